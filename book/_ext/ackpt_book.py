@@ -1,0 +1,52 @@
+"""Sphinx extension of the book: the repository's address from pyproject.toml, and MathJax without a network."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.config import Config
+from sphinx.util.fileutil import copy_asset
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from address import BRANCH, repository_address  # noqa: E402
+
+MATHJAX = ("tex-chtml-full.js", "output/chtml/fonts/woff-v2")
+
+
+def set_addresses(app: Sphinx, config: Config) -> None:
+    """Fill in what the theme and MathJax are told by address."""
+    config["html_theme_options"].update(
+        repository_url=repository_address(), repository_branch=BRANCH, path_to_docs="book", use_repository_button=True
+    )
+    config["mathjax_path"] = "mathjax/tex-chtml-full.js"
+
+
+def without_thebe(app: Sphinx, config: Config) -> None:
+    """Take out what runs cells on a remote server: jupyter-book always adds its script, hosted elsewhere."""
+    for event in ("env-before-read-docs", "doctree-resolved"):
+        for listener in list(app.events.listeners[event]):
+            if listener.handler.__module__ == "sphinx_thebe":
+                app.disconnect(listener.id)
+
+
+def copy_mathjax(app: Sphinx, error: Exception | None) -> None:
+    """Copy the part of MathJax that the pages use from the installed package (named with dashes, so not importable)."""
+    package = importlib.util.find_spec("sphinx-mathjax-offline")
+    if error is None and package and package.submodule_search_locations:
+        source = Path(package.submodule_search_locations[0], "static", "mathjax")
+        for name in MATHJAX:
+            target = Path(app.outdir, "_static", "mathjax", name)
+            copy_asset(str(source / name), str(target if (source / name).is_dir() else target.parent))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the extension."""
+    app.connect("config-inited", set_addresses)
+    app.connect("config-inited", without_thebe)
+    app.connect("build-finished", copy_mathjax)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,207 @@
+"""The reproduction pipeline: what is published comes from its source, is the same in every run and loads nothing."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import check_address
+import check_offline
+import check_same
+import nbformat
+import pytest
+from address import colab_address, repository_address
+from chapter import NotebookError, normalise, prepare, problems, refuse_accidents, to_text
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+from reproduce import chapters, reproduce
+
+ADDRESS = "https://github.com/someone/something"
+CHAPTER = """\
+# %% [markdown]
+# # A title
+
+# %%
+from pathlib import Path
+
+Path("results/tables/sum.md").write_text(f"{1 + 1} bytes")
+Path("results/cpu/run.json").write_text('{"metrics": {"bytes": 2}}')
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+import time
+
+print(time.perf_counter_ns())
+
+# %% tags=["solution"]
+print("done")
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "01_first.py").write_text(CHAPTER)
+    (tmp_path / "results" / "reference").mkdir(parents=True)
+    (tmp_path / "results" / "reference" / "published.json").write_text("{}")
+    return tmp_path
+
+
+def written(top: Path) -> set[str]:
+    files = (p for p in top.rglob("*") if p.is_file() and ".reproduce" not in p.parts)
+    return {str(p.relative_to(top)) for p in files}
+
+
+def test_reproducing_twice_gives_the_same_bytes_but_for_measured_times(checkout: Path, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        reproduce(checkout, tmp_path / name, only=[])
+    assert written(tmp_path / "first") == {
+        "book/notebooks/01_first.ipynb",
+        "results/cpu/run.json",
+        "results/tables/sum.md",
+    }
+    assert check_same.differences(tmp_path / "first", tmp_path / "second") == []
+    notebook = nbformat.read(tmp_path / "first/book/notebooks/01_first.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    other = nbformat.read(tmp_path / "second/book/notebooks/01_first.ipynb", as_version=4)
+    assert notebook.cells[-2].outputs != other.cells[-2].outputs
+    assert problems(checkout / "notebooks/01_first.py", tmp_path / "first/book/notebooks/01_first.ipynb") == []
+
+
+def test_a_failing_notebook_changes_nothing_and_names_its_cell(checkout: Path) -> None:
+    (checkout / "notebooks" / "02_second.py").write_text("# %% [markdown]\n# # Two\n\n# %%\n1 / 0\n")
+    before = written(checkout)
+    with pytest.raises(NotebookError, match=r"02_second.py, cell 3: ZeroDivisionError: division by zero") as raised:
+        reproduce(checkout, checkout, only=[])
+    assert written(checkout) == before
+    log = checkout / ".reproduce" / "02_second.log"
+    assert str(log) in str(raised.value) and "1 / 0" in log.read_text()
+
+
+def test_a_full_run_removes_results_that_no_notebook_writes(checkout: Path, capsys: pytest.CaptureFixture) -> None:
+    stale = checkout / "results" / "tables" / "stale.md"
+    stale.parent.mkdir()
+    stale.write_text("old")
+    reproduce(checkout, checkout, only=["01"])
+    assert stale.exists()
+    reproduce(checkout, checkout, only=[])
+    assert not stale.exists() and "results/tables/stale.md" in capsys.readouterr().out
+    assert (checkout / "results/reference/published.json").exists()
+
+
+def test_an_unknown_chapter_is_an_error_that_lists_the_known_ones(checkout: Path) -> None:
+    with pytest.raises(NotebookError, match="no notebook starts with 07; there are: 01_first"):
+        chapters(["07"], checkout / "notebooks")
+
+
+def test_prepare_adds_the_badge_and_the_colab_cell_from_one_address(checkout: Path) -> None:
+    notebook = prepare(checkout / "notebooks/01_first.py", ADDRESS)
+    title, badge, install = notebook.cells[:3]
+    assert title.source == "# A title"
+    assert colab_address(ADDRESS, "book/notebooks/01_first.ipynb") in badge.source
+    assert "someone/something/blob/main/" in badge.source
+    assert '"google.colab" in sys.modules' in install.source and ADDRESS in install.source
+    assert install.metadata.tags == ["remove-cell"]
+    solution = notebook.cells[-1]
+    assert solution.metadata.tags == ["solution", "hide-cell"]
+    assert solution.metadata.mystnb.code_prompt_show == "Show the solution"
+    assert to_text(notebook) == to_text(prepare(checkout / "notebooks/01_first.py", ADDRESS))
+
+
+def test_prepare_wants_a_title(tmp_path: Path) -> None:
+    source = tmp_path / "01_untitled.py"
+    source.write_text("# %%\n1 + 1\n")
+    with pytest.raises(NotebookError, match="first cell must be a Markdown cell"):
+        prepare(source, ADDRESS)
+
+
+def test_normalise_removes_what_differs_between_runs() -> None:
+    def executed(moment: str, pieces: list[str], identity: str):
+        outputs = [new_output("stream", name="stdout", text=piece) for piece in pieces]
+        times = {"papermill": {"start_time": moment}, "execution": {"iopub.execute_input": moment}, "tags": []}
+        cell = new_code_cell("print()", id=identity, execution_count=1, outputs=outputs, metadata=times)
+        about = {"papermill": {"end_time": moment}, "language_info": {"name": "python", "version": moment}}
+        return new_notebook(cells=[cell], metadata=about)
+
+    first = normalise(executed("09:00", ["one\n", "two\n"], "aaaa"))
+    second = normalise(executed("17:30", ["one\ntwo\n"], "bbbb"))
+    assert to_text(first) == to_text(second)
+    assert first.cells[0].outputs[0].text == "one\ntwo\n"
+    assert "09:00" not in to_text(first)
+
+
+@pytest.mark.parametrize(
+    ("output", "complaint"),
+    [
+        (new_output("stream", name="stderr", text="careful"), "cell 0: wrote to stderr"),
+        (new_output("stream", name="stdout", text="/home/me/checkout/file.py"), "a path of this machine"),
+        (new_output("display_data", {"image/png": "AAAA"}), "a figure needs a description"),
+    ],
+)
+def test_outputs_that_must_not_be_published_are_refused(output, complaint: str) -> None:
+    notebook = new_notebook(cells=[new_code_cell("f()", outputs=[output])])
+    with pytest.raises(NotebookError, match=complaint):
+        refuse_accidents(notebook, "01_first.py", ["/home/me/checkout"])
+
+
+def test_problems_sees_a_changed_source_and_an_edited_notebook(checkout: Path) -> None:
+    source, committed = checkout / "notebooks/01_first.py", checkout / "book/notebooks/01_first.ipynb"
+    assert problems(source, committed) == ["01_first.ipynb: never executed"]
+    reproduce(checkout, checkout, only=[])
+    assert problems(source, committed) == []
+    assert problems(source, committed, address=ADDRESS) == ["01_first.ipynb, cell 1: is not the cell of 01_first.py"]
+    text = committed.read_text()
+    committed.write_text(text.replace("done", "well done"))
+    assert problems(source, committed) == ["01_first.ipynb, cell 5: is not the cell of 01_first.py"]
+    committed.write_text(text)
+    source.write_text(CHAPTER + "\n# %%\n2 + 2\n")
+    assert problems(source, committed) == [
+        "01_first.ipynb: executed from another version of 01_first.py",
+        "01_first.ipynb, cell 6: is not the cell of 01_first.py",
+    ]
+
+
+def test_check_same_names_the_field_and_the_cell(tmp_path: Path) -> None:
+    for name, loss, seconds, text in (("a", 1.0, 0.5, "x"), ("b", 1.5, 0.7, "y")):
+        folder = tmp_path / name
+        folder.mkdir()
+        record = {"metrics": {"loss": [2.0, loss], "seconds": seconds, "seconds_step": {"median": seconds}}}
+        (folder / "run.json").write_text(json.dumps({**record, "environment": {"date": name, "torch": "2.13"}}))
+        cell = new_code_cell("f()", id="one", outputs=[new_output("stream", text=text)])
+        times = new_code_cell("g()", id="two", metadata={"tags": ["measured-time"]})
+        times.outputs = [new_output("stream", text=text)]
+        (folder / "n.ipynb").write_text(to_text(new_notebook(cells=[cell, times])))
+        (folder / "figure.png").write_bytes(text.encode())
+    (tmp_path / "a" / "only.md").write_text("")
+    assert check_same.differences(tmp_path / "a", tmp_path / "b") == [
+        "figure.png: other bytes",
+        "n.ipynb, cell 0",
+        "only.md: written by one run only",
+        "run.json, field metrics.loss[1]",
+    ]
+
+
+def test_check_offline_finds_what_a_page_loads_and_leaves_links_alone(tmp_path: Path) -> None:
+    page = (
+        '<link rel="canonical" href="https://book.example/"><a href="https://paper.example/">paper</a>'
+        '<script src="//cdn.example/a.js"></script><img src="https://badge.example/b.svg">'
+        '<script>load("https://cdn.example/late.js")</script><script src="_static/own.js"></script>'
+    )
+    (tmp_path / "page.html").write_text(page)
+    (tmp_path / "style.css").write_text("@import url('https://fonts.example/f.css'); a {background: url(own.png)}")
+    assert check_offline.external(tmp_path) == [
+        "page.html: //cdn.example/a.js",
+        "page.html: https://badge.example/b.svg",
+        "page.html: https://cdn.example/late.js",
+        "style.css: https://fonts.example/f.css",
+    ]
+
+
+def test_the_address_is_counted_wherever_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(f'[project.urls]\nRepository = "{ADDRESS}/"\n')
+    (tmp_path / "README.md").write_text(f"see\n{ADDRESS}\n")
+    assert repository_address(tmp_path) == ADDRESS
+    for command in (["init", "-q"], ["add", "pyproject.toml", "README.md"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    assert check_address.places(tmp_path) == ["README.md:2", "pyproject.toml:2"]
+
+
+def test_the_address_of_this_project_stands_in_one_place() -> None:
+    assert [place.split(":")[0] for place in check_address.places()] == ["pyproject.toml"]

@@ -1,0 +1,26 @@
+"""Where does the project live? One answer, read from pyproject.toml."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+BRANCH = "main"
+
+
+def repository_address(root: Path = ROOT) -> str:
+    """The address in `[project.urls] Repository`, without a trailing slash."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project["urls"]["Repository"].rstrip("/")
+
+
+def colab_address(address: str, path: str) -> str:
+    """The address that opens `path` of a GitHub repository in Colab."""
+    owner_and_name = address.removeprefix("https://github.com/")
+    return f"https://colab.research.google.com/github/{owner_and_name}/blob/{BRANCH}/{path}"

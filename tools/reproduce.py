@@ -1,0 +1,141 @@
+"""Execute the notebooks and rewrite what comes from them: executed notebooks, records, tables and figures.
+
+Everything happens in a staging folder whose `results/` the notebooks see. Only when every notebook has succeeded are
+the files moved to where they belong, each by one rename, so that a failed or interrupted run changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+import papermill
+from address import ROOT
+from chapter import NotebookError, normalise, prepare, refuse_accidents, to_text
+from papermill.exceptions import PapermillExecutionError
+
+MADE = ("cpu", "tables", "figures")  # the folders of results/ that only notebooks write
+# One setting for every machine: sums in another order of threads are other numbers.
+FIXED = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "PYTHONHASHSEED": "0", "PYTHONWARNINGS": "default"}
+
+
+def chapters(only: list[str], folder: Path) -> list[Path]:
+    """The sources whose name starts with one of `only` (all when empty), in the order of their numbers."""
+    sources = sorted(folder.glob("[0-9][0-9]_*.py"))
+    chosen = [s for s in sources if not only or any(s.name.startswith(prefix) for prefix in only)]
+    unmatched = [prefix for prefix in only if not any(s.name.startswith(prefix) for s in sources)]
+    if unmatched or not chosen:
+        names = ", ".join(s.stem for s in sources) or "none"
+        raise NotebookError(f"no notebook starts with {', '.join(unmatched) or 'a number'}; there are: {names}")
+    return chosen
+
+
+def execute(source: Path, stage: Path) -> None:
+    """Execute one notebook in `stage` and leave it there, normalised.
+
+    Raises NotebookError naming notebook and cell; the partly executed notebook and its log stay beside `stage`.
+    """
+    target = stage / "book" / "notebooks" / f"{source.stem}.ipynb"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(to_text(prepare(source)), encoding="utf-8")
+    raw = stage.parent / f"{source.stem}.ipynb"
+    try:
+        papermill.execute_notebook(
+            str(target),
+            str(raw),
+            kernel_name="python3",
+            cwd=str(stage),
+            progress_bar=sys.stderr.isatty(),
+            extra_arguments=["--log-level=ERROR"],
+        )
+    except PapermillExecutionError as error:
+        log = stage.parent / f"{source.stem}.log"
+        log.write_text("\n".join([error.source, *error.traceback]), encoding="utf-8")
+        raise NotebookError(
+            f"{source.name}, cell {error.cell_index}: {error.ename}: {error.evalue}\n"
+            f"  log: {log}, notebook so far: {raw}"
+        ) from error
+    notebook = normalise(nbformat.read(raw, as_version=4))
+    refuse_accidents(notebook, source.name, private_paths(stage))
+    target.write_text(to_text(notebook), encoding="utf-8")
+    raw.unlink()
+
+
+def private_paths(stage: Path) -> list[str]:
+    """Paths of this machine that no output may hold."""
+    homes = [str(Path.home()) + os.sep] if len(Path.home().parts) > 1 else []
+    return [str(stage.parent.parent), sys.prefix, *homes]
+
+
+def move_into_place(stage: Path, out: Path, everything: bool) -> list[Path]:
+    """Move what `stage` holds to `out`; after a full run remove results that no notebook wrote. Return the removed."""
+    made = [p.relative_to(stage) for folder in made_folders(stage) for p in folder.rglob("*") if p.is_file()]
+    for name in made:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(stage / name, out / name)
+    removed = []
+    if everything:
+        for folder in made_folders(out):
+            for old in sorted(folder.rglob("*")):
+                if old.is_file() and old.relative_to(out) not in made and ".ipynb_checkpoints" not in old.parts:
+                    old.unlink()
+                    removed.append(old.relative_to(out))
+    return removed
+
+
+def made_folders(top: Path) -> list[Path]:
+    """The folders under `top` that belong to the notebooks alone."""
+    return [top / "book" / "notebooks", *(top / "results" / name for name in MADE)]
+
+
+def make_stage(root: Path, everything: bool) -> Path:
+    """A fresh folder with the `results/` that notebooks read; a full run starts without what an earlier one made."""
+    work = root / ".reproduce"
+    work.mkdir(exist_ok=True)
+    stage = Path(tempfile.mkdtemp(prefix="stage-", dir=work))
+    if (root / "results").is_dir():
+        ignored = shutil.ignore_patterns(*MADE) if everything else None
+        shutil.copytree(root / "results", stage / "results", ignore=ignored)
+    for name in MADE:
+        (stage / "results" / name).mkdir(parents=True, exist_ok=True)
+    return stage
+
+
+def reproduce(root: Path, out: Path, only: list[str]) -> None:
+    """Execute the chosen chapters of the checkout `root` and write everything they make below `out`."""
+    sources = chapters(only, root / "notebooks")
+    os.environ.update(FIXED)
+    stage = make_stage(root, everything=not only)
+    try:
+        for source in sources:
+            start = time.perf_counter()
+            execute(source, stage)
+            print(f"{source.stem}: {time.perf_counter() - start:.0f} s", flush=True)
+        for gone in move_into_place(stage, out, everything=not only):
+            print(f"removed {gone}: no notebook writes it")
+    finally:
+        shutil.rmtree(stage)
+
+
+def main() -> int:
+    """Command line: `python tools/reproduce.py [--only 01 ...] [--out FOLDER]`."""
+    parser = argparse.ArgumentParser(description="Execute the notebooks and rewrite what comes from them.")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NN", help="the chapters to execute (default: all)")
+    parser.add_argument("--out", type=Path, default=ROOT, help="write below this folder, not into the checkout")
+    arguments = parser.parse_args()
+    try:
+        reproduce(ROOT, arguments.out.resolve(), arguments.only)
+    except NotebookError as error:
+        print(f"reproduce: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
