@@ -1,0 +1,20 @@
+"""ackpt: activation checkpointing for PyTorch that is correct where it is usually silently wrong."""
+
+from .errors import CheckpointError
+from .guards import guarantees
+from .loss import chunked_cross_entropy
+from .reentrant import checkpoint, is_recomputing
+from .wrap import apply_activation_checkpointing, checkpoint_sequential, remove_activation_checkpointing
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "apply_activation_checkpointing",
+    "checkpoint",
+    "checkpoint_sequential",
+    "chunked_cross_entropy",
+    "guarantees",
+    "is_recomputing",
+    "remove_activation_checkpointing",
+]

@@ -1,0 +1,58 @@
+"""The autocast state of all devices: taken in the forward, restored around the recompute."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+class Autocast:
+    """A snapshot of the autocast switches, dtypes and weight-cache flag of this thread.
+
+    It sets the switches themselves, because ``torch.autocast("cuda")`` turns itself off where no GPU is present and
+    shapes alone are being followed.
+    """
+
+    __slots__ = ("modes", "cache")
+
+    def __init__(self):
+        self.modes = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in _DEVICES]
+        self.cache = torch.is_autocast_cache_enabled()
+
+    def _apply(self):
+        for name, enabled, dtype in self.modes:
+            torch.set_autocast_enabled(name, enabled)
+            torch.set_autocast_dtype(name, dtype)
+        torch.set_autocast_cache_enabled(self.cache)
+
+    @contextlib.contextmanager
+    def restored(self):
+        """This snapshot inside, the state of now afterwards."""
+        now = Autocast()
+        torch.autocast_increment_nesting()
+        self._apply()
+        # A weight that was cast outside the region has its history there; the recompute needs a cast of its own.
+        torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            now._apply()
+
+
+any_enabled = torch._C._is_any_autocast_enabled
+
+
+class _Off(Autocast):
+    """Autocast switched off everywhere, for a region whose forward ran without it."""
+
+    def __init__(self):
+        super().__init__()
+        self.modes = [(name, False, dtype) for name, _, dtype in self.modes]
+
+
+OFF = _Off()

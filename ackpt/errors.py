@@ -1,0 +1,8 @@
+"""The errors of the package: each message names a cause and a way out."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpointed region cannot give the gradients of the plain model.
+
+    Raised instead of a silently wrong result; nothing has been added to any ``.grad`` by the region that raises.
+    """

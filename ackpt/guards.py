@@ -1,0 +1,182 @@
+"""What may not change between the forward of a region and its recompute, and what must change only once.
+
+``Watch`` remembers the version counter of every tensor the region reads and reports the first one that moved.
+``State`` gives buffers that the region itself updates their old values for the recompute and their new ones back
+after it, so that running statistics and counters change once per step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .errors import CheckpointError
+
+_SMALL = 1 << 20  # bytes up to which a buffer is always copied before the region runs
+_STEADY: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # larger buffers that a region left alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Guarantees:
+    """Which guarantees beyond torch's own are on; see :func:`guarantees`."""
+
+    other_rng: bool = True
+    unchanged: bool = True
+
+
+_local = threading.local()
+
+
+def current() -> Guarantees:
+    return getattr(_local, "guarantees", _ALL)
+
+
+_ALL = Guarantees()
+
+
+@contextlib.contextmanager
+def guarantees(*, other_rng: bool = True, unchanged: bool = True):
+    """Choose, for the regions entered in this block, which guarantees beyond torch's own are given.
+
+    All are on by default; each costs a few microseconds per region, whatever its size. `other_rng`: replay Python's
+    ``random``, numpy and generator objects as well as torch's streams. `unchanged`: raise if a parameter, a buffer or
+    a closed-over tensor changed between forward and recompute, and let buffers change once per step.
+
+    Example:
+        >>> import torch, ackpt
+        >>> layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+        >>> with ackpt.guarantees(other_rng=False, unchanged=False):
+        ...     y = ackpt.checkpoint(layer, x)
+    """
+    previous = current()
+    _local.guarantees = Guarantees(other_rng, unchanged)
+    try:
+        yield
+    finally:
+        _local.guarantees = previous
+
+
+def version(tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Watch:
+    """Version counters and storages of tensors, to be found unchanged later."""
+
+    __slots__ = ("_marks",)
+
+    def __init__(self, named_tensors):
+        self._marks = [(tensor, name, version(tensor), _storage(tensor)) for tensor, name in named_tensors]
+
+    def check(self):
+        for tensor, name, mark, storage in self._marks:
+            if version(tensor) != mark or _storage(tensor) != storage:
+                raise changed_between(f"{_kind(tensor)} {name or 'without a name'!r}, {describe(tensor)},")
+
+
+def changed_between(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{what} was changed between the forward of this checkpointed region and its backward, so the recompute would "
+        "not repeat the forward. Run backward before the change (before optimizer.step(), load_state_dict() or any "
+        "in-place operation), or change a clone instead."
+    )
+
+
+def _kind(tensor) -> str:
+    if isinstance(tensor, torch.nn.Parameter):
+        return "parameter"
+    return "closed-over tensor" if tensor.requires_grad else "buffer or closed-over tensor"
+
+
+def describe(tensor) -> str:
+    return f"shape {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+def _storage(tensor):
+    """The identity of the storage, which tells ``p.data = other``; subclasses (DTensor) may swap theirs freely."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+        return tensor.untyped_storage()._cdata
+    return None
+
+
+class State:
+    """Buffers of a region: copied before it runs, so that the recompute starts from the values the forward saw."""
+
+    __slots__ = ("_before", "_changed", "_parameters", "_statistics")
+
+    def __init__(self, reach):
+        self._statistics = reach.statistics
+        self._parameters = [
+            (tensor, name, version(tensor))
+            for tensor, name in reach.tensors.values()
+            if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
+        ]
+        self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._before = [
+            (tensor, name, version(tensor), _copy(tensor))
+            for tensor, name in reach.tensors.values()
+            if not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter) and not tensor.is_inference()
+        ]
+
+    def after_forward(self) -> set[int]:
+        """Keep the old values of what the forward changed; return the ids of those buffers."""
+        for tensor, name, mark in self._parameters:
+            if version(tensor) != mark:
+                raise CheckpointError(
+                    f"this checkpointed region changes the {_kind(tensor)} {name!r}, {describe(tensor)}, in place (as "
+                    "nn.Embedding(max_norm=...) does), and its recompute would do it again. Do it before the region."
+                )
+        self._parameters = []
+        for tensor, name, mark, copy in self._before:
+            if version(tensor) == mark:
+                if _bytes(tensor) > _SMALL:
+                    _STEADY[tensor] = True
+                continue
+            if copy is None:
+                _STEADY.pop(tensor)
+                raise CheckpointError(
+                    f"buffer {name!r}, {describe(tensor)}, is changed by this checkpointed region for the first time "
+                    "after steps that left it alone, and no copy of its old value was kept. Repeat the step (from now "
+                    "on a copy is kept), or update the buffer outside the region."
+                )
+            self._changed.append((tensor, copy))
+        self._before = []
+        return {id(tensor) for tensor, _ in self._changed}
+
+    @contextlib.contextmanager
+    def as_before(self):
+        """Old values inside, and after the body the values of now again; version counters stay.
+
+        The backward of the recomputed graph belongs inside as well: it may read a buffer that the region has updated.
+        """
+        tensors = [*self._statistics, *(tensor for tensor, _ in self._changed)]
+        if not tensors:
+            yield
+            return
+        now = [tensor.detach().clone() for tensor in tensors]
+        with contextlib.ExitStack() as stack:
+            for tensor in tensors:
+                stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+            try:
+                with torch.no_grad():
+                    for tensor, old in self._changed:
+                        tensor.copy_(old)
+                yield
+            finally:
+                with torch.no_grad():
+                    for tensor, value in zip(tensors, now):
+                        tensor.copy_(value)
+
+
+def _bytes(tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _copy(tensor):
+    if _bytes(tensor) > _SMALL and tensor in _STEADY:
+        return None
+    return tensor.detach().clone()

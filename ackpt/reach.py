@@ -1,0 +1,245 @@
+"""What a region can reach besides its arguments: parameters, buffers, closed-over tensors and generators.
+
+Two views, and both are needed. ``Reach`` walks the *objects* (modules, closures, defaults, partials, bound methods,
+globals that the code names) before the region runs: it finds frozen parameters and buffers, which leave no trace in
+the autograd graph. ``graph_inputs`` walks the *autograd graph* after the region ran: it finds exactly those tensors
+whose gradient flows out of the region, however they were reached.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import random
+import sys
+import types
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from .rng import stream_of
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_CONTAINERS = (list, tuple, dict, set)
+_DEPTH = 4  # helper functions and plain objects are followed this far
+
+
+class Reach:
+    """Tensors, running statistics and generators reachable from a function and its non-tensor arguments.
+
+    ``tensors``: all of them but running statistics, ``{id: (tensor, name)}``. ``statistics``: buffers that a
+    normalisation layer in training mode updates but does not read. ``streams``: generator objects. ``sharded``:
+    whether a module inside is managed by FSDP, whose hooks expect gradients to arrive inside the region.
+    """
+
+    __slots__ = ("tensors", "statistics", "streams", "sharded", "walked", "_seen")
+
+    def __init__(self, function=None, template=()):
+        self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
+        self.statistics: list[torch.Tensor] = []
+        self.streams: list = []
+        self.sharded = False
+        self.walked = False
+        self._seen: set[int] = set()
+        if function is not None:
+            self.walk(function, template)
+
+    def walk(self, function, template):
+        self.walked = True
+        # A bound `forward` runs without the module's own hooks, so only modules below it can be sharded inside.
+        if isinstance(function, types.MethodType) and isinstance(function.__self__, nn.Module):
+            self._module(function.__self__, "", own_hooks=False)
+        else:
+            self._visit(function, "", 0)
+        for item in template:
+            self._visit(item, "argument", 0)
+
+    def _visit(self, obj, name, depth):
+        if isinstance(obj, torch.Tensor):
+            self.tensors.setdefault(id(obj), (obj, name))
+        elif isinstance(obj, nn.Module):
+            self._module(obj, name)
+        elif isinstance(obj, _FUNCTIONS):
+            self._function(obj, name, depth)
+        elif isinstance(obj, _CONTAINERS):
+            if depth < _DEPTH and id(obj) not in self._seen:
+                self._seen.add(id(obj))
+                items = obj.items() if isinstance(obj, dict) else enumerate(obj)
+                for key, item in items:
+                    self._visit(item, f"{name}[{key!r}]", depth + 1)
+        elif not self._generator(obj) and depth < _DEPTH and _is_plain_object(obj) and id(obj) not in self._seen:
+            self._seen.add(id(obj))
+            for key, item in vars(obj).items():
+                self._visit(item, f"{name}.{key}", depth + 1)
+
+    def _generator(self, obj) -> bool:
+        if not isinstance(obj, _generator_types()):
+            return False
+        if id(obj) not in self._seen:
+            self._seen.add(id(obj))
+            stream = stream_of(obj)
+            if stream is not None:
+                self.streams.append(stream)
+        return True
+
+    def _module(self, module, name, own_hooks=True):
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        prefix = f"{name}." if name else ""
+        for key, value in module._parameters.items():
+            if value is not None:
+                self.tensors.setdefault(id(value), (value, prefix + key))
+        if module._buffers:
+            updates = isinstance(module, _NormBase) and module.training and module.track_running_stats
+            for key, value in module._buffers.items():
+                if value is None:
+                    continue
+                if updates:
+                    self.statistics.append(value)
+                else:
+                    self.tensors.setdefault(id(value), (value, prefix + key))
+        for key, value in vars(module).items():
+            if key not in _MODULE_FIELDS and not isinstance(value, _PLAIN):
+                if isinstance(value, torch.Tensor):
+                    self.tensors.setdefault(id(value), (value, prefix + key))
+                else:
+                    self._generator(value)
+        if own_hooks and not self.sharded:
+            self.sharded = any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+        for key, child in module._modules.items():
+            if child is not None:
+                self._module(child, prefix + key)
+
+    def _function(self, function, name, depth):
+        if id(function) in self._seen or depth > _DEPTH:
+            return
+        self._seen.add(id(function))
+        if isinstance(function, functools.partial):
+            for item in (function.func, *function.args, *function.keywords.values()):
+                self._visit(item, name, depth + 1)
+            return
+        if isinstance(function, types.MethodType):
+            self._visit(function.__self__, name, depth + 1)
+            function = function.__func__
+            if not isinstance(function, types.FunctionType):
+                return
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # an empty cell: the name is not bound yet
+                continue
+            self._visit(value, key, depth + 1)
+        for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._visit(item, name, depth + 1)
+        for key in _global_names(function.__code__):
+            value = function.__globals__.get(key)
+            if isinstance(value, (torch.Tensor, nn.Module)):
+                self._visit(value, key, depth + 1)
+            elif isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
+                self._function(value, key, depth + 1)
+            elif value is not None:
+                self._generator(value)
+
+
+def _is_plain_object(obj) -> bool:
+    """Whether `obj` is an instance of a user's class, worth a look at its attributes."""
+    return hasattr(obj, "__dict__") and not isinstance(obj, (type, types.ModuleType, types.BuiltinFunctionType))
+
+
+_PLAIN = (bool, int, float, str, type(None), list, tuple, dict)
+_MODULE_FIELDS = frozenset(vars(nn.Module()))
+
+
+def _generator_types():
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return (torch.Generator, random.Random)
+    return (torch.Generator, random.Random, numpy_random.Generator, numpy_random.RandomState)
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code) -> tuple[str, ...]:
+    """Names that the code, or code nested in it, may look up as globals."""
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _global_names(constant)
+    return tuple(dict.fromkeys(names))
+
+
+def _accumulate_grad_type():
+    leaf = torch.zeros((), requires_grad=True)
+    return type(leaf.view_as(leaf).grad_fn.next_functions[0][0])
+
+
+_ACCUMULATE_GRAD = _accumulate_grad_type()
+
+
+def graph_inputs(outputs, aliases, reach: Reach, started: int):
+    """The tensors besides `aliases` in which the graph of `outputs` ends: ``(tensors, unreachable node or None)``.
+
+    `started` is the autograd sequence number at the start of the region: an older node belongs to the history of a
+    closed-over tensor and is not entered. If no tensor of `reach` is known for it the node is returned, because no
+    gradient could be handed on through it.
+    """
+    closed_over = {
+        (tensor.grad_fn, tensor.output_nr): tensor for tensor, _ in reach.tensors.values() if tensor.grad_fn is not None
+    }
+    found = []
+    seen = {None}
+    stack = [output.grad_fn for output in outputs]
+    while stack:
+        for edge in stack.pop().next_functions:
+            node = edge[0]
+            if node in seen or edge in seen:
+                continue
+            if type(node) is _ACCUMULATE_GRAD:
+                seen.add(node)
+                found.append(node.variable)
+            elif edge in closed_over:
+                seen.add(edge)
+                found.append(closed_over[edge])
+            elif node._sequence_nr() < started:
+                return [], node
+            else:
+                seen.add(node)
+                stack.append(node)
+    own = {id(alias) for alias in aliases}
+    return [tensor for tensor in dict.fromkeys(found) if id(tensor) not in own], None
+
+
+def frozen(function):
+    """The function with today's closure: a loop variable that moves on would change what a recompute calls.
+
+    Cells that the function itself rebinds (``nonlocal``) stay shared with the caller.
+    """
+    if not isinstance(function, types.FunctionType) or not function.__closure__:
+        return function
+    rebound = _rebound_names(function.__code__)
+    cells = tuple(
+        cell if name in rebound or not _bound(cell) else types.CellType(cell.cell_contents)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__)
+    )
+    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _bound(cell) -> bool:
+    try:
+        cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _rebound_names(code) -> frozenset[str]:
+    """Closure names that the code, or code nested in it, assigns to."""
+    names = {item.argval for item in dis.get_instructions(code) if item.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _rebound_names(constant)
+    return frozenset(names)

@@ -1,0 +1,128 @@
+"""Tensors inside nested arguments: take them out, put others in.
+
+``strip`` replaces every tensor in dicts, lists, tuples, named tuples and dataclasses by a numbered slot; ``fill`` is
+its inverse. Containers that hold no tensor are passed through as they are, so a list that only collects numbers
+stays the caller's own list.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import torch
+
+
+class Slot:
+    """The place of tensor number ``index`` in a stripped structure."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+class Tensors(list):
+    """Distinct tensors in the order of first appearance; a tensor passed twice keeps one slot."""
+
+    __slots__ = ("_slots",)
+
+    def __init__(self):
+        self._slots: dict[int, Slot] = {}
+
+    def slot(self, tensor: torch.Tensor) -> Slot:
+        slot = self._slots.get(id(tensor))
+        if slot is None:
+            slot = self._slots[id(tensor)] = Slot(len(self))
+            self.append(tensor)
+        return slot
+
+
+_ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
+
+
+def strip(obj, tensors: Tensors):
+    """Return `obj` with its tensors moved to `tensors` and slots in their places."""
+    if isinstance(obj, torch.Tensor):
+        return tensors.slot(obj)
+    return _map(obj, lambda leaf: tensors.slot(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def fill(obj, tensors):
+    """Return `obj` with every slot replaced by the tensor of its number."""
+    if type(obj) is Slot:
+        return tensors[obj.index]
+    return _map(obj, lambda leaf: tensors[leaf.index] if type(leaf) is Slot else leaf)
+
+
+def strip_arguments(args, tensors: Tensors) -> tuple[tuple, bool]:
+    """`strip` for the items of `args`: the stripped tuple, and whether a container among them held tensors."""
+    stripped, nested = [], False
+    for item in args:
+        if isinstance(item, torch.Tensor):
+            item = tensors.slot(item)
+        elif type(item) not in _ATOMS:
+            old, item = item, strip(item, tensors)
+            nested = nested or item is not old
+        stripped.append(item)
+    return tuple(stripped), nested
+
+
+def fill_arguments(stripped, tensors) -> list:
+    """`fill` for the items of `stripped`."""
+    return [
+        tensors[item.index] if type(item) is Slot else item if type(item) in _ATOMS else fill(item, tensors)
+        for item in stripped
+    ]
+
+
+def _map(obj, change):
+    """Apply `change` to the leaves of `obj`; return `obj` itself when no leaf changed."""
+    if type(obj) in _ATOMS:
+        return obj
+    if type(obj) is Slot or isinstance(obj, torch.Tensor):
+        return change(obj)
+    if isinstance(obj, tuple):
+        items = [_map(item, change) for item in obj]
+        if all(new is old for new, old in zip(items, obj)):
+            return obj
+        return type(obj)(*items) if hasattr(obj, "_fields") else type(obj)(items)
+    if isinstance(obj, list):
+        items = [_map(item, change) for item in obj]
+        if all(new is old for new, old in zip(items, obj)):
+            return obj
+        if type(obj) is list:
+            return items
+        new = copy.copy(obj)
+        new[:] = items
+        return new
+    if isinstance(obj, dict):
+        items = {key: _map(value, change) for key, value in obj.items()}
+        changed = {key: value for key, value in items.items() if value is not obj[key]}
+        if not changed:
+            return obj
+        new = items if type(obj) is dict else copy.copy(obj)
+        if new is not items:
+            for key, value in changed.items():
+                new[key] = value
+        return _map_fields(obj, new, change) if dataclasses.is_dataclass(obj) else new
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        return _map_fields(obj, None, change)
+    return change(obj)
+
+
+def _map_fields(obj, new, change):
+    """Set the changed fields of dataclass `obj` on `new`, a copy that is made when first needed.
+
+    Neither ``__init__`` nor ``__post_init__`` runs again, and frozen dataclasses work.
+    """
+    for field in dataclasses.fields(obj):
+        if not hasattr(obj, field.name):
+            continue
+        old = getattr(obj, field.name)
+        value = _map(old, change)
+        if value is not old:
+            if new is None:
+                new = copy.copy(obj)
+            object.__setattr__(new, field.name, value)
+    return obj if new is None else new
