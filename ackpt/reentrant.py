@@ -86,7 +86,22 @@ def checkpoint(function, *args, preserve_rng_state=True, offload=None, **kwargs)
     # Inside the first forward of another region nothing is kept anyway.
     if not torch.is_grad_enabled() or getattr(_local, "forward", False):
         return function(*args, **kwargs)
+    run = _run if "torch._dynamo" not in sys.modules else _outside_dynamo()
+    return run(function, args, kwargs, preserve_rng_state)
+
+
+def _run(function, args, kwargs, preserve_rng_state):
     return _Region(function, args, kwargs, preserve_rng_state).run()
+
+
+_disabled = []
+
+
+def _outside_dynamo():
+    """`_run` as a clean graph break for ``torch.compile``, which cannot trace a region."""
+    if not _disabled:
+        _disabled.append(torch._dynamo.disable(_run))
+    return _disabled[0]
 
 
 def is_recomputing() -> bool:

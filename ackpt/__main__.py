@@ -1,0 +1,5 @@
+"""``python -m ackpt``."""
+
+from ackpt.cli import main
+
+raise SystemExit(main())

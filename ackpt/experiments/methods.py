@@ -1,0 +1,45 @@
+"""What the compared methods switch on: activation checkpointing of the blocks, the loss head in chunks."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from ackpt.models.transformer import Block
+from ackpt.wrap import apply_activation_checkpointing, remove_activation_checkpointing
+
+METHODS = ("baseline", "checkpoint", "chunked-loss", "checkpoint+chunked-loss")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_methods(methods, known=METHODS) -> tuple[str, ...]:
+    """The methods without repetitions; ValueError for one that is not among `known`."""
+    for method in methods:
+        if method not in known:
+            hint = "" if method not in METHODS else " (this experiment has no vocabulary head)"
+            raise ValueError(f"unknown method {method!r}{hint}: choose from {', '.join(known)}")
+    if not methods:
+        raise ValueError(f"no method given: choose from {', '.join(known)}")
+    return tuple(dict.fromkeys(methods))
+
+
+def configure(model, method: str) -> None:
+    """Switch checkpointing of the model's blocks on or off, as `method` says."""
+    if "checkpoint" in method:
+        apply_activation_checkpointing(model, Block)
+    else:
+        remove_activation_checkpointing(model)
+
+
+def chunks_loss(method: str) -> bool:
+    return "chunked-loss" in method
+
+
+def autocast(device_type: str, dtype: str):
+    """fp32 weights with matrix products in `dtype`; nothing for float32."""
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: choose from {', '.join(DTYPES)}")
+    if dtype == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, DTYPES[dtype])

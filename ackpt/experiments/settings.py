@@ -1,0 +1,25 @@
+"""Checks and record entries that the configurations of the experiments share."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+
+def require_positive(config, *names: str) -> None:
+    """ValueError for the first of the named whole numbers, or a sequence length, that is below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+    if not config.seq_lens:
+        raise ValueError("give at least one sequence length")
+    for length in config.seq_lens:
+        if length < 1:
+            raise ValueError(f"seq_len must be at least 1, got {length}")
+
+
+def record_config(config, seq_len: int) -> dict:
+    """The configuration as it stands in a record of one sequence length; the method is added per record."""
+    settings = {name: value for name, value in asdict(config).items() if name not in ("methods", "seq_lens")}
+    if settings.get("dataset_path"):
+        settings["dataset_path"] = "a local copy"  # a path says nothing on another machine
+    return {**settings, "seq_len": seq_len}
