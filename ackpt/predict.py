@@ -1,0 +1,173 @@
+"""The peak of a training step from shapes alone, for models that do not fit and GPUs that are not there.
+
+The step runs on fake or meta tensors under a dispatch mode that sees every operation below autograd: each storage
+that an output brings along is born there, and dies when its last tensor does. The same engine drops the same saved
+tensors at the same moments as in a real step, so births and deaths come in the real order.
+
+What it does not see: memory that an operation takes and gives back inside itself (CPU flash attention's buffers per
+thread, cuBLAS workspaces, the sorting in an embedding's backward), and what an allocator adds beyond `round_to`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .meter import Measurement, assemble, count_flops
+from .meter_cpu import no_collection
+from .predict_cuda import CudaChoices
+from .resident import Resident, rounded, storages_of
+from .timeline import MeterError, build_timeline
+
+_LIFT = torch.ops.aten.lift_fresh.default
+
+
+def predict(step_fn, *, resident=(), device="cpu", warmup=1, round_to=None) -> Measurement:
+    """Follow the bytes of one step on tensors without data.
+
+    Args:
+        step_fn: called without arguments; one forward and backward, with or without an optimizer step.
+        resident: modules, optimizers and tensors, all made under ``FakeTensorMode`` on its CPU, or on ``"meta"``.
+        device: the device whose step is predicted. ``"cuda"`` makes torch choose as it does on a GPU (fused kernels,
+            autocast's rules), so that no GPU and no CUDA build is needed; see ``predict_cuda``.
+        warmup: steps before, so that gradients and optimizer state exist as they would in the measured step.
+        round_to: bytes to which every block is rounded up; by default 512 on CUDA, 1 on the CPU.
+
+    Returns:
+        A `Measurement` without seconds; all sizes in bytes.
+
+    Raises:
+        MeterError: for a device other than CPU and CUDA, for resident tensors that have data or lie on a fake GPU,
+            and for autocast on meta tensors, which it does not touch.
+
+    Example:
+        >>> import torch
+        >>> from ackpt.predict import predict
+        >>> layer, x = torch.nn.Linear(1024, 1024, device="meta"), torch.empty(8, 1024, device="meta")
+        >>> predict(lambda: layer(x).sum().backward(), resident=(layer, x)).categories["parameters"]
+        4198400
+    """
+    if device not in ("cpu", "cuda"):
+        raise MeterError(f"device {device!r} cannot be predicted; 'cpu' and 'cuda' can")
+    round_to = (512 if device == "cuda" else 1) if round_to is None else round_to
+    owned = Resident(resident)
+    for category, tensor in owned.tensors():
+        _check(category, tensor)
+    # A GPU holds nothing of the numbers that the step keeps on the CPU: an optimizer's count of steps, say.
+    storages = _Storages(round_to, follow_real=device == "cpu")
+    fake_mode = detect_fake_mode([tensor for _, tensor in owned.tensors()])
+    choices = CudaChoices() if device == "cuda" else contextlib.nullcontext()
+    with fake_mode or contextlib.nullcontext(), choices, storages:
+        for _ in range(warmup):
+            step_fn()
+        gc.collect()
+        held = owned.bytes(storages.counts, round_to)
+        with storages.recording(owned), no_collection():
+            flops = count_flops(step_fn)
+        after = owned.backed(storages.counts, lambda storage: storage._cdata)
+    timeline = build_timeline(storages.actions, storages.before, after)
+    return assemble(f"{device} (predicted)", timeline, held, flops=flops)
+
+
+def _check(category, tensor):
+    if isinstance(tensor, FakeTensor):
+        if tensor.device.type != "cpu":
+            raise MeterError(
+                f"a resident tensor lies on a fake {tensor.device}, where backward ends the process unless that GPU "
+                "is there: make it on FakeTensorMode's CPU and say device='cuda'"
+            )
+    elif tensor.device.type != "meta" and not (category == "optimizer" and tensor.numel() == 1):
+        raise MeterError(
+            f"a resident tensor ({category}, {list(tensor.shape)}) has data: make it under FakeTensorMode or on "
+            "device='meta', or use measure()"
+        )
+
+
+class _Storages(TorchDispatchMode):
+    """Follows the births and deaths of the storages that operations bring along."""
+
+    def __init__(self, round_to: int, follow_real: bool):
+        super().__init__()
+        self.round_to = round_to
+        self.follow_real = follow_real
+        self.active = self.backward = False
+        self.actions: list[tuple] = []
+        self.before: dict[int, tuple[str, int]] = {}
+        self._followed: dict[int, tuple[weakref.ref, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self.active and not self.backward and torch._C._current_graph_task_id() != -1:
+            self.backward = True
+            self.actions.append(("backward",))
+        if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
+            _refuse_autocast(given)
+            # A random number state, an optimizer's count of steps: values that the step reads, so they stay real.
+            with unset_fake_temporarily():
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        if self.active:
+            known = {storage._cdata for tensor in given for storage in storages_of(tensor)} if func != _LIFT else ()
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    self._see(tensor, known)
+        return result
+
+    def _see(self, tensor, known):
+        if not self.counts(tensor):
+            return
+        for storage in storages_of(tensor):
+            key, size = storage._cdata, rounded(storage.nbytes(), self.round_to)
+            if key not in self._followed:
+                if key not in known and size:
+                    self.actions.append(("alloc", key, size))
+                    self._follow(storage, size)
+            elif self._followed[key][1] != size:  # resized in place
+                self.actions += [("free", key), ("alloc", key, size)]
+                self._follow(storage, size)
+
+    def counts(self, tensor) -> bool:
+        return self.follow_real or isinstance(tensor, FakeTensor) or tensor.is_meta
+
+    def _follow(self, storage, size):
+        self._followed[storage._cdata] = (weakref.ref(storage, lambda _, key=storage._cdata: self._died(key)), size)
+
+    def _died(self, key):
+        del self._followed[key]
+        self.actions.append(("free", key))
+
+    @contextlib.contextmanager
+    def recording(self, owned):
+        """Record inside; gradients that exist already are followed as such."""
+        for _, storage in owned.gradients(self.counts):
+            size = rounded(storage.nbytes(), self.round_to)
+            self.before[storage._cdata] = ("gradients", size)
+            self._follow(storage, size)
+        _ = storage = None
+
+        def complete(leaf):
+            self.actions.extend(("mark", storage._cdata, "gradients") for storage in storages_of(leaf.grad))
+
+        handles = [leaf.register_post_accumulate_grad_hook(complete) for leaf in owned.trainable()]
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+            for handle in handles:
+                handle.remove()
+
+
+def _refuse_autocast(given):
+    enabled = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    if enabled and any(tensor.is_meta for tensor in given):
+        raise MeterError("autocast does nothing to meta tensors: make the model under FakeTensorMode instead")

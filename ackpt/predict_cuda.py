@@ -1,0 +1,120 @@
+"""What torch chooses on a GPU, for tensors that only pretend to be on the CPU.
+
+Where torch has no CUDA, backward on fake CUDA tensors ends the process. So the step runs on fake *CPU* tensors, with
+``torch.autocast("cpu", dtype)`` where the GPU's step would have ``torch.autocast("cuda", dtype)``, and this function
+mode puts right what differs on a GPU in the bytes that stay: autocast's rules for what runs in fp32 (the list is that
+of the CUDA backend in torch's ``autocast_mode.h``), and the fused kernels of RMSNorm and dropout.
+
+Not imitated: optimizers choose ``foreach`` by themselves only on a GPU (give ``foreach=True`` or ``fused=True``), and
+what is invisible on any device, such as workspaces.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+
+def _functions(names: str) -> set:
+    """Every spelling of the named functions: in torch, in torch.nn.functional, as a method, as an operator."""
+    owners = (torch, F, torch.Tensor, torch.special, torch.linalg)
+    return {getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)}
+
+
+_FP32 = _functions(
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus "
+    "layer_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss "
+    "kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss "
+    "triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp "
+    "interpolate upsample"
+)
+# These take the dtype of their result as an argument.
+_FP32_RESULT = _functions("prod softmax log_softmax cumprod cumsum sum norm vector_norm matrix_norm")
+_UNTOUCHED = _functions("cat concat concatenate stack index_copy")
+_RMS_NORM = _functions("rms_norm")
+_DROPOUT = _functions("dropout")
+_CROSS_ENTROPY = _functions("cross_entropy")
+
+
+class CudaChoices(TorchFunctionMode):
+    """Calls run as they would on a GPU; see the module."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.backward:  # a mode is off within its own calls; a recompute runs inside this one
+            with self:
+                return _backward(*args, **kwargs)
+        autocast = torch.is_autocast_enabled("cpu")
+        if func in _RMS_NORM:
+            return _rms_norm(autocast, *args, **kwargs)
+        if func in _DROPOUT:
+            return _dropout(func, *args, **kwargs)
+        if autocast and func in _FP32:
+            args, kwargs = tree_map_only(torch.Tensor, _to_fp32, (args, kwargs))
+        elif autocast and func in _FP32_RESULT:
+            if args and _is_low(args[0]) and kwargs.get("dtype") is None:
+                kwargs["dtype"] = torch.float32
+        elif autocast and func in _CROSS_ENTROPY:
+            return _cross_entropy(func, *args, **kwargs)
+        elif autocast and func in _UNTOUCHED:
+            with torch.autocast("cpu", enabled=False):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _backward(tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+    return torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _is_low(tensor) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _to_fp32(tensor):
+    return tensor.float() if _is_low(tensor) else tensor
+
+
+def _dropout(func, input, p=0.5, training=True, inplace=False):
+    if not training or p == 0 or inplace:
+        return func(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _cross_entropy(func, input, target, *args, **kwargs):
+    """The softmax is asked for the logits' own dtype, so it stays in that; the loss is in fp32."""
+    with torch.autocast("cpu", enabled=False):
+        smoothing = kwargs.pop("label_smoothing", 0.0)
+        if smoothing or target.is_floating_point() or not _is_low(input):  # the first two: in fp32 altogether
+            return func(_to_fp32(input), target, *args, label_smoothing=smoothing, **kwargs)
+        scores = torch.log_softmax(input, 1 if input.dim() > 1 else 0)
+        return F.nll_loss(scores.float(), target, *args, **kwargs)
+
+
+def _rms_norm(autocast, input, normalized_shape, weight=None, eps=None):
+    if autocast:
+        input, weight = _to_fp32(input), weight if weight is None else _to_fp32(weight)
+    return _FusedRMSNorm.apply(input, weight, len(normalized_shape))
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """The bytes of CUDA's ``_fused_rms_norm``: it saves its input and one number per row."""
+
+    @staticmethod
+    def forward(ctx, input, weight, dims):
+        rows = input.shape[: input.dim() - dims]
+        scale = input.new_empty((*rows, *(1,) * dims), dtype=torch.float32)
+        ctx.save_for_backward(input, weight, scale)
+        dtype = input.dtype if weight is None else torch.promote_types(input.dtype, weight.dtype)
+        return torch.empty_like(input, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        input, weight, _ = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return (
+            torch.empty_like(input) if wanted[0] else None,
+            torch.empty_like(weight) if wanted[1] else None,
+            None,
+        )

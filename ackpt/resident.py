@@ -1,0 +1,82 @@
+"""What is in memory all the time: the storages of modules, optimizers and input tensors, each counted once."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+def storages_of(tensor):
+    """The storages behind a tensor: one, or those of the indices and values of a sparse tensor."""
+    if tensor.layout == torch.strided:
+        return [tensor.untyped_storage()]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
+    return []
+
+
+class Resident:
+    """The modules, optimizers and tensors that a step works on; raises TypeError for anything else."""
+
+    def __init__(self, items):
+        if isinstance(items, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
+            raise TypeError("resident must be an iterable of modules, optimizers and tensors, such as (model, batch)")
+        self.items = tuple(items)
+        for item in self.items:
+            if not isinstance(item, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
+                raise TypeError(f"resident holds a {type(item).__name__}; only modules, optimizers and tensors count")
+
+    def tensors(self):
+        """``(category, tensor)`` of everything resident now; the first mention decides the category."""
+        for item in self.items:
+            if isinstance(item, torch.nn.Module):
+                yield from (("parameters", tensor) for tensor in item.parameters())
+                yield from (("buffers", tensor) for tensor in item.buffers())
+        for item in self.items:
+            if isinstance(item, torch.optim.Optimizer):
+                yield from (("parameters", tensor) for group in item.param_groups for tensor in group["params"])
+                for state in item.state.values():
+                    leaves = tree_leaves(state)
+                    yield from (("optimizer", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        yield from (("inputs", item) for item in self.items if isinstance(item, torch.Tensor))
+
+    def trainable(self) -> list[torch.Tensor]:
+        """Every resident leaf that can get a gradient, once."""
+        leaves = {id(tensor): tensor for _, tensor in self.tensors() if tensor.is_leaf and tensor.requires_grad}
+        return list(leaves.values())
+
+    def storages(self, counts):
+        """``(category, storage)`` of every resident tensor for which `counts(tensor)` holds, each storage once."""
+        found = {}
+        for category, tensor in self.tensors():
+            if counts(tensor):
+                for storage in storages_of(tensor):
+                    found.setdefault(storage._cdata, (category, storage))
+        return found.values()
+
+    def gradients(self, counts):
+        """``(gradient, storage)`` of the resident leaves' gradients that exist now."""
+        for leaf in self.trainable():
+            if leaf.grad is not None and counts(leaf.grad):
+                yield from ((leaf.grad, storage) for storage in storages_of(leaf.grad))
+
+    def bytes(self, counts, round_to: int = 1) -> dict[str, int]:
+        """Bytes by category, every block rounded up to `round_to`."""
+        held: dict[str, int] = {}
+        for category, storage in self.storages(counts):
+            held[category] = held.get(category, 0) + rounded(storage.nbytes(), round_to)
+        return held
+
+    def backed(self, counts, key) -> dict[int, str]:
+        """``key(storage) -> category`` of what is resident or a gradient now."""
+        found = {key(storage): category for category, storage in self.storages(counts)}
+        return found | {key(storage): "gradients" for _, storage in self.gradients(counts)}
+
+
+def rounded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def on(device_type: str):
+    """A predicate: is this tensor on such a device?"""
+    return lambda tensor: tensor.device.type == device_type
