@@ -40,13 +40,10 @@ class Reach:
         self.statistics: list[torch.Tensor] = []
         self.streams: list = []
         self.sharded = False
-        self.walked = False
+        self.walked = function is not None
         self._seen: set[int] = set()
-        if function is not None:
-            self.walk(function, template)
-
-    def walk(self, function, template):
-        self.walked = True
+        if function is None:
+            return
         # A bound `forward` runs without the module's own hooks, so only modules below it can be sharded inside.
         if isinstance(function, types.MethodType) and isinstance(function.__self__, nn.Module):
             self._module(function.__self__, "", own_hooks=False)
@@ -187,19 +184,17 @@ def graph_inputs(outputs, aliases, reach: Reach, started: int):
     closed_over = {
         (tensor.grad_fn, tensor.output_nr): tensor for tensor, _ in reach.tensors.values() if tensor.grad_fn is not None
     }
-    found = []
-    seen = {None}
+    found: list = []
+    seen = set()
     stack = [output.grad_fn for output in outputs]
     while stack:
         for edge in stack.pop().next_functions:
             node = edge[0]
-            if node in seen or edge in seen:
-                continue
             if type(node) is _ACCUMULATE_GRAD:
-                seen.add(node)
                 found.append(node.variable)
-            elif edge in closed_over:
-                seen.add(edge)
+            elif node is None or node in seen:
+                continue
+            elif closed_over and edge in closed_over:
                 found.append(closed_over[edge])
             elif node._sequence_nr() < started:
                 return [], node

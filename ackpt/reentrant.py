@@ -38,10 +38,11 @@ from . import guards, rng
 from .autocast import OFF, Autocast, any_enabled
 from .errors import CheckpointError
 from .reach import Reach, frozen, graph_inputs
-from .tree import Tensors, fill, fill_arguments, strip, strip_arguments
+from .tree import Tensors, fill, fill_arguments, strip_arguments, strip_result
 
 _local = threading.local()
 _NOTHING = contextlib.nullcontext()
+_NOT_WALKED = Reach()
 
 
 def checkpoint(function, *args, preserve_rng_state=True, offload=None, **kwargs):
@@ -118,6 +119,12 @@ def is_recomputing() -> bool:
 class _Region:
     """One call of ``checkpoint``: what its recompute needs besides the saved inputs."""
 
+    __slots__ = (
+        *("function", "template", "names", "has_containers", "given", "needs_grad", "saved_marks", "nested"),
+        *("preserve_rng_state", "streams", "autocast", "guarantees", "state", "watch", "sharded"),
+        *("pending", "expected", "count"),
+    )
+
     def __init__(self, function, args, kwargs, preserve_rng_state):
         self.given = Tensors()
         self.names = tuple(kwargs)
@@ -143,8 +150,7 @@ class _Region:
         self._check_inputs(given, marks)
 
         # What existed before the region, or needs no gradient, is handed through as the plain function would.
-        outputs = Tensors()
-        template = strip(result, outputs)
+        outputs, template = strip_result(result)
         originals = {id(alias): tensor for alias, tensor in zip(aliases, given)}
         handed: list = [originals.get(id(output), output) for output in outputs]
         own = [place for place, output in enumerate(outputs) if _made_since(started, output)]
@@ -164,7 +170,7 @@ class _Region:
 
     def _reach(self):
         wanted = self.guarantees.unchanged or self.guarantees.other_rng or "torch.distributed.fsdp" in sys.modules
-        return Reach(self.function, self.template) if wanted else Reach()
+        return Reach(self.function, self.template) if wanted else _NOT_WALKED
 
     def _first_forward(self, aliases, reach):
         if self.autocast is not None:
@@ -214,7 +220,7 @@ class _Region:
             return []
         leaves, node = graph_inputs(outputs, aliases, reach, started)
         if node is not None and not reach.walked:
-            reach.walk(self.function, self.template)
+            reach = Reach(self.function, self.template)
             leaves, node = graph_inputs(outputs, aliases, reach, started)
         if node is not None:
             raise CheckpointError(
@@ -227,9 +233,9 @@ class _Region:
     def _remember(self, given, marks, leaves, reach):
         """Keep what the recompute needs and what must not change until then; let go of the input tensors."""
         self.given = None
-        self.saved_marks = [(weakref.ref(tensor), mark) for tensor, mark in zip(given, marks)]
         self.function = frozen(self.function)
         if self.state is not None:
+            self.saved_marks = [(weakref.ref(tensor), mark) for tensor, mark in zip(given, marks)]
             changed = self.state.after_forward()
             watched = {id(leaf): (leaf, reach.tensors.get(id(leaf), (None, ""))[1]) for leaf in leaves}
             for key, (tensor, name) in reach.tensors.items():
@@ -243,13 +249,13 @@ class _Region:
         was = is_recomputing()
         _local.recomputing = True
         try:
-            with rng.replay(self.streams), self._autocast_restored(), torch.enable_grad():
+            with rng.replay(self.streams) if self.streams else _NOTHING, self._autocast_restored(), torch.enable_grad():
                 result = self._call(aliases)
         finally:
             _local.recomputing = was
-        outputs = Tensors()
-        strip(result, outputs)
-        self._check_outputs(outputs)
+        outputs, _ = strip_result(result)
+        if len(outputs) != self.count or any(_signature(outputs[i]) != mark for i, mark in self.expected.items()):
+            raise self._other_outputs(outputs)
         return aliases, [outputs[place] for place in self.expected]
 
     def _autocast_restored(self):
@@ -257,7 +263,7 @@ class _Region:
             return self.autocast.restored()
         return OFF.restored() if any_enabled() else _NOTHING
 
-    def _check_outputs(self, outputs):
+    def _other_outputs(self, outputs):
         different = [
             f"output {place}: {_describe(expected)} in forward, {_describe(_signature(outputs[place]))} in recompute"
             for place, expected in self.expected.items()
@@ -265,21 +271,21 @@ class _Region:
         ]
         if len(outputs) != self.count:
             different.insert(0, f"{self.count} tensors in forward, {len(outputs)} in recompute")
-        if different:
-            raise CheckpointError(
-                "the recompute of a checkpointed region returned other outputs than its forward ("
-                + "; ".join(different)
-                + "). The function must do the same both times: look for a condition on a counter, a flag, a cache or "
-                "a random number that checkpoint() cannot replay."
-            )
+        return CheckpointError(
+            "the recompute of a checkpointed region returned other outputs than its forward ("
+            + "; ".join(different)
+            + "). The function must do the same both times: look for a condition on a counter, a flag, a cache or a "
+            "random number that checkpoint() cannot replay."
+        )
 
     def check_unchanged(self):
+        if self.watch is None:
+            return
         for place, (reference, mark) in enumerate(self.saved_marks):
             tensor = reference()
             if tensor is not None and guards.version(tensor) != mark:
                 raise guards.changed_between(f"input tensor number {place}, {guards.describe(tensor)},")
-        if self.watch is not None:
-            self.watch.check()
+        self.watch.check()
 
 
 class _Recompute(torch.autograd.Function):
@@ -299,22 +305,20 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         region = ctx.region
         _refuse_unsupported(region)
-        if all(grad is None for grad in grad_outputs):
-            return (None,) * (4 + len(ctx.needs_input_grad[4:]))
         region.check_unchanged()
-        saved = ctx.saved_tensors
         with region.state.as_before() if region.state is not None else _NOTHING:
-            aliases, outputs = region.recompute(saved)
-            wanted = [alias for alias, needed in zip(aliases, region.needs_grad) if needed]
-            pairs = [(output, grad) for output, grad in zip(outputs, grad_outputs) if grad is not None]
-            outputs, grads = zip(*pairs)
+            aliases, outputs = region.recompute(ctx.saved_tensors)
+            inputs = [alias for alias, needed in zip(aliases, region.needs_grad) if needed]
+            if any(grad is None for grad in grad_outputs):
+                used = [place for place, grad in enumerate(grad_outputs) if grad is not None]
+                outputs, grad_outputs = [outputs[i] for i in used], [grad_outputs[i] for i in used]
             if region.sharded:
-                torch.autograd.backward(outputs, grads)
-                return None, None, None, None, *(alias.grad for alias in wanted)
-            wanted += ctx.leaves
+                torch.autograd.backward(outputs, grad_outputs)
+                return None, None, None, None, *(alias.grad for alias in inputs)
+            inputs += ctx.leaves
             hooked = [leaf for leaf in ctx.leaves if leaf._backward_hooks]
             with _silenced(hooked) if hooked else _NOTHING:
-                return None, None, None, None, *_gradients(outputs, grads, wanted)
+                return None, None, None, None, *_gradients(outputs, grad_outputs, inputs)
 
 
 # Without the Python wrapper around ``apply``, which looks for functorch transforms: checkpoint() has done that.
@@ -339,7 +343,7 @@ def _refuse_unsupported(region):
 def _gradients(outputs, grads, inputs):
     """``torch.autograd.grad`` less its checks of the gradients' shapes, which the engine has just made itself."""
     return torch.autograd.Variable._execution_engine.run_backward(
-        outputs, grads, False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        tuple(outputs), tuple(grads), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
 
 

@@ -68,6 +68,17 @@ def strip_arguments(args, tensors: Tensors) -> tuple[tuple, bool]:
     return tuple(stripped), nested
 
 
+_ONLY = Slot(0)
+
+
+def strip_result(result) -> tuple[list, object]:
+    """The distinct tensors of a function's result and the result with slots in their places."""
+    if isinstance(result, torch.Tensor):
+        return [result], _ONLY
+    tensors = Tensors()
+    return tensors, strip(result, tensors)
+
+
 def fill_arguments(stripped, tensors) -> list:
     """`fill` for the items of `stripped`."""
     return [
