@@ -3,6 +3,8 @@
 from .errors import CheckpointError
 from .guards import guarantees
 from .loss import chunked_cross_entropy
+from .meter import compare_seconds, count_flops, measure
+from .predict import predict
 from .reentrant import checkpoint, is_recomputing
 from .wrap import apply_activation_checkpointing, checkpoint_sequential, remove_activation_checkpointing
 
@@ -14,7 +16,11 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "chunked_cross_entropy",
+    "compare_seconds",
+    "count_flops",
     "guarantees",
     "is_recomputing",
+    "measure",
+    "predict",
     "remove_activation_checkpointing",
 ]

@@ -73,7 +73,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if needs_hidden:
                 grad_hidden[part] = grad_logits @ head
             if needs_weight and dtype == precise:
-                grad_weight.addmm_(grad_logits.T, inputs)
+                torch.addmm(grad_weight, grad_logits.T, inputs, out=grad_weight)
             elif needs_weight:
                 grad_weight += grad_logits.T @ inputs
         # The gradients are kept without the 1/N of the mean: in fp16 it would push small probabilities under zero.

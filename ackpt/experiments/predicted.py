@@ -5,6 +5,8 @@ The very step of the experiment runs on tensors without data; ``ackpt.predict`` 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
@@ -25,17 +27,17 @@ def predict_experiment(config, command: str = ""):
     """
     module = lm if isinstance(config, lm.LMConfig) else synthetic
     for seq_len in config.seq_lens:
-        task = module.task(config, seq_len)
+        task = module.task(replace(config, device="cpu"), seq_len)  # fake tensors lie on the CPU
         settings = record_config(config, seq_len)
         where = environment("cpu", command)
         methods = tqdm(config.methods, desc=f"predict L={seq_len}", unit="method", disable=None, leave=False)
         yield [
-            Record(f"{task.experiment}-predicted", {**settings, "method": method}, _predict(task, method), where)
+            Record(f"{task.experiment}-predicted", {**settings, "method": method}, _predict(task, config.device, method), where)
             for method in methods
         ]
 
 
-def _predict(task, method) -> dict:
+def _predict(task, device, method) -> dict:
     with FakeTensorMode():
         model = task.build()
         batch = task.example()
@@ -44,6 +46,6 @@ def _predict(task, method) -> dict:
     predicted = predict(
         lambda: one_step(task, model, optimizer, batch, method),
         resident=(model, optimizer, *task.tensors(batch)),
-        device=task.device,
+        device=device,
     )
     return {key: value for key, value in predicted.to_json().items() if key not in ("device", "seconds")}

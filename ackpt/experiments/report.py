@@ -63,8 +63,8 @@ def text_table(records) -> str:
 def footnote(records) -> str:
     """Where the numbers come from, in a few lines."""
     where, config = records[0].environment, records[0].config
-    dataset = f", corpus {config['dataset']}" if "dataset" in config else ""
     predicted = records[0].experiment.endswith("-predicted")
+    dataset = f", corpus {config['dataset']}" if "dataset" in config and not predicted else ""
     kind = "predicted from shapes, nothing was run" if predicted else f"{where['device_name']}, {where['threads']} threads"
     notes = [f"{kind}; torch {where['torch']}; {config['dtype']}{dataset}; sizes in MiB = 2^20 bytes"]
     if any("seconds_ratio" in record.metrics for record in records):
