@@ -84,8 +84,7 @@ def checkpoint(function, *args, preserve_rng_state=True, offload=None, **kwargs)
             "checkpoint() was called inside a torch.func transform (grad, vmap, jvp, ...), which cannot look into a "
             "region. Apply the transform to the function without checkpoint()."
         )
-    # Inside the first forward of another region nothing is kept anyway.
-    if not torch.is_grad_enabled() or getattr(_local, "forward", False):
+    if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     run = _run if "torch._dynamo" not in sys.modules else _outside_dynamo()
     return run(function, args, kwargs, preserve_rng_state)
@@ -175,7 +174,6 @@ class _Region:
     def _first_forward(self, aliases, reach):
         if self.autocast is not None:
             torch.clear_autocast_cache()
-        _local.forward = True
         try:
             with rng.LOCK if self.preserve_rng_state else _NOTHING, _no_saved_tensor_hooks():
                 before = rng.snapshot(reach.streams, self.guarantees.other_rng) if self.preserve_rng_state else []
@@ -186,7 +184,6 @@ class _Region:
                 raise _changes_inputs("a tensor that requires grad: an input of the region or a parameter") from error
             raise
         finally:
-            _local.forward = False
             if self.autocast is not None:
                 torch.clear_autocast_cache()
         return result
