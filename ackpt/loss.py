@@ -77,10 +77,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             elif needs_weight:
                 grad_weight += grad_logits.T @ inputs
         # The gradients are kept without the 1/N of the mean: in fp16 it would push small probabilities under zero.
-        scale = counted.sum().to(precise).reciprocal() if reduction == "mean" else torch.ones_like(total)
+        rows_counted = counted.sum().to(precise) if reduction == "mean" else torch.ones_like(total)
+        scale = rows_counted.clamp(min=1).reciprocal()  # with no row to count torch's loss is nan, its gradients are 0
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(scale, *(grad for grad in (grad_hidden, grad_weight) if grad is not None))
-        return total * scale
+        return total / rows_counted
 
     @staticmethod
     @once_differentiable
@@ -99,7 +100,7 @@ def _chunk(inputs, head, targets, counted, precise):
     """Loss summed over one chunk of rows, and its gradient with respect to the logits in the dtype of `inputs`."""
     logits = (inputs @ head.T).to(precise)
     normaliser = torch.logsumexp(logits, dim=1)
-    index = targets.clamp(min=0).unsqueeze(1)
+    index = targets.where(counted, 0).unsqueeze(1)  # any other index outside the vocabulary is an error of gather
     losses = normaliser - logits.gather(1, index).squeeze(1)
     probabilities = logits.sub_(normaliser.unsqueeze(1)).exp_()
     probabilities.scatter_add_(1, index, torch.full_like(index, -1, dtype=precise))
