@@ -1,0 +1,129 @@
+"""The command line: every command by hand once, and every bad input one clear line with exit status 2."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ackpt.cli import main
+from ackpt.results import Record
+
+TINY = ["--dim", "32", "--ff-dim", "64", "--layers", "2", "--head-dim", "16", "--seq-len", "32", "--steps", "2"]
+LM = [*TINY, "--vocab-size", "300", "--timed-rounds", "0"]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_synthetic_prints_a_table_with_a_row_per_method_and_length(capsys):
+    assert main(["synthetic", *TINY, "--seq-len", "32", "48", "--timed-rounds", "1"]) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert [line.split()[:2] for line in lines[2:6]] == [
+        ["32", "baseline"],
+        ["32", "checkpoint"],
+        ["48", "baseline"],
+        ["48", "checkpoint"],
+    ]
+    assert "equal to the last bit at every step (checked)" in out and "x1.00" in out
+    assert err == ""  # progress is for terminals
+
+
+def test_lm_writes_records_and_json(tmp_path, capsys):
+    assert main(["lm", *LM, "--out", str(tmp_path / "new"), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    methods = [record["config"]["method"] for record in printed]
+    assert methods == ["baseline", "checkpoint", "chunked-loss", "checkpoint+chunked-loss"]
+    files = sorted(path.name for path in (tmp_path / "new").iterdir())
+    assert files == sorted(f"lm-L32-{method.replace('+', '-')}.json" for method in methods)
+    record = Record.load(tmp_path / "new" / "lm-L32-checkpoint.json")
+    assert record.environment["command"].startswith("ackpt lm --dim 32")
+    assert record.metrics["losses"] == printed[0]["metrics"]["losses"]
+
+
+def test_predict_needs_no_gpu(capsys):
+    assert main(["lm", "--tier", "gpu", "--predict", *TINY, "--vocab-size", "512", "--method", "baseline"]) == 0
+    out = capsys.readouterr().out
+    assert "predicted from shapes, nothing was run" in out and "last loss" not in out
+
+
+def test_profile_folder_holds_a_trace_and_scalars(tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    assert main(["synthetic", *TINY, "--method", "checkpoint", "--timed-rounds", "0", "--profile-dir", str(tmp_path)]) == 0
+    names = [path.name for path in (tmp_path / "checkpoint-L32").iterdir()]
+    assert any(name.endswith(".pt.trace.json") for name in names)
+    assert any(name.startswith("events.out.tfevents") for name in names)
+
+
+def test_profile_folder_without_tensorboard_names_the_line_that_installs_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert main(["synthetic", *TINY, "--profile-dir", str(tmp_path)]) == 2
+    assert 'pip install "ackpt[profile]"' in capsys.readouterr().err
+
+
+def test_doctor_says_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "datasets" else object())
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert 'missing: pip install "ackpt[lm]"' in out and "--tier gpu --predict" in out
+    assert main(["doctor", "--json"]) == 0
+    packages = {p["name"]: p["installed"] for p in json.loads(capsys.readouterr().out)["packages"]}
+    assert packages["datasets"] is False and packages["tokenizers"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["lm", "--method", "magic"], "unknown method 'magic'"),
+        (["synthetic", "--method", "chunked-loss"], "no vocabulary head"),
+        (["lm", "--dataset", "pile"], "unknown dataset 'pile'"),
+        (["lm", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["lm", "--dtype", "float16"], "needs a GPU"),
+        (["lm", "--dim", "100", "--head-dim", "30"], "multiple of head_dim"),
+        (["lm", "--steps", "0"], "steps must be at least 1"),
+        (["lm", "--steps", "-3"], "steps must be at least 1"),
+        (["lm", "--seq-len", "0"], "seq_len must be at least 1"),
+        (["lm", "--batch-size", "-1"], "batch_size must be at least 1"),
+        (["lm", "--loss-chunks", "0"], "loss_chunks must be at least 1"),
+        (["lm", "--layers", "0"], "layers must be"),
+        (["lm", "--vocab-size", "300", "--tokenizer-vocab", "400"], "does not fit the model's"),
+        (["lm", "--lr", "-1", *LM], "learning rate"),
+        (["lm", *LM, "--seq-len", "9999999"], "corpus is too short"),
+        (["lm", *LM, "--timed-rounds", "-1"], "--timed-rounds"),
+        (["lm", "--tier", "gpu"], "add --predict"),
+        (["synthetic", "--device", "cuda"], "add --predict"),
+        (["synthetic", "--device", "tpu"], "unknown device"),
+        (["synthetic", *TINY, "--predict", "--profile-dir", "x"], "leave out --profile-dir"),
+        (["lm", "--dataset-path", "somewhere", *LM], "the embedded corpus takes no path"),
+        (["lm", "--dataset", "wikitext", "--dataset-path", "no-such-folder", *LM], "no-such-folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert words in err and err.count("\n") == 1 and out == ""
+    assert err.startswith(f"ackpt {arguments[0]}: ")
+
+
+def test_unwritable_folder_is_found_before_the_work(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["lm", *LM, "--out", str(tmp_path / "file" / "below")]) == 2
+    assert "--out: cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["lm", "--tier", "tpu"], ["lm", "--steps", "many"]])
+def test_unparsable_arguments_are_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and "--help" in err
+
+
+def test_module_and_help_run_as_a_program():
+    done = subprocess.run([sys.executable, "-m", "ackpt", "lm", "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "--loss-chunks" in done.stdout
