@@ -101,13 +101,13 @@ def test_a_loss_that_is_not_finite_is_refused():
 
 
 def test_predicted_peak_is_the_measured_one_but_for_attention_scratch(lm_records):
-    """On the CPU: the only bytes that shapes do not show are flash attention's buffers per thread."""
+    """On the CPU the only bytes that shapes do not show are flash attention's buffers per thread: never less."""
     (predicted,) = predict_experiment(LM)
     for record in predicted:
         measured = lm_records[record.config["method"]].metrics
         assert record.metrics["resident_bytes"] == measured["resident_bytes"]
         assert record.metrics["flops"] == measured["flops"]
-        assert abs(record.metrics["peak_bytes"] / measured["peak_bytes"] - 1) < 0.01
+        assert 0 <= measured["peak_bytes"] - record.metrics["peak_bytes"] < 64 * 1024
 
 
 def test_published_sizes_are_predicted_within_the_goal():
