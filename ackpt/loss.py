@@ -76,6 +76,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 torch.addmm(grad_weight, grad_logits.T, inputs, out=grad_weight)
             elif needs_weight:
                 grad_weight += grad_logits.T @ inputs
+            del grad_logits  # or it would stay alive beside the next chunk's
         # The gradients are kept without the 1/N of the mean: in fp16 it would push small probabilities under zero.
         rows_counted = counted.sum().to(precise) if reduction == "mean" else torch.ones_like(total)
         scale = rows_counted.clamp(min=1).reciprocal()  # with no row to count torch's loss is nan, its gradients are 0
