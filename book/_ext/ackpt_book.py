@@ -6,9 +6,13 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from docutils.nodes import Element
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.config import Config
+from sphinx.environment import BuildEnvironment
 from sphinx.util.fileutil import copy_asset
+from sphinx.util.nodes import make_refnode
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -34,6 +38,21 @@ def without_thebe(app: Sphinx, config: Config) -> None:
                 app.disconnect(listener.id)
 
 
+def find_by_last_name(
+    app: Sphinx, environment: BuildEnvironment, node: pending_xref, text: Element
+) -> Element | None:
+    """Resolve `MeterError` to `ackpt.meter.MeterError`: docstrings name things as their own module does."""
+    if node.get("refdomain") != "py":
+        return None
+    last = node["reftarget"].split(".")[-1]
+    found = [entry for entry in environment.get_domain("py").get_objects() if entry[0].split(".")[-1] == last]
+    own = [entry for entry in found if entry[5] != -1] or found
+    if len(own) != 1:
+        return None
+    name, _, _, page, anchor, _ = own[0]
+    return make_refnode(app.builder, node["refdoc"], page, anchor, text, name)
+
+
 def copy_mathjax(app: Sphinx, error: Exception | None) -> None:
     """Copy the part of MathJax that the pages use from the installed package (named with dashes, so not importable)."""
     package = importlib.util.find_spec("sphinx-mathjax-offline")
@@ -48,5 +67,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Register the extension."""
     app.connect("config-inited", set_addresses)
     app.connect("config-inited", without_thebe)
+    app.connect("missing-reference", find_by_last_name)
     app.connect("build-finished", copy_mathjax)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

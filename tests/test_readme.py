@@ -1,0 +1,41 @@
+"""What the README shows is what happens: its example runs and prints what it says, its commands and files exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_example_prints_what_the_readme_says() -> None:
+    (example,), (printed,) = blocks("python"), blocks("text")
+    assert len([line for line in example.splitlines() if line]) <= 12
+    result = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == printed
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    reproduce, tests = (block.strip() for block in blocks("bash"))
+    assert reproduce.endswith("nox -s reproduce")
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").rstrip().endswith("\n" + tests)
+
+
+@pytest.mark.parametrize("target", re.findall(r"\]\(([^)]+)\)", README))
+def test_every_link_leads_to_a_file_of_the_checkout(target: str) -> None:
+    assert (ROOT / target).exists()
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"ackpt\.(\w+)\(", README))))
+def test_every_function_of_the_readme_is_public(name: str) -> None:
+    import ackpt
+
+    assert name in ackpt.__all__
