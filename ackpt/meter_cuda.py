@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from typing import Any
 
 import torch
 
+from .engine import around_backward
 from .meter_cpu import no_collection
 from .resident import rounded, storages_of
 from .timeline import MeterError, build_timeline
@@ -109,20 +109,16 @@ def _marks(owned, counts):
             for storage in storages_of(leaf.grad):
                 note(("mark", storage.data_ptr(), "gradients"))
 
-    # Autograd tells nobody that it starts; all of torch's Python enters the engine through this one function.
-    autograd: Any = torch.autograd
-    engine = autograd._engine_run_backward
-
-    def run_backward(*args, **kwargs):
+    @contextlib.contextmanager
+    def backward():
         note(("backward",))
-        return engine(*args, **kwargs)
+        yield
 
     handles = [leaf.register_post_accumulate_grad_hook(complete) for leaf in owned.trainable()]
-    autograd._engine_run_backward = run_backward
     try:
-        yield marks
+        with around_backward(backward):
+            yield marks
     finally:
-        autograd._engine_run_backward = engine
         for handle in handles:
             handle.remove()
 

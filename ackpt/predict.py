@@ -17,12 +17,13 @@ import weakref
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .meter import Measurement, assemble, count_flops
 from .meter_cpu import no_collection
-from .predict_cuda import CudaChoices
+from .predict_cuda import cuda_choices
 from .resident import Resident, rounded, storages_of
 from .timeline import MeterError, build_timeline
 
@@ -63,8 +64,8 @@ def predict(step_fn, *, resident=(), device="cpu", warmup=1, round_to=None) -> M
     # A GPU holds nothing of the numbers that the step keeps on the CPU: an optimizer's count of steps, say.
     storages = _Storages(round_to, follow_real=device == "cpu")
     fake_mode = detect_fake_mode([tensor for _, tensor in owned.tensors()])
-    choices = CudaChoices() if device == "cuda" else contextlib.nullcontext()
-    with fake_mode or contextlib.nullcontext(), choices, storages:
+    choices = cuda_choices() if device == "cuda" else contextlib.nullcontext()
+    with fake_mode or contextlib.nullcontext(), _NoAutocastOnMeta(), choices, storages:
         for _ in range(warmup):
             step_fn()
         gc.collect()
@@ -109,7 +110,6 @@ class _Storages(TorchDispatchMode):
             self.backward = True
             self.actions.append(("backward",))
         if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
-            _refuse_autocast(given)
             # A random number state, an optimizer's count of steps: values that the step reads, so they stay real.
             with unset_fake_temporarily():
                 result = func(*args, **kwargs)
@@ -167,7 +167,12 @@ class _Storages(TorchDispatchMode):
                 handle.remove()
 
 
-def _refuse_autocast(given):
-    enabled = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    if enabled and any(tensor.is_meta for tensor in given):
-        raise MeterError("autocast does nothing to meta tensors: make the model under FakeTensorMode instead")
+class _NoAutocastOnMeta(TorchFunctionMode):
+    """An error where a step on meta tensors relies on autocast, which passes them by."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            leaves = tree_leaves((args, kwargs))
+            if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
+                raise MeterError("autocast does nothing to meta tensors: make the model under FakeTensorMode instead")
+        return func(*args, **(kwargs or {}))

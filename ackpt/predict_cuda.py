@@ -11,10 +11,14 @@ what is invisible on any device, such as workspaces.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+
+from .engine import around_backward
 
 
 def _functions(names: str) -> set:
@@ -38,14 +42,19 @@ _DROPOUT = _functions("dropout")
 _CROSS_ENTROPY = _functions("cross_entropy")
 
 
+@contextlib.contextmanager
+def cuda_choices():
+    """Inside, calls run as they would on a GPU; see the module."""
+    # A mode is off within what it was called for, such as `loss.backward()`, and so it would be in a recompute.
+    with CudaChoices(), around_backward(CudaChoices):
+        yield
+
+
 class CudaChoices(TorchFunctionMode):
-    """Calls run as they would on a GPU; see the module."""
+    """What `cuda_choices` does to calls outside of backward."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.Tensor.backward:  # a mode is off within its own calls; a recompute runs inside this one
-            with self:
-                return _backward(*args, **kwargs)
         autocast = torch.is_autocast_enabled("cpu")
         if func in _RMS_NORM:
             return _rms_norm(autocast, *args, **kwargs)
@@ -62,10 +71,6 @@ class CudaChoices(TorchFunctionMode):
             with torch.autocast("cpu", enabled=False):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-def _backward(tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None):
-    return torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _is_low(tensor) -> bool:

@@ -1,0 +1,232 @@
+"""Figures of the book: readable on white and on dark pages, the same bytes in every run.
+
+Backgrounds are transparent, text and lines have middle tones. A figure's title states its finding; it is passed in.
+Sizes are given in bytes and drawn in MiB.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from pathlib import Path
+
+from .results import write_bytes_atomic
+from .timeline import CATEGORIES, Timeline
+
+try:
+    from matplotlib import style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+except ImportError as error:
+    raise ImportError('figures need matplotlib, which is not installed: pip install "ackpt[plots]"') from error
+
+MIB = 2**20
+DPI = 144
+TEXT = "#767b84"  # as far from white as from #121212
+COLORS = {
+    "resident": "#4a6fc4",
+    "parameters": "#4a6fc4",
+    "buffers": "#8fa8dd",
+    "inputs": "#55b3d9",
+    "optimizer": "#8e5cc4",
+    "gradients": "#d1568f",
+    "activations": "#eb9a2d",
+    "temporaries": "#2fa58c",
+    "other": "#8b8d98",
+}
+SERIES = ("#3a86c8", "#eb9a2d", "#2fa58c", "#b05cc6", "#d1495b", "#8a9a2b")
+MARKERS = "osD^vP"
+
+
+class _Figure(Figure):
+    """A Figure that a notebook shows as the bytes that `save` writes."""
+
+    def _repr_png_(self) -> bytes:
+        return png(self)
+
+
+def timeline_plot(timeline: Timeline, title: str, resident_bytes: int = 0) -> Figure:
+    """Live bytes of a step over its allocations and frees, stacked by category.
+
+    Args:
+        timeline: of a Measurement; ``thinned(1000)`` draws the same picture faster.
+        title: the finding.
+        resident_bytes: drawn below everything else, if given.
+
+    Returns:
+        A Figure with the peak marked by its value, and a line where backward begins.
+    """
+    with style.context("default"):
+        figure, axes = _axes(title, "allocations and frees, in order", "live memory (MiB)")
+        events = range(len(timeline.live))
+        layers = {"resident": (resident_bytes,) * len(events)} if resident_bytes else {}
+        layers |= {name: timeline.categories[name] for name in CATEGORIES if name in timeline.categories}
+        bottom = [0.0] * len(events)
+        for name, series in layers.items():
+            top = [low + value / MIB for low, value in zip(bottom, series)]
+            # The thin edge keeps a spike of one event visible.
+            axes.fill_between(events, bottom, top, step="post", color=COLORS[name], linewidth=0.4, label=name)
+            bottom = top
+        peak = (resident_bytes + timeline.peak_bytes) / MIB
+        axes.set_xlim(0, max(1, len(events) - 1))
+        axes.set_ylim(0, peak * 1.2 or 1)
+        _mark_peak(axes, timeline.peak_index, peak, len(events))
+        if timeline.boundary is not None:
+            _mark_backward(axes, timeline.boundary, len(events))
+        handles, labels = axes.get_legend_handles_labels()
+        return _finished(figure, handles[::-1], labels[::-1])
+
+
+def bar_plot(labels, series: dict, title: str, *, ylabel="peak memory (MiB)", xlabel="", unit=MIB) -> Figure:
+    """Groups of bars side by side, each with its value on top.
+
+    Args:
+        labels: one per group.
+        series: ``{name: values}``, in `unit`; None where nothing was measured.
+        title: the finding.
+        unit: what one step of the axis is worth; bytes are drawn in MiB by default.
+    """
+    with style.context("default"):
+        figure, axes = _axes(title, xlabel, ylabel)
+        width = 0.8 / len(series)
+        crowded = len(labels) * len(series) > 10
+        highest = max((value / unit for values in series.values() for value in values if value is not None), default=1)
+        for place, (name, values) in enumerate(series.items()):
+            shift = (place - (len(series) - 1) / 2) * width
+            positions = [index + shift for index in range(len(labels))]
+            heights = [0 if value is None else value / unit for value in values]
+            axes.bar(positions, heights, width * 0.92, color=SERIES[place % len(SERIES)], label=name)
+            for x, value, height in zip(positions, values, heights):
+                text = "not measured" if value is None else _number(height, highest)
+                upright = crowded or value is None
+                axes.annotate(
+                    text,
+                    (x, height),
+                    xytext=(0, 3),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    rotation=90 if upright else 0,
+                    fontsize=8,
+                    color=TEXT,
+                )
+        axes.set_xticks(range(len(labels)), [str(label) for label in labels])
+        axes.tick_params(axis="x", length=0)
+        axes.set_ylim(0, highest * (1.24 if crowded else 1.1))
+        handles, labels = axes.get_legend_handles_labels()
+        return _finished(figure, handles if len(series) > 1 else [], labels)
+
+
+def line_plot(
+    x, measured: dict, predicted: dict, title: str, *, xlabel: str, ylabel="peak memory (MiB)", unit=MIB
+) -> Figure:
+    """Measured values as markers, predicted ones as lines of the same colour.
+
+    Args:
+        x: positions, one tick each.
+        measured, predicted: ``{name: values}``, in `unit`; None leaves a point out. Equal names share a colour.
+        title: the finding.
+    """
+    with style.context("default"):
+        figure, axes = _axes(title, xlabel, ylabel)
+        names = list(dict.fromkeys((*predicted, *measured)))
+        handles = []
+        for place, name in enumerate(names):
+            color, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
+            for values, looks in (
+                (predicted.get(name), {"linestyle": (0, (4, 2)), "linewidth": 1.6}),
+                (measured.get(name), {"linestyle": "none", "marker": marker, "markersize": 6.5}),
+            ):
+                points = [(a, b / unit) for a, b in zip(x, values or ()) if b is not None]
+                if points:
+                    axes.plot(*zip(*points), color=color, **looks)
+            handles.append(Line2D([], [], color=color, marker=marker, markersize=6, linewidth=1.6, label=name))
+        if any(predicted.values()) and any(measured.values()):
+            handles.append(Line2D([], [], color=TEXT, linestyle=(0, (4, 2)), linewidth=1.6, label="predicted"))
+            handles.append(Line2D([], [], color=TEXT, linestyle="none", marker="o", markersize=6, label="measured"))
+        axes.xaxis.set_major_locator(FixedLocator(list(x)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_ylim(bottom=0)
+        axes.margins(y=0.08)
+        return _finished(figure, handles, [handle.get_label() for handle in handles])
+
+
+def save(figure: Figure, path) -> Path:
+    """Write a figure as PNG, in one step and with the same bytes every time; returns the path."""
+    return write_bytes_atomic(path, png(figure))
+
+
+def png(figure: Figure) -> bytes:
+    """The PNG of a figure: transparent, fixed resolution, no date and no version inside."""
+    buffer = io.BytesIO()
+    with style.context("default"):
+        figure.savefig(buffer, format="png", dpi=DPI, transparent=True, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _axes(title: str, xlabel: str, ylabel: str):
+    # No pyplot: it would keep every figure alive and choose a backend for the process.
+    figure = _Figure(figsize=(7.2, 3.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    figure.suptitle(textwrap.fill(title, 74), x=0.01, ha="left", fontsize=11, fontweight="bold", color=TEXT)
+    axes.set_xlabel(xlabel, color=TEXT, fontsize=9)
+    axes.set_ylabel(ylabel, color=TEXT, fontsize=9)
+    axes.tick_params(colors=TEXT, labelsize=8)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+    axes.grid(axis="y", color=TEXT, alpha=0.25, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for name, spine in axes.spines.items():
+        spine.set_visible(name in ("left", "bottom"))
+        spine.set_color(TEXT)
+    return figure, axes
+
+
+def _finished(figure, handles, labels):
+    if handles:
+        looks = {"frameon": False, "labelcolor": TEXT, "fontsize": 8.5, "handlelength": 1.6, "borderaxespad": 0}
+        figure.axes[0].legend(handles, labels, loc="upper left", bbox_to_anchor=(1.02, 1), **looks)
+    # The layout is found once: solving it again from its own result moves things by fractions of a pixel.
+    figure.set_dpi(DPI)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    return figure
+
+
+def _mark_peak(axes, index: int, peak: float, events: int):
+    right = index > events / 2
+    axes.plot([index], [peak], marker="v", markersize=6, color=TEXT, clip_on=False, zorder=5)
+    axes.annotate(
+        f"peak {_number(peak, peak)} MiB",
+        (index, peak),
+        xytext=(-8 if right else 8, 7),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        fontsize=9,
+        fontweight="bold",
+        color=TEXT,
+    )
+
+
+def _mark_backward(axes, boundary: int, events: int):
+    right = boundary > events / 2
+    axes.axvline(boundary, color=TEXT, linewidth=1, linestyle=(0, (4, 3)))
+    axes.annotate(
+        "backward begins",
+        (boundary, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(-5 if right else 5, -2),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        va="top",
+        fontsize=8,
+        color=TEXT,
+    )
+
+
+def _number(value: float, highest: float) -> str:
+    """Three digits or more: 0.123, 1.23, 12.3, 1,234."""
+    digits = 0 if highest >= 100 else 1 if highest >= 10 else 2 if highest >= 1 else 3
+    return f"{value:,.{digits}f}"

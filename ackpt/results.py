@@ -1,0 +1,263 @@
+"""Records of experiments: what was run, what came out, where. JSON in, JSON out, checked on the way.
+
+Tables and figures are made from records only. A record holds measured times only in fields whose names start with
+``seconds``, so that everything else can be compared between two runs byte by byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from .provenance import environment
+
+__all__ = [
+    "Record",
+    "RecordError",
+    "environment",
+    "load_records",
+    "load_reference",
+    "markdown_table",
+    "write_bytes_atomic",
+    "write_text_atomic",
+]
+
+SCHEMA = "ackpt.record"
+REFERENCE_SCHEMA = "ackpt.reference"
+VERSION = 1
+REFERENCES = Path(__file__).parent.parent / "results" / "reference"
+
+_RECORD = {"schema": str, "version": int, "experiment": str, "config": dict, "metrics": dict, "environment": dict}
+_ENVIRONMENT = {
+    "device": str,
+    "device_name": str,
+    "torch": str,
+    "python": str,
+    "ackpt": str,
+    "threads": int,
+    "commit": (str, type(None)),
+    "date": str,
+    "command": str,
+}
+_REFERENCE = {
+    "schema": str,
+    "version": int,
+    "name": str,
+    "source": str,
+    "hardware": (str, type(None)),
+    "units": dict,
+    "rows": list,
+}
+
+
+class RecordError(ValueError):
+    """A record or reference file that cannot be read, written or trusted; the message names the file."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run of an experiment.
+
+    Args:
+        experiment: its name, such as ``"lm"``.
+        config: what it was asked to do; plain JSON values.
+        metrics: what came out; plain JSON values, sizes in bytes, times in fields named ``seconds...``.
+        environment: where, as `environment()` gives it.
+
+    Raises:
+        RecordError: for a field of another type, values that JSON cannot hold exactly (NaN, infinity, tensors).
+
+    Example:
+        >>> from ackpt.results import Record, environment
+        >>> record = Record("demo", {"layers": 2}, {"peak_bytes": 4096}, environment())
+        >>> record.metrics["peak_bytes"]
+        4096
+    """
+
+    experiment: str
+    config: dict
+    metrics: dict
+    environment: dict
+
+    def __post_init__(self):
+        _check_record(self.to_json(), "this record")
+
+    def to_json(self) -> dict:
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "experiment": self.experiment,
+            "config": self.config,
+            "metrics": self.metrics,
+            "environment": self.environment,
+        }
+
+    def save(self, path) -> Path:
+        """Write the record as JSON, keys sorted, in one step; returns the path."""
+        text = json.dumps(self.to_json(), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        return write_text_atomic(path, text + "\n")
+
+    @classmethod
+    def load(cls, path) -> Record:
+        """Read and check a record; raises RecordError for anything that is not a whole record of this version."""
+        data = _read(path, SCHEMA)
+        _check_record(data, str(path))
+        return cls(data["experiment"], data["config"], data["metrics"], data["environment"])
+
+
+def load_records(folder, experiment: str | None = None) -> list[Record]:
+    """All records of a folder in the order of their file names, or those of one experiment.
+
+    Raises RecordError if there is no such folder, or a ``.json`` file in it is no record.
+    """
+    if not Path(folder).is_dir():
+        raise RecordError(f"there is no folder {folder}: run the experiment first, or name another folder")
+    records = [Record.load(path) for path in sorted(Path(folder).glob("*.json"))]
+    return [record for record in records if experiment in (None, record.experiment)]
+
+
+def load_reference(name: str, folder=REFERENCES) -> dict:
+    """Published figures of others: ``name``, ``source``, ``hardware``, ``units`` and ``rows``, a list of dicts.
+
+    Raises RecordError for an unknown name or a file that does not have this form.
+    """
+    path = Path(folder, f"{name}.json")
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in Path(folder).glob("*.json"))) or "none here"
+        raise RecordError(
+            f"no reference figures named {name!r} in {folder} (known: {known}); they are part of the repository, not "
+            "of the installed package"
+        )
+    data = _read(path, REFERENCE_SCHEMA)
+    _check_fields(data, _REFERENCE, str(path))
+    columns = set(data["units"])
+    for index, row in enumerate(data["rows"]):
+        if not isinstance(row, dict) or not set(row) <= columns:
+            raise RecordError(f"{path}: row {index} is not an object with keys out of {', '.join(sorted(columns))}")
+    return data
+
+
+def markdown_table(rows, columns, caption: str, name: str) -> str:
+    """A complete MyST table, ready to be included into a page.
+
+    Args:
+        rows: dicts, one per row.
+        columns: ``{key: heading}`` in order; columns of numbers are aligned to the right.
+        caption: one sentence that can be read alone.
+        name: the label that pages refer to.
+
+    A value of None is shown as *not yet measured*; floats are shown as given, so round them before.
+
+    Example:
+        >>> from ackpt.results import markdown_table
+        >>> print(markdown_table([{"n": 4, "peak": None}], {"n": "layers", "peak": "peak"}, "Peaks.", "tab-peaks"))
+        :::{table} Peaks.
+        :name: tab-peaks
+        <BLANKLINE>
+        | layers | peak |
+        |---:|:---|
+        | 4 | *not yet measured* |
+        :::
+        <BLANKLINE>
+    """
+    numbers = {
+        key: any(row.get(key) is not None for row in rows)
+        and all(isinstance(row.get(key), (int, float, type(None))) for row in rows)
+        for key in columns
+    }
+    lines = [
+        _line(columns.values()),
+        "|" + "|".join("---:" if numbers[key] else ":---" for key in columns) + "|",
+        *(_line(row.get(key) for key in columns) for row in rows),
+    ]
+    return "\n".join([f":::{{table}} {caption}", f":name: {name}", "", *lines, ":::", ""])
+
+
+def write_text_atomic(path, text: str) -> Path:
+    """Write a text file in one step, UTF-8 with ``\\n``: readers see the old file or the new one, never a part.
+
+    Folders on the way are made. Raises RecordError where the file cannot be written.
+    """
+    return write_bytes_atomic(path, text.encode())
+
+
+def write_bytes_atomic(path, data: bytes) -> Path:
+    """Write a file in one step, as `write_text_atomic` does."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        reason = error.strerror or error
+        raise RecordError(f"cannot write {path}: {reason}; name a folder that can be written") from error
+    return path
+
+
+def _line(values) -> str:
+    cells = ("*not yet measured*" if value is None else str(value).replace("|", "\\|") for value in values)
+    return "| " + " | ".join(cells) + " |"
+
+
+def _read(path, schema: str) -> dict:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{path} is no text file, so it is no record of ackpt") from error
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RecordError(
+            f"{path} is cut off or no JSON (line {error.lineno}: {error.msg}); delete it and run its experiment again"
+        ) from error
+    if not isinstance(data, dict) or data.get("schema") != schema:
+        raise RecordError(f"{path} is not a file of the kind {schema}; it was written by something else")
+    if data.get("version") != VERSION:
+        raise RecordError(
+            f"{path} has version {data.get('version')!r} of {schema}, and this ackpt reads version {VERSION}; run its "
+            "experiment again, or use the ackpt that wrote it"
+        )
+    return data
+
+
+def _check_record(data: dict, where: str) -> None:
+    _check_fields(data, _RECORD, where)
+    if not data["experiment"]:
+        raise RecordError(f"{where}: the field 'experiment' is empty")
+    _check_fields(data["environment"], _ENVIRONMENT, where, "environment.")
+    for part in ("config", "metrics", "environment"):
+        _check_value(data[part], f"{where}: {part}")
+
+
+def _check_fields(data: dict, fields: dict, where: str, prefix: str = "") -> None:
+    for name, kind in fields.items():
+        if name not in data:
+            raise RecordError(f"{where}: the field '{prefix}{name}' is missing")
+        if not isinstance(data[name], kind) or isinstance(data[name], bool):
+            raise RecordError(f"{where}: the field '{prefix}{name}' is a {type(data[name]).__name__}")
+
+
+def _check_value(value, where: str) -> None:
+    """Plain JSON only: what is written is what is read."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise RecordError(f"{where}: the key {key!r} is a {type(key).__name__}; JSON has text keys only")
+            _check_value(item, f"{where}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_value(item, f"{where}[{index}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise RecordError(f"{where} is {value}, which JSON cannot hold")
+    elif not isinstance(value, (str, int, float, type(None))):
+        raise RecordError(f"{where} is a {type(value).__name__}; records hold plain values, lists and dicts")
