@@ -2,7 +2,8 @@
 
 ``Watch`` remembers the version counter of every tensor the region reads and reports the first one that moved.
 ``State`` gives buffers that the region itself updates their old values for the recompute and their new ones back
-after it, so that running statistics and counters change once per step.
+after it, so that running statistics and counters change once per step; so it does with attributes and global names
+that mean another object by then.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .errors import CheckpointError
 
 _SMALL = 1 << 20  # bytes up to which a buffer is always copied before the region runs
+_ABSENT = object()
 _STEADY: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # larger buffers that a region left alone
 
 
@@ -70,17 +72,20 @@ class Watch:
     __slots__ = ("_marks",)
 
     def __init__(self, named_tensors):
-        self._marks = [(tensor, name, version(tensor), _storage(tensor)) for tensor, name in named_tensors]
+        self._marks = [
+            (tensor, name, version(tensor), storage(tensor), tensor.requires_grad) for tensor, name in named_tensors
+        ]
 
     def check(self):
-        for tensor, name, mark, storage in self._marks:
-            if version(tensor) != mark or _storage(tensor) != storage:
-                raise changed_between(f"{_kind(tensor)} {name or 'without a name'!r}, {describe(tensor)},")
+        for tensor, name, mark, memory, requires_grad in self._marks:
+            if version(tensor) != mark or storage(tensor) != memory or tensor.requires_grad < requires_grad:
+                how = "frozen" if tensor.requires_grad < requires_grad else "changed"
+                raise changed_between(f"{_kind(tensor)} {name or 'without a name'!r}, {describe(tensor)},", how)
 
 
-def changed_between(what: str) -> CheckpointError:
+def changed_between(what: str, how: str = "changed") -> CheckpointError:
     return CheckpointError(
-        f"{what} was changed between the forward of this checkpointed region and its backward, so the recompute would "
+        f"{what} was {how} between the forward of this checkpointed region and its backward, so the recompute would "
         "not repeat the forward. Run backward before the change (before optimizer.step(), load_state_dict() or any "
         "in-place operation), or change a clone instead."
     )
@@ -96,7 +101,7 @@ def describe(tensor) -> str:
     return f"shape {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
-def _storage(tensor):
+def storage(tensor):
     """The identity of the storage, which tells ``p.data = other``; subclasses (DTensor) may swap theirs freely."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
         return tensor.untyped_storage()._cdata
@@ -106,10 +111,11 @@ def _storage(tensor):
 class State:
     """Buffers of a region: copied before it runs, so that the recompute starts from the values the forward saw."""
 
-    __slots__ = ("_before", "_changed", "_parameters", "_statistics")
+    __slots__ = ("_before", "_bindings", "_changed", "_parameters", "_statistics")
 
     def __init__(self, reach):
         self._statistics = reach.statistics
+        self._bindings = reach.bindings
         self._parameters = [
             (tensor, name, version(tensor))
             for tensor, name in reach.tensors.values()
@@ -153,12 +159,14 @@ class State:
 
         The backward of the recomputed graph belongs inside as well: it may read a buffer that the region has updated.
         """
+        rebound = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
         tensors = [*self._statistics, *(tensor for tensor, _ in self._changed)]
-        if not tensors:
+        if not tensors and not rebound:
             yield
             return
         now = [tensor.detach().clone() for tensor in tensors]
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_bound_again(rebound))
             for tensor in tensors:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
             try:
@@ -170,6 +178,22 @@ class State:
                 with torch.no_grad():
                     for tensor, value in zip(tensors, now):
                         tensor.copy_(value)
+
+
+@contextlib.contextmanager
+def _bound_again(bindings):
+    """Names as they were: ``namespace[name] = value`` inside, what they are now afterwards."""
+    now = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name, _ in bindings]
+    for namespace, name, value in bindings:
+        namespace[name] = value
+    try:
+        yield
+    finally:
+        for namespace, name, value in now:
+            if value is _ABSENT:
+                namespace.pop(name, None)
+            else:
+                namespace[name] = value
 
 
 def _bytes(tensor) -> int:

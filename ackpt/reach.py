@@ -29,16 +29,19 @@ class Reach:
     """Tensors, running statistics and generators reachable from a function and its non-tensor arguments.
 
     ``tensors``: all of them but running statistics, ``{id: (tensor, name)}``. ``statistics``: buffers that a
-    normalisation layer in training mode updates but does not read. ``streams``: generator objects. ``sharded``:
-    whether a module inside is managed by FSDP, whose hooks expect gradients to arrive inside the region.
+    normalisation layer in training mode updates but does not read. ``streams``: generator objects. ``bindings``:
+    names that could come to mean something else, ``(namespace, name, value)``: parameters, buffers, tensor attributes
+    and ``training`` of modules, globals of functions. ``sharded``: whether a module inside is managed by FSDP, whose
+    hooks expect gradients to arrive inside the region.
     """
 
-    __slots__ = ("tensors", "statistics", "streams", "sharded", "walked", "_seen")
+    __slots__ = ("tensors", "statistics", "streams", "bindings", "sharded", "walked", "_seen")
 
     def __init__(self, function=None, template=()):
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self.statistics: list[torch.Tensor] = []
         self.streams: list = []
+        self.bindings: list[tuple[dict, str, object]] = []
         self.sharded = False
         self.walked = function is not None
         self._seen: set[int] = set()
@@ -64,11 +67,13 @@ class Reach:
                 self._seen.add(id(obj))
                 items = obj.items() if isinstance(obj, dict) else enumerate(obj)
                 for key, item in items:
-                    self._visit(item, f"{name}[{key!r}]", depth + 1)
+                    if type(item) not in _ATOMS:
+                        self._visit(item, f"{name}[{key!r}]", depth + 1)
         elif not self._generator(obj) and depth < _DEPTH and _is_plain_object(obj) and id(obj) not in self._seen:
             self._seen.add(id(obj))
             for key, item in vars(obj).items():
-                self._visit(item, f"{name}.{key}", depth + 1)
+                if type(item) not in _ATOMS:
+                    self._visit(item, f"{name}.{key}", depth + 1)
 
     def _generator(self, obj) -> bool:
         if not isinstance(obj, _generator_types()):
@@ -85,22 +90,29 @@ class Reach:
             return
         self._seen.add(id(module))
         prefix = f"{name}." if name else ""
+        attributes = vars(module)
+        bindings = self.bindings
+        bindings.append((attributes, "training", module.training))
         for key, value in module._parameters.items():
             if value is not None:
                 self.tensors.setdefault(id(value), (value, prefix + key))
+                bindings.append((module._parameters, key, value))
         if module._buffers:
             updates = isinstance(module, _NormBase) and module.training and module.track_running_stats
+            updates = updates and type(module).forward.__module__.startswith("torch.nn.")  # others may read them
             for key, value in module._buffers.items():
                 if value is None:
                     continue
+                bindings.append((module._buffers, key, value))
                 if updates:
                     self.statistics.append(value)
                 else:
                     self.tensors.setdefault(id(value), (value, prefix + key))
-        for key, value in vars(module).items():
+        for key, value in attributes.items():
             if key not in _MODULE_FIELDS and not isinstance(value, _PLAIN):
                 if isinstance(value, torch.Tensor):
                     self.tensors.setdefault(id(value), (value, prefix + key))
+                    bindings.append((attributes, key, value))
                 else:
                     self._generator(value)
         if own_hooks and not self.sharded:
@@ -130,14 +142,42 @@ class Reach:
             self._visit(value, key, depth + 1)
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._visit(item, name, depth + 1)
-        for key in _global_names(function.__code__):
-            value = function.__globals__.get(key)
-            if isinstance(value, (torch.Tensor, nn.Module)):
+        read, written = _global_names(function.__code__)
+        for key in read:
+            value = function.__globals__.get(key, _ABSENT)
+            if value is _ABSENT:  # a builtin
+                continue
+            if key not in written:
+                self.bindings.append((function.__globals__, key, value))
+            if isinstance(value, (torch.Tensor, nn.Module, *_CONTAINERS, functools.partial, types.MethodType)):
                 self._visit(value, key, depth + 1)
-            elif isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
-                self._function(value, key, depth + 1)
-            elif value is not None:
+            elif isinstance(value, types.FunctionType):
+                if value.__module__ == function.__module__:
+                    self._function(value, key, depth + 1)
+            else:
                 self._generator(value)
+
+
+def held(items) -> dict[int, torch.Tensor]:
+    """Tensors in containers and plain objects among `items`, ``{id: tensor}``; modules and functions are left out."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    level = list(items)
+    for _ in range(_DEPTH + 1):
+        below: list = []
+        for item in level:
+            if isinstance(item, torch.Tensor):
+                found[id(item)] = item
+            elif type(item) not in _ATOMS and id(item) not in seen and not isinstance(item, (nn.Module, *_FUNCTIONS)):
+                seen.add(id(item))
+                if isinstance(item, dict):
+                    below += item.values()
+                elif isinstance(item, _CONTAINERS):
+                    below += item
+                elif _is_plain_object(item):
+                    below += vars(item).values()
+        level = below
+    return found
 
 
 def _is_plain_object(obj) -> bool:
@@ -146,6 +186,8 @@ def _is_plain_object(obj) -> bool:
 
 
 _PLAIN = (bool, int, float, str, type(None), list, tuple, dict)
+_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_ABSENT = object()
 _MODULE_FIELDS = frozenset(vars(nn.Module()))
 
 
@@ -157,13 +199,19 @@ def _generator_types():
 
 
 @functools.lru_cache(maxsize=4096)
-def _global_names(code) -> tuple[str, ...]:
-    """Names that the code, or code nested in it, may look up as globals."""
-    names = list(code.co_names)
+def _global_names(code) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Names that the code, or code nested in it, reads as globals, and those that it assigns to."""
+    found: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "STORE_GLOBAL": set()}
+    for item in dis.get_instructions(code):
+        if item.opname in found:
+            found[item.opname].add(item.argval)
+    read, written = found.values()
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names += _global_names(constant)
-    return tuple(dict.fromkeys(names))
+            more_read, more_written = _global_names(constant)
+            read.update(more_read)
+            written |= more_written
+    return tuple(sorted(read)), frozenset(written)
 
 
 def _accumulate_grad_type():
@@ -208,17 +256,51 @@ def graph_inputs(outputs, aliases, reach: Reach, started: int):
 def frozen(function):
     """The function with today's closure: a loop variable that moves on would change what a recompute calls.
 
-    Cells that the function itself rebinds (``nonlocal``) stay shared with the caller.
+    Functions in the closure and in partials are frozen with it. Cells that one of them rebinds (``nonlocal``) stay
+    shared with the caller.
     """
-    if not isinstance(function, types.FunctionType) or not function.__closure__:
+    if not isinstance(function, (types.FunctionType, functools.partial)):
         return function
+    shared: dict = {}
+    seen: dict = {}
+    _find_rebound(function, shared, seen)
+    return _copied(function, shared, {}) if any(each.__closure__ for each in seen.values()) else function
+
+
+def _find_rebound(function, shared, seen):
+    """Put the cells that `function` or a function in its closure rebinds into `shared`: ``{id: cell}``."""
+    if isinstance(function, functools.partial):
+        for item in (function.func, *function.args, *function.keywords.values()):
+            _find_rebound(item, shared, seen)
+    if not isinstance(function, types.FunctionType) or id(function) in seen:
+        return
+    seen[id(function)] = function
     rebound = _rebound_names(function.__code__)
-    cells = tuple(
-        cell if name in rebound or not _bound(cell) else types.CellType(cell.cell_contents)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__)
-    )
-    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        if name in rebound or not _bound(cell):
+            shared[id(cell)] = cell
+        else:
+            _find_rebound(cell.cell_contents, shared, seen)
+
+
+def _copied(function, cells, copies):
+    """`function` over copies of its cells, but for those in `cells`, which it extends."""
+    if type(function) is functools.partial:
+        items = [_copied(item, cells, copies) for item in (function.func, *function.args)]
+        keywords = {key: _copied(item, cells, copies) for key, item in function.keywords.items()}
+        return functools.partial(*items, **keywords)
+    if not isinstance(function, types.FunctionType) or not function.__closure__ or id(function) in copies:
+        return copies.get(id(function), function)
+    copies[id(function)] = function  # a function that finds itself in its closure finds the original: no cycle is made
+    for cell in function.__closure__:
+        if id(cell) not in cells:
+            cells[id(cell)] = types.CellType(_copied(cell.cell_contents, cells, copies))
+    closure = tuple(cells[id(cell)] for cell in function.__closure__)
+    code, defaults = function.__code__, function.__defaults__
+    copy = types.FunctionType(code, function.__globals__, function.__name__, defaults, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__ = function.__dict__
+    copies[id(function)] = copy
     return copy
 
 

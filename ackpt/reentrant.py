@@ -37,15 +37,15 @@ import torch
 from . import guards, rng
 from .autocast import OFF, Autocast, any_enabled
 from .errors import CheckpointError
-from .reach import Reach, frozen, graph_inputs
-from .tree import Tensors, fill, fill_arguments, strip_arguments, strip_result
+from .reach import Reach, frozen, graph_inputs, held
+from .tree import Tensors, fill, fill_arguments, is_plain, strip_arguments, strip_result
 
 _local = threading.local()
 _NOTHING = contextlib.nullcontext()
 _NOT_WALKED = Reach()
 
 
-def checkpoint(function, *args, preserve_rng_state=True, offload=None, **kwargs):
+def checkpoint(function, /, *args, preserve_rng_state=True, offload=None, **kwargs):
     """Call ``function(*args, **kwargs)`` keeping only its input tensors; backward recomputes the rest.
 
     Args:
@@ -137,34 +137,49 @@ class _Region:
         self.state = self.watch = None
 
     def run(self):
-        given = self.given
-        self.needs_grad = [tensor.requires_grad for tensor in given]
+        self.needs_grad = [tensor.requires_grad for tensor in self.given]
+        aliases = _aliases(self.given, self.needs_grad)
+        starts = [weakref.ref(alias) for alias, needed in zip(aliases, self.needs_grad) if needed]
+        result = self._forward(self.given, aliases)
+        del aliases
+        # The graph of the first forward ends there and should be gone.
+        for start in starts:
+            if (alias := start()) is not None:
+                alias.register_hook(_refuse_leak)
+        return result
+
+    def _forward(self, given, aliases):
         reach = self._reach()
         if self.guarantees.unchanged:
             self.state = guards.State(reach)
-        aliases = _aliases(given, self.needs_grad)
         marks = [guards.version(tensor) for tensor in given]
         started = torch.autograd._get_sequence_nr()
         result = self._first_forward(aliases, reach)
         self._check_inputs(given, marks)
 
-        # What existed before the region, or needs no gradient, is handed through as the plain function would.
         outputs, template = strip_result(result)
-        originals = {id(alias): tensor for alias, tensor in zip(aliases, given)}
-        handed: list = [originals.get(id(output), output) for output in outputs]
-        own = [place for place, output in enumerate(outputs) if _made_since(started, output)]
-        if own:
-            leaves = self._leaves([outputs[place] for place in own], aliases, reach, started)
-            self._remember(given, marks, leaves, reach)
-            self.expected = {place: _signature(outputs[place]) for place in own}
-            self.count = len(outputs)
-            self.pending = [outputs[place].detach() for place in own]
-            inputs = [tensor for tensor, needed in zip(given, self.needs_grad) if needed] + leaves
-            # A leaf that requires grad, for a region that meets its parameters only inside FSDP's hooks.
-            anchor = None if inputs else torch.zeros((), requires_grad=True)
-            made = _apply(self, given, leaves, anchor, *inputs)
-            for place, output in zip(own, made):
-                handed[place] = output
+        own = [
+            place
+            for place, output in enumerate(outputs)
+            if _made_since(started, output) and id(output) not in reach.tensors
+        ]
+        if not own:
+            return fill(template, _handed_through(outputs, aliases, given))
+        starts = [alias for alias, needed in zip(aliases, self.needs_grad) if needed]
+        leaves = self._leaves([outputs[place] for place in own], starts, reach, started)
+        self._remember(given, marks, leaves, reach)
+        self.expected = {place: _signature(outputs[place]) for place in own}
+        self.count = len(outputs)
+        self.pending = _detached([outputs[place] for place in own])
+        inputs = [tensor for tensor, needed in zip(given, self.needs_grad) if needed] + leaves
+        # A leaf that requires grad, for a region that meets its parameters only inside FSDP's hooks.
+        anchor = None if inputs else torch.zeros((), requires_grad=True)
+        made = _apply(self, given, leaves, anchor, *inputs)
+        if len(own) == len(outputs):
+            return fill(template, made)
+        handed = _handed_through(outputs, aliases, given)
+        for place, output in zip(own, made):
+            handed[place] = output
         return fill(template, handed)
 
     def _reach(self):
@@ -243,22 +258,33 @@ class _Region:
     def recompute(self, saved):
         """Run the function again: ``(aliases of the inputs, own outputs)``, with a graph between them."""
         aliases = _aliases(saved, self.needs_grad)
-        was = is_recomputing()
-        _local.recomputing = True
-        try:
-            with rng.replay(self.streams) if self.streams else _NOTHING, self._autocast_restored(), torch.enable_grad():
-                result = self._call(aliases)
-        finally:
-            _local.recomputing = was
+        holders = [item for item in self.template if not is_plain(item)]
+        before = held(holders)
+        result = self._call_again(aliases)
+        if holders and held(holders).keys() != before.keys():
+            names = ", ".join(sorted({type(holder).__name__ for holder in holders}))
+            raise CheckpointError(
+                f"this checkpointed region changes an object that it got as an argument (one of: {names}): it puts "
+                "tensors into it or replaces some, and its recompute did so again, on what the forward had left. Do "
+                "not pass it (transformers: use_cache=False), or return the tensors instead."
+            )
         outputs, _ = strip_result(result)
         if len(outputs) != self.count or any(_signature(outputs[i]) != mark for i, mark in self.expected.items()):
             raise self._other_outputs(outputs)
         return aliases, [outputs[place] for place in self.expected]
 
-    def _autocast_restored(self):
-        if self.autocast is not None:
-            return self.autocast.restored()
-        return OFF.restored() if any_enabled() else _NOTHING
+    def _call_again(self, aliases):
+        """The call of the forward once more, in the surroundings it had then."""
+        was = is_recomputing()
+        _local.recomputing = True
+        try:
+            with torch.enable_grad():
+                if not self.streams and self.autocast is None and not any_enabled():
+                    return self._call(aliases)
+                with rng.replay(self.streams), (self.autocast or OFF).restored():
+                    return self._call(aliases)
+        finally:
+            _local.recomputing = was
 
     def _other_outputs(self, outputs):
         different = [
@@ -296,7 +322,7 @@ class _Recompute(torch.autograd.Function):
         # `anchor` or a parameter stands in when there is no input tensor: a second backward must find it released.
         ctx.save_for_backward(*given) if given else ctx.save_for_backward(torch.empty(0))
         pending, region.pending = region.pending, None
-        return tuple(pending)
+        return pending
 
     @staticmethod
     def backward(ctx, *grad_outputs):
@@ -313,7 +339,7 @@ class _Recompute(torch.autograd.Function):
                 torch.autograd.backward(outputs, grad_outputs)
                 return None, None, None, None, *(alias.grad for alias in inputs)
             inputs += ctx.leaves
-            hooked = [leaf for leaf in ctx.leaves if leaf._backward_hooks]
+            hooked = [leaf for leaf in ctx.leaves if leaf._backward_hooks or leaf.retains_grad]
             with _silenced(hooked) if hooked else _NOTHING:
                 return None, None, None, None, *_gradients(outputs, grad_outputs, inputs)
 
@@ -346,15 +372,19 @@ def _gradients(outputs, grads, inputs):
 
 @contextlib.contextmanager
 def _silenced(leaves):
-    """No tensor hooks while gradients are captured: they fire on the way out, through the outer graph."""
-    kept = [dict(leaf._backward_hooks) for leaf in leaves]
+    """No tensor hooks while gradients are captured: they fire on the way out, and ``retain_grad`` counts there."""
+    kept = [(dict(leaf._backward_hooks or ()), leaf.grad) for leaf in leaves]
     for leaf in leaves:
-        leaf._backward_hooks.clear()
+        if leaf._backward_hooks:
+            leaf._backward_hooks.clear()
     try:
         yield
     finally:
-        for leaf, hooks in zip(leaves, kept):
-            leaf._backward_hooks.update(hooks)
+        for leaf, (hooks, grad) in zip(leaves, kept):
+            if hooks:
+                leaf._backward_hooks.update(hooks)
+            if leaf.retains_grad:
+                leaf.grad = grad
 
 
 def _aliases(tensors, needs_grad):
@@ -362,6 +392,29 @@ def _aliases(tensors, needs_grad):
     return [
         tensor.detach().requires_grad_(True) if needed else tensor for tensor, needed in zip(tensors, needs_grad)
     ]
+
+
+def _detached(outputs):
+    """The values without the graph; views of each other stay views, which torch then protects from in-place changes."""
+    values = [output.detach() for output in outputs]
+    if len(values) > 1 and len({guards.storage(value) or id(value) for value in values}) < len(values):
+        with torch.no_grad():
+            return tuple([value.view_as(value) for value in values])
+    return tuple(values)
+
+
+def _refuse_leak(grad):
+    raise CheckpointError(
+        "a tensor computed inside a checkpointed region left it other than through its return value (kept as an "
+        "attribute, in a list, or in a returned object that is no list, tuple, dict or dataclass) and takes part in "
+        "the loss, so its gradient could not be handed on to the inputs of the region. Return the tensor."
+    )
+
+
+def _handed_through(outputs, aliases, given) -> list:
+    """Outputs that need no gradient or existed before the region, as the plain function would return them."""
+    originals = {id(alias): tensor for alias, tensor in zip(aliases, given)}
+    return [originals.get(id(output), output) for output in outputs]
 
 
 def _signature(tensor):

@@ -41,6 +41,11 @@ class Tensors(list):
 _ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
 
 
+def is_plain(item) -> bool:
+    """Whether a stripped argument is a tensor's slot or a value that can hold no tensor."""
+    return type(item) is Slot or type(item) in _ATOMS
+
+
 def strip(obj, tensors: Tensors):
     """Return `obj` with its tensors moved to `tensors` and slots in their places."""
     if isinstance(obj, torch.Tensor):
