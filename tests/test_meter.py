@@ -1,16 +1,14 @@
 """Bytes are asserted as whole numbers: counted by hand, by the allocator's own counter, by storages."""
 
-import contextlib
-import io
+import subprocess
+import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ackpt
 from ackpt import meter_cpu
-from ackpt.meter import Measurement, MeterError, Seconds, compare_seconds, count_flops, measure, memory_format
+from ackpt.meter import Measurement, MeterError, Seconds, compare_seconds, measure, memory_format
 from ackpt.resident import Resident
 
 N, D, FP32 = 32, 64, 4
@@ -207,37 +205,20 @@ def test_seconds_and_flops(mlp):
     assert [name for name in data if "second" in name] == ["seconds"]
 
 
-class TestFlops:
-    def test_recompute_is_one_more_forward(self, mlp):
-        model, x = mlp
-        x.requires_grad_()
-        forward = 4 * 2 * N * D * D
-        assert count_flops(lambda: model(x)) == forward
-        assert count_flops(lambda: model(x).sum().backward()) == 3 * forward
-        for use_reentrant in (True, False):
-            again = count_flops(lambda: torch_checkpoint(model, x, use_reentrant=use_reentrant).sum().backward())  # noqa: B023
-            assert again == 4 * forward
-        assert count_flops(lambda: ackpt.checkpoint(model, x).sum().backward()) == 4 * forward
-
-    def test_cpu_flash_attention(self):
-        batch, heads, length, dim = 2, 3, 16, 8
-        q, k, v = (torch.randn(batch, heads, length, dim, requires_grad=True) for _ in range(3))
-        products = 2 * batch * heads * length * length * dim
-        assert count_flops(lambda: F.scaled_dot_product_attention(q, k, v)) == 2 * products
-        # Backward forms the scores again, then the gradients of scores, v, q and k.
-        assert count_flops(lambda: F.scaled_dot_product_attention(q, k, v).sum().backward()) == 7 * products
-
-    def test_checkpointed_parameters_without_input_gradient(self):
-        layer = torch.nn.Linear(D, D)
-        x = torch.randn(N, D)
-        assert count_flops(lambda: ackpt.checkpoint(layer, x).sum().backward()) == 3 * 2 * N * D * D
-
-    def test_prints_nothing(self, mlp):
-        model, x = mlp
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            count_flops(lambda: model(x))
-        assert out.getvalue() == ""
+def test_says_nothing():
+    """Neither the profiler's log nor the allocator's warning about blocks it did not see being born."""
+    program = (
+        "import torch, ackpt\n"
+        "model, x, kept = torch.nn.Linear(8, 8), torch.ones(4, 8), {}\n"
+        "def step():\n"
+        "    model.zero_grad()\n"
+        "    kept['output'] = model(x)\n"  # the one of the step before dies here
+        "    kept['output'].sum().backward()\n"
+        "model(x).sum().backward()\n"
+        "ackpt.measure(step, resident=(model, x))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 class TestCompareSeconds:
