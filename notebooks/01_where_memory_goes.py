@@ -82,8 +82,8 @@ P, sum(p.numel() for p in model.parameters())
 # %%
 measured = measure(step, resident=[model, optimizer, x], repeats=0)
 resident = {"parameters": 4 * P, "optimizer": 8 * P, "inputs": 4 * T * d}
-for name, bytes_predicted in resident.items():
-    print(f"{name:10} predicted {bytes_predicted:>10,}   measured {measured.categories[name]:>10,}")
+for name, size in resident.items():
+    print(f"{name:10}  predicted {size:>10,}  measured {measured.categories[name]:>10,}")
 
 # %% [markdown]
 # The optimizer holds a few bytes more than predicted: AdamW counts its steps in one 4-byte number per parameter tensor.
@@ -128,8 +128,11 @@ measured.categories["optimizer"] - 8 * P, 4 * len(list(model.parameters()))
 # %%
 A = 10 * d + 2 * f + 3 * h + 2
 block = Block(config)
-alone = measure(lambda: block(x, sequences, 256).backward(x), resident=[block, x], repeats=0).timeline
-print(f"predicted {4 * T * A:,}   measured {alone.at(alone.boundary)['activations']:,} bytes when backward begins")
+alone = measure(
+    lambda: block(x, sequences, 256).backward(x), resident=[block, x], repeats=0
+)
+counted = alone.timeline.at(alone.timeline.boundary)["activations"]
+print(f"predicted {4 * T * A:,}  measured {counted:,}")
 
 # %% [markdown]
 # (The input of this one block is resident, but its output is alive, which would be the next block's input.)
@@ -140,7 +143,7 @@ print(f"predicted {4 * T * A:,}   measured {alone.at(alone.boundary)['activation
 # %%
 predicted = 4 * T * (L * A + d + 1)
 counted = measured.timeline.at(measured.timeline.boundary)["activations"]
-print(f"predicted {predicted:,}   measured {counted:,}   missing {counted - predicted:,}")
+print(f"predicted {predicted:,}  measured {counted:,}  missing {counted - predicted:,}")
 
 # %% [markdown]
 # A whole megabyte is missing, and four bytes. The four bytes are the gradient of the loss, a single 1, with which
@@ -168,9 +171,12 @@ counted - predicted - loss.untyped_storage().nbytes()
 # after the other.
 
 # %% alt="Live memory over the allocations of one training step, stacked: resident bytes as a constant band, activations rising in a straight line until backward begins and falling afterwards, while the gradients grow from nothing; the peak is at the start of backward."
-title = "The step is largest when backward begins: all activations are there, gradients are not"
-figure = plots.timeline_plot(measured.timeline.thinned(1000), title, measured.resident_bytes)
-plots.save(figure, "results/figures/01_one_step.png")
+figure = plots.timeline_plot(
+    measured.timeline.thinned(1000),
+    "The step is largest when backward begins: all activations are there, gradients are not",
+    measured.resident_bytes,
+)
+path = plots.save(figure, "results/figures/01_one_step.png")
 figure
 
 # %% [markdown]
@@ -205,22 +211,36 @@ print(f"T* = {T_star:.0f} tokens; 8 d / 3 = {8 * d / 3:.0f}")
 
 # %%
 def kept_by(tokens):
-    rows, offsets = x.repeat(2, 1)[:tokens], torch.tensor([0, tokens], dtype=torch.int32)
-    run = measure(lambda: model(rows, offsets, tokens).backward(rows), resident=[model, rows], warmup=0, repeats=0).timeline
-    return run.at(run.boundary)["activations"]
+    rows = x.repeat(2, 1)[:tokens]
+    offsets = torch.tensor([0, tokens], dtype=torch.int32)
+    run = measure(
+        lambda: model(rows, offsets, tokens).backward(rows),
+        resident=[model, rows],
+        warmup=0,
+        repeats=0,
+    )
+    return run.timeline.at(run.timeline.boundary)["activations"]
 
 
+# %% [markdown]
+# Measured minus predicted, from 128 to 2048 tokens:
+
+# %%
 tokens = [128, 256, 512, 1024, 2048]
 kept = [kept_by(n) for n in tokens]
 formula = [4 * n * (L * A + d + 1) for n in tokens]
 [a - b for a, b in zip(kept, formula)]
 
 # %% alt="Bytes over the number of tokens: the kept activations lie on the straight line of the formula and cross the constant 16 bytes per parameter near 680 tokens."
-title = f"From about {T_star:.0f} tokens on, what the tokens leave behind outweighs the parameters"
-predicted = {"activations kept by the forward": formula, "16 bytes per parameter": [16 * P] * len(tokens)}
-measured_kept = {"activations kept by the forward": kept}
-figure = plots.line_plot(tokens, measured_kept, predicted, title, xlabel="tokens", ylabel="memory (MiB)")
-plots.save(figure, "results/figures/01_tokens.png")
+figure = plots.line_plot(
+    tokens,
+    measured={"kept by the forward": kept},
+    predicted={"kept by the forward": formula, "16 bytes per parameter": [16 * P] * len(tokens)},
+    title=f"From {T_star:.0f} tokens on, what the tokens leave behind outweighs the parameters",
+    xlabel="tokens",
+    ylabel="memory (MiB)",
+)
+path = plots.save(figure, "results/figures/01_tokens.png")
 figure
 
 # %% [markdown]
@@ -237,12 +257,17 @@ figure
 # again from its input, which is only $d$ numbers wide. Keep the inputs, forget the rest, and compute each block a second
 # time just before its backward: this is activation checkpointing, and the next chapters build it.
 
-# %% alt="The same step with checkpointed blocks: activations grow by a small step per block, and in backward one block after the other rises and falls, a row of equal teeth instead of one triangle."
+# %%
 ackpt.apply_activation_checkpointing(model, Block)
+
+# %% alt="The same step with checkpointed blocks: activations grow by a small step per block, and in backward one block after the other rises and falls, a row of teeth instead of one triangle."
 checkpointed = measure(step, resident=[model, optimizer, x], repeats=0)
-title = "Checkpointed, the step never holds more than one block: teeth instead of a triangle"
-figure = plots.timeline_plot(checkpointed.timeline.thinned(1000), title, checkpointed.resident_bytes)
-plots.save(figure, "results/figures/01_one_step_checkpointed.png")
+figure = plots.timeline_plot(
+    checkpointed.timeline.thinned(1000),
+    "Checkpointed, the step never holds more than one block: teeth instead of a triangle",
+    checkpointed.resident_bytes,
+)
+path = plots.save(figure, "results/figures/01_one_step_checkpointed.png")
 figure
 
 # %% [markdown]
@@ -254,14 +279,19 @@ counted = checkpointed.timeline.at(checkpointed.timeline.boundary)["activations"
 counted, 4 * T * ((L + 1) * d + 1) + loss.untyped_storage().nbytes() + 4
 
 # %%
+runs = {"plain": measured, "checkpointed": checkpointed}
+names = [name for name, size in measured.categories.items() if size]
+sizes = {name: {label: run.categories[name] for label, run in runs.items()} for name in names}
+sizes["**peak**"] = {label: run.peak_bytes for label, run in runs.items()}
+
+# %% tags=["hide-input"]
 rows = [
-    {"what": name, "plain": memory_format(size), "checkpointed": memory_format(checkpointed.categories[name])}
-    for name, size in measured.categories.items()
-    if size
+    {"what": name} | {label: round(size / 2**20, 1) for label, size in row.items()}
+    for name, row in sizes.items()
 ]
-rows += [{"what": "**peak**", "plain": memory_format(measured.peak_bytes), "checkpointed": memory_format(checkpointed.peak_bytes)}]
-columns = {"what": "at the peak", "plain": "plain", "checkpointed": "checkpointed"}
-table = markdown_table(rows, columns, "One training step at its peak, by what the bytes are.", "tab-one-step")
+columns = {"what": "at the peak", "plain": "plain, MiB", "checkpointed": "checkpointed, MiB"}
+caption = "One training step at its peak, by what the bytes are."
+table = markdown_table(rows, columns, caption, "tab-one-step")
 path = write_text_atomic("results/tables/01_one_step.md", table)
 
 # %% [markdown]
@@ -269,12 +299,13 @@ path = write_text_atomic("results/tables/01_one_step.md", table)
 # ```
 
 # %% alt="Bars of the bytes at the peak, plain and checkpointed, by category: parameters, inputs and optimizer are equal, activations nearly vanish, gradients and temporaries are larger."
-names = [name for name, size in measured.categories.items() if size]
-bars = {"plain": measured, "checkpointed": checkpointed}
-series = {label: [run.categories[name] for name in names] for label, run in bars.items()}
 saving = 1 - checkpointed.peak_bytes / measured.peak_bytes
-title = f"Recomputing the blocks takes {saving:.0%} off the peak of a training step, all of it activations"
-figure = plots.bar_plot(names, series, title, ylabel="memory at the peak (MiB)")
+figure = plots.bar_plot(
+    names,
+    {label: [run.categories[name] for name in names] for label, run in runs.items()},
+    f"Checkpointing takes {saving:.0%} off the peak of a training step, all of it activations",
+    ylabel="memory at the peak (MiB)",
+)
 path = plots.save(figure, "results/figures/01_at_the_peak.png")
 figure
 
@@ -283,21 +314,22 @@ figure
 # three to four.
 
 # %%
-print(f"checkpointed / plain = {checkpointed.flops / measured.flops:.4f} in floating-point operations")
+print(f"checkpointed / plain = {checkpointed.flops / measured.flops:.4f} in FLOPs")
 
 # %% [markdown]
-# What was measured goes into a record, from which later chapters and the tables of this book are made. Where it was
-# measured stands beside it.
+# What was measured goes into records, with the place where it was measured.
 
-# %%
-sizes = {"tokens": T, "dim": d, "ff_dim": f, "layers": L, "heads": h, "dtype": "float32", "optimizer": "AdamW"}
-for label, run in bars.items():
-    metrics = run.to_json() | {"kept_bytes": run.timeline.at(run.timeline.boundary)["activations"]}
-    record = Record("one_step", sizes | {"method": label}, metrics, environment("cpu", "notebooks/01_where_memory_goes.py"))
+# %% tags=["hide-input"]
+where = environment("cpu", "notebooks/01_where_memory_goes.py")
+setting = {"tokens": T, "dim": d, "ff_dim": f, "layers": L, "heads": h, "dtype": "float32"}
+for label, run in runs.items():
+    kept = run.timeline.at(run.timeline.boundary)["activations"]
+    metrics = run.to_json() | {"kept_bytes": kept}
+    record = Record("one_step", setting | {"method": label}, metrics, where)
     path = record.save(f"results/cpu/01_one_step_{label}.json")
 
 # %% tags=["measured-time", "nbval-ignore-output"]
-record.environment
+where
 
 # %% [markdown]
 # ## Exercises
@@ -315,8 +347,9 @@ with torch.device("meta"):
 d1, f1, h1, L1 = PUBLISHED.dim, PUBLISHED.ff_dim, PUBLISHED.heads, PUBLISHED.layers
 P1 = L1 * (4 * d1**2 + 2 * d1 * f1 + 2 * d1 + 2 * d1 // h1) + d1
 A1 = 10 * d1 + 2 * f1 + 3 * h1 + 2
-print("parameters:", P1, "counted on meta:", sum(p.numel() for p in published.parameters()))
-print("16 P =", memory_format(16 * P1), "  left behind by 8192 tokens:", memory_format(4 * 8192 * (L1 * A1 + d1 + 1)))
+print("P =", P1, "counted on meta:", sum(p.numel() for p in published.parameters()))
+print("16 P =", memory_format(16 * P1))
+print("left behind by 8192 tokens:", memory_format(4 * 8192 * (L1 * A1 + d1 + 1)))
 
 # %% [markdown]
 # :::{admonition} Exercise 2: another optimizer
@@ -329,8 +362,8 @@ print("16 P =", memory_format(16 * P1), "  left behind by 8192 tokens:", memory_
 switched_off = ackpt.remove_activation_checkpointing(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 sgd = measure(step, resident=[model, optimizer, x], repeats=0)
-print("predicted fall: 8 P + 196 =", 8 * P + 196, "bytes")
-print("measured fall:            ", measured.peak_bytes - sgd.peak_bytes, "bytes: AdamW's averages and step counts")
+print("predicted: 8 P + 196 =", 8 * P + 196, "bytes, AdamW's averages and step counts")
+print("measured:             ", measured.peak_bytes - sgd.peak_bytes, "bytes")
 
 # %% [markdown]
 # :::{admonition} Exercise 3: a cheaper nonlinearity
@@ -343,8 +376,8 @@ print("measured fall:            ", measured.peak_bytes - sgd.peak_bytes, "bytes
 def kept_per_token(nonlinearity):
     up, down = torch.nn.Linear(d, f, bias=False), torch.nn.Linear(f, d, bias=False)
     mlp = torch.nn.Sequential(up, nonlinearity, down)
-    run = measure(lambda: mlp(x).backward(x), resident=[mlp, x], repeats=0).timeline
-    return run.at(run.boundary)["activations"] // (4 * T)
+    run = measure(lambda: mlp(x).backward(x), resident=[mlp, x], repeats=0)
+    return run.timeline.at(run.timeline.boundary)["activations"] // (4 * T)
 
 
 print("GELU:", kept_per_token(torch.nn.GELU()), "= d + 2 f =", d + 2 * f)

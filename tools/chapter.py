@@ -20,6 +20,7 @@ from nbstripout import strip_output
 MEASURED = "measured-time"
 KEPT_CELL_METADATA = ("tags", "mystnb")
 SOLUTION_PROMPTS = {"code_prompt_show": "Show the solution", "code_prompt_hide": "Hide the solution"}
+DRAWING_PROMPTS = {"code_prompt_show": "Show how it is drawn", "code_prompt_hide": "Hide how it is drawn"}
 COLAB_CELL = '''\
 import os
 import sys
@@ -45,7 +46,8 @@ def prepare(source: Path, address: str | None = None) -> NotebookNode:
     """The notebook of a py:percent source, ready to execute.
 
     The badge and the Colab cell follow the first cell, which must be Markdown and hold the title; NotebookError when
-    it does not. A cell tagged `solution` is folded on the page; `alt="..."` of a cell describes its figure.
+    it does not. On the page a cell tagged `solution` is folded whole, and one with `alt="..."`, the description of the
+    figure it draws, shows the figure alone.
     """
     address = address or repository_address()
     notebook = jupytext.read(source, fmt="py:percent")
@@ -144,6 +146,9 @@ def _add_page_metadata(cell: NotebookNode) -> None:
         cell.metadata["tags"] = [*tags, "hide-cell"]
         page.update(SOLUTION_PROMPTS)
     if "alt" in cell.metadata:
+        if "solution" not in tags:
+            cell.metadata["tags"] = [*tags, "hide-input"]
+            page.update(DRAWING_PROMPTS)
         # Figures are drawn for both page colours: without this class the dark page gives them a white ground.
         page["image"] = {"alt": cell.metadata["alt"], "classes": "dark-light"}
     if page:
