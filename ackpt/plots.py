@@ -19,8 +19,11 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+    from seaborn import color_palette
 except ImportError as error:
-    raise ImportError('figures need matplotlib, which is not installed: pip install "ackpt[plots]"') from error
+    raise ImportError(
+        f'figures need matplotlib and seaborn ({error}): pip install "ackpt[plots]"'
+    ) from error
 
 MIB = 2**20
 DPI = 144
@@ -36,7 +39,7 @@ COLORS = {
     "temporaries": "#2fa58c",
     "other": "#8b8d98",
 }
-SERIES = ("#3a86c8", "#eb9a2d", "#2fa58c", "#b05cc6", "#d1495b", "#8a9a2b")
+SERIES = tuple(color_palette("colorblind").as_hex()[:6])
 MARKERS = "osD^vP"
 
 
