@@ -1,0 +1,1021 @@
+# %% [markdown]
+# # The reentrant checkpoint, from scratch
+#
+# After this chapter you can write activation checkpointing in ten lines, predict its peak to the byte, name a dozen ways
+# in which ten lines give wrong gradients without a word, and say what it costs to give right ones.
+
+# %% [markdown]
+# ## Goals
+#
+# - Write the ten lines, and derive what they keep, what they recompute and what that costs.
+# - Predict the peak of a chain of $n$ layers in $k$ segments, and check it to the byte.
+# - See every pitfall fail, in the ten lines and in PyTorch's own checkpoint, and see how `ackpt.checkpoint` avoids it.
+# - Use what is built on top: chains, whole models, and the loss head of a language model.
+#
+# ## Notation
+#
+# | symbol | meaning |
+# |:--:|---|
+# | $f$ | the *region*: any function whose inside is forgotten and recomputed |
+# | $x$, $y$ | its input and output, $y = f(x)$ |
+# | $\bar x$, $\bar y$ | gradients of the loss with respect to them |
+# | $n$ | layers of a chain; each output is an *activation* |
+# | $k$ | segments into which the chain is cut |
+# | $\ell_i$ | layers in segment $i$; $\ell_1 + \dots + \ell_k = n$ |
+# | $S$ | bytes of one activation |
+
+# %%
+import functools
+import random
+import textwrap
+import warnings
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+import ackpt
+from ackpt import plots
+from ackpt.meter import compare_seconds, measure, memory_format
+from ackpt.models import Block, Transformer, TransformerConfig
+from ackpt.results import Record, environment, markdown_table, write_text_atomic
+from ackpt.wrap import segment_lengths
+
+torch.set_num_threads(2)
+generator = torch.manual_seed(0)
+
+# %% [markdown]
+# ## Ten lines
+#
+# Backward through $y = f(x)$ computes $\bar x = J^\top \bar y$, where $J$ is the derivative of $f$ at $x$. PyTorch never
+# forms $J$: every operation inside $f$ keeps what its own factor needs. But all of that is a function of $x$. Whoever
+# has $x$ can compute it again, when $\bar y$ arrives:
+#
+# - **saved:** $x$ and nothing else;
+# - **recomputed:** everything inside $f$, just before it is needed;
+# - **the price:** one more forward of $f$.
+#
+# An `autograd.Function` is the place for such a rule:
+
+# %%
+class TenLines(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        return None, *torch.autograd.grad(y, [x], grad)
+
+
+# %% [markdown]
+# The forward runs without a graph, so nothing inside survives it. The backward makes a fresh leaf of the saved input,
+# runs the function again with a graph, and sends the gradient through. That second backward runs *inside* the first one,
+# so the engine is entered again: the checkpoint is *reentrant*. The idea is that of Chen et al. 2016
+# ([arXiv:1604.06174](https://arxiv.org/abs/1604.06174)).
+#
+# Four sines in a row, with and without:
+
+# %%
+def four_sines(x):
+    return x.sin().sin().sin().sin()
+
+
+x = torch.ones(2**14, requires_grad=True)
+plain_grad = torch.autograd.grad(four_sines(x).sum(), x)[0]
+ten_lines_grad = torch.autograd.grad(TenLines.apply(four_sines, x).sum(), x)[0]
+torch.equal(plain_grad, ten_lines_grad)
+
+# %% [markdown]
+# The same bits. Now what each of them has kept when backward begins. A sine keeps its input; the first input is $x$, which
+# is resident, so three activations of $S$ bytes remain, against none. The other 8 bytes are the loss and its gradient,
+# the 1 with which backward begins.
+
+# %%
+S = x.untyped_storage().nbytes()
+for run in (four_sines, functools.partial(TenLines.apply, four_sines)):
+    timeline = measure(lambda: run(x).sum().backward(), resident=[x], repeats=0).timeline  # noqa: B023
+    print(f"{timeline.at(timeline.boundary)['activations']:,} bytes kept; 3 S = {3 * S:,}")
+
+# %% [markdown]
+# And the price. A matrix product costs as much again in backward for each of its two gradients, so a plain step is three
+# forwards' worth and a checkpointed one four:
+
+# %%
+mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+rows = torch.randn(128, 64, requires_grad=True)
+plain_flops = ackpt.count_flops(lambda: mlp(rows).sum().backward())
+ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward()) / plain_flops
+
+# %% [markdown]
+# :::{admonition} Takeaway
+# :class: tip
+# A checkpoint trades everything inside a region for its input and one more forward: a third more arithmetic for the
+# part of the step that is checkpointed.
+# :::
+
+# %% [markdown]
+# ## How far down does it go?
+#
+# One region around everything would gain nothing: its recompute holds all $n$ activations again. One region per layer
+# keeps all $n$ inputs. The best lies between. Take a chain of $n$ equal layers, each of which keeps its input, in $k$
+# segments. The last segment is not checkpointed, because its backward comes at once.
+#
+# While segment $i$ goes backward there are alive, in activations:
+#
+# - the $i - 1$ *boundaries*, which are the inputs of the segments 2 to $i$ (the input of the first is resident);
+# - its own $\ell_i$ activations, just recomputed.
+#
+# With $k$ equal segments the last one sets the peak:
+#
+# $$ k - 1 + \frac{n}{k}, \qquad \text{least at } k = \sqrt n: \quad 2 \sqrt n - 1 . $$
+#
+# This is how Chen et al. count. The allocator also sees gradients. A recomputed segment works with two of them, the one
+# that arrived for its output and the one that the running layer makes. In the last segment, under a loss that is a plain
+# sum, the first gradient is a single number and every later one takes the place of an activation that has just been
+# freed. So
+#
+# $$ \text{peak} = S \cdot \max\Bigl( \max_{i < k} \, (i - 1 + \ell_i + 2),\; k - 1 + \ell_k \Bigr) + 8 \text{ bytes}, $$
+#
+# where the 8 bytes are the loss and its gradient.
+
+# %%
+def predicted_peak(lengths):
+    recomputed = [before + length + 2 for before, length in enumerate(lengths[:-1])]
+    return S * max([*recomputed, len(lengths) - 1 + lengths[-1]]) + 8
+
+
+# %% [markdown]
+# To check it: a chain of SiLU functions, each of which keeps its input, with a counter of calls.
+
+# %%
+calls = []
+
+
+def layer(a):
+    calls.append(1)
+    return F.silu(a)
+
+
+# %%
+def measured(function):
+    def step():
+        x.grad = None
+        function(x).sum().backward()
+
+    return measure(step, resident=[x], warmup=0, repeats=0)
+
+
+def chain(n, segments):
+    return functools.partial(ackpt.checkpoint_sequential, [layer] * n, segments)
+
+
+# %%
+chain_rows = []
+for n in (16, 25, 64, 100):
+    k = int(n**0.5)
+    calls.clear()
+    peak = measured(chain(n, k)).dynamic_peak_bytes
+    predicted = predicted_peak(segment_lengths(n, k))
+    chain_rows.append({"n": n, "k": k, "extra": len(calls) - n, "chen": k - 1 + n // k, "predicted": predicted, "measured": peak})
+
+# %%
+columns = {"n": "layers $n$", "k": "segments $k$", "extra": "extra forwards", "chen": "activations, $k - 1 + n / k$"}
+columns |= {"predicted": "predicted peak (bytes)", "measured": "measured peak (bytes)"}
+caption = f"A chain of equal layers in $\\sqrt n$ segments; one activation is {S:,} bytes."
+path = write_text_atomic("results/tables/02_chain.md", markdown_table(chain_rows, columns, caption, "tab-chain"))
+
+# %% [markdown]
+# ```{include} ../../results/tables/02_chain.md
+# ```
+
+# %%
+[row["measured"] - row["predicted"] for row in chain_rows]
+
+# %% [markdown]
+# Predicted and measured are equal to the byte. The extra forwards are $n - n / k$: every layer but those of the last
+# segment runs twice. (Chen et al. count $k - 1$ fewer, because the output of a segment was a boundary and need not be
+# computed again. A region does not know that; it is rerun whole, here as in PyTorch.)
+#
+# The same for other numbers of segments:
+
+# %% alt="Peak memory over the number of segments for a chain of 64 layers: measured points lie on the predicted curve, which falls steeply, has its minimum near 8 segments and rises slowly again."
+ks = [1, 2, 4, 6, 8, 10, 12, 16, 24, 32]
+peaks = [measured(chain(64, k)).dynamic_peak_bytes for k in ks]
+formula = [predicted_peak(segment_lengths(64, k)) for k in ks]
+title = "64 layers need least memory in 6 to 10 segments, around the square root of 64"
+figure = plots.line_plot(ks, {"64 layers": peaks}, {"64 layers": formula}, title, xlabel="segments")
+path = plots.save(figure, "results/figures/02_segments.png")
+figure
+
+# %% [markdown]
+# :::{admonition} Takeaway
+# :class: tip
+# With $\sqrt n$ segments the activations of $n$ layers fall from $n$ to about $2 \sqrt n$ for less than one more forward.
+# The peak is not a rule of thumb: count boundaries, one segment and two gradients, and you have it to the byte.
+# :::
+
+# %% [markdown]
+# ## What the ten lines get wrong
+#
+# Everything so far was a chain of pure functions of one tensor. A real region has parameters, random numbers, buffers,
+# keyword arguments. From here on every section is one *experiment*, a small function that is run with each variant of
+# checkpointing; the plain call tells what is right.
+
+# %%
+def plain(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+variants = {
+    "plain": plain,
+    "ten lines": TenLines.apply,
+    "torch reentrant": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True),
+    "torch non-reentrant": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+    "ackpt": ackpt.checkpoint,
+}
+
+# %% [markdown]
+# `use_reentrant=True` is the ten lines grown up. `use_reentrant=False` is another design: it saves nothing where autograd
+# would save a tensor, and recomputes when the first missing one is asked for.
+
+# %%
+def attempt(experiment, checkpoint):
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)  # noqa: NPY002
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return experiment(checkpoint)
+        except (RuntimeError, TypeError, ValueError) as error:
+            return error
+
+
+def shown(result):
+    if isinstance(result, Exception):
+        first_line = str(result).splitlines()[0]
+        result = f"{type(result).__name__}: {first_line.split(' Hint:')[0]}"
+    return textwrap.fill(str(result), 96, initial_indent=" " * 28, subsequent_indent=" " * 28).lstrip()
+
+
+# %%
+verdicts = {}
+
+
+def compare(pitfall, experiment):
+    truth = attempt(experiment, plain)
+    verdicts[pitfall] = {"pitfall": pitfall}
+    for name, checkpoint in variants.items():
+        result = attempt(experiment, checkpoint)
+        verdict = "error" if isinstance(result, Exception) else "right" if result == truth else "wrong"
+        verdicts[pitfall][name] = verdict
+        print(f"{name:20} {verdict:6} {shown(result)}")
+
+
+# %% [markdown]
+# ### Parameters
+#
+# A region with a linear layer. What is the gradient of its weight?
+
+# %%
+def weight_gradient(checkpoint):
+    linear, x = nn.Linear(2, 1), torch.ones(1, 2, requires_grad=True)
+    checkpoint(linear, x).sum().backward()
+    return linear.weight.grad if linear.weight.grad is None else linear.weight.grad.tolist()
+
+
+compare("parameters", weight_gradient)
+
+# %% [markdown]
+# None: the ten lines ask for the gradient of $x$ only. PyTorch runs a full `backward` in place of the last line, which
+# adds to the `.grad` of every parameter on its way. We take that over, and call the result *naive*:
+
+# %%
+class Naive(TenLines):
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+names = ["plain", "naive", "torch reentrant", "torch non-reentrant", "ackpt"]
+variants = {name: (variants | {"naive": Naive.apply})[name] for name in names}
+compare("parameters", weight_gradient)
+
+# %% [markdown]
+# ### No input requires grad
+#
+# The first layer of a model gets data, which needs no gradient, and its parameters do. Which parameters of this model of
+# two layers are left without one?
+
+# %%
+def first_layer(checkpoint):
+    model, data = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), torch.ones(1, 2)
+    model[1](checkpoint(model[0], data)).sum().backward()
+    return [name for name, parameter in model.named_parameters() if parameter.grad is None]
+
+
+compare("no input requires grad", first_layer)
+
+# %% [markdown]
+# An `autograd.Function` without an input that requires grad has an output that requires none: its backward is never
+# called. PyTorch warns and goes on; the first layer simply does not learn.
+
+# %% [markdown]
+# ### A shared parameter with a hook
+#
+# Many things hang on parameters as hooks: clipping, logging, the bookkeeping of data-parallel training. Here a hook clips
+# the gradient of a weight at 1. The weight is used in two regions; its gradient is 2, so 1 is right.
+
+# %%
+def clipped(checkpoint):
+    w, x = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    w.register_hook(lambda grad: grad.clamp(max=1))
+    h = checkpoint(lambda t: w * t, x)
+    checkpoint(lambda t: w * t, h).backward()
+    return w.grad.item()
+
+
+compare("hook of a shared parameter", clipped)
+
+# %% [markdown]
+# The naive version enters the engine once per region, and every time a *part* of the gradient arrives at the weight: the
+# hook fires twice and clips two parts.
+#
+# Both failures have one cause: the parameters are no inputs of the autograd node. In `ackpt` they are. After the first
+# forward the region's graph is walked to its ends, the parameters found there become inputs of the node, and their
+# gradients leave through the outer graph, where the engine adds up all parts before any hook sees them.
+
+# %%
+linear = nn.Linear(2, 3)
+y = ackpt.checkpoint(linear, torch.ones(1, 2))  # the input requires no grad
+ends = [node.variable.shape for node, _ in y.grad_fn.next_functions if node is not None]
+y.grad_fn.name(), ends
+
+# %% [markdown]
+# ### A second derivative
+#
+# A gradient penalty differentiates a gradient: $h = x^2$, $y = h^3$, and the penalty $(dy/dx)^2 = (6 x^5)^2$. At $x = 2$
+# its derivative is $2 \cdot 192 \cdot 480 = 184320$.
+
+# %%
+def gradient_penalty(checkpoint):
+    x = torch.tensor([2.0], requires_grad=True)
+    checkpoint(lambda h: h**3, x**2).backward(create_graph=True)
+    gradient, x.grad = x.grad, None
+    (gradient**2).backward()
+    return x.grad.item()
+
+
+compare("create_graph=True", gradient_penalty)
+
+# %% [markdown]
+# The naive backward returns a gradient that was computed behind a `detach`: for the second derivative it is a constant.
+# The result is a fifth of the right one, and nothing says so. A reentrant checkpoint cannot give the right number, but it
+# can notice: grad mode is on in a backward that is itself being recorded.
+
+# %% [markdown]
+# ### A parameter changes before backward
+#
+# Two losses, one optimizer step between their backwards: it happens in adversarial training and in pipelines.
+
+# %%
+def changed_weight(checkpoint):
+    linear, x = nn.Linear(1, 1, bias=False), torch.ones(1, 1, requires_grad=True)
+    y = checkpoint(linear, x)
+    with torch.no_grad():
+        linear.weight.mul_(10)
+    y.sum().backward()
+    return x.grad.item()
+
+
+compare("parameter changed before backward", changed_weight)
+
+# %% [markdown]
+# Plain autograd refuses: each tensor counts its in-place changes, and a saved tensor remembers the count. A checkpoint
+# that saves only $x$ has no such memory of the weight, and recomputes with the new one. `ackpt` notes the counts of
+# everything the region can reach, and compares:
+
+# %%
+before = linear.weight._version
+with torch.no_grad():
+    linear.weight.mul_(10)
+before, linear.weight._version
+
+# %% [markdown]
+# ### Random numbers
+#
+# The recompute must draw what the forward drew. With dropout, an element must get a gradient exactly where it was kept:
+
+# %%
+def dropout(checkpoint):
+    x = torch.ones(8, requires_grad=True)
+    y = checkpoint(F.dropout, x)
+    y.sum().backward()
+    return torch.equal(x.grad, y.detach())
+
+
+compare("dropout", dropout)
+
+# %% [markdown]
+# Saving and restoring torch's generators cures dropout. But there are more streams. Below, each multiplies $x = 1$ by a
+# random number, so output and gradient must be equal:
+
+# %%
+def same_factor(checkpoint, draw):
+    x = torch.ones(1, requires_grad=True)
+    y = checkpoint(lambda t: torch.tensor(draw()) * t, x)
+    y.backward()
+    return torch.equal(x.grad, y.detach())
+
+
+def other_streams(checkpoint):
+    own = torch.Generator().manual_seed(0)
+    draws = {"Python": random.random, "numpy": np.random.rand, "Generator": lambda: torch.rand(1, generator=own).item()}
+    return {name: same_factor(checkpoint, draw) for name, draw in draws.items()}
+
+
+compare("Python, numpy, own generator", other_streams)
+
+# %% [markdown]
+# `ackpt` takes a snapshot of every stream that the region can reach, keeps the states of those that have moved when the
+# region ends, and replays these. A region that draws nothing keeps nothing:
+
+# %%
+states = ackpt.rng.snapshot()
+random.random()
+[type(stream).__name__ for stream, _ in ackpt.rng.drawn_from(states)]
+
+# %% [markdown]
+# ### Buffers that count
+#
+# BatchNorm in training mode updates its running mean and counts its batches, as a side effect of its forward.
+
+# %%
+def batch_norm(checkpoint):
+    norm, x = nn.BatchNorm1d(1, momentum=0.5), torch.tensor([[1.0], [3.0]], requires_grad=True)
+    checkpoint(norm, x).sum().backward()
+    return {"batches": norm.num_batches_tracked.item(), "mean": norm.running_mean.item()}
+
+
+compare("BatchNorm statistics", batch_norm)
+
+# %% [markdown]
+# The batch mean is 2 and the momentum one half: one update gives 1, two give 1.5. `ackpt` puts the buffers that a region
+# has changed back to their old values for the recompute, and to the new ones after it.
+
+# %% [markdown]
+# ### Autocast
+#
+# The forward runs inside `torch.autocast`, the backward is called outside. In which types does the product run?
+
+# %%
+def product_types(checkpoint):
+    linear, x, seen = nn.Linear(4, 4), torch.ones(1, 4, requires_grad=True), set()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = checkpoint(lambda t: seen.add(linear(t).dtype) or linear(t).float(), x)
+    y.sum().backward()
+    return sorted(map(str, seen))
+
+
+compare("autocast", product_types)
+
+# %% [markdown]
+# The naive recompute runs in fp32: another function than the forward's. The autocast state belongs to the region and is
+# saved with it.
+
+# %% [markdown]
+# ### A loop variable
+#
+# Three layers in a loop, each called through a `lambda`. A `lambda` looks up `layer` when it is called, and the recompute
+# calls it after the loop is over. Which gradients do the three weights get?
+
+# %%
+def late_binding(checkpoint):
+    layers, h = [nn.Linear(1, 1, bias=False) for _ in range(3)], torch.ones(1, requires_grad=True)
+    for layer in layers:
+        h = checkpoint(lambda t: layer(t), h)  # noqa: B023
+    h.backward()
+    return [layer.weight.grad if layer.weight.grad is None else round(layer.weight.grad.item(), 4) for layer in layers]
+
+
+compare("loop variable in a closure", late_binding)
+
+# %% [markdown]
+# All recomputes run the third layer. In the reentrant form two layers never learn and the third collects the gradients of
+# all; in the other one, what is recomputed belongs to the wrong layer. `ackpt` keeps a copy of the function with the values that its closure has now:
+
+# %%
+def make():
+    scale = 1
+    function, kept = lambda: scale, ackpt.reach.frozen(lambda: scale)
+    scale = 2
+    return function(), kept()
+
+
+make()
+
+# %% [markdown]
+# ### A switch is turned
+#
+# `model.eval()` between forward and backward: a validation step, or a loss that is logged. Plain autograd does not mind,
+# since the dropout has long happened. Does the gradient vanish exactly where the dropout did?
+
+# %%
+def switched(checkpoint):
+    drop, x = nn.Dropout(), torch.ones(8, requires_grad=True)
+    y = checkpoint(drop, x)
+    drop.eval()
+    y.sum().backward()
+    return torch.equal(x.grad, y.detach())
+
+
+compare("eval() before backward", switched)
+
+# %% [markdown]
+# The mode of every module is noted and set back for the recompute, as are other names that could come to mean something
+# else: replaced parameters, and the globals that a function reads.
+
+# %% [markdown]
+# ### Keyword arguments, and tensors in dicts
+#
+# A mask by keyword, or a dict of features: tensors do not always come one by one.
+
+# %%
+def keyword(checkpoint):
+    x = torch.ones(1, requires_grad=True)
+    checkpoint(lambda t, scale: t * scale, x, scale=3.0).backward()
+    return x.grad.item()
+
+
+compare("keyword argument", keyword)
+
+# %% [markdown]
+# Below, $h = w^3$ goes into the region inside a dict, and is used once more outside: $y = h^2 + h$. At $w = 2$ the gradient
+# is $(2 h + 1) \, 3 w^2 = 204$; the use outside alone gives 12.
+
+# %%
+def features(checkpoint):
+    w = torch.tensor([2.0], requires_grad=True)
+    h = w**3
+    (checkpoint(lambda features: features["h"] ** 2, {"h": h}) + h).backward()
+    return w.grad.item()
+
+
+compare("tensor in a dict", features)
+
+# %% [markdown]
+# An `autograd.Function` sees only tensors that are arguments of their own. `ackpt` takes the tensors out of dicts, lists,
+# tuples and dataclasses, hands them to the node, and puts them back before it calls the function.
+
+# %% [markdown]
+# ### The first forward runs in grad mode
+#
+# The ten lines run the first forward under `no_grad`, which is the obvious way to keep no graph. `ackpt` runs it in grad
+# mode and drops the graph when the region ends. Why? First, because code may ask. This layer of PyTorch takes a fused
+# path in eval mode when no gradient is needed. Is the output that of the plain model, bit for bit?
+
+# %%
+def same_output(checkpoint):
+    encoder, x = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval(), torch.randn(2, 8, 64)
+    return torch.equal(checkpoint(encoder, x.requires_grad_()), encoder(x))
+
+
+compare("code that depends on grad mode", same_output)
+
+# %% [markdown]
+# Second, because the graph knows which outputs need a gradient and which do not. Under `no_grad` that is lost:
+
+# %%
+def needs_grad(checkpoint):
+    x = torch.ones(1, requires_grad=True)
+    return [output.requires_grad for output in checkpoint(lambda t: (t * 2, t.detach() * 3), x)]
+
+
+compare("an output without grad", needs_grad)
+
+# %% [markdown]
+# Third, the graph's ends are the parameters that become inputs of the node, as we have seen.
+#
+# The cost is memory inside the first forward: a region holds all its activations until it ends. But its recompute will
+# hold the same ones and two gradients more, so the peak does not change. In this timeline of 64 layers in 8 segments the
+# teeth on the left are first forwards, those on the right recomputes:
+
+# %% alt="Live memory of a chain of 64 layers in 8 segments: seven teeth that rise step by step during the forward, one last ramp, and after the start of backward seven teeth that are a little higher and step down."
+title = "A region's first forward stays below its recompute"
+figure = plots.timeline_plot(measured(chain(64, 8)).timeline, title)
+path = plots.save(figure, "results/figures/02_timeline.png")
+figure
+
+# %% [markdown]
+# ### What cannot be right becomes an error
+#
+# Two more things work with no recompute. Here everybody refuses; what differs is how far the message helps. A region that
+# overwrites its own input has nothing left to start from:
+
+# %%
+def overwrites(checkpoint):
+    x = torch.ones(1, requires_grad=True)
+    y = checkpoint(lambda t: t.mul_(2) * t, x * 3)
+    y.backward()
+    return x.grad.item()
+
+
+compare("input overwritten", overwrites)
+
+
+# %% [markdown]
+# And a function that does something else the second time is not the function that was differentiated:
+
+# %%
+def another_function(checkpoint):
+    x, runs = torch.ones(2, requires_grad=True), []
+    y = checkpoint(lambda t: runs.append(1) or t.exp()[: len(runs)], x)
+    y.sum().backward()
+    return [round(value, 4) for value in x.grad.tolist()]
+
+
+compare("recompute returns another shape", another_function)
+
+# %% [markdown]
+# ### What stays your duty
+#
+# No checkpoint can watch everything. What a region reads from elsewhere is read anew by the recompute: an entry of a dict,
+# an attribute of an object of yours, a file, the clock.
+
+# %%
+def plain_python(checkpoint):
+    x, settings = torch.ones(1, requires_grad=True), {"scale": 2.0}
+    y = checkpoint(lambda t: (t * settings["scale"]).sin(), x)
+    settings["scale"] = 20.0
+    y.backward()
+    return round(x.grad.item(), 4)
+
+
+compare("plain Python value changed", plain_python)
+
+# %% [markdown]
+# The cure is to pass the value itself as an argument: arguments are kept.
+
+# %%
+def passed_as_argument(checkpoint):
+    x, scale = torch.ones(1, requires_grad=True), 2.0
+    y = checkpoint(lambda t, factor: (t * factor).sin(), x, scale)
+    scale = 20.0
+    y.backward()
+    return round(x.grad.item(), 4)
+
+
+attempt(passed_as_argument, plain), attempt(passed_as_argument, ackpt.checkpoint)
+
+# %% [markdown]
+# All experiments of this section together:
+
+# %%
+columns = {"pitfall": "pitfall"} | {name: name for name in names}
+pitfalls = [{key: text.replace("wrong", "**wrong**") for key, text in row.items()} for row in verdicts.values()]
+caption = "Is the result that of the plain call? *Wrong* means wrong without a word."
+table = markdown_table(pitfalls, columns, caption, "tab-pitfalls")
+path = write_text_atomic("results/tables/02_pitfalls.md", table)
+
+# %% [markdown]
+# ```{include} ../../results/tables/02_pitfalls.md
+# ```
+#
+# :::{admonition} Takeaway
+# :class: tip
+# A recompute is right only if it repeats the forward: the same inputs, parameters, buffers, random numbers, types and
+# code. Whatever a checkpoint cannot repeat it must refuse, because a wrong gradient looks like any other number.
+# :::
+
+# %% [markdown]
+# ## What one region costs
+#
+# Guarantees are not free: the region's objects are walked, version counters noted, streams compared. That takes some
+# microseconds per region, whatever the region computes. To see them at all, the region must be tiny; here it is two
+# linear layers of 8 numbers. Two of the guarantees can be switched off with `ackpt.guarantees`, and the random streams as
+# in PyTorch with `preserve_rng_state=False`.
+
+# %%
+tiny, few = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
+
+
+def fifty(checkpoint, **switches):
+    def run():
+        with ackpt.guarantees(**switches):
+            for _ in range(50):
+                checkpoint(tiny, few).sum().backward()
+
+    return run
+
+
+# %%
+no_rng = {"preserve_rng_state": False}
+contenders = {
+    "plain": fifty(plain),
+    "torch reentrant": fifty(variants["torch reentrant"]),
+    "torch reentrant, no RNG": fifty(functools.partial(variants["torch reentrant"], **no_rng)),
+    "torch non-reentrant": fifty(variants["torch non-reentrant"]),
+    "ackpt": fifty(ackpt.checkpoint),
+    "ackpt, other_rng=False": fifty(ackpt.checkpoint, other_rng=False),
+    "ackpt, unchanged=False": fifty(ackpt.checkpoint, unchanged=False),
+    "ackpt, both off": fifty(ackpt.checkpoint, other_rng=False, unchanged=False),
+    "ackpt, both off, no RNG": fifty(functools.partial(ackpt.checkpoint, **no_rng), other_rng=False, unchanged=False),
+}
+
+# %% [markdown]
+# All contenders run in turn in one process, forwards and backwards in rounds. Read the *ratios*; the microseconds are those of one
+# machine.
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+times = compare_seconds(contenders, repeats=20, reference="torch reentrant")
+print(f"{'forward and backward of one region':36} {'µs':>4}  ratio  (low to high)")
+for name, ratio in times.ratios.items():
+    microseconds = times.seconds[name].median / 50 * 1e6
+    print(f"{name:36} {microseconds:4.0f}  {ratio.median:5.2f}  ({ratio.low:.2f} to {ratio.high:.2f})")
+
+# %% [markdown]
+# `other_rng` is the price of Python's, numpy's and your own generators; `unchanged` that of noticing changed parameters
+# and of buffers that change once. With both off `ackpt` promises what PyTorch's reentrant form promises, and that is the
+# line to compare with it. For scale, one block of the Transformer of the last chapter, with 512 tokens:
+
+# %%
+block = Block(TransformerConfig(dim=256, ff_dim=1024, head_dim=64))
+tokens = torch.randn(512, 256, requires_grad=True)
+whole = torch.tensor([0, 512], dtype=torch.int32)
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+both = {"plain": lambda: block(tokens, whole, 512).sum().backward()}
+both["ackpt"] = lambda: ackpt.checkpoint(block, tokens, whole, 512).sum().backward()
+times = compare_seconds(both, repeats=5)
+print(f"plain {times.seconds['plain'].median * 1e3:.1f} ms, checkpointed {times.ratios['ackpt'].median:.2f} times that")
+
+# %% [markdown]
+# :::{admonition} Takeaway
+# :class: tip
+# The guarantees cost microseconds per region, the recompute costs a forward per region. With regions as large as a
+# Transformer block only the second is felt: make regions large, and leave the guarantees on.
+# :::
+
+# %% [markdown]
+# ## A chain, cut well
+#
+# `checkpoint_sequential` cuts a chain into segments. Equal lengths waste memory: segment $i$ waits with only $i - 1$
+# boundaries beside it, so that the early ones have room to spare. With room for $p$ activations, segment $i$ may have
+# $p - (i - 1)$ layers, and the lengths fall by one from segment to segment:
+#
+# $$ p + (p - 1) + \dots + 1 = \frac{p (p + 1)}{2} \ge n \quad\Longrightarrow\quad p \approx \sqrt{2 n}, $$
+#
+# against $2 \sqrt n$ for equal ones: less by a factor of $\sqrt 2$. `segments=None`, the default, does that.
+
+# %%
+segment_lengths(100, 10), segment_lengths(100)
+
+# %% [markdown]
+# Measured, again with two gradients on top:
+
+# %% alt="Peak memory over the number of layers: equal segments and falling segments both grow like a square root, the falling ones lower by a fifth at 100 layers and more beyond; measured points lie on the predicted lines."
+ns = [4, 16, 36, 64, 100, 144]
+cuts = {"equal lengths": [int(n**0.5) for n in ns], "falling lengths": [None] * len(ns)}
+peaks = {name: [measured(chain(n, k)).dynamic_peak_bytes for n, k in zip(ns, ks)] for name, ks in cuts.items()}
+formula = {name: [predicted_peak(segment_lengths(n, k)) for n, k in zip(ns, ks)] for name, ks in cuts.items()}
+saved = 1 - peaks["falling lengths"][-1] / peaks["equal lengths"][-1]
+title = f"Segments that become shorter save {saved:.0%} of the peak at {ns[-1]} layers"
+figure = plots.line_plot(ns, peaks, formula, title, xlabel="layers")
+path = plots.save(figure, "results/figures/02_lengths.png")
+figure
+
+# %%
+peaks == formula, [round((p - 8) / S) for p in peaks["falling lengths"]]
+
+# %% [markdown]
+# The price is a few more extra forwards, because the last segment, the one that is not recomputed, is shorter. At 100
+# layers:
+
+# %%
+for name, k in {"equal lengths": 10, "falling lengths": None}.items():
+    calls.clear()
+    run = measured(chain(100, k))
+    print(f"{name:15} {len(calls) - 100} = 100 - {segment_lengths(100, k)[-1]} extra forwards")
+
+# %% [markdown]
+# ## A whole model
+#
+# A model is checkpointed from outside. `apply_activation_checkpointing` makes one region of every repeated block, and
+# tells which:
+
+# %%
+T, d, L = 512, 128, 6
+config = TransformerConfig(dim=d, ff_dim=4 * d, layers=L, head_dim=64)
+model, data = Transformer(config), torch.randn(T, d)
+offsets = torch.arange(0, T + 1, 128, dtype=torch.int32)
+
+
+def step():
+    model.zero_grad()
+    F.mse_loss(model(data, offsets, 128), data).backward()
+
+
+# %%
+step()
+gradients = [parameter.grad.clone() for parameter in model.parameters()]
+keys = list(model.state_dict())
+model_runs = {"plain": measure(step, resident=[model, data, offsets], warmup=0, repeats=0)}
+ackpt.apply_activation_checkpointing(model)
+
+# %%
+model_runs["checkpointed"] = measure(step, resident=[model, data, offsets], warmup=0, repeats=0)
+for name, run in model_runs.items():
+    kept = run.timeline.at(run.timeline.boundary)["activations"]
+    print(f"{name:13} kept by the forward {memory_format(kept):>9}, dynamic peak {memory_format(run.dynamic_peak_bytes):>9}")
+
+# %% [markdown]
+# What is kept follows from the last chapter: the inputs of all blocks but the first, which is resident; the input of the
+# last norm and its scale; the norm's output; and the loss with its gradient, the loss in a storage as large as its input.
+
+# %%
+kept - 4 * (T * ((L - 1) * d + d + 1 + d) + T * d + 1)
+
+# %% [markdown]
+# The gradients are the same bits, the names in checkpoints on disk stay, and it can be undone:
+
+# %%
+same = all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), gradients))
+same, list(model.state_dict()) == keys
+
+# %%
+ackpt.remove_activation_checkpointing(model)
+
+# %% [markdown]
+# ## The loss head in chunks
+#
+# The last layer of a language model multiplies $N$ hidden states of width $D$ by a vocabulary of $V$ words, and
+# cross-entropy turns each row of $N \times V$ *logits* into one number. With a large vocabulary the logits outweigh all
+# blocks together, and no boundary inside the model helps: they are the last thing that the forward makes and the first
+# that backward wants.
+
+# %%
+N, D, V = 512, 64, 4096
+hidden, head = torch.randn(N, D, requires_grad=True), (torch.randn(V, D) / 8).requires_grad_()
+targets = torch.randint(V, (N,))
+logits_bytes = 4 * N * V
+
+
+def head_peak(loss_function):
+    def step():
+        hidden.grad = head.grad = None
+        loss_function().backward()
+
+    return measure(step, resident=[hidden, head, targets], warmup=0, repeats=0).dynamic_peak_bytes
+
+
+# %%
+whole_peak = head_peak(lambda: F.cross_entropy(hidden @ head.T, targets))
+whole_peak - 3 * logits_bytes
+
+# %% [markdown]
+# Three times the logits, and 8 bytes: in backward the logarithms of the probabilities, which were kept, their gradient and
+# the gradient of the logits are alive at once.
+#
+# But the rows do not know of each other. `chunked_cross_entropy` takes them in chunks; and because the gradient of a
+# row's loss with respect to its logits is known as soon as they are (softmax minus one-hot), it makes the gradients of
+# hidden states and head at once and drops the chunk. Nothing is recomputed, and the logits never exist whole:
+
+# %%
+final = 4 * (N * D + V * D)  # the gradients of hidden states and head
+for chunks in (1, 2, 4, 8, 16):
+    peak = head_peak(lambda: ackpt.chunked_cross_entropy(hidden, head, targets, chunks=chunks))  # noqa: B023
+    print(f"{chunks:2} chunks: {memory_format(peak):>9} = two chunks of logits + gradients + {peak - 2 * logits_bytes // chunks - final:,} bytes")
+
+# %% [markdown]
+# The bytes at the end of each line are a few numbers per row of a chunk. The loss and its gradients are those of the
+# whole computation, up to the rounding of sums in another order:
+
+# %%
+def head_gradients(loss_function):
+    hidden.grad = head.grad = None
+    loss = loss_function()
+    loss.backward()
+    return loss.detach(), hidden.grad, head.grad
+
+
+# %%
+whole_result = head_gradients(lambda: F.cross_entropy(hidden @ head.T, targets))
+chunked_result = head_gradients(lambda: ackpt.chunked_cross_entropy(hidden, head, targets))
+[torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(whole_result, chunked_result)]
+
+# %% [markdown]
+# :::{admonition} Takeaway
+# :class: tip
+# Cut a chain into segments that become shorter, a model at its blocks, and the loss head into chunks of rows. In each
+# case the peak is known before anything runs.
+# :::
+
+# %% [markdown]
+# The measured bytes of this chapter go into a record.
+
+# %%
+metrics = {"chain": chain_rows, "pitfalls": list(verdicts.values()), "head_peak_bytes": whole_peak, "head_chunk_peak_bytes": peak}
+metrics |= {f"model_{name}_peak_bytes": run.dynamic_peak_bytes for name, run in model_runs.items()}
+sizes = {"activation_bytes": S, "head": {"rows": N, "dim": D, "vocab_size": V}, "model": {"tokens": T, "dim": d, "layers": L}}
+record = Record("reentrant_checkpoint", sizes, metrics, environment("cpu", "notebooks/02_reentrant_checkpoint.py"))
+path = record.save("results/cpu/02_reentrant_checkpoint.json")
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+record.environment
+
+# %% [markdown]
+# ## Exercises
+#
+# :::{admonition} Exercise 1: use the room of the last segment
+# :class: note
+# For 16 layers `segment_lengths` gives a peak of $8 S$. It counts activations only, as Chen et al. do. In the formula with
+# gradients the last segment is allowed more. Find lengths that peak at $7 S$, and measure them.
+# :::
+
+# %% tags=["solution"]
+# At most 7 - 2 - (i - 1) layers in segment i, and 7 - (k - 1) in the last: 5 + 4 + 3 + 4 = 16.
+def cut(lengths, a):
+    *parts, last = [nn.Sequential(*[nn.SiLU()] * length) for length in lengths]
+    for part in parts:
+        a = ackpt.checkpoint(part, a)
+    return last(a)
+
+
+for lengths in (segment_lengths(16), [5, 4, 3, 4]):
+    peak = measured(functools.partial(cut, lengths)).dynamic_peak_bytes
+    print(lengths, f"predicted {predicted_peak(lengths):,}   measured {peak:,} = {peak // S} S + {peak % S}")
+
+# %% [markdown]
+# :::{admonition} Exercise 2: halves of halves
+# :class: note
+# Regions nest. Checkpoint the first half of a chain, treat both halves in the same way, and so on down to one layer. How
+# do the peak and the number of forwards grow with $n$? Chen et al. promise $O(\log n)$ and $O(n \log n)$.
+# :::
+
+# %% tags=["solution"]
+# Each level adds one activation and one gradient, and runs half of the layers once more:
+# 2 log2(n) + 1 activations, and n + n / 2 log2(n) forwards.
+def halves(n, a):
+    if n == 1:
+        return layer(a)
+    return halves(n - n // 2, ackpt.checkpoint(halves, n // 2, a))
+
+
+for exponent in range(1, 8):
+    n = 2**exponent
+    calls.clear()
+    peak = measured(functools.partial(halves, n)).dynamic_peak_bytes
+    forwards = n + n // 2 * exponent
+    print(f"n = {n:3}: peak {round((peak - 8) / S):2} S = {2 * exponent + 1:2} S, {len(calls):3} forwards = {forwards:3}")
+
+# %% [markdown]
+# :::{admonition} Exercise 3: where to cut
+# :class: note
+# Four MLPs in a row, each from width $d$ up to $4 d$, through a GELU, and down again. Cut the chain into four regions,
+# once at the narrow places and once at the wide ones (the very first layer then stays outside). What does the forward
+# keep in each case? Predict, then measure.
+# :::
+
+# %% tags=["solution"]
+up, down = nn.Linear(64, 256), nn.Linear(256, 64)
+narrow = [nn.Sequential(up, nn.GELU(), down)] * 4
+wide = [up] + [nn.Sequential(nn.GELU(), down, up)] * 3 + [nn.Sequential(nn.GELU(), down)]
+
+
+def kept_by(parts):
+    def step():
+        a = rows
+        for part in parts:
+            a = part(a) if part is up else ackpt.checkpoint(part, a)
+        a.sum().backward()
+
+    timeline = measure(step, resident=[up, down, rows], repeats=0).timeline
+    return timeline.at(timeline.boundary)["activations"] - 8
+
+
+number = 4 * len(rows) * 64  # bytes of one narrow activation
+print(f"narrow: {kept_by(narrow):,} = 3 x {number:,}   (the first input is resident)")
+print(f"wide:   {kept_by(wide):,} = 4 x {4 * number:,}")
+
+# %% [markdown]
+# ## What we have seen
+#
+# - A reentrant checkpoint is ten lines: keep the input, run without a graph, run again with one when the gradient comes.
+# - A chain of $n$ layers then needs $2 \sqrt n$ activations, $\sqrt{2 n}$ with lengths that fall, or $2 \log_2 n$ nested; with
+#   boundaries, one segment and two gradients counted, the peak is known to the byte.
+# - The ten lines are wrong wherever the second run is not the first one: other parameters, random numbers, buffers, types
+#   or closures. Most of this passes without a word, in PyTorch's own checkpoint too.
+# - `ackpt.checkpoint` repeats what can be repeated and refuses the rest. It runs the first forward in grad mode, and makes
+#   the parameters inputs of its node. The file `ackpt/reentrant.py` holds it all; every part of it should now be familiar.
+# - The guarantees cost microseconds per region. A loss head needs no recompute at all, only chunks.
