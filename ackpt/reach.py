@@ -222,16 +222,14 @@ def _accumulate_grad_type():
 _ACCUMULATE_GRAD = _accumulate_grad_type()
 
 
-def graph_inputs(outputs, aliases, reach: Reach, started: int):
+def graph_inputs(outputs, aliases, tensors, started: int):
     """The tensors besides `aliases` in which the graph of `outputs` ends: ``(tensors, unreachable node or None)``.
 
     `started` is the autograd sequence number at the start of the region: an older node belongs to the history of a
-    closed-over tensor and is not entered. If no tensor of `reach` is known for it the node is returned, because no
+    closed-over tensor and is not entered. If it belongs to none of `tensors` the node is returned, because no
     gradient could be handed on through it.
     """
-    closed_over = {
-        (tensor.grad_fn, tensor.output_nr): tensor for tensor, _ in reach.tensors.values() if tensor.grad_fn is not None
-    }
+    closed_over = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in tensors if tensor.grad_fn is not None}
     found: list = []
     seen = set()
     stack = [output.grad_fn for output in outputs]
@@ -251,72 +249,3 @@ def graph_inputs(outputs, aliases, reach: Reach, started: int):
                 stack.append(node)
     own = {id(alias) for alias in aliases}
     return [tensor for tensor in dict.fromkeys(found) if id(tensor) not in own], None
-
-
-def frozen(function):
-    """The function with today's closure: a loop variable that moves on would change what a recompute calls.
-
-    Functions in the closure and in partials are frozen with it. Cells that one of them rebinds (``nonlocal``) stay
-    shared with the caller.
-    """
-    if not isinstance(function, (types.FunctionType, functools.partial)):
-        return function
-    shared: dict = {}
-    seen: dict = {}
-    _find_rebound(function, shared, seen)
-    return _copied(function, shared, {}) if any(each.__closure__ for each in seen.values()) else function
-
-
-def _find_rebound(function, shared, seen):
-    """Put the cells that `function` or a function in its closure rebinds into `shared`: ``{id: cell}``."""
-    if isinstance(function, functools.partial):
-        for item in (function.func, *function.args, *function.keywords.values()):
-            _find_rebound(item, shared, seen)
-    if not isinstance(function, types.FunctionType) or id(function) in seen:
-        return
-    seen[id(function)] = function
-    rebound = _rebound_names(function.__code__)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        if name in rebound or not _bound(cell):
-            shared[id(cell)] = cell
-        else:
-            _find_rebound(cell.cell_contents, shared, seen)
-
-
-def _copied(function, cells, copies):
-    """`function` over copies of its cells, but for those in `cells`, which it extends."""
-    if type(function) is functools.partial:
-        items = [_copied(item, cells, copies) for item in (function.func, *function.args)]
-        keywords = {key: _copied(item, cells, copies) for key, item in function.keywords.items()}
-        return functools.partial(*items, **keywords)
-    if not isinstance(function, types.FunctionType) or not function.__closure__ or id(function) in copies:
-        return copies.get(id(function), function)
-    copies[id(function)] = function  # a function that finds itself in its closure finds the original: no cycle is made
-    for cell in function.__closure__:
-        if id(cell) not in cells:
-            cells[id(cell)] = types.CellType(_copied(cell.cell_contents, cells, copies))
-    closure = tuple(cells[id(cell)] for cell in function.__closure__)
-    code, defaults = function.__code__, function.__defaults__
-    copy = types.FunctionType(code, function.__globals__, function.__name__, defaults, closure)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__dict__ = function.__dict__
-    copies[id(function)] = copy
-    return copy
-
-
-def _bound(cell) -> bool:
-    try:
-        cell.cell_contents
-    except ValueError:
-        return False
-    return True
-
-
-@functools.lru_cache(maxsize=4096)
-def _rebound_names(code) -> frozenset[str]:
-    """Closure names that the code, or code nested in it, assigns to."""
-    names = {item.argval for item in dis.get_instructions(code) if item.opname in ("STORE_DEREF", "DELETE_DEREF")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _rebound_names(constant)
-    return frozenset(names)

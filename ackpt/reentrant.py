@@ -36,8 +36,9 @@ import torch
 
 from . import guards, rng
 from .autocast import OFF, Autocast, any_enabled
+from .closure import Cut, current_cut, frozen
 from .errors import CheckpointError
-from .reach import Reach, frozen, graph_inputs, held
+from .reach import Reach, graph_inputs, held
 from .tree import Tensors, fill, fill_arguments, is_plain, strip_arguments, strip_result
 
 _local = threading.local()
@@ -121,7 +122,7 @@ class _Region:
     __slots__ = (
         *("function", "template", "names", "has_containers", "given", "needs_grad", "saved_marks", "nested"),
         *("preserve_rng_state", "streams", "autocast", "guarantees", "state", "watch", "sharded"),
-        *("pending", "expected", "count"),
+        *("pending", "expected", "count", "cut"),
     )
 
     def __init__(self, function, args, kwargs, preserve_rng_state):
@@ -135,6 +136,9 @@ class _Region:
         self.autocast = Autocast() if any_enabled() else None
         self.streams = ()
         self.state = self.watch = None
+        self.cut = current_cut()
+        if self.cut is not None:
+            self.given[:] = self.cut.replaced(list(self.given))
 
     def run(self):
         self.needs_grad = [tensor.requires_grad for tensor in self.given]
@@ -230,10 +234,10 @@ class _Region:
         self.sharded = reach.sharded
         if self.sharded:  # FSDP reduces gradients in hooks inside the region, so they must be accumulated there
             return []
-        leaves, node = graph_inputs(outputs, aliases, reach, started)
+        leaves, node = graph_inputs(outputs, aliases, _tensors(reach), started)
         if node is not None and not reach.walked:
             reach = Reach(self.function, self.template)
-            leaves, node = graph_inputs(outputs, aliases, reach, started)
+            leaves, node = graph_inputs(outputs, aliases, _tensors(reach), started)
         if node is not None:
             raise CheckpointError(
                 f"this region uses a tensor that requires grad and was computed before it (by {node.name()}), but is "
@@ -255,12 +259,16 @@ class _Region:
                     watched[key] = (tensor, name)
             self.watch = guards.Watch(watched.values())
 
-    def recompute(self, saved):
-        """Run the function again: ``(aliases of the inputs, own outputs)``, with a graph between them."""
+    def recompute(self, saved, leaves):
+        """Run the function again: ``(where its graph starts, own outputs)``."""
         aliases = _aliases(saved, self.needs_grad)
+        closed_over = [leaf for leaf in leaves if leaf.grad_fn is not None]
+        cut = self._cut(closed_over)
+        started = torch.autograd._get_sequence_nr()
         holders = [item for item in self.template if not is_plain(item)]
         before = held(holders)
-        result = self._call_again(aliases)
+        with cut or _NOTHING:
+            result = self._call_again(aliases)
         if holders and held(holders).keys() != before.keys():
             names = ", ".join(sorted({type(holder).__name__ for holder in holders}))
             raise CheckpointError(
@@ -271,7 +279,25 @@ class _Region:
         outputs, _ = strip_result(result)
         if len(outputs) != self.count or any(_signature(outputs[i]) != mark for i, mark in self.expected.items()):
             raise self._other_outputs(outputs)
-        return aliases, [outputs[place] for place in self.expected]
+        own = [outputs[place] for place in self.expected]
+        starts = [alias for alias, needed in zip(aliases, self.needs_grad) if needed]
+        if cut is not None:
+            starts += cut.replaced(leaves)
+            found, node = graph_inputs(own, [], closed_over, started)
+            if node is not None or any(tensor.grad_fn is not None for tensor in found):
+                raise CheckpointError(
+                    "this checkpointed region hands a closed-over tensor that was computed before it straight to a "
+                    "torch.autograd.Function or a compiled function. Pass that tensor as an argument of checkpoint()."
+                )
+        else:
+            starts += leaves
+        return starts, own
+
+    def _cut(self, closed_over):
+        if not closed_over and self.cut is None:
+            return None
+        known = {} if self.cut is None else self.cut.leaves
+        return Cut({**known, **{id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in closed_over}})
 
     def _call_again(self, aliases):
         """The call of the forward once more, in the surroundings it had then."""
@@ -330,18 +356,16 @@ class _Recompute(torch.autograd.Function):
         _refuse_unsupported(region)
         region.check_unchanged()
         with region.state.as_before() if region.state is not None else _NOTHING:
-            aliases, outputs = region.recompute(ctx.saved_tensors)
-            inputs = [alias for alias, needed in zip(aliases, region.needs_grad) if needed]
+            starts, outputs = region.recompute(ctx.saved_tensors, ctx.leaves)
             if any(grad is None for grad in grad_outputs):
                 used = [place for place, grad in enumerate(grad_outputs) if grad is not None]
                 outputs, grad_outputs = [outputs[i] for i in used], [grad_outputs[i] for i in used]
             if region.sharded:
                 torch.autograd.backward(outputs, grad_outputs)
-                return None, None, None, None, *(alias.grad for alias in inputs)
-            inputs += ctx.leaves
-            hooked = [leaf for leaf in ctx.leaves if leaf._backward_hooks or leaf.retains_grad]
+                return None, None, None, None, *(start.grad for start in starts)
+            hooked = [leaf for leaf in ctx.leaves if leaf.grad_fn is None and leaf._backward_hooks]
             with _silenced(hooked) if hooked else _NOTHING:
-                return None, None, None, None, *_gradients(outputs, grad_outputs, inputs)
+                return None, None, None, None, *_gradients(outputs, grad_outputs, starts)
 
 
 # Without the Python wrapper around ``apply``, which looks for functorch transforms: checkpoint() has done that.
@@ -372,19 +396,19 @@ def _gradients(outputs, grads, inputs):
 
 @contextlib.contextmanager
 def _silenced(leaves):
-    """No tensor hooks while gradients are captured: they fire on the way out, and ``retain_grad`` counts there."""
-    kept = [(dict(leaf._backward_hooks or ()), leaf.grad) for leaf in leaves]
+    """No tensor hooks while gradients are captured: they fire on the way out, through the outer graph."""
+    kept = [dict(leaf._backward_hooks) for leaf in leaves]
     for leaf in leaves:
-        if leaf._backward_hooks:
-            leaf._backward_hooks.clear()
+        leaf._backward_hooks.clear()
     try:
         yield
     finally:
-        for leaf, (hooks, grad) in zip(leaves, kept):
-            if hooks:
-                leaf._backward_hooks.update(hooks)
-            if leaf.retains_grad:
-                leaf.grad = grad
+        for leaf, hooks in zip(leaves, kept):
+            leaf._backward_hooks.update(hooks)
+
+
+def _tensors(reach):
+    return [tensor for tensor, _ in reach.tensors.values()]
 
 
 def _aliases(tensors, needs_grad):
@@ -423,7 +447,8 @@ def _signature(tensor):
 
 def _describe(signature) -> str:
     shape, dtype, device, requires_grad = signature
-    return f"shape {list(shape)} {str(dtype).removeprefix('torch.')} on {device}{'' if requires_grad else ' without grad'}"
+    dtype = str(dtype).removeprefix("torch.")
+    return f"shape {list(shape)} {dtype} on {device}{'' if requires_grad else ' without grad'}"
 
 
 def _changes_inputs(what: str) -> CheckpointError:
