@@ -1,0 +1,121 @@
+"""What a function closes over, as its recompute must see it: today's objects, cut off from their history."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import threading
+import types
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_local = threading.local()
+
+
+class Cut(TorchFunctionMode):
+    """Closed-over tensors with a history, replaced by leaves over the same values in every torch call.
+
+    The graph of a recompute has to end there: its backward would run on into the history, which belongs to the
+    outer backward, and count that part twice. ``leaves``: ``{id(tensor): (tensor, leaf)}``.
+    """
+
+    def __init__(self, leaves: dict[int, tuple[torch.Tensor, torch.Tensor]]):
+        super().__init__()
+        self.leaves = leaves
+
+    def __enter__(self):
+        self._outer = current_cut()
+        _local.cut = self
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        _local.cut = self._outer
+        return super().__exit__(*exception)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*self.replaced(args), **self.replaced(kwargs or {}))
+
+    def replaced(self, obj):
+        if isinstance(obj, torch.Tensor):
+            known = self.leaves.get(id(obj))
+            return obj if known is None else known[1]
+        if type(obj) in (list, tuple):
+            return type(obj)(self.replaced(item) for item in obj)
+        if type(obj) is dict:
+            return {key: self.replaced(item) for key, item in obj.items()}
+        return obj
+
+
+def current_cut() -> Cut | None:
+    """The cut of the recompute that is running in this thread: regions inside it must repeat it."""
+    return getattr(_local, "cut", None)
+
+
+def frozen(function):
+    """The function with today's closure: a loop variable that moves on would change what a recompute calls.
+
+    Functions in the closure and in partials are frozen with it. Cells that one of them rebinds (``nonlocal``) stay
+    shared with the caller.
+    """
+    if not isinstance(function, (types.FunctionType, functools.partial)):
+        return function
+    shared: dict = {}
+    seen: dict = {}
+    _find_rebound(function, shared, seen)
+    return _copied(function, shared, {}) if any(each.__closure__ for each in seen.values()) else function
+
+
+def _find_rebound(function, shared, seen):
+    """Put the cells that `function` or a function in its closure rebinds into `shared`: ``{id: cell}``."""
+    if isinstance(function, functools.partial):
+        for item in (function.func, *function.args, *function.keywords.values()):
+            _find_rebound(item, shared, seen)
+    if not isinstance(function, types.FunctionType) or id(function) in seen:
+        return
+    seen[id(function)] = function
+    rebound = _rebound_names(function.__code__)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        if name in rebound or not _bound(cell):
+            shared[id(cell)] = cell
+        else:
+            _find_rebound(cell.cell_contents, shared, seen)
+
+
+def _copied(function, cells, copies):
+    """`function` over copies of its cells, but for those in `cells`, which it extends."""
+    if type(function) is functools.partial:
+        items = [_copied(item, cells, copies) for item in (function.func, *function.args)]
+        keywords = {key: _copied(item, cells, copies) for key, item in function.keywords.items()}
+        return functools.partial(*items, **keywords)
+    if not isinstance(function, types.FunctionType) or not function.__closure__ or id(function) in copies:
+        return copies.get(id(function), function)
+    copies[id(function)] = function  # a function that finds itself in its closure finds the original: no cycle is made
+    for cell in function.__closure__:
+        if id(cell) not in cells:
+            cells[id(cell)] = types.CellType(_copied(cell.cell_contents, cells, copies))
+    closure = tuple(cells[id(cell)] for cell in function.__closure__)
+    code, defaults = function.__code__, function.__defaults__
+    copy = types.FunctionType(code, function.__globals__, function.__name__, defaults, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__ = function.__dict__
+    copies[id(function)] = copy
+    return copy
+
+
+def _bound(cell) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _rebound_names(code) -> frozenset[str]:
+    """Closure names that the code, or code nested in it, assigns to."""
+    names = {item.argval for item in dis.get_instructions(code) if item.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _rebound_names(constant)
+    return frozenset(names)

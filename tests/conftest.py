@@ -1,0 +1,215 @@
+"""Helpers of the tests: one training step, plain and checkpointed, compared to the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ackpt
+
+
+@dataclasses.dataclass
+class Case:
+    """What a region is called with; made afresh for each run, so that two runs share nothing.
+
+    `also`: modules, tensors or containers of them whose gradients and values count besides those of the arguments.
+    """
+
+    function: Callable
+    args: tuple = ()
+    kwargs: dict = dataclasses.field(default_factory=dict)
+    also: object = ()
+
+
+def tensors_in(obj, found=None, seen=None) -> list[torch.Tensor]:
+    """Tensors in nested containers, dataclasses, modules (parameters and buffers) and plain objects."""
+    found, seen = ([] if found is None else found), (set() if seen is None else seen)
+    if id(obj) in seen:
+        return found
+    seen.add(id(obj))
+    if isinstance(obj, torch.Tensor):
+        found.append(obj)
+    elif isinstance(obj, nn.Module):
+        found += [*obj.parameters(), *obj.buffers()]
+    elif isinstance(obj, dict):
+        for item in obj.values():
+            tensors_in(item, found, seen)
+    elif isinstance(obj, (list, tuple)):
+        for item in obj:
+            tensors_in(item, found, seen)
+    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        for field in dataclasses.fields(obj):
+            tensors_in(getattr(obj, field.name), found, seen)
+    elif hasattr(obj, "__dict__") and not isinstance(obj, type) and not callable(obj):
+        tensors_in(vars(obj), found, seen)
+    return found
+
+
+def seed(value: int = 0) -> None:
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value)  # noqa: NPY002
+
+
+def streams() -> tuple:
+    """The states of the global random number streams, comparable by ``==``."""
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), (name, keys.tobytes(), *rest)
+
+
+def total(outputs) -> torch.Tensor:
+    """A scalar that gives every element of every output that needs a gradient a different one."""
+    loss = torch.zeros(())
+    for place, tensor in enumerate(tensors_in(outputs)):
+        if tensor.requires_grad:
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            weights = torch.linspace(0.5, 1.5, real.numel()).reshape(real.shape)
+            loss = loss + (place + 1) * (real.float() * weights).sum()
+    return loss
+
+
+@dataclasses.dataclass
+class Step:
+    """What one step left behind."""
+
+    outputs: list[torch.Tensor]
+    requires_grad: list[bool]
+    grads: list[torch.Tensor | None]
+    values: list[torch.Tensor]
+    after_forward: tuple
+    after_backward: tuple
+
+
+def run_step(build: Callable[[], Case], call: Callable, loss=total, around=contextlib.nullcontext) -> Step:
+    """Build, call once, backward. `around` wraps the forward only."""
+    seed()
+    case = build()
+    seed(1)
+    with around():
+        result = call(case.function, *case.args, **case.kwargs)
+    after_forward = streams()
+    value = loss(result)
+    if value.requires_grad:
+        value.backward()
+    leaves = tensors_in([case.args, case.kwargs, case.also, case.function])
+    outputs = tensors_in(result)
+    return Step(
+        outputs=[output.detach().clone() for output in outputs],
+        requires_grad=[output.requires_grad for output in outputs],
+        grads=[leaf.grad if leaf.is_leaf or leaf.retains_grad else None for leaf in leaves],
+        values=[leaf.detach().clone() for leaf in leaves],
+        after_forward=after_forward,
+        after_backward=streams(),
+    )
+
+
+def assert_equal(first, second, what: str) -> None:
+    assert len(first) == len(second), what
+    for place, (one, other) in enumerate(zip(first, second)):
+        assert (one is None) == (other is None), f"{what} {place}: {one} and {other}"
+        if one is not None:
+            assert one.dtype == other.dtype and one.shape == other.shape, f"{what} {place}"
+            same = torch.equal(one, other) or torch.equal(one.isnan(), other.isnan()) and torch.equal(
+                one.nan_to_num(), other.nan_to_num()
+            )
+            assert same, f"{what} {place}: {one} and {other}"
+
+
+def assert_same(plain: Step, checkpointed: Step) -> None:
+    assert_equal(plain.outputs, checkpointed.outputs, "output")
+    assert plain.requires_grad == checkpointed.requires_grad
+    assert_equal(plain.values, checkpointed.values, "value")
+    assert_equal(plain.grads, checkpointed.grads, "gradient")
+    assert plain.after_forward == checkpointed.after_forward, "random numbers after forward"
+    assert plain.after_backward == checkpointed.after_backward, "random numbers after backward"
+
+
+def plain_call(function, /, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+def assert_same_step(build: Callable[[], Case], loss=total, around=contextlib.nullcontext, call=ackpt.checkpoint):
+    """The step of `build()` gives the same bits with `call` as without; returns the plain step."""
+    plain = run_step(build, plain_call, loss, around)
+    assert_same(plain, run_step(build, call, loss, around))
+    return plain
+
+
+def train(model: nn.Module, inputs, steps: int = 3, loss=total, lr: float = 0.1) -> list[torch.Tensor]:
+    """A few SGD steps: losses, and the parameters and buffers at the end."""
+    seed(1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss(model(*inputs))
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach())
+    return [*losses, *(tensor.detach().clone() for tensor in tensors_in(model))]
+
+
+def assert_same_training(model: nn.Module, inputs, check_fn=None, steps: int = 3, loss=total) -> None:
+    """Training `model` and a checkpointed copy of it gives the same losses, parameters and buffers."""
+    other = copy.deepcopy(model)
+    ackpt.apply_activation_checkpointing(other, check_fn)
+    assert_equal(train(model, inputs, steps, loss), train(other, inputs, steps, loss), "training")
+
+
+def surroundings() -> tuple:
+    """What an error must leave as it was."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        ackpt.is_recomputing(),
+        torch._C._autograd._top_saved_tensors_default_hooks(False),
+    )
+
+
+def assert_next_step_works() -> None:
+    """A step with everything in it gives the same bits with and without checkpoint."""
+
+    def build():
+        layer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4))
+        return Case(lambda x: layer(x) * random.random(), (torch.randn(3, 4, requires_grad=True),), also=layer)
+
+    assert_same_step(build)
+
+
+@contextlib.contextmanager
+def fails_cleanly(error, match: str):
+    """The body raises; random numbers, modes and flags are as before; the next step works."""
+    before = surroundings()
+    with pytest.raises(error, match=match) as raised:
+        yield raised
+    assert surroundings() == before
+    raised.value.__traceback__ = None
+    assert_next_step_works()
+
+
+@pytest.fixture
+def no_gc():
+    """Nothing may need the garbage collector to die."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_trace():
+    before = surroundings()
+    yield
+    assert surroundings() == before

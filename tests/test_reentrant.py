@@ -1,0 +1,322 @@
+"""A region gives the plain model's bits: parameters, shapes of the graph, modes, several passes."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from conftest import Case, assert_equal, assert_same, assert_same_step, plain_call, run_step, seed, total
+from torch import nn
+
+import ackpt
+
+
+def mlp(*middle):
+    return nn.Sequential(nn.Linear(4, 4), *(middle or (nn.Tanh(),)), nn.Linear(4, 4))
+
+
+def batch(grad=True):
+    return torch.randn(3, 4, requires_grad=grad)
+
+
+def frozen(module):
+    return module.requires_grad_(False)
+
+
+def half_frozen():
+    model = mlp()
+    frozen(model[0])
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+class Shared(nn.Module):
+    """One weight under two names, used three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh()) + x @ self.first.weight
+
+
+MODELS = {
+    "linear": lambda: nn.Linear(4, 4),
+    "mlp": mlp,
+    "frozen first layer": half_frozen,
+    "all frozen": lambda: frozen(mlp()),
+    "shared weight": Shared,
+    "in place": lambda: mlp(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Dropout(0.5, inplace=True)),
+    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.Flatten()),
+    "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True),
+    "recurrent": lambda: nn.LSTM(4, 4, num_layers=2, dropout=0.5),
+    "bilinear with dropout": lambda: mlp(nn.Dropout(0.5), nn.GELU(), nn.AlphaDropout(0.2)),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["input needs grad", "input needs none"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_modules(make, grad):
+    def build():
+        return Case(make(), (batch(grad),))
+
+    step = assert_same_step(build)
+    assert any(value is not None for value in step.grads) == any(step.requires_grad)
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_one_module_in_several_regions(times):
+    def build():
+        model = mlp(nn.Dropout(0.3))
+
+        def chain(x, call):
+            for _ in range(times):
+                x = call(model, x)
+            return x
+
+        return Case(lambda x, call: chain(x, call), (batch(),), also=model)
+
+    def regions(function, *args):
+        return function(*args, ackpt.checkpoint)
+
+    def alone(function, *args):
+        return function(*args, plain_call)
+
+    assert_same(run_step(build, alone), run_step(build, regions))
+
+
+def test_parameters_inside_and_outside_of_a_region():
+    model, other = mlp(), mlp()
+    other.load_state_dict(model.state_dict())
+    x = batch()
+    (model(model[0](x)).sum() + model[2].weight.sum()).backward()
+    (ackpt.checkpoint(other, other[0](x)).sum() + other[2].weight.sum()).backward()
+    for one, two in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-6, atol=1e-7)
+
+
+def nest(depth, function):
+    """`function` inside of `depth` regions, each with an operation of its own."""
+    if depth == 0:
+        return function
+    inner = nest(depth - 1, function)
+    return lambda x: ackpt.checkpoint(lambda x: inner(x * 1.01).sin() + x, x)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5, 50])
+def test_nesting(depth):
+    def build():
+        model = mlp(nn.Dropout(0.3))
+        return Case(nest(depth - 1, model), (batch(),), also=model)
+
+    def without(function, x):
+        with_regions, ackpt.checkpoint = ackpt.checkpoint, plain_call
+        try:
+            return function(x)
+        finally:
+            ackpt.checkpoint = with_regions
+
+    assert_same(run_step(build, without), run_step(build, ackpt.checkpoint))
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["backward", "destroyed"])
+def test_a_chain_of_2000_regions(no_gc, backward):
+    x = batch()
+    y = x
+    with ackpt.guarantees(other_rng=False):
+        for _ in range(2000):
+            y = ackpt.checkpoint(torch.sin, y)
+    if backward:
+        y.sum().backward()
+        plain = x.detach().requires_grad_()
+        z = plain
+        for _ in range(2000):
+            z = z.sin()
+        z.sum().backward()
+        assert torch.equal(x.grad, plain.grad)
+    del y
+    assert x.grad_fn is None
+
+
+IN_PLACE = {
+    "on an intermediate": lambda x: x.sin().add_(1).mul_(x),
+    "on a part of an intermediate": lambda x: _part(x),
+    "on a clone of the input": lambda x: x.clone().mul_(2).relu_(),
+    "functional": lambda x: nn.functional.relu(x * 2, inplace=True),
+    "on a fresh buffer": lambda x: torch.zeros(3, 4).copy_(x).index_add_(0, torch.tensor([1]), x[:1]),
+}
+
+
+def _part(x):
+    y = x * 2
+    y[0] = x[1] * x[2]
+    y[:, 1].mul_(3)
+    return y
+
+
+@pytest.mark.parametrize("function", IN_PLACE.values(), ids=IN_PLACE)
+def test_in_place_operations_inside(function):
+    assert_same_step(lambda: Case(function, (batch(),)))
+
+
+def test_in_place_operations_on_the_output_afterwards():
+    def build():
+        model = mlp()
+        return Case(lambda x: model(x), (batch(),), also=model)
+
+    assert_same_step(build, loss=lambda y: total(y.add_(1).mul_(3).relu_()))
+
+
+def test_several_forwards_before_one_backward_and_accumulation():
+    def gradients(call):
+        seed()
+        model = mlp(nn.Dropout(0.5), nn.BatchNorm1d(4))
+        inputs = [batch() for _ in range(3)]
+        for _ in range(2):
+            losses = [total(call(model, x)) for x in inputs]
+            torch.stack(losses).sum().backward()
+        for x in inputs:  # one backward each, in another order
+            total(call(model, x)).backward()
+        return [tensor.grad for tensor in [*inputs, *model.parameters()]] + list(model.buffers())
+
+    assert_equal(gradients(plain_call), gradients(ackpt.checkpoint), "gradient")
+
+
+def test_retain_graph_and_a_second_backward():
+    def gradients(call):
+        seed()
+        model, x = mlp(nn.Dropout(0.5)), batch()
+        y = call(model, x)
+        total(y).backward(retain_graph=True)
+        first = [tensor.grad.clone() for tensor in [x, *model.parameters()]]
+        y[0].sum().backward()
+        return first + [tensor.grad for tensor in [x, *model.parameters()]]
+
+    assert_equal(gradients(plain_call), gradients(ackpt.checkpoint), "gradient")
+
+
+def inner(model):
+    return lambda x: ackpt.checkpoint(model, x).sin()
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, inner], ids=["flat", "nested"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_second_backward_without_retain_graph_is_torchs_own_error(wrap, grad):
+    y = ackpt.checkpoint(wrap(mlp()), batch(grad)).sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.backward()
+
+
+def test_only_a_part_of_the_outputs_used():
+    def build():
+        model, other = mlp(), mlp()
+        return Case(lambda x: (model(x), other(x), model(x.sin())), (batch(),), also=[model, other])
+
+    step = assert_same_step(build, loss=lambda out: out[2].sum())
+    assert sum(grad is None for grad in step.grads) == 4  # the parameters of `other`
+
+
+def test_eval_no_grad_and_inference_mode_are_plain_calls():
+    model, x = mlp(nn.Dropout(0.5)).eval(), batch()
+    assert_same_step(lambda: Case(model, (x.detach().requires_grad_(),)))
+    with torch.no_grad():
+        y = ackpt.checkpoint(model, x)
+        assert not y.requires_grad and torch.equal(y, model(x))
+    with torch.inference_mode():
+        y = ackpt.checkpoint(model, x)
+        assert y.is_inference() and torch.equal(y, model(x))
+    y = ackpt.checkpoint(lambda x: _without_grad(model, x) * x, x)
+    y.sum().backward()
+    assert torch.equal(x.grad, model(x).detach())
+
+
+def _without_grad(model, x):
+    with torch.no_grad():
+        return model(x)
+
+
+def test_grad_mode_is_the_forwards_inside_of_a_recompute():
+    seen = []
+
+    def function(x):
+        seen.append((torch.is_grad_enabled(), ackpt.is_recomputing()))
+        return x.sin()
+
+    ackpt.checkpoint(function, batch()).sum().backward()
+    assert seen == [(True, False), (True, True)]
+    assert not ackpt.is_recomputing()
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_two_threads_at_once(preserve):
+    """The recompute's mask is the forward's, whatever regions of another thread draw meanwhile."""
+    inputs = torch.randn(30, 8, 4)  # drawn here: draws outside of regions are not kept apart
+    models = [mlp(nn.Dropout(0.5) if preserve else nn.Tanh()) for _ in range(2)]
+    twins = copy.deepcopy(models)
+    failures = []
+    barrier = threading.Barrier(2)
+
+    def work(model, twin):
+        try:
+            barrier.wait()
+            for x in inputs:
+                x = x.clone().requires_grad_()
+                masks = []
+                hook = model[1].register_forward_hook(
+                    lambda module, args, out, masks=masks: masks.append(out.detach() / args[0].detach())
+                )
+                ackpt.checkpoint(model, x, preserve_rng_state=preserve).pow(2).sum().backward()
+                hook.remove()
+                y = x.detach().requires_grad_()
+                middle = twin[0](y)
+                twin[2](middle * masks[0] if preserve else middle.tanh()).pow(2).sum().backward()
+                torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(models, twins)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_forward_in_one_thread_backward_in_another():
+    def build():
+        model, x = mlp(nn.Dropout(0.5)), batch()
+        h = model[0](x)
+        for _ in range(50):  # numbers of graph nodes count per thread
+            h = h + 0
+        h.retain_grad()
+        return Case(lambda x: (h * model(x), h), (batch(),), also=[model, x, h])
+
+    def in_thread(function, *args):
+        out = []
+        thread = threading.Thread(target=lambda: out.append(ackpt.checkpoint(function, *args)))
+        thread.start()
+        thread.join()
+        return out[0]
+
+    assert_same_step(build, call=in_thread)
+
+
+def test_torchs_own_checkpoint_agrees():
+    def gradients(call):
+        seed()
+        model, x = mlp(nn.Dropout(0.5)), batch()
+        call(model, x).sum().backward()
+        return [tensor.grad for tensor in [x, *model.parameters()]]
+
+    def oracle(function, x):
+        return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+
+    assert_equal(gradients(oracle), gradients(ackpt.checkpoint), "gradient")
