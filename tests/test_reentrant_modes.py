@@ -1,0 +1,223 @@
+"""Regions under autocast, saved-tensor hooks, anomaly mode, and inside or around torch.compile."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from conftest import Case, assert_equal, assert_same_step, plain_call, seed, surroundings, total
+from torch import nn
+
+import ackpt
+
+bf16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+no_cache = functools.partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
+
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.3), nn.LayerNorm(4), nn.Linear(4, 4))
+
+
+def batch():
+    return torch.randn(3, 4, requires_grad=True)
+
+
+def region():
+    return Case(model(), (batch(),))
+
+
+def test_autocast_around_the_forward_only():
+    step = assert_same_step(region, around=bf16)
+    assert step.outputs[0].dtype == torch.bfloat16
+    assert_same_step(region, around=no_cache)
+
+
+def gradients(call, forward, backward):
+    seed()
+    layers, x = model(), batch()
+    with forward():
+        y = call(layers, x)
+    with backward():
+        total(y).backward()
+    return [y.detach(), x.grad, *(p.grad for p in layers.parameters())]
+
+
+fp16 = functools.partial(torch.autocast, "cpu", torch.float16)
+
+
+@pytest.mark.parametrize("backward", [contextlib.nullcontext, bf16, fp16])
+@pytest.mark.parametrize("forward", [contextlib.nullcontext, bf16, no_cache])
+def test_the_recompute_runs_under_the_forwards_autocast(forward, backward):
+    first = gradients(plain_call, forward, backward)
+    assert_equal(first, gradients(ackpt.checkpoint, forward, backward), "gradient")
+
+
+def test_forward_and_backward_inside_of_one_autocast_block():
+    def run(call):
+        seed()
+        layers, x = model(), batch()
+        with bf16():
+            total(call(layers, x)).backward()
+            total(call(layers, x)).backward()
+        return [x.grad, *(p.grad for p in layers.parameters())]
+
+    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+
+
+@pytest.mark.parametrize("cast", [bf16, no_cache])
+@pytest.mark.parametrize("order", ["before", "after", "both"])
+def test_a_weight_used_inside_and_outside_of_the_region_under_autocast(order, cast):
+    """The cache of casts must not tie the region's graph to the outer one; sums are grouped per region."""
+
+    def run(call):
+        seed()
+        weight, x = nn.Parameter(torch.randn(4, 4)), batch()
+        with cast():
+            y = x @ weight if order in ("before", "both") else x
+            y = call(lambda y: (y @ weight).sin(), y)
+            y = y @ weight if order in ("after", "both") else y
+        total(y).backward()
+        return [y.detach(), x.grad], weight.grad
+
+    (first, weight), (second, other) = run(plain_call), run(ackpt.checkpoint)
+    assert_equal(first, second, "value")
+    torch.testing.assert_close(weight, other, rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_inside_of_the_region_and_nested_regions_under_autocast():
+    def inside(layers, x):
+        with bf16():
+            return layers(x).float()
+
+    def build():
+        layers = model()
+        return Case(lambda x: inside(layers, x), (batch(),), also=layers)
+
+    assert_same_step(build)
+
+    def nested():
+        layers = model()
+        return Case(lambda x: ackpt.checkpoint(layers, x).sin(), (batch(),), also=layers)
+
+    assert_same_step(nested, around=bf16)
+
+
+def test_the_state_of_autocast_survives_a_backward():
+    x, layers = batch(), model()
+    with no_cache():
+        y = ackpt.checkpoint(layers, x).sum()
+    with torch.autocast("cpu", torch.float16):
+        before = surroundings()
+        y.backward()
+        assert surroundings() == before
+
+
+def test_saved_tensors_hooks_around_a_region_see_its_input_only():
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor
+
+    layers, x = model(), batch()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = ackpt.checkpoint(layers, x)
+    assert packed == [x.shape]
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("backward_inside", [True, False])
+def test_save_on_cpu_around_a_region(backward_inside):
+    def run(call):
+        seed()
+        layers, x = model(), batch()
+        h, index = x * 1.0, torch.tensor([2, 0])
+        with torch.autograd.graph.save_on_cpu():
+            y = call(lambda h, index: layers(h)[index], h, index)
+            loss = total(y)
+            if backward_inside:
+                loss.backward()
+        if not backward_inside:
+            loss.backward()
+        return [x.grad, *(p.grad for p in layers.parameters())]
+
+    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
+def test_anomaly_mode():
+    with torch.autograd.detect_anomaly():
+        assert_same_step(region)
+        x = torch.zeros(3, requires_grad=True)
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            ackpt.checkpoint(lambda x: (x * 0).sqrt() * 0, x).sum().backward()
+
+
+@pytest.mark.parametrize("switch", [torch.use_deterministic_algorithms, torch.set_flush_denormal])
+def test_switches_of_torch(switch):
+    switch(True)
+    try:
+        assert_same_step(region)
+    finally:
+        switch(False)
+
+
+@pytest.fixture
+def compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Compiled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = ackpt.checkpoint(block, x.sin())
+        return x.cos()
+
+
+# Dynamo looks at the .grad of an intermediate where it breaks the graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_that_calls_checkpoint_breaks_its_graph_there(compiler, backend):
+    def run(compile):
+        seed()
+        layers, x = Compiled(), batch()
+        y = compile(layers)(x)
+        total(y).backward()
+        return [y.detach(), x.grad, *(p.grad for p in layers.parameters())]
+
+    compiled = run(functools.partial(torch.compile, backend=backend))
+    assert_equal(run(lambda layers: layers), compiled, "gradient")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_that_is_wrapped_and_a_compiled_function_in_a_region(compiler, backend):
+    seed()
+    layers, x = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))), batch()
+    total(layers(x)).backward()
+    expected = [x.grad, *(p.grad for p in layers.parameters())]
+
+    ackpt.apply_activation_checkpointing(layers)
+    x.grad = None
+    layers.zero_grad()
+    total(torch.compile(layers, backend=backend)(x)).backward()
+    assert_equal(expected, [x.grad, *(p.grad for p in layers.parameters())], "wrapped")
+
+    ackpt.remove_activation_checkpointing(layers)
+    x.grad = None
+    layers.zero_grad()
+    total(ackpt.checkpoint(torch.compile(layers, backend=backend), x)).backward()
+    assert_equal(expected, [x.grad, *(p.grad for p in layers.parameters())], "compiled inside")
+
+
+def test_a_full_graph_is_refused_with_a_name(compiler):
+    function = torch.compile(lambda x: ackpt.checkpoint(torch.sin, x), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="_run"):
+        function(batch())
