@@ -1,0 +1,282 @@
+"""What cannot give the plain model's gradients is an error with a cause and a cure, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from conftest import fails_cleanly
+from torch import nn
+
+import ackpt
+
+Error = ackpt.CheckpointError
+
+
+def layers():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def batch():
+    return torch.randn(3, 4, requires_grad=True)
+
+
+def region(function=None):
+    """A step up to its loss: ``(loss, x)``."""
+    x = batch()
+    return ackpt.checkpoint(function or layers(), x).sum(), x
+
+
+CREATE_GRAPH = {
+    "backward": lambda loss, x: loss.backward(create_graph=True),
+    "grad": lambda loss, x: torch.autograd.grad(loss, x, create_graph=True),
+    "hessian": lambda loss, x: torch.autograd.functional.hvp(lambda x: ackpt.checkpoint(torch.sin, x).sum(), x, x),
+}
+
+
+@pytest.mark.parametrize("differentiate", CREATE_GRAPH.values(), ids=CREATE_GRAPH)
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_create_graph(differentiate):
+    loss, x = region()
+    with fails_cleanly(Error, "create_graph=True .* Call the function without checkpoint"):
+        differentiate(loss, x)
+    assert x.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_torchs_reentrant_checkpoint_is_silently_wrong_there():
+    def gradient_penalty(call):
+        x = torch.full((2,), 0.5, requires_grad=True)
+        call(torch.sin, x).sum().backward(create_graph=True)
+        grad, x.grad = x.grad, None
+        if not grad.requires_grad:
+            return None
+        grad.pow(2).sum().backward()
+        return x.grad
+
+    plain = gradient_penalty(lambda function, x: function(x))
+    theirs = gradient_penalty(lambda f, x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=True))
+    assert plain is not None and (theirs is None or not torch.allclose(plain, theirs))
+    with pytest.raises(Error):
+        gradient_penalty(ackpt.checkpoint)
+
+
+PARTIAL = {
+    "autograd.grad": lambda loss, x: torch.autograd.grad(loss, x),
+    "inputs": lambda loss, x: loss.backward(inputs=[x]),
+    "inputs of torch.autograd": lambda loss, x: torch.autograd.backward(loss, inputs=x),
+    "jacobian": lambda loss, x: torch.autograd.functional.jacobian(lambda x: ackpt.checkpoint(torch.sin, x), x),
+}
+
+
+@pytest.mark.parametrize("differentiate", PARTIAL.values(), ids=PARTIAL)
+@pytest.mark.parametrize("nested", [False, True])
+def test_gradients_of_chosen_inputs(differentiate, nested):
+    model = layers()
+    loss, x = region(lambda x: ackpt.checkpoint(model, x).sin() if nested else model(x))
+    with fails_cleanly(Error, r"torch.autograd.grad\(\) or backward\(inputs=...\) .* Call loss.backward\(\)"):
+        differentiate(loss, x)
+    loss.backward()
+    assert x.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_transforms_of_torch_func():
+    model = layers()
+
+    def loss(x):
+        return ackpt.checkpoint(model, x).sum()
+
+    x = batch().detach()
+    for transform in (torch.func.grad(loss), torch.func.vmap(loss), torch.func.jacrev(loss), torch.func.hessian(loss)):
+        with fails_cleanly(Error, "torch.func transform .* Apply the transform to the function without"):
+            transform(x)
+    with fails_cleanly(Error, "torch.func transform"):
+        torch.func.jvp(loss, (x,), (x,))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_forward_mode_gradients():
+    x = batch()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with fails_cleanly(NotImplementedError, "forward mode AD"):  # torch's own, for any custom function
+            ackpt.checkpoint(torch.sin, dual)
+
+
+@pytest.mark.parametrize("offload", ["x", "sync", "async", True, 0])
+def test_offload_is_not_there_yet(offload):
+    with fails_cleanly(ValueError, "offload=.* is not available in this version; only offload=None is"):
+        ackpt.checkpoint(torch.sin, batch(), offload=offload)
+
+
+@dataclasses.dataclass
+class Box:
+    value: object
+
+
+def add_item(items):
+    items.append(items[0].cos())
+    return items[0].sin()
+
+
+def replace_item(items):
+    items[0] = items[0].cos()
+    return items[0].sin()
+
+
+def pop_item(items):
+    return items.pop().sin() + items[0]
+
+
+def set_key(items):
+    items["b"] = items["a"].cos()
+    return items["a"].sin()
+
+
+def set_field(box):
+    box.value = box.value.cos()
+    return box.value.sin()
+
+
+CONTAINERS = {
+    "append": (add_item, lambda x: [x]),
+    "replace": (replace_item, lambda x: [x]),
+    "pop": (pop_item, lambda x: [x, x * 2]),
+    "key": (set_key, lambda x: {"a": x}),
+    "key of a subclass": (set_key, lambda x: collections.OrderedDict(a=x)),
+    "field": (set_field, lambda x: Box(x)),
+}
+
+
+@pytest.mark.parametrize(("function", "make"), CONTAINERS.values(), ids=CONTAINERS)
+def test_a_container_argument_that_the_region_changes(function, make):
+    with fails_cleanly(Error, "adds, removes or replaces tensors in a list, dict or dataclass .* Return the tensors"):
+        ackpt.checkpoint(function, make(batch()))
+
+
+class Cache:
+    """Keys seen so far, as transformers keep them."""
+
+    def __init__(self):
+        self.layers = [Box(None)]
+
+    def update(self, keys):
+        old = self.layers[0].value
+        self.layers[0].value = keys if old is None else torch.cat([old, keys])
+        return self.layers[0].value
+
+
+OBJECTS = {
+    "object": (lambda x, cache: (x @ cache.update(x).t()).sum(1), Cache),
+    "empty list": (lambda x, seen: seen.append(x.cos()) or x.sin() * len(seen), list),
+    "empty dict": (lambda x, seen: x.sin() + seen.setdefault(len(seen), x.cos()), dict),
+}
+
+
+@pytest.mark.parametrize(("function", "make"), OBJECTS.values(), ids=OBJECTS)
+def test_an_argument_object_that_the_region_changes_each_time(function, make):
+    x = batch()
+    loss = ackpt.checkpoint(function, x, make()).sum()
+    with fails_cleanly(Error, "changes an object that it got as an argument .*use_cache=False"):
+        loss.backward()
+    assert x.grad is None
+
+
+def test_an_argument_object_that_the_region_completes_once_is_fine():
+    class Mask:
+        value = None
+
+        def get(self, x):
+            if self.value is None:
+                self.value = torch.ones(4) * 2
+            return self.value
+
+    x = batch()
+    ackpt.checkpoint(lambda x, mask: x * mask.get(x), x, Mask()).sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 4), 2.0))
+
+
+LEAKS = {
+    "attribute": lambda keep: lambda x: setattr(keep, "value", x.cos()) or x.sin(),
+    "list": lambda keep: lambda x: keep.all.append(x.cos()) or x.sin(),
+    "plain object": lambda keep: lambda x: Namespace(x.sin()),
+}
+
+
+class Namespace:
+    def __init__(self, value=None):
+        self.value = value
+        self.all = []
+
+
+@pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS)
+def test_a_tensor_that_leaves_the_region_otherwise_cannot_take_part_in_the_loss(leak):
+    keep, x = Namespace(), batch()
+    out = ackpt.checkpoint(leak(keep), x)
+    if not isinstance(out, torch.Tensor):
+        loss = out.value.sum()
+    else:
+        loss = out.sum() + (keep.all[0] if keep.all else keep.value).sum()
+    with fails_cleanly(Error, "left it other than through its return value .* Return the tensor"):
+        loss.backward()
+
+
+def test_a_tensor_that_leaves_the_region_may_be_looked_at():
+    keep, x = Namespace(), batch()
+    y = ackpt.checkpoint(LEAKS["attribute"](keep), x)
+    assert torch.equal(keep.value, x.cos())
+    y.sum().backward()
+    assert torch.equal(x.grad, x.cos())
+
+
+def test_in_place_changes_of_outputs_that_share_memory():
+    y, view = ackpt.checkpoint(lambda x: (lambda y: (y, y[0]))(x.sin()), batch())
+    for output in (y, view):
+        with fails_cleanly(RuntimeError, "view and is being modified inplace"):
+            output.mul_(2)
+
+
+def test_an_unreachable_tensor_is_named():
+    """A closed-over tensor that no walk finds: here behind an attribute with slots."""
+
+    class Hidden:
+        __slots__ = ("tensor",)
+
+    root, hidden = batch(), Hidden()
+    hidden.tensor = root.exp()
+    with fails_cleanly(Error, "computed before it \\(by ExpBackward0\\).* Pass that tensor as an argument"):
+        ackpt.checkpoint(lambda x: x * hidden.tensor, batch())
+    hidden.tensor = root
+    ackpt.checkpoint(lambda x: x * hidden.tensor, batch()).sum().backward()
+    assert root.grad is not None  # a leaf is found by the graph alone
+
+
+def counted(*results):
+    """A function that does another thing each time it is called."""
+    calls = iter(results)
+    return lambda x: next(calls)(x)
+
+
+DIFFERENT = {
+    "number": (lambda x: (x.sin(), x.cos()), lambda x: (x.sin(),), "2 tensors in forward, 1 in recompute"),
+    "none": (lambda x: x.sin(), lambda x: None, "1 tensors in forward, 0 in recompute"),
+    "shape": (lambda x: x.sin(), lambda x: x.sin()[:2], r"\[3, 4\] .* in forward, shape \[2, 4\] .* in recompute"),
+    "dtype": (lambda x: x.sin(), lambda x: x.sin().double(), "float32 .* in forward, .* float64 .* in recompute"),
+    "device": (lambda x: x.sin(), lambda x: x.sin().to("meta"), "on cpu in forward, .* on meta in recompute"),
+    "without grad": (lambda x: x.sin(), lambda x: x.sin().detach(), "in forward, .* without grad in recompute"),
+    "second of two": (lambda x: (x.sin(), x), lambda x: (x.sin().half(), x), "output 0: .*float32 .*float16"),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "message"), DIFFERENT.values(), ids=DIFFERENT)
+def test_a_recompute_with_other_outputs(first, second, message):
+    x = batch()
+    out = ackpt.checkpoint(counted(first, second), x)
+    loss = out[0].sum() if isinstance(out, tuple) else out.sum()
+    with fails_cleanly(Error, message):
+        loss.backward()
+    assert x.grad is None

@@ -1,0 +1,129 @@
+"""Exceptions of the function itself pass through unchanged, and the next step works."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from conftest import assert_next_step_works, fails_cleanly, seed, streams, surroundings
+from torch import nn
+
+import ackpt
+
+
+class OwnError(ValueError):
+    """Raised by the functions here."""
+
+
+def batch():
+    return torch.randn(3, 4, requires_grad=True)
+
+
+def raises_on_call(number):
+    """A function that draws random numbers, changes modes, and raises at its `number`-th call."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    calls = []
+
+    def function(x):
+        calls.append(None)
+        y = layers(x) * random.random()
+        with torch.autocast("cpu"), torch.no_grad(), ackpt.guarantees(other_rng=False):
+            y @ y.t()
+            if len(calls) == number:
+                raise OwnError("mine")
+        return y
+
+    function.layers = layers
+    return function
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_in_the_forward(nested, autocast):
+    function = raises_on_call(1)
+    seed()
+    with torch.autocast("cpu", enabled=autocast), pytest.raises(OwnError, match="^mine$") as raised:
+        ackpt.checkpoint(lambda x: ackpt.checkpoint(function, x) if nested else function(x), batch())
+    assert type(raised.value) is OwnError and raised.value.__cause__ is None
+    assert_next_step_works()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_in_the_recompute(nested, autocast):
+    function = raises_on_call(3 if nested else 2)
+    x = batch()
+    with torch.autocast("cpu", enabled=autocast):
+        loss = ackpt.checkpoint(lambda x: ackpt.checkpoint(function, x) if nested else function(x), x).sum()
+    with fails_cleanly(OwnError, "^mine$"):
+        loss.backward()
+    assert x.grad is None and all(p.grad is None for p in function.layers.parameters())
+
+
+def test_random_numbers_stand_where_they_stood_before_a_failing_recompute():
+    loss = ackpt.checkpoint(raises_on_call(2), batch()).sum()
+    before = streams()
+    with pytest.raises(OwnError):
+        loss.backward()
+    assert streams() == before
+
+
+def test_buffers_change_once_although_the_recompute_fails():
+    function = raises_on_call(2)
+    loss = ackpt.checkpoint(function, batch()).sum()
+    values = [buffer.clone() for buffer in function.layers.buffers()]
+    with pytest.raises(OwnError):
+        loss.backward()
+    assert all(torch.equal(one, other) for one, other in zip(values, function.layers.buffers()))
+    assert function.layers[1].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StopIteration, SystemExit, AssertionError, MemoryError])
+def test_any_exception(error):
+    def function(x):
+        if ackpt.is_recomputing():
+            raise error("in recompute")
+        return x.sin()
+
+    loss = ackpt.checkpoint(function, batch()).sum()
+    with fails_cleanly(error, "in recompute"):
+        loss.backward()
+
+
+def test_a_failed_backward_can_be_repeated():
+    function = raises_on_call(2)
+    x = batch()
+    loss = ackpt.checkpoint(function, x).sum()
+    with pytest.raises(OwnError):
+        loss.backward()
+    loss.backward()  # nothing of the region was released
+    assert x.grad is not None
+
+
+def test_errors_of_a_thread_do_not_hold_the_others_up():
+    import threading
+
+    def fails():
+        with pytest.raises(OwnError):
+            ackpt.checkpoint(raises_on_call(1), batch())
+        loss = ackpt.checkpoint(raises_on_call(2), batch()).sum()
+        with pytest.raises(OwnError):
+            loss.backward()
+
+    thread = threading.Thread(target=fails)
+    thread.start()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert_next_step_works()
+
+
+def test_not_callable_and_wrong_arguments():
+    before = surroundings()
+    with pytest.raises(TypeError, match="not callable"):
+        ackpt.checkpoint(3, batch())
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        ackpt.checkpoint()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        ackpt.checkpoint(nn.Linear(4, 4), batch(), nonsense=1)
+    assert surroundings() == before
