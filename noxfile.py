@@ -15,6 +15,7 @@ import nox
 
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["lint", "tests", "notebooks"]
+nox.options.default_venv_backend = "virtualenv"
 
 ROOT = Path(__file__).parent
 BIN = ROOT / ".nox" / "environment" / ("Scripts" if sys.platform == "win32" else "bin")

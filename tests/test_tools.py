@@ -11,6 +11,7 @@ import nbformat
 import pytest
 from address import colab_address, repository_address
 from chapter import NotebookError, normalise, prepare, problems, refuse_accidents, to_text
+from IPython.core.inputtransformer2 import TransformerManager
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from reproduce import chapters, reproduce
 
@@ -75,10 +76,14 @@ def test_a_failing_notebook_changes_nothing_and_names_its_cell(checkout: Path) -
     assert str(log) in str(raised.value) and "1 / 0" in log.read_text()
 
 
-def test_a_full_run_removes_results_that_no_notebook_writes(checkout: Path, capsys: pytest.CaptureFixture) -> None:
+def test_only_a_full_run_removes_results_that_no_notebook_writes(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     stale = checkout / "results" / "tables" / "stale.md"
     stale.parent.mkdir()
     stale.write_text("old")
+    reproduce(checkout, tmp_path / "elsewhere", only=["01"])
+    assert "results/tables/stale.md" not in written(tmp_path / "elsewhere"), "one chapter writes its own files only"
     reproduce(checkout, checkout, only=["01"])
     assert stale.exists()
     reproduce(checkout, checkout, only=[])
@@ -99,6 +104,7 @@ def test_prepare_adds_the_badge_and_the_colab_cell_from_one_address(checkout: Pa
     assert "someone/something/blob/main/" in badge.source
     assert '"google.colab" in sys.modules' in install.source and ADDRESS in install.source
     assert install.metadata.tags == ["remove-cell"]
+    assert compile(TransformerManager().transform_cell(install.source), "cell", "exec")
     solution = notebook.cells[-1]
     assert solution.metadata.tags == ["solution", "hide-cell"]
     assert solution.metadata.mystnb.code_prompt_show == "Show the solution"

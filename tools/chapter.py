@@ -25,7 +25,7 @@ COLAB_CELL = '''\
 import os
 import sys
 
-if "google.colab" in sys.modules:
+if "google.colab" in sys.modules and not os.path.exists("noxfile.py"):
     !git clone -q --depth 1 {address} ackpt
     %cd -q ackpt
     %pip install -q ".[lm,plots]"

@@ -73,20 +73,25 @@ def private_paths(stage: Path) -> list[str]:
     return [str(stage.parent.parent), sys.prefix, *homes]
 
 
-def move_into_place(stage: Path, out: Path, everything: bool) -> list[Path]:
-    """Move what `stage` holds to `out`; after a full run remove results that no notebook wrote. Return the removed."""
-    made = [p.relative_to(stage) for folder in made_folders(stage) for p in folder.rglob("*") if p.is_file()]
+def move_into_place(stage: Path, out: Path, untouched: dict[Path, int], everything: bool) -> list[Path]:
+    """Move to `out` what was made in `stage` since `untouched` (times of change) was noted there.
+
+    After a full run, results that no notebook wrote are removed; return them.
+    """
+    made = [name for name, changed in times_of_change(stage).items() if untouched.get(name) != changed]
     for name in made:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / name, out / name)
-    removed = []
-    if everything:
-        for folder in made_folders(out):
-            for old in sorted(folder.rglob("*")):
-                if old.is_file() and old.relative_to(out) not in made and ".ipynb_checkpoints" not in old.parts:
-                    old.unlink()
-                    removed.append(old.relative_to(out))
+    removed = [name for name in times_of_change(out) if name not in made] if everything else []
+    for name in removed:
+        (out / name).unlink()
     return removed
+
+
+def times_of_change(top: Path) -> dict[Path, int]:
+    """When each file under `top` that belongs to the notebooks alone was last changed, in nanoseconds."""
+    files = (p for folder in made_folders(top) for p in sorted(folder.rglob("*")) if p.is_file())
+    return {p.relative_to(top): p.stat().st_mtime_ns for p in files if ".ipynb_checkpoints" not in p.parts}
 
 
 def made_folders(top: Path) -> list[Path]:
@@ -112,12 +117,13 @@ def reproduce(root: Path, out: Path, only: list[str]) -> None:
     sources = chapters(only, root / "notebooks")
     os.environ.update(FIXED)
     stage = make_stage(root, everything=not only)
+    untouched = times_of_change(stage)
     try:
         for source in sources:
             start = time.perf_counter()
             execute(source, stage)
             print(f"{source.stem}: {time.perf_counter() - start:.0f} s", flush=True)
-        for gone in move_into_place(stage, out, everything=not only):
+        for gone in move_into_place(stage, out, untouched, everything=not only):
             print(f"removed {gone}: no notebook writes it")
     finally:
         shutil.rmtree(stage)
