@@ -141,50 +141,58 @@ class _Region:
             self.given[:] = self.cut.replaced(list(self.given))
 
     def run(self):
-        self.needs_grad = [tensor.requires_grad for tensor in self.given]
-        aliases = _aliases(self.given, self.needs_grad)
+        given = self.given
+        self.needs_grad = [tensor.requires_grad for tensor in given]
+        reach = self._reach()
+        if self.guarantees.unchanged:
+            self.state = guards.State(reach)
+        aliases = _aliases(given, self.needs_grad)
         starts = [weakref.ref(alias) for alias, needed in zip(aliases, self.needs_grad) if needed]
-        result = self._forward(self.given, aliases)
+        marks = [guards.version(tensor) for tensor in given]
+        template, handed, own, leaves = self._forward(given, aliases, marks, reach)
         del aliases
         # The graph of the first forward ends there and should be gone.
         for start in starts:
             if (alias := start()) is not None:
                 alias.register_hook(_refuse_leak)
-        return result
+        if not own:
+            return fill(template, handed)
+        leaves = [leaf for leaf in map(_still_there, leaves) if leaf is not None]
+        self._remember(given, marks, leaves, reach)
+        inputs = [tensor for tensor, needed in zip(given, self.needs_grad) if needed] + leaves
+        # A leaf that requires grad, for a region that meets its parameters only inside FSDP's hooks.
+        anchor = None if inputs else torch.zeros((), requires_grad=True)
+        made = _apply(self, given, leaves, anchor, *inputs)
+        if len(own) == len(handed):
+            return fill(template, made)
+        for place, output in zip(own, made):
+            handed[place] = output
+        return fill(template, handed)
 
-    def _forward(self, given, aliases):
-        reach = self._reach()
-        if self.guarantees.unchanged:
-            self.state = guards.State(reach)
-        marks = [guards.version(tensor) for tensor in given]
+    def _forward(self, given, aliases, marks, reach):
+        """Run the function once; of its graph only the tensors in which it ends are returned, in ``leaves``."""
         started = torch.autograd._get_sequence_nr()
         result = self._first_forward(aliases, reach)
         self._check_inputs(given, marks)
-
         outputs, template = strip_result(result)
         own = [
             place
             for place, output in enumerate(outputs)
             if _made_since(started, output) and id(output) not in reach.tensors
         ]
+        handed = [None] * len(outputs) if len(own) == len(outputs) else _handed_through(outputs, aliases, given)
         if not own:
-            return fill(template, _handed_through(outputs, aliases, given))
+            return template, handed, own, []
         starts = [alias for alias, needed in zip(aliases, self.needs_grad) if needed]
         leaves = self._leaves([outputs[place] for place in own], starts, reach, started)
-        self._remember(given, marks, leaves, reach)
+        if reach.walked:  # what no walk finds and dies with the graph is a leaf that the function made for itself
+            leaves = [leaf if id(leaf) in reach.tensors else weakref.ref(leaf) for leaf in leaves]
         self.expected = {place: _signature(outputs[place]) for place in own}
         self.count = len(outputs)
         self.pending = _detached([outputs[place] for place in own])
-        inputs = [tensor for tensor, needed in zip(given, self.needs_grad) if needed] + leaves
-        # A leaf that requires grad, for a region that meets its parameters only inside FSDP's hooks.
-        anchor = None if inputs else torch.zeros((), requires_grad=True)
-        made = _apply(self, given, leaves, anchor, *inputs)
-        if len(own) == len(outputs):
-            return fill(template, made)
-        handed = _handed_through(outputs, aliases, given)
-        for place, output in zip(own, made):
-            handed[place] = output
-        return fill(template, handed)
+        for place in own:
+            handed[place] = None
+        return template, handed, own, leaves
 
     def _reach(self):
         wanted = self.guarantees.unchanged or self.guarantees.other_rng or "torch.distributed.fsdp" in sys.modules
@@ -433,6 +441,10 @@ def _refuse_leak(grad):
         "attribute, in a list, or in a returned object that is no list, tuple, dict or dataclass) and takes part in "
         "the loss, so its gradient could not be handed on to the inputs of the region. Return the tensor."
     )
+
+
+def _still_there(leaf):
+    return leaf() if type(leaf) is weakref.ref else leaf
 
 
 def _handed_through(outputs, aliases, given) -> list:

@@ -1,0 +1,304 @@
+"""Only inputs are saved, a region is recomputed once and only when needed, and all dies by reference counting."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from conftest import plain_call, tensors_in
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import ackpt
+from ackpt.wrap import segment_lengths
+
+KIB = 1024
+SIZE = 64 * KIB  # bytes of one tensor here: 16384 numbers in fp32
+
+
+def vector():
+    return torch.randn(SIZE // 4, requires_grad=True)
+
+
+def allocations(step) -> tuple[int, int]:
+    """Bytes that `step` left alive, and the most alive at once, by the allocator's own events."""
+    step()
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = step()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    alive = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    del kept
+    return alive, peak
+
+
+def tensors(size: int) -> int:
+    """Whole tensors of this test in `size` bytes; small ones (scalars, states) do not count."""
+    return size // SIZE
+
+
+def chain(x, length=8):
+    for _ in range(length):
+        x = x.sin()
+    return x
+
+
+def test_bytes_alive_after_the_forward_are_the_inputs_and_the_outputs():
+    x = vector()
+    h = x * 2
+    plain, _ = allocations(lambda: chain(h))
+    checkpointed, peak = allocations(lambda: ackpt.checkpoint(chain, h))
+    assert (tensors(plain), tensors(checkpointed)) == (8, 1)
+    assert tensors(peak) == 8  # while it runs, the region holds what its recompute will hold
+    several, _ = allocations(lambda: ackpt.checkpoint(lambda a: (chain(a), chain(a.cos()), chain(a).detach()), h))
+    assert tensors(several) == 3
+
+
+def test_bytes_alive_after_a_chain_of_regions_are_their_boundaries():
+    x = vector()
+
+    def step():
+        y = x
+        for _ in range(5):
+            y = ackpt.checkpoint(chain, y)
+        return y
+
+    alive, peak = allocations(step)
+    assert tensors(alive) == 5
+    assert tensors(peak) == 4 + 8
+
+
+def test_nothing_is_alive_after_the_backward_but_the_gradients():
+    layers, x = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Tanh(), nn.Dropout(0.5)), torch.randn(128, 128)
+
+    def step():
+        layers.zero_grad(set_to_none=True)
+        ackpt.checkpoint(layers, x).sum().backward()
+
+    step()
+    alive, _ = allocations(step)
+    assert tensors(alive) == 1 and alive < SIZE + KIB
+
+
+def test_nested_regions_hold_their_boundaries_only_in_forward_and_recompute():
+    """Bisection: log2(n) levels of two halves, so a handful of tensors instead of 64."""
+
+    def bisect(x, length):
+        if length == 1:
+            return x.sin()
+        for _ in range(2):
+            x = ackpt.checkpoint(functools.partial(bisect, length=length // 2), x)
+        return x
+
+    x = vector()
+
+    def step():
+        x.grad = None
+        y = bisect(x, 64)
+        y.backward(torch.ones_like(y))
+
+    _, peak = allocations(step)
+    assert tensors(peak) <= 2 * 6 + 4
+
+
+@pytest.mark.parametrize("segments", [2, 4, 5, None])
+def test_the_peak_of_checkpoint_sequential_is_the_one_its_lengths_promise(segments):
+    x = vector()
+    layers = [torch.sin] * 20
+
+    def step():
+        x.grad = None
+        y = ackpt.checkpoint_sequential(layers, segments, x)
+        y.backward(torch.ones_like(y))
+
+    lengths = segment_lengths(20, segments)
+    predicted = max(place + length for place, length in enumerate(lengths))
+    _, peak = allocations(step)
+    # Besides the activations: the output, its gradient, and the gradients of one operation and its region.
+    assert predicted + 4 <= tensors(peak) <= predicted + 5
+    _, plain = allocations(lambda: (x.grad is None, plain_step(x)))
+    assert tensors(peak) < tensors(plain)
+
+
+def plain_step(x):
+    x.grad = None
+    y = chain(x, 20)
+    y.backward(torch.ones_like(y))
+
+
+def spy():
+    """A function that notes weak references to its intermediates and whether it ran as a recompute."""
+    runs: list = []
+
+    def function(x):
+        middle = [x.sin()]
+        middle.append(middle[0].cos())
+        runs.append((ackpt.is_recomputing(), [weakref.ref(tensor) for tensor in middle]))
+        return middle[1].exp()
+
+    function.runs = runs
+    return function
+
+
+def test_intermediates_die_with_the_region_and_after_the_backward(no_gc):
+    function, x = spy(), vector()
+    y = ackpt.checkpoint(function, x)
+    assert [reference() for reference in function.runs[0][1]] == [None, None]
+    y.sum().backward()
+    assert [reference() for reference in function.runs[1][1]] == [None, None]
+
+
+def test_a_region_is_recomputed_exactly_once_per_backward():
+    function, other = spy(), spy()
+    x = vector()
+    loss = (ackpt.checkpoint(function, x) * ackpt.checkpoint(other, x)).sum()
+    assert len(function.runs) == len(other.runs) == 1
+    loss.backward(retain_graph=True)
+    assert [recomputing for recomputing, _ in function.runs] == [False, True]
+    loss.backward()
+    assert len(function.runs) == len(other.runs) == 3
+
+
+def test_a_region_is_never_recomputed_without_need():
+    function, x = spy(), vector()
+    y = ackpt.checkpoint(function, x)
+    (y.detach().sum() + x.sum()).backward()
+    del y
+    used, unused = ackpt.checkpoint(lambda x: (x.sin(), function(x).detach()), x)
+    (unused.sum() + x.sum()).backward()
+    del used, unused
+    with torch.no_grad():
+        ackpt.checkpoint(function, x)
+    ackpt.checkpoint(function, x.detach())
+    assert [recomputing for recomputing, _ in function.runs] == [False] * 4
+
+
+def test_a_region_whose_output_gets_no_gradient_is_left_out():
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    function, x = spy(), vector()
+    (Stop.apply(ackpt.checkpoint(function, x)).sum() + x.sum()).backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+class Everything:
+    """A region with weak references to all that takes part in it."""
+
+    def __init__(self, nested=False):
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.x = torch.randn(3, 4, requires_grad=True)
+        self.h = self.x * 2
+        self.mask = torch.ones(4)
+        self.box = {"h": [self.h.cos()]}
+        weight, mask, layer = self.h.exp(), self.mask, self.layer
+
+        def inside(x):
+            return layer(x) * weight * mask
+
+        def function(x, box):
+            y = ackpt.checkpoint(inside, x) if nested else inside(x)
+            return y * box["h"][0], (y, {"y": y.sin()})
+
+        self.function = function
+        made = [self.layer, self.function, inside, weight, self.mask, *tensors_in([self.layer, self.x, self.box])]
+        self.alive = [weakref.ref(thing) for thing in [*made, self.h]]
+
+    def run(self):
+        out = ackpt.checkpoint(self.function, self.h, box=self.box)
+        self.alive += [weakref.ref(tensor) for tensor in tensors_in(out)]
+        return out
+
+    def die(self):
+        alive = self.alive
+        self.__dict__.clear()
+        return [reference() for reference in alive if reference() is not None]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("backward", [0, 1, 2])
+def test_no_reference_cycles(no_gc, backward, nested):
+    every = Everything(nested)
+    out = every.run()
+    loss = sum(tensor.sum() for tensor in tensors_in(out))
+    for left in reversed(range(backward)):
+        loss.backward(retain_graph=left > 0)
+    del out, loss
+    assert every.die() == []
+
+
+def test_no_reference_cycles_after_errors(no_gc):
+    every = Everything()
+
+    def fails(x):
+        y = every.function(x, every.box)[0]
+        if ackpt.is_recomputing():
+            raise ValueError
+        return y
+
+    every.alive.append(weakref.ref(fails))
+    backward = ackpt.checkpoint(fails, every.h).sum().backward
+    for call in (lambda: ackpt.checkpoint(every.function, every.h, box=None), backward):
+        try:
+            call()
+        except (TypeError, ValueError):
+            pass
+    loss = every.run()[0].sum()
+    with torch.no_grad():
+        every.layer[0].weight.add_(1)
+    try:
+        loss.backward()
+    except ackpt.CheckpointError:
+        pass
+    del loss, call, backward, fails
+    assert every.die() == []
+
+
+def test_no_reference_cycle_through_the_loop_that_makes_the_regions(no_gc):
+    def forward(blocks, x):
+        def shifted(v):
+            return v + x
+
+        for block in blocks:
+            x = ackpt.checkpoint(lambda v: block(shifted(v)), x)  # noqa: B023
+        return x
+
+    blocks = [nn.Linear(4, 4) for _ in range(3)]
+    y = forward(blocks, torch.randn(3, 4))
+    alive = weakref.ref(y)
+    y.sum().backward()
+    del y
+    assert alive() is None
+
+
+def test_a_region_does_not_keep_a_leaf_that_it_made_itself(no_gc):
+    made = []
+
+    def function(x):
+        inside = x.detach().clone().requires_grad_()
+        made.append(weakref.ref(inside))
+        return (inside * x).sin()
+
+    y = ackpt.checkpoint(function, vector())
+    assert made[0]() is None
+    y.sum().backward()
+
+
+def test_plain_models_need_no_collector_either(no_gc):
+    """The tests above would be vacuous if weak references died anyway."""
+    x = vector()
+    reference = weakref.ref(plain_call(torch.sin, x))
+    kept = chain(x)
+    assert reference() is None and weakref.ref(kept)() is kept
