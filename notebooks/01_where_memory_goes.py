@@ -282,7 +282,7 @@ figure
 counted = checkpointed.timeline.at(checkpointed.timeline.boundary)["activations"]
 counted, 4 * T * ((L + 1) * d + 1) + loss.untyped_storage().nbytes() + 4
 
-# %%
+# %% tags=["hide-input"]
 runs = {"plain": measured, "checkpointed": checkpointed}
 names = [name for name, size in measured.categories.items() if size]
 
@@ -293,8 +293,6 @@ def table_row(name, sizes):
 
 rows = [table_row(n, {label: run.categories[n] for label, run in runs.items()}) for n in names]
 rows += [table_row("**peak**", {label: run.peak_bytes for label, run in runs.items()})]
-
-# %% tags=["hide-input"]
 columns = {"what": "at the peak", "plain": "plain, MiB", "checkpointed": "checkpointed, MiB"}
 caption = "One training step at its peak, by what the bytes are."
 table = markdown_table(rows, columns, caption, "tab-one-step")
