@@ -33,8 +33,8 @@ import warnings
 import numpy as np
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ackpt
 from ackpt import plots
@@ -102,8 +102,9 @@ torch.equal(plain_grad, ten_lines_grad)
 # %%
 S = x.untyped_storage().nbytes()
 for run in (four_sines, functools.partial(TenLines.apply, four_sines)):
-    timeline = measure(lambda: run(x).sum().backward(), resident=[x], repeats=0).timeline  # noqa: B023
-    print(f"{timeline.at(timeline.boundary)['activations']:,} bytes kept; 3 S = {3 * S:,}")
+    measurement = measure(lambda: run(x).sum().backward(), resident=[x])  # noqa: B023
+    kept = measurement.timeline.at(measurement.timeline.boundary)["activations"]
+    print(f"{kept:,} bytes kept; 3 S = {3 * S:,}")
 
 # %% [markdown]
 # And the price. A matrix product costs as much again in backward for each of its two gradients, so a plain step is three
@@ -184,14 +185,17 @@ for n in (16, 25, 64, 100):
     k = int(n**0.5)
     calls.clear()
     peak = measured(chain(n, k)).dynamic_peak_bytes
-    predicted = predicted_peak(segment_lengths(n, k))
-    chain_rows.append({"n": n, "k": k, "extra": len(calls) - n, "chen": k - 1 + n // k, "predicted": predicted, "measured": peak})
+    row = {"n": n, "k": k, "extra": len(calls) - n, "chen": k - 1 + n // k}
+    row |= {"predicted": predicted_peak(segment_lengths(n, k)), "measured": peak}
+    chain_rows.append(row)
 
 # %%
-columns = {"n": "layers $n$", "k": "segments $k$", "extra": "extra forwards", "chen": "activations, $k - 1 + n / k$"}
+columns = {"n": "layers $n$", "k": "segments $k$", "extra": "extra forwards"}
+columns |= {"chen": "activations, $k - 1 + n / k$"}
 columns |= {"predicted": "predicted peak (bytes)", "measured": "measured peak (bytes)"}
-caption = f"A chain of equal layers in $\\sqrt n$ segments; one activation is {S:,} bytes."
-path = write_text_atomic("results/tables/02_chain.md", markdown_table(chain_rows, columns, caption, "tab-chain"))
+caption = f"Chains of equal layers in $\\sqrt n$ segments; one activation is {S:,} bytes."
+table = markdown_table(chain_rows, columns, caption, "tab-chain")
+path = write_text_atomic("results/tables/02_chain.md", table)
 
 # %% [markdown]
 # ```{include} ../../results/tables/02_chain.md
@@ -238,8 +242,8 @@ def plain(function, *args, **kwargs):
 variants = {
     "plain": plain,
     "ten lines": TenLines.apply,
-    "torch reentrant": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True),
-    "torch non-reentrant": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+    "torch reentrant": functools.partial(torch_checkpoint, use_reentrant=True),
+    "torch non-reentrant": functools.partial(torch_checkpoint, use_reentrant=False),
     "ackpt": ackpt.checkpoint,
 }
 
@@ -262,11 +266,16 @@ def shown(result):
     if isinstance(result, Exception):
         first_line = str(result).splitlines()[0]
         result = f"{type(result).__name__}: {first_line.split(' Hint:')[0]}"
-    return textwrap.fill(str(result), 96, initial_indent=" " * 28, subsequent_indent=" " * 28).lstrip()
+    indent = " " * 28
+    return textwrap.fill(indent + str(result), 80, subsequent_indent=indent).lstrip()
 
 
 # %%
 verdicts = {}
+
+
+def ones(*shape):
+    return torch.ones(*shape, requires_grad=True)
 
 
 def compare(pitfall, experiment):
@@ -274,7 +283,9 @@ def compare(pitfall, experiment):
     verdicts[pitfall] = {"pitfall": pitfall}
     for name, checkpoint in variants.items():
         result = attempt(experiment, checkpoint)
-        verdict = "error" if isinstance(result, Exception) else "right" if result == truth else "wrong"
+        verdict = "right" if result == truth else "wrong"
+        if isinstance(result, Exception):
+            verdict = "error"
         verdicts[pitfall][name] = verdict
         print(f"{name:20} {verdict:6} {shown(result)}")
 
@@ -286,9 +297,10 @@ def compare(pitfall, experiment):
 
 # %%
 def weight_gradient(checkpoint):
-    linear, x = nn.Linear(2, 1), torch.ones(1, 2, requires_grad=True)
-    checkpoint(linear, x).sum().backward()
-    return linear.weight.grad if linear.weight.grad is None else linear.weight.grad.tolist()
+    linear = nn.Linear(2, 1)
+    checkpoint(linear, ones(1, 2)).sum().backward()
+    grad = linear.weight.grad
+    return grad if grad is None else grad.tolist()
 
 
 compare("parameters", weight_gradient)
@@ -320,9 +332,10 @@ compare("parameters", weight_gradient)
 
 # %%
 def first_layer(checkpoint):
-    model, data = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), torch.ones(1, 2)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    data = torch.ones(1, 2)
     model[1](checkpoint(model[0], data)).sum().backward()
-    return [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    return [name for name, weight in model.named_parameters() if weight.grad is None]
 
 
 compare("no input requires grad", first_layer)
@@ -339,7 +352,7 @@ compare("no input requires grad", first_layer)
 
 # %%
 def clipped(checkpoint):
-    w, x = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    w, x = ones(1), ones(1)
     w.register_hook(lambda grad: grad.clamp(max=1))
     h = checkpoint(lambda t: w * t, x)
     checkpoint(lambda t: w * t, h).backward()
@@ -359,8 +372,8 @@ compare("hook of a shared parameter", clipped)
 # %%
 linear = nn.Linear(2, 3)
 y = ackpt.checkpoint(linear, torch.ones(1, 2))  # the input requires no grad
-ends = [node.variable.shape for node, _ in y.grad_fn.next_functions if node is not None]
-y.grad_fn.name(), ends
+ends = [node for node, _ in y.grad_fn.next_functions if node is not None]
+y.grad_fn.name(), [node.variable.shape for node in ends]
 
 # %% [markdown]
 # ### A second derivative
@@ -391,7 +404,7 @@ compare("create_graph=True", gradient_penalty)
 
 # %%
 def changed_weight(checkpoint):
-    linear, x = nn.Linear(1, 1, bias=False), torch.ones(1, 1, requires_grad=True)
+    linear, x = nn.Linear(1, 1, bias=False), ones(1, 1)
     y = checkpoint(linear, x)
     with torch.no_grad():
         linear.weight.mul_(10)
@@ -419,7 +432,7 @@ before, linear.weight._version
 
 # %%
 def dropout(checkpoint):
-    x = torch.ones(8, requires_grad=True)
+    x = ones(8)
     y = checkpoint(F.dropout, x)
     y.sum().backward()
     return torch.equal(x.grad, y.detach())
@@ -433,7 +446,7 @@ compare("dropout", dropout)
 
 # %%
 def same_factor(checkpoint, draw):
-    x = torch.ones(1, requires_grad=True)
+    x = ones(1)
     y = checkpoint(lambda t: torch.tensor(draw()) * t, x)
     y.backward()
     return torch.equal(x.grad, y.detach())
@@ -441,20 +454,26 @@ def same_factor(checkpoint, draw):
 
 def other_streams(checkpoint):
     own = torch.Generator().manual_seed(0)
-    draws = {"Python": random.random, "numpy": np.random.rand, "Generator": lambda: torch.rand(1, generator=own).item()}
+    draws = {"Python": random.random, "numpy": np.random.rand}
+    draws["own"] = lambda: torch.rand(1, generator=own).item()
     return {name: same_factor(checkpoint, draw) for name, draw in draws.items()}
 
 
 compare("Python, numpy, own generator", other_streams)
 
 # %% [markdown]
-# `ackpt` takes a snapshot of every stream that the region can reach, keeps the states of those that have moved when the
-# region ends, and replays these. A region that draws nothing keeps nothing:
+# Every stream has a state that can be read, compared and set back:
 
 # %%
-states = ackpt.rng.snapshot()
-random.random()
-[type(stream).__name__ for stream, _ in ackpt.rng.drawn_from(states)]
+state = random.getstate()
+first = random.random()
+moved = random.getstate() != state
+random.setstate(state)
+moved, random.random() == first
+
+# %% [markdown]
+# `ackpt` takes the states of all streams that the region can reach, keeps those that have moved when the region ends, and
+# sets them back for the recompute. A region that draws nothing keeps nothing.
 
 # %% [markdown]
 # ### Buffers that count
@@ -463,9 +482,10 @@ random.random()
 
 # %%
 def batch_norm(checkpoint):
-    norm, x = nn.BatchNorm1d(1, momentum=0.5), torch.tensor([[1.0], [3.0]], requires_grad=True)
+    norm = nn.BatchNorm1d(1, momentum=0.5)
+    x = torch.tensor([[1.0], [3.0]], requires_grad=True)
     checkpoint(norm, x).sum().backward()
-    return {"batches": norm.num_batches_tracked.item(), "mean": norm.running_mean.item()}
+    return norm.num_batches_tracked.item(), norm.running_mean.item()
 
 
 compare("BatchNorm statistics", batch_norm)
@@ -481,11 +501,17 @@ compare("BatchNorm statistics", batch_norm)
 
 # %%
 def product_types(checkpoint):
-    linear, x, seen = nn.Linear(4, 4), torch.ones(1, 4, requires_grad=True), set()
+    linear, seen = nn.Linear(4, 4), set()
+
+    def product(t):
+        y = linear(t)
+        seen.add(str(y.dtype))
+        return y.float()
+
     with torch.autocast("cpu", torch.bfloat16):
-        y = checkpoint(lambda t: seen.add(linear(t).dtype) or linear(t).float(), x)
+        y = checkpoint(product, ones(1, 4))
     y.sum().backward()
-    return sorted(map(str, seen))
+    return sorted(seen)
 
 
 compare("autocast", product_types)
@@ -502,28 +528,35 @@ compare("autocast", product_types)
 
 # %%
 def late_binding(checkpoint):
-    layers, h = [nn.Linear(1, 1, bias=False) for _ in range(3)], torch.ones(1, requires_grad=True)
+    layers = [nn.Linear(1, 1, bias=False) for _ in range(3)]
+    h = ones(1)
     for layer in layers:
         h = checkpoint(lambda t: layer(t), h)  # noqa: B023
     h.backward()
-    return [layer.weight.grad if layer.weight.grad is None else round(layer.weight.grad.item(), 4) for layer in layers]
+    grads = [layer.weight.grad for layer in layers]
+    return [grad if grad is None else round(grad.item(), 4) for grad in grads]
 
 
 compare("loop variable in a closure", late_binding)
 
 # %% [markdown]
 # All recomputes run the third layer. In the reentrant form two layers never learn and the third collects the gradients of
-# all; in the other one, what is recomputed belongs to the wrong layer. `ackpt` keeps a copy of the function with the values that its closure has now:
+# all; in the other one, what is recomputed belongs to the wrong layer. A variable that outlives its function lives in a
+# *cell*, and the function holds the cell, not the value:
 
 # %%
 def make():
     scale = 1
-    function, kept = lambda: scale, ackpt.reach.frozen(lambda: scale)
+    function = lambda: scale  # noqa: E731
+    before = function.__closure__[0].cell_contents
     scale = 2
-    return function(), kept()
+    return before, function.__closure__[0].cell_contents
 
 
 make()
+
+# %% [markdown]
+# `ackpt` keeps a copy of the function with cells of its own, which hold the values of now.
 
 # %% [markdown]
 # ### A switch is turned
@@ -533,7 +566,7 @@ make()
 
 # %%
 def switched(checkpoint):
-    drop, x = nn.Dropout(), torch.ones(8, requires_grad=True)
+    drop, x = nn.Dropout(), ones(8)
     y = checkpoint(drop, x)
     drop.eval()
     y.sum().backward()
@@ -553,7 +586,7 @@ compare("eval() before backward", switched)
 
 # %%
 def keyword(checkpoint):
-    x = torch.ones(1, requires_grad=True)
+    x = ones(1)
     checkpoint(lambda t, scale: t * scale, x, scale=3.0).backward()
     return x.grad.item()
 
@@ -587,8 +620,9 @@ compare("tensor in a dict", features)
 
 # %%
 def same_output(checkpoint):
-    encoder, x = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval(), torch.randn(2, 8, 64)
-    return torch.equal(checkpoint(encoder, x.requires_grad_()), encoder(x))
+    encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    x = torch.randn(2, 8, 64, requires_grad=True)
+    return torch.equal(checkpoint(encoder, x), encoder(x))
 
 
 compare("code that depends on grad mode", same_output)
@@ -598,8 +632,8 @@ compare("code that depends on grad mode", same_output)
 
 # %%
 def needs_grad(checkpoint):
-    x = torch.ones(1, requires_grad=True)
-    return [output.requires_grad for output in checkpoint(lambda t: (t * 2, t.detach() * 3), x)]
+    outputs = checkpoint(lambda t: (t * 2, t.detach() * 3), ones(1))
+    return [output.requires_grad for output in outputs]
 
 
 compare("an output without grad", needs_grad)
@@ -620,12 +654,12 @@ figure
 # %% [markdown]
 # ### What cannot be right becomes an error
 #
-# Two more things work with no recompute. Here everybody refuses; what differs is how far the message helps. A region that
-# overwrites its own input has nothing left to start from:
+# Two more things work with no recompute of a whole region. Here most variants refuse, and what differs is how far the
+# message helps. A region that overwrites its own input has nothing left to start from:
 
 # %%
 def overwrites(checkpoint):
-    x = torch.ones(1, requires_grad=True)
+    x = ones(1)
     y = checkpoint(lambda t: t.mul_(2) * t, x * 3)
     y.backward()
     return x.grad.item()
@@ -639,7 +673,7 @@ compare("input overwritten", overwrites)
 
 # %%
 def another_function(checkpoint):
-    x, runs = torch.ones(2, requires_grad=True), []
+    x, runs = ones(2), []
     y = checkpoint(lambda t: runs.append(1) or t.exp()[: len(runs)], x)
     y.sum().backward()
     return [round(value, 4) for value in x.grad.tolist()]
@@ -655,7 +689,7 @@ compare("recompute returns another shape", another_function)
 
 # %%
 def plain_python(checkpoint):
-    x, settings = torch.ones(1, requires_grad=True), {"scale": 2.0}
+    x, settings = ones(1), {"scale": 2.0}
     y = checkpoint(lambda t: (t * settings["scale"]).sin(), x)
     settings["scale"] = 20.0
     y.backward()
@@ -669,22 +703,23 @@ compare("plain Python value changed", plain_python)
 
 # %%
 def passed_as_argument(checkpoint):
-    x, scale = torch.ones(1, requires_grad=True), 2.0
+    x, scale = ones(1), 2.0
     y = checkpoint(lambda t, factor: (t * factor).sin(), x, scale)
     scale = 20.0
     y.backward()
     return round(x.grad.item(), 4)
 
 
-attempt(passed_as_argument, plain), attempt(passed_as_argument, ackpt.checkpoint)
+[attempt(passed_as_argument, checkpoint) for checkpoint in (plain, ackpt.checkpoint)]
 
 # %% [markdown]
 # All experiments of this section together:
 
 # %%
 columns = {"pitfall": "pitfall"} | {name: name for name in names}
-pitfalls = [{key: text.replace("wrong", "**wrong**") for key, text in row.items()} for row in verdicts.values()]
-caption = "Is the result that of the plain call? *Wrong* means wrong without a word."
+bold = {"wrong": "**wrong**"}
+pitfalls = [{key: bold.get(text, text) for key, text in row.items()} for row in verdicts.values()]
+caption = "Is the result that of the plain call? *Wrong* means another result and no error."
 table = markdown_table(pitfalls, columns, caption, "tab-pitfalls")
 path = write_text_atomic("results/tables/02_pitfalls.md", table)
 
@@ -707,7 +742,8 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # in PyTorch with `preserve_rng_state=False`.
 
 # %%
-tiny, few = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
+tiny = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+few = torch.randn(4, 8, requires_grad=True)
 
 
 def fifty(checkpoint, **switches):
@@ -720,17 +756,23 @@ def fifty(checkpoint, **switches):
 
 
 # %%
+reentrant = variants["torch reentrant"]
 no_rng = {"preserve_rng_state": False}
 contenders = {
     "plain": fifty(plain),
-    "torch reentrant": fifty(variants["torch reentrant"]),
-    "torch reentrant, no RNG": fifty(functools.partial(variants["torch reentrant"], **no_rng)),
+    "torch reentrant": fifty(reentrant),
+    "torch reentrant, no RNG": fifty(functools.partial(reentrant, **no_rng)),
     "torch non-reentrant": fifty(variants["torch non-reentrant"]),
     "ackpt": fifty(ackpt.checkpoint),
+}
+
+# %%
+off = {"other_rng": False, "unchanged": False}
+contenders |= {
     "ackpt, other_rng=False": fifty(ackpt.checkpoint, other_rng=False),
     "ackpt, unchanged=False": fifty(ackpt.checkpoint, unchanged=False),
-    "ackpt, both off": fifty(ackpt.checkpoint, other_rng=False, unchanged=False),
-    "ackpt, both off, no RNG": fifty(functools.partial(ackpt.checkpoint, **no_rng), other_rng=False, unchanged=False),
+    "ackpt, both off": fifty(ackpt.checkpoint, **off),
+    "ackpt, both off, no RNG": fifty(functools.partial(ackpt.checkpoint, **no_rng), **off),
 }
 
 # %% [markdown]
@@ -738,11 +780,12 @@ contenders = {
 # machine.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
-times = compare_seconds(contenders, repeats=20, reference="torch reentrant")
-print(f"{'forward and backward of one region':36} {'µs':>4}  ratio  (low to high)")
+times = compare_seconds(contenders, repeats=15, reference="torch reentrant")
+print(f"{'one region, both ways':26} {'µs':>4}  ratio  (low to high)")
 for name, ratio in times.ratios.items():
     microseconds = times.seconds[name].median / 50 * 1e6
-    print(f"{name:36} {microseconds:4.0f}  {ratio.median:5.2f}  ({ratio.low:.2f} to {ratio.high:.2f})")
+    spread = f"({ratio.low:.2f} to {ratio.high:.2f})"
+    print(f"{name:26} {microseconds:4.0f}  {ratio.median:5.2f}  {spread}")
 
 # %% [markdown]
 # `other_rng` is the price of Python's, numpy's and your own generators; `unchanged` that of noticing changed parameters
@@ -755,10 +798,12 @@ tokens = torch.randn(512, 256, requires_grad=True)
 whole = torch.tensor([0, 512], dtype=torch.int32)
 
 # %% tags=["measured-time", "nbval-ignore-output"]
-both = {"plain": lambda: block(tokens, whole, 512).sum().backward()}
-both["ackpt"] = lambda: ackpt.checkpoint(block, tokens, whole, 512).sum().backward()
-times = compare_seconds(both, repeats=5)
-print(f"plain {times.seconds['plain'].median * 1e3:.1f} ms, checkpointed {times.ratios['ackpt'].median:.2f} times that")
+inputs = (tokens, whole, 512)
+both = {"plain": lambda: block(*inputs).sum().backward()}
+both["ackpt"] = lambda: ackpt.checkpoint(block, *inputs).sum().backward()
+times = compare_seconds(both, repeats=10)
+ratio = times.ratios["ackpt"].median
+print(f"plain {times.seconds['plain'].median * 1e3:.1f} ms, checkpointed {ratio:.2f} times that")
 
 # %% [markdown]
 # :::{admonition} Takeaway
@@ -806,7 +851,8 @@ peaks == formula, [round((p - 8) / S) for p in peaks["falling lengths"]]
 for name, k in {"equal lengths": 10, "falling lengths": None}.items():
     calls.clear()
     run = measured(chain(100, k))
-    print(f"{name:15} {len(calls) - 100} = 100 - {segment_lengths(100, k)[-1]} extra forwards")
+    last = segment_lengths(100, k)[-1]
+    print(f"{name:15} {len(calls) - 100} = 100 - {last} extra forwards")
 
 # %% [markdown]
 # ## A whole model
@@ -826,18 +872,23 @@ def step():
     F.mse_loss(model(data, offsets, 128), data).backward()
 
 
+def measured_step():
+    return measure(step, resident=[model, data, offsets], warmup=0, repeats=0)
+
+
 # %%
 step()
 gradients = [parameter.grad.clone() for parameter in model.parameters()]
 keys = list(model.state_dict())
-model_runs = {"plain": measure(step, resident=[model, data, offsets], warmup=0, repeats=0)}
+model_runs = {"plain": measured_step()}
 ackpt.apply_activation_checkpointing(model)
 
 # %%
-model_runs["checkpointed"] = measure(step, resident=[model, data, offsets], warmup=0, repeats=0)
+model_runs["checkpointed"] = measured_step()
 for name, run in model_runs.items():
     kept = run.timeline.at(run.timeline.boundary)["activations"]
-    print(f"{name:13} kept by the forward {memory_format(kept):>9}, dynamic peak {memory_format(run.dynamic_peak_bytes):>9}")
+    peak = run.dynamic_peak_bytes
+    print(f"{name:13} kept {memory_format(kept)}, dynamic peak {memory_format(peak)}")
 
 # %% [markdown]
 # What is kept follows from the last chapter: the inputs of all blocks but the first, which is resident; the input of the
@@ -850,8 +901,11 @@ kept - 4 * (T * ((L - 1) * d + d + 1 + d) + T * d + 1)
 # The gradients are the same bits, the names in checkpoints on disk stay, and it can be undone:
 
 # %%
-same = all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), gradients))
-same, list(model.state_dict()) == keys
+pairs = zip(model.parameters(), gradients)
+all(torch.equal(parameter.grad, grad) for parameter, grad in pairs)
+
+# %%
+len(keys), set(keys) ^ set(model.state_dict())
 
 # %%
 ackpt.remove_activation_checkpointing(model)
@@ -866,7 +920,8 @@ ackpt.remove_activation_checkpointing(model)
 
 # %%
 N, D, V = 512, 64, 4096
-hidden, head = torch.randn(N, D, requires_grad=True), (torch.randn(V, D) / 8).requires_grad_()
+hidden = torch.randn(N, D, requires_grad=True)
+head = (torch.randn(V, D) / 8).requires_grad_()
 targets = torch.randint(V, (N,))
 logits_bytes = 4 * N * V
 
@@ -876,7 +931,8 @@ def head_peak(loss_function):
         hidden.grad = head.grad = None
         loss_function().backward()
 
-    return measure(step, resident=[hidden, head, targets], warmup=0, repeats=0).dynamic_peak_bytes
+    resident = [hidden, head, targets]
+    return measure(step, resident=resident, warmup=0, repeats=0).dynamic_peak_bytes
 
 
 # %%
@@ -893,12 +949,15 @@ whole_peak - 3 * logits_bytes
 
 # %%
 final = 4 * (N * D + V * D)  # the gradients of hidden states and head
+chunked = functools.partial(ackpt.chunked_cross_entropy, hidden, head, targets)
+head_peaks = {}
 for chunks in (1, 2, 4, 8, 16):
-    peak = head_peak(lambda: ackpt.chunked_cross_entropy(hidden, head, targets, chunks=chunks))  # noqa: B023
-    print(f"{chunks:2} chunks: {memory_format(peak):>9} = two chunks of logits + gradients + {peak - 2 * logits_bytes // chunks - final:,} bytes")
+    peak = head_peaks[chunks] = head_peak(functools.partial(chunked, chunks=chunks))
+    rest = peak - 2 * logits_bytes // chunks - final
+    print(f"{chunks:2} chunks: {memory_format(peak):>8}, two chunks of logits + gradients + {rest:,}")
 
 # %% [markdown]
-# The bytes at the end of each line are a few numbers per row of a chunk. The loss and its gradients are those of the
+# The few bytes at the end of each line are a few numbers per row of a chunk. The loss and its gradients are those of the
 # whole computation, up to the rounding of sums in another order:
 
 # %%
@@ -911,8 +970,9 @@ def head_gradients(loss_function):
 
 # %%
 whole_result = head_gradients(lambda: F.cross_entropy(hidden @ head.T, targets))
-chunked_result = head_gradients(lambda: ackpt.chunked_cross_entropy(hidden, head, targets))
-[torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(whole_result, chunked_result)]
+chunked_result = head_gradients(chunked)
+close = functools.partial(torch.allclose, rtol=1e-4, atol=1e-7)
+[close(a, b) for a, b in zip(whole_result, chunked_result)]
 
 # %% [markdown]
 # :::{admonition} Takeaway
@@ -925,10 +985,13 @@ chunked_result = head_gradients(lambda: ackpt.chunked_cross_entropy(hidden, head
 # The measured bytes of this chapter go into a record.
 
 # %%
-metrics = {"chain": chain_rows, "pitfalls": list(verdicts.values()), "head_peak_bytes": whole_peak, "head_chunk_peak_bytes": peak}
-metrics |= {f"model_{name}_peak_bytes": run.dynamic_peak_bytes for name, run in model_runs.items()}
-sizes = {"activation_bytes": S, "head": {"rows": N, "dim": D, "vocab_size": V}, "model": {"tokens": T, "dim": d, "layers": L}}
-record = Record("reentrant_checkpoint", sizes, metrics, environment("cpu", "notebooks/02_reentrant_checkpoint.py"))
+metrics = {"chain": chain_rows, "pitfalls": list(verdicts.values())}
+metrics["model_dynamic_peak_bytes"] = {name: run.dynamic_peak_bytes for name, run in model_runs.items()}
+metrics["head_dynamic_peak_bytes"] = {"whole": whole_peak} | {str(n): peak for n, peak in head_peaks.items()}
+sizes = {"activation_bytes": S, "head": {"rows": N, "dim": D, "vocab_size": V}}
+sizes["model"] = {"tokens": T, "dim": d, "layers": L}
+where = environment("cpu", "notebooks/02_reentrant_checkpoint.py")
+record = Record("reentrant_checkpoint", sizes, metrics, where)
 path = record.save("results/cpu/02_reentrant_checkpoint.json")
 
 # %% tags=["measured-time", "nbval-ignore-output"]
@@ -954,7 +1017,8 @@ def cut(lengths, a):
 
 for lengths in (segment_lengths(16), [5, 4, 3, 4]):
     peak = measured(functools.partial(cut, lengths)).dynamic_peak_bytes
-    print(lengths, f"predicted {predicted_peak(lengths):,}   measured {peak:,} = {peak // S} S + {peak % S}")
+    predicted = predicted_peak(lengths)
+    print(lengths, f"predicted {predicted:,}, measured {peak:,} = {peak // S} S + {peak % S}")
 
 # %% [markdown]
 # :::{admonition} Exercise 2: halves of halves
@@ -977,7 +1041,8 @@ for exponent in range(1, 8):
     calls.clear()
     peak = measured(functools.partial(halves, n)).dynamic_peak_bytes
     forwards = n + n // 2 * exponent
-    print(f"n = {n:3}: peak {round((peak - 8) / S):2} S = {2 * exponent + 1:2} S, {len(calls):3} forwards = {forwards:3}")
+    levels = f"{(peak - 8) / S:4.1f} = {2 * exponent + 1:2} S"
+    print(f"n = {n:3}: peak {levels}, {len(calls):3} = {forwards:3} forwards")
 
 # %% [markdown]
 # :::{admonition} Exercise 3: where to cut
@@ -990,7 +1055,7 @@ for exponent in range(1, 8):
 # %% tags=["solution"]
 up, down = nn.Linear(64, 256), nn.Linear(256, 64)
 narrow = [nn.Sequential(up, nn.GELU(), down)] * 4
-wide = [up] + [nn.Sequential(nn.GELU(), down, up)] * 3 + [nn.Sequential(nn.GELU(), down)]
+wide = [up, *[nn.Sequential(nn.GELU(), down, up)] * 3, nn.Sequential(nn.GELU(), down)]
 
 
 def kept_by(parts):
@@ -1015,7 +1080,7 @@ print(f"wide:   {kept_by(wide):,} = 4 x {4 * number:,}")
 # - A chain of $n$ layers then needs $2 \sqrt n$ activations, $\sqrt{2 n}$ with lengths that fall, or $2 \log_2 n$ nested; with
 #   boundaries, one segment and two gradients counted, the peak is known to the byte.
 # - The ten lines are wrong wherever the second run is not the first one: other parameters, random numbers, buffers, types
-#   or closures. Most of this passes without a word, in PyTorch's own checkpoint too.
+#   or closures. Most of this passes without an error, in PyTorch's own checkpoint too.
 # - `ackpt.checkpoint` repeats what can be repeated and refuses the rest. It runs the first forward in grad mode, and makes
 #   the parameters inputs of its node. The file `ackpt/reentrant.py` holds it all; every part of it should now be familiar.
 # - The guarantees cost microseconds per region. A loss head needs no recompute at all, only chunks.
