@@ -1,0 +1,311 @@
+"""Buffers change once per step; what changes between forward and backward is found; names mean what they meant."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import Case, assert_equal, assert_same_step, assert_same_training, fails_cleanly, plain_call, seed, total
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import ackpt
+
+Error = ackpt.CheckpointError
+
+
+def batch():
+    return torch.randn(6, 4, requires_grad=True)
+
+
+def with_layer(layer):
+    return nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
+
+
+class MovingAverage(nn.Module):
+    """Reads a buffer, then updates it: in place, or by giving the name another tensor."""
+
+    def __init__(self, rebinds, elements=4):
+        super().__init__()
+        self.rebinds = rebinds
+        self.register_buffer("mean", torch.zeros(elements))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.plain = torch.ones(())
+
+    def forward(self, x):
+        out = (x - self.mean[:4]) * self.plain.clone() / (1 + self.steps)
+        with torch.no_grad():
+            mean = torch.zeros_like(self.mean)
+            mean[:4] = x.mean(0)
+            if self.rebinds:
+                self.mean = 0.9 * self.mean + 0.1 * mean
+                self.steps = self.steps + 1
+                self.plain = self.plain * 0.5
+            else:
+                self.mean.mul_(0.9).add_(0.1 * mean)
+                self.steps += 1
+                self.plain.mul_(0.5)
+        return out
+
+
+class CodeBook(nn.Module):
+    """Vector quantisation with codes that follow their inputs (van den Oord et al. 2017, appendix A)."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.randn(5, 4))
+        self.register_buffer("counts", torch.ones(5))
+
+    def forward(self, x):
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        quantised = self.codes[nearest]
+        if self.training:
+            with torch.no_grad():
+                hits = nn.functional.one_hot(nearest, 5).to(x.dtype)
+                self.counts.mul_(0.9).add_(0.1 * hits.sum(0))
+                self.codes.add_(0.1 * (hits.t() @ x) / self.counts[:, None])
+        return x + (quantised - x).detach()
+
+
+class Renorm(nn.BatchNorm1d):
+    """A subclass that normalises with the running statistics while it trains."""
+
+    def forward(self, x):
+        out = (x - self.running_mean) / (self.running_var + self.eps).sqrt()
+        with torch.no_grad():
+            self.running_mean.lerp_(x.mean(0), 0.1)
+            self.running_var.lerp_(x.var(0), 0.1)
+            self.num_batches_tracked += 1
+        return out * self.weight + self.bias
+
+
+LAYERS = {
+    "batch norm": lambda: nn.BatchNorm1d(4),
+    "cumulative batch norm": lambda: nn.BatchNorm1d(4, momentum=None),
+    "batch norm without statistics": lambda: nn.BatchNorm1d(4, track_running_stats=False),
+    "frozen batch norm": lambda: nn.BatchNorm1d(4).eval(),
+    "batch norm 2d": lambda: nn.Sequential(nn.Unflatten(1, (2, 2, 1)), nn.BatchNorm2d(2), nn.Flatten()),
+    "instance norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.Flatten()
+    ),
+    "batch renorm": lambda: Renorm(4),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(4, 4)),
+    "average in place": lambda: MovingAverage(False),
+    "average by rebinding": lambda: MovingAverage(True),
+    "large average in place": lambda: MovingAverage(False, 300_000),
+    "large average by rebinding": lambda: MovingAverage(True, 300_000),
+    "code book": CodeBook,
+}
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_buffers_change_once_per_step(make):
+    def build():
+        return Case(with_layer(make()), (batch(),))
+
+    assert_same_step(build)
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_training_with_buffers(make):
+    seed()
+    assert_same_training(nn.Sequential(with_layer(make()), with_layer(make())), (batch().detach(),), steps=3)
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_several_forwards_through_buffers_before_the_backwards(make):
+    """Each recompute starts from the values its own forward saw; the values of now are put back."""
+
+    def run(call):
+        seed()
+        model = with_layer(make())
+        inputs = [batch() for _ in range(3)]
+        losses = [total(call(model, x)) for x in inputs]
+        after_forward = [buffer.clone() for buffer in model.buffers()]
+        for loss in (losses[1], losses[0], losses[2]):
+            loss.backward()
+        assert_equal(after_forward, list(model.buffers()), "buffer")
+        return [x.grad for x in inputs] + [p.grad for p in model.parameters()] + after_forward
+
+    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore::FutureWarning")
+@pytest.mark.parametrize("legacy", [nn.utils.spectral_norm, nn.utils.weight_norm])
+def test_norms_that_live_in_forward_hooks(legacy):
+    def run(wrap):
+        seed()
+        model = nn.Sequential(with_layer(legacy(nn.Linear(4, 4))), nn.Linear(4, 4))
+        if wrap:
+            ackpt.apply_activation_checkpointing(model, "0")
+        x = batch()
+        for _ in range(2):
+            total(model(x)).backward()
+        return [x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+
+    assert_equal(run(False), run(True), "gradient")
+
+
+def test_a_large_buffer_that_changes_for_the_first_time_is_refused_once():
+    layer = MovingAverage(False, 300_000)
+
+    def function(x, update):
+        return layer(x) if update else x - layer.mean[:4]
+
+    def step(update):
+        ackpt.checkpoint(function, batch(), update).sum().backward()
+
+    step(False)
+    with fails_cleanly(Error, "'layer.mean'.* is changed by this .* for the first time .* Repeat the step"):
+        step(True)
+    step(True)
+    assert layer.steps == 2
+
+
+# What happens between forward and backward.
+
+
+def model_and_loss():
+    seed()
+    model = with_layer(nn.Tanh())
+    model.register_buffer("offset", torch.zeros(4))
+    other = copy.deepcopy(model.state_dict())
+    x, mask = batch(), torch.ones(4)
+    loss = ackpt.checkpoint(lambda x: model(x) * mask + model.offset, x).sum()
+    return model, x, mask, other, loss
+
+
+def optimizer_step(model, x, mask, other):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@torch.no_grad()
+def foreach(model, x, mask, other):
+    torch._foreach_add_(list(model.parameters()), 1)
+
+
+def swap_data_twice(model, *_):
+    for _ in range(2):  # the second may get the memory of the one that the forward saw
+        model[0].bias.data = model[0].bias.data + 1
+
+
+CHANGES = {
+    "optimizer": (optimizer_step, "parameter 'model."),
+    "foreach": (foreach, "parameter 'model."),
+    "add": (lambda model, *_: model[2].bias.detach().add_(1), "parameter 'model.2.bias'"),
+    "copy": (lambda model, *_: model[0].bias.detach().copy_(torch.ones(4)), "parameter 'model.0.bias'"),
+    "load": (lambda model, x, mask, other: model.load_state_dict(other), "parameter 'model."),
+    "data": (lambda model, *_: setattr(model[0].weight, "data", torch.zeros(4, 4)), "parameter 'model.0.weight'"),
+    "data twice": (swap_data_twice, "parameter 'model.0.bias'"),
+    "init": (lambda model, *_: nn.init.zeros_(model[0].weight), "parameter 'model.0.weight'"),
+    "frozen": (lambda model, *_: model.requires_grad_(False), "parameter 'model.*, was frozen"),
+    "buffer": (lambda model, *_: model.offset.add_(1), "buffer or closed-over tensor 'model.offset'"),
+    "buffer data": (lambda model, *_: setattr(model.offset, "data", torch.ones(4)), "'model.offset'"),
+    "input": (lambda model, x, *_: x.detach().add_(1), "input tensor number 0, shape \\[6, 4\\] float32 on cpu,"),
+    "closed over": (lambda model, x, mask, other: mask.zero_(), "buffer or closed-over tensor 'mask'"),
+    "part": (lambda model, *_: model[0].weight.detach()[0].zero_(), "parameter 'model.0.weight'"),
+}
+
+
+@pytest.mark.parametrize(("change", "what"), CHANGES.values(), ids=CHANGES)
+def test_a_change_between_forward_and_backward_is_named(change, what):
+    model, x, mask, other, loss = model_and_loss()
+    change(model, x, mask, other)
+    with fails_cleanly(Error, what + ".* between the forward .* Run backward before the change"):
+        loss.backward()
+    assert x.grad is None
+
+
+UNSEEN = {
+    "nothing": lambda model: None,
+    "gradients": lambda model: model.zero_grad(),
+    "a module to eval": lambda model: model.eval(),
+    "another parameter in the place": lambda model: setattr(model[0], "weight", nn.Parameter(torch.zeros(4, 4))),
+    "another buffer in the place": lambda model: setattr(model, "offset", torch.ones(4)),
+    "loaded by assignment": lambda model: model.load_state_dict(
+        {key: value + 1 for key, value in model.state_dict().items()}, assign=True
+    ),
+    "a parameter deleted": lambda model: delattr(model[0], "bias"),
+    "unfrozen": lambda model: model[2].bias.requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("change", UNSEEN.values(), ids=UNSEEN)
+def test_names_that_mean_something_else_by_the_backward(change):
+    def run(call):
+        seed()
+        model = with_layer(nn.Dropout(0.5))
+        model[2].bias.requires_grad_(False)
+        model.register_buffer("offset", torch.zeros(4))
+        parameters, x = list(model.parameters()), batch()
+        loss = total(call(lambda x: model(x) * (model.offset + 1), x))
+        change(model)
+        now = [name for name, _ in model.named_parameters()], list(model.state_dict()), model.training
+        loss.backward()
+        assert now == ([name for name, _ in model.named_parameters()], list(model.state_dict()), model.training)
+        return [x.grad, *(p.grad for p in parameters), *(p.detach() for p in model.parameters()), model.offset]
+
+    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+
+
+def test_a_change_after_the_last_backward_is_nobodys_business():
+    model, x, mask, other, loss = model_and_loss()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer_step(model, x, mask, other)
+    ackpt.checkpoint(model, x).sum().backward()
+    assert x.grad is not None
+
+
+IN_REGION = {
+    "input": (lambda x, w: x.mul_(2), "its input tensor|a tensor that requires grad"),
+    "input without grad": (lambda x, w: x.detach().mul_(2) * w, "its input tensor number 0"),
+    "view of the input": (lambda x, w: x.detach()[0].zero_().sum() * w, "its input tensor number 0"),
+    "relu first": (lambda x, w: nn.functional.relu(x, inplace=True) * w, "tensor that requires grad|its input tensor"),
+    "parameter": (lambda x, w: x * w * w.detach().mul_(2), "changes the parameter 'w'"),
+    "leaf": (lambda x, w: x * w.add_(1), "changes a tensor that requires grad"),
+}
+
+
+@pytest.mark.parametrize("history", [False, True])
+@pytest.mark.parametrize(("function", "message"), IN_REGION.values(), ids=IN_REGION)
+def test_a_region_that_changes_its_own_input_or_parameter(function, message, history):
+    w, x = nn.Parameter(torch.ones(4)), batch()
+    with fails_cleanly(Error, message + ".*(clone|before the region)"):
+        ackpt.checkpoint(lambda x: function(x, w), x * 1 if history else x).sum().backward()
+
+
+def test_an_embedding_that_renormalises_its_weight():
+    layer = nn.Embedding(5, 4, max_norm=0.1)
+    with fails_cleanly(Error, "changes the parameter 'weight'.*max_norm"):
+        ackpt.checkpoint(layer, torch.tensor([1, 2]))
+
+
+def test_guarantees_can_be_switched_off_and_come_back():
+    model, x = with_layer(nn.Tanh()), batch()
+    with ackpt.guarantees(unchanged=False):
+        loss = ackpt.checkpoint(model, x).sum()
+        with ackpt.guarantees():
+            guarded = ackpt.checkpoint(model, x).sum()
+    again = ackpt.checkpoint(model, x).sum()
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    loss.backward()
+    assert x.grad is not None
+    for each in (guarded, again):
+        with pytest.raises(Error, match="'0.weight'"):
+            each.backward()
+
+
+def test_guarantees_are_restored_after_an_exception():
+    with pytest.raises(KeyError), ackpt.guarantees(unchanged=False):
+        raise KeyError
+    model, x, mask, other, loss = model_and_loss()
+    mask.add_(1)
+    with pytest.raises(Error, match="'mask'"):
+        loss.backward()
