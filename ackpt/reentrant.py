@@ -78,8 +78,7 @@ def checkpoint(function, /, *args, preserve_rng_state=True, offload=None, **kwar
         tensor([[1., 1.],
                 [1., 1.]])
     """
-    if offload is not None:
-        raise ValueError(f"offload={offload!r} is not available in this version; only offload=None is")
+    check_offload(offload)
     if torch._C._are_functorch_transforms_active():
         raise CheckpointError(
             "checkpoint() was called inside a torch.func transform (grad, vmap, jvp, ...), which cannot look into a "
@@ -89,6 +88,11 @@ def checkpoint(function, /, *args, preserve_rng_state=True, offload=None, **kwar
         return function(*args, **kwargs)
     run = _run if "torch._dynamo" not in sys.modules else _outside_dynamo()
     return run(function, args, kwargs, preserve_rng_state)
+
+
+def check_offload(offload):
+    if offload is not None:
+        raise ValueError(f"offload={offload!r} is not available in this version; only offload=None is")
 
 
 def _run(function, args, kwargs, preserve_rng_state):

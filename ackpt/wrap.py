@@ -11,10 +11,9 @@ import collections
 import functools
 import types
 
-import torch
 from torch import nn
 
-from .reentrant import checkpoint
+from .reentrant import check_offload, checkpoint
 
 
 def apply_activation_checkpointing(model, check_fn=None, *, preserve_rng_state=True, offload=None) -> list[str]:
@@ -45,6 +44,7 @@ def apply_activation_checkpointing(model, check_fn=None, *, preserve_rng_state=T
         ['0', '1', '2']
     """
     _require_module(model)
+    check_offload(offload)
     chosen = _choose(model, check_fn)
     for name, module in chosen.items():
         if "forward" in vars(module):
@@ -199,6 +199,7 @@ def checkpoint_sequential(functions, segments=None, input=_MISSING, *, preserve_
     """
     if input is _MISSING:
         raise TypeError("checkpoint_sequential needs an input: checkpoint_sequential(functions, segments, input)")
+    check_offload(offload)
     functions = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
     if not functions:
         raise ValueError("checkpoint_sequential got no functions")

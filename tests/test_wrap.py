@@ -1,0 +1,346 @@
+"""Checkpointing switched on from outside changes nothing but the memory."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from conftest import Case, assert_equal, assert_same, assert_same_step, assert_same_training, run_step, seed, total
+from torch import nn
+
+import ackpt
+from ackpt.wrap import segment_lengths
+
+apply, remove = ackpt.apply_activation_checkpointing, ackpt.remove_activation_checkpointing
+
+
+class Block(nn.Module):
+    def __init__(self, dim=4, rate=0.3):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(dim)
+        self.layers = nn.Sequential(nn.Linear(dim, dim), nn.Dropout(rate), nn.Linear(dim, dim))
+        self.calls = 0
+
+    def forward(self, x, *, scale: float = 1.0, **options):
+        """One block."""
+        self.calls += 1
+        return x + scale * self.layers(self.norm(x))
+
+
+class Special(Block):
+    """A subclass whose forward calls its parent's."""
+
+    def forward(self, x, **options):
+        return super().forward(x, **options).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Block(), Block(), Special()])
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.head(x)
+
+
+def batch():
+    return torch.randn(5, 4)
+
+
+def modules_run_as_regions(model, *inputs) -> list[str]:
+    """Names of modules that run again in the backward."""
+    names = []
+    handles = [
+        module.register_forward_pre_hook(lambda *_, name=name: names.append(name) if ackpt.is_recomputing() else None)
+        for name, module in model.named_modules()
+    ]
+    total(model(*inputs)).backward()
+    for handle in handles:
+        handle.remove()
+    return names
+
+
+CHOICES = {
+    "default": (None, ["blocks.0", "blocks.1", "blocks.2.layers.0", "blocks.2.layers.2", "head.0", "head.2"]),
+    "class": (Block, ["blocks.0", "blocks.1", "blocks.2"]),
+    "classes": ((Special, nn.Tanh), ["blocks.2", "head.1"]),
+    "list of classes": ([Special], ["blocks.2"]),
+    "predicate": (lambda module: type(module) is nn.Tanh, ["head.1"]),
+    "name": ("blocks.1", ["blocks.1"]),
+    "names": (["head", "blocks.0"], ["blocks.0", "head"]),
+    "set of names": ({"stem"}, ["stem"]),
+    "the model itself": ("", [""]),
+    "nested": (lambda module: isinstance(module, (Model, Block, nn.Linear)), None),
+}
+
+
+@pytest.mark.parametrize(("check_fn", "names"), CHOICES.values(), ids=CHOICES)
+def test_choosing_and_training(check_fn, names):
+    seed()
+    model = Model()
+    chosen = apply(copy.deepcopy(model), check_fn)
+    assert names is None or chosen == names
+    assert_same_training(model, (batch(),), check_fn)
+
+
+@pytest.mark.parametrize("check_fn", [None, Block, "", ["blocks.0", "blocks.0.layers"]])
+def test_applying_is_idempotent_and_can_be_undone(check_fn):
+    model = Model()
+    classes = [type(module) for module in model.modules()]
+    attributes = [set(vars(module)) for module in model.modules()]
+    first = apply(model, check_fn)
+    assert apply(model, check_fn) == first
+    assert modules_run_as_regions(model, batch()) != []
+    assert remove(model) == first
+    assert remove(model) == []
+    assert [type(module) for module in model.modules()] == classes
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert modules_run_as_regions(model, batch()) == []
+
+
+def test_a_choice_adds_to_an_earlier_one():
+    model = Model()
+    assert apply(model, "blocks.0") == ["blocks.0"]
+    assert apply(model, "blocks.1") == ["blocks.1"]
+    assert remove(model) == ["blocks.0", "blocks.1"]
+
+
+def test_what_others_see_of_a_module_stays_the_same():
+    model, plain = Model(), Model()
+    apply(model, Block)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in model.named_buffers()] == [name for name, _ in plain.named_buffers()]
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert repr(model) == repr(plain)
+    block = model.blocks[2]
+    assert isinstance(block, Special) and isinstance(block, Block) and not isinstance(model.blocks[0], Special)
+    assert type(block).__name__ == "Special" and type(block).__qualname__ == Special.__qualname__
+    assert type(block).__module__ == __name__ and type(block).__doc__ == Special.__doc__
+    assert inspect.signature(model.blocks[0].forward) == inspect.signature(plain.blocks[0].forward)
+    assert model.blocks[0].forward.__doc__ == "One block."
+    assert type(model.blocks[0]) is type(model.blocks[1])
+    model.load_state_dict(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "oldest pickle": lambda model: pickle.loads(pickle.dumps(model, protocol=2)),
+    "torch.save": saved_and_loaded,
+    "twice": lambda model: copy.deepcopy(pickle.loads(pickle.dumps(model))),
+}
+
+
+@pytest.mark.parametrize("check_fn", [Block, ""])
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+def test_copies_stay_checkpointed(duplicate, check_fn):
+    seed()
+    model = Model()
+    names = apply(model, check_fn)
+    other = duplicate(model)
+    assert_equal(list(model.state_dict().values()), list(other.state_dict().values()), "state")
+    x = batch()
+    assert torch.equal(model.eval()(x), other.eval()(x))
+    assert {name.split(".")[0] for name in modules_run_as_regions(other.train(), x)} >= {"blocks"}
+    assert remove(copy.deepcopy(other)) == names
+
+
+def test_a_state_dict_can_be_saved_with_weights_only():
+    model = Model()
+    apply(model, Block)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    Model().load_state_dict(torch.load(file, weights_only=True))
+    assert all("checkpoint" not in key for key in model.state_dict())
+
+
+def test_moving_casting_and_modes():
+    model = Model()
+    apply(model, Block)
+    assert model.double().blocks[0].layers[0].weight.dtype == torch.float64
+    assert not model.eval().blocks[0].training
+    assert model.to("meta").blocks[0].norm.weight.is_meta
+    assert all(not parameter.requires_grad for parameter in model.requires_grad_(False).parameters())
+
+
+def test_options_reach_the_region():
+    seed()
+    model = nn.Sequential(nn.Dropout(0.5))
+    apply(model, nn.Dropout, preserve_rng_state=False)
+    x = torch.ones(1000, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert not torch.equal(y.detach(), x.grad)
+    apply(model, nn.Dropout)
+    x.grad = None
+    y = model(x)
+    y.sum().backward()
+    assert torch.equal(y.detach(), x.grad)
+    with pytest.raises(ValueError, match="offload='x'"):
+        apply(model, nn.Dropout, offload="x")
+
+
+ERRORS = {
+    "no block": (lambda: nn.Linear(2, 2), None, ValueError, "no block is repeated .* pass check_fn"),
+    "no such class": (Model, nn.LSTM, ValueError, "no module is a LSTM; the model has BatchNorm1d, Block, .*Special"),
+    "no such name": (Model, "blocks.7", ValueError, "no module named 'blocks.7'; names look like 'stem', 'blocks'"),
+    "one wrong name": (Model, ["stem", "tail"], ValueError, "no module named 'tail'"),
+    "no name": (Model, [], ValueError, "nothing to checkpoint"),
+    "predicate": (Model, lambda module: False, ValueError, "the predicate is true for no module"),
+    "a number": (Model, 3, TypeError, "check_fn must be a predicate, .* got 3"),
+    "mixed": (Model, ["stem", Block], TypeError, "check_fn must be a predicate"),
+    "no model": (lambda: torch.sin, None, TypeError, "model must be a torch.nn.Module, got builtin"),
+}
+
+
+@pytest.mark.parametrize(("make", "check_fn", "error", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors_change_nothing(make, check_fn, error, message):
+    model = make()
+    with pytest.raises(error, match=message):
+        apply(model, check_fn)
+    if isinstance(model, nn.Module):
+        assert remove(model) == []
+    else:
+        with pytest.raises(TypeError, match="must be a torch.nn.Module"):
+            remove(model)
+
+
+def test_a_forward_replaced_on_the_instance_is_refused():
+    model = Model()
+    model.blocks[1].forward = lambda x, **options: x
+    with pytest.raises(ValueError, match="'blocks.1' has its forward replaced on the instance"):
+        apply(model, Block)
+    assert remove(model) == []
+
+
+def test_keywords_of_forward_may_have_any_name():
+    model = nn.ModuleList([Block()])
+    apply(model, Block)
+    x = batch()
+    for name in ("function", "self_", "args", "kwargs", "module", "input"):
+        assert model[0].eval()(x, **{name: 1}).shape == x.shape
+
+
+def test_models_without_grad_run_their_blocks_directly():
+    model = Model().eval()
+    apply(model, Block)
+    with torch.no_grad():
+        model(batch())
+    with torch.inference_mode():
+        model(batch())
+    assert model.blocks[0].calls == 2
+
+
+# Chains --------------------------------------------------------------------------------------------------------------
+
+
+def chain(length=7):
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)) for _ in range(length)]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("segments", [None, 1, 2, 3, 7])
+@pytest.mark.parametrize("listed", [False, True])
+def test_checkpoint_sequential(segments, listed):
+    def build():
+        layers = chain()
+        functions = list(layers) if listed else layers
+        return Case(lambda x: layers(x), (batch().requires_grad_(),), {"functions": functions}, also=layers)
+
+    def plain(function, x, functions):
+        return function(x)
+
+    def sequential(function, x, functions):
+        return ackpt.checkpoint_sequential(functions, segments, x)
+
+    assert_same(run_step(build, plain), run_step(build, sequential))
+
+
+def test_checkpoint_sequential_with_functions_of_all_kinds_and_no_grad():
+    layer = nn.Linear(4, 4)
+    functions = [torch.sin, layer, lambda x: (x, x * 2), lambda pair: pair[0] + pair[1], layer.forward]
+
+    def plain(x):
+        for function in functions:
+            x = function(x)
+        return x
+
+    x = batch().requires_grad_()
+    assert_same_step(lambda: Case(plain, (x.detach().requires_grad_(),)))
+    y = ackpt.checkpoint_sequential(functions, input=x)
+    y.sum().backward()
+    expected, x.grad = x.grad, None
+    plain(x).sum().backward()
+    assert torch.equal(expected, x.grad) and torch.equal(y, plain(x))
+    with torch.no_grad():
+        assert torch.equal(ackpt.checkpoint_sequential(functions, 2, x), y)
+
+
+SEQUENTIAL_ERRORS = [
+    (lambda: ackpt.checkpoint_sequential([], None, batch()), ValueError, "got no functions"),
+    (lambda: ackpt.checkpoint_sequential(chain(), 2), TypeError, "needs an input"),
+    (lambda: ackpt.checkpoint_sequential(chain(), 0, batch()), ValueError, "from 1 to 7 .* got 0"),
+    (lambda: ackpt.checkpoint_sequential(chain(), 8, batch()), ValueError, "from 1 to 7 .* got 8"),
+    (lambda: ackpt.checkpoint_sequential(chain(), -1, batch()), ValueError, "got -1"),
+    (lambda: ackpt.checkpoint_sequential(chain(), 2.0, batch()), ValueError, "got 2.0"),
+    (lambda: ackpt.checkpoint_sequential(chain(), True, batch()), ValueError, "got True"),
+    (lambda: ackpt.checkpoint_sequential(chain(), 2, batch(), offload="x"), ValueError, "offload='x'"),
+    (lambda: ackpt.checkpoint_sequential(chain(), 1, batch(), offload="x"), ValueError, "offload='x'"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), SEQUENTIAL_ERRORS)
+def test_errors_of_checkpoint_sequential(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def peak_of(lengths) -> int:
+    """Activations alive at most: while a segment is recomputed, the boundaries before it are, too."""
+    return max(place + length for place, length in enumerate(lengths))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 7, 10, 16, 20, 21, 22, 64, 100, 1000])
+def test_segment_lengths(layers):
+    best = segment_lengths(layers)
+    assert sum(best) == layers and min(best) >= 1
+    peak = peak_of(best)
+    assert peak * (peak - 1) // 2 < layers <= peak * (peak + 1) // 2
+    for segments in range(1, min(layers, 40) + 1):
+        equal = segment_lengths(layers, segments)
+        assert len(equal) == segments and sum(equal) == layers and max(equal) - min(equal) <= 1
+        assert peak <= peak_of(equal)
+
+
+@pytest.mark.parametrize("layers", range(1, 13))
+def test_no_other_split_has_a_lower_peak_or_recomputes_less(layers):
+    def splits(left):
+        if left == 0:
+            yield []
+        for first in range(1, left + 1):
+            for rest in splits(left - first):
+                yield [first, *rest]
+
+    least = min((peak_of(lengths), layers - lengths[-1]) for lengths in splits(layers))
+    best = segment_lengths(layers)
+    assert (peak_of(best), layers - best[-1]) == least
