@@ -28,6 +28,7 @@ class Guarantees:
 
     other_rng: bool = True
     unchanged: bool = True
+    exact_graph: bool = True
 
 
 _local = threading.local()
@@ -41,12 +42,19 @@ _ALL = Guarantees()
 
 
 @contextlib.contextmanager
-def guarantees(*, other_rng: bool = True, unchanged: bool = True):
+def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: bool = True):
     """Choose, for the regions entered in this block, which guarantees beyond torch's own are given.
 
-    All are on by default; each costs a few microseconds per region, whatever its size. `other_rng`: replay Python's
-    ``random``, numpy and generator objects as well as torch's streams. `unchanged`: raise if a parameter, a buffer or
-    a closed-over tensor changed between forward and recompute, and let buffers change once per step.
+    All are on by default; each costs some microseconds per region, whatever its size, so only regions of very small
+    tensors notice.
+
+    Args:
+        other_rng: replay Python's ``random``, numpy and generator objects as well as torch's own streams.
+        unchanged: raise if a parameter, a buffer or a closed-over tensor changed between forward and recompute, and
+            let buffers change once per step.
+        exact_graph: outputs require grad exactly where the plain function's do, and parameters get their gradients
+            through the outer graph (hooks fire once, DDP's bookkeeping holds, sums have the plain model's order). Off,
+            the forward runs without a graph and gradients accumulate inside, as in torch's reentrant checkpoint.
 
     Example:
         >>> import torch, ackpt
@@ -55,7 +63,7 @@ def guarantees(*, other_rng: bool = True, unchanged: bool = True):
         ...     y = ackpt.checkpoint(layer, x)
     """
     previous = current()
-    _local.guarantees = Guarantees(other_rng, unchanged)
+    _local.guarantees = Guarantees(other_rng, unchanged, exact_graph)
     try:
         yield
     finally:

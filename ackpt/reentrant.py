@@ -125,7 +125,7 @@ class _Region:
 
     __slots__ = (
         *("function", "template", "names", "has_containers", "given", "needs_grad", "saved_marks", "nested"),
-        *("preserve_rng_state", "streams", "autocast", "guarantees", "state", "watch", "sharded"),
+        *("preserve_rng_state", "streams", "autocast", "guarantees", "state", "watch", "inside"),
         *("pending", "expected", "count", "cut"),
     )
 
@@ -150,8 +150,10 @@ class _Region:
         reach = self._reach()
         if self.guarantees.unchanged:
             self.state = guards.State(reach)
-        aliases = _aliases(given, self.needs_grad)
-        starts = [weakref.ref(alias) for alias, needed in zip(aliases, self.needs_grad) if needed]
+        aliases, starts = given, []
+        if self.guarantees.exact_graph:
+            aliases = _aliases(given, self.needs_grad)
+            starts = [weakref.ref(alias) for alias, needed in zip(aliases, self.needs_grad) if needed]
         marks = [guards.version(tensor) for tensor in given]
         template, handed, own, leaves = self._forward(given, aliases, marks, reach)
         del aliases
@@ -164,7 +166,7 @@ class _Region:
         leaves = [leaf for leaf in map(_still_there, leaves) if leaf is not None]
         self._remember(given, marks, leaves, reach)
         inputs = [tensor for tensor, needed in zip(given, self.needs_grad) if needed] + leaves
-        # A leaf that requires grad, for a region that meets its parameters only inside FSDP's hooks.
+        # A leaf that requires grad, for a region whose parameters get their gradients inside.
         anchor = None if inputs else torch.zeros((), requires_grad=True)
         made = _apply(self, given, leaves, anchor, *inputs)
         if len(own) == len(handed):
@@ -179,11 +181,10 @@ class _Region:
         result = self._first_forward(aliases, reach)
         self._check_inputs(given, marks)
         outputs, template = strip_result(result)
-        own = [
-            place
-            for place, output in enumerate(outputs)
-            if _made_since(started, output) and id(output) not in reach.tensors
-        ]
+        if self.guarantees.exact_graph:
+            own = [i for i, output in enumerate(outputs) if _made_since(started, output) and id(output) not in reach.tensors]
+        else:
+            own = [i for i, output in enumerate(outputs) if _may_need_grad(output) and not _is_among(output, aliases)]
         handed = [None] * len(outputs) if len(own) == len(outputs) else _handed_through(outputs, aliases, given)
         if not own:
             return template, handed, own, []
@@ -191,7 +192,7 @@ class _Region:
         leaves = self._leaves([outputs[place] for place in own], starts, reach, started)
         if reach.walked:  # what no walk finds and dies with the graph is a leaf that the function made for itself
             leaves = [leaf if id(leaf) in reach.tensors else weakref.ref(leaf) for leaf in leaves]
-        self.expected = {place: _signature(outputs[place]) for place in own}
+        self.expected = {place: self._signature(outputs[place]) for place in own}
         self.count = len(outputs)
         self.pending = _detached([outputs[place] for place in own])
         for place in own:
@@ -208,7 +209,8 @@ class _Region:
         try:
             with rng.LOCK if self.preserve_rng_state else _NOTHING, _no_saved_tensor_hooks():
                 before = rng.snapshot(reach.streams, self.guarantees.other_rng) if self.preserve_rng_state else []
-                result = self._call(aliases)
+                with _NOTHING if self.guarantees.exact_graph else torch.no_grad():
+                    result = self._call(aliases)
                 self.streams = rng.drawn_from(before)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
@@ -243,8 +245,9 @@ class _Region:
 
     def _leaves(self, outputs, aliases, reach, started):
         """Parameters and closed-over tensors that take part: they become inputs of the autograd node."""
-        self.sharded = reach.sharded
-        if self.sharded:  # FSDP reduces gradients in hooks inside the region, so they must be accumulated there
+        # FSDP reduces gradients in hooks inside the region, so they must be accumulated there.
+        self.inside = reach.sharded or not self.guarantees.exact_graph
+        if self.inside:
             return []
         leaves, node = graph_inputs(outputs, aliases, _tensors(reach), started)
         if node is not None and not reach.walked:
@@ -277,10 +280,10 @@ class _Region:
         closed_over = [leaf for leaf in leaves if leaf.grad_fn is not None]
         cut = self._cut(closed_over)
         started = torch.autograd._get_sequence_nr()
-        holders = [item for item in self.template if not is_plain(item)]
-        before = held(holders)
+        holders = [item for item in self.template if not is_plain(item)] if self.guarantees.unchanged else []
+        before = held(holders) if holders else None
         with cut or _NOTHING:
-            result = self._call_again(aliases)
+            result = self._call_again(_not_leaves(aliases, self.needs_grad))
         if holders and held(holders).keys() != before.keys():
             names = ", ".join(sorted({type(holder).__name__ for holder in holders}))
             raise CheckpointError(
@@ -289,7 +292,7 @@ class _Region:
                 "not pass it (transformers: use_cache=False), or return the tensors instead."
             )
         outputs, _ = strip_result(result)
-        if len(outputs) != self.count or any(_signature(outputs[i]) != mark for i, mark in self.expected.items()):
+        if len(outputs) != self.count or any(self._signature(outputs[i]) != mark for i, mark in self.expected.items()):
             raise self._other_outputs(outputs)
         own = [outputs[place] for place in self.expected]
         starts = [alias for alias, needed in zip(aliases, self.needs_grad) if needed]
@@ -324,11 +327,15 @@ class _Region:
         finally:
             _local.recomputing = was
 
+    def _signature(self, tensor):
+        needs_grad = tensor.requires_grad or not self.guarantees.exact_graph
+        return tensor.shape, tensor.dtype, tensor.device, needs_grad
+
     def _other_outputs(self, outputs):
         different = [
-            f"output {place}: {_describe(expected)} in forward, {_describe(_signature(outputs[place]))} in recompute"
+            f"output {place}: {_describe(expected)} in forward, {_describe(self._signature(outputs[place]))} in recompute"
             for place, expected in self.expected.items()
-            if place < len(outputs) and _signature(outputs[place]) != expected
+            if place < len(outputs) and self._signature(outputs[place]) != expected
         ]
         if len(outputs) != self.count:
             different.insert(0, f"{self.count} tensors in forward, {len(outputs)} in recompute")
@@ -369,11 +376,12 @@ class _Recompute(torch.autograd.Function):
         region.check_unchanged()
         with region.state.as_before() if region.state is not None else _NOTHING:
             starts, outputs = region.recompute(ctx.saved_tensors, ctx.leaves)
-            if any(grad is None for grad in grad_outputs):
-                used = [place for place, grad in enumerate(grad_outputs) if grad is not None]
+            used = [i for i, output in enumerate(outputs) if grad_outputs[i] is not None and output.requires_grad]
+            if len(used) < len(outputs):
                 outputs, grad_outputs = [outputs[i] for i in used], [grad_outputs[i] for i in used]
-            if region.sharded:
-                torch.autograd.backward(outputs, grad_outputs)
+            if region.inside:
+                if used:
+                    torch.autograd.backward(outputs, grad_outputs)
                 return None, None, None, None, *(start.grad for start in starts)
             hooked = [leaf for leaf in ctx.leaves if leaf.grad_fn is None and leaf._backward_hooks]
             with _silenced(hooked) if hooked else _NOTHING:
@@ -451,14 +459,26 @@ def _still_there(leaf):
     return leaf() if type(leaf) is weakref.ref else leaf
 
 
+def _not_leaves(aliases, needs_grad):
+    """Views of the aliases while a dispatch mode is on: FlopCounterMode and its like hook the tensors that modules
+    get, and torch does not run such hooks of a leaf whose gradient is being captured."""
+    if not torch._C._len_torch_dispatch_stack():
+        return aliases
+    return [alias.view_as(alias) if needed else alias for alias, needed in zip(aliases, needs_grad)]
+
+
 def _handed_through(outputs, aliases, given) -> list:
     """Outputs that need no gradient or existed before the region, as the plain function would return them."""
     originals = {id(alias): tensor for alias, tensor in zip(aliases, given)}
     return [originals.get(id(output), output) for output in outputs]
 
 
-def _signature(tensor):
-    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+def _may_need_grad(output) -> bool:
+    return (output.is_floating_point() or output.is_complex()) and not output.requires_grad
+
+
+def _is_among(tensor, others) -> bool:
+    return any(tensor is other for other in others)
 
 
 def _describe(signature) -> str:

@@ -24,7 +24,7 @@ def variants(function, x) -> dict:
     torch_checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, function, x)
     ours = functools.partial(ackpt.checkpoint, function, x)
 
-    neither = {"other_rng": False, "unchanged": False}
+    off = {"other_rng": False, "unchanged": False, "exact_graph": False}
     calls = {
         "plain": (lambda: function(x), {}),
         "torch reentrant": (functools.partial(torch_checkpoint, use_reentrant=True), {}),
@@ -33,8 +33,9 @@ def variants(function, x) -> dict:
         "ackpt": (ours, {}),
         "ackpt, other RNGs off": (ours, {"other_rng": False}),
         "ackpt, change detection off": (ours, {"unchanged": False}),
-        "ackpt like torch": (ours, neither),
-        "ackpt like torch, no RNG": (functools.partial(ours, preserve_rng_state=False), neither),
+        "ackpt, exact graph off": (ours, {"exact_graph": False}),
+        "ackpt like torch": (ours, off),
+        "ackpt like torch, no RNG": (functools.partial(ours, preserve_rng_state=False), off),
     }
     return {name: functools.partial(_repeat, call, switches) for name, (call, switches) in calls.items()}
 
