@@ -10,8 +10,8 @@ the logits are there; nothing is saved for backward but the two gradients, and n
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
+
+from .errors import CheckpointError
 
 _REDUCTIONS = ("mean", "sum")
 
@@ -33,6 +33,7 @@ def chunked_cross_entropy(hidden, weight, targets, chunks=8, reduction="mean", i
 
     Raises:
         ValueError, TypeError: for shapes, dtypes or options that do not fit.
+        CheckpointError: in a backward with ``create_graph=True``.
 
     Source: the logits' share of the memory is that of the published language-model experiment; recomputing chunk by
     chunk would give the same peak for one more forward of the head.
@@ -85,8 +86,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total / rows_counted
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_loss):
+        if torch.is_grad_enabled():
+            raise CheckpointError(
+                "backward with create_graph=True reached chunked_cross_entropy, which has no second derivative; use "
+                "F.cross_entropy on the full logits where you need one."
+            )
         scale, *saved = ctx.saved_tensors
         scale = scale * grad_loss
         # Both are as large as the tensors they belong to; a copy is made only if a second backward may follow.
