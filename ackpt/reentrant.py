@@ -282,15 +282,15 @@ class _Region:
         started = torch.autograd._get_sequence_nr()
         holders = [item for item in self.template if not is_plain(item)] if self.guarantees.unchanged else []
         before = held(holders) if holders else None
-        with cut or _NOTHING:
-            result = self._call_again(_not_leaves(aliases, self.needs_grad))
+        try:
+            with cut or _NOTHING:
+                result = self._call_again(_not_leaves(aliases, self.needs_grad))
+        except RuntimeError as error:  # of shapes that do not fit because of such a change, perhaps
+            if holders and held(holders).keys() != before.keys():
+                raise _changes_argument(holders) from error
+            raise
         if holders and held(holders).keys() != before.keys():
-            names = ", ".join(sorted({type(holder).__name__ for holder in holders}))
-            raise CheckpointError(
-                f"this checkpointed region changes an object that it got as an argument (one of: {names}): it puts "
-                "tensors into it or replaces some, and its recompute did so again, on what the forward had left. Do "
-                "not pass it (transformers: use_cache=False), or return the tensors instead."
-            )
+            raise _changes_argument(holders)
         outputs, _ = strip_result(result)
         if len(outputs) != self.count or any(self._signature(outputs[i]) != mark for i, mark in self.expected.items()):
             raise self._other_outputs(outputs)
@@ -492,6 +492,15 @@ def _changes_inputs(what: str) -> CheckpointError:
         f"this checkpointed region changes {what} in place, so the old value is lost for the recompute. Work on a "
         "clone inside the region, use the out-of-place operation (nn.ReLU(inplace=False) as first layer, for "
         "example), or start the region after the change."
+    )
+
+
+def _changes_argument(holders) -> CheckpointError:
+    names = ", ".join(sorted({type(holder).__name__ for holder in holders}))
+    return CheckpointError(
+        f"this checkpointed region changes an object that it got as an argument (one of: {names}): it puts tensors into "
+        "it or replaces some, and its recompute did so again, on what the forward had left. Do not pass it "
+        "(transformers: use_cache=False), or return the tensors instead."
     )
 
 

@@ -1,0 +1,95 @@
+"""Models of the transformers library, checkpointed from outside."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import assert_equal, fails_cleanly, seed
+
+import ackpt
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def gpt2(use_cache=False):
+    config = transformers.GPT2Config(
+        n_layer=3, n_head=2, n_embd=16, n_positions=16, attn_pdrop=0.2, resid_pdrop=0.2, use_cache=use_cache, **SMALL
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert():
+    config = transformers.BertConfig(
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        hidden_size=16,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        **SMALL,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_size=16,
+        intermediate_size=32,
+        attention_dropout=0.2,
+        use_cache=False,
+        **SMALL,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def step(model, call=None, masked=True):
+    tokens = torch.arange(16).view(2, 8) + 3
+    mask = torch.ones_like(tokens)
+    mask[0, 5:] = 0 if masked else 1
+    seed(1)
+    out = (call or model)(input_ids=tokens, attention_mask=mask, labels=tokens)
+    out.loss.backward()
+    return out, [out.loss.detach(), out.logits.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("make", [gpt2, bert, llama])
+def test_a_model_with_dropout_gives_the_same_bits(make):
+    seed()
+    model = make().train()
+    other = copy.deepcopy(model)
+    names = ackpt.apply_activation_checkpointing(other)
+    assert len(names) == 3 and all(name[-1] in "012" for name in names)
+    _, plain = step(model)
+    out, checkpointed = step(other)
+    assert_equal(plain, checkpointed, "gradient")
+    assert isinstance(out, transformers.utils.ModelOutput) and out["loss"] is out.loss
+
+
+@pytest.mark.parametrize("make", [gpt2, bert])
+def test_a_whole_model_as_one_region_returns_its_model_output(make):
+    seed()
+    model = make().train()
+    other = copy.deepcopy(model)
+    plain_out, plain = step(model)
+    out, checkpointed = step(other, lambda **inputs: ackpt.checkpoint(other, **inputs))
+    assert_equal(plain, checkpointed, "gradient")
+    assert type(out) is type(plain_out) and list(out) == list(plain_out)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_key_value_cache_is_refused_and_the_message_says_how_to_go_on(masked):
+    model = gpt2(use_cache=True).train()
+    ackpt.apply_activation_checkpointing(model)
+    with fails_cleanly(ackpt.CheckpointError, r"changes an object .*DynamicCache.*use_cache=False"):
+        step(model, masked=masked)
+    model.config.use_cache = False
+    step(model)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with torch.no_grad():  # generating needs no gradient, so the cache works
+        assert model.generate(torch.tensor([[3, 4]]), max_new_tokens=3, do_sample=False).shape == (1, 5)
