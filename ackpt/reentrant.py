@@ -464,7 +464,8 @@ def _not_leaves(aliases, needs_grad):
     get, and torch does not run such hooks of a leaf whose gradient is being captured."""
     if not torch._C._len_torch_dispatch_stack():
         return aliases
-    return [alias.view_as(alias) if needed else alias for alias, needed in zip(aliases, needs_grad)]
+    with torch.enable_grad():
+        return [alias.view_as(alias) if needed else alias for alias, needed in zip(aliases, needs_grad)]
 
 
 def _handed_through(outputs, aliases, given) -> list:
