@@ -102,7 +102,7 @@ def _map(obj, change):
         items = [_map(item, change) for item in obj]
         if all(new is old for new, old in zip(items, obj)):
             return obj
-        return type(obj)(*items) if hasattr(obj, "_fields") else type(obj)(items)
+        return obj._make(items) if hasattr(obj, "_make") else type(obj)(items)
     if isinstance(obj, list):
         items = [_map(item, change) for item in obj]
         if all(new is old for new, old in zip(items, obj)):

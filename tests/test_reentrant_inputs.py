@@ -270,3 +270,15 @@ def test_functions_that_return_no_tensor_of_their_own_make_no_region():
     assert ackpt.checkpoint(lambda: 5) == 5
     detached = ackpt.checkpoint(lambda x: x.sin().detach(), x)
     assert not detached.requires_grad and detached.grad_fn is None
+
+
+def test_packed_sequences():
+    def build():
+        rows = [leaf(3, 2), leaf(2, 2)]
+        rnn = nn.LSTM(2, 3)
+        packed = nn.utils.rnn.pack_sequence(rows)
+        return Case(lambda packed: rnn(packed), (packed,), also=[rows, rnn])
+
+    step = assert_same_step(build)
+    assert type(ackpt.checkpoint(lambda p: p, nn.utils.rnn.pack_sequence([leaf(3, 2)]))) is nn.utils.rnn.PackedSequence
+    assert sum(grad is not None for grad in step.grads) == 2 + 4
