@@ -11,6 +11,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -112,7 +113,7 @@ def configuration(arguments):
     from ackpt.experiments import lm, synthetic
 
     module = lm if arguments.command == "lm" else synthetic
-    base = module.GPU if arguments.tier == "gpu" else module.CPU
+    base: Any = module.GPU if arguments.tier == "gpu" else module.CPU
     known = {field.name for field in dataclasses.fields(base)}
     changes = {}
     for name, value in vars(arguments).items():
@@ -159,7 +160,7 @@ def run_experiment(arguments, command: str) -> int:
             raise UsageError("--predict runs nothing that could be profiled: leave out --profile-dir")
         groups = predict_experiment(config, command)
     else:
-        run = run_lm if arguments.command == "lm" else run_synthetic
+        run: Any = run_lm if arguments.command == "lm" else run_synthetic
         traces = _writable(arguments.profile_dir, "--profile-dir")
         groups = run(config, command, arguments.timed_rounds, None if traces is None else Profiles(traces))
     records = []

@@ -67,7 +67,7 @@ def text(findings: dict) -> str:
     if findings["cuda"]:
         lines.append("tiers: --tier cpu, --tier gpu")
     else:
-        lines.append("no CUDA GPU: --tier cpu runs; --tier gpu --predict gives peaks of the published sizes from shapes")
+        lines.append("no CUDA GPU: --tier cpu runs; --tier gpu --predict gives the published sizes' peaks from shapes")
     for package in findings["packages"]:
         state = "ok" if package["installed"] else f"missing: {package['install']}"
         lines.append(f"{package['name']:<12} {package['for']:<32} {state}")

@@ -62,8 +62,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         counted = targets != ignore_index
         total = torch.zeros((), dtype=precise, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=precise) if needs_weight else None
+        grad_hidden = torch.empty_like(hidden if needs_hidden else hidden[:0])
+        grad_weight = torch.zeros_like(weight if needs_weight else weight[:0], dtype=precise)
         head = weight.to(dtype)
         rows = max(1, -(-hidden.shape[0] // chunks))
         for start in range(0, hidden.shape[0], rows):
@@ -82,7 +82,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         rows_counted = counted.sum().to(precise) if reduction == "mean" else torch.ones_like(total)
         scale = rows_counted.clamp(min=1).reciprocal()  # with no row to count torch's loss is nan, its gradients are 0
         ctx.weight_dtype = weight.dtype
-        ctx.save_for_backward(scale, *(grad for grad in (grad_hidden, grad_weight) if grad is not None))
+        ctx.save_for_backward(scale, *([grad_hidden] * needs_hidden), *([grad_weight] * needs_weight))
         return total / rows_counted
 
     @staticmethod
@@ -95,7 +95,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scale, *saved = ctx.saved_tensors
         scale = scale * grad_loss
         # Both are as large as the tensors they belong to; a copy is made only if a second backward may follow.
-        again = torch._C._autograd._get_current_graph_task_keep_graph()
+        again = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
         grads = iter([grad * scale if again else grad.mul_(scale) for grad in saved])
         grad_hidden = next(grads) if ctx.needs_input_grad[0] else None
         grad_weight = next(grads).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None

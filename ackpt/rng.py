@@ -13,6 +13,7 @@ import ctypes
 import random
 import sys
 import threading
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def _words(state: torch.Tensor) -> bytes:
 class PythonStream:
     """Python's global ``random`` or a ``random.Random`` object."""
 
-    def __init__(self, source=random):
+    def __init__(self, source: Any = random):
         self.source = source
 
     def get(self):
@@ -104,7 +105,7 @@ class NumpyGlobalStream:
     def get(self):
         words = self._read_words()
         known_words, state = self._known
-        if words is not None and words == known_words and not state["has_gauss"]:
+        if words is not None and state is not None and words == known_words and not state["has_gauss"]:
             return state
         state = self.random.get_state(legacy=False)
         self._known = (words, state)

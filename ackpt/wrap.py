@@ -55,7 +55,7 @@ def apply_activation_checkpointing(model, check_fn=None, *, preserve_rng_state=T
     for module in chosen.values():
         if not isinstance(module, _Checkpointed):
             module.__class__ = _checkpointed_class(type(module))
-        module._checkpoint_options = {"preserve_rng_state": preserve_rng_state, "offload": offload}
+        vars(module)["_checkpoint_options"] = {"preserve_rng_state": preserve_rng_state, "offload": offload}
     return list(chosen)
 
 

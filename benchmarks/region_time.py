@@ -25,10 +25,11 @@ def variants(function, x) -> dict:
     ours = functools.partial(ackpt.checkpoint, function, x)
 
     off = {"other_rng": False, "unchanged": False, "exact_graph": False}
+    reentrant = functools.partial(torch_checkpoint, use_reentrant=True)
     calls = {
         "plain": (lambda: function(x), {}),
-        "torch reentrant": (functools.partial(torch_checkpoint, use_reentrant=True), {}),
-        "torch reentrant, no RNG": (functools.partial(torch_checkpoint, use_reentrant=True, preserve_rng_state=False), {}),
+        "torch reentrant": (reentrant, {}),
+        "torch reentrant, no RNG": (functools.partial(reentrant, preserve_rng_state=False), {}),
         "torch non-reentrant": (functools.partial(torch_checkpoint, use_reentrant=False), {}),
         "ackpt": (ours, {}),
         "ackpt, other RNGs off": (ours, {"other_rng": False}),

@@ -53,7 +53,8 @@ def test_predict_needs_no_gpu(capsys):
 
 def test_profile_folder_holds_a_trace_and_scalars(tmp_path, capsys):
     pytest.importorskip("tensorboard")
-    assert main(["synthetic", *TINY, "--method", "checkpoint", "--timed-rounds", "0", "--profile-dir", str(tmp_path)]) == 0
+    once = [*TINY, "--method", "checkpoint", "--timed-rounds", "0"]
+    assert main(["synthetic", *once, "--profile-dir", str(tmp_path)]) == 0
     names = [path.name for path in (tmp_path / "checkpoint-L32").iterdir()]
     assert any(name.endswith(".pt.trace.json") for name in names)
     assert any(name.startswith("events.out.tfevents") for name in names)

@@ -6,6 +6,7 @@ The very step of the experiment runs on tensors without data; ``ackpt.predict`` 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
@@ -25,15 +26,16 @@ def predict_experiment(config, command: str = ""):
     The records' experiment is named ``<experiment>-predicted``; their metrics hold bytes and FLOPs, no losses and no
     times. The step is one of training: forward, backward, AdamW with its states in place.
     """
-    module = lm if isinstance(config, lm.LMConfig) else synthetic
+    make: Any = lm.task if isinstance(config, lm.LMConfig) else synthetic.task
     for seq_len in config.seq_lens:
-        task = module.task(replace(config, device="cpu"), seq_len)  # fake tensors lie on the CPU
+        task = make(replace(config, device="cpu"), seq_len)  # fake tensors lie on the CPU
         settings = record_config(config, seq_len)
         where = environment("cpu", command)
         methods = tqdm(config.methods, desc=f"predict L={seq_len}", unit="method", disable=None, leave=False)
         yield [
-            Record(f"{task.experiment}-predicted", {**settings, "method": method}, _predict(task, config.device, method), where)
+            Record(f"{task.experiment}-predicted", {**settings, "method": method}, peaks, where)
             for method in methods
+            for peaks in [_predict(task, config.device, method)]
         ]
 
 

@@ -65,7 +65,9 @@ def footnote(records) -> str:
     where, config = records[0].environment, records[0].config
     predicted = records[0].experiment.endswith("-predicted")
     dataset = f", corpus {config['dataset']}" if "dataset" in config and not predicted else ""
-    kind = "predicted from shapes, nothing was run" if predicted else f"{where['device_name']}, {where['threads']} threads"
+    kind = f"{where['device_name']}, {where['threads']} threads"
+    if predicted:
+        kind = "predicted from shapes, nothing was run"
     notes = [f"{kind}; torch {where['torch']}; {config['dtype']}{dataset}; sizes in MiB = 2^20 bytes"]
     if any("seconds_ratio" in record.metrics for record in records):
         reference = records[0].metrics["seconds_ratio"]["reference"]

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,38 +79,32 @@ def run(task: Task, methods, steps: int, config: dict, command: str, *, timed_ro
     for method in methods:
         model.load_state_dict(start)
         configure(model, method)
-        optimizer = adamw(model, task.learning_rate)
-        scaler = torch.amp.GradScaler(task.device) if task.dtype == "float16" else None
-        losses, seconds = _train(task, model, optimizer, method, steps, scaler)
-        batch = task.batch(steps)
-
-        def step():
-            one_step(task, model, optimizer, batch, method, scaler)
-
-        measured = measure(
-            step,
-            task.device,
-            resident=(model, optimizer, *task.tensors(batch)),
-            warmup=1,
-            repeats=0,
-        )
-        metrics[method] = {
-            "losses": losses,
-            "seconds_training": seconds,
-            **{key: value for key, value in measured.to_json().items() if key not in ("device", "seconds")},
-            "timeline": measured.timeline.thinned(400).to_json(),
-        }
-        if profiles is not None:
-            name = f"{method}-L{config['seq_len']}"
-            profiles.scalars(name, losses, measured.peak_bytes)
-            profiles.trace(name, step)
-        del optimizer, step
+        metrics[method] = _train_and_measure(task, model, method, steps, config, profiles)
         model.zero_grad(set_to_none=True)
     check_losses({method: values["losses"] for method, values in metrics.items()}, exact=task.device == "cpu")
     for method, times in _time(task, model, start, methods, timed_rounds).items():
         metrics[method].update(times)
     where = environment(task.device, command)
     return [Record(task.experiment, {**config, "method": method}, metrics[method], where) for method in methods]
+
+
+def _train_and_measure(task, model, method, steps, config, profiles) -> dict:
+    optimizer = adamw(model, task.learning_rate)
+    scaler = torch.amp.GradScaler(task.device) if task.dtype == "float16" else None
+    losses, seconds = _train(task, model, optimizer, method, steps, scaler)
+    batch = task.batch(steps)
+    step = partial(one_step, task, model, optimizer, batch, method, scaler)
+    measured = measure(step, task.device, resident=(model, optimizer, *task.tensors(batch)), warmup=1, repeats=0)
+    if profiles is not None:
+        name = f"{method}-L{config['seq_len']}"
+        profiles.scalars(name, losses, measured.peak_bytes)
+        profiles.trace(name, step)
+    return {
+        "losses": losses,
+        "seconds_training": seconds,
+        **{key: value for key, value in measured.to_json().items() if key not in ("device", "seconds")},
+        "timeline": measured.timeline.thinned(400).to_json(),
+    }
 
 
 def _train(task, model, optimizer, method, steps, scaler):
@@ -162,8 +157,8 @@ def check_losses(losses: dict[str, list[float]], exact: bool) -> None:
         if exact and twin in losses and values != losses[twin]:
             step = _first(values, lambda pair: pair[0] != pair[1], losses[twin])
             raise LossesDiffer(
-                f"the losses of {method} and {twin} differ at step {step}: {values[step]!r} and {losses[twin][step]!r}; "
-                "checkpointing must not change a bit"
+                f"the losses of {method} and {twin} differ at step {step}: {values[step]!r} and "
+                f"{losses[twin][step]!r}; checkpointing must not change a bit"
             )
         tolerance = TOLERANCE["chunked"] if exact else TOLERANCE["gpu"]
         if not (exact and same_head):
