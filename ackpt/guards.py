@@ -136,8 +136,14 @@ class State:
             if not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter) and not tensor.is_inference()
         ]
 
-    def after_forward(self) -> set[int]:
-        """Keep the old values of what the forward changed; return the ids of those buffers."""
+    def after_forward(self, leaves) -> set[int]:
+        """Keep the old values of what the forward changed; return the ids of those buffers.
+
+        Of tensors with a history, names are kept for those among `leaves` only: a module that remembers its last output
+        would else keep the graphs of all its steps alive.
+        """
+        used = {id(leaf) for leaf in leaves}
+        self._bindings = [binding for binding in self._bindings if not _has_history(binding[2]) or id(binding[2]) in used]
         for tensor, name, mark in self._parameters:
             if version(tensor) != mark:
                 raise CheckpointError(
@@ -186,6 +192,10 @@ class State:
                 with torch.no_grad():
                     for tensor, value in zip(tensors, now):
                         tensor.copy_(value)
+
+
+def _has_history(value) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 @contextlib.contextmanager

@@ -30,8 +30,8 @@ class Reach:
 
     ``tensors``: all of them but running statistics, ``{id: (tensor, name)}``. ``statistics``: buffers that a
     normalisation layer in training mode updates but does not read. ``streams``: generator objects. ``bindings``:
-    names that could come to mean something else, ``(namespace, name, value)``: parameters, buffers, tensor attributes
-    and ``training`` of modules, globals of functions. ``sharded``: whether a module inside is managed by FSDP, whose
+    names that could come to mean something else, ``(namespace, name, value)``: parameters, buffers, tensor and number
+    attributes of modules, globals of functions. ``sharded``: whether a module inside is managed by FSDP, whose
     hooks expect gradients to arrive inside the region.
     """
 
@@ -109,12 +109,19 @@ class Reach:
                 else:
                     self.tensors.setdefault(id(value), (value, prefix + key))
         for key, value in attributes.items():
-            if key not in _MODULE_FIELDS and not isinstance(value, _PLAIN):
-                if isinstance(value, torch.Tensor):
-                    self.tensors.setdefault(id(value), (value, prefix + key))
-                    bindings.append((attributes, key, value))
-                else:
-                    self._generator(value)
+            kind = type(value)
+            if key in _MODULE_FIELDS or kind is str:
+                continue
+            if kind in _NUMBERS:
+                bindings.append((attributes, key, value))
+            elif isinstance(value, torch.Tensor):
+                self.tensors.setdefault(id(value), (value, prefix + key))
+                bindings.append((attributes, key, value))
+            elif isinstance(value, _CONTAINERS):
+                if value and type(next(iter(value.values() if isinstance(value, dict) else value))) not in _ATOMS:
+                    self._visit(value, prefix + key, 1)
+            else:
+                self._generator(value)
         if own_hooks and not self.sharded:
             self.sharded = any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
         for key, child in module._modules.items():
@@ -185,7 +192,7 @@ def _is_plain_object(obj) -> bool:
     return hasattr(obj, "__dict__") and not isinstance(obj, (type, types.ModuleType, types.BuiltinFunctionType))
 
 
-_PLAIN = (bool, int, float, str, type(None), list, tuple, dict)
+_NUMBERS = frozenset((bool, int, float, type(None)))
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _ABSENT = object()
 _MODULE_FIELDS = frozenset(vars(nn.Module()))

@@ -267,7 +267,7 @@ class _Region:
         self.function = frozen(self.function)
         if self.state is not None:
             self.saved_marks = [(weakref.ref(tensor), mark) for tensor, mark in zip(given, marks)]
-            changed = self.state.after_forward()
+            changed = self.state.after_forward(leaves)
             watched = {id(leaf): (leaf, reach.tensors.get(id(leaf), (None, ""))[1]) for leaf in leaves}
             for key, (tensor, name) in reach.tensors.items():
                 if not tensor.requires_grad and key not in changed:

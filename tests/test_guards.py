@@ -68,6 +68,37 @@ class CodeBook(nn.Module):
         return x + (quantised - x).detach()
 
 
+class Counter(nn.Module):
+    """Numbers that change with every call, and a tensor made in the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.rate, self.cache, self.started = 0, 1.0, None, False
+
+    def forward(self, x):
+        self.calls += 1
+        self.rate *= 0.5
+        if not self.started:
+            self.cache, self.started = torch.arange(4.0), True
+        return x * self.calls + self.rate * self.cache + x * self.started
+
+
+class Unregistered(nn.Module):
+    """Modules, tensors and a generator that torch does not know of, in lists and dicts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.BatchNorm1d(4), nn.Sequential(MovingAverage(True))]
+        self.counts = {"mean": torch.zeros(4)}
+        self.generators = [torch.Generator().manual_seed(0)]
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        self.counts["mean"].add_(x.detach().mean(0))
+        return x * torch.rand(4, generator=self.generators[0]) + self.counts["mean"]
+
+
 class Renorm(nn.BatchNorm1d):
     """A subclass that normalises with the running statistics while it trains."""
 
@@ -98,6 +129,8 @@ LAYERS = {
     "large average in place": lambda: MovingAverage(False, 300_000),
     "large average by rebinding": lambda: MovingAverage(True, 300_000),
     "code book": CodeBook,
+    "numbers": Counter,
+    "unregistered modules": Unregistered,
 }
 
 

@@ -302,3 +302,32 @@ def test_plain_models_need_no_collector_either(no_gc):
     reference = weakref.ref(plain_call(torch.sin, x))
     kept = chain(x)
     assert reference() is None and weakref.ref(kept)() is kept
+
+
+@pytest.mark.parametrize("where", ["attribute", "hook", "list"])
+def test_a_module_that_remembers_its_last_output_does_not_keep_all_steps(no_gc, where):
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.last, self.all = nn.Linear(4, 4), None, [torch.zeros(4)]
+
+        def forward(self, x):
+            return self.layer(x)
+
+    model = nn.ModuleList([Remembers()])
+    ackpt.apply_activation_checkpointing(model, "0")
+    alive = []
+    for _ in range(4):
+        y = model[0](torch.randn(3, 4))
+        alive.append(weakref.ref(y))
+        if where == "attribute":
+            model[0].last = y
+        elif where == "list":
+            model[0].all[0] = y
+        else:
+            handle = model[0].register_forward_hook(lambda module, args, out: setattr(module, "last", out))
+            model[0](torch.randn(3, 4))
+            handle.remove()
+        y.sum().backward()
+    del y
+    assert [reference() is not None for reference in alive[:-1]] == [False] * 3
