@@ -74,9 +74,9 @@ def _find_rebound(function, shared, seen):
     if not isinstance(function, types.FunctionType) or id(function) in seen:
         return
     seen[id(function)] = function
-    rebound = _rebound_names(function.__code__)
+    rebound = rebound_names(function.__code__)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        if name in rebound or not _bound(cell):
+        if name in rebound or not bound(cell):
             shared[id(cell)] = cell
         else:
             _find_rebound(cell.cell_contents, shared, seen)
@@ -103,7 +103,7 @@ def _copied(function, cells, copies):
     return copy
 
 
-def _bound(cell) -> bool:
+def bound(cell) -> bool:
     try:
         _ = cell.cell_contents
     except ValueError:
@@ -112,10 +112,10 @@ def _bound(cell) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _rebound_names(code) -> frozenset[str]:
+def rebound_names(code) -> frozenset[str]:
     """Closure names that the code, or code nested in it, assigns to."""
     names = {item.argval for item in dis.get_instructions(code) if item.opname in ("STORE_DEREF", "DELETE_DEREF")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _rebound_names(constant)
+            names |= rebound_names(constant)
     return frozenset(names)

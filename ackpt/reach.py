@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from .closure import bound, rebound_names
 from .rng import stream_of
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -31,8 +32,8 @@ class Reach:
     ``tensors``: all of them but running statistics, ``{id: (tensor, name)}``. ``statistics``: buffers that a
     normalisation layer in training mode updates but does not read. ``streams``: generator objects. ``bindings``:
     names that could come to mean something else, ``(namespace, name, value)``: parameters, buffers, tensor and number
-    attributes of modules, globals of functions. ``sharded``: whether a module inside is managed by FSDP, whose
-    hooks expect gradients to arrive inside the region.
+    attributes of modules, tensors in containers, objects and rebound cells, globals of functions. ``sharded``:
+    whether a module inside is managed by FSDP, whose hooks expect gradients to arrive inside the region.
     """
 
     __slots__ = ("tensors", "statistics", "streams", "bindings", "sharded", "walked", "_seen")
@@ -65,15 +66,19 @@ class Reach:
         elif isinstance(obj, _CONTAINERS):
             if depth < _DEPTH and id(obj) not in self._seen:
                 self._seen.add(id(obj))
-                items = obj.items() if isinstance(obj, dict) else enumerate(obj)
-                for key, item in items:
+                namespace = obj if isinstance(obj, dict) else _Items(obj) if isinstance(obj, list) else None
+                for key, item in obj.items() if isinstance(obj, dict) else enumerate(obj):
                     if type(item) not in _ATOMS:
                         self._visit(item, f"{name}[{key!r}]", depth + 1)
+                        if namespace is not None and isinstance(item, torch.Tensor):
+                            self.bindings.append((namespace, key, item))
         elif not self._generator(obj) and depth < _DEPTH and _is_plain_object(obj) and id(obj) not in self._seen:
             self._seen.add(id(obj))
             for key, item in vars(obj).items():
                 if type(item) not in _ATOMS:
                     self._visit(item, f"{name}.{key}", depth + 1)
+                    if isinstance(item, torch.Tensor):
+                        self.bindings.append((vars(obj), key, item))
 
     def _generator(self, obj) -> bool:
         if not isinstance(obj, _generator_types()):
@@ -142,11 +147,12 @@ class Reach:
             if not isinstance(function, types.FunctionType):
                 return
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # an empty cell: the name is not bound yet
+            if not bound(cell):
                 continue
+            value = cell.cell_contents
             self._visit(value, key, depth + 1)
+            if isinstance(value, torch.Tensor) and key in rebound_names(function.__code__):
+                self.bindings.append((_Contents(cell), key, value))
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._visit(item, name, depth + 1)
         read, written = _global_names(function.__code__)
@@ -154,7 +160,7 @@ class Reach:
             value = function.__globals__.get(key, _ABSENT)
             if value is _ABSENT:  # a builtin
                 continue
-            if key not in written:
+            if key not in written or isinstance(value, torch.Tensor):
                 self.bindings.append((function.__globals__, key, value))
             if isinstance(value, (torch.Tensor, nn.Module, *_CONTAINERS, functools.partial, types.MethodType)):
                 self._visit(value, key, depth + 1)
@@ -163,6 +169,39 @@ class Reach:
                     self._function(value, key, depth + 1)
             else:
                 self._generator(value)
+
+
+class _Items:
+    """The items of a list under the names 0, 1, ..., so that they can be bound again like attributes."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def get(self, place, default=None):
+        return self.items[place] if place < len(self.items) else default
+
+    def __setitem__(self, place, value):
+        if place < len(self.items):
+            self.items[place] = value
+
+    def pop(self, place, default=None):
+        """A list that is shorter now stays so."""
+
+
+class _Contents:
+    """A closure's cell in the same way."""
+
+    def __init__(self, cell):
+        self.cell = cell
+
+    def get(self, name, default=None):
+        return self.cell.cell_contents if bound(self.cell) else default
+
+    def __setitem__(self, name, value):
+        self.cell.cell_contents = value
+
+    def pop(self, name, default=None):
+        del self.cell.cell_contents
 
 
 def held(items) -> dict[int, torch.Tensor]:

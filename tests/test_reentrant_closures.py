@@ -314,6 +314,87 @@ def test_a_nonlocal_counter_stays_the_callers():
     assert through_a_helper() == 2
 
 
+def state_in_a_dict(layer):
+    state = {"h": torch.zeros(3, 4)}
+
+    def function(x):
+        h = (layer(x) + state["h"]).tanh()
+        state["h"] = h.detach()
+        return h
+
+    return function, lambda: state["h"]
+
+
+def state_in_a_list(layer):
+    state = [torch.zeros(3, 4)]
+
+    def function(x):
+        h = (layer(x) + state[0]).tanh()
+        state[0] = h.detach()
+        return h
+
+    return function, lambda: state[0]
+
+
+def state_in_an_object(layer):
+    state = Holder(torch.zeros(3, 4))
+
+    def function(x):
+        h = (layer(x) + state.weight).tanh()
+        state.weight = h.detach()
+        return h
+
+    return function, lambda: state.weight
+
+
+def state_in_a_name(layer):
+    state = torch.zeros(3, 4)
+
+    def function(x):
+        nonlocal state
+        h = (layer(x) + state).tanh()
+        state = h.detach()
+        return h
+
+    return function, lambda: state
+
+
+def state_in_a_method(layer):
+    class Recurrent:
+        h = torch.zeros(3, 4)
+
+        def step(self, x):
+            h = (layer(x) + self.h).tanh()
+            self.h = h.detach()
+            return h
+
+    recurrent = Recurrent()
+    recurrent.h = recurrent.h
+    return recurrent.step, lambda: recurrent.h
+
+
+STATES = [state_in_a_dict, state_in_a_list, state_in_an_object, state_in_a_name, state_in_a_method]
+
+
+@pytest.mark.parametrize("make", STATES, ids=lambda make: make.__name__)
+def test_tensors_that_a_function_replaces_each_time(make):
+    """A recurrent state: each recompute starts from the one its forward saw, the last one stays."""
+
+    def run(call):
+        seed()
+        layer, x = nn.Linear(4, 4), batch()
+        function, state = make(layer)
+        y = x
+        for _ in range(3):
+            y = call(function, y)
+        last = state()
+        total(y).backward()
+        assert state() is last
+        return [x.grad, last]
+
+    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+
+
 def force(net):
     def function(positions):
         energy = net(positions).sin().sum()
