@@ -118,8 +118,10 @@ def assert_equal(first, second, what: str) -> None:
         assert (one is None) == (other is None), f"{what} {place}: {one} and {other}"
         if one is not None:
             assert one.dtype == other.dtype and one.shape == other.shape, f"{what} {place}"
-            same = torch.equal(one, other) or torch.equal(one.isnan(), other.isnan()) and torch.equal(
-                one.nan_to_num(), other.nan_to_num()
+            same = (
+                torch.equal(one, other)
+                or torch.equal(one.isnan(), other.isnan())
+                and torch.equal(one.nan_to_num(), other.nan_to_num())
             )
             assert same, f"{what} {place}: {one} and {other}"
 

@@ -1,0 +1,203 @@
+"""Names that mean something else by the time of the recompute, and state that a function carries along."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import pytest
+import torch
+from conftest import assert_equal, plain_call, seed, total
+from torch import nn
+
+import ackpt
+
+
+def batch():
+    return torch.randn(3, 4, requires_grad=True)
+
+
+def late(x, call):
+    for i in range(1, 4):
+        x = call(lambda x: (x * i).sin(), x)  # noqa: B023
+    return x
+
+
+def late_in_a_helper(x, call):
+    for i in range(1, 4):
+
+        def scale(x):
+            return x * i  # noqa: B023
+
+        x = call(lambda x: scale(x).sin(), x)  # noqa: B023
+    return x
+
+
+def late_in_a_partial(x, call):
+    for i in range(1, 4):
+        x = call(functools.partial(lambda k, x: (x * i * k).sin(), 0.5), x)  # noqa: B023
+    return x
+
+
+def rebound_tensor(x, call):
+    weight = torch.ones(4)
+    for _ in range(3):
+        x = call(lambda x: (x * weight).sin(), x)  # noqa: B023
+        weight = weight + 1
+    return x
+
+
+def closes_over_what_it_makes(x, call):
+    y = x.exp()
+    for _ in range(3):
+        y = call(lambda: (y * x).sin())  # noqa: B023
+    return y
+
+
+LATE = [late, late_in_a_helper, late_in_a_partial, rebound_tensor, closes_over_what_it_makes]
+
+
+@pytest.mark.parametrize("loop", LATE, ids=lambda loop: loop.__name__)
+def test_names_that_move_on_after_the_forward(loop):
+    def gradient(call):
+        seed()
+        x = batch()
+        total(loop(x, call)).backward()
+        return x.grad
+
+    assert torch.equal(gradient(plain_call), gradient(ackpt.checkpoint))
+
+
+SCRIPT = """
+x = torch.ones(3, requires_grad=True)
+weights = [torch.full((3,), 0.5, requires_grad=True) for _ in range(3)]
+
+def helper(x):
+    return x * i
+
+y = x
+for i, weight in enumerate(weights):
+    y = call(lambda x: (helper(x) + x * weight * (i + 1)).sin(), y)
+y.sum().backward()
+after = (i, weight is weights[-1])
+"""
+
+
+def test_a_loop_at_the_top_of_a_script():
+    spaces = []
+    for call in (plain_call, ackpt.checkpoint):
+        spaces.append({"torch": torch, "call": call, "__name__": "script"})
+        exec(SCRIPT, spaces[-1])
+    plain, checkpointed = spaces
+    assert torch.equal(plain["x"].grad, checkpointed["x"].grad)
+    assert_equal([w.grad for w in plain["weights"]], [w.grad for w in checkpointed["weights"]], "gradient")
+    assert checkpointed["after"] == plain["after"] and checkpointed["i"] == 2
+
+
+def test_a_nonlocal_counter_stays_the_callers():
+    count = 0
+
+    def function(x):
+        nonlocal count
+        count += 1
+        return x.sin()
+
+    ackpt.checkpoint(function, batch()).sum().backward()
+    assert count == 2
+
+    def through_a_helper():
+        calls = 0
+
+        def add():
+            nonlocal calls
+            calls += 1
+
+        def function(x):
+            add()
+            return x * min(calls, 1)
+
+        ackpt.checkpoint(function, batch()).sum().backward()
+        return calls
+
+    assert through_a_helper() == 2
+
+
+def state_in_a_dict(layer):
+    state = {"h": torch.zeros(3, 4)}
+
+    def function(x):
+        h = (layer(x) + state["h"]).tanh()
+        state["h"] = h.detach()
+        return h
+
+    return function, lambda: state["h"]
+
+
+def state_in_a_list(layer):
+    state = [torch.zeros(3, 4)]
+
+    def function(x):
+        h = (layer(x) + state[0]).tanh()
+        state[0] = h.detach()
+        return h
+
+    return function, lambda: state[0]
+
+
+def state_in_an_object(layer):
+    state = types.SimpleNamespace(weight=torch.zeros(3, 4))
+
+    def function(x):
+        h = (layer(x) + state.weight).tanh()
+        state.weight = h.detach()
+        return h
+
+    return function, lambda: state.weight
+
+
+def state_in_a_name(layer):
+    state = torch.zeros(3, 4)
+
+    def function(x):
+        nonlocal state
+        h = (layer(x) + state).tanh()
+        state = h.detach()
+        return h
+
+    return function, lambda: state
+
+
+def state_in_a_method(layer):
+    class Recurrent:
+        h = torch.zeros(3, 4)
+
+        def step(self, x):
+            h = (layer(x) + self.h).tanh()
+            self.h = h.detach()
+            return h
+
+    recurrent = Recurrent()
+    recurrent.h = recurrent.h
+    return recurrent.step, lambda: recurrent.h
+
+
+STATES = [state_in_a_dict, state_in_a_list, state_in_an_object, state_in_a_name, state_in_a_method]
+
+
+@pytest.mark.parametrize("make", STATES, ids=lambda make: make.__name__)
+def test_tensors_that_a_function_replaces_each_time(make):
+    """A recurrent state: each recompute starts from the one its forward saw, the last one stays."""
+
+    def run(call):
+        seed()
+        layer, x = nn.Linear(4, 4), batch()
+        function, state = make(layer)
+        y = x
+        for _ in range(3):
+            y = call(function, y)
+        last = state()
+        total(y).backward()
+        assert state() is last
+        return [x.grad, last]
+
+    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
