@@ -194,3 +194,17 @@ def test_a_large_buffer_that_changes_for_the_first_time_is_refused_once():
         step(True)
     step(True)
     assert layer.steps == 2
+
+
+def test_what_another_operation_saved_of_a_buffer_stays_usable():
+    """Old values go in and out without a trace in the version counter that autograd compares."""
+
+    def run(call):
+        seed()
+        layer, x = MovingAverage(False), batch()
+        loss = total(call(layer, x) * layer.mean)
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        return [x.grad, layer.mean]
+
+    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")

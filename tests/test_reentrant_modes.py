@@ -66,9 +66,10 @@ def test_forward_and_backward_inside_of_one_autocast_block():
     assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
 @pytest.mark.parametrize("cast", [bf16, no_cache])
 @pytest.mark.parametrize("order", ["before", "after", "both"])
-def test_a_weight_used_inside_and_outside_of_the_region_under_autocast(order, cast):
+def test_a_weight_used_inside_and_outside_of_the_region_under_autocast(order, cast, inside):
     """The cache of casts must not tie the region's graph to the outer one; sums are grouped per region."""
 
     def run(call):
@@ -78,12 +79,35 @@ def test_a_weight_used_inside_and_outside_of_the_region_under_autocast(order, ca
             y = x @ weight if order in ("before", "both") else x
             y = call(lambda y: (y @ weight).sin(), y)
             y = y @ weight if order in ("after", "both") else y
-        total(y).backward()
+            loss = total(y)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
         return [y.detach(), x.grad], weight.grad
 
     (first, weight), (second, other) = run(plain_call), run(ackpt.checkpoint)
     assert_equal(first, second, "value")
     torch.testing.assert_close(weight, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("cast", [bf16, no_cache])
+def test_a_closed_over_tensor_and_a_backward_inside_of_autocast(cast):
+    """A cast that the cache keeps from outside would look like a part of the closed-over tensor's history."""
+
+    def run(call):
+        seed()
+        weight, x = nn.Parameter(torch.randn(4, 4)), batch()
+        with cast():
+            h = (x @ weight).sin()
+            y = call(lambda y: (y @ weight) * h, x) @ weight
+            total(y).backward()
+        return [y.detach()], [x.grad, weight.grad]
+
+    (first, grads), (second, others) = run(plain_call), run(ackpt.checkpoint)
+    assert_equal(first, second, "value")
+    for one, other in zip(grads, others):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=5e-2)
 
 
 def test_autocast_inside_of_the_region_and_nested_regions_under_autocast():
