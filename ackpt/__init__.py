@@ -5,7 +5,8 @@ from .guards import guarantees
 from .loss import chunked_cross_entropy
 from .meter import compare_seconds, count_flops, measure
 from .predict import predict
-from .reentrant import checkpoint, is_recomputing
+from .reentrant import checkpoint
+from .region import is_recomputing
 from .wrap import apply_activation_checkpointing, checkpoint_sequential, remove_activation_checkpointing
 
 __version__ = "0.1.0"

@@ -6,6 +6,7 @@ import dis
 import functools
 import threading
 import types
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -34,9 +35,9 @@ class Cut(TorchFunctionMode):
         return super().__exit__(*exception)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*self.replaced(args), **self.replaced(kwargs or {}))
+        return func(*self.replaced(args), **dict(self.replaced(kwargs or {})))
 
-    def replaced(self, obj):
+    def replaced(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
             known = self.leaves.get(id(obj))
             return obj if known is None else known[1]

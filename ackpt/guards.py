@@ -143,7 +143,9 @@ class State:
         would else keep the graphs of all its steps alive.
         """
         used = {id(leaf) for leaf in leaves}
-        self._bindings = [binding for binding in self._bindings if not _has_history(binding[2]) or id(binding[2]) in used]
+        self._bindings = [
+            binding for binding in self._bindings if not _has_history(binding[2]) or id(binding[2]) in used
+        ]
         for tensor, name, mark in self._parameters:
             if version(tensor) != mark:
                 raise CheckpointError(

@@ -13,6 +13,7 @@ import functools
 import random
 import sys
 import types
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ class Reach:
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self.statistics: list[torch.Tensor] = []
         self.streams: list = []
-        self.bindings: list[tuple[dict, str, object]] = []
+        self.bindings: list[tuple[Any, Any, object]] = []
         self.sharded = False
         self.walked = function is not None
         self._seen: set[int] = set()
@@ -262,7 +263,8 @@ def _global_names(code) -> tuple[tuple[str, ...], frozenset[str]]:
 
 def _accumulate_grad_type():
     leaf = torch.zeros((), requires_grad=True)
-    return type(leaf.view_as(leaf).grad_fn.next_functions[0][0])
+    node: Any = leaf.view_as(leaf).grad_fn
+    return type(node.next_functions[0][0])
 
 
 _ACCUMULATE_GRAD = _accumulate_grad_type()
@@ -283,7 +285,7 @@ def graph_inputs(outputs, aliases, tensors, started: int):
         for edge in stack.pop().next_functions:
             node = edge[0]
             if type(node) is _ACCUMULATE_GRAD:
-                found.append(node.variable)
+                found.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
             elif node is None or node in seen:
                 continue
             elif closed_over and edge in closed_over:

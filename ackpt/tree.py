@@ -102,7 +102,8 @@ def _map(obj, change):
         items = [_map(item, change) for item in obj]
         if all(new is old for new, old in zip(items, obj)):
             return obj
-        return obj._make(items) if hasattr(obj, "_make") else type(obj)(items)
+        make = getattr(obj, "_make", type(obj))  # a named tuple takes its fields one by one
+        return make(items)
     if isinstance(obj, list):
         items = [_map(item, change) for item in obj]
         if all(new is old for new, old in zip(items, obj)):

@@ -1,0 +1,316 @@
+"""One region: the two runs of its function, and what the second one must find as the first one did.
+
+``first_forward`` runs the function with a graph, takes from that graph which outputs need a gradient and in which
+tensors it ends, and lets it go. ``recompute`` runs the function again over the saved inputs and keeps the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+
+import torch
+
+from . import guards, refusals, rng
+from .autocast import OFF, Autocast, any_enabled
+from .closure import Cut, current_cut, frozen
+from .reach import Reach, graph_inputs, held
+from .tree import Tensors, fill, fill_arguments, is_plain, strip_arguments, strip_result
+
+_local = threading.local()
+_NOTHING = contextlib.nullcontext()
+_NOT_WALKED = Reach()
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_recomputing() -> bool:
+    """Whether the calling code runs inside a recompute: a forward hook that must act once per step can ask.
+
+    Example:
+        >>> import ackpt
+        >>> ackpt.is_recomputing()
+        False
+    """
+    return getattr(_local, "recomputing", False)
+
+
+class Region:
+    """One call of ``checkpoint``: what its recompute needs besides the saved inputs."""
+
+    __slots__ = (
+        *("function", "template", "names", "has_containers", "given", "needs_grad", "saved_marks", "nested"),
+        *("preserve_rng_state", "streams", "autocast", "guarantees", "state", "watch", "inside"),
+        *("expected", "count", "cut", "own", "template_out", "handed", "values"),
+    )
+
+    def __init__(self, function, args, kwargs, preserve_rng_state):
+        self.given = Tensors()
+        self.names = tuple(kwargs)
+        self.template, self.has_containers = strip_arguments((*args, *kwargs.values()), self.given)
+        self.function = function
+        self.preserve_rng_state = preserve_rng_state
+        self.guarantees = guards.current()
+        self.nested = is_recomputing()
+        self.autocast = Autocast() if any_enabled() else None
+        self.streams = []
+        self.state = self.watch = None
+        self.cut = current_cut()
+        if self.cut is not None:
+            self.given[:] = self.cut.replaced(list(self.given))
+
+    def first_forward(self):
+        """Run the function once; return the tensors that the node has as inputs: ``(arguments, leaves)``."""
+        given = self.given
+        self.needs_grad = [tensor.requires_grad for tensor in given]
+        reach = self._reach()
+        if self.guarantees.unchanged:
+            self.state = guards.State(reach)
+        aliases, starts = given, []
+        if self.guarantees.exact_graph:
+            aliases = _aliases(given, self.needs_grad)
+            starts = [weakref.ref(alias) for alias, needed in zip(aliases, self.needs_grad) if needed]
+        marks = [guards.version(tensor) for tensor in given]
+        leaves = self._forward(given, aliases, marks, reach)
+        del aliases
+        self.given = Tensors()  # the inputs live on in the node alone
+        # The graph of the first forward ends there and should be gone.
+        for start in starts:
+            if (alias := start()) is not None:
+                alias.register_hook(refusals.leak)
+        leaves = [leaf for leaf in map(_still_there, leaves) if leaf is not None]
+        if self.own:
+            self._remember(given, marks, leaves, reach)
+        return given, leaves
+
+    def take_values(self):
+        """The values of the outputs that need a gradient, once."""
+        values, self.values = self.values, None
+        return values
+
+    def result(self, made):
+        """What the function returned, with the node's outputs `made` in their places."""
+        handed, self.handed = self.handed, []
+        for place, output in zip(self.own, made):
+            handed[place] = output
+        return fill(self.template_out, handed)
+
+    def _forward(self, given, aliases, marks, reach):
+        """Run the function once; of its graph only the tensors in which it ends are returned, in ``leaves``."""
+        started = torch.autograd._get_sequence_nr()
+        result = self._first_forward(aliases, reach)
+        self._check_inputs(given, marks)
+        outputs, template = strip_result(result)
+        if self.guarantees.exact_graph:
+            new = [i for i, output in enumerate(outputs) if _made_since(started, output)]
+            own = [i for i in new if id(outputs[i]) not in reach.tensors]
+        else:
+            own = [i for i, output in enumerate(outputs) if _may_need_grad(output) and not _is_among(output, aliases)]
+        self.own, self.template_out = own, template
+        self.handed = [None] * len(outputs) if len(own) == len(outputs) else _handed_through(outputs, aliases, given)
+        if not own:
+            return []
+        starts = [alias for alias, needed in zip(aliases, self.needs_grad) if needed]
+        leaves = self._leaves([outputs[place] for place in own], starts, reach, started)
+        if reach.walked:  # what no walk finds and dies with the graph is a leaf that the function made for itself
+            leaves = [leaf if id(leaf) in reach.tensors else weakref.ref(leaf) for leaf in leaves]
+        self.expected = {place: self._signature(outputs[place]) for place in own}
+        self.count = len(outputs)
+        self.values = _detached([outputs[place] for place in own])
+        for place in own:
+            self.handed[place] = None
+        return leaves
+
+    def _reach(self):
+        wanted = self.guarantees.unchanged or self.guarantees.other_rng or "torch.distributed.fsdp" in sys.modules
+        return Reach(self.function, self.template) if wanted else _NOT_WALKED
+
+    def _first_forward(self, aliases, reach):
+        if self.autocast is not None:
+            torch.clear_autocast_cache()
+        try:
+            with rng.LOCK if self.preserve_rng_state else _NOTHING, _no_saved_tensor_hooks():
+                before = rng.snapshot(reach.streams, self.guarantees.other_rng) if self.preserve_rng_state else []
+                with _NOTHING if self.guarantees.exact_graph else torch.no_grad():
+                    result = self._call(aliases)
+                self.streams = rng.drawn_from(before)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" in str(error):
+                what = "a tensor that requires grad: an input of the region or a parameter"
+                raise refusals.changes_inputs(what) from error
+            raise
+        finally:
+            if self.autocast is not None:
+                torch.clear_autocast_cache()
+        return result
+
+    def _call(self, tensors):
+        values = fill_arguments(self.template, tensors)
+        if self.names:
+            split = len(values) - len(self.names)
+            result = self.function(*values[:split], **dict(zip(self.names, values[split:])))
+        else:
+            result = self.function(*values)
+        if self.has_containers:
+            after = Tensors()
+            strip_arguments(values, after)
+            if [id(tensor) for tensor in after] != [id(tensor) for tensor in tensors]:
+                raise refusals.changes_containers()
+        return result
+
+    def _check_inputs(self, given, marks):
+        for place, (tensor, mark) in enumerate(zip(given, marks)):
+            if guards.version(tensor) != mark:
+                raise refusals.changes_inputs(f"its input tensor number {place} ({guards.describe(tensor)})")
+
+    def _leaves(self, outputs, aliases, reach, started):
+        """Parameters and closed-over tensors that take part: they become inputs of the autograd node."""
+        # FSDP reduces gradients in hooks inside the region, so they must be accumulated there.
+        self.inside = reach.sharded or not self.guarantees.exact_graph
+        if self.inside:
+            return []
+        leaves, node = graph_inputs(outputs, aliases, _tensors(reach), started)
+        if node is not None and not reach.walked:
+            reach = Reach(self.function, self.template)
+            leaves, node = graph_inputs(outputs, aliases, _tensors(reach), started)
+        if node is not None:
+            raise refusals.unreachable(node)
+        return leaves
+
+    def _remember(self, given, marks, leaves, reach):
+        """Keep what the recompute needs and what must not change until then; let go of the input tensors."""
+        self.function = frozen(self.function)
+        if self.state is not None:
+            self.saved_marks = [(weakref.ref(tensor), mark) for tensor, mark in zip(given, marks)]
+            changed = self.state.after_forward(leaves)
+            watched = {id(leaf): (leaf, reach.tensors.get(id(leaf), (None, ""))[1]) for leaf in leaves}
+            for key, (tensor, name) in reach.tensors.items():
+                if not tensor.requires_grad and key not in changed:
+                    watched[key] = (tensor, name)
+            self.watch = guards.Watch(watched.values())
+
+    def recompute(self, saved, leaves):
+        """Run the function again: ``(where its graph starts, own outputs)``."""
+        aliases = _aliases(saved, self.needs_grad)
+        closed_over = [leaf for leaf in leaves if leaf.grad_fn is not None]
+        cut = self._cut(closed_over)
+        started = torch.autograd._get_sequence_nr()
+        holders = [item for item in self.template if not is_plain(item)] if self.guarantees.unchanged else []
+        before = held(holders) if holders else {}
+        try:
+            with cut or _NOTHING:
+                result = self._call_again(_not_leaves(aliases, self.needs_grad))
+        except RuntimeError as error:  # of shapes that do not fit because of such a change, perhaps
+            if holders and held(holders).keys() != before.keys():
+                raise refusals.changes_argument(holders) from error
+            raise
+        if holders and held(holders).keys() != before.keys():
+            raise refusals.changes_argument(holders)
+        outputs, _ = strip_result(result)
+        if len(outputs) != self.count or any(self._signature(outputs[i]) != mark for i, mark in self.expected.items()):
+            raise refusals.other_outputs(self.count, self.expected, [self._signature(output) for output in outputs])
+        own = [outputs[place] for place in self.expected]
+        starts = [alias for alias, needed in zip(aliases, self.needs_grad) if needed]
+        if cut is not None:
+            starts += cut.replaced(leaves)
+            found, node = graph_inputs(own, [], closed_over, started)
+            if node is not None or any(tensor.grad_fn is not None for tensor in found):
+                raise refusals.hidden_use()
+        else:
+            starts += leaves
+        return starts, own
+
+    def _cut(self, closed_over):
+        if not closed_over and self.cut is None:
+            return None
+        known = {} if self.cut is None else self.cut.leaves
+        return Cut({**known, **{id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in closed_over}})
+
+    def _call_again(self, aliases):
+        """The call of the forward once more, in the surroundings it had then."""
+        was = is_recomputing()
+        _local.recomputing = True
+        try:
+            with torch.enable_grad():
+                if not self.streams and self.autocast is None and not any_enabled():
+                    return self._call(aliases)
+                with rng.replay(self.streams), (self.autocast or OFF).restored():
+                    return self._call(aliases)
+        finally:
+            _local.recomputing = was
+
+    def _signature(self, tensor):
+        needs_grad = tensor.requires_grad or not self.guarantees.exact_graph
+        return tensor.shape, tensor.dtype, tensor.device, needs_grad
+
+    def check_unchanged(self):
+        if self.watch is None:
+            return
+        for place, (reference, mark) in enumerate(self.saved_marks):
+            tensor = reference()
+            if tensor is not None and guards.version(tensor) != mark:
+                raise guards.changed_between(f"input tensor number {place}, {guards.describe(tensor)},")
+        self.watch.check()
+
+
+def _tensors(reach):
+    return [tensor for tensor, _ in reach.tensors.values()]
+
+
+def _aliases(tensors, needs_grad):
+    """Leaves over the same storage, so that the region's graph starts here and not in the caller's history."""
+    return [
+        tensor.detach().requires_grad_(True) if needed else tensor for tensor, needed in zip(tensors, needs_grad)
+    ]
+
+
+def _detached(outputs):
+    """The values without the graph; views of each other stay views, which torch then protects from in-place changes."""
+    values = [output.detach() for output in outputs]
+    if len(values) > 1 and len({guards.storage(value) or id(value) for value in values}) < len(values):
+        with torch.no_grad():
+            return tuple([value.view_as(value) for value in values])
+    return tuple(values)
+
+
+def _still_there(leaf):
+    return leaf() if type(leaf) is weakref.ref else leaf
+
+
+def _not_leaves(aliases, needs_grad):
+    """Views of the aliases while a dispatch mode is on: FlopCounterMode and its like hook the tensors that modules
+    get, and torch does not run such hooks of a leaf whose gradient is being captured."""
+    if not torch._C._len_torch_dispatch_stack():
+        return aliases
+    with torch.enable_grad():
+        return [alias.view_as(alias) if needed else alias for alias, needed in zip(aliases, needs_grad)]
+
+
+def _handed_through(outputs, aliases, given) -> list:
+    """Outputs that need no gradient or existed before the region, as the plain function would return them."""
+    originals = {id(alias): tensor for alias, tensor in zip(aliases, given)}
+    return [originals.get(id(output), output) for output in outputs]
+
+
+def _may_need_grad(output) -> bool:
+    return (output.is_floating_point() or output.is_complex()) and not output.requires_grad
+
+
+def _is_among(tensor, others) -> bool:
+    return any(tensor is other for other in others)
+
+
+def _made_since(started: int, tensor) -> bool:
+    return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= started
+
+
+@contextlib.contextmanager
+def _saved_tensors_kept():
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
+        yield
+
+
+def _no_saved_tensor_hooks():
+    """Keep a surrounding ``saved_tensors_hooks`` (an offload, say) away from a graph that is dropped at once."""
+    return _NOTHING if _top_hooks(False) is None else _saved_tensors_kept()
