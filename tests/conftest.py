@@ -191,7 +191,7 @@ def assert_next_step_works() -> None:
 
 
 @contextlib.contextmanager
-def fails_cleanly(error, match: str):
+def raises_cleanly(error, match: str):
     """The body raises; random numbers, modes and flags are as before; the next step works."""
     before = surroundings()
     with pytest.raises(error, match=match) as raised:

@@ -9,7 +9,8 @@ import pytest
 
 import ackpt
 
-CORE = ["reentrant", "reach", "closure", "guards", "rng", "autocast", "tree", "wrap", "loss", "errors"]
+CORE = ["reentrant", "region", "refusals", "reach", "closure", "guards"]
+CORE += ["rng", "autocast", "tree", "wrap", "loss", "errors"]
 
 
 @pytest.mark.parametrize("name", CORE)

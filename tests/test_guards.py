@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Case, assert_equal, assert_same_step, assert_same_training, fails_cleanly, plain_call, seed, total
+from conftest import Case, assert_equal, assert_same_step, assert_same_training, plain_call, raises_cleanly, seed, total
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -190,7 +190,7 @@ def test_a_large_buffer_that_changes_for_the_first_time_is_refused_once():
         ackpt.checkpoint(function, batch(), update).sum().backward()
 
     step(False)
-    with fails_cleanly(Error, "'layer.mean'.* is changed by this .* for the first time .* Repeat the step"):
+    with raises_cleanly(Error, "'layer.mean'.* is changed by this .* for the first time .* Repeat the step"):
         step(True)
     step(True)
     assert layer.steps == 2

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from conftest import assert_equal, fails_cleanly, plain_call, seed, total
+from conftest import assert_equal, plain_call, raises_cleanly, seed, total
 from torch import nn
 
 import ackpt
@@ -70,7 +70,7 @@ CHANGES = {
 def test_a_change_between_forward_and_backward_is_named(change, what):
     model, x, mask, other, loss = model_and_loss()
     change(model, x, mask, other)
-    with fails_cleanly(Error, what + ".* between the forward .* Run backward before the change"):
+    with raises_cleanly(Error, what + ".* between the forward .* Run backward before the change"):
         loss.backward()
     assert x.grad is None
 
@@ -130,13 +130,13 @@ IN_REGION = {
 @pytest.mark.parametrize(("function", "message"), IN_REGION.values(), ids=IN_REGION)
 def test_a_region_that_changes_its_own_input_or_parameter(function, message, history):
     w, x = nn.Parameter(torch.ones(4)), batch()
-    with fails_cleanly(Error, message + ".*(clone|before the region)"):
+    with raises_cleanly(Error, message + ".*(clone|before the region)"):
         ackpt.checkpoint(lambda x: function(x, w), x * 1 if history else x).sum().backward()
 
 
 def test_an_embedding_that_renormalises_its_weight():
     layer = nn.Embedding(5, 4, max_norm=0.1)
-    with fails_cleanly(Error, "changes the parameter 'weight'.*max_norm"):
+    with raises_cleanly(Error, "changes the parameter 'weight'.*max_norm"):
         ackpt.checkpoint(layer, torch.tensor([1, 2]))
 
 

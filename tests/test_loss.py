@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import fails_cleanly
+from conftest import raises_cleanly
 from torch.profiler import ProfilerActivity, profile
 
 import ackpt
@@ -234,7 +234,7 @@ ERRORS = {
 @pytest.mark.parametrize(("change", "options", "error", "message"), ERRORS.values(), ids=ERRORS)
 def test_errors(change, options, error, message):
     made = change(*inputs())
-    with fails_cleanly(error, message):
+    with raises_cleanly(error, message):
         ackpt.chunked_cross_entropy(*made, **options)
 
 
@@ -244,6 +244,6 @@ def test_second_derivatives_are_refused():
     loss = ackpt.chunked_cross_entropy(hidden, weight, targets)
     grad, backward = functools.partial(torch.autograd.grad, loss, hidden), loss.backward
     for differentiate in (grad, backward):
-        with fails_cleanly(ackpt.CheckpointError, "create_graph=True .* use F.cross_entropy"):
+        with raises_cleanly(ackpt.CheckpointError, "create_graph=True .* use F.cross_entropy"):
             differentiate(create_graph=True)
     assert hidden.grad is None

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 import torch.utils.checkpoint
-from conftest import fails_cleanly
+from conftest import raises_cleanly
 from torch import nn
 
 import ackpt
@@ -41,7 +41,7 @@ CREATE_GRAPH = {
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 def test_create_graph(differentiate):
     loss, x = region()
-    with fails_cleanly(Error, "create_graph=True .* Call the function without checkpoint"):
+    with raises_cleanly(Error, "create_graph=True .* Call the function without checkpoint"):
         differentiate(loss, x)
     assert x.grad is None
 
@@ -77,7 +77,7 @@ PARTIAL = {
 def test_gradients_of_chosen_inputs(differentiate, nested):
     model = layers()
     loss, x = region(lambda x: ackpt.checkpoint(model, x).sin() if nested else model(x))
-    with fails_cleanly(Error, r"torch.autograd.grad\(\) or backward\(inputs=...\) .* Call loss.backward\(\)"):
+    with raises_cleanly(Error, r"torch.autograd.grad\(\) or backward\(inputs=...\) .* Call loss.backward\(\)"):
         differentiate(loss, x)
     loss.backward()
     assert x.grad is not None
@@ -92,9 +92,9 @@ def test_transforms_of_torch_func():
 
     x = batch().detach()
     for transform in (torch.func.grad(loss), torch.func.vmap(loss), torch.func.jacrev(loss), torch.func.hessian(loss)):
-        with fails_cleanly(Error, "torch.func transform .* Apply the transform to the function without"):
+        with raises_cleanly(Error, "torch.func transform .* Apply the transform to the function without"):
             transform(x)
-    with fails_cleanly(Error, "torch.func transform"):
+    with raises_cleanly(Error, "torch.func transform"):
         torch.func.jvp(loss, (x,), (x,))
 
 
@@ -103,13 +103,13 @@ def test_forward_mode_gradients():
     x = batch()
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        with fails_cleanly(NotImplementedError, "forward mode AD"):  # torch's own, for any custom function
+        with raises_cleanly(NotImplementedError, "forward mode AD"):  # torch's own, for any custom function
             ackpt.checkpoint(torch.sin, dual)
 
 
 @pytest.mark.parametrize("offload", ["x", "sync", "async", True, 0])
 def test_offload_is_not_there_yet(offload):
-    with fails_cleanly(ValueError, "offload=.* is not available in this version; only offload=None is"):
+    with raises_cleanly(ValueError, "offload=.* is not available in this version; only offload=None is"):
         ackpt.checkpoint(torch.sin, batch(), offload=offload)
 
 
@@ -154,7 +154,7 @@ CONTAINERS = {
 
 @pytest.mark.parametrize(("function", "make"), CONTAINERS.values(), ids=CONTAINERS)
 def test_a_container_argument_that_the_region_changes(function, make):
-    with fails_cleanly(Error, "adds, removes or replaces tensors in a list, dict or dataclass .* Return the tensors"):
+    with raises_cleanly(Error, "adds, removes or replaces tensors in a list, dict or dataclass .* Return the tensors"):
         ackpt.checkpoint(function, make(batch()))
 
 
@@ -181,7 +181,7 @@ OBJECTS = {
 def test_an_argument_object_that_the_region_changes_each_time(function, make):
     x = batch()
     loss = ackpt.checkpoint(function, x, make()).sum()
-    with fails_cleanly(Error, "changes an object that it got as an argument .*use_cache=False"):
+    with raises_cleanly(Error, "changes an object that it got as an argument .*use_cache=False"):
         loss.backward()
     assert x.grad is None
 
@@ -221,7 +221,7 @@ def test_a_tensor_that_leaves_the_region_otherwise_cannot_take_part_in_the_loss(
         loss = out.value.sum()
     else:
         loss = out.sum() + (keep.all[0] if keep.all else keep.value).sum()
-    with fails_cleanly(Error, "left it other than through its return value .* Return the tensor"):
+    with raises_cleanly(Error, "left it other than through its return value .* Return the tensor"):
         loss.backward()
 
 
@@ -236,7 +236,7 @@ def test_a_tensor_that_leaves_the_region_may_be_looked_at():
 def test_in_place_changes_of_outputs_that_share_memory():
     y, view = ackpt.checkpoint(lambda x: (lambda y: (y, y[0]))(x.sin()), batch())
     for output in (y, view):
-        with fails_cleanly(RuntimeError, "view and is being modified inplace"):
+        with raises_cleanly(RuntimeError, "view and is being modified inplace"):
             output.mul_(2)
 
 
@@ -248,7 +248,7 @@ def test_an_unreachable_tensor_is_named():
 
     root, hidden = batch(), Hidden()
     hidden.tensor = root.exp()
-    with fails_cleanly(Error, "computed before it \\(by ExpBackward0\\).* Pass that tensor as an argument"):
+    with raises_cleanly(Error, "computed before it \\(by ExpBackward0\\).* Pass that tensor as an argument"):
         ackpt.checkpoint(lambda x: x * hidden.tensor, batch())
     hidden.tensor = root
     ackpt.checkpoint(lambda x: x * hidden.tensor, batch()).sum().backward()
@@ -277,6 +277,6 @@ def test_a_recompute_with_other_outputs(first, second, message):
     x = batch()
     out = ackpt.checkpoint(counted(first, second), x)
     loss = out[0].sum() if isinstance(out, tuple) else out.sum()
-    with fails_cleanly(Error, message):
+    with raises_cleanly(Error, message):
         loss.backward()
     assert x.grad is None

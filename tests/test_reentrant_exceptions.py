@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from conftest import assert_next_step_works, fails_cleanly, seed, streams, surroundings
+from conftest import assert_next_step_works, raises_cleanly, seed, streams, surroundings
 from torch import nn
 
 import ackpt
@@ -56,7 +56,7 @@ def test_in_the_recompute(nested, autocast):
     x = batch()
     with torch.autocast("cpu", enabled=autocast):
         loss = ackpt.checkpoint(lambda x: ackpt.checkpoint(function, x) if nested else function(x), x).sum()
-    with fails_cleanly(OwnError, "^mine$"):
+    with raises_cleanly(OwnError, "^mine$"):
         loss.backward()
     assert x.grad is None and all(p.grad is None for p in function.layers.parameters())
 
@@ -87,7 +87,7 @@ def test_any_exception(error):
         return x.sin()
 
     loss = ackpt.checkpoint(function, batch()).sum()
-    with fails_cleanly(error, "in recompute"):
+    with raises_cleanly(error, "in recompute"):
         loss.backward()
 
 

@@ -33,7 +33,7 @@ def remember(heard, name):
     return lambda grad: heard.append((name, grad.clone()))
 
 
-def same(scenario):
+def assert_same_heard(scenario):
     plain, checkpointed = heard_by(scenario)
     assert [name for name, _ in plain] == [name for name, _ in checkpointed]
     assert_equal([value for _, value in plain], [value for _, value in checkpointed], "heard")
@@ -159,7 +159,7 @@ SCENARIOS = [
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_hooks(scenario):
-    same(scenario)
+    assert_same_heard(scenario)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -171,7 +171,7 @@ def test_hooks_on_parameters_of_nested_regions_fire_once(nested):
         total(call(lambda x: call(model, x).sin() if nested else model(x), x)).backward()
         heard.sort(key=lambda item: item[0])
 
-    assert len(same(scenario)) == 4
+    assert len(assert_same_heard(scenario)) == 4
 
 
 def test_forward_hooks_of_a_wrapped_module_fire_once_those_inside_say_when_they_are_repeated():
@@ -220,7 +220,7 @@ def test_an_optimizer_step_inside_of_a_hook():
             total(y).backward()
         heard += [("parameter", parameter.detach()) for parameter in blocks.parameters()]
 
-    same(scenario)
+    assert_same_heard(scenario)
 
 
 def test_a_hook_that_raises_leaves_the_hooks_in_place():

@@ -6,11 +6,10 @@ import copy
 
 import pytest
 import torch
-from conftest import assert_equal, fails_cleanly, seed
+import transformers
+from conftest import assert_equal, raises_cleanly, seed
 
 import ackpt
-
-transformers = pytest.importorskip("transformers")
 
 SMALL = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
@@ -86,7 +85,7 @@ def test_a_whole_model_as_one_region_returns_its_model_output(make):
 def test_a_key_value_cache_is_refused_and_the_message_says_how_to_go_on(masked):
     model = gpt2(use_cache=True).train()
     ackpt.apply_activation_checkpointing(model)
-    with fails_cleanly(ackpt.CheckpointError, r"changes an object .*DynamicCache.*use_cache=False"):
+    with raises_cleanly(ackpt.CheckpointError, r"changes an object .*DynamicCache.*use_cache=False"):
         step(model, masked=masked)
     model.config.use_cache = False
     step(model)
