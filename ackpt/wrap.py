@@ -22,7 +22,8 @@ def apply_activation_checkpointing(model, check_fn=None, *, preserve_rng_state=T
     Args:
         check_fn: which modules: a predicate ``module -> bool``, a module class or several, or qualified names
             (``"blocks.0"``, or several). ``None`` takes the repeated blocks: members of an ``nn.ModuleList`` or
-            ``nn.Sequential`` that share their class with a sibling, have parameters, and lie in no other such block.
+            ``nn.Sequential`` that share their class with a sibling, have submodules and parameters, and lie in no other
+            such block.
 
     Returns:
         The qualified names of the modules that are checkpointed now, in the order of ``named_modules``.
@@ -37,7 +38,9 @@ def apply_activation_checkpointing(model, check_fn=None, *, preserve_rng_state=T
 
     Example:
         >>> import torch, ackpt
-        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
+        >>> model = torch.nn.Sequential(block(), block(), block())
         >>> ackpt.apply_activation_checkpointing(model)
         ['0', '1', '2']
         >>> ackpt.remove_activation_checkpointing(model)
@@ -168,9 +171,14 @@ def _repeated_blocks(model) -> dict[str, nn.Module]:
             continue
         siblings = collections.Counter(type(child) for child in module.children())
         for key, child in module.named_children():
-            if siblings[type(child)] > 1 and any(True for _ in child.parameters()):
+            # A module without children is one operation: its region would save what the operation saves anyway.
+            if siblings[type(child)] > 1 and _has(child.children()) and _has(child.parameters()):
                 chosen[f"{name}.{key}" if name else key] = child
     return chosen
+
+
+def _has(items) -> bool:
+    return any(True for _ in items)
 
 
 _MISSING = object()

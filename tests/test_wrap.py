@@ -69,7 +69,7 @@ def modules_run_as_regions(model, *inputs) -> list[str]:
 
 
 CHOICES = {
-    "default": (None, ["blocks.0", "blocks.1", "blocks.2.layers.0", "blocks.2.layers.2", "head.0", "head.2"]),
+    "default": (None, ["blocks.0", "blocks.1"]),
     "class": (Block, ["blocks.0", "blocks.1", "blocks.2"]),
     "classes": ((Special, nn.Tanh), ["blocks.2", "head.1"]),
     "list of classes": ([Special], ["blocks.2"]),
