@@ -1,8 +1,12 @@
-"""Records of the training experiments as a table for a terminal and as rows for the book."""
+"""Records of the training experiments: a table for a terminal, rows and figures for the book."""
 
 from __future__ import annotations
 
+from ackpt.timeline import CATEGORIES, Timeline
+
 MIB = 2**20
+HIGHLIGHT = "#56b4e9"  # in a stack of categories, whatever is none of them
+SIZES = ("seq_len", "method", "batch_size", "dim", "ff_dim", "layers")
 
 
 def file_name(record) -> str:
@@ -45,6 +49,109 @@ def rows(records) -> list[dict]:
             row["time"] = f"x{metrics['seconds_ratio']['median']:.2f}"
         table.append(row)
     return table
+
+
+def published_rows(reference, predicted, measured=()) -> list[dict]:
+    """One row per predicted record, with the published and the measured peak of the same length and method beside it.
+
+    Args:
+        reference: what ``results.load_reference`` gives; its figures stay as they are printed there.
+        predicted, measured: records; two belong together if all their sizes and their method are equal.
+
+    Returns:
+        Rows with the keys seq_len, method, published (as printed), predicted and measured (MiB); None where there is
+        no such figure.
+    """
+
+    def sizes(record):
+        return tuple(record.config.get(name) for name in SIZES)
+
+    printed = {(row["seq_len"], row["method"]): row["peak"] for row in reference["rows"]}
+    found = {sizes(record): round(record.metrics["peak_bytes"] / MIB, 1) for record in measured}
+    return [
+        {
+            "seq_len": record.config["seq_len"],
+            "method": record.config["method"],
+            "published": printed.get((record.config["seq_len"], record.config["method"])),
+            "predicted": round(record.metrics["peak_bytes"] / MIB, 1),
+            "measured": found.get(sizes(record)),
+        }
+        for record in predicted
+    ]
+
+
+def timelines_plot(records, title: str):
+    """The steps of several records side by side on one axis of bytes: live memory by category, event after event.
+
+    Args:
+        records: of one experiment, with their timelines.
+        title: the finding.
+
+    Returns:
+        A Figure; every step has its peak marked, and a line where backward begins.
+    """
+    from ackpt import plots
+
+    with plots.style.context("default"):
+        steps = [Timeline.from_json(record.metrics["timeline"]) for record in records]
+        width = max(len(step.live) for step in steps)
+        pitch = round(1.12 * width)
+        highest = max(record.metrics["resident_bytes"] + step.peak_bytes for record, step in zip(records, steps)) / MIB
+        figure, axes = plots._axes(title, "allocations and frees of one step, in order", "live memory (MiB)")
+        axes.set_xlim(0, pitch * len(steps) - (pitch - width))
+        axes.set_ylim(0, highest * 1.2)
+        handles = {}
+        for place, (record, step) in enumerate(zip(records, steps)):
+            start = pitch * place
+            events = range(start, start + len(step.live))
+            resident = record.metrics["resident_bytes"]
+            layers = {"resident": [resident] * len(events), **step.categories}
+            bottom = [0.0] * len(events)
+            for name in ("resident", *CATEGORIES):
+                if name in layers:
+                    top = [low + value / MIB for low, value in zip(bottom, layers[name])]
+                    look = {"color": plots.COLORS[name], "linewidth": 0.4}
+                    handles[name] = axes.fill_between(events, bottom, top, step="post", **look)
+                    bottom = top
+            plots._mark_peak(axes, start + step.peak_index, (resident + step.peak_bytes) / MIB, pitch * len(steps))
+            if step.boundary is not None:
+                plots._mark_backward(axes, start + step.boundary, pitch * len(steps))
+        centres = [pitch * place + len(step.live) / 2 for place, step in enumerate(steps)]
+        axes.set_xticks(centres, [record.config["method"] for record in records])
+        axes.tick_params(axis="x", length=0)
+        names = [name for name in ("resident", *CATEGORIES) if name in handles][::-1]
+        return plots._finished(figure, [handles[name] for name in names], names)
+
+
+def stacked_plot(labels, parts: dict, title: str, *, ylabel="memory at the peak (MiB)"):
+    """One bar per label, made of parts that add up.
+
+    Args:
+        labels: one per bar.
+        parts: ``{name: bytes of every bar}``, from the bottom to the top; names of categories have their colours.
+        title: the finding.
+
+    Returns:
+        A Figure; every bar has its sum on top.
+    """
+    from ackpt import plots
+
+    with plots.style.context("default"):
+        figure, axes = plots._axes(title, "", ylabel)
+        bottom = [0.0] * len(labels)
+        for name, sizes in parts.items():
+            heights = [size / MIB for size in sizes]
+            axes.bar(range(len(labels)), heights, 0.6, bottom, color=plots.COLORS.get(name, HIGHLIGHT), label=name)
+            bottom = [low + height for low, height in zip(bottom, heights)]
+        for place, total in enumerate(bottom):
+            look = {"ha": "center", "va": "bottom", "fontsize": 9, "fontweight": "bold", "color": plots.TEXT}
+            text = plots._number(total, max(bottom))
+            axes.annotate(text, (place, total), xytext=(0, 3), textcoords="offset points", **look)
+        axes.set_xticks(range(len(labels)), [label.replace("+", " +\n") for label in labels])
+        axes.tick_params(axis="x", length=0)
+        axes.set_ylim(0, max(bottom) * 1.1)
+        handles, names = axes.get_legend_handles_labels()
+        return plots._finished(figure, handles[::-1], names[::-1])
 
 
 def text_table(records) -> str:

@@ -1,0 +1,617 @@
+# %% [markdown]
+# # A language model
+#
+# After this chapter you know why checkpointing the blocks of a language model is only half of the work, and how the other
+# half, the logits, can be had without ever being there.
+
+# %% [markdown]
+# ## Goals
+#
+# - Train a language model on real text by four methods, and see that they learn the same.
+# - Derive what the vocabulary head costs, tokens times vocabulary times copies, and measure it.
+# - Compute the loss in chunks, so that the logits never exist whole, at no extra operation.
+# - Write down the peak of all four methods, to the byte.
+# - Predict the published sizes and compare, with a goal of at most 5200 MB where 15977 were published.
+#
+# ## Notation
+#
+# | symbol | meaning |
+# |:--:|---|
+# | $T$ | tokens in the batch: here one sequence, so its length |
+# | $V$ | vocabulary of the model |
+# | $k$, $r$ | chunks of the loss, and tokens in a chunk: $r = \lceil T / k \rceil$ |
+# | $L$, $d$, $f$, $h$ | blocks; width of the model, of the MLP; heads |
+# | $P_\text{block}$, $P$ | parameters of one block, of the model |
+# | $A$ | numbers that one block keeps per token, from {doc}`01_where_memory_goes` |
+
+# %%
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import ackpt
+from ackpt import plots
+from ackpt.data import corpus_fingerprint, embedded_corpus, token_stream, train_tokenizer
+from ackpt.experiments import lm, report
+from ackpt.experiments.methods import configure
+from ackpt.experiments.predicted import predict_experiment
+from ackpt.experiments.training import adamw, one_step
+from ackpt.meter import measure
+from ackpt.results import load_records, load_reference, markdown_table, write_text_atomic
+
+torch.set_num_threads(2)
+SOURCE = "notebooks/04_language_model.py"
+config = lm.CPU
+
+# %% [markdown]
+# ## The text
+#
+# The published experiment reads wikitext-103. This page reads what needs no network: the *embedded* corpus, the language
+# reference that every Python carries (`pydoc_data.topics`). Another version of Python has another text, so here is its
+# fingerprint.
+
+# %%
+text = embedded_corpus()
+print(f"{len(text):,} characters, {len(text.encode()):,} bytes")
+print("sha256", corpus_fingerprint(text))
+
+# %% [markdown]
+# The tokenizer, byte-pair encoding over bytes, is trained on the corpus itself.
+
+# %%
+tokenizer = train_tokenizer(text, config.tokenizer_vocab)
+ids = tokenizer.encode("A class definition is an executable statement.").ids
+[tokenizer.decode([i]) for i in ids]
+
+# %%
+stream = token_stream(config.dataset, config.tokenizer_vocab)
+print(f"{len(stream):,} tokens, {len(text) / len(stream):.2f} characters each")
+
+# %% [markdown]
+# Two numbers to hold the losses against. Knowing nothing, all $V$ tokens are equally likely and the loss is $\ln V$.
+# Knowing how often each token occurs, but nothing of its context, it is the entropy of these frequencies.
+
+# %%
+frequency = torch.bincount(stream).double() / len(stream)
+frequency = frequency[frequency > 0]
+entropy = float(-(frequency * frequency.log()).sum())
+print(f"ln V = {math.log(config.vocab_size):.4f}, entropy of the frequencies = {entropy:.4f} nats")
+
+# %% [markdown]
+# :::{admonition} wikitext
+# :class: note
+# `ackpt lm --dataset wikitext` streams wikitext-103-raw-v1 from the Hugging Face hub, and
+# `--dataset-path FOLDER` reads a local copy (parquet or arrow). Without a network and without a copy the command says so
+# and stops; no corpus silently takes the place of another.
+# :::
+
+# %% [markdown]
+# ## Four methods
+#
+# | method | blocks | loss |
+# |---|---|---|
+# | `baseline` | keep everything | all logits at once |
+# | `checkpoint` | recomputed in backward | all logits at once |
+# | `chunked-loss` | keep everything | in $k$ chunks |
+# | `checkpoint+chunked-loss` | recomputed in backward | in $k$ chunks |
+#
+# The model is the one of {doc}`03_synthetic_experiment`, now causal, with an embedding below and a head of $V \times d$
+# weights above, not tied. In a terminal the run of this page is `ackpt lm`.
+
+# %%
+records = [record for group in lm.run_lm(config, SOURCE) for record in group]
+for record in records:
+    path = record.save(f"results/cpu/04_{report.file_name(record)}")
+
+# %%
+lengths, methods = config.seq_lens, config.methods
+runs = {(r.config["method"], r.config["seq_len"]): r.metrics for r in records}
+
+# %% [markdown]
+# Checkpointing changes nothing, to the last bit at every step. The chunked loss adds up in another order, so it may differ
+# in the last digits of fp32; its two methods, again, are equal.
+
+# %%
+for T in lengths:
+    base, ckpt, chunked, both = (runs[m, T]["losses"] for m in methods)
+    off = max(abs(a - b) for a, b in zip(base, chunked))
+    print(f"T = {T}: baseline == checkpoint at all {len(base)} steps: {base == ckpt}")
+    print(f"         chunked-loss == checkpoint+chunked-loss: {chunked == both}")
+    print(f"         chunked-loss within 0.00001 of baseline: {off < 1e-5}")
+
+# %% tags=["hide-input"]
+shown = sorted({1, 10, 20, config.steps})
+rows = [
+    {"method": m} | {f"step {n}": f"{runs[m, lengths[-1]]['losses'][n - 1]:.4f}" for n in shown}
+    for m in methods
+]
+columns = {name: name for name in rows[0]}
+caption = f"Losses (nats per token) of the four methods at {lengths[-1]} tokens, to four digits."
+table = markdown_table(rows, columns, caption, "tab-lm-losses")
+path = write_text_atomic("results/tables/04_losses.md", table)
+
+# %% [markdown]
+# ```{include} ../../results/tables/04_losses.md
+# ```
+
+# %% alt="Loss over thirty steps for two sequence lengths: both fall from the logarithm of the vocabulary, a dashed line at 8.3 nats, towards the entropy of the token frequencies, a dashed line at 6.2 nats, and have gone about half of the way."
+steps = range(1, config.steps + 1)
+losses = {T: runs["baseline", T]["losses"] for T in lengths}
+agree = sum(a == b for T in lengths for a, b in zip(losses[T], runs["checkpoint", T]["losses"]))
+figure = plots.line_plot(
+    steps,
+    measured={f"{T} tokens": losses[T] for T in lengths},
+    predicted={
+        "ln V": [math.log(config.vocab_size)] * len(steps),
+        "entropy of the\nfrequencies": [entropy] * len(steps),
+    },
+    title=f"Real text is learned, and checkpointing leaves {agree} of "
+    f"{len(lengths) * len(steps)} losses equal to the last bit",
+    xlabel="step",
+    ylabel="loss (nats per token)",
+    unit=1,
+)
+axes = figure.axes[0]
+axes.set_ylim(math.floor(entropy), math.log(config.vocab_size) + 0.2)
+axes.set_yticks([6, 7, 8])
+path = plots.save(figure, "results/figures/04_losses.png")
+figure
+
+# %% [markdown]
+# Does the model learn more than frequencies? Take 150 steps with a larger step size. When the loss has fallen below the
+# entropy of the frequencies, the model must be looking at what came before.
+
+# %%
+lean = "checkpoint+chunked-loss"
+longer = lm.task(replace(config, steps=150), 256)
+model = longer.build()
+configure(model, lean)
+optimizer = adamw(model, 1e-3)
+late = [one_step(longer, model, optimizer, longer.batch(i), lean) for i in range(150)]
+print(f"mean loss of the last 20 steps: {sum(late[-20:]) / 20:.2f} nats")
+
+
+# %%
+def likely(prompt):
+    ids = torch.tensor(tokenizer.encode(prompt).ids)
+    offsets = torch.tensor([0, len(ids)], dtype=torch.int32)
+    with torch.no_grad():
+        logits = model(ids, offsets, len(ids))[-1]
+    return [tokenizer.decode([i]) for i in logits.topk(3).indices]
+
+
+{prompt: likely(prompt) for prompt in ("It is", "instead of")}
+
+# %% [markdown]
+# ## What the head costs
+#
+# The head turns each token's $d$ numbers into $V$ logits, one for each entry of the vocabulary. Nothing else in the model
+# is as wide: GPT-2's vocabulary has 50257 entries. The plain loss makes three tensors of $T V$ numbers that are alive
+# together when backward begins:
+#
+# 1. the logarithms of the probabilities, kept from the forward (the logits themselves are gone by then),
+# 2. the gradient with respect to these,
+# 3. and the gradient with respect to the logits.
+#
+# $$ \text{head} = T \cdot V \cdot 4 \text{ bytes} \cdot 3 \text{ copies} $$
+#
+# The head alone, without a model under it:
+
+# %%
+d, V, T, k = config.dim, config.vocab_size, lengths[-1], config.loss_chunks
+states = torch.randn(T, d, requires_grad=True)
+head = torch.nn.Linear(d, V, bias=False)
+targets = torch.randint(V, (T,))
+
+
+# %%
+def plain_head():
+    states.grad = head.weight.grad = None
+    F.cross_entropy(head(states), targets).backward()
+
+
+plain = measure(plain_head, resident=[states, head, targets], repeats=0)
+print(f"{T} x {V} x 4 bytes x 3 copies = {T * V * 4 * 3:,}")
+print(f"measured {plain.dynamic_peak_bytes:>32,}")
+
+# %% [markdown]
+# (The 8 bytes are the loss and its gradient.)
+#
+# ## The logits, in chunks
+#
+# The gradient of the cross-entropy needs no backward to be known. For one token with logits $z$ and target $y$,
+#
+# $$ \frac{\partial \ell}{\partial z} = \operatorname{softmax}(z) - e_y, $$
+#
+# so as soon as its logits are there, so is their gradient, and with it what the token adds to the gradients of its state
+# and of the weight. `ackpt.chunked_cross_entropy` takes $r$ tokens at a time: logits, loss, gradients, and the logits go
+# before the next chunk comes. Backward has nothing left to do but to multiply by the gradient of the loss.
+#
+# What remains is the gradient of the weight and of the states, which would be there anyway, and one chunk of logits in two
+# copies, since `logsumexp` makes one inside itself:
+#
+# $$ \text{chunked head} = 4 \, V d + 4 \, T d + 2 \cdot 4 \, r V \text{ bytes} $$
+#
+# and a few numbers for each row: a mask of $T$ bytes, two numbers for each row of a chunk, two for the loss.
+
+
+# %%
+def chunked_bytes(T, V, k):
+    r = math.ceil(T / k)
+    return 4 * V * d + 4 * T * d + 8 * r * V + T + 8 * r + 8
+
+
+# %%
+def chunked_head(k):
+    states.grad = head.weight.grad = None
+    ackpt.chunked_cross_entropy(states, head.weight, targets, chunks=k).backward()
+
+
+# %%
+for n in (2, 4, 8, 16, 32):
+    run = measure(partial(chunked_head, n), resident=[states, head, targets], repeats=0)
+    size, more = run.dynamic_peak_bytes, run.flops - plain.flops
+    off = size - chunked_bytes(T, V, n)
+    print(f"{n:2} chunks: {size:>10,} bytes, formula off by {off}, {more} more FLOPs")
+
+# %% [markdown]
+# :::{admonition} Takeaway
+# :class: tip
+# The logits are the one activation that need not wait for its backward. Chunking them is no trade of time for memory: not
+# one operation is done twice.
+# :::
+
+# %% [markdown]
+# ## The whole step
+#
+# Per token, the blocks keep $L A$ numbers, or with checkpointing a boundary each, $L d$; the last norm keeps its input and a
+# scale, $d + 1$; and its output, $d$, waits for the head's backward. With the plain loss the peak is in the head, with all of
+# that alive:
+#
+# $$ 4 \, T \, (L A + 2 d + 1) + 12 \, T V \qquad \text{or} \qquad 4 \, T \, (L d + 2 d + 1) + 12 \, T V. $$
+#
+# With the chunked loss alone the peak stays in the head, and it is the chunked head's bytes that stand on top. With both, no
+# logits are left when the peak comes: it has moved to the last turn of backward, the recomputed first block, when all but
+# one block's gradients are there, as in {doc}`03_synthetic_experiment`.
+
+# %%
+f, L, h = config.ff_dim, config.layers, config.model().heads
+A = 10 * d + 2 * f + 3 * h + 2
+P_block = 4 * d**2 + 2 * d * f + 2 * d + 2 * (d // h)
+P = L * P_block + d + 2 * V * d
+
+
+# %%
+def by_hand(method, T):
+    always = 12 * P + 4 * (8 * L + 3) + 8 * (T + 1) + 8  # states, counts, ids, offsets
+    kept = 4 * T * ((L * d if "checkpoint" in method else L * A) + 2 * d + 1)
+    if "chunked" not in method:
+        return always + kept + 12 * T * V + 8
+    if method == "chunked-loss":
+        return always + kept + chunked_bytes(T, V, k)
+    gradients = 4 * (V * d + d + (L - 1) * P_block + d * f)
+    return always + gradients + 4 * T * (A + 2 * d + f) + 8
+
+
+# %%
+for m in methods:
+    off = [runs[m, T]["peak_bytes"] - by_hand(m, T) for T in lengths]
+    print(f"{m:24} measured - by hand: {off} bytes")
+
+# %% tags=["hide-input"]
+rows = []
+for m in methods:
+    row = {"method": m}
+    for n in lengths:
+        peak, base = runs[m, n]["peak_bytes"], runs["baseline", n]["peak_bytes"]
+        row |= {f"{n}": round(peak / 2**20, 1), f"saved {n}": round(100 - 100 * peak / base, 1)}
+    flops = runs[m, lengths[-1]]["flops"] / runs["baseline", lengths[-1]]["flops"]
+    rows.append(row | {"flops": round(flops, 4)})
+columns = {"method": "method"}
+for n in lengths:
+    columns |= {f"{n}": f"{n} tokens, MiB", f"saved {n}": "saved, %"}
+columns["flops"] = f"FLOPs at {lengths[-1]}, ratio"
+caption = (
+    f"Measured peaks of one training step on the CPU (vocabulary {V}, {k} chunks), and its FLOPs over those of baseline."
+)
+table = markdown_table(rows, columns, caption, "tab-lm")
+path = write_text_atomic("results/tables/04_lm.md", table)
+
+# %% [markdown]
+# ```{include} ../../results/tables/04_lm.md
+# ```
+#
+# What stands at the peak of each method? The allocator knows activations and temporaries; how much of them are logits, the
+# formulas above say.
+
+# %%
+r = math.ceil(T / k)
+logits = {"baseline": 12 * T * V, "checkpoint": 12 * T * V, "chunked-loss": 8 * r * V}
+for m in methods:
+    size, peak = logits.get(m, 0), runs[m, T]["peak_bytes"]
+    print(f"{m:24} logits {size:>10,} of {peak:>10,} bytes: {size / peak:.0%}")
+
+# %% alt="Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, temporaries, logits. Logits are the largest part of baseline, nearly all that checkpoint leaves above parameters and optimizer, a thin slice of chunked-loss, and absent with both."
+names = ("parameters", "inputs", "optimizer", "gradients", "activations", "temporaries")
+parts = {name: [runs[m, T]["categories"][name] for m in methods] for name in names}
+parts["logits"] = [logits.get(m, 0) for m in methods]
+for place, m in enumerate(methods):
+    waiting = 0 if "chunked" in m else 4 * T * V
+    parts["activations"][place] -= waiting
+    parts["temporaries"][place] -= logits.get(m, 0) - waiting
+share = logits["checkpoint"] / runs["checkpoint", T]["dynamic_peak_bytes"]
+before, after = (runs[m, T]["peak_bytes"] / 2**20 for m in ("checkpoint", lean))
+figure = report.stacked_plot(
+    methods,
+    parts,
+    f"Logits are {share:.0%} of the dynamic bytes at the checkpointed peak; "
+    f"in chunks they go, and the peak falls from {before:.1f} to {after:.1f} MiB",
+)
+path = plots.save(figure, "results/figures/04_at_the_peak.png")
+figure
+
+# %% [markdown]
+# Neither half of the cure works alone: checkpointing leaves the logits, chunking leaves the blocks, and the peak is where
+# either of them is. Together they leave one block, or one chunk, at a time.
+#
+# ## The price
+#
+# A matrix of $n$ weights costs $2 n$ FLOPs per token in forward and twice that in backward, so the head costs
+# $3 \cdot 2 \, T V d$, in chunks as in one piece. Checkpointing adds one forward of the blocks and none of the head.
+
+# %%
+for n in lengths:
+    head_flops = 6 * n * V * d
+    forward = 2 * n * L * (4 * d**2 + 2 * d * f) + 4 * n**2 * L * d
+    flops = {m: runs[m, n]["flops"] for m in methods}
+    chunking = flops["chunked-loss"] - flops["baseline"]
+    checkpointing = flops["checkpoint"] - flops["baseline"]
+    print(f"T = {n}: the head is {head_flops / flops['baseline']:.0%} of the plain step")
+    print(f"  chunking adds {chunking} FLOPs, checkpointing {checkpointing:,}")
+    print(f"  which is one forward of the blocks: {checkpointing == forward}")
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+for m in methods:
+    for n in lengths:
+        ratio, step = runs[m, n]["seconds_ratio"], runs[m, n]["seconds_step"]["median"]
+        spread = f"x {ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+        print(f"{m:24} T = {n}: {1e3 * step:6.1f} ms, {spread}")
+
+# %% [markdown]
+# ## The published sizes
+#
+# GPT-2's vocabulary on 12 blocks of width 1024. What is always there, counted:
+
+# %%
+published = lm.GPU
+D, FF, W = published.dim, published.ff_dim, published.vocab_size
+H, layers = published.model().heads, published.layers
+N = layers * (4 * D**2 + 2 * D * FF + 2 * D + 2 * (D // H)) + D + 2 * W * D
+print(f"{N:,} parameters; with gradients and Adam states")
+print(f"{16 * N:,} bytes = {16 * N / 2**20:.1f} MiB")
+
+# %% [markdown]
+# The peaks are predicted from shapes alone. First the check, at the longest sequence measured above: predicted minus
+# measured, in bytes.
+
+# %%
+(shapes,) = predict_experiment(replace(config, seq_lens=(T,)), SOURCE)
+for record in shapes:
+    m = record.config["method"]
+    print(f"{m:24} {record.metrics['peak_bytes'] - runs[m, T]['peak_bytes']:10,}")
+
+# %% [markdown]
+# Two causes, both known. The ids and the targets of a real batch share one storage of $T + 1$ numbers, and the prediction
+# makes them apart: $8 (T - 1)$ bytes more. And the copy that `logsumexp` makes *inside itself* cannot be seen from shapes:
+# where the peak lies in the chunked head, that is up to $4 r V$ bytes less.
+
+# %%
+8 * (T - 1), -4 * r * V
+
+# %%
+predicted = [record for group in predict_experiment(published, SOURCE) for record in group]
+for record in predicted:
+    path = record.save(f"results/cpu/04_{report.file_name(record)}")
+
+# %% tags=["hide-input"]
+gpu = load_records("results/gpu", "lm") if Path("results/gpu").is_dir() else []
+reference = load_reference("lm")
+rows = report.published_rows(reference, predicted, gpu)
+for row in rows:
+    row["published"] = row["published"] or "–"
+columns = {
+    "seq_len": "tokens",
+    "method": "method",
+    "published": "published by others, MB",
+    "predicted": "ours, predicted, MiB",
+    "measured": "ours, measured, MiB",
+}
+caption = (
+    "Peaks of the language model at the published sizes: as printed by others, predicted for our model from shapes alone "
+    "(nothing was run), and measured with our model on a GPU."
+)
+table = markdown_table(rows, columns, caption, "tab-lm-published")
+path = write_text_atomic("results/tables/04_published.md", table)
+
+# %% [markdown]
+# ```{include} ../../results/tables/04_published.md
+# ```
+
+# %% alt="Bars of the peak at three sequence lengths: published baseline, predicted baseline, published checkpoint, predicted checkpoint, predicted checkpoint with chunked loss. The last is almost equal at all lengths, a quarter of the published baseline at the longest."
+theirs = {(row["method"], row["seq_len"]): row["peak"] * 2**20 for row in reference["rows"]}
+ours = {(p.config["method"], p.config["seq_len"]): p.metrics["peak_bytes"] for p in predicted}
+long = published.seq_lens
+best = ours["checkpoint+chunked-loss", long[-1]]
+figure = plots.bar_plot(
+    long,
+    {
+        "baseline, published": [theirs["baseline", n] for n in long],
+        "baseline, predicted": [ours["baseline", n] for n in long],
+        "checkpoint, published": [theirs["checkpoint", n] for n in long],
+        "checkpoint, predicted": [ours["checkpoint", n] for n in long],
+        "both, predicted": [ours["checkpoint+chunked-loss", n] for n in long],
+    },
+    f"At {long[-1]} tokens both together are predicted at "
+    f"{best / theirs['baseline', long[-1]]:.0%} of the published baseline, "
+    f"{best / theirs['checkpoint', long[-1]]:.0%} of the published checkpoint",
+    xlabel="tokens in the sequence",
+)
+path = plots.save(figure, "results/figures/04_published.png")
+figure
+
+# %% [markdown]
+# **The goal** was a peak of at most 5200 MB at 8192 tokens. Take the prediction, and add the copy that it may have missed:
+
+# %%
+missed = 4 * math.ceil(long[-1] / published.loss_chunks) * W
+for name, size in {"predicted": best, "predicted, and a chunk more": best + missed}.items():
+    print(f"{name:28} {size / 1e6:.0f} MB = {size / 2**20:.0f} MiB: {size <= 5200e6}")
+
+# %%
+print(f"weights, gradients and Adam states: {16 * N / best:.0%} of the predicted peak")
+
+# %% [markdown]
+# To go lower, one would have to attack these.
+#
+# :::{admonition} With a GPU
+# :class: note
+# The last column of the table is filled by two commands, and the numbers of this page do not change.
+#
+# ```bash
+# ackpt lm --tier gpu --dataset wikitext --out results/gpu
+# nox -s reproduce -- --only 04
+# ```
+#
+# In Colab choose a runtime with a GPU and run the first line in a cell of its own, with a `!` before it. A GPU with less
+# than 16 GiB takes shorter sequences, `--seq-len 2048 4096`, or the lean method alone, `--method checkpoint+chunked-loss`.
+# :::
+#
+# ### The slopes, ours and theirs
+#
+# As in {doc}`03_synthetic_experiment`, a slope says what a token costs. In bf16 a block keeps $24 d + 4 f + 12 h + 8$ bytes
+# per token, a boundary is $4 d$, and of the logits there are, when backward begins, the logarithms of the probabilities in
+# bf16 and again in fp32, for the loss, and the gradient in fp32: 10 bytes for each.
+
+
+# %%
+def slope(peak, method):
+    return (peak[method, long[-1]] - peak[method, long[0]]) / (long[-1] - long[0])
+
+
+kept = 24 * D + 4 * FF + 12 * H + 8
+hand = {"baseline": layers * kept + 10 * W, "checkpoint": layers * 4 * D + 10 * W}
+for m, size in hand.items():
+    print(f"{m}, bytes per token: blocks and logits by hand {size:,}")
+    print(f"  predicted {slope(ours, m):,.0f}, published {slope(theirs, m):,.0f}")
+
+# %% [markdown]
+# Take the boundaries off the published slope with checkpointed blocks, and divide the rest by the vocabulary:
+
+# %%
+print(f"{(slope(theirs, 'checkpoint') - layers * 4 * D) / W:.2f} bytes for each logit")
+
+# %% [markdown]
+# Sixteen bytes: four copies of the logits in fp32. That is where most of the published memory went once the blocks were
+# checkpointed.
+#
+# By hand one can also say which vocabulary is large. Blocks and logits weigh the same per token when
+# $10 V = L \, (24 d + 4 f + 12 h + 8)$. And once the blocks are checkpointed, logits compare with boundaries:
+
+# %%
+print(f"V = {layers * kept / 10:,.0f}; GPT-2 has {W:,}")
+print(f"logits / boundaries = {10 * W / (layers * 4 * D):.1f}")
+
+# %% [markdown]
+# :::{admonition} Takeaway
+# :class: tip
+# At GPT-2's vocabulary the logits weigh as much as all twelve blocks; once the blocks are checkpointed, they weigh ten
+# times as much as the boundaries. Chunk the loss first: it is free.
+# :::
+
+# %% [markdown]
+# Where the numbers of this page were made:
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+records[0].environment
+
+# %% [markdown]
+# ## Exercises
+#
+# :::{admonition} Exercise 1: a larger vocabulary
+# :class: note
+# Current models have vocabularies of 128 000 words and more. With $V = 128\,256$ and 8192 tokens, how many GiB do the
+# published model's weights, gradients and Adam states take, how many do its logits? Predict the peaks of `checkpoint` and
+# `checkpoint+chunked-loss`.
+# :::
+
+# %% tags=["solution"]
+larger = replace(
+    published,
+    vocab_size=128_256,
+    seq_lens=(8192,),
+    methods=("checkpoint", "checkpoint+chunked-loss"),
+)
+print(f"weights, gradients, Adam: {16 * (N + 2 * D * (128_256 - W)) / 2**30:.1f} GiB")
+print(f"logits: {10 * 128_256 * 8192 / 2**30:.1f} GiB")
+(answers,) = predict_experiment(larger)
+for record in answers:
+    print(f"{record.config['method']:24} {record.metrics['peak_bytes'] / 2**30:.1f} GiB")
+
+# %% [markdown]
+# :::{admonition} Exercise 2: how many chunks?
+# :class: note
+# For the published model at 8192 tokens with checkpointed blocks: from how many chunks on is nothing gained any more, and
+# why? Predict the peak for 2, 4, 8 and 16 chunks.
+# :::
+
+# %% tags=["solution"]
+for n in (2, 4, 8, 16):
+    ask = replace(published, loss_chunks=n, seq_lens=(8192,), methods=(lean,))
+    ((answer,),) = predict_experiment(ask)
+    print(f"{n:2} chunks: {answer.metrics['peak_bytes'] / 2**20:7.1f} MiB")
+
+# %% [markdown]
+# As soon as a chunk weighs less than what a later moment of the step holds, the peak lies there: in the recomputed first
+# block, with nearly all gradients complete. More chunks then only make the matrix products smaller.
+#
+# :::{admonition} Exercise 3: one matrix for both ends
+# :class: note
+# Many models *tie* the embedding and the head: one matrix of $V d$ numbers serves both. How much does that take off the
+# peak of `checkpoint+chunked-loss` in the model of this page? Say it before you measure it, and mind when each gradient
+# comes.
+# :::
+
+# %% tags=["solution"]
+task = lm.task(config, T)
+
+
+def peak(tied):
+    model = task.build()
+    if tied:
+        model.head.weight = model.embedding.weight
+    configure(model, lean)
+    optimizer, batch = adamw(model, 3e-4), task.batch(0)
+    owned = (model, optimizer, *task.tensors(batch))
+    step = partial(one_step, task, model, optimizer, batch, lean)
+    return measure(step, resident=owned, repeats=0).peak_bytes
+
+
+print(f"measured {peak(False) - peak(True):,}; 12 V d + 4 = {12 * V * d + 4:,}")
+
+# %% [markdown]
+# The weight and its two Adam averages go, 12 bytes for each number, and one step count. The gradient is not saved: at the
+# peak the head's is there and the embedding's has not come yet, tied or not.
+#
+# ## What we have seen
+#
+# - Four methods learn the same from real text; checkpointing does not change a bit, chunking the loss only the order of a
+#   sum.
+# - The logits cost tokens times vocabulary times copies: 12 bytes for each in fp32, 10 in bf16 here, 16 in the published
+#   runs.
+# - Their gradient is known as soon as they are, so they can be had in chunks, for not one FLOP more.
+# - Checkpointed blocks and a chunked loss belong together. At the published size, 8192 tokens, they are predicted to need
+#   about a quarter of the published baseline, and most of that is weights, gradients and Adam states.
