@@ -473,8 +473,8 @@ for a, b in pairwise(long):
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Two runs of "the same" model can differ by half in their slope and by a model's size in their floor, through how norms
-# are computed and how the optimizer steps. Slopes and floors say which; a single peak does not.
+# Two runs of "the same" model can differ by half in their slope, through copies that operations leave, and by a model's
+# size in their floor, through how the optimizer steps. Slopes and floors tell these apart; a single peak does not.
 # :::
 
 # %% [markdown]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ackpt.timeline import CATEGORIES, Timeline
 
 MIB = 2**20
-HIGHLIGHT = "#56b4e9"  # in a stack of categories, whatever is none of them
+HIGHLIGHT = "#b5402f"  # in a stack of categories, whatever is none of them
 SIZES = ("seq_len", "method", "batch_size", "dim", "ff_dim", "layers")
 
 
