@@ -20,7 +20,7 @@ nox.options.default_venv_backend = "virtualenv"
 ROOT = Path(__file__).parent
 BIN = ROOT / ".nox" / "environment" / ("Scripts" if sys.platform == "win32" else "bin")
 # Exact bytes need one number of threads; pages and records are made with this one.
-THREADS = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+THREADS = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
 
 shared = nox.session(python=False, requires=["environment"])
 

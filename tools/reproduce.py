@@ -22,7 +22,13 @@ from papermill.exceptions import PapermillExecutionError
 
 MADE = ("cpu", "tables", "figures")  # the folders of results/ that only notebooks write
 # One setting for every machine: sums in another order of threads are other numbers.
-FIXED = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "PYTHONHASHSEED": "0", "PYTHONWARNINGS": "default"}
+FIXED = {
+    "OMP_NUM_THREADS": "2",
+    "MKL_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait slow everything down on a busy machine
+    "PYTHONHASHSEED": "0",
+    "PYTHONWARNINGS": "default",
+}
 
 
 def chapters(only: list[str], folder: Path) -> list[Path]:
