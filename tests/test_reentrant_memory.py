@@ -73,15 +73,15 @@ def test_bytes_alive_after_a_chain_of_regions_are_their_boundaries():
 
 
 def test_nothing_is_alive_after_the_backward_but_the_gradients():
-    layers, x = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Tanh(), nn.Dropout(0.5)), torch.randn(128, 128)
+    x = torch.randn(128, 128)
 
-    def step():
-        layers.zero_grad(set_to_none=True)
+    def step():  # makes its own weight: the profiler reports frees of older blocks only sometimes
+        layers = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Tanh(), nn.Dropout(0.5))
         ackpt.checkpoint(layers, x).sum().backward()
+        return layers
 
-    step()
     alive, _ = allocations(step)
-    assert tensors(alive) == 1 and alive < SIZE + KIB
+    assert tensors(alive) == 2 and alive < 2 * SIZE + KIB  # weight and gradient
 
 
 def test_nested_regions_hold_their_boundaries_only_in_forward_and_recompute():
