@@ -15,8 +15,8 @@ from ackpt.data import DATASETS, Batch, packed_batches, token_stream
 from ackpt.models.transformer import LanguageModel, TransformerConfig
 
 from .methods import METHODS, check_methods, chunks_loss
-from .settings import record_config, require_positive
-from .training import Task, run
+from .settings import require_positive
+from .training import Task, run_lengths
 
 EXPERIMENT = "lm"
 
@@ -115,13 +115,4 @@ def task(config: LMConfig, seq_len: int) -> Task:
 
 def run_lm(config: LMConfig = CPU, command: str = "", timed_rounds: int = 5, profiles=None):
     """Run the experiment; yields a list of Records, one per method, for each sequence length."""
-    for seq_len in config.seq_lens:
-        yield run(
-            task(config, seq_len),
-            config.methods,
-            config.steps,
-            record_config(config, seq_len),
-            command,
-            timed_rounds=timed_rounds,
-            profiles=profiles,
-        )
+    return run_lengths(task, config, command, timed_rounds, profiles)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from ackpt.models.transformer import Transformer, TransformerConfig
 
 from .methods import METHODS, check_methods
-from .settings import record_config, require_positive
-from .training import Task, run
+from .settings import require_positive
+from .training import Task, run_lengths
 
 EXPERIMENT = "synthetic"
 KNOWN = METHODS[:2]
@@ -87,13 +87,4 @@ def task(config: SyntheticConfig, seq_len: int) -> Task:
 
 def run_synthetic(config: SyntheticConfig = CPU, command: str = "", timed_rounds: int = 5, profiles=None):
     """Run the experiment; yields a list of Records, one per method, for each sequence length."""
-    for seq_len in config.seq_lens:
-        yield run(
-            task(config, seq_len),
-            config.methods,
-            config.steps,
-            record_config(config, seq_len),
-            command,
-            timed_rounds=timed_rounds,
-            profiles=profiles,
-        )
+    return run_lengths(task, config, command, timed_rounds, profiles)

@@ -21,6 +21,7 @@ from ackpt.meter import compare_seconds, measure
 from ackpt.results import Record, environment
 
 from .methods import autocast, configure
+from .settings import record_config
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,14 @@ def run(task: Task, methods, steps: int, config: dict, command: str, *, timed_ro
         metrics[method].update(times)
     where = environment(task.device, command)
     return [Record(task.experiment, {**config, "method": method}, metrics[method], where) for method in methods]
+
+
+def run_lengths(task_of, config, command: str, timed_rounds: int, profiles):
+    """`run` for every sequence length of a configuration; yields the list of Records of each."""
+    for seq_len in config.seq_lens:
+        settings = record_config(config, seq_len)
+        task = task_of(config, seq_len)
+        yield run(task, config.methods, config.steps, settings, command, timed_rounds=timed_rounds, profiles=profiles)
 
 
 def _train_and_measure(task, model, method, steps, config, profiles) -> dict:
