@@ -179,7 +179,7 @@ class Region:
         return leaves
 
     def _remember(self, given, marks, leaves, reach):
-        """Keep what the recompute needs and what must not change until then; let go of the input tensors."""
+        """Keep what the recompute needs and what must not change until then."""
         self.function = frozen(self.function)
         if self.state is not None:
             self.saved_marks = [(weakref.ref(tensor), mark) for tensor, mark in zip(given, marks)]
