@@ -1,18 +1,20 @@
 """ackpt: activation checkpointing for PyTorch that is correct where it is usually silently wrong."""
 
-from .errors import CheckpointError
+from .errors import CheckpointError, OffloadError
 from .guards import guarantees
 from .loss import chunked_cross_entropy
 from .meter import compare_seconds, count_flops, measure
+from .offload import offload_saved_tensors
+from .phases import is_recomputing
 from .predict import predict
 from .reentrant import checkpoint
-from .region import is_recomputing
 from .wrap import apply_activation_checkpointing, checkpoint_sequential, remove_activation_checkpointing
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "OffloadError",
     "apply_activation_checkpointing",
     "checkpoint",
     "checkpoint_sequential",
@@ -22,6 +24,7 @@ __all__ = [
     "guarantees",
     "is_recomputing",
     "measure",
+    "offload_saved_tensors",
     "predict",
     "remove_activation_checkpointing",
 ]

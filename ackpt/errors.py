@@ -6,3 +6,7 @@ class CheckpointError(RuntimeError):
 
     Raised instead of a silently wrong result; nothing has been added to any ``.grad`` by the region that raises.
     """
+
+
+class OffloadError(RuntimeError):
+    """A tensor could not be taken to the store or brought back; nothing was replaced by something else silently."""

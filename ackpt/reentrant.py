@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError
+from .offload import resolve, saved_tensors_of
 from .region import Region
 
 __all__ = ["checkpoint"]
@@ -51,7 +52,8 @@ def checkpoint(function, /, *args, preserve_rng_state=True, offload=None, **kwar
             Parameters and closed-over tensors get their gradients like arguments do.
         preserve_rng_state: replay in the recompute every random number stream the region drew from (torch on all
             devices, Python's ``random``, numpy, generator objects in reach of the arguments).
-        offload: where the saved inputs wait; ``None`` leaves them on their device (bytes: the inputs' storages).
+        offload: where the saved inputs wait: ``None`` on their device, ``"sync"`` or ``"async"`` in host memory, or as
+            an :func:`offload_saved_tensors` object says.
 
     Returns:
         What `function` returns, bit for bit.
@@ -78,7 +80,7 @@ def checkpoint(function, /, *args, preserve_rng_state=True, offload=None, **kwar
         tensor([[1., 1.],
                 [1., 1.]])
     """
-    check_offload(offload)
+    offload = resolve(offload)
     if torch._C._are_functorch_transforms_active():
         raise CheckpointError(
             "checkpoint() was called inside a torch.func transform (grad, vmap, jvp, ...), which cannot look into a "
@@ -87,15 +89,10 @@ def checkpoint(function, /, *args, preserve_rng_state=True, offload=None, **kwar
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     run = _run if "torch._dynamo" not in sys.modules else _outside_dynamo()
-    return run(function, args, kwargs, preserve_rng_state)
+    return run(function, args, kwargs, preserve_rng_state, offload)
 
 
-def check_offload(offload):
-    if offload is not None:
-        raise ValueError(f"offload={offload!r} is not available in this version; only offload=None is")
-
-
-def _run(function, args, kwargs, preserve_rng_state):
+def _run(function, args, kwargs, preserve_rng_state, offload):
     region = Region(function, args, kwargs, preserve_rng_state)
     inputs, leaves = region.first_forward()
     if not region.own:
@@ -103,7 +100,9 @@ def _run(function, args, kwargs, preserve_rng_state):
     # A leaf that requires grad, for a region whose parameters get their gradients inside.
     anchor = None if any(region.needs_grad) or leaves else torch.zeros((), requires_grad=True)
     needed = [tensor for tensor, needs_grad in zip(inputs, region.needs_grad) if needs_grad]
-    return region.result(_apply(region, inputs, leaves, anchor, *needed, *leaves))
+    with offload.for_region().hooks if offload is not None else _NOTHING:
+        made = _apply(region, inputs, leaves, anchor, *needed, *leaves)
+    return region.result(made)
 
 
 _disabled = []
@@ -134,7 +133,11 @@ class _Recompute(torch.autograd.Function):
         _refuse_unsupported(region)
         region.check_unchanged()
         with region.state.as_before() if region.state is not None else _NOTHING:
-            starts, outputs = region.recompute(ctx.saved_tensors, ctx.leaves)
+            saved, later = saved_tensors_of(ctx)
+            starts, outputs = region.recompute(saved, ctx.leaves)
+            del saved
+            if later is not None:
+                _halfway(outputs).register_prehook(later)
             used = [i for i, output in enumerate(outputs) if grad_outputs[i] is not None and output.requires_grad]
             if len(used) < len(outputs):
                 outputs, grad_outputs = [outputs[i] for i in used], [grad_outputs[i] for i in used]
@@ -164,6 +167,18 @@ def _refuse_unsupported(region):
             "backward pass. Call loss.backward() without inputs= and read .grad, or call the function without "
             "checkpoint() here."
         )
+
+
+def _halfway(outputs):
+    """The node of a graph that backward runs when half of the others are done."""
+    nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
+    stack = list(nodes)
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is not None and node not in nodes and node.next_functions:  # those without end the graph
+                nodes.add(node)
+                stack.append(node)
+    return sorted(nodes, key=lambda node: node._sequence_nr(), reverse=True)[len(nodes) // 2]
 
 
 def _gradients(outputs, grads, inputs):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import weakref
 
 import torch
@@ -16,24 +15,13 @@ import torch
 from . import guards, refusals, rng
 from .autocast import OFF, Autocast, any_enabled
 from .closure import Cut, current_cut, frozen
+from .phases import phase
 from .reach import Reach, graph_inputs, held
 from .tree import Tensors, fill, fill_arguments, is_plain, strip_arguments, strip_result
 
-_local = threading.local()
 _NOTHING = contextlib.nullcontext()
 _NOT_WALKED = Reach()
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def is_recomputing() -> bool:
-    """Whether the calling code runs inside a recompute: a forward hook that must act once per step can ask.
-
-    Example:
-        >>> import ackpt
-        >>> ackpt.is_recomputing()
-        False
-    """
-    return getattr(_local, "recomputing", False)
 
 
 class Region:
@@ -52,7 +40,7 @@ class Region:
         self.function = function
         self.preserve_rng_state = preserve_rng_state
         self.guarantees = guards.current()
-        self.nested = is_recomputing()
+        self.nested = phase.recomputing
         self.autocast = Autocast() if any_enabled() else None
         self.streams = []
         self.state = self.watch = None
@@ -129,6 +117,7 @@ class Region:
     def _first_forward(self, aliases, reach):
         if self.autocast is not None:
             torch.clear_autocast_cache()
+        was, phase.dropping = phase.dropping, True
         try:
             with rng.LOCK if self.preserve_rng_state else _NOTHING, _no_saved_tensor_hooks():
                 before = rng.snapshot(reach.streams, self.guarantees.other_rng) if self.preserve_rng_state else []
@@ -141,6 +130,7 @@ class Region:
                 raise refusals.changes_inputs(what) from error
             raise
         finally:
+            phase.dropping = was
             if self.autocast is not None:
                 torch.clear_autocast_cache()
         return result
@@ -229,8 +219,8 @@ class Region:
 
     def _call_again(self, aliases):
         """The call of the forward once more, in the surroundings it had then."""
-        was = is_recomputing()
-        _local.recomputing = True
+        was = phase.recomputing, phase.dropping
+        phase.recomputing, phase.dropping = True, False
         try:
             with torch.enable_grad():
                 if not self.streams and self.autocast is None and not any_enabled():
@@ -238,7 +228,7 @@ class Region:
                 with rng.replay(self.streams), (self.autocast or OFF).restored():
                     return self._call(aliases)
         finally:
-            _local.recomputing = was
+            phase.recomputing, phase.dropping = was
 
     def _signature(self, tensor):
         needs_grad = tensor.requires_grad or not self.guarantees.exact_graph

@@ -13,7 +13,8 @@ import types
 
 from torch import nn
 
-from .reentrant import check_offload, checkpoint
+from .offload import resolve
+from .reentrant import checkpoint
 
 
 def apply_activation_checkpointing(model, check_fn=None, *, preserve_rng_state=True, offload=None) -> list[str]:
@@ -24,6 +25,7 @@ def apply_activation_checkpointing(model, check_fn=None, *, preserve_rng_state=T
             (``"blocks.0"``, or several). ``None`` takes the repeated blocks: members of an ``nn.ModuleList`` or
             ``nn.Sequential`` that share their class with a sibling, have submodules and parameters, and lie in no other
             such block.
+        offload: as in :func:`checkpoint`: where the inputs of the chosen modules wait for backward.
 
     Returns:
         The qualified names of the modules that are checkpointed now, in the order of ``named_modules``.
@@ -47,7 +49,7 @@ def apply_activation_checkpointing(model, check_fn=None, *, preserve_rng_state=T
         ['0', '1', '2']
     """
     _require_module(model)
-    check_offload(offload)
+    resolve(offload)
     chosen = _choose(model, check_fn)
     for name, module in chosen.items():
         if "forward" in vars(module):
@@ -192,6 +194,7 @@ def checkpoint_sequential(functions, segments=None, input=_MISSING, *, preserve_
         segments: how many segments of equal length (within one), or ``None`` for the lengths of least peak: see
             :func:`segment_lengths`.
         input: what the first function is called with.
+        offload: as in :func:`checkpoint`: where the inputs of the segments wait for backward.
 
     Raises:
         ValueError: if `segments` is not between 1 and the number of functions, or there is no function.
@@ -207,7 +210,7 @@ def checkpoint_sequential(functions, segments=None, input=_MISSING, *, preserve_
     """
     if input is _MISSING:
         raise TypeError("checkpoint_sequential needs an input: checkpoint_sequential(functions, segments, input)")
-    check_offload(offload)
+    resolve(offload)
     functions = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
     if not functions:
         raise ValueError("checkpoint_sequential got no functions")

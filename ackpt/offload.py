@@ -1,0 +1,308 @@
+"""Offload of what autograd saves: it waits in host memory or on disk, and comes back when backward needs it.
+
+Autograd offers one seam for this, a pair of hooks: *pack* is called with every tensor that is saved and returns
+whatever shall be kept in its place, *unpack* makes the tensor again. Here pack decides what is worth moving and hands
+it to the engine; what a saved tensor was (a view with strides, half of a storage, conjugated) is remembered exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import sys
+import threading
+import weakref
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from .errors import OffloadError
+from .guards import version
+from .offload_engine import Engine
+from .phases import phase
+from .stored import Forward
+
+MODES = ("sync", "async")
+STORES = ("host", "disk")
+MIN_BYTES = 1 << 16
+ALIGNMENT = 64  # bytes; a part of a storage begins at a multiple, so that any dtype may be viewed in it
+
+_local = threading.local()
+
+
+def offload_saved_tensors(
+    mode="async",
+    store="host",
+    *,
+    min_bytes=MIN_BYTES,
+    keep_last=1,
+    lookahead_bytes=None,
+    max_pinned_bytes=None,
+    folder=None,
+) -> Offload:
+    """A context in which tensors saved for backward are offloaded; nothing is recomputed.
+
+    Args:
+        mode: ``"async"`` copies beside the computing and brings back ahead of need; ``"sync"`` waits for every copy.
+        store: ``"host"`` memory (page-locked for a GPU), or ``"disk"``: memory-mapped files in `folder`.
+        min_bytes: storages below this many bytes stay on the device.
+        keep_last: how many of the newest storages stay: backward needs them first.
+        lookahead_bytes: bytes that ``"async"`` may keep on the device for copies on their way, in each direction;
+            ``None``: as many as the largest offloaded storage.
+        max_pinned_bytes: page-locked memory that may be allocated; beyond it, pageable memory and one warning.
+        folder: where ``"disk"`` keeps its files. They have no names there, and are gone when the process is.
+
+    Returns:
+        A context manager, to be entered around each forward; as often as needed, nested, in several threads. It gives
+        the :class:`~ackpt.offload_engine.Engine`, whose ``stats()`` count. ``offload=`` of :func:`checkpoint` takes
+        such an object as well as a mode.
+
+    Raises:
+        ValueError: for an unknown mode or store, negative sizes, a folder without ``"disk"`` or the other way round.
+        OffloadError: if nothing can be written to `folder`; inside, if the store is full, a copy fails, the device has
+            no streams, or a saved tensor was modified in place before its copy was complete.
+
+    Gradients are those of the plain model, bit for bit. Parameters, buffers and leaves that require grad stay, as do
+    tensor subclasses and sparse tensors. Each storage is copied once, however many views of it are saved. On the CPU,
+    the same engine runs with worker threads, and the store lies outside of torch's allocator.
+    Source: the seam is ``torch.autograd.graph.saved_tensors_hooks``; offload beside computing, Rhu et al. 2016, vDNN
+    (arXiv:1602.08124).
+
+    Example:
+        >>> import torch, ackpt
+        >>> x = torch.ones(256, 256, requires_grad=True)
+        >>> with ackpt.offload_saved_tensors():
+        ...     loss = (x * 2).exp().sum()
+        >>> loss.backward()
+    """
+    return Offload(mode, store, min_bytes, keep_last, lookahead_bytes, max_pinned_bytes, folder)
+
+
+class Offload:
+    """What :func:`offload_saved_tensors` returns."""
+
+    def __init__(self, mode, store, min_bytes, keep_last, lookahead_bytes, max_pinned_bytes, folder):
+        self._arguments = (mode, store, min_bytes, keep_last, lookahead_bytes, max_pinned_bytes, folder)
+        _one_of("mode", mode, MODES)
+        _one_of("store", store, STORES)
+        self.min_bytes = _size("min_bytes", min_bytes)
+        self.keep_last = _size("keep_last", keep_last)
+        self.lookahead = None if lookahead_bytes is None else _size("lookahead_bytes", lookahead_bytes)
+        if max_pinned_bytes is not None:
+            max_pinned_bytes = _size("max_pinned_bytes", max_pinned_bytes)
+        if (store == "disk") != (folder is not None):
+            raise ValueError(
+                "store='disk' needs folder=, the folder for its files"
+                if folder is None
+                else f"folder={folder!r} is only used with store='disk'; store is {store!r}"
+            )
+        if mode == "sync":
+            self.lookahead = 0
+        self.engine = _engine(store, None if folder is None else os.path.realpath(folder), max_pinned_bytes)
+
+    def __reduce__(self):
+        return Offload, self._arguments
+
+    def __repr__(self):
+        mode, store = self._arguments[:2]
+        return f"<ackpt offload: {mode}, store={store!r}>"
+
+    def __enter__(self) -> Engine:
+        _entered().append(entry := _Entry(self))
+        entry.hooks.__enter__()
+        return self.engine
+
+    def __exit__(self, *exception):
+        _entered().pop().hooks.__exit__(*exception)
+
+    def for_region(self) -> _Entry:
+        """The entry under which a checkpointed region saves its inputs; one for all regions of a forward."""
+        open_entries = _local.__dict__.setdefault("open", weakref.WeakKeyDictionary())
+        entry = open_entries.get(self)
+        if entry is None or entry.is_over():
+            open_entries[self] = entry = _Entry(self)
+        return entry
+
+
+def resolve(offload) -> Offload | None:
+    """The Offload that an ``offload=`` argument names: None, a mode, or what ``offload_saved_tensors`` returned."""
+    if offload is None or isinstance(offload, Offload):
+        return offload
+    if isinstance(offload, str) and offload in MODES:
+        return _default(offload)
+    raise ValueError(
+        f"offload={offload!r} is unknown: choose None, 'sync', 'async', or pass ackpt.offload_saved_tensors(...)"
+    )
+
+
+@functools.cache
+def _default(mode: str) -> Offload:
+    return offload_saved_tensors(mode)
+
+
+@functools.cache
+def _engine(store, folder, max_pinned_bytes) -> Engine:
+    return Engine(store, folder, max_pinned_bytes)
+
+
+def _entered() -> list[_Entry]:
+    return _local.__dict__.setdefault("entered", [])
+
+
+class _Entry:
+    """One entering of an Offload, or one forward of regions: the hooks, and the order of what they saw."""
+
+    def __init__(self, offload: Offload):
+        self._min_bytes = offload.min_bytes
+        self._engine = offload.engine
+        self._forward = Forward(offload.keep_last, offload.lookahead)
+        self._task = _task()
+        self._modules: dict[int, tuple[weakref.ref, frozenset]] = {}
+        self.hooks = saved_tensors_hooks(self.pack, unpack)
+
+    def is_over(self) -> bool:
+        return self._forward.over or self._forward.is_empty() or self._task != _task()
+
+    def pack(self, tensor: torch.Tensor):
+        if self._stays(tensor):
+            return _Kept(tensor)
+        begin, size = _extent(tensor)
+        if size < max(1, self._min_bytes):
+            return _Kept(tensor)
+        stored, place = self._engine.put(tensor, self._forward, begin, size)
+        return _Saved(tensor, stored, self._forward, place)
+
+    def _stays(self, tensor) -> bool:
+        # Within a backward that began later: a recompute saves what is needed at once.
+        if self._task != _task() or phase.dropping:
+            return True
+        if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return True
+        root = tensor if tensor._base is None else tensor._base
+        if not root.is_leaf:
+            return False
+        if root.requires_grad or isinstance(root, nn.Parameter):
+            return True
+        return root.untyped_storage()._cdata in self._storages_of_running_module()
+
+    def _storages_of_running_module(self) -> frozenset:
+        """The storages of parameters and buffers of the outermost module that is being called here."""
+        call, frame = None, sys._getframe(2)
+        while frame is not None:
+            call = frame if frame.f_code is _CALL else call
+            frame = frame.f_back
+        if call is None:
+            return frozenset()
+        outermost = call.f_locals["self"]
+        known = self._modules.get(id(outermost))
+        if known is None or known[0]() is not outermost:
+            tensors = [*outermost.parameters(), *outermost.buffers()]
+            storages = {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _PLAIN}
+            known = self._modules[id(outermost)] = weakref.ref(outermost), frozenset(storages)
+        return known[1]
+
+
+_CALL = nn.Module._call_impl.__code__
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def _task() -> int:
+    return torch._C._current_graph_task_id()
+
+
+def _extent(tensor) -> tuple[int, int]:
+    """``(first byte, bytes)`` of the part of its storage that stands for a tensor: all of it, unless the tensor
+    reaches over less than half."""
+    if tensor.numel() == 0:
+        return 0, 0
+    whole = tensor.untyped_storage().nbytes()
+    first = tensor.storage_offset() * tensor.itemsize
+    last = sum(map(operator.mul, [size - 1 for size in tensor.shape], tensor.stride())) + 1
+    end = first + last * tensor.itemsize
+    if 2 * (end - first) >= whole:
+        return 0, whole
+    first = first // ALIGNMENT * ALIGNMENT
+    return first, end - first
+
+
+class _Kept:
+    """A saved tensor that stays where it is. Torch checks no versions where hooks are on, so that is done here."""
+
+    __slots__ = ("mark", "tensor")
+
+    def __init__(self, tensor):
+        # An output would hold the node that holds it.
+        self.tensor = tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach()
+        self.mark = version(tensor)
+
+    def unpack(self):
+        if version(self.tensor) != self.mark:
+            raise OffloadError(
+                f"a tensor saved for backward (shape {list(self.tensor.shape)}) was modified by an in-place operation: "
+                f"it is at version {version(self.tensor)}, and was at {self.mark} when it was saved. Change a clone "
+                "instead, or run backward before the change."
+            )
+        return self.tensor
+
+
+class _Saved:
+    """A saved tensor whose bytes the engine has: all that it takes to make it again."""
+
+    __slots__ = ("conjugate", "device", "dtype", "forward", "negative", "offset", "place", "shape", "stored", "stride")
+
+    def __init__(self, tensor, stored, forward, place):
+        self.stored, self.forward, self.place = stored, forward, place
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self.shape, self.stride = tensor.shape, tensor.stride()
+        self.offset = tensor.storage_offset() * tensor.itemsize
+        self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()
+
+    def unpack(self):
+        later = getattr(_local, "later", None)
+        engine = self.stored.engine
+        storage, first = engine.fetch(self.stored, self.forward, self.place if later is None else None)
+        if later is not None and self.forward.lookahead:
+            later.append((engine, self.forward, self.place))
+        with torch.no_grad():
+            tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+            tensor.set_(storage, (self.offset - first) // tensor.itemsize, self.shape, self.stride)
+            tensor = tensor.conj() if self.conjugate else tensor
+            return torch._neg_view(tensor) if self.negative else tensor
+
+
+def unpack(packed):
+    return packed.unpack()
+
+
+def saved_tensors_of(ctx):
+    """``(ctx.saved_tensors, later)`` of a region's node.
+
+    While a region is recomputed memory is short, so what comes next is brought back when ``later()`` is called, not
+    at once; `later` is None where nothing is to be brought back.
+    """
+    _local.later = waiting = []
+    try:
+        tensors = ctx.saved_tensors
+    finally:
+        _local.later = None
+
+    def later(*_):
+        while waiting:
+            engine, forward, place = waiting.pop()
+            engine.bring_ahead(forward, place)
+
+    return tensors, later if waiting else None
+
+
+def _one_of(name: str, value, known) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(map(repr, known))}")
+
+
+def _size(name: str, value) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be a whole number, 0 or more; got {value!r}")
+    return value

@@ -1,0 +1,297 @@
+"""The offload engine: which storage is where, when it is copied, and when its memory may be freed.
+
+The unit is the *storage*: views of one storage share one copy in the store and one reload. A storage that autograd
+saves goes through these states: it *stays* on the device while it is among the newest (backward needs those first);
+it is *leaving* while it is copied, its memory kept; it is *away*; it is *arriving* or back. What is on the way at one
+time, in either direction, is bounded in bytes.
+
+The same code runs over every transport.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+
+from .errors import OffloadError
+from .guards import version
+from .store import Folder, Pool, host_memory, no_memory, pinned_memory
+from .stored import Forward, Stored, alive
+from .transport import ShapeTransport, has_no_data, transport_for
+
+# Called as observer(what, copy, size) where what is "out", "in" (a copy is submitted), "held" (its memory may be used
+# or freed from here on) or "store" (size: bytes in the store now).
+observers: list = []
+
+
+class Lane:
+    """One device's way to the store: its transport and its pool of buffers."""
+
+    def __init__(self, transport, pool: Pool):
+        self.transport, self.pool = transport, pool
+
+
+class Engine:
+    """Moves storages between devices and one store; shared by everything that names the same store.
+
+    Example:
+        >>> import torch, ackpt
+        >>> x = torch.ones(1024, 1024, requires_grad=True)
+        >>> with ackpt.offload_saved_tensors(keep_last=0) as engine:
+        ...     loss = (x * 2).square().sum()
+        >>> engine.stats()["store_bytes"]
+        4194304
+        >>> loss.backward()
+        >>> engine.stats()["store_bytes"]
+        0
+    """
+
+    def __init__(self, store: str, folder=None, max_pinned_bytes: int | None = None):
+        self._store = store
+        self._max_pinned_bytes = max_pinned_bytes
+        self._folder = Folder(folder) if store == "disk" else None
+        self._lanes: dict[tuple, Lane] = {}
+        self._known: dict[int, list[weakref.ref[Stored]]] = {}
+        self._timing: deque = deque()
+        self._lock = threading.RLock()
+        self.returned: deque = deque()
+        self._live = self._live_bytes = 0
+        self.reset_stats()
+
+    def put(self, tensor, forward: Forward, begin: int, size: int) -> tuple[Stored, tuple[int, int]]:
+        """Take bytes `begin` to `begin + size` of a tensor's storage, and their place in the order of the forward.
+
+        What was taken already is shared.
+        """
+        with self._lock:
+            self._settle_returned()
+            stored = self._find(tensor, begin, size)
+            if stored is None:
+                stored = Stored(self, self._lane(tensor), forward, tensor, begin, size)
+                self._known.setdefault(stored.key, []).append(weakref.ref(stored))
+            else:
+                self._counts["shared"] += 1
+            place = forward.saved(stored)
+            while len(forward.staying) > forward.keep_last:
+                if (oldest := forward.staying.popleft()()) is not None:
+                    self._leave(oldest)
+            self._bound_leaving(forward, forward.lookahead)
+            return stored, place
+
+    def fetch(self, stored: Stored, forward: Forward, place: tuple[int, int] | None):
+        """``(storage, its first byte)`` on the device, ready for the current stream.
+
+        What was saved before `place` is started on its way. Without a place, `bring_ahead` will be called later, and
+        until then nothing but these bytes is on the device: what is on its way out is freed.
+        """
+        with self._lock:
+            self._settle_returned()
+            forward.over = True
+            found = stored.here()
+            if stored.refused:
+                raise OffloadError(
+                    f"a tensor saved for backward was {stored.refused}, so its gradient would be wrong. Change a clone "
+                    "instead, or run backward before the change."
+                )
+            if found is None:
+                self._counts["just_in_time"] += 1
+                found = self._load(stored), stored.begin
+            else:
+                self._counts["found"] += 1
+            if stored.back is not None:
+                self._arrive(stored)
+            if stored.alias is not None and stored.left is not None:
+                self._release(stored)
+            if place is None:
+                self._bound_leaving(forward, 0)
+            else:
+                self._bring_ahead(forward, place)
+            return found
+
+    def bring_ahead(self, forward: Forward, place: tuple[int, int]) -> None:
+        """Start what was saved before `place` on its way back, as far as the lookahead allows."""
+        with self._lock:
+            self._settle_returned()
+            self._bring_ahead(forward, place)
+
+    def stats(self) -> dict:
+        """Counters since the last ``reset_stats``, and what is in the store now.
+
+        ``store_bytes``, ``store_peak_bytes``, ``stored``: bytes and storages in the store. ``pool_*``: buffers that
+        were reused (hits) or allocated (misses), all their bytes, and those that could not be pinned (pageable).
+        ``copies_*``, ``bytes_*``: each way. ``shared``: saved tensors whose storage was there already. ``found`` and
+        ``just_in_time``: reloads that were on the device when asked for, and those that had to begin then.
+        ``stalls``: how often computing stood still for a copy, ``seconds_stalled`` for how long, ``seconds_copying``
+        how long the copies took; a GPU's are complete once it is synchronized.
+        """
+        with self._lock:
+            self._settle_returned()
+            pools = [lane.pool for lane in self._lanes.values()]
+            return {
+                "store_bytes": self._live_bytes,
+                "store_peak_bytes": self._peak,
+                "stored": self._live,
+                "pool_hits": sum(pool.hits for pool in pools),
+                "pool_misses": sum(pool.misses for pool in pools),
+                "pool_bytes": sum(pool.bytes for pool in pools),
+                "pageable_bytes": sum(pool.fallback_bytes for pool in pools),
+                **self._counts,
+            }
+
+    def reset_stats(self) -> None:
+        """Set the counters to zero; what is in the store stays."""
+        with self._lock:
+            self._settle_returned()
+            self._timing.clear()
+            names = ("copies_out", "copies_in", "bytes_out", "bytes_in", "shared", "found", "just_in_time", "stalls")
+            self._counts = {**dict.fromkeys(names, 0), "seconds_copying": 0.0, "seconds_stalled": 0.0}
+            self._peak = self._live_bytes
+            for lane in self._lanes.values():
+                lane.pool.hits = lane.pool.misses = 0
+
+    def release_buffers(self) -> None:
+        """Give the memory or disk space of all buffers that are not in use back to the system."""
+        with self._lock:
+            self._settle_returned()
+            for lane in self._lanes.values():
+                lane.pool.clear()
+
+    def _find(self, tensor, begin, size):
+        key = tensor.untyped_storage()._cdata
+        mark = version(tensor)
+        alive = []
+        found = None
+        for reference in self._known.get(key, ()):
+            stored = reference()
+            if stored is not None and stored.storage() is not None:  # an address may have a new storage by now
+                alive.append(reference)
+                if stored.mark == mark and stored.begin <= begin and begin + size <= stored.begin + stored.size:
+                    found = stored
+        if alive:
+            self._known[key] = alive
+        else:
+            self._known.pop(key, None)
+        return found
+
+    def _lane(self, tensor) -> Lane:
+        key = tensor.device, has_no_data(tensor)
+        if key not in self._lanes:
+            self._lanes[key] = self._new_lane(*key)
+        return self._lanes[key]
+
+    def _new_lane(self, device, without_data) -> Lane:
+        if without_data:
+            return Lane(ShapeTransport(device), Pool(no_memory))
+        transport = transport_for(device)
+        if self._folder is not None:
+            return Lane(transport, Pool(self._folder.allocate))
+        allocate = pinned_memory if device.type == "cuda" else host_memory
+        return Lane(transport, Pool(allocate, host_memory, self._max_pinned_bytes))
+
+    def _leave(self, stored: Stored) -> None:
+        """Begin the copy to the store."""
+        if stored.alias is None or stored.left is not None:
+            return
+        stored.check(stored.alias)
+        lane = stored.lane
+        stored.buffer = buffer = lane.pool.take(stored.size)
+        source = stored.alias.untyped_storage()
+        stored.left = lane.transport.copy_out(source, stored.begin, buffer.bytes, stored.size, buffer.after)
+        self._live += 1
+        self._account(stored.size)
+        self._count("out", stored.left, stored.size)
+        stored.forward.leaving.append(weakref.ref(stored))
+
+    def _bound_leaving(self, forward: Forward, allowed: int) -> None:
+        """Free the oldest sources until those on the way out are no more than `allowed` bytes."""
+        on_the_way = [stored for stored in alive(forward.leaving) if stored.alias is not None]
+        total = sum(stored.size for stored in on_the_way)
+        while total > allowed:
+            oldest = on_the_way.pop(0)
+            total -= oldest.size
+            self._release(oldest)
+        forward.leaving = [weakref.ref(stored) for stored in on_the_way]
+
+    def _release(self, stored: Stored) -> None:
+        """Let go of the source: the copy to the store is complete for whoever computes from here on."""
+        self._hold(stored.lane, stored.left)
+        stored.check(stored.alias)
+        stored.alias = None
+
+    def _load(self, stored: Stored):
+        """Begin the copy back to the device; returns the storage there."""
+        transport = stored.lane.transport
+        assert stored.buffer is not None
+        stored.back = transport.allocate(stored.size)
+        stored.loaded = transport.copy_in(stored.buffer.bytes, stored.back, stored.size, stored.copies())
+        stored.arriving = True
+        self._count("in", stored.loaded, stored.size)
+        return stored.back
+
+    def _arrive(self, stored: Stored) -> None:
+        """What was loaded may be used, and lives as long as somebody does."""
+        if stored.arriving:
+            self._hold(stored.lane, stored.loaded, stored.back)
+            stored.arriving = False
+        stored.back_reference = weakref.ref(stored.back)
+        stored.back = None
+
+    def _bring_ahead(self, forward: Forward, place: tuple[int, int]) -> None:
+        wanted = forward.next(place, forward.lookahead)
+        for other in alive(forward.ahead):  # asked for in another order than expected
+            if other.back is not None and other not in wanted:
+                self._arrive(other)
+        for earlier in wanted:
+            if earlier.alias is not None or earlier.back is not None:
+                continue
+            elif earlier.back_reference is not None and (storage := earlier.back_reference()) is not None:
+                earlier.back = storage  # so that it outlives those who use it now
+            elif earlier.here() is None:
+                self._load(earlier)
+        forward.ahead = [weakref.ref(earlier) for earlier in wanted]
+
+    def _hold(self, lane, event, used=None) -> None:
+        waited = lane.transport.hold(event, used)
+        self._timing.append((waited, lane.transport.stall_seconds, event))
+        for observer in observers:
+            observer("held", event, 0)
+        while self._timing and self._timing[0][0].done():
+            self._clock(*self._timing.popleft())
+
+    def _clock(self, waited, threshold, copy) -> None:
+        seconds = waited.seconds()
+        if seconds > threshold:
+            self._counts["stalls"] += 1
+            self._counts["seconds_stalled"] += seconds
+        self._counts["seconds_copying"] += copy.seconds()
+
+    def _count(self, way, event, size) -> None:
+        self._counts[f"copies_{way}"] += 1
+        self._counts[f"bytes_{way}"] += size
+        for observer in observers:
+            observer(way, event, size)
+
+    def _account(self, size: int) -> None:
+        self._live_bytes += size
+        self._peak = max(self._peak, self._live_bytes)
+        for observer in observers:
+            observer("store", None, self._live_bytes)
+
+    def _settle_returned(self) -> None:
+        """Take care of what the graphs have let go of since."""
+        while self.returned:
+            lane, key, size, alias, back, left, loaded, buffer = self.returned.popleft()
+            for memory, event in ((alias, left), (back, loaded)):
+                if memory is not None and event is not None:  # a copy still reads or writes it
+                    with contextlib.suppress(OffloadError):
+                        self._hold(lane, event)
+            if buffer is not None:
+                self._live -= 1
+                self._account(-size)
+                lane.pool.give(buffer, [event for event in (left, loaded) if event is not None])
+            if key in self._known:
+                self._known[key] = [reference for reference in self._known[key] if reference() is not None]
+                if not self._known[key]:
+                    del self._known[key]

@@ -1,0 +1,174 @@
+"""Where offloaded bytes lie: buffers of host memory or of memory-mapped files, kept for reuse.
+
+The buffers come straight from the operating system, not from torch's allocator, so that what is in the store never
+counts as memory of the device, not even where the device is the CPU.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import warnings
+from collections import deque
+
+import torch
+
+from .errors import OffloadError
+
+PAGE = 4096
+
+
+def host_memory(size: int) -> torch.Tensor:
+    """`size` bytes of pageable host memory."""
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+
+
+def pinned_memory(size: int) -> torch.Tensor:
+    """`size` bytes of page-locked host memory, which a GPU copies to and from beside its computing."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def no_memory(size: int) -> None:
+    """For tensors without data."""
+
+
+class Folder:
+    """Memory-mapped files in a folder of the user's choice; raises `OffloadError` if none can be made there.
+
+    A file has lost its name before the first byte is written, so the system removes it when the process ends, however
+    it ends. Its blocks are reserved at once: a disk that is full says so here, not in the middle of a copy.
+    """
+
+    def __init__(self, path):
+        self.path = os.fspath(path)
+        self.allocate(PAGE)
+
+    def allocate(self, size: int) -> torch.Tensor:
+        try:
+            with tempfile.TemporaryFile(dir=self.path, prefix="ackpt-") as file:
+                _reserve(file, size)
+                return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+        except OSError as error:
+            raise OffloadError(
+                f"store='disk' cannot hold {size} more bytes in folder {self.path!r}: {error.strerror}. Nothing was "
+                "left there. Name a folder with more room, raise min_bytes, or train without offload."
+            ) from error
+
+
+def _reserve(file, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    for start in range(0, size, 1 << 20):
+        file.write(bytes(min(1 << 20, size - start)))
+    file.flush()
+
+
+class Buffer:
+    """Bytes of a store. Who uses them next must let the work that ends with `after` (events) come first."""
+
+    __slots__ = ("after", "bytes", "is_fallback", "size")
+
+    def __init__(self, data, size: int, is_fallback: bool):
+        self.bytes = data
+        self.size = size
+        self.is_fallback = is_fallback
+        self.after: tuple = ()
+
+
+class Pool:
+    """Buffers that are allocated once and then reused.
+
+    Args:
+        allocate: makes the bytes of a new buffer.
+        fallback: makes them where `allocate` fails or `limit` is reached (pinned memory: pageable memory); one
+            warning says so. Without it, the error is raised.
+        limit: bytes that `allocate` may have made and not released.
+
+    Sizes are rounded up by at most an eighth, so that lengths which vary share buffers. Idle buffers never hold more
+    bytes than were in use at the highest point.
+    """
+
+    def __init__(self, allocate, fallback=None, limit: int | None = None):
+        self._allocate, self._fallback, self.limit = allocate, fallback, limit
+        self._idle: dict[int, deque[Buffer]] = {}
+        self._warned = False
+        self.hits = self.misses = 0
+        self.bytes = self.fallback_bytes = self.idle_bytes = self._most_used = 0
+
+    def take(self, size: int) -> Buffer:
+        """A buffer of at least `size` bytes; raises `OffloadError` if there is none to be had."""
+        size = _rounded(size)
+        if idle := self._idle.get(size):
+            buffer = idle.popleft()
+            self.idle_bytes -= size
+            self.hits += 1
+        else:
+            buffer = self._new(size)
+            self.misses += 1
+        self._most_used = max(self._most_used, self.bytes - self.idle_bytes)
+        return buffer
+
+    def give(self, buffer: Buffer, after=()) -> None:
+        """Take `buffer` back; copies from and to it may still be running until the events `after`."""
+        buffer.after = tuple(after)
+        idle = self._idle.pop(buffer.size, deque())
+        idle.append(buffer)
+        self._idle[buffer.size] = idle  # the sizes that were used last stand last
+        self.idle_bytes += buffer.size
+        self._shrink(self._most_used)
+
+    def clear(self) -> None:
+        """Release all idle buffers."""
+        self._shrink(0)
+
+    def _shrink(self, allowed: int) -> None:
+        while self.idle_bytes > allowed:
+            size = next(size for size, idle in self._idle.items() if idle)
+            buffer = self._idle[size].popleft()
+            for event in buffer.after:
+                event.wait()
+            self.idle_bytes -= size
+            self.bytes -= size
+            self.fallback_bytes -= size * buffer.is_fallback
+
+    def _new(self, size: int) -> Buffer:
+        if self._is_full(size):
+            self._shrink(max(0, self.idle_bytes - size))
+        data, is_fallback = None, False
+        if self._is_full(size):
+            self._warn(f"max_pinned_bytes={self.limit} is reached")
+            is_fallback = True
+        else:
+            try:
+                data = self._allocate(size)
+            except RuntimeError as error:
+                if self._fallback is None:
+                    raise
+                self._warn(f"pinning {size} bytes of host memory failed ({str(error).splitlines()[0]})")
+                is_fallback = True
+        if is_fallback and self._fallback is not None:
+            data = self._fallback(size)
+        self.bytes += size
+        self.fallback_bytes += size * is_fallback
+        return Buffer(data, size, is_fallback)
+
+    def _is_full(self, size: int) -> bool:
+        if self.limit is None or self._fallback is None:
+            return False
+        return self.bytes - self.fallback_bytes + size > self.limit
+
+    def _warn(self, cause: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"offload: {cause}; from here on copies go through pageable memory, correct but without overlap. "
+                "Raise max_pinned_bytes or the limit of locked memory (ulimit -l), or offload less (min_bytes).",
+                stacklevel=2,
+            )
+
+
+def _rounded(size: int) -> int:
+    step = max(PAGE, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step

@@ -1,0 +1,128 @@
+"""What the offload engine keeps of a forward: the storages that were saved, in their order, and where each is.
+
+All of it hangs on what autograd holds. A `Forward` knows its storages by weak references; a `Stored` lives as long as
+the graph that needs it, and whatever ends that graph (a backward, an exception, a loss that is dropped) ends it too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+
+from .guards import version
+from .store import Buffer
+
+
+class Forward:
+    """The storages saved in one forward, in their order, and how they leave."""
+
+    def __init__(self, keep_last: int, lookahead: int | None):
+        self.keep_last = keep_last
+        self._lookahead = lookahead
+        self._order: list[list[weakref.ref[Stored]]] = []  # by node of the graph
+        self._node = -1
+        self.staying: deque[weakref.ref[Stored]] = deque()
+        self.leaving: list[weakref.ref[Stored]] = []
+        self.ahead: list[weakref.ref[Stored]] = []  # on the device before they were asked for
+        self.largest = 0
+        self.over = False  # backward has begun
+
+    @property
+    def lookahead(self) -> int:
+        """Bytes that may be on the device for the copies' sake: by default one storage, the largest."""
+        return self.largest if self._lookahead is None else self._lookahead
+
+    def saved(self, stored: Stored) -> tuple[int, int]:
+        """Note that `stored` was saved, once more perhaps; returns the place of this saving in the order."""
+        reference = weakref.ref(stored)
+        if reference in self.staying:
+            self.staying.remove(reference)
+        if stored.left is None:
+            self.staying.append(reference)
+        self.largest = max(self.largest, stored.size)
+        if (node := torch.autograd._get_sequence_nr()) != self._node:
+            self._node = node
+            self._order.append([])
+        self._order[-1].append(reference)
+        return len(self._order) - 1, len(self._order[-1])
+
+    def next(self, place: tuple[int, int], allowed: int) -> list[Stored]:
+        """What backward is expected to ask for after `place`, up to `allowed` bytes: nodes run in reverse, and each
+        asks in the order in which it saved."""
+        node, rest = place
+        found: list[Stored] = []
+        asked = itertools.chain(self._order[node][rest:], *self._order[:node][::-1])
+        for stored in alive(asked):
+            if stored not in found:
+                allowed -= stored.size
+                if allowed < 0:
+                    break
+                found.append(stored)
+        return found
+
+    def is_empty(self) -> bool:
+        return not any(alive(itertools.chain(*self._order)))
+
+
+class Stored:
+    """A part of one storage, usually all of it: on its device, on the way, or in the store."""
+
+    __slots__ = (
+        *("engine", "lane", "forward", "key", "begin", "size", "mark", "alias", "original", "storage"),
+        *("buffer", "left", "loaded", "arriving", "back", "back_reference", "refused", "__weakref__"),
+    )
+
+    def __init__(self, engine, lane, forward, tensor, begin: int, size: int):
+        self.engine, self.lane, self.forward = engine, lane, forward
+        self.begin, self.size = begin, size
+        self.mark = version(tensor)
+        self.alias = tensor.detach()  # shares storage and version counter, and knows no graph
+        self.original = weakref.ref(tensor)
+        storage = tensor.untyped_storage()
+        self.key, self.storage = storage._cdata, weakref.ref(storage)
+        self.buffer: Buffer | None = None
+        self.left: Any = None  # the event of the copy to the store
+        self.loaded: Any = None  # the event of the last copy back
+        self.arriving = False
+        self.back: Any = None  # the storage on the device that nobody uses yet
+        self.back_reference: weakref.ref | None = None
+        self.refused: str | None = None
+
+    def here(self):
+        """``(storage, its first byte here)`` if the bytes are on the device, else None."""
+        if self.alias is not None:
+            self.check(self.alias)
+            return self.alias.untyped_storage(), 0
+        storage = self.back
+        if storage is None and self.back_reference is not None:
+            storage = self.back_reference()
+        if storage is not None:
+            return storage, self.begin
+        original, storage = self.original(), self.storage()
+        if original is not None and storage is original.untyped_storage() and version(original) == self.mark:
+            return storage, 0
+        return None
+
+    def check(self, tensor) -> None:
+        if version(tensor) != self.mark:
+            self.refused = "was modified in place after it was saved for backward, before its copy was complete"
+
+    def copies(self) -> list:
+        """The events of the copies from and to the buffer that may still be running."""
+        return [event for event in (self.left, self.loaded) if event is not None]
+
+    def __del__(self):
+        # Runs in any thread, in the middle of anything: only hand over.
+        back = self.back if self.arriving else None
+        self.engine.returned.append(
+            (self.lane, self.key, self.size, self.alias, back, self.left, self.loaded, self.buffer)
+        )
+
+
+def alive(references):
+    """The `Stored` that still are, of weak references."""
+    return (stored for reference in references if (stored := reference()) is not None)

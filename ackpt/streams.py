@@ -1,0 +1,77 @@
+"""Streams and events on a CPU: a stream is one worker thread that runs what it is given in order.
+
+The words are those of CUDA: work is *submitted* to a stream and runs later; an *event* is reached when a piece of work
+has ended; work can be told to start only *after* events of other streams. What can go wrong between streams of a GPU
+goes wrong between these in the same way, which is how races are tested, and shown in the book, without one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+
+
+class Event:
+    """The end of one piece of work: a future, and when the work ran (seconds of ``time.perf_counter``)."""
+
+    __slots__ = ("_future", "began", "ended")
+
+    def __init__(self):
+        self._future: Future
+        self.began = self.ended = 0.0
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Return when the work has ended; raises what it raised."""
+        self._future.result()
+
+    def error(self) -> BaseException | None:
+        """What the work raised; waits for it."""
+        return self._future.exception()
+
+    def seconds(self) -> float:
+        """How long the work took, without the waiting before it."""
+        return self.ended - self.began
+
+
+class Stream:
+    """Runs functions in the order of their submission, beside the thread that submits them.
+
+    Example:
+        >>> from ackpt.streams import Stream
+        >>> copies, found = Stream("copies"), []
+        >>> first = copies.submit(found.append, 1)
+        >>> copies.submit(found.append, 2, after=[first]).wait()
+        >>> found
+        [1, 2]
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._start()
+        if hasattr(os, "register_at_fork"):  # threads do not survive a fork; a child that copies gets its own
+            me = weakref.ref(self)
+            os.register_at_fork(after_in_child=lambda: (stream := me()) and stream._start())
+
+    def _start(self):
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"ackpt-{self._name}")
+
+    def submit(self, function, *args, after=()) -> Event:
+        """Run ``function(*args)`` once everything submitted before and the events `after` have ended, well or not."""
+        event = Event()
+        event._future = self._executor.submit(_run, event, function, args, tuple(after))
+        return event
+
+
+def _run(event, function, args, after):
+    for other in after:
+        other.error()  # whoever needs its result has asked for it
+    event.began = time.perf_counter()
+    try:
+        function(*args)
+    finally:
+        event.ended = time.perf_counter()
