@@ -63,8 +63,9 @@ class Measurement:
     """What one step took: bytes at the peak by category, the timeline, seconds and FLOPs.
 
     ``resident_bytes``: parameters, buffers, inputs, optimizer state. ``dynamic_peak_bytes``: everything else at its
-    highest; gradients count here also when they exist before the step. ``allocator`` holds what only CUDA knows:
-    requested and reserved bytes at their peaks. ``seconds`` and ``flops`` are ``None`` where they were not measured.
+    highest; gradients count here also when they exist before the step. ``allocator`` holds what only CUDA knows,
+    requested and reserved bytes at their peaks, and, where tensors were offloaded, the store's peak. ``seconds`` and
+    ``flops`` are ``None`` where they were not measured.
     """
 
     device: str
@@ -79,6 +80,11 @@ class Measurement:
     @property
     def peak_bytes(self) -> int:
         return self.resident_bytes + self.dynamic_peak_bytes
+
+    @property
+    def store_peak_bytes(self) -> int:
+        """Most bytes that were offloaded at one time; they are no part of the other sizes."""
+        return self.allocator.get("store_peak_bytes", 0)
 
     def to_json(self) -> dict:
         """Plain data without the timeline (``timeline.thinned(400).to_json()`` gives that); times only in seconds."""

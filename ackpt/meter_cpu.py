@@ -18,6 +18,7 @@ from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _EventType, _RecordFunctionFast
 from torch.profiler import ProfilerActivity, profile
 
+from .meter_store import store_watched
 from .resident import on, storages_of
 from .timeline import MeterError, build_timeline
 
@@ -40,7 +41,7 @@ def trace(step_fn, warm_up, owned, device):
         gc.collect()
         held = owned.bytes(_ON_CPU)
         existing = {storage.data_ptr(): storage for _, storage in owned.gradients(_ON_CPU)}
-        with _marks(owned), no_collection():
+        with store_watched(_mark_copy) as store, _marks(owned), no_collection():
             _mark("step")
             step_fn()
             _mark("end")
@@ -48,7 +49,8 @@ def trace(step_fn, warm_up, owned, device):
     before = {pointer: ("gradients", storage.nbytes()) for pointer, storage in existing.items()}
     del earlier, existing  # alive until here, so that no block of the step could take their addresses
     assert profiler.profiler is not None
-    return build_timeline(_actions(profiler.profiler.kineto_results), before, after), held, None, {}
+    peaks = {"store_peak_bytes": store.peak_bytes} if store.peak_bytes else {}
+    return build_timeline(_actions(profiler.profiler.kineto_results), before, after), held, None, peaks
 
 
 def _actions(results):
@@ -76,6 +78,11 @@ def _actions(results):
                     inside = what == "step"
                 elif what == "gradient":
                     yield "mark", int(pointer), "gradients"
+                elif what == "held":
+                    yield "held", int(pointer)
+                elif what == "copy":
+                    number, way, size = pointer.split(":")
+                    yield "copy", int(number), way, int(size)
                 else:
                     yield "free", int(pointer)
             elif inside and name.startswith(_BACKWARD):
@@ -92,6 +99,10 @@ def clock(step_fn, device) -> float:
 def _mark(name: str) -> None:
     with _RecordFunctionFast(_MARK + name):
         pass
+
+
+def _mark_copy(action) -> None:
+    _mark(":".join(map(str, action)))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import torch
 
 from .engine import around_backward
 from .meter_cpu import no_collection
+from .meter_store import store_watched
 from .resident import rounded, storages_of
 from .timeline import MeterError, build_timeline
 
@@ -47,7 +48,7 @@ def trace(step_fn, warm_up, owned, device):
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
         try:
-            with _marks(owned, counts) as marks, no_collection():
+            with _marks(owned, counts) as (marks, note), store_watched(note) as store, no_collection():
                 step_fn()
             torch.cuda.synchronize()
             history = torch.cuda.memory._snapshot().get("device_traces", [])[index]
@@ -59,6 +60,8 @@ def trace(step_fn, warm_up, owned, device):
         "requested_peak_bytes": statistics["requested_bytes.all.peak"],
         "reserved_peak_bytes": statistics["reserved_bytes.all.peak"],
     }
+    if store.peak_bytes:
+        peaks["store_peak_bytes"] = store.peak_bytes
     timeline = build_timeline(actions(history, marks), before, after)
     return timeline, held, statistics["allocated_bytes.all.peak"], peaks
 
@@ -117,7 +120,7 @@ def _marks(owned, counts):
     handles = [leaf.register_post_accumulate_grad_hook(complete) for leaf in owned.trainable()]
     try:
         with around_backward(backward):
-            yield marks
+            yield marks, note
     finally:
         for handle in handles:
             handle.remove()

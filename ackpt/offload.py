@@ -8,7 +8,6 @@ it to the engine; what a saved tensor was (a view with strides, half of a storag
 from __future__ import annotations
 
 import functools
-import operator
 import os
 import sys
 import threading
@@ -19,16 +18,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .errors import OffloadError
-from .guards import version
 from .offload_engine import Engine
+from .packed import Kept, Saved, extent, unpack
 from .phases import phase
 from .stored import Forward
 
 MODES = ("sync", "async")
 STORES = ("host", "disk")
 MIN_BYTES = 1 << 16
-ALIGNMENT = 64  # bytes; a part of a storage begins at a multiple, so that any dtype may be viewed in it
 
 _local = threading.local()
 
@@ -168,12 +165,12 @@ class _Entry:
 
     def pack(self, tensor: torch.Tensor):
         if self._stays(tensor):
-            return _Kept(tensor)
-        begin, size = _extent(tensor)
+            return Kept(tensor)
+        begin, size = extent(tensor)
         if size < max(1, self._min_bytes):
-            return _Kept(tensor)
+            return Kept(tensor)
         stored, place = self._engine.put(tensor, self._forward, begin, size)
-        return _Saved(tensor, stored, self._forward, place)
+        return Saved(tensor, stored, self._forward, place)
 
     def _stays(self, tensor) -> bool:
         # Within a backward that began later: a recompute saves what is needed at once.
@@ -211,90 +208,6 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 def _task() -> int:
     return torch._C._current_graph_task_id()
-
-
-def _extent(tensor) -> tuple[int, int]:
-    """``(first byte, bytes)`` of the part of its storage that stands for a tensor: all of it, unless the tensor
-    reaches over less than half."""
-    if tensor.numel() == 0:
-        return 0, 0
-    whole = tensor.untyped_storage().nbytes()
-    first = tensor.storage_offset() * tensor.itemsize
-    last = sum(map(operator.mul, [size - 1 for size in tensor.shape], tensor.stride())) + 1
-    end = first + last * tensor.itemsize
-    if 2 * (end - first) >= whole:
-        return 0, whole
-    first = first // ALIGNMENT * ALIGNMENT
-    return first, end - first
-
-
-class _Kept:
-    """A saved tensor that stays where it is. Torch checks no versions where hooks are on, so that is done here."""
-
-    __slots__ = ("mark", "tensor")
-
-    def __init__(self, tensor):
-        # An output would hold the node that holds it.
-        self.tensor = tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach()
-        self.mark = version(tensor)
-
-    def unpack(self):
-        if version(self.tensor) != self.mark:
-            raise OffloadError(
-                f"a tensor saved for backward (shape {list(self.tensor.shape)}) was modified by an in-place operation: "
-                f"it is at version {version(self.tensor)}, and was at {self.mark} when it was saved. Change a clone "
-                "instead, or run backward before the change."
-            )
-        return self.tensor
-
-
-class _Saved:
-    """A saved tensor whose bytes the engine has: all that it takes to make it again."""
-
-    __slots__ = ("conjugate", "device", "dtype", "forward", "negative", "offset", "place", "shape", "stored", "stride")
-
-    def __init__(self, tensor, stored, forward, place):
-        self.stored, self.forward, self.place = stored, forward, place
-        self.dtype, self.device = tensor.dtype, tensor.device
-        self.shape, self.stride = tensor.shape, tensor.stride()
-        self.offset = tensor.storage_offset() * tensor.itemsize
-        self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()
-
-    def unpack(self):
-        later = getattr(_local, "later", None)
-        engine = self.stored.engine
-        storage, first = engine.fetch(self.stored, self.forward, self.place if later is None else None)
-        if later is not None and self.forward.lookahead:
-            later.append((engine, self.forward, self.place))
-        with torch.no_grad():
-            tensor = torch.empty(0, dtype=self.dtype, device=self.device)
-            tensor.set_(storage, (self.offset - first) // tensor.itemsize, self.shape, self.stride)
-            tensor = tensor.conj() if self.conjugate else tensor
-            return torch._neg_view(tensor) if self.negative else tensor
-
-
-def unpack(packed):
-    return packed.unpack()
-
-
-def saved_tensors_of(ctx):
-    """``(ctx.saved_tensors, later)`` of a region's node.
-
-    While a region is recomputed memory is short, so what comes next is brought back when ``later()`` is called, not
-    at once; `later` is None where nothing is to be brought back.
-    """
-    _local.later = waiting = []
-    try:
-        tensors = ctx.saved_tensors
-    finally:
-        _local.later = None
-
-    def later(*_):
-        while waiting:
-            engine, forward, place = waiting.pop()
-            engine.bring_ahead(forward, place)
-
-    return tensors, later if waiting else None
 
 
 def _one_of(name: str, value, known) -> None:

@@ -21,8 +21,8 @@ from .store import Folder, Pool, host_memory, no_memory, pinned_memory
 from .stored import Forward, Stored, alive
 from .transport import ShapeTransport, has_no_data, transport_for
 
-# Called as observer(what, copy, size) where what is "out", "in" (a copy is submitted), "held" (its memory may be used
-# or freed from here on) or "store" (size: bytes in the store now).
+# Called as observer("out" or "in", event, bytes) when a copy is submitted, ("held", event, 0) where its memory may be
+# used or freed from then on, ("store", engine, bytes) with the bytes that the engine has in the store now.
 observers: list = []
 
 
@@ -277,7 +277,7 @@ class Engine:
         self._live_bytes += size
         self._peak = max(self._peak, self._live_bytes)
         for observer in observers:
-            observer("store", None, self._live_bytes)
+            observer("store", self, self._live_bytes)
 
     def _settle_returned(self) -> None:
         """Take care of what the graphs have let go of since."""

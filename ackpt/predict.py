@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from .meter import Measurement, assemble, count_flops
 from .meter_cpu import no_collection
+from .meter_store import store_watched
 from .predict_cuda import cuda_choices
 from .resident import Resident, rounded, storages_of
 from .timeline import MeterError, build_timeline
@@ -70,11 +71,12 @@ def predict(step_fn, *, resident=(), device="cpu", warmup=1, round_to=None) -> M
             step_fn()
         gc.collect()
         held = owned.bytes(storages.counts, round_to)
-        with storages.recording(owned), no_collection():
+        with store_watched(storages.actions.append) as store, storages.recording(owned), no_collection():
             flops = count_flops(step_fn)
         after = owned.backed(storages.counts, lambda storage: storage._cdata)
     timeline = build_timeline(storages.actions, storages.before, after)
-    return assemble(f"{device} (predicted)", timeline, held, flops=flops)
+    peaks = {"store_peak_bytes": store.peak_bytes} if store.peak_bytes else {}
+    return assemble(f"{device} (predicted)", timeline, held, flops=flops, allocator=peaks)
 
 
 def _check(category, tensor):

@@ -36,7 +36,8 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError
-from .offload import resolve, saved_tensors_of
+from .offload import resolve
+from .packed import saved_tensors_of
 from .region import Region
 
 __all__ = ["checkpoint"]

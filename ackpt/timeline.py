@@ -6,6 +6,7 @@ born, a block dies, backward begins. Which category a block belongs to is decide
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,16 +18,32 @@ class MeterError(ValueError):
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A copy of offloaded bytes, ``"out"`` to the store or ``"in"`` back.
+
+    It was submitted after event number `begin`, and computing was made to wait for it after event number `end`; when
+    it really ran in between is a matter of time, not of the order of events.
+    """
+
+    way: str
+    begin: int
+    end: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Timeline:
     """Live dynamic bytes after every allocation and free of a step: ``live[0]`` before it, ``live[i]`` after event i.
 
     ``categories[name][i]`` splits ``live[i]``; ``boundary`` is the number of events before backward began, so that
-    ``live[boundary]`` are the bytes the forward has left (``None`` if the step ran no backward).
+    ``live[boundary]`` are the bytes the forward has left (``None`` if the step ran no backward). ``copies`` are those
+    of offload, in the order of their submission.
     """
 
     live: tuple[int, ...]
     categories: dict[str, tuple[int, ...]]
     boundary: int | None
+    copies: tuple[Copy, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -52,22 +69,31 @@ class Timeline:
             tuple(self.live[i] for i in order),
             {name: tuple(series[i] for i in order) for name, series in self.categories.items()},
             None if self.boundary is None else order.index(self.boundary),
+            tuple(
+                Copy(copy.way, bisect.bisect_left(order, copy.begin), bisect.bisect_left(order, copy.end), copy.bytes)
+                for copy in self.copies
+            ),
         )
 
     def to_json(self) -> dict:
-        return {"boundary": self.boundary, "categories": {name: list(s) for name, s in self.categories.items()}}
+        data = {"boundary": self.boundary, "categories": {name: list(s) for name, s in self.categories.items()}}
+        if self.copies:
+            data["copies"] = [[copy.way, copy.begin, copy.end, copy.bytes] for copy in self.copies]
+        return data
 
     @classmethod
     def from_json(cls, data: dict) -> Timeline:
         categories = {name: tuple(series) for name, series in data["categories"].items()}
-        return cls(tuple(map(sum, zip(*categories.values()))), categories, data["boundary"])
+        copies = tuple(Copy(*copy) for copy in data.get("copies", ()))
+        return cls(tuple(map(sum, zip(*categories.values()))), categories, data["boundary"], copies)
 
 
 def build_timeline(actions, before=None, after=None) -> Timeline:
     """A Timeline from an allocator's actions in their order.
 
     Actions are tuples: ``("alloc", key, bytes)``, ``("free", key)``, ``("mark", key, category)`` for the block that
-    lives at `key` now, and ``("backward",)`` where backward begins. `before` maps keys of blocks that live already to
+    lives at `key` now, ``("backward",)`` where backward begins, ``("copy", number, way, bytes)`` where offload submits
+    a copy and ``("held", number)`` where computing waits for it. `before` maps keys of blocks that live already to
     ``(category, bytes)``; `after` maps keys to the category of what they back at the end.
 
     A block has one category for all its life. Unmarked blocks are activations if they were born in the forward and
@@ -80,6 +106,7 @@ def build_timeline(actions, before=None, after=None) -> Timeline:
         alive[key] = blocks[-1]
     live = [sum(block[0] for block in blocks)]
     boundary = None
+    copies: dict[int, list] = {}
 
     def free(key, event):
         block = alive.pop(key)
@@ -100,10 +127,16 @@ def build_timeline(actions, before=None, after=None) -> Timeline:
             alive[rest[0]][3] = rest[1]
         elif kind == "backward" and boundary is None:
             boundary = len(live) - 1
+        elif kind == "copy":
+            number, way, size = rest
+            copies[number] = [way, len(live) - 1, None, size]
+        elif kind == "held" and copies[rest[0]][2] is None:
+            copies[rest[0]][2] = len(live) - 1
     for key, category in (after or {}).items():
         if key in alive:
             alive[key][3] = category
 
+    last = len(live) - 1
     changes = {name: [0] * len(live) for name in CATEGORIES}
     for size, born, died, category in blocks:
         if category is None:
@@ -116,4 +149,7 @@ def build_timeline(actions, before=None, after=None) -> Timeline:
         tuple(live),
         {name: tuple(accumulate(series)) for name, series in changes.items() if any(series)},
         boundary,
+        tuple(
+            Copy(way, begin, len(live) - 1 if end is None else end, size) for way, begin, end, size in copies.values()
+        ),
     )
