@@ -5,6 +5,7 @@ from .guards import guarantees
 from .loss import chunked_cross_entropy
 from .meter import compare_seconds, count_flops, measure
 from .offload import offload_saved_tensors
+from .offload_pays import offload_pays
 from .phases import is_recomputing
 from .predict import predict
 from .reentrant import checkpoint
@@ -24,6 +25,7 @@ __all__ = [
     "guarantees",
     "is_recomputing",
     "measure",
+    "offload_pays",
     "offload_saved_tensors",
     "predict",
     "remove_activation_checkpointing",

@@ -106,7 +106,7 @@ def build_timeline(actions, before=None, after=None) -> Timeline:
         alive[key] = blocks[-1]
     live = [sum(block[0] for block in blocks)]
     boundary = None
-    copies: dict[int, list] = {}
+    submitted: dict[int, list] = {}
 
     def free(key, event):
         block = alive.pop(key)
@@ -129,14 +129,13 @@ def build_timeline(actions, before=None, after=None) -> Timeline:
             boundary = len(live) - 1
         elif kind == "copy":
             number, way, size = rest
-            copies[number] = [way, len(live) - 1, None, size]
-        elif kind == "held" and copies[rest[0]][2] is None:
-            copies[rest[0]][2] = len(live) - 1
+            submitted[number] = [way, len(live) - 1, None, size]
+        elif kind == "held" and submitted[rest[0]][2] is None:
+            submitted[rest[0]][2] = len(live) - 1
     for key, category in (after or {}).items():
         if key in alive:
             alive[key][3] = category
 
-    last = len(live) - 1
     changes = {name: [0] * len(live) for name in CATEGORIES}
     for size, born, died, category in blocks:
         if category is None:
