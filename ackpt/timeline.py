@@ -149,6 +149,7 @@ def build_timeline(actions, before=None, after=None) -> Timeline:
         {name: tuple(accumulate(series)) for name, series in changes.items() if any(series)},
         boundary,
         tuple(
-            Copy(way, begin, len(live) - 1 if end is None else end, size) for way, begin, end, size in copies.values()
+            Copy(way, begin, len(live) - 1 if end is None else end, size)
+            for way, begin, end, size in submitted.values()
         ),
     )
