@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .offload_engine import Engine
 from .packed import Kept, Saved, extent, unpack
 from .phases import phase
-from .stored import Forward
+from .stored import Forward, root_of
 
 MODES = ("sync", "async")
 STORES = ("host", "disk")
@@ -63,8 +63,9 @@ def offload_saved_tensors(
             no streams, or a saved tensor was modified in place before its copy was complete.
 
     Gradients are those of the plain model, bit for bit. Parameters, buffers and leaves that require grad stay, as do
-    tensor subclasses and sparse tensors. Each storage is copied once, however many views of it are saved. On the CPU,
-    the same engine runs with worker threads, and the store lies outside of torch's allocator.
+    tensor subclasses and sparse tensors. A storage is copied once, however many views of it are saved (a view of less
+    than half of it by itself). On the CPU the same engine runs with worker threads, and the store lies outside of
+    torch's allocator.
     Source: the seam is ``torch.autograd.graph.saved_tensors_hooks``; offload beside computing, Rhu et al. 2016, vDNN
     (arXiv:1602.08124).
 
@@ -178,7 +179,7 @@ class _Entry:
             return True
         if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.layout is not torch.strided:
             return True
-        root = tensor if tensor._base is None else tensor._base
+        root = root_of(tensor)
         if not root.is_leaf:
             return False
         if root.requires_grad or isinstance(root, nn.Parameter):

@@ -18,7 +18,7 @@ from collections import deque
 from .errors import OffloadError
 from .guards import version
 from .store import Folder, Pool, host_memory, no_memory, pinned_memory
-from .stored import Forward, Stored, alive
+from .stored import Forward, Stored, alive, root_of
 from .transport import ShapeTransport, has_no_data, transport_for
 
 # Called as observer("out" or "in", event, bytes) when a copy is submitted, ("held", event, 0) where its memory may be
@@ -159,18 +159,20 @@ class Engine:
                 lane.pool.clear()
 
     def _find(self, tensor, begin, size):
+        """The `Stored` that has these bytes already; versions can be compared between views of one root only."""
         key = tensor.untyped_storage()._cdata
-        mark = version(tensor)
-        alive = []
+        mark, root = version(tensor), root_of(tensor)
+        known = []
         found = None
         for reference in self._known.get(key, ()):
             stored = reference()
             if stored is not None and stored.storage() is not None:  # an address may have a new storage by now
-                alive.append(reference)
-                if stored.mark == mark and stored.begin <= begin and begin + size <= stored.begin + stored.size:
+                known.append(reference)
+                same = stored.mark == mark and stored.root() is root
+                if same and stored.begin <= begin and begin + size <= stored.begin + stored.size:
                     found = stored
-        if alive:
-            self._known[key] = alive
+        if known:
+            self._known[key] = known
         else:
             self._known.pop(key, None)
         return found
@@ -284,14 +286,13 @@ class Engine:
         while self.returned:
             lane, key, size, alias, back, left, loaded, buffer = self.returned.popleft()
             for memory, event in ((alias, left), (back, loaded)):
-                if memory is not None and event is not None:  # a copy still reads or writes it
+                if memory is not None:
                     with contextlib.suppress(OffloadError):
                         self._hold(lane, event)
             if buffer is not None:
                 self._live -= 1
                 self._account(-size)
                 lane.pool.give(buffer, [event for event in (left, loaded) if event is not None])
-            if key in self._known:
-                self._known[key] = [reference for reference in self._known[key] if reference() is not None]
-                if not self._known[key]:
-                    del self._known[key]
+            known = [reference for reference in self._known.pop(key, ()) if reference() is not None]
+            if known:
+                self._known[key] = known

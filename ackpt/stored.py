@@ -72,7 +72,7 @@ class Stored:
     """A part of one storage, usually all of it: on its device, on the way, or in the store."""
 
     __slots__ = (
-        *("engine", "lane", "forward", "key", "begin", "size", "mark", "alias", "original", "storage"),
+        *("engine", "lane", "forward", "key", "begin", "size", "mark", "alias", "root", "original", "storage"),
         *("buffer", "left", "loaded", "arriving", "back", "back_reference", "refused", "__weakref__"),
     )
 
@@ -81,6 +81,7 @@ class Stored:
         self.begin, self.size = begin, size
         self.mark = version(tensor)
         self.alias = tensor.detach()  # shares storage and version counter, and knows no graph
+        self.root = weakref.ref(root_of(tensor))
         self.original = weakref.ref(tensor)
         storage = tensor.untyped_storage()
         self.key, self.storage = storage._cdata, weakref.ref(storage)
@@ -116,11 +117,15 @@ class Stored:
         return [event for event in (self.left, self.loaded) if event is not None]
 
     def __del__(self):
-        # Runs in any thread, in the middle of anything: only hand over.
+        # Runs in any thread, in the middle of anything: only hand over what a copy may still read or write.
+        alias = self.alias if self.left is not None else None
         back = self.back if self.arriving else None
-        self.engine.returned.append(
-            (self.lane, self.key, self.size, self.alias, back, self.left, self.loaded, self.buffer)
-        )
+        self.engine.returned.append((self.lane, self.key, self.size, alias, back, self.left, self.loaded, self.buffer))
+
+
+def root_of(tensor):
+    """What a tensor is a view of, or itself: views of one root, and only they, surely share a version counter."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def alive(references):
