@@ -30,3 +30,11 @@ __all__ = [
     "predict",
     "remove_activation_checkpointing",
 ]
+
+
+def __getattr__(name: str):
+    if name == "colab":  # imported when asked for: it is the only part that experiments hang on
+        import importlib
+
+        return importlib.import_module("ackpt.colab")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

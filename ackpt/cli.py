@@ -1,6 +1,7 @@
-"""The command line: ``ackpt synthetic | lm | doctor``, also ``python -m ackpt``.
+"""The command line: ``ackpt synthetic | lm | offload | doctor``, also ``python -m ackpt``.
 
-Bad input ends in one line on standard error and exit status 2; a broken promise (losses that differ) in status 1.
+Bad input ends in one line on standard error and exit status 2; a broken promise (losses or gradients that differ,
+an offload that failed) in status 1.
 """
 
 from __future__ import annotations
@@ -40,15 +41,21 @@ def main(argv: list[str] | None = None) -> int:
 
 def _errors():
     from ackpt.data import DataError
-    from ackpt.errors import CheckpointError
-    from ackpt.experiments.training import LossesDiffer
     from ackpt.results import RecordError
 
-    return (ValueError, OSError, DataError, RecordError, LossesDiffer, CheckpointError)
+    return (ValueError, OSError, DataError, RecordError, *_broken_promises())
+
+
+def _broken_promises():
+    from ackpt.errors import CheckpointError, OffloadError
+    from ackpt.experiments.offload import GradientsDiffer
+    from ackpt.experiments.training import LossesDiffer
+
+    return (LossesDiffer, GradientsDiffer, CheckpointError, OffloadError)
 
 
 def _status(error) -> int:
-    return 1 if isinstance(error, RuntimeError) and type(error).__name__ in ("LossesDiffer", "CheckpointError") else 2
+    return 1 if isinstance(error, _broken_promises()) else 2
 
 
 class _Parser(argparse.ArgumentParser):
@@ -70,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     lm.add_argument("--loss-chunks", type=int, help="chunks of the chunked loss head")
     lm.add_argument("--dataset", help="embedded (what every Python carries) or wikitext (wikitext-103-raw-v1)")
     lm.add_argument("--dataset-path", metavar="FOLDER", help="a local copy of wikitext (parquet or arrow)")
+    _add_offload(commands)
     doctor = commands.add_parser("doctor", help="what this machine can run, and what is missing")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=run_doctor)
@@ -105,15 +113,48 @@ def _add_experiment(commands, name, summary, run):
     return parser
 
 
+def _add_offload(commands):
+    summary = "offload to host memory, against checkpointing alone and other packages"
+    parser = commands.add_parser(
+        "offload",
+        help=summary,
+        description=f"{summary}: peak bytes, store, seconds per step and hidden copies of each method, one process.",
+    )
+    add = parser.add_argument
+    add(
+        "--tier",
+        choices=TIERS,
+        help="default sizes: cpu runs in a minute, gpu is as published; as --device if left out",
+    )
+    add("--method", nargs="+", metavar="METHOD", help="baseline ckpt_classic ckpt_async_offload ...; default: all")
+    add("--total-tokens", type=int, help="tokens of a step, shared by all sequences")
+    add("--batch-size", type=int, help="packed sequences that share the tokens")
+    add("--num-layers", dest="layers", type=int, metavar="LAYERS", help="number of blocks")
+    add("--hidden-dim", dest="dim", type=int, metavar="DIM", help="model width")
+    add("--head-dim", type=int, help="width of an attention head; divides --hidden-dim")
+    add("--ff-dim", type=int, help="width of the MLP")
+    add("--steps", type=int, help="steps whose gradients are compared with the plain model's")
+    add("--min-bytes", type=int, metavar="BYTES", help="smaller storages stay on the device")
+    add("--device", help="cpu or cuda")
+    add("--dtype", help="float32, or autocast to bfloat16 or float16")
+    add("--seed", type=int)
+    add("--timed-rounds", "--repeats", type=int, default=5, metavar="N", help="interleaved rounds (0: no times)")
+    add("--predict", action="store_true", help="peaks from shapes alone; needs neither a GPU nor the memory")
+    add("--out", metavar="FOLDER", help="write one JSON record per method, and figures if matplotlib is installed")
+    add("--json", action="store_true", help="print the records as JSON instead of the table")
+    parser.set_defaults(run=run_offload_experiment)
+
+
 OPTIONS = {"seq_len": "seq_lens", "method": "methods", "lr": "learning_rate"}
 
 
 def configuration(arguments):
     """The experiment's configuration: the tier's, with the options that were given put over it."""
-    from ackpt.experiments import lm, synthetic
+    from ackpt.experiments import lm, offload, synthetic
 
-    module = lm if arguments.command == "lm" else synthetic
-    base: Any = module.GPU if arguments.tier == "gpu" else module.CPU
+    module = {"lm": lm, "synthetic": synthetic, "offload": offload}[arguments.command]
+    tier = arguments.tier or ("gpu" if arguments.device == "cuda" else "cpu")
+    base: Any = module.GPU if tier == "gpu" else module.CPU
     known = {field.name for field in dataclasses.fields(base)}
     changes = {}
     for name, value in vars(arguments).items():
@@ -174,6 +215,41 @@ def run_experiment(arguments, command: str) -> int:
     else:
         print(report.text_table(records))
     return 0
+
+
+def run_offload_experiment(arguments, command: str) -> int:
+    from ackpt.experiments import offload_report as report
+    from ackpt.experiments.offload import predict_offload, run_offload
+
+    config = configuration(arguments)
+    folder = _writable(arguments.out, "--out")
+    if arguments.timed_rounds < 0:
+        raise UsageError(f"--timed-rounds must be at least 0, got {arguments.timed_rounds}")
+    if arguments.predict:
+        records = predict_offload(config, command)
+    else:
+        records = run_offload(config, command, arguments.timed_rounds)
+    if folder is not None:
+        for record in records:
+            record.save(folder / report.file_name(record))
+        _save_figures(report, records, folder)
+    if arguments.json:
+        print(json.dumps([record.to_json() for record in records], indent=1, sort_keys=True))
+    else:
+        print(report.text_table(records))
+    return 0
+
+
+def _save_figures(report, records, folder: Path) -> None:
+    """What does not change from run to run; times stay out of files."""
+    try:
+        from ackpt import plots
+    except ImportError as error:
+        print(f"no figures: {error}", file=sys.stderr)
+        return
+    for name, figure in report.figures(records).items():
+        if name != "time":
+            plots.save(figure, folder / f"{records[0].experiment}-T{records[0].config['total_tokens']}-{name}.png")
 
 
 def _writable(folder: str | None, option: str) -> Path | None:
