@@ -48,7 +48,7 @@ def offload_saved_tensors(
         min_bytes: storages below this many bytes stay on the device.
         keep_last: how many of the newest storages stay: backward needs them first.
         lookahead_bytes: bytes that ``"async"`` may keep on the device for copies on their way, in each direction;
-            ``None``: as many as the largest offloaded storage.
+            ``None``: as many as the largest offloaded storage, or as the inputs of one region.
         max_pinned_bytes: page-locked memory that may be allocated; beyond it, pageable memory and one warning.
         folder: where ``"disk"`` keeps its files. They have no names there, and are gone when the process is.
 
@@ -121,7 +121,7 @@ class Offload:
         open_entries = _local.__dict__.setdefault("open", weakref.WeakKeyDictionary())
         entry = open_entries.get(self)
         if entry is None or entry.is_over():
-            open_entries[self] = entry = _Entry(self)
+            open_entries[self] = entry = _Entry(self, of_regions=True)
         return entry
 
 
@@ -153,10 +153,10 @@ def _entered() -> list[_Entry]:
 class _Entry:
     """One entering of an Offload, or one forward of regions: the hooks, and the order of what they saw."""
 
-    def __init__(self, offload: Offload):
+    def __init__(self, offload: Offload, of_regions: bool = False):
         self._min_bytes = offload.min_bytes
         self._engine = offload.engine
-        self._forward = Forward(offload.keep_last, offload.lookahead)
+        self._forward = Forward(offload.keep_last, offload.lookahead, of_regions)
         self._task = _task()
         self._modules: dict[int, tuple[weakref.ref, frozenset]] = {}
         self.hooks = saved_tensors_hooks(self.pack, unpack)
@@ -179,6 +179,8 @@ class _Entry:
             return True
         if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.layout is not torch.strided:
             return True
+        if tensor.is_leaf and tensor.requires_grad:
+            return True
         root = root_of(tensor)
         if not root.is_leaf:
             return False
@@ -187,20 +189,26 @@ class _Entry:
         return root.untyped_storage()._cdata in self._storages_of_running_module()
 
     def _storages_of_running_module(self) -> frozenset:
-        """The storages of parameters and buffers of the outermost module that is being called here."""
+        """The storages of parameters and buffers of the outermost module that is being called or recomputed here."""
         call, frame = None, sys._getframe(2)
         while frame is not None:
             call = frame if frame.f_code is _CALL else call
             frame = frame.f_back
-        if call is None:
+        function = phase.function
+        outermost = call.f_locals["self"] if function is None and call is not None else _module_of(function)
+        if outermost is None:
             return frozenset()
-        outermost = call.f_locals["self"]
         known = self._modules.get(id(outermost))
         if known is None or known[0]() is not outermost:
             tensors = [*outermost.parameters(), *outermost.buffers()]
             storages = {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _PLAIN}
             known = self._modules[id(outermost)] = weakref.ref(outermost), frozenset(storages)
         return known[1]
+
+
+def _module_of(function) -> nn.Module | None:
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 _CALL = nn.Module._call_impl.__code__

@@ -6,10 +6,14 @@ import threading
 
 
 class Phase(threading.local):
-    """``dropping``: the graph that is built now is dropped when the region ends, so nothing need be saved."""
+    """``dropping``: the graph that is built now is dropped when the region ends, so nothing need be saved.
+
+    ``function``: what is being recomputed.
+    """
 
     recomputing = False
     dropping = False
+    function = None
 
 
 phase = Phase()

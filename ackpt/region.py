@@ -219,8 +219,8 @@ class Region:
 
     def _call_again(self, aliases):
         """The call of the forward once more, in the surroundings it had then."""
-        was = phase.recomputing, phase.dropping
-        phase.recomputing, phase.dropping = True, False
+        was = phase.recomputing, phase.dropping, phase.function
+        phase.recomputing, phase.dropping, phase.function = True, False, self.function
         try:
             with torch.enable_grad():
                 if not self.streams and self.autocast is None and not any_enabled():
@@ -228,7 +228,7 @@ class Region:
                 with rng.replay(self.streams), (self.autocast or OFF).restored():
                     return self._call(aliases)
         finally:
-            phase.recomputing, phase.dropping = was
+            phase.recomputing, phase.dropping, phase.function = was
 
     def _signature(self, tensor):
         needs_grad = tensor.requires_grad or not self.guarantees.exact_graph

@@ -20,8 +20,14 @@ PAGE = 4096
 
 
 def host_memory(size: int) -> torch.Tensor:
-    """`size` bytes of pageable host memory."""
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    """`size` bytes of pageable host memory; raises `OffloadError` if there are none."""
+    try:
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    except OSError as error:
+        raise OffloadError(
+            f"the offload store cannot get {size} bytes of host memory ({error.strerror}). Offload less (min_bytes), "
+            "use store='disk', or train without offload."
+        ) from error
 
 
 def pinned_memory(size: int) -> torch.Tensor:
@@ -128,7 +134,7 @@ class Pool:
             size = next(size for size, idle in self._idle.items() if idle)
             buffer = self._idle[size].popleft()
             for event in buffer.after:
-                event.wait()
+                event.error()  # waits; what failed has been reported where it was needed
             self.idle_bytes -= size
             self.bytes -= size
             self.fallback_bytes -= size * buffer.is_fallback
@@ -144,7 +150,7 @@ class Pool:
             try:
                 data = self._allocate(size)
             except RuntimeError as error:
-                if self._fallback is None:
+                if self._fallback in (None, self._allocate):
                     raise
                 self._warn(f"pinning {size} bytes of host memory failed ({str(error).splitlines()[0]})")
                 is_fallback = True

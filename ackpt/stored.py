@@ -20,8 +20,9 @@ from .store import Buffer
 class Forward:
     """The storages saved in one forward, in their order, and how they leave."""
 
-    def __init__(self, keep_last: int, lookahead: int | None):
+    def __init__(self, keep_last: int, lookahead: int | None, of_regions: bool):
         self.keep_last = keep_last
+        self._of_regions = of_regions
         self._lookahead = lookahead
         self._order: list[list[weakref.ref[Stored]]] = []  # by node of the graph
         self._node = -1
@@ -33,7 +34,8 @@ class Forward:
 
     @property
     def lookahead(self) -> int:
-        """Bytes that may be on the device for the copies' sake: by default one storage, the largest."""
+        """Bytes that may be on the device for the copies' sake: by default the largest storage, or what one region
+        saved."""
         return self.largest if self._lookahead is None else self._lookahead
 
     def saved(self, stored: Stored) -> tuple[int, int]:
@@ -43,11 +45,12 @@ class Forward:
             self.staying.remove(reference)
         if stored.left is None:
             self.staying.append(reference)
-        self.largest = max(self.largest, stored.size)
         if (node := torch.autograd._get_sequence_nr()) != self._node:
             self._node = node
             self._order.append([])
         self._order[-1].append(reference)
+        together = dict.fromkeys(alive(self._order[-1])) if self._of_regions else [stored]
+        self.largest = max(self.largest, sum(other.size for other in together))
         return len(self._order) - 1, len(self._order[-1])
 
     def next(self, place: tuple[int, int], allowed: int) -> list[Stored]:

@@ -84,7 +84,7 @@ class _Reached:
     def done(self) -> bool:
         return True
 
-    def wait(self) -> None:
+    def error(self) -> None:
         pass
 
     def seconds(self) -> float:

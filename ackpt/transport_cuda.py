@@ -27,8 +27,8 @@ class CudaEvent:
     def done(self) -> bool:
         return self.ended.query()
 
-    def wait(self) -> None:
-        """Block the host until the copy has ended."""
+    def error(self) -> None:
+        """Block the host until the copy has ended; CUDA's own errors are raised."""
         self.ended.synchronize()
 
     def seconds(self) -> float:
