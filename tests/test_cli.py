@@ -13,6 +13,11 @@ from ackpt.results import Record
 TINY = ["--dim", "32", "--ff-dim", "64", "--layers", "2", "--head-dim", "16", "--seq-len", "32", "--steps", "2"]
 LM = [*TINY, "--vocab-size", "300", "--timed-rounds", "0"]
 
+OFFLOAD = [
+    *["--total-tokens", "64", "--batch-size", "2", "--num-layers", "3", "--hidden-dim", "16", "--ff-dim", "32"],
+    *["--head-dim", "8", "--steps", "1", "--min-bytes", "1024"],
+]
+
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
@@ -49,6 +54,47 @@ def test_predict_needs_no_gpu(capsys):
     assert main(["lm", "--tier", "gpu", "--predict", *TINY, "--vocab-size", "512", "--method", "baseline"]) == 0
     out = capsys.readouterr().out
     assert "predicted from shapes, nothing was run" in out and "last loss" not in out
+
+
+def test_offload_writes_a_record_per_method_and_figures_without_times(tmp_path, capsys):
+    methods = ["baseline", "ckpt_classic", "ckpt_async_offload", "trl"]
+    assert main(["offload", *OFFLOAD, "--repeats", "1", "--out", str(tmp_path), "--method", *methods]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()[2:6]] == methods
+    assert "not run: trl: needs a CUDA GPU" in out and err == ""
+    files = [f"offload-T64-{method}.json" for method in methods]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [*files, "offload-T64-peak.png", "offload-T64-timelines.png"]
+    )
+    record = Record.load(tmp_path / "offload-T64-ckpt_async_offload.json")
+    assert record.metrics["store_peak_bytes"] == 2 * 64 * 16 * 4 and record.config["dim"] == 16
+
+
+def test_offload_without_matplotlib_writes_records_and_says_what_is_missing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ackpt.plots", None)
+    monkeypatch.delattr("ackpt.plots", raising=False)
+    arguments = ["offload", *OFFLOAD, "--timed-rounds", "0", "--out", str(tmp_path), "--method", "baseline", "--json"]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)) == 1 and err.startswith("no figures: ") and err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["offload-T64-baseline.json"]
+
+
+def test_offload_on_a_gpu_that_is_not_there_is_predicted_in_the_published_dtype(capsys):
+    arguments = ["offload", "--device", "cuda", "--predict", *OFFLOAD, "--method", "ckpt_classic", "ckpt_sync_offload"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "predicted from shapes" in out and "float16" in out and "ms/iter" not in out.splitlines()[0]
+
+
+def test_a_broken_promise_is_one_line_and_status_1(capsys, monkeypatch):
+    def fails(*args):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("ackpt.transport._move", fails)
+    assert main(["offload", *OFFLOAD, "--method", "ckpt_async_offload", "--timed-rounds", "0"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("ackpt offload: a copy to or from the offload store failed") and err.count("\n") == 1
 
 
 def test_profile_folder_holds_a_trace_and_scalars(tmp_path, capsys):
@@ -97,6 +143,20 @@ def test_doctor_says_what_is_missing(capsys, monkeypatch):
         (["lm", *LM, "--timed-rounds", "-1"], "--timed-rounds"),
         (["lm", "--tier", "gpu"], "add --predict"),
         (["synthetic", "--device", "cuda"], "add --predict"),
+        (["offload", "--device", "cuda"], "add --predict"),
+        (["offload", "--tier", "gpu"], "add --predict"),
+        (["offload", "--dtype", "float16"], "needs a GPU"),
+        (["offload", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["offload", "--device", "mps"], "unknown device 'mps'"),
+        (["offload", "--method", "magic"], "unknown method 'magic'"),
+        (["offload", "--total-tokens", "4"], "sequences cannot share 4 tokens"),
+        (["offload", "--num-layers", "0"], "layers must be"),
+        (["offload", "--hidden-dim", "100"], "multiple of head_dim"),
+        (["offload", "--batch-size", "0"], "batch_size must be at least 1"),
+        (["offload", "--steps", "0"], "steps must be at least 1"),
+        (["offload", "--min-bytes", "-1"], "min_bytes must be 0 or more"),
+        (["offload", *OFFLOAD, "--repeats", "-1"], "--timed-rounds"),
+        (["offload", *OFFLOAD, "--total-tokens", "65", "--predict"], "not a multiple of 2 sequences"),
         (["synthetic", "--device", "tpu"], "unknown device"),
         (["synthetic", *TINY, "--predict", "--profile-dir", "x"], "leave out --profile-dir"),
         (["lm", "--dataset-path", "somewhere", *LM], "the embedded corpus takes no path"),
