@@ -31,12 +31,12 @@ class Made:
 
 
 class Ended:
-    """An event that tells who waited for it."""
+    """An event that tells how often it was waited for."""
 
     def __init__(self):
         self.waits = 0
 
-    def wait(self):
+    def error(self):
         self.waits += 1
 
 
