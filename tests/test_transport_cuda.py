@@ -22,6 +22,12 @@ class Setting:
         self.machine = Machine()
         self.transport = kind(self.machine)
         self.pool = Pool(self.machine.host_memory)
+        self.in_use = []
+
+    def take(self):
+        """A buffer that stays in use."""
+        self.in_use.append(self.pool.take(SIZE))
+        return self.in_use[-1]
 
     def filled(self, value=1, size=SIZE):
         storage = self.machine.allocate(size)
@@ -52,21 +58,21 @@ def values(storage):
 
 def a_copy_out_reads_what_was_computed(kind):
     s = Setting(kind)
-    s.out(s.filled(), s.pool.take(SIZE))
+    s.out(s.filled(), s.take())
     return list(s.machine.races)
 
 
 def also_on_a_stream_of_the_users_own(kind):
     s = Setting(kind)
     with s.machine.stream(s.machine.Stream(DEVICE)):
-        s.out(s.filled(), s.pool.take(SIZE))
+        s.out(s.filled(), s.take())
     return list(s.machine.races)
 
 
 def a_source_is_freed_and_its_block_written(kind):
     s = Setting(kind)
     source = s.filled()
-    event = s.out(source, s.pool.take(SIZE))
+    event = s.out(source, s.take())
     s.transport.hold(event)
     del source
     s.filled()
@@ -77,7 +83,7 @@ def a_source_is_freed_and_its_block_written(kind):
 def a_source_is_freed_by_another_stream(kind):
     s = Setting(kind)
     source = s.filled()
-    event = s.out(source, s.pool.take(SIZE))
+    event = s.out(source, s.take())
     with s.machine.stream(s.machine.Stream(DEVICE)):
         s.transport.hold(event)
     del source
@@ -194,7 +200,7 @@ def test_a_copy_starts_after_what_the_current_stream_was_given_and_not_after_oth
     with s.machine.stream(other):
         s.filled()
     with s.machine.stream(mine):
-        event = s.out(s.filled(), s.pool.take(SIZE))
+        event = s.out(s.filled(), s.take())
     assert event.began.clock[mine] == mine.clock[mine] == 1
     assert event.compute is mine and other not in event.ended.clock
 
@@ -228,7 +234,7 @@ def test_the_event_is_on_the_copys_stream_behind_the_copy_and_the_first_before_i
 def test_hold_makes_the_current_stream_wait_and_no_other():
     s = Setting()
     source, other = s.filled(), s.machine.Stream(DEVICE)
-    event = s.out(source, s.pool.take(SIZE))
+    event = s.out(source, s.take())
     assert not after(s.machine.default, event)
     s.transport.hold(event)
     assert after(s.machine.default, event) and not after(other, event)
@@ -237,7 +243,7 @@ def test_hold_makes_the_current_stream_wait_and_no_other():
 def test_hold_on_another_stream_makes_that_and_the_owner_wait():
     s = Setting()
     source, other, third = s.filled(), s.machine.Stream(DEVICE), s.machine.Stream(DEVICE)
-    event = s.out(source, s.pool.take(SIZE))
+    event = s.out(source, s.take())
     with s.machine.stream(other):
         s.transport.hold(event)
     assert after(s.machine.default, event) and after(other, event) and not after(third, event)
@@ -250,7 +256,7 @@ def test_a_copy_comes_behind_the_events_it_is_given():
     _, loaded = s.back(buffer, [left])
     assert loaded.began.clock[s.transport.streams["out"]] == 1
     s.pool.give(buffer, [left, loaded])
-    again = s.out(source, s.pool.take(SIZE))
+    again = s.out(source, s.take())
     assert again.began.clock[s.transport.streams["in"]] == 1
 
 
@@ -285,7 +291,7 @@ def test_memory_that_another_stream_uses_is_recorded_there_and_only_then():
 
 def test_how_long_computing_stood_still_is_taken_on_the_current_stream_around_the_wait():
     s = Setting()
-    event = s.out(s.filled(), s.pool.take(SIZE))
+    event = s.out(s.filled(), s.take())
     waited = s.transport.hold(event)
     out = s.transport.streams["out"]
     assert out not in waited.began.clock and waited.ended.clock[out] == 1
