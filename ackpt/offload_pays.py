@@ -90,7 +90,7 @@ def offload_pays(
     Model: a copy out has one forward to hide behind, a copy in half of a backward (``recompute=True``) or a whole one.
     ``hidden_share`` is the mean of both ways. Latencies, the first and the last block, and one direction slowing
     the other down are left out. Where backward is twice the forward, the condition is ``copy <= forward``.
-    Source: derived from when :mod:`ackpt.offload_engine` starts its copies; copies behind a layer's computing are
+    Source: derived from when ``ackpt/offload_engine.py`` starts its copies; copies behind a layer's computing are
     those of Rhu et al. 2016, vDNN (arXiv:1602.08124).
 
     Example:

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Offload
 #
-# After this chapter you can move activations out of the way while the model computes, name the ways in which such copies
-# go wrong, say to the byte what is gained, and from which sequence length on it costs no time.
+# After this chapter you can move activations out of the way while the model computes, name the ways in which such
+# copies go wrong, say to the byte what is gained, and from which sequence length on it costs no time.
 
 # %% [markdown]
 # ## Goals
@@ -54,9 +54,9 @@ SOURCE = "notebooks/05_offload.py"
 # %% [markdown]
 # :::{admonition} Without a GPU
 # :class: note
-# Here the CPU plays the device. What torch allocates is device memory: that is what the meter counts. The store takes its
-# memory from the operating system directly, so its bytes are counted apart. Worker threads play the streams of a GPU.
-# What is copied when, and what is freed when, is decided by the code that runs on a GPU.
+# Here the CPU plays the device. What torch allocates is device memory: that is what the meter counts. The store takes
+# its memory from the operating system directly, so its bytes are counted apart. Worker threads play the streams of a
+# GPU. What is copied when, and what is freed when, is decided by the code that runs on a GPU.
 # :::
 #
 # ## Ten lines
@@ -105,8 +105,8 @@ for hooks in ((), (pack, unpack)):
 #
 # 1. **It waits.** Every copy stands between two operations; computing stops for all of them.
 # 2. **It copies what nobody wants moved.** A linear layer saves its weight, too, as the view `w.t()`.
-# 3. **It allocates for each tensor.** Memory that a GPU can copy to by itself must be page-locked, *pinned*, and pinning
-#    can take longer than the copy.
+# 3. **It allocates for each tensor.** Memory that a GPU can copy to by itself must be page-locked, *pinned*, and
+#    pinning can take longer than the copy.
 #
 # The second is easy to count:
 
@@ -129,10 +129,10 @@ copied
 #
 # ## Beside the computing
 #
-# A GPU has copy engines that work while it computes. They are reached by a second *stream*: a queue of work that runs in
-# its own order. The program only submits, and goes on. Two streams know nothing of each other but *events*: an event is
-# reached when a piece of work has ended, and work can be told to start after events. `ackpt.streams.Stream` is the same on a
-# CPU, with a worker thread for the queue:
+# A GPU has copy engines that work while it computes. They are reached by a second *stream*: a queue of work that runs
+# in its own order. The program only submits, and goes on. Two streams know nothing of each other but *events*: an event
+# is reached when a piece of work has ended, and work can be told to start after events. `ackpt.streams.Stream` is the
+# same on a CPU, with a worker thread for the queue:
 
 # %%
 compute, copies = Stream("compute"), Stream("copies")
@@ -143,12 +143,12 @@ compute.submit(order.append, "computing behind the copy", after=[copied]).wait()
 order
 
 # %% [markdown]
-# From here on nothing happens in the order of the lines, and that is what makes offload hard. The bugs below are those that
-# implementations in use have had. Each is a *race*: most of the time it goes well. To make it fail every time we slow
-# down one side until the other one has passed, or 0.2 seconds are over.
+# From here on nothing happens in the order of the lines, and that is what makes offload hard. The bugs below are those
+# that implementations in use have had. Each is a *race*: most of the time it goes well. To make it fail every time we
+# slow down one side until the other one has passed, or 0.2 seconds are over.
 #
-# The scene: a `block` of device memory full of ones, a `host` buffer, and a copy between them that is late. The next tensor
-# of the computation will get the block, and writes twos.
+# The scene: a `block` of device memory full of ones, a `host` buffer, and a copy between them that is late. The next
+# tensor of the computation will get the block, and writes twos.
 
 # %%
 def race(experiment):
@@ -180,8 +180,8 @@ def both_done():
 # %% [markdown]
 # ### Bug 1: the source is freed early
 #
-# Pack submits the copy and returns. The last reference to the activation goes, its block is free, and the allocator hands it
-# to the next tensor: the program is ahead of the copy.
+# Pack submits the copy and returns. The last reference to the activation goes, its block is free, and the allocator
+# hands it to the next tensor: the program is ahead of the copy.
 
 # %%
 def freed_early(late_copy, next_tensor):
@@ -205,8 +205,8 @@ race(freed_behind_the_copy)
 # %% [markdown]
 # ### Bug 2: the event is recorded before the copy
 #
-# On a GPU an event is recorded *in* a stream, by a line of its own. Two lines in the wrong order, or the event recorded on
-# the computing stream, and what is waited for is over before the copy has begun.
+# On a GPU an event is recorded *in* a stream, by a line of its own. Two lines in the wrong order, or the event recorded
+# on the computing stream, and what is waited for is over before the copy has begun.
 
 # %%
 def recorded_before(late_copy, next_tensor):
@@ -315,14 +315,15 @@ allocations(give_back=False), allocations(give_back=True)
 # :::{admonition} Takeaway
 # :class: tip
 # Four rules make an asynchronous copy right: it starts behind the stream that is computing *now*; its event is recorded
-# behind it; its source, its target and its buffer are free only behind that event. A fifth makes it fast: allocate once.
+# behind it; its source, its target and its buffer are free only behind that event. A fifth makes it fast: allocate
+# once.
 # :::
 
 # %% [markdown]
 # ## The engine
 #
-# `ackpt.offload_saved_tensors` is the pair of hooks again, with an engine behind it that keeps these rules. (They stand at the
-# top of `ackpt/transport_cuda.py`, which is what a GPU uses.)
+# `ackpt.offload_saved_tensors` is the pair of hooks again, with an engine behind it that keeps these rules. (They stand
+# at the top of `ackpt/transport_cuda.py`, which is what a GPU uses.)
 
 # %%
 def train_offloaded(mode, **options):
@@ -337,8 +338,8 @@ engine = train_offloaded("async")
 [torch.equal(a, weight.grad) for a, weight in zip(plain, mlp.parameters())]
 
 # %% [markdown]
-# Does that hold when the copies are slow, and the memory of what has left is soon used again? We make every copy late by two
-# milliseconds, and run six steps. The first one shows how much the pool had to allocate.
+# Does that hold when the copies are slow, and the memory of what has left is soon used again? We make every copy late
+# by two milliseconds, and run six steps. The first one shows how much the pool had to allocate.
 
 # %%
 real_move = transport._move
@@ -379,8 +380,8 @@ for name, ratio in compare_seconds(timed, repeats=9).ratios.items():
 #
 # ### Storages, not tensors
 #
-# Several saved tensors may be views of one piece of memory, a *storage*. Queries, keys and values often are: thirds of one
-# product. The memory is free when the last of them is gone, so the storage is what must be copied, and only once.
+# Several saved tensors may be views of one piece of memory, a *storage*. Queries, keys and values often are: thirds of
+# one product. The memory is free when the last of them is gone, so the storage is what must be copied, and only once.
 
 # %%
 x = torch.randn(256, 768, requires_grad=True)
@@ -396,8 +397,8 @@ counts = engine.stats()
 
 # %% [markdown]
 # Autograd saved four tensors: $q$, $k$, $v$ and the product $q k$. There are two storages, so there are two copies; two
-# tensors *share* one that was there. Backward needs both. The product was still on its way out, its memory not yet freed, so
-# only the other one has to come back. Then the store is empty:
+# tensors *share* one that was there. Backward needs both. The product was still on its way out, its memory not yet
+# freed, so only the other one has to come back. Then the store is empty:
 
 # %%
 del q, k, v  # while they are here, nothing is freed and nothing has to come back
@@ -410,10 +411,11 @@ counts = engine.stats()
 #
 # - **Parameters and buffers**, and views of them such as `w.t()`. They are known by their storage.
 # - **Small tensors**, below `min_bytes`: a copy has a fixed price, and nothing is gained.
-# - **The tail.** What was saved last is asked for first: it would come back before it has left. `keep_last` storages stay.
+# - **The tail.** What was saved last is asked for first: it would come back before it has left. `keep_last` storages
+#   stay.
 #
-# The multilayer perceptron once more. Its 8 linear layers save their inputs, of which the first is `rows`; its 8 GELUs save
-# theirs; the loss saves the last output. That makes 17 activations of $S$ bytes.
+# The multilayer perceptron once more. Its 8 linear layers save their inputs, of which the first is `rows`; its 8 GELUs
+# save theirs; the loss saves the last output. That makes 17 activations of $S$ bytes.
 
 # %%
 engine.reset_stats()
@@ -427,13 +429,13 @@ for options in ({"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_byte
 # ## What it takes off the peak
 #
 # Offload without recompute moves everything. It is usually better to forget most and move the little that a checkpoint
-# keeps: the regions' inputs. `offload=` of `checkpoint`, `checkpoint_sequential` and `apply_activation_checkpointing` does
-# that.
+# keeps: the regions' inputs. `offload=` of `checkpoint`, `checkpoint_sequential` and `apply_activation_checkpointing`
+# does that.
 #
-# Take $n$ equal regions. The *classic* checkpoint keeps an input per region, so memory climbs a ramp through the forward:
-# $n \, S$ bytes when backward begins. And there, at the first turn of backward, when a whole region is recomputed on top of
-# all $n$ inputs, lies the peak. (As long as gradients do not decide: {doc}`03_synthetic_experiment`. Here they exist before
-# the step, as under `zero_grad(set_to_none=False)`.)
+# Take $n$ equal regions. The *classic* checkpoint keeps an input per region, so memory climbs a ramp through the
+# forward: $n \, S$ bytes when backward begins. And there, at the first turn of backward, when a whole region is
+# recomputed on top of all $n$ inputs, lies the peak. (As long as gradients do not decide:
+# {doc}`03_synthetic_experiment`. Here they exist before the step, as under `zero_grad(set_to_none=False)`.)
 #
 # With offload, in that moment, there are
 #
@@ -499,15 +501,16 @@ figure
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# With offloaded inputs the device holds one region at a time, however deep the model is: the ramp of the forward is gone.
-# What it takes off is $(n - 1 - h) \, S$, to the byte.
+# With offloaded inputs the device holds one region at a time, however deep the model is: the ramp of the forward is
+# gone. What it takes off is $(n - 1 - h) \, S$, to the byte.
 # :::
 
 # %% [markdown]
 # ## The way back
 #
-# `sync` fetches an input when it is asked for, and waits. `async` has noted the order of the forward, and backward goes through
-# it from the end. An observer can watch. The regions get inputs of different sizes here, so that the log shows which is which.
+# `sync` fetches an input when it is asked for, and waits. `async` has noted the order of the forward, and backward goes
+# through it from the end. An observer can watch. The regions get inputs of different sizes here, so that the log shows
+# which is which.
 
 # %%
 log, sizes = [], {}
@@ -542,16 +545,17 @@ def watch(mode):
 
 
 # %% [markdown]
-# A bar is where backward begins; the backward of region 5, behind its recompute, goes from `(5` to `5)`. Of five regions the
-# first one's input is the caller's and the last one's stays. That leaves 2, 3 and 4 to travel:
+# A bar is where backward begins; the backward of region 5, behind its recompute, goes from `(5` to `5)`. Of five
+# regions the first one's input is the caller's and the last one's stays. That leaves 2, 3 and 4 to travel:
 
 # %%
 for mode in ("sync", "async"):
     print(f"{mode:5}: {watch(mode)}")
 
 # %% [markdown]
-# The order is the same; but in `async` an input is on its way when the region behind it is half done. The engine counts those
-# that were there or on their way when they were asked for (`found`), and those that had to begin then (`just_in_time`):
+# The order is the same; but in `async` an input is on its way when the region behind it is half done. The engine counts
+# those that were there or on their way when they were asked for (`found`), and those that had to begin then
+# (`just_in_time`):
 
 # %%
 for mode in ("sync", "async"):
@@ -561,9 +565,9 @@ for mode in ("sync", "async"):
     print(f"{mode:5}: found {counts['found']}, just in time {counts['just_in_time']}")
 
 # %% [markdown]
-# How much may come back ahead of need is bounded: `lookahead_bytes`, by default one storage, the largest. Without the bound
-# the ramp would only have moved from the forward to the beginning of backward. One input takes the place of what a region
-# has just freed, and is not seen in the peak; each further one is:
+# How much may come back ahead of need is bounded: `lookahead_bytes`, by default one storage, the largest. Without the
+# bound the ramp would only have moved from the forward to the beginning of backward. One input takes the place of what
+# a region has just freed, and is not seen in the peak; each further one is:
 
 # %%
 for ahead in (0, 1, 2, 4, 8):
@@ -574,8 +578,8 @@ for ahead in (0, 1, 2, 4, 8):
 # %% [markdown]
 # ## A disk as the store
 #
-# With `store="disk"` the buffers are memory-mapped files. They lose their names before the first byte is written, so the folder
-# looks empty all the time, and the system takes the space back when the process ends, even when it crashes.
+# With `store="disk"` the buffers are memory-mapped files. They lose their names before the first byte is written, so
+# the folder looks empty all the time, and the system takes the space back when the process ends, even when it crashes.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -601,7 +605,8 @@ except ackpt.OffloadError as error:
 # %% [markdown]
 # ## Without recompute
 #
-# The same engine under a plain model: nothing is recomputed, everything travels. Four ways to run a model of eight blocks:
+# The same engine under a plain model: nothing is recomputed, everything travels. Four ways to run a model of eight
+# blocks:
 
 # %%
 config = TransformerConfig(dim=64, ff_dim=256, layers=8, head_dim=16)
@@ -652,33 +657,33 @@ path = write_text_atomic("results/tables/05_ways.md", table)
 # ```{include} ../../results/tables/05_ways.md
 # ```
 #
-# Without recompute nothing is computed twice, and the peak is even lower: one *operation* at a time needs its tensors, not
-# one region. The price is in the third column. All that the plain model saves must travel out and back, twenty times as
-# much as the inputs alone. Whether there is time for it is the next question.
+# Without recompute nothing is computed twice, and the peak is even lower: one *operation* at a time needs its tensors,
+# not one region. The price is in the third column. All that the plain model saves must travel out and back, twenty
+# times as much as the inputs alone. Whether there is time for it is the next question.
 
 # %% [markdown]
 # ## Does it pay?
 #
 # A copy costs nothing if it ends while the device computes something anyway. How much time does it have?
 #
-# - **Out.** The input of a region leaves when the region's forward begins, and until the next region's leaves, there is one
-#   forward: $F$.
+# - **Out.** The input of a region leaves when the region's forward begins, and until the next region's leaves, there is
+#   one forward: $F$.
 # - **In.** It comes back half-way through the backward of the region behind it: $R / 2$, where backward is about two
 #   forwards, as each matrix product of the forward has two in backward. That is $F$ again.
 #
-# Both copies are hidden if $S / B \le F$. (Without recompute, what a block saves has $R$ to come back, but is much more.)
-# For a Transformer block with $f = 4 d$ in 2 bytes a number, on a device that does $P$ operations a second:
+# Both copies are hidden if $S / B \le F$. (Without recompute, what a block saves has $R$ to come back, but is much
+# more.) For a Transformer block with $f = 4 d$ in 2 bytes a number, on a device that does $P$ operations a second:
 #
 # $$ \frac{2 \, d \, T}{B} \le \frac{24 \, d^2 \, T + 4 \, d \, T^2}{P}
 #    \quad \Longleftrightarrow \quad T \ge T^* = \frac{P}{2 B} - 6 d . $$
 #
-# The wider the model and the longer the sequence, the easier it is; fast devices behind slow links have it hardest. The first
-# term of $F$ grows like the copy, so only attention, which grows faster, can catch up with a link that is too slow.
-# `ackpt.offload_pays` does this with measured times: it fits $F$ and $R$, each with a fixed, a linear and a quadratic part,
-# and compares.
+# The wider the model and the longer the sequence, the easier it is; fast devices behind slow links have it hardest. The
+# first term of $F$ grows like the copy, so only attention, which grows faster, can catch up with a link that is too
+# slow. `ackpt.offload_pays` does this with measured times: it fits $F$ and $R$, each with a fixed, a linear and a
+# quadratic part, and compares.
 #
-# To see a crossover on this machine, whose memory is fast, we need a slow link and computing with a large quadratic part. The
-# regions are attention and nothing else, and copies sleep.
+# To see a crossover on this machine, whose memory is fast, we need a slow link and computing with a large quadratic
+# part. The regions are attention and nothing else, and copies sleep.
 
 # %%
 def attend(a):
@@ -726,8 +731,9 @@ def pays_at(T):
 
 
 # %% [markdown]
-# Then eight such regions are trained over that link. The engine counts how long copies took and how long computing stood still
-# for them; what is left of the copies was hidden. (`min_bytes` is lowered so that short sequences travel, too.)
+# Then eight such regions are trained over that link. The engine counts how long copies took and how long computing
+# stood still for them; what is left of the copies was hidden. (`min_bytes` is lowered so that short sequences travel,
+# too.)
 
 # %%
 slow = ackpt.offload_saved_tensors("async", min_bytes=1024)
@@ -781,8 +787,8 @@ for T, pays in fitted.items():
     print(f"{T:4} tokens: predicted {pays.hidden_share:4.0%} hidden, measured {shares[T][0]:4.0%}")
 
 # %% [markdown]
-# The measured shares stay a little under the predicted ones: the copies at both ends of the forward have less time than the
-# others, and a worker must wake up. In words:
+# The measured shares follow the predicted ones, roughly: they are times of threads on a busy CPU. Above the crossover a
+# few per cent stay visible, because a worker that sleeps must wake up. In words:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 print(pays_at(512))
@@ -790,17 +796,17 @@ print(pays_at(512))
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Inputs of regions are few bytes for much computing: $S / B \le F$ is easily met, and then offload costs memory traffic, not
-# time. Whether it is met is a matter of two measured numbers, and not of the size of the model.
+# Inputs of regions are few bytes for much computing: $S / B \le F$ is easily met, and then offload costs memory
+# traffic, not time. Whether it is met is a matter of two measured numbers, and not of the size of the model.
 # :::
 
 # %% [markdown]
 # ## The experiment
 #
-# The published experiment compares four ways to train 12 Transformer blocks: plain, with the classic checkpoint, and with its
-# inputs offloaded, synchronously and asynchronously. Ours adds offload without recompute and the tools that others offer. On
-# the CPU it runs with fewer blocks, tokens and channels. Gradients of every method are compared with the plain ones first, to
-# the last bit. In a terminal this is `ackpt offload`.
+# The published experiment compares four ways to train 12 Transformer blocks: plain, with the classic checkpoint, and
+# with its inputs offloaded, synchronously and asynchronously. Ours adds offload without recompute and the tools that
+# others offer. On the CPU it runs with fewer blocks, tokens and channels. Gradients of every method are compared with
+# the plain ones first, to the last bit. In a terminal this is `ackpt offload`.
 
 # %%
 config = offload.CPU
@@ -843,9 +849,9 @@ path = write_text_atomic("results/tables/05_offload.md", table)
 # ```{include} ../../results/tables/05_offload.md
 # ```
 #
-# `save_on_cpu` does not copy what is on a CPU already, and what `offload_wrapper` has stored is counted as device memory here,
-# so the peaks of these two are those of a checkpoint; on a GPU both move their inputs. `offload_async` keeps copies on their
-# way that `offload_sync` has waited for, and pays for it in bytes.
+# `save_on_cpu` does not copy what is on a CPU already, and what `offload_wrapper` has stored is counted as device
+# memory here, so the peaks of these two are those of a checkpoint; on a GPU both move their inputs. `offload_async`
+# keeps copies on their way that `offload_sync` has waited for, and pays for it in bytes.
 
 # %% alt="Horizontal bars of the peak for eight methods: baseline far longer than all others, checkpointed methods a third of it, offloaded ones below those."
 drawn = offload_report.figures(records)
@@ -905,8 +911,8 @@ columns = {
     "peak": "ours on a GPU, MiB",
 }
 caption = (
-    "Offload at the published size (12 blocks, 12 000 tokens, fp16): as printed by others for a T4, predicted for our model "
-    "from shapes alone (nothing was run), and measured with our model on a GPU."
+    "Offload at the published size (12 blocks, 12 000 tokens, fp16): as printed by others for a T4, predicted for our "
+    "model from shapes alone (nothing was run), and measured with our model on a GPU."
 )
 table = markdown_table(rows, columns, caption, "tab-offload-published")
 path = write_text_atomic("results/tables/05_published.md", table)
@@ -930,8 +936,8 @@ path = write_text_atomic("results/tables/05_published.md", table)
 #
 # ### What the published figures say
 #
-# $(n - 1 - h) \, S$ can be read backwards. How many inputs, in 4 bytes a number, has offload taken off their peak? (Whether
-# an MB of theirs is $10^6$ or $2^{20}$ bytes they do not say.)
+# $(n - 1 - h) \, S$ can be read backwards. How many inputs, in 4 bytes a number, has offload taken off their peak?
+# (Whether an MB of theirs is $10^6$ or $2^{20}$ bytes they do not say.)
 
 # %%
 S = 12_000 * 1024 * 4
@@ -940,8 +946,8 @@ for name, unit in {"10^6": 10**6, "2^20": 2**20}.items():
     print(f"MB = {name} bytes: {taken * unit / S:.1f} S, expected {12 - 1 - 1}")
 
 # %% [markdown]
-# Ten and a little, with boundaries in fp32. Then their times tell more: what `sync` takes longer than `classic` is the time
-# of 20 copies, ten each way, and what `async` takes longer is the part of it that was not hidden.
+# Ten and a little, with boundaries in fp32. Then their times tell more: what `sync` takes longer than `classic` is the
+# time of 20 copies, ten each way, and what `async` takes longer is the part of it that was not hidden.
 
 # %%
 ms = {method: row["milliseconds"] for method, row in printed.items()}
@@ -969,8 +975,8 @@ records[0].environment
 #
 # :::{admonition} Exercise 1: nobody holds the first input
 # :class: note
-# In the chain above the first region's input was $x$, which the caller holds. Change the chain so that $h = 0$, and check what
-# offload takes off the peak then.
+# In the chain above the first region's input was $x$, which the caller holds. Change the chain so that $h = 0$, and
+# check what offload takes off the peak then.
 # :::
 
 # %% tags=["solution"]
@@ -994,9 +1000,9 @@ print(f"{(found[0] - found[1]) / S:.0f} S; n - 1 = {8 - 1}")
 # %% [markdown]
 # :::{admonition} Exercise 2: how wide must a model be?
 # :class: note
-# A GPU that does $4 \cdot 10^{14}$ operations a second in bf16, behind a link of 25 GB/s. From which width $d$ on are the
-# copies of block inputs hidden at any length? And at $d = 1024$, from which length on? Work it out with $T^*$, then ask
-# `offload_pays`.
+# A GPU that does $4 \cdot 10^{14}$ operations a second in bf16, behind a link of 25 GB/s. From which width $d$ on are
+# the copies of block inputs hidden at any length? And at $d = 1024$, from which length on? Work it out with $T^*$, then
+# ask `offload_pays`.
 # :::
 
 # %% tags=["solution"]
@@ -1006,13 +1012,13 @@ seconds = {T: (24 * d**2 * T + 4 * d * T**2) / P for T in (1024, 2048, 4096)}
 print(ackpt.offload_pays(2 * d, seconds, bandwidth=B))
 
 # %% [markdown]
-# From $P / (12 B)$ on, the matrix products alone hide the copies. These are peak rates; a real GPU computes more slowly, which
-# makes it easier.
+# From $P / (12 B)$ on, the matrix products alone hide the copies. These are peak rates; a real GPU computes more
+# slowly, which makes it easier.
 #
 # :::{admonition} Exercise 3: another way out of bug 1
 # :class: note
-# Instead of keeping the source until the copy is done, one may copy a *clone* of it. In which stream must the clone be made?
-# Try both, with the late side late. What does it cost?
+# Instead of keeping the source until the copy is done, one may copy a *clone* of it. In which stream must the clone be
+# made? Try both, with the late side late. What does it cost?
 # :::
 
 # %% tags=["solution"]
@@ -1035,14 +1041,16 @@ race_with_clone(copies)
 race_with_clone(compute)
 
 # %% [markdown]
-# In the computing stream: there it stands between what wrote the block and what writes it next, without any event. It costs
-# a second block of device memory for as long as the copy takes, which is what offload was to save.
+# In the computing stream: there it stands between what wrote the block and what writes it next, without any event. It
+# costs a second block of device memory for as long as the copy takes, which is what offload was to save.
 #
 # ## What we have seen
 #
-# - Offload is a pair of hooks and a copy. Beside the computing, four rules about order make it right, and a pool makes it
-#   fast; each can be broken in a test that fails every time.
+# - Offload is a pair of hooks and a copy. Beside the computing, four rules about order make it right, and a pool makes
+#   it fast; each can be broken in a test that fails every time.
 # - Storages travel, once, whatever views of them are saved. Parameters, small tensors and the tail stay.
-# - Offloaded inputs take $(n - 1 - h) \, S$ off the peak of a checkpointed model, to the byte, whether copies wait or not.
+# - Offloaded inputs take $(n - 1 - h) \, S$ off the peak of a checkpointed model, to the byte, whether copies wait or
+#   not.
 # - Backward brings things back in the reverse order of the forward, one ahead.
-# - Copies are hidden when $S / B \le F$. Attention's quadratic part makes that true for every sequence that is long enough.
+# - Copies are hidden when $S / B \le F$. Attention's quadratic part makes that true for every sequence that is long
+#   enough.
