@@ -29,6 +29,7 @@ class Stream:
 
     def __init__(self, machine):
         self.machine, self.clock = machine, {}
+        machine.streams.append(self)
 
     def wait_stream(self, other):
         join(self.clock, other.clock)
@@ -63,9 +64,10 @@ class Event:
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """A piece of memory, and who accessed it."""
+    """A piece of memory, of which stream, and who accessed it."""
 
     name: str
+    owner: Stream | None = None
     write: tuple | None = None
     reads: list = dataclasses.field(default_factory=list)
 
@@ -96,6 +98,7 @@ class Machine:
         self.host_waits = 0
         self.races: list[str] = []
         self.recorded: list = []
+        self.streams: list[Stream] = []
         self.reused = 0
         self._current = self.default = Stream(self)
         self._idle: dict[tuple, list[Block]] = {}
@@ -133,7 +136,7 @@ class Machine:
         idle = self._idle.setdefault((owner, size), [])
         place = next((place for place in reversed(range(len(idle))) if self._is_free(idle[place])), None)
         if place is None:
-            block = self._block("device")
+            block = self._block("device", owner)
         else:
             block = idle.pop(place)[0]
             self.reused += 1
@@ -152,9 +155,15 @@ class Machine:
     def block(self, storage) -> Block:
         return self._blocks[storage._cdata]
 
-    def _block(self, kind) -> Block:
+    def used_on(self, storage, stream):
+        """``record_stream`` by the program, where it must be."""
+        block = self._blocks.get(storage._cdata)
+        if block is not None and block.owner is not stream and (block, stream) not in self.recorded:
+            self.recorded.append((block, stream))
+
+    def _block(self, kind, owner=None) -> Block:
         self._count += 1
-        return Block(f"{kind} block {self._count}")
+        return Block(f"{kind} block {self._count}", owner)
 
     def _free(self, key, idle):
         block = self._blocks.pop(key)
