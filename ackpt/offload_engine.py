@@ -74,10 +74,14 @@ class Engine:
             else:
                 self._counts["shared"] += 1
             place = forward.saved(stored)
-            while len(forward.staying) > forward.keep_last:
-                if (oldest := forward.staying.popleft()()) is not None:
-                    self._leave(oldest)
-            self._bound_leaving(forward, forward.lookahead)
+            try:
+                while len(forward.staying) > forward.keep_last:
+                    if (oldest := forward.staying.popleft()()) is not None:
+                        self._leave(oldest)
+                self._bound_leaving(forward, forward.lookahead)
+            except BaseException:
+                forward.over = True  # what is left of it must not trouble the next
+                raise
             return stored, place
 
     def fetch(self, stored: Stored, forward: Forward, place: tuple[int, int] | None):
@@ -107,7 +111,7 @@ class Engine:
             if place is None:
                 self._bound_leaving(forward, 0)
             else:
-                self._bring_ahead(forward, place)
+                self._bring_ahead(forward, place, stored)
             return found
 
     def bring_ahead(self, forward: Forward, place: tuple[int, int]) -> None:
@@ -198,9 +202,14 @@ class Engine:
             return
         stored.check(stored.alias)
         lane = stored.lane
-        stored.buffer = buffer = lane.pool.take(stored.size)
+        buffer = lane.pool.take(stored.size)
         source = stored.alias.untyped_storage()
-        stored.left = lane.transport.copy_out(source, stored.begin, buffer.bytes, stored.size, buffer.after)
+        try:
+            stored.left = lane.transport.copy_out(source, stored.begin, buffer.bytes, stored.size, buffer.after)
+        except BaseException:
+            lane.pool.give(buffer, buffer.after)
+            raise
+        stored.buffer = buffer
         self._live += 1
         self._account(stored.size)
         self._count("out", stored.left, stored.size)
@@ -226,11 +235,11 @@ class Engine:
         """Begin the copy back to the device; returns the storage there."""
         transport = stored.lane.transport
         assert stored.buffer is not None
-        stored.back = transport.allocate(stored.size)
-        stored.loaded = transport.copy_in(stored.buffer.bytes, stored.back, stored.size, stored.copies())
-        stored.arriving = True
+        back = transport.allocate(stored.size)
+        stored.loaded = transport.copy_in(stored.buffer.bytes, back, stored.size, stored.copies())
+        stored.back, stored.arriving = back, True
         self._count("in", stored.loaded, stored.size)
-        return stored.back
+        return back
 
     def _arrive(self, stored: Stored) -> None:
         """What was loaded may be used, and lives as long as somebody does."""
@@ -240,8 +249,8 @@ class Engine:
         stored.back_reference = weakref.ref(stored.back)
         stored.back = None
 
-    def _bring_ahead(self, forward: Forward, place: tuple[int, int]) -> None:
-        wanted = forward.next(place, forward.lookahead)
+    def _bring_ahead(self, forward: Forward, place: tuple[int, int], held: Stored | None = None) -> None:
+        wanted = forward.next(place, forward.lookahead, held)
         for other in alive(forward.ahead):  # asked for in another order than expected
             if other.back is not None and other not in wanted:
                 self._arrive(other)

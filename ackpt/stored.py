@@ -53,15 +53,17 @@ class Forward:
         self.largest = max(self.largest, sum(other.size for other in together))
         return len(self._order) - 1, len(self._order[-1])
 
-    def next(self, place: tuple[int, int], allowed: int) -> list[Stored]:
-        """What backward is expected to ask for after `place`, up to `allowed` bytes: nodes run in reverse, and each
-        asks in the order in which it saved."""
+    def next(self, place: tuple[int, int], allowed: int, held: Stored | None = None) -> list[Stored]:
+        """What backward is expected to ask for after `place`, up to `allowed` bytes; `held` costs none.
+
+        Nodes run in reverse, and each asks in the order in which it saved.
+        """
         node, rest = place
         found: list[Stored] = []
         asked = itertools.chain(self._order[node][rest:], *self._order[:node][::-1])
         for stored in alive(asked):
             if stored not in found:
-                allowed -= stored.size
+                allowed -= stored.size if stored is not held else 0
                 if allowed < 0:
                     break
                 found.append(stored)
