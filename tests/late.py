@@ -119,8 +119,8 @@ class LateTransport(CpuTransport):
         self.faults: list[str] = []
         arena.freed.append(self._freed)
 
-    def copy_out(self, source, begin, buffer, size, after):
-        event = super().copy_out(source, begin, buffer, size, after)
+    def copy_out(self, source, begin, buffer, size, after, *stream):
+        event = super().copy_out(source, begin, buffer, size, after, *stream)
         self.copies.append(Copy("out", event, buffer.data_ptr(), source.data_ptr() + begin, size))
         return event
 
@@ -147,9 +147,9 @@ class LateTransport(CpuTransport):
 class EventBeforeCopyOut(LateTransport):
     """Broken: the event of a copy out is reached before the copy."""
 
-    def copy_out(self, source, begin, buffer, size, after):
+    def copy_out(self, source, begin, buffer, size, after, *stream):
         early = self.streams["out"].submit(int, after=after)
-        super().copy_out(source, begin, buffer, size, after)
+        super().copy_out(source, begin, buffer, size, after, *stream)
         return early
 
 
@@ -179,8 +179,8 @@ class UsesTargetEarly(LateTransport):
 class IgnoresEarlierCopies(LateTransport):
     """Broken: a buffer is read, and written, without the copies that used it before."""
 
-    def copy_out(self, source, begin, buffer, size, after):
-        return super().copy_out(source, begin, buffer, size, ())
+    def copy_out(self, source, begin, buffer, size, after, *stream):
+        return super().copy_out(source, begin, buffer, size, (), *stream)
 
     def copy_in(self, buffer, target, size, after):
         return super().copy_in(buffer, target, size, ())

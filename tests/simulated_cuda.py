@@ -217,6 +217,9 @@ class SimulatedTransport(CudaTransport):
     def allocate(self, size):
         return self.machine.allocate(size)
 
+    def computing(self, stream=None):
+        return stream or self.machine.current_stream()
+
     def _bytes(self, storage, begin, size):
         data = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (size,), (1,))
         return Span(self.machine, self.machine.block(storage), data)
@@ -225,8 +228,8 @@ class SimulatedTransport(CudaTransport):
 class EventBeforeTheCopy(SimulatedTransport):
     """Broken: the event is recorded before the copy."""
 
-    def _copy(self, way, target, source, after):
-        stream, compute = self.streams[way], self.machine.current_stream()
+    def _copy(self, way, target, source, after, *compute):
+        stream, compute = self.streams[way], self.computing(*compute)
         stream.wait_stream(compute)
         for event in after:
             stream.wait_event(event.ended)
@@ -241,8 +244,8 @@ class EventBeforeTheCopy(SimulatedTransport):
 class EventOnTheComputingStream(SimulatedTransport):
     """Broken: the event is recorded behind the copy, but on the stream that computes."""
 
-    def _copy(self, way, target, source, after):
-        event = super()._copy(way, target, source, after)
+    def _copy(self, way, target, source, after, *compute):
+        event = super()._copy(way, target, source, after, *compute)
         event.ended.record(event.compute)
         return event
 
@@ -254,7 +257,7 @@ class CachedStream(SimulatedTransport):
         super().__init__(machine)
         self.cached = machine.current_stream()
 
-    def _copy(self, way, target, source, after):
+    def _copy(self, way, target, source, after, *compute):
         stream = self.streams[way]
         stream.wait_stream(self.cached)
         for event in after:
@@ -292,8 +295,8 @@ class IgnoresOwner(SimulatedTransport):
 class IgnoresComputing(SimulatedTransport):
     """Broken: a copy does not wait for what was computed so far."""
 
-    def _copy(self, way, target, source, after):
-        stream, compute = self.streams[way], self.machine.current_stream()
+    def _copy(self, way, target, source, after, *compute):
+        stream, compute = self.streams[way], self.computing(*compute)
         for event in after:
             stream.wait_event(event.ended)
         began, ended = self._timed(), self._timed()
@@ -307,5 +310,5 @@ class IgnoresComputing(SimulatedTransport):
 class IgnoresEarlierCopies(SimulatedTransport):
     """Broken: a buffer is used without the events of its earlier copies."""
 
-    def _copy(self, way, target, source, after):
-        return super()._copy(way, target, source, ())
+    def _copy(self, way, target, source, after, *compute):
+        return super()._copy(way, target, source, (), *compute)

@@ -12,7 +12,7 @@ import simulated_cuda as simulated
 from simulated_cuda import Machine, SimulatedTransport
 from simulated_steps import Program, simulated_offload, streams_of
 
-STEPS = 8
+STEPS, SEEDS = 6, range(6)
 OPTIONS = [
     {},
     {"mode": "sync"},
@@ -66,7 +66,7 @@ def run(seed, shape, options=None, kind=SimulatedTransport):
 @pytest.mark.parametrize("shape", [one_stream, side_stream, hopping, forked])
 def test_no_accesses_of_a_buffer_or_a_block_are_unordered(shape, options):
     reused = copies = 0
-    for seed in range(12):
+    for seed in SEEDS:
         races, plain, _, _ = run(seed, shape)
         assert races == [], "the program itself"
         races, made, engine, machine = run(seed, shape, options)
@@ -78,7 +78,7 @@ def test_no_accesses_of_a_buffer_or_a_block_are_unordered(shape, options):
         copies += stats["copies_in"]
         engine.release_buffers()
         assert machine.races == [] and engine.stats()["pool_bytes"] == 0
-    assert reused > 1000 and copies > 100
+    assert reused > 300 and copies > 50
 
 
 @pytest.mark.parametrize(
