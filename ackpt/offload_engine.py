@@ -106,6 +106,8 @@ class Engine:
                 self._counts["found"] += 1
             if stored.back is not None:
                 self._arrive(stored)
+            elif stored.is_back(found[0]):
+                stored.lane.transport.hold(stored.loaded, found[0])
             if stored.alias is not None and stored.left is not None:
                 self._release(stored)
             if place is None:
@@ -205,7 +207,9 @@ class Engine:
         buffer = lane.pool.take(stored.size)
         source = stored.alias.untyped_storage()
         try:
-            stored.left = lane.transport.copy_out(source, stored.begin, buffer.bytes, stored.size, buffer.after)
+            stored.left = lane.transport.copy_out(
+                source, stored.begin, buffer.bytes, stored.size, buffer.after, stored.owner
+            )
         except BaseException:
             lane.pool.give(buffer, buffer.after)
             raise
@@ -246,6 +250,8 @@ class Engine:
         if stored.arriving:
             self._hold(stored.lane, stored.loaded, stored.back)
             stored.arriving = False
+        else:  # whoever came first has waited, on another stream perhaps
+            stored.lane.transport.hold(stored.loaded, stored.back)
         stored.back_reference = weakref.ref(stored.back)
         stored.back = None
 

@@ -77,8 +77,8 @@ class Stored:
     """A part of one storage, usually all of it: on its device, on the way, or in the store."""
 
     __slots__ = (
-        *("engine", "lane", "forward", "key", "begin", "size", "mark", "alias", "root", "original", "storage"),
-        *("buffer", "left", "loaded", "arriving", "back", "back_reference", "refused", "__weakref__"),
+        *("engine", "lane", "forward", "key", "begin", "size", "mark", "alias", "owner", "root", "original"),
+        *("storage", "buffer", "left", "loaded", "arriving", "back", "back_reference", "refused", "__weakref__"),
     )
 
     def __init__(self, engine, lane, forward, tensor, begin: int, size: int):
@@ -86,6 +86,7 @@ class Stored:
         self.begin, self.size = begin, size
         self.mark = version(tensor)
         self.alias = tensor.detach()  # shares storage and version counter, and knows no graph
+        self.owner = lane.transport.current()  # its memory goes back there
         self.root = weakref.ref(root_of(tensor))
         self.original = weakref.ref(tensor)
         storage = tensor.untyped_storage()
@@ -112,6 +113,10 @@ class Stored:
         if original is not None and storage is original.untyped_storage() and version(original) == self.mark:
             return storage, 0
         return None
+
+    def is_back(self, storage) -> bool:
+        """Whether `storage` is what was loaded last."""
+        return self.back_reference is not None and self.back_reference() is storage
 
     def check(self, tensor) -> None:
         if version(tensor) != self.mark:

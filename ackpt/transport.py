@@ -42,7 +42,12 @@ class CpuTransport:
     def __init__(self):
         self.streams = {"out": Stream("out"), "in": Stream("in")}
 
-    def copy_out(self, source: torch.UntypedStorage, begin: int, buffer: torch.Tensor, size: int, after) -> Event:
+    def current(self) -> None:
+        """What a transport with several computing streams names: the one that computes here."""
+
+    def copy_out(
+        self, source: torch.UntypedStorage, begin: int, buffer: torch.Tensor, size: int, after, owner=None
+    ) -> Event:
         """Copy `size` bytes of `source`, from byte `begin` on, into `buffer`.
 
         Whoever calls keeps `source` alive until ``hold``: if the worker had the last reference, the memory would be
@@ -99,7 +104,10 @@ class ShapeTransport:
     def __init__(self, device: torch.device):
         self._device = device
 
-    def copy_out(self, source, begin, buffer, size, after) -> _Reached:
+    def current(self) -> None:
+        pass
+
+    def copy_out(self, source, begin, buffer, size, after, owner=None) -> _Reached:
         return _Reached()
 
     def copy_in(self, buffer, target, size, after) -> _Reached:

@@ -2,7 +2,8 @@
 
 The rules that make it right, each of which has been broken in the wild:
 
-- A copy out starts after what the *current* stream was given so far; the current stream is asked for at every copy.
+- A copy out starts after what was given so far to the stream that was *current* when the tensor was saved; the
+  current stream is asked for every time.
 - The event of a copy is recorded on the copy's own stream, behind the copy.
 - The source of a copy out is freed only after the computing stream has been made to wait for that event, since the
   allocator may give its block to the next operation at once.
@@ -19,10 +20,10 @@ import torch
 class CudaEvent:
     """The end of a copy on its stream, with the time between its beginning and its end."""
 
-    __slots__ = ("began", "compute", "ended")
+    __slots__ = ("began", "ended", "owner")
 
-    def __init__(self, began, ended, compute):
-        self.began, self.ended, self.compute = began, ended, compute
+    def __init__(self, began, ended, owner):
+        self.began, self.ended, self.owner = began, ended, owner
 
     def done(self) -> bool:
         return self.ended.query()
@@ -46,13 +47,22 @@ class CudaTransport:
         self._device = torch.device("cuda", cuda.current_device() if device.index is None else device.index)
         self.streams = {"out": cuda.Stream(self._device), "in": cuda.Stream(self._device)}
 
-    def copy_out(self, source: torch.UntypedStorage, begin: int, buffer: torch.Tensor, size: int, after) -> CudaEvent:
-        """Copy `size` bytes of `source`, from byte `begin` on, into `buffer`; `source` lives until ``hold``."""
-        return self._copy("out", buffer[:size], self._bytes(source, begin, size), after)
+    def current(self):
+        """The stream that computes here."""
+        return self._cuda.current_stream(self._device)
+
+    def copy_out(
+        self, source: torch.UntypedStorage, begin: int, buffer: torch.Tensor, size: int, after, owner=None
+    ) -> CudaEvent:
+        """Copy `size` bytes of `source`, from byte `begin` on, into `buffer`; `source` lives until ``hold``.
+
+        `owner` is the stream that has computed them, by default the current one.
+        """
+        return self._copy("out", buffer[:size], self._bytes(source, begin, size), after, owner or self.current())
 
     def copy_in(self, buffer: torch.Tensor, target: torch.UntypedStorage, size: int, after) -> CudaEvent:
         """Copy `size` bytes of `buffer` into `target`, allocated on the current stream; it lives until ``hold``."""
-        return self._copy("in", self._bytes(target, 0, size), buffer[:size], after)
+        return self._copy("in", self._bytes(target, 0, size), buffer[:size], after, self.current())
 
     def allocate(self, size: int) -> torch.UntypedStorage:
         """Memory on the GPU, of the current stream."""
@@ -63,20 +73,20 @@ class CudaTransport:
 
         `used` is a storage that the current stream works on from now on.
         """
-        current = self._cuda.current_stream(self._device)
+        current = self.current()
         before, after = self._timed(), self._timed()
         before.record(current)
         current.wait_event(event.ended)
         after.record(current)
-        if event.compute != current:
-            event.compute.wait_event(event.ended)
+        if event.owner != current:
+            event.owner.wait_event(event.ended)
             if used is not None:  # its block goes back to the other stream
                 self._bytes(used, 0, used.nbytes()).record_stream(current)
         return CudaEvent(before, after, current)
 
-    def _copy(self, way: str, target, source, after) -> CudaEvent:
-        stream, compute = self.streams[way], self._cuda.current_stream(self._device)
-        stream.wait_stream(compute)
+    def _copy(self, way: str, target, source, after, owner) -> CudaEvent:
+        stream = self.streams[way]
+        stream.wait_stream(owner)
         for event in after:
             stream.wait_event(event.ended)
         began, ended = self._timed(), self._timed()
@@ -84,7 +94,7 @@ class CudaTransport:
             began.record(stream)
             target.copy_(source, non_blocking=True)
             ended.record(stream)
-        return CudaEvent(began, ended, compute)
+        return CudaEvent(began, ended, owner)
 
     def _timed(self):
         return self._cuda.Event(enable_timing=True)
