@@ -217,9 +217,6 @@ class SimulatedTransport(CudaTransport):
     def allocate(self, size):
         return self.machine.allocate(size)
 
-    def computing(self, stream=None):
-        return stream or self.machine.current_stream()
-
     def _bytes(self, storage, begin, size):
         data = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (size,), (1,))
         return Span(self.machine, self.machine.block(storage), data)
@@ -228,9 +225,9 @@ class SimulatedTransport(CudaTransport):
 class EventBeforeTheCopy(SimulatedTransport):
     """Broken: the event is recorded before the copy."""
 
-    def _copy(self, way, target, source, after, *compute):
-        stream, compute = self.streams[way], self.computing(*compute)
-        stream.wait_stream(compute)
+    def _copy(self, way, target, source, after, owner):
+        stream = self.streams[way]
+        stream.wait_stream(owner)
         for event in after:
             stream.wait_event(event.ended)
         began, ended = self._timed(), self._timed()
@@ -238,15 +235,15 @@ class EventBeforeTheCopy(SimulatedTransport):
             began.record(stream)
             ended.record(stream)
             target.copy_(source, non_blocking=True)
-        return CudaEvent(began, ended, compute)
+        return CudaEvent(began, ended, owner)
 
 
 class EventOnTheComputingStream(SimulatedTransport):
     """Broken: the event is recorded behind the copy, but on the stream that computes."""
 
-    def _copy(self, way, target, source, after, *compute):
-        event = super()._copy(way, target, source, after, *compute)
-        event.ended.record(event.compute)
+    def _copy(self, way, target, source, after, owner):
+        event = super()._copy(way, target, source, after, owner)
+        event.ended.record(owner)
         return event
 
 
@@ -257,7 +254,7 @@ class CachedStream(SimulatedTransport):
         super().__init__(machine)
         self.cached = machine.current_stream()
 
-    def _copy(self, way, target, source, after, *compute):
+    def _copy(self, way, target, source, after, owner):
         stream = self.streams[way]
         stream.wait_stream(self.cached)
         for event in after:
@@ -295,8 +292,8 @@ class IgnoresOwner(SimulatedTransport):
 class IgnoresComputing(SimulatedTransport):
     """Broken: a copy does not wait for what was computed so far."""
 
-    def _copy(self, way, target, source, after, *compute):
-        stream, compute = self.streams[way], self.computing(*compute)
+    def _copy(self, way, target, source, after, owner):
+        stream = self.streams[way]
         for event in after:
             stream.wait_event(event.ended)
         began, ended = self._timed(), self._timed()
@@ -304,11 +301,11 @@ class IgnoresComputing(SimulatedTransport):
             began.record(stream)
             target.copy_(source, non_blocking=True)
             ended.record(stream)
-        return CudaEvent(began, ended, compute)
+        return CudaEvent(began, ended, owner)
 
 
 class IgnoresEarlierCopies(SimulatedTransport):
     """Broken: a buffer is used without the events of its earlier copies."""
 
-    def _copy(self, way, target, source, after, *compute):
-        return super()._copy(way, target, source, (), *compute)
+    def _copy(self, way, target, source, after, owner):
+        return super()._copy(way, target, source, (), owner)

@@ -202,7 +202,7 @@ def test_a_copy_starts_after_what_the_current_stream_was_given_and_not_after_oth
     with s.machine.stream(mine):
         event = s.out(s.filled(), s.take())
     assert event.began.clock[mine] == mine.clock[mine] == 1
-    assert event.compute is mine and other not in event.ended.clock
+    assert event.owner is mine and other not in event.ended.clock
 
 
 def test_copies_run_on_a_stream_for_each_way_and_leave_the_current_one_as_it_was():
@@ -216,7 +216,7 @@ def test_copies_run_on_a_stream_for_each_way_and_leave_the_current_one_as_it_was
     _, loaded = s.back(buffer, [left])
     assert back.clock[back] == 1 and s.machine.current_stream() is s.machine.default
     assert out not in s.machine.default.clock and back not in s.machine.default.clock  # computing goes on beside both
-    assert loaded.compute is s.machine.default
+    assert loaded.owner is s.machine.default
 
 
 @pytest.mark.parametrize("way", ["out", "in"])
