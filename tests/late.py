@@ -100,13 +100,14 @@ class Arena:
 
 @dataclasses.dataclass
 class Copy:
-    """One copy: `span`, the bytes of device memory it reads or writes, and the buffer on its other side."""
+    """One copy: the address of the memory that it reads or writes, the buffer on its other side, what it waits for."""
 
     way: str
     event: LateEvent
     buffer: int
     address: int
     size: int
+    after: tuple
 
 
 class LateTransport(CpuTransport):
@@ -121,12 +122,12 @@ class LateTransport(CpuTransport):
 
     def copy_out(self, source, begin, buffer, size, after, *stream):
         event = super().copy_out(source, begin, buffer, size, after, *stream)
-        self.copies.append(Copy("out", event, buffer.data_ptr(), source.data_ptr() + begin, size))
+        self.copies.append(Copy("out", event, buffer.data_ptr(), source.data_ptr() + begin, size, tuple(after)))
         return event
 
     def copy_in(self, buffer, target, size, after):
         event = super().copy_in(buffer, target, size, after)
-        self.copies.append(Copy("in", event, buffer.data_ptr(), target.data_ptr(), size))
+        self.copies.append(Copy("in", event, buffer.data_ptr(), target.data_ptr(), size, tuple(after)))
         return event
 
     def allocate(self, size):

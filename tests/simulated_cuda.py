@@ -29,7 +29,6 @@ class Stream:
 
     def __init__(self, machine):
         self.machine, self.clock = machine, {}
-        machine.streams.append(self)
 
     def wait_stream(self, other):
         join(self.clock, other.clock)
@@ -98,7 +97,6 @@ class Machine:
         self.host_waits = 0
         self.races: list[str] = []
         self.recorded: list = []
-        self.streams: list[Stream] = []
         self.reused = 0
         self._current = self.default = Stream(self)
         self._idle: dict[tuple, list[Block]] = {}

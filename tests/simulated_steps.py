@@ -42,6 +42,7 @@ class Operation(torch.autograd.Function):
             raise Broken
         program.fails_in -= 1
         with machine.stream(ctx.stream):
+            program.streams[ctx.stream] = True
             join(ctx.stream.clock, program.root)
             join(ctx.stream.clock, ctx.ready)
             weight, *inputs = ctx.saved_tensors
@@ -54,6 +55,7 @@ class Operation(torch.autograd.Function):
                 grads[-1][0] = 2 * each[0] * weight[0] * grad[0]
             to_weight = sum(each[:1] * each[:1] for each in inputs) * grad[0]
             program.checked += [each.detach().sum().item() for each in inputs]
+            program.kept = inputs if program.rng.random() < 0.4 else []  # somebody may still have them for a while
             del inputs, each
             program.scratch()
             for ready in ctx.ready_inputs:
@@ -72,6 +74,8 @@ class Program:
         self.root: dict = {}  # when the gradient of the loss is there
         self.weight = torch.full((1,), 0.5, requires_grad=True)
         self.fails_in = -1
+        self.kept: list = []
+        self.streams: dict = {}  # those that backward ran on
         self.checked: list[float] = []  # sums of what backward was given
 
     def new(self, size) -> torch.Tensor:
@@ -145,7 +149,12 @@ class Program:
 
     def backward(self, loss, **options):
         self.root = dict(self.machine.current_stream().clock)
-        loss.backward(**options)
+        try:
+            loss.backward(**options)
+        finally:
+            self.kept = []
+            for stream in self.streams:  # as torch does in the end; the streams that copy are unknown to it
+                self.machine.current_stream().wait_stream(stream)
 
     def step(self, forward, offload) -> list:
         """One step: losses and the gradient, or None if it broke off. `offload`: a context for the forward."""
@@ -155,7 +164,6 @@ class Program:
         for _ in range(2 if kind == "two" else 1):
             with offload:
                 losses.append(forward())
-        before = {id(stream): stream for stream in self.machine.streams}
         if kind == "breaks off":
             self.fails_in = self.rng.randrange(6)
         if kind != "dropped":
@@ -165,10 +173,10 @@ class Program:
                         self.backward(loss, retain_graph=True)
                     self.backward(loss)
         self.fails_in = -1
-        torch.zeros((), requires_grad=True).backward()  # torch keeps nodes of a broken backward in its queue until the next
+        torch.zeros(
+            (), requires_grad=True
+        ).backward()  # torch keeps nodes of a broken backward in its queue until the next
         made = [loss.item() for loss in losses]
-        for stream in before.values():  # as the engine of autograd does at its end
-            self.machine.current_stream().wait_stream(stream)
         self.ready.clear()
         return [*made, None if self.weight.grad is None else self.weight.grad.item()]
 

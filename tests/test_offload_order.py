@@ -78,7 +78,7 @@ def test_no_accesses_of_a_buffer_or_a_block_are_unordered(shape, options):
         copies += stats["copies_in"]
         engine.release_buffers()
         assert machine.races == [] and engine.stats()["pool_bytes"] == 0
-    assert reused > 300 and copies > 50
+    assert reused > 300 and copies > 30
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import types
 
 import late
 import pytest
@@ -161,6 +162,20 @@ def test_no_buffer_is_written_while_an_earlier_copy_uses_it(made_late):
             assert later.began >= earlier.ended > 0
 
 
+def test_every_copy_is_told_what_used_its_buffer_before(made_late):
+    late_copies = made_late()
+    train(saved, late_offload(late_copies, keep_last=0, lookahead_bytes=2 * BYTES), late_copies.arena)
+    users, reused = {}, 0
+    for copy in late_copies.copies:
+        before = users.setdefault(copy.buffer, {})
+        assert copy.after == tuple(before.values())
+        reused += bool(before)
+        if copy.way == "out":
+            before.clear()
+        before[copy.way] = copy.event
+    assert reused > len(late_copies.copies) / 2
+
+
 def reuse_of_a_buffer(late_copies):
     """Bytes that arrive from a buffer which is given back, and taken again, while it is still being read."""
     pool = Pool(host_memory)
@@ -305,6 +320,21 @@ def test_retained_graphs_are_reloaded_right_every_time(made_late, kind):
             loss.backward()
         assert differing(training.update(), plain_training.update()) == 0
     assert late_copies.faults == []
+
+
+def test_hold_tells_how_long_it_has_waited(monkeypatch):
+    now = [100.0]
+
+    class Running:
+        def done(self):
+            return False
+
+        def error(self):
+            now[0] += 5.0 if now[0] == 100.0 else 0.0
+
+    monkeypatch.setattr(transport, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    waited = transport.CpuTransport().hold(Running())
+    assert waited.done() and waited.seconds() == 5.0
 
 
 # Copies that take their time, over torch's own memory and operations.
