@@ -131,7 +131,7 @@ class Program:
         self.machine.current_stream().wait_stream(before)
         return x[0]
 
-    def forked_forward(self, streams, operations=5) -> torch.Tensor:
+    def forked_forward(self, streams, operations=3) -> torch.Tensor:
         """A branch on every stream, side by side, from one input that all of them save; joined in the end."""
         start = self.operation([self.input()])
         main = self.machine.current_stream()
@@ -142,7 +142,8 @@ class Program:
         for _ in range(operations):
             for stream in self.rng.sample(streams, len(streams)):
                 with self.machine.stream(stream):
-                    ends[stream] = self.operation([ends[stream], start])
+                    end = self.operation([ends[stream], start] if self.rng.random() < 0.5 else [start])
+                    ends[stream] = end if self.rng.random() < 0.5 else self.operation([ends[stream], end])
         for stream in streams:
             main.wait_stream(stream)
         return sum(end[0] for end in ends.values())
