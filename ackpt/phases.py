@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 
 class Phase(threading.local):
@@ -13,7 +14,7 @@ class Phase(threading.local):
 
     recomputing = False
     dropping = False
-    function = None
+    function: Any = None
 
 
 phase = Phase()

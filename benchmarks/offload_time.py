@@ -7,6 +7,7 @@ Steps are interleaved in one process; the ratio is the median of the ratios with
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import torch
 
@@ -37,10 +38,7 @@ def main():
         for size in arguments.mib:
             x = torch.randn(size * 2**18, requires_grad=True)
             modes = {mode: ackpt.offload_saved_tensors(mode) for mode in ("sync", "async")}
-            steps = {
-                mode: lambda offload=offload: chain(function, arguments.layers, x, offload)
-                for mode, offload in modes.items()
-            }
+            steps = {mode: partial(chain, function, arguments.layers, x, offload) for mode, offload in modes.items()}
             engine = modes["sync"].engine
             result = compare_seconds(steps, arguments.rounds, reference="sync")
             engine.reset_stats()

@@ -77,7 +77,7 @@ def train(made, around, rank):
     found = []
     optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
     torch.manual_seed(10 + rank)
-    for step in range(3):
+    for _ in range(3):
         optimizer.zero_grad()
         with around:
             loss = made(torch.randn(TOKENS, DIM)).square().mean()
