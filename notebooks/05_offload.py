@@ -76,8 +76,8 @@ def unpack(host):
 
 
 # %%
-layers = [layer for _ in range(8) for layer in (nn.Linear(128, 128, bias=False), nn.GELU())]
-mlp = nn.Sequential(*layers)
+pairs = ((nn.Linear(128, 128, bias=False), nn.GELU()) for _ in range(8))
+mlp = nn.Sequential(*(layer for pair in pairs for layer in pair))
 rows = torch.randn(1024, 128)
 
 
@@ -96,7 +96,8 @@ plain = train()
 # %%
 S = rows.nbytes
 for hooks in ((), (pack, unpack)):
-    peak = measure(lambda: train(*hooks), resident=(mlp, rows), repeats=0).dynamic_peak_bytes  # noqa: B023
+    step = measure(lambda: train(*hooks), resident=(mlp, rows), repeats=0)
+    peak = step.dynamic_peak_bytes
     print(f"dynamic peak {peak:,} bytes = {peak / S:.1f} S")
 
 # %% [markdown]
@@ -234,7 +235,8 @@ race(recorded_behind)
 
 # %%
 def race_with_current(ask):
-    block, host, passed, side = torch.zeros(4), torch.zeros(4), threading.Event(), Stream("side")
+    block, host = torch.zeros(4), torch.zeros(4)
+    passed, side = threading.Event(), Stream("side")
 
     def late_computing():
         passed.wait(0.2)
@@ -356,9 +358,11 @@ transport._move = late_move
 for step in range(6):
     engine.reset_stats()
     train_offloaded("async")
-    equal = all(torch.equal(a, weight.grad) for a, weight in zip(plain, mlp.parameters()))
+    pairs = zip(plain, mlp.parameters())
+    equal = all(torch.equal(a, weight.grad) for a, weight in pairs)
     counts = engine.stats()
-    print(f"step {step}: equal {equal}, allocated {counts['pool_misses']}, reused {counts['pool_hits']}")
+    new, old = counts["pool_misses"], counts["pool_hits"]
+    print(f"step {step}: equal {equal}, allocated {new}, reused {old}")
 transport._move = real_move
 
 # %% [markdown]
@@ -419,7 +423,8 @@ counts = engine.stats()
 
 # %%
 engine.reset_stats()
-for options in ({"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes": S + 1}):
+choices = {"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes": S + 1}
+for options in choices:
     engine.reset_stats()
     train_offloaded("async", **options)
     counts = engine.stats()
@@ -475,13 +480,14 @@ modes = {"classic": None, "sync": "sync", "async": "async"}
 ns = [4, 8, 12, 16, 24, 32]
 peaks = {
     name: [
-        measure(lambda: chain(n, mode), resident=[x], repeats=0).dynamic_peak_bytes for n in ns  # noqa: B023
+        measure(lambda: chain(n, mode), resident=[x], repeats=0).dynamic_peak_bytes
+        for n in ns
     ]
     for name, mode in modes.items()
 }
 for n, classic, sync, overlapped in zip(ns, *peaks.values()):
-    rest = classic - sync - (n - 2) * S
-    print(f"n = {n:2}: classic - sync - (n - 2) S = {rest}, sync - async = {sync - overlapped}")
+    rest, apart = classic - sync - (n - 2) * S, sync - overlapped
+    print(f"n = {n:2}: classic - sync - (n - 2) S = {rest}, sync - async = {apart}")
 
 # %% alt="Dynamic peak over the number of regions: classic rises by one input per region along the predicted line, sync and async offload lie on one horizontal line."
 figure = plots.line_plot(
@@ -572,7 +578,8 @@ for mode in ("sync", "async"):
 # %%
 for ahead in (0, 1, 2, 4, 8):
     wide = ackpt.offload_saved_tensors("async", lookahead_bytes=ahead * S)
-    peak = measure(lambda: chain(16, wide), resident=[x], repeats=0).dynamic_peak_bytes  # noqa: B023
+    step = measure(lambda: chain(16, wide), resident=[x], repeats=0)
+    peak = step.dynamic_peak_bytes
     print(f"lookahead {ahead} S: peak {(peak - peaks['sync'][0]) / S:+.0f} S")
 
 # %% [markdown]
@@ -591,7 +598,8 @@ with tempfile.TemporaryDirectory() as folder:
     counts = on_disk.engine.stats()
     on_disk.engine.release_buffers()
 print(f"equal {torch.equal(classic, x.grad)}, files seen {listing}")
-print(f"highest in the store {counts['store_peak_bytes'] / S:.0f} S, left {counts['store_bytes']}")
+highest, left = counts["store_peak_bytes"] / S, counts["store_bytes"]
+print(f"highest in the store {highest:.0f} S, left {left}")
 
 # %% [markdown]
 # A folder that does not exist, or is full, is an error that says so; the model can go on without.
@@ -636,12 +644,14 @@ run("plain")
 wanted = [weight.grad.clone() for weight in blocks.parameters()]
 for way in ways:
     run(way)
-    equal = all(torch.equal(a, weight.grad) for a, weight in zip(wanted, blocks.parameters()))
+    pairs = zip(wanted, blocks.parameters())
+    equal = all(torch.equal(a, weight.grad) for a, weight in pairs)
     engine.reset_stats()
     run(way)
     moved = engine.stats()["bytes_out"]
-    peak = measure(lambda: run(way), resident=(blocks, tokens, offsets), repeats=0).dynamic_peak_bytes  # noqa: B023
-    flops = ackpt.count_flops(lambda: run(way)) / 1e9  # noqa: B023
+    resident = (blocks, tokens, offsets)
+    peak = measure(lambda: run(way), resident=resident, repeats=0).dynamic_peak_bytes
+    flops = ackpt.count_flops(lambda: run(way)) / 1e9
     row = {"way": way, "peak": round(peak / 2**20, 2), "moved": round(moved / 2**20, 2)}
     way_rows.append(row | {"flops": round(flops, 3), "equal": "yes" if equal else "no"})
 
@@ -992,7 +1002,7 @@ def longer_chain(n, mode):
 
 
 found = [
-    measure(lambda: longer_chain(8, mode), resident=[x], repeats=0).dynamic_peak_bytes  # noqa: B023
+    measure(lambda: longer_chain(8, mode), resident=[x], repeats=0).dynamic_peak_bytes
     for mode in (None, "async")
 ]
 print(f"{(found[0] - found[1]) / S:.0f} S; n - 1 = {8 - 1}")
