@@ -1,5 +1,7 @@
 """Models the experiments train: written here, so that every byte of a step can be accounted for."""
 
+from ackpt.models.bert import Bert, BertBlock, BertConfig, BertForMaskedLM, bert_base, bert_large
+from ackpt.models.resnet import BasicBlock, Bottleneck, ResNet, ResNetConfig, resnet18, resnet50, resnet152
 from ackpt.models.transformer import (
     PUBLISHED,
     Block,
@@ -10,4 +12,25 @@ from ackpt.models.transformer import (
     attention,
 )
 
-__all__ = ["PUBLISHED", "Block", "LanguageModel", "RMSNorm", "Transformer", "TransformerConfig", "attention"]
+__all__ = [
+    "PUBLISHED",
+    "BasicBlock",
+    "Bert",
+    "BertBlock",
+    "BertConfig",
+    "BertForMaskedLM",
+    "Block",
+    "Bottleneck",
+    "LanguageModel",
+    "RMSNorm",
+    "ResNet",
+    "ResNetConfig",
+    "Transformer",
+    "TransformerConfig",
+    "attention",
+    "bert_base",
+    "bert_large",
+    "resnet18",
+    "resnet50",
+    "resnet152",
+]

@@ -1,0 +1,47 @@
+"""What the models refuse: sizes that are no sizes, and ids that an embedding or a loss could not look up."""
+
+import torch
+from torch import Tensor
+
+from ackpt.models.attention import is_readable
+
+__all__ = ["require_ids", "require_positive"]
+
+IGNORE_INDEX = -100  # F.cross_entropy's default
+
+
+def require_positive(config: object, *names: str) -> None:
+    """ValueError unless each named attribute of `config` is a positive integer.
+
+    >>> import types
+    >>> require_positive(types.SimpleNamespace(layers=0), "layers")
+    Traceback (most recent call last):
+    ValueError: layers must be a positive integer, got 0
+    """
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def require_ids(name: str, ids: Tensor, shape: torch.Size, below: int, why: str, ignore: int | None = None) -> None:
+    """ValueError unless `ids` are int64 of `shape`, each in [0, below) or equal to `ignore`; `why` ends the message.
+
+    Values are read on the CPU only, where that costs no synchronisation, and not off meta or fake tensors.
+
+    >>> require_ids("labels", torch.tensor([3]), torch.Size([1]), 3, "num_classes is 3")
+    Traceback (most recent call last):
+    ValueError: labels holds values from 3 to 3, allowed are 0 to 2: num_classes is 3
+    """
+    if ids.dtype != torch.int64 or ids.shape != shape:
+        raise ValueError(f"{name} must be int64 of shape {list(shape)}, got {ids.dtype} {list(ids.shape)}")
+    if ids.device.type != "cpu" or not is_readable(ids):
+        return
+    if ignore is not None:
+        ids = ids[ids != ignore]
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < below:
+        ignored = "" if ignore is None else f" (and {ignore}, to be ignored)"
+        raise ValueError(
+            f"{name} holds values from {int(ids.min())} to {int(ids.max())}, "
+            f"allowed are 0 to {below - 1}{ignored}: {why}"
+        )
