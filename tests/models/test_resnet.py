@@ -189,7 +189,7 @@ def test_a_block_leaves_its_input_alone(kind, stride):
 # ---------------------------------------------------------------- bytes
 
 
-@pytest.mark.parametrize(("kind", "checkpointed"), [("basic", False), ("bottleneck", False), ("bottleneck", True)])
+@pytest.mark.parametrize(("kind", "checkpointed"), [("basic", False), ("bottleneck", True)])
 def test_predicted_bytes_are_the_measured_ones(kind, checkpointed):
     def bytes_of(meter, mode, **options):
         with mode:
