@@ -29,7 +29,7 @@ class Region:
 
     __slots__ = (
         *("function", "template", "names", "has_containers", "given", "needs_grad", "saved_marks", "nested"),
-        *("preserve_rng_state", "streams", "autocast", "guarantees", "state", "watch", "inside"),
+        *("computed", "preserve_rng_state", "streams", "autocast", "guarantees", "state", "watch", "inside"),
         *("expected", "count", "cut", "own", "template_out", "handed", "values"),
     )
 
@@ -52,6 +52,7 @@ class Region:
         """Run the function once; return the tensors that the node has as inputs: ``(arguments, leaves)``."""
         given = self.given
         self.needs_grad = [tensor.requires_grad for tensor in given]
+        self.computed = [not tensor.is_leaf for tensor in given] if self.autocast is not None else self.needs_grad
         reach = self._reach()
         if self.guarantees.unchanged:
             self.state = guards.State(reach)
@@ -190,7 +191,7 @@ class Region:
         before = held(holders) if holders else {}
         try:
             with cut or _NOTHING:
-                result = self._call_again(_not_leaves(aliases, self.needs_grad))
+                result = self._call_again(self._not_leaves(aliases))
         except RuntimeError as error:  # of shapes that do not fit because of such a change, perhaps
             if holders and held(holders).keys() != before.keys():
                 raise refusals.changes_argument(holders) from error
@@ -210,6 +211,24 @@ class Region:
         else:
             starts += leaves
         return starts, own
+
+    def _not_leaves(self, aliases):
+        """Views of the aliases where it matters that the plain function's inputs are no leaves.
+
+        Autocast casts a leaf once and sums the gradients of its uses in the lower precision. FlopCounterMode and its
+        like hook the tensors that modules get, and torch does not run such hooks of a leaf whose gradient is captured.
+        """
+        if torch._C._len_torch_dispatch_stack():
+            wanted = self.needs_grad
+        elif self.autocast is not None:
+            wanted = self.computed
+        else:
+            return aliases
+        with torch.enable_grad():
+            return [
+                alias.view_as(alias) if needed and view else alias
+                for alias, needed, view in zip(aliases, self.needs_grad, wanted)
+            ]
 
     def _cut(self, closed_over):
         if not closed_over and self.cut is None:
@@ -266,15 +285,6 @@ def _detached(outputs):
 
 def _still_there(leaf):
     return leaf() if type(leaf) is weakref.ref else leaf
-
-
-def _not_leaves(aliases, needs_grad):
-    """Views of the aliases while a dispatch mode is on: FlopCounterMode and its like hook the tensors that modules
-    get, and torch does not run such hooks of a leaf whose gradient is being captured."""
-    if not torch._C._len_torch_dispatch_stack():
-        return aliases
-    with torch.enable_grad():
-        return [alias.view_as(alias) if needed else alias for alias, needed in zip(aliases, needs_grad)]
 
 
 def _handed_through(outputs, aliases, given) -> list:

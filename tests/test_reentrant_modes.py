@@ -34,6 +34,34 @@ def test_autocast_around_the_forward_only():
     assert_same_step(region, around=no_cache)
 
 
+class Branches(nn.Module):
+    """Two layers that read the input itself, as the projections of an attention do."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return (self.a(x) * self.b(x)).float()
+
+
+@pytest.mark.parametrize("first_is_leaf", [True, False])
+@pytest.mark.parametrize("offload", [None, "async"])
+def test_an_input_that_is_cast_for_several_layers(first_is_leaf, offload):
+    def step(call):
+        seed()
+        blocks, x = [Branches() for _ in range(3)], torch.randn(16, 32, requires_grad=True)
+        with bf16():
+            h = x if first_is_leaf else x * 1.5
+            for block in blocks:
+                h = call(block, h)
+        h.square().sum().backward()
+        return [x.grad, *(parameter.grad for block in blocks for parameter in block.parameters())]
+
+    checkpointed = step(functools.partial(ackpt.checkpoint, offload=offload))
+    assert_equal(step(plain_call), checkpointed, "gradient")
+
+
 def gradients(call, forward, backward):
     seed()
     layers, x = model(), batch()

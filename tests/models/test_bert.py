@@ -181,13 +181,15 @@ def test_it_learns_a_batch_by_heart():
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_checkpointed_steps_give_the_same_bits(mask, dropout):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_checkpointed_steps_give_the_same_bits(mask, dropout, autocast):
     def steps(model):
         torch.manual_seed(1)
         optimizer, seen = torch.optim.AdamW(model.parameters(), lr=1e-2), []
         for ids in (IDS, IDS.flip(0)):
             optimizer.zero_grad()
-            loss = model(ids, mask, TYPES, LABELS)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(ids, mask, TYPES, LABELS)
             loss.backward()
             seen += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
             optimizer.step()
