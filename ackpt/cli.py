@@ -126,7 +126,8 @@ def _add_offload(commands):
         choices=TIERS,
         help="default sizes: cpu runs in a minute, gpu is as published; as --device if left out",
     )
-    add("--method", nargs="+", metavar="METHOD", help="baseline ckpt_classic ckpt_async_offload ...; default: all")
+    methods = "baseline ckpt_classic ckpt_sync_offload ckpt_async_offload offload_sync offload_async save_on_cpu"
+    add("--method", nargs="+", metavar="METHOD", help=f"{methods} offload_wrapper trl transformers; default: all")
     add("--total-tokens", type=int, help="tokens of a step, shared by all sequences")
     add("--batch-size", type=int, help="packed sequences that share the tokens")
     add("--num-layers", dest="layers", type=int, metavar="LAYERS", help="number of blocks")

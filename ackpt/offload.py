@@ -7,7 +7,6 @@ it to the engine; what a saved tensor was (a view with strides, half of a storag
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
@@ -99,7 +98,7 @@ class Offload:
             )
         if mode == "sync":
             self.lookahead = 0
-        self.engine = _engine(store, None if folder is None else os.path.realpath(folder), max_pinned_bytes)
+        self.engine = _engine(store, None if folder is None else _path(folder), max_pinned_bytes)
 
     def __reduce__(self):
         return Offload, self._arguments
@@ -109,11 +108,14 @@ class Offload:
         return f"<ackpt offload: {mode}, store={store!r}>"
 
     def __enter__(self) -> Engine:
-        _entered().append(entry := _Entry(self))
+        entry = _Entry(self)
         entry.hooks.__enter__()
+        _entered().append(entry)
         return self.engine
 
     def __exit__(self, *exception):
+        if not _entered():
+            raise RuntimeError("this offload context was not entered in this thread: use it as `with offload: ...`")
         _entered().pop().hooks.__exit__(*exception)
 
     def for_region(self) -> _Entry:
@@ -130,20 +132,22 @@ def resolve(offload) -> Offload | None:
     if offload is None or isinstance(offload, Offload):
         return offload
     if isinstance(offload, str) and offload in MODES:
-        return _default(offload)
+        return _DEFAULTS[offload]
     raise ValueError(
         f"offload={offload!r} is unknown: choose None, 'sync', 'async', or pass ackpt.offload_saved_tensors(...)"
     )
 
 
-@functools.cache
-def _default(mode: str) -> Offload:
-    return offload_saved_tensors(mode)
+_engines: dict[tuple, Engine] = {}
 
 
-@functools.cache
-def _engine(store, folder, max_pinned_bytes) -> Engine:
-    return Engine(store, folder, max_pinned_bytes)
+def _engine(*key) -> Engine:
+    """The engine of a store, a folder and a limit: one in the process, so that buffers are reused from step to step."""
+    for gone in [other for other in _engines if other[1] is not None and not os.path.isdir(other[1])]:
+        del _engines[gone]
+    if key not in _engines:
+        _engines[key] = Engine(*key)
+    return _engines[key]
 
 
 def _entered() -> list[_Entry]:
@@ -219,6 +223,12 @@ def _task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def _path(folder) -> str:
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise ValueError(f"folder must be the path of a folder, got {folder!r}")
+    return os.path.realpath(os.path.expanduser(folder))
+
+
 def _one_of(name: str, value, known) -> None:
     if value not in known:
         raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(map(repr, known))}")
@@ -228,3 +238,6 @@ def _size(name: str, value) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} must be a whole number, 0 or more; got {value!r}")
     return value
+
+
+_DEFAULTS = {mode: offload_saved_tensors(mode) for mode in MODES}

@@ -11,6 +11,7 @@ The same code runs over every transport.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections import deque
@@ -27,10 +28,29 @@ observers: list = []
 
 
 class Lane:
-    """One device's way to the store: its transport and its pool of buffers."""
+    """One device's way to the store: its transport and its pool of buffers; `is_lost` where a fork has cut it off."""
 
     def __init__(self, transport, pool: Pool):
         self.transport, self.pool = transport, pool
+        self.is_lost = False
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In the child: no thread holds a lock any more, and files are still shared with the parent."""
+    for engine in _engines:
+        engine._lock = threading.RLock()
+        if engine._folder is not None:
+            for lane in engine._lanes.values():
+                lane.is_lost = True
+            engine._lanes, engine._known = {}, {}
+            engine._folder.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Engine:
@@ -59,6 +79,7 @@ class Engine:
         self.returned: deque = deque()
         self._live = self._live_bytes = 0
         self.reset_stats()
+        _engines.add(self)
 
     def put(self, tensor, forward: Forward, begin: int, size: int) -> tuple[Stored, tuple[int, int]]:
         """Take bytes `begin` to `begin + size` of a tensor's storage, and their place in the order of the forward.
@@ -163,6 +184,8 @@ class Engine:
             self._settle_returned()
             for lane in self._lanes.values():
                 lane.pool.clear()
+            if self._folder is not None:
+                self._folder.clear()
 
     def _find(self, tensor, begin, size):
         """The `Stored` that has these bytes already; versions can be compared between views of one root only."""
@@ -239,6 +262,11 @@ class Engine:
         """Begin the copy back to the device; returns the storage there."""
         transport = stored.lane.transport
         assert stored.buffer is not None
+        if stored.lane.is_lost:
+            raise OffloadError(
+                "a tensor was offloaded to disk before this process was forked off, and its parent may have written "
+                "over it. Run backward before the fork, or offload to host memory."
+            )
         back = transport.allocate(stored.size)
         stored.loaded = transport.copy_in(stored.buffer.bytes, back, stored.size, stored.copies())
         stored.back, stored.arriving = back, True

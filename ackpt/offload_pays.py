@@ -107,7 +107,7 @@ def offload_pays(
         backward = _fit(_lengths("backward_seconds", backward_seconds))
     tokens = _whole("tokens", longest if tokens is None else tokens)
     if bandwidth is None:
-        bandwidth = _measured_bandwidth(torch.device(device), math.ceil(size * tokens))
+        bandwidth = _measured_bandwidth(device, math.ceil(size * tokens))
     bandwidth = _positive("bandwidth", bandwidth)
 
     copy = size / bandwidth
@@ -162,8 +162,12 @@ def _fit(measured: dict[int, float]) -> tuple[float, float, float]:
     return best
 
 
-def _measured_bandwidth(device: torch.device, size: int) -> float:
+def _measured_bandwidth(device, size: int) -> float:
     """Bytes per second of a copy through the device's transport, of the slower way."""
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is unknown: choose 'cpu' or 'cuda', or give the bandwidth") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda' but torch sees no CUDA GPU: give the bandwidth in bytes per second")
     size = min(size, LARGEST_TRIAL)

@@ -6,6 +6,7 @@ counts as memory of the device, not even where the device is the CPU.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
@@ -17,12 +18,15 @@ import torch
 from .errors import OffloadError
 
 PAGE = 4096
+LARGEST_FILE = 1 << 30  # bytes; more only where one buffer is larger
+# A forked child must not share the store with its parent.
+_PRIVATE: dict = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 
 
 def host_memory(size: int) -> torch.Tensor:
     """`size` bytes of pageable host memory; raises `OffloadError` if there are none."""
     try:
-        return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(-1, size, **_PRIVATE), dtype=torch.uint8)
     except OSError as error:
         raise OffloadError(
             f"the offload store cannot get {size} bytes of host memory ({error.strerror}). Offload less (min_bytes), "
@@ -43,14 +47,34 @@ class Folder:
     """Memory-mapped files in a folder of the user's choice; raises `OffloadError` if none can be made there.
 
     A file has lost its name before the first byte is written, so the system removes it when the process ends, however
-    it ends. Its blocks are reserved at once: a disk that is full says so here, not in the middle of a copy.
+    it ends. Its blocks are reserved at once: a disk that is full says so here, not in the middle of a copy. Buffers
+    share files that double in size, since each file takes one of the process's file descriptors.
     """
 
     def __init__(self, path):
         self.path = os.fspath(path)
-        self.allocate(PAGE)
+        self._rest = torch.empty(0, dtype=torch.uint8)  # of the last file
+        self._made = PAGE
+        self._file(PAGE)
 
     def allocate(self, size: int) -> torch.Tensor:
+        """`size` bytes, a multiple of `PAGE`, of a file."""
+        if size > len(self._rest):
+            self._rest = torch.empty(0, dtype=torch.uint8)
+            try:
+                self._rest = self._file(max(size, min(self._made, LARGEST_FILE)))
+            except OffloadError:
+                self._rest = self._file(size)
+            self._made += len(self._rest)
+        taken, self._rest = self._rest[:size], self._rest[size:]
+        return taken
+
+    def clear(self) -> None:
+        """Give up what is left of the last file."""
+        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._made = PAGE
+
+    def _file(self, size: int) -> torch.Tensor:
         try:
             with tempfile.TemporaryFile(dir=self.path, prefix="ackpt-") as file:
                 _reserve(file, size)
@@ -58,8 +82,18 @@ class Folder:
         except OSError as error:
             raise OffloadError(
                 f"store='disk' cannot hold {size} more bytes in folder {self.path!r}: {error.strerror}. Nothing was "
-                "left there. Name a folder with more room, raise min_bytes, or train without offload."
+                f"left there. {_CURES.get(error.errno or 0, _ROOM)}, or train without offload."
             ) from error
+
+
+_ROOM = "Name a folder with more room, raise min_bytes"
+_CURES = {
+    errno.ENOENT: "Make that folder first",
+    errno.ENOTDIR: "Name a folder, not a file",
+    errno.EACCES: "Name a folder that you may write to",
+    errno.EROFS: "Name a folder that you may write to",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n), call engine.release_buffers()",
+}
 
 
 def _reserve(file, size: int) -> None:
@@ -92,8 +126,8 @@ class Pool:
             warning says so. Without it, the error is raised.
         limit: bytes that `allocate` may have made and not released.
 
-    Sizes are rounded up by at most an eighth, so that lengths which vary share buffers. Idle buffers never hold more
-    bytes than were in use at the highest point.
+    Sizes are rounded up by at most an eighth, and an idle buffer serves for half its size and more, so that lengths
+    which vary share buffers. Idle buffers never hold more bytes than were in use at the highest point.
     """
 
     def __init__(self, allocate, fallback=None, limit: int | None = None):
@@ -106,9 +140,9 @@ class Pool:
     def take(self, size: int) -> Buffer:
         """A buffer of at least `size` bytes; raises `OffloadError` if there is none to be had."""
         size = _rounded(size)
-        if idle := self._idle.get(size):
-            buffer = idle.popleft()
-            self.idle_bytes -= size
+        if (fitting := self._fitting(size)) is not None:
+            buffer = self._idle[fitting].popleft()
+            self.idle_bytes -= fitting
             self.hits += 1
         else:
             buffer = self._new(size)
@@ -128,6 +162,12 @@ class Pool:
     def clear(self) -> None:
         """Release all idle buffers."""
         self._shrink(0)
+
+    def _fitting(self, size: int) -> int | None:
+        """The size of an idle buffer for `size` bytes: the same, or the next larger one up to twice that."""
+        if self._idle.get(size):
+            return size
+        return min((other for other, idle in self._idle.items() if idle and size < other <= 2 * size), default=None)
 
     def _shrink(self, allowed: int) -> None:
         while self.idle_bytes > allowed:

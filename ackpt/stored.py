@@ -120,7 +120,7 @@ class Stored:
 
     def check(self, tensor) -> None:
         if version(tensor) != self.mark:
-            self.refused = "was modified in place after it was saved for backward, before its copy was complete"
+            self.refused = "modified in place after it was saved for backward, before its copy was complete"
 
     def copies(self) -> list:
         """The events of the copies from and to the buffer that may still be running."""

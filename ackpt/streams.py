@@ -12,26 +12,48 @@ import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 
+_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+_forks = 0
+
+
+def _after_fork() -> None:
+    """Threads do not survive a fork: in the child all streams get new ones, and what was running is lost."""
+    global _forks
+    _forks += 1
+    for stream in _streams:
+        stream._start()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
 
 class Event:
     """The end of one piece of work: a future, and when the work ran (seconds of ``time.perf_counter``)."""
 
-    __slots__ = ("_future", "began", "ended")
+    __slots__ = ("_failure", "_forks", "_future", "began", "ended")
 
     def __init__(self):
         self._future: Future
+        self._failure: BaseException | None = None
+        self._forks = _forks
         self.began = self.ended = 0.0
 
     def done(self) -> bool:
-        return self._future.done()
+        return self._forks != _forks or self._future.done()
 
     def wait(self) -> None:
         """Return when the work has ended; raises what it raised."""
-        self._future.result()
+        if (error := self.error()) is not None:
+            raise error
 
     def error(self) -> BaseException | None:
         """What the work raised; waits for it."""
-        return self._future.exception()
+        if self._forks == _forks:
+            return self._future.exception()
+        if self._failure is None and not self.ended:
+            return RuntimeError("it was running when this process was forked off; run backward before the fork")
+        return self._failure
 
     def seconds(self) -> float:
         """How long the work took, without the waiting before it."""
@@ -53,9 +75,7 @@ class Stream:
     def __init__(self, name: str):
         self._name = name
         self._start()
-        if hasattr(os, "register_at_fork"):  # threads do not survive a fork; a child that copies gets its own
-            me = weakref.ref(self)
-            os.register_at_fork(after_in_child=lambda: (stream := me()) and stream._start())
+        _streams.add(self)
 
     def _start(self):
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"ackpt-{self._name}")
@@ -73,5 +93,8 @@ def _run(event, function, args, after):
     event.began = time.perf_counter()
     try:
         function(*args)
+    except BaseException as error:
+        event._failure = error
+        raise
     finally:
         event.ended = time.perf_counter()

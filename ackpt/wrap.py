@@ -191,8 +191,9 @@ def checkpoint_sequential(functions, segments=None, input=_MISSING, *, preserve_
 
     Args:
         functions: an ``nn.Sequential`` or a sequence of callables, each called with the output of the one before.
-        segments: how many segments of equal length (within one), or ``None`` for the lengths of least peak: see
-            :func:`segment_lengths`.
+        segments: how many segments of equal length (within one), or ``None`` for the lengths of least peak where each
+            function keeps as much as its input: see :func:`segment_lengths`. Functions that keep much more, such as
+            whole Transformer layers, need less as a segment each: ``segments=len(functions)``.
         input: what the first function is called with.
         offload: as in :func:`checkpoint`: where the inputs of the segments wait for backward.
 

@@ -237,7 +237,7 @@ def test_no_file_stays_when_a_process_ends_in_mid_step(how, tmp_path):
     """
     process = python(code, tmp_path, how, stdin=subprocess.PIPE)
     stored, mapped = map(int, process.stdout.readline().split())
-    assert stored == 7 and mapped >= 7  # there are files, without names
+    assert stored == 7 and mapped >= 3  # there are files, without names
     assert list(tmp_path.iterdir()) == []
     if how == "killed":
         process.kill()

@@ -125,10 +125,10 @@ def test_what_was_used_longest_ago_is_released_first():
     pool = Pool(no_memory)
     old, new = pool.take(4 * PAGE), None
     pool.give(old)
-    new = pool.take(3 * PAGE)
+    new = pool.take(9 * PAGE)
     pool.give(new)
-    assert (pool.bytes, pool.idle_bytes) == (3 * PAGE, 3 * PAGE)
-    assert pool.take(3 * PAGE) is new
+    assert (pool.bytes, pool.idle_bytes) == (9 * PAGE, 9 * PAGE)
+    assert pool.take(9 * PAGE) is new
 
 
 def test_clear_releases_what_is_idle_and_nothing_else():
@@ -190,9 +190,20 @@ def test_at_the_limit_idle_buffers_make_room_for_another_size():
     pinned, pageable, event = Made(), Made(), Ended()
     pool = Pool(pinned, pageable, limit=4 * PAGE)
     pool.give(pool.take(4 * PAGE), [event])
-    assert not pool.take(3 * PAGE).is_fallback
-    assert (pinned.sizes, pageable.sizes, event.waits) == ([4 * PAGE, 3 * PAGE], [], 1)
-    assert (pool.bytes, pool.idle_bytes) == (3 * PAGE, 0)
+    assert not pool.take(PAGE).is_fallback
+    assert (pinned.sizes, pageable.sizes, event.waits) == ([4 * PAGE, PAGE], [], 1)
+    assert (pool.bytes, pool.idle_bytes) == (PAGE, 0)
+
+
+def test_a_larger_idle_buffer_serves_for_half_its_size_and_more():
+    pool = Pool(Made())
+    small, large = pool.take(4 * PAGE), pool.take(8 * PAGE)
+    pool.give(large)
+    pool.give(small)
+    assert pool.take(3 * PAGE) is small and pool.take(5 * PAGE) is large
+    pool.give(large)
+    assert pool.take(3 * PAGE) is not large
+    assert (pool.hits, pool.misses) == (2, 3)
 
 
 def test_a_limit_of_nothing_pins_nothing():
@@ -294,7 +305,7 @@ def test_a_missing_folder_is_named(tmp_path):
     missing = tmp_path / "missing"
     with pytest.raises(OffloadError, match=re.escape(repr(str(missing)))) as raised:
         Folder(missing)
-    assert "No such file" in str(raised.value) and "Name a folder" in str(raised.value)
+    assert "No such file" in str(raised.value) and "Make that folder first" in str(raised.value)
     assert not missing.exists()
 
 

@@ -117,7 +117,7 @@ def _notes(records, table, published) -> list[str]:
     sizes = f"{config['layers']} layers, dim {config['dim']}, {config['total_tokens']} tokens in {config['batch_size']}"
     notes.append(f"{place}; torch {where['torch']}; {config['dtype']}; {sizes} sequences; MiB = 2^20 bytes")
     methods = [record.config["method"] for record in ran(records)]
-    if not predicted:
+    if not predicted and methods:
         differences = [record.metrics["gradients_difference"] for record in ran(records)]
         equal = f"within {max(differences, default=0):.2g} of a parameter's largest one"
         if not any(differences):
