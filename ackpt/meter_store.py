@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from . import offload_engine
+from . import offload_tally
 
 
 class StoreWatch:
@@ -34,8 +34,8 @@ class StoreWatch:
 def store_watched(note):
     """Inside, `note` is called with the actions of the offload engines; yields the `StoreWatch`."""
     watch = StoreWatch(note)
-    offload_engine.observers.append(watch)
+    offload_tally.observers.append(watch)
     try:
         yield watch
     finally:
-        offload_engine.observers.remove(watch)
+        offload_tally.observers.remove(watch)

@@ -18,13 +18,12 @@ from collections import deque
 
 from .errors import OffloadError
 from .guards import version
+from .offload_tally import Tally, observers
 from .store import Folder, Pool, host_memory, no_memory, pinned_memory
 from .stored import Forward, Stored, alive, root_of
 from .transport import ShapeTransport, has_no_data, transport_for
 
-# Called as observer("out" or "in", event, bytes) when a copy is submitted, ("held", event, 0) where its memory may be
-# used or freed from then on, ("store", engine, bytes) with the bytes that the engine has in the store now.
-observers: list = []
+__all__ = ["Engine", "Lane", "observers"]
 
 
 class Lane:
@@ -74,11 +73,9 @@ class Engine:
         self._folder = Folder(folder) if store == "disk" else None
         self._lanes: dict[tuple, Lane] = {}
         self._known: dict[int, list[weakref.ref[Stored]]] = {}
-        self._timing: deque = deque()
         self._lock = threading.RLock()
         self.returned: deque = deque()
-        self._live = self._live_bytes = 0
-        self.reset_stats()
+        self._tally = Tally(self)
         _engines.add(self)
 
     def put(self, tensor, forward: Forward, begin: int, size: int) -> tuple[Stored, tuple[int, int]]:
@@ -93,7 +90,7 @@ class Engine:
                 stored = Stored(self, self._lane(tensor), forward, tensor, begin, size)
                 self._known.setdefault(stored.key, []).append(weakref.ref(stored))
             else:
-                self._counts["shared"] += 1
+                self._tally.counts["shared"] += 1
             place = forward.saved(stored)
             try:
                 while len(forward.staying) > forward.keep_last:
@@ -121,10 +118,10 @@ class Engine:
                     "instead, or run backward before the change."
                 )
             if found is None:
-                self._counts["just_in_time"] += 1
+                self._tally.counts["just_in_time"] += 1
                 found = self._load(stored), stored.begin
             else:
-                self._counts["found"] += 1
+                self._tally.counts["found"] += 1
             if stored.back is not None:
                 self._arrive(stored)
             elif stored.is_back(found[0]):
@@ -156,25 +153,18 @@ class Engine:
         with self._lock:
             self._settle_returned()
             pools = [lane.pool for lane in self._lanes.values()]
-            return {
-                "store_bytes": self._live_bytes,
-                "store_peak_bytes": self._peak,
-                "stored": self._live,
+            return self._tally.as_dict() | {
                 "pool_hits": sum(pool.hits for pool in pools),
                 "pool_misses": sum(pool.misses for pool in pools),
                 "pool_bytes": sum(pool.bytes for pool in pools),
                 "pageable_bytes": sum(pool.fallback_bytes for pool in pools),
-                **self._counts,
             }
 
     def reset_stats(self) -> None:
         """Set the counters to zero; what is in the store stays."""
         with self._lock:
             self._settle_returned()
-            self._timing.clear()
-            names = ("copies_out", "copies_in", "bytes_out", "bytes_in", "shared", "found", "just_in_time", "stalls")
-            self._counts = {**dict.fromkeys(names, 0), "seconds_copying": 0.0, "seconds_stalled": 0.0}
-            self._peak = self._live_bytes
+            self._tally.reset()
             for lane in self._lanes.values():
                 lane.pool.hits = lane.pool.misses = 0
 
@@ -237,9 +227,8 @@ class Engine:
             lane.pool.give(buffer, buffer.after)
             raise
         stored.buffer = buffer
-        self._live += 1
-        self._account(stored.size)
-        self._count("out", stored.left, stored.size)
+        self._tally.store_changed(1, stored.size)
+        self._tally.submitted("out", stored.left, stored.size)
         stored.forward.leaving.append(weakref.ref(stored))
 
     def _bound_leaving(self, forward: Forward, allowed: int) -> None:
@@ -270,7 +259,7 @@ class Engine:
         back = transport.allocate(stored.size)
         stored.loaded = transport.copy_in(stored.buffer.bytes, back, stored.size, stored.copies())
         stored.back, stored.arriving = back, True
-        self._count("in", stored.loaded, stored.size)
+        self._tally.submitted("in", stored.loaded, stored.size)
         return back
 
     def _arrive(self, stored: Stored) -> None:
@@ -299,30 +288,7 @@ class Engine:
 
     def _hold(self, lane, event, used=None) -> None:
         waited = lane.transport.hold(event, used)
-        self._timing.append((waited, lane.transport.stall_seconds, event))
-        for observer in observers:
-            observer("held", event, 0)
-        while self._timing and self._timing[0][0].done():
-            self._clock(*self._timing.popleft())
-
-    def _clock(self, waited, threshold, copy) -> None:
-        seconds = waited.seconds()
-        if seconds > threshold:
-            self._counts["stalls"] += 1
-            self._counts["seconds_stalled"] += seconds
-        self._counts["seconds_copying"] += copy.seconds()
-
-    def _count(self, way, event, size) -> None:
-        self._counts[f"copies_{way}"] += 1
-        self._counts[f"bytes_{way}"] += size
-        for observer in observers:
-            observer(way, event, size)
-
-    def _account(self, size: int) -> None:
-        self._live_bytes += size
-        self._peak = max(self._peak, self._live_bytes)
-        for observer in observers:
-            observer("store", self, self._live_bytes)
+        self._tally.held(waited, lane.transport.stall_seconds, event)
 
     def _settle_returned(self) -> None:
         """Take care of what the graphs have let go of since."""
@@ -333,8 +299,7 @@ class Engine:
                     with contextlib.suppress(OffloadError):
                         self._hold(lane, event)
             if buffer is not None:
-                self._live -= 1
-                self._account(-size)
+                self._tally.store_changed(-1, -size)
                 lane.pool.give(buffer, [event for event in (left, loaded) if event is not None])
             known = [reference for reference in self._known.pop(key, ()) if reference() is not None]
             if known:

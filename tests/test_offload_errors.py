@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import pytest
 import torch
@@ -245,3 +246,39 @@ def test_no_file_stays_when_a_process_ends_in_mid_step(how, tmp_path):
     assert process.returncode == {"k": -signal.SIGKILL, "e": 3}.get(how[0] if "error" not in how else "", 1)
     assert ("KeyError: 'in mid-step'" in err) == ("error" in how)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", ["", 3, b"", ["x"]])
+def test_a_folder_is_a_path(folder):
+    with pytest.raises(ValueError, match="folder must be the path of a folder, got"):
+        ackpt.offload_saved_tensors(store="disk", folder=folder)
+
+
+def test_a_context_that_was_not_entered_cannot_be_left():
+    with pytest.raises(RuntimeError, match="was not entered in this thread"):
+        ackpt.offload_saved_tensors().__exit__(None, None, None)
+
+
+def test_folders_that_are_gone_are_forgotten(tmp_path):
+    def used(name):
+        folder = tmp_path / name
+        folder.mkdir()
+        context = ackpt.offload_saved_tensors(store="disk", folder=folder, min_bytes=0)
+        with context:
+            loss = blocks(2)(matrix()).sum()
+        loss.backward()
+        shutil.rmtree(folder)
+        return weakref.ref(context.engine)
+
+    engines = [used(f"folder{place}") for place in range(3)]
+    ackpt.offload_saved_tensors(store="disk", folder=tmp_path)
+    gc.collect()
+    assert [engine() for engine in engines] == [None] * 3
+
+
+def test_a_disk_store_takes_few_files(tmp_path):
+    engine = ackpt.offload_saved_tensors(store="disk", folder=tmp_path, min_bytes=0, keep_last=0).engine
+    before = len(os.listdir("/proc/self/fd"))
+    buffers = [engine._folder.allocate(4096) for _ in range(2000)]
+    assert len(os.listdir("/proc/self/fd")) - before <= 12
+    assert len({buffer.data_ptr() for buffer in buffers}) == 2000

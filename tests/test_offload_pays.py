@@ -153,3 +153,8 @@ def test_devices_without_streams():
 
 def test_is_public():
     assert ackpt.offload_pays is offload_pays
+
+
+def test_an_unknown_device_is_named():
+    with pytest.raises(ValueError, match="device='tpu' is unknown: choose 'cpu' or 'cuda'"):
+        offload_pays(4, {10: 1.0}, device="tpu")
