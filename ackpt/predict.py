@@ -74,9 +74,28 @@ def predict(step_fn, *, resident=(), device="cpu", warmup=1, round_to=None) -> M
         with store_watched(storages.actions.append) as store, storages.recording(owned), no_collection():
             flops = count_flops(step_fn)
         after = owned.backed(storages.counts, lambda storage: storage._cdata)
-    timeline = build_timeline(storages.actions, storages.before, after)
+    timeline = build_timeline(settled(storages.actions), storages.before, after)
     peaks = {"store_peak_bytes": store.peak_bytes} if store.peak_bytes else {}
     return assemble(f"{device} (predicted)", timeline, held, flops=flops, allocator=peaks)
+
+
+def settled(actions):
+    """The actions with frees in a row in the order of the births.
+
+    Autocast drops its casts of the weights all at once, in the order of a hash table, which differs from run to run.
+    """
+    born: dict[int, int] = {}
+    frees: list[tuple] = []
+    for place, action in enumerate(actions):
+        if action[0] == "free":
+            frees.append(action)
+            continue
+        yield from sorted(frees, key=lambda free: born.get(free[1], -1))
+        frees.clear()
+        if action[0] == "alloc":
+            born[action[1]] = place
+        yield action
+    yield from sorted(frees, key=lambda free: born.get(free[1], -1))
 
 
 def _check(category, tensor):

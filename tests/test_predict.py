@@ -1,6 +1,7 @@
 """Predicted bytes are compared with measured ones: equal where an operation hides nothing."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
 from ackpt.meter import measure
-from ackpt.predict import predict
+from ackpt.predict import predict, settled
 from ackpt.timeline import MeterError
 
 
@@ -197,3 +198,11 @@ class TestErrors:
 
         with pytest.raises(MeterError, match="autocast does nothing to meta"):
             predict(step, resident=(x,))
+
+
+def test_frees_in_a_row_have_one_order():
+    births = [("alloc", 7, 10), ("alloc", 5, 20), ("alloc", 6, 30)]
+    for order in itertools.permutations([("free", 5), ("free", 6), ("free", 7)]):
+        one_by_one = [*births, *order, ("alloc", 5, 1), ("free", 5)]
+        expected = [*births, ("free", 7), ("free", 5), ("free", 6), ("alloc", 5, 1), ("free", 5)]
+        assert list(settled(one_by_one)) == expected
