@@ -29,6 +29,7 @@ from .resident import Resident, rounded, storages_of
 from .timeline import MeterError, build_timeline
 
 _LIFT = torch.ops.aten.lift_fresh.default
+_TO_COPY = torch.ops.aten._to_copy.default
 
 
 def predict(step_fn, *, resident=(), device="cpu", warmup=1, round_to=None) -> Measurement:
@@ -74,28 +75,35 @@ def predict(step_fn, *, resident=(), device="cpu", warmup=1, round_to=None) -> M
         with store_watched(storages.actions.append) as store, storages.recording(owned), no_collection():
             flops = count_flops(step_fn)
         after = owned.backed(storages.counts, lambda storage: storage._cdata)
-    timeline = build_timeline(settled(storages.actions), storages.before, after)
+    timeline = build_timeline(settled(storages.actions, storages.casts), storages.before, after)
     peaks = {"store_peak_bytes": store.peak_bytes} if store.peak_bytes else {}
     return assemble(f"{device} (predicted)", timeline, held, flops=flops, allocator=peaks)
 
 
-def settled(actions):
-    """The actions with frees in a row in the order of the births.
+def settled(actions, casts):
+    """The actions, with frees in a row of blocks that were born at the places `casts` in the order of their births.
 
     Autocast drops its casts of the weights all at once, in the order of a hash table, which differs from run to run.
     """
     born: dict[int, int] = {}
-    frees: list[tuple] = []
+    row: list[tuple] = []
+
+    def in_order():
+        loose = [place for place, free in enumerate(row) if born.get(free[1]) in casts]
+        for place, free in zip(loose, sorted((row[place] for place in loose), key=lambda free: born[free[1]])):
+            row[place] = free
+        yield from row
+        row.clear()
+
     for place, action in enumerate(actions):
         if action[0] == "free":
-            frees.append(action)
+            row.append(action)
             continue
-        yield from sorted(frees, key=lambda free: born.get(free[1], -1))
-        frees.clear()
+        yield from in_order()
         if action[0] == "alloc":
             born[action[1]] = place
         yield action
-    yield from sorted(frees, key=lambda free: born.get(free[1], -1))
+    yield from in_order()
 
 
 def _check(category, tensor):
@@ -121,6 +129,7 @@ class _Storages(TorchDispatchMode):
         self.follow_real = follow_real
         self.active = self.backward = False
         self.actions: list[tuple] = []
+        self.casts: set[int] = set()  # places of allocations in `actions`
         self.before: dict[int, tuple[str, int]] = {}
         self._followed: dict[int, tuple[weakref.ref, int]] = {}
 
@@ -140,7 +149,10 @@ class _Storages(TorchDispatchMode):
             known = {storage._cdata for tensor in given for storage in storages_of(tensor)} if func != _LIFT else ()
             for tensor in tree_leaves(result):
                 if isinstance(tensor, torch.Tensor):
+                    before = len(self.actions)
                     self._see(tensor, known)
+                    if func is _TO_COPY:
+                        self.casts.update(range(before, len(self.actions)))
         return result
 
     def _see(self, tensor, known):

@@ -200,9 +200,11 @@ class TestErrors:
             predict(step, resident=(x,))
 
 
-def test_frees_in_a_row_have_one_order():
-    births = [("alloc", 7, 10), ("alloc", 5, 20), ("alloc", 6, 30)]
-    for order in itertools.permutations([("free", 5), ("free", 6), ("free", 7)]):
-        one_by_one = [*births, *order, ("alloc", 5, 1), ("free", 5)]
-        expected = [*births, ("free", 7), ("free", 5), ("free", 6), ("alloc", 5, 1), ("free", 5)]
-        assert list(settled(one_by_one)) == expected
+def test_casts_that_die_in_a_row_have_one_order():
+    births = [("alloc", 7, 10), ("alloc", 5, 20), ("alloc", 6, 30), ("alloc", 8, 40)]
+    for order in itertools.permutations([("free", 5), ("free", 7), ("free", 6)]):
+        first, *others = order
+        actions = [*births, first, ("free", 8), *others, ("alloc", 5, 1), ("free", 5)]
+        expected = [*births, ("free", 7), ("free", 8), ("free", 5), ("free", 6), ("alloc", 5, 1), ("free", 5)]
+        assert list(settled(actions, {0, 1, 2})) == expected
+        assert list(settled(actions, set())) == actions
