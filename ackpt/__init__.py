@@ -1,5 +1,7 @@
 """ackpt: activation checkpointing for PyTorch that is correct where it is usually silently wrong."""
 
+from typing import TYPE_CHECKING
+
 from .errors import CheckpointError, OffloadError
 from .guards import guarantees
 from .loss import chunked_cross_entropy
@@ -10,6 +12,9 @@ from .phases import is_recomputing
 from .predict import predict
 from .reentrant import checkpoint
 from .wrap import apply_activation_checkpointing, checkpoint_sequential, remove_activation_checkpointing
+
+if TYPE_CHECKING:
+    from .graph import trace
 
 __version__ = "0.1.0"
 
@@ -29,12 +34,18 @@ __all__ = [
     "offload_saved_tensors",
     "predict",
     "remove_activation_checkpointing",
+    "trace",
 ]
+
+# Imported when asked for: Part II, which needs torch's compiler stack, and what experiments hang on.
+_LATER = {"colab": ("ackpt.colab", None), "graph": ("ackpt.graph", None), "trace": ("ackpt.graph", "trace")}
 
 
 def __getattr__(name: str):
-    if name == "colab":  # imported when asked for: it is the only part that experiments hang on
+    if name in _LATER:
         import importlib
 
-        return importlib.import_module("ackpt.colab")
+        path, attribute = _LATER[name]
+        module = importlib.import_module(path)
+        return module if attribute is None else getattr(module, attribute)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,9 @@ import pytest
 import ackpt
 
 CORE = ["reentrant", "region", "refusals", "reach", "closure", "guards"]
-CORE += ["rng", "autocast", "tree", "wrap", "loss", "errors"]
+CORE += ["rng", "autocast", "tree", "wrap", "loss", "errors", "phases"]
+CORE += ["offload", "offload_engine", "offload_tally", "offload_pays", "packed", "store", "stored", "streams"]
+CORE += ["transport", "transport_cuda", "graph.joint", "graph.trace"]
 
 
 @pytest.mark.parametrize("name", CORE)

@@ -1,0 +1,134 @@
+"""The joint graph: forward and backward of one step as one list of operations, with one identity for each.
+
+A node's id is its place in the order of execution, minted once; whatever is said about a node later (a cost, a fate,
+a schedule) is said of its id, never of a name, a shape or an address. What can be freed or kept is not a node but a
+*storage*: views, and what several results share, are one. "Forward" and "backward" are derived here, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import torch
+
+FORWARD, BACKWARD = "forward", "backward"
+CATEGORIES: tuple[str, ...] = ("parameter", "buffer", "input", "activation", "gradient", "temporary")
+
+
+class TraceError(ValueError):
+    """A model cannot be captured as one graph; the message names the line or the cause, and the way out."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation, or one input of the step.
+
+    ``inputs``: ids of the nodes it reads, in the order of its arguments. ``storages``: ids of those its result lies
+    in. ``module``: the qualified name of the module that called it (``""``: the model itself), ``source``: file and
+    line; a backward node has those of the forward operation it belongs to. ``is_random``: it draws random numbers.
+    """
+
+    id: int
+    name: str
+    target: str
+    phase: str
+    inputs: tuple[int, ...]
+    storages: tuple[int, ...]
+    module: str
+    source: str
+    is_random: bool
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory that is born and dies as one.
+
+    ``bytes``: its size. ``producer``: the node that brings it along. ``nodes``: all nodes whose results lie in it.
+    ``last_fw_access``, ``first_bw_access``, ``last_bw_access``: nodes that read or write it, in the words of Zhang et
+    al. 2023, mu-TWO; None where there is none.
+    """
+
+    id: int
+    bytes: int
+    category: str
+    producer: int
+    nodes: tuple[int, ...]
+    last_fw_access: int | None
+    first_bw_access: int | None
+    last_bw_access: int | None
+
+
+class JointGraph:
+    """Nodes and storages of one step, over the ``torch.fx`` graph that runs it.
+
+    ``nodes[i].id == i`` in the order of execution, ``storages`` likewise. ``module`` is the ``fx.GraphModule``, whose
+    nodes carry their id in ``meta["ackpt_id"]``. ``outputs``: ids of the nodes that the model returns; ``gradients``:
+    ``{parameter: id of the node that is its gradient}``.
+    """
+
+    def __init__(self, module: torch.fx.GraphModule, nodes, storages, outputs, gradients):
+        self.module = module
+        self.nodes: tuple[Node, ...] = tuple(nodes)
+        self.storages: tuple[Storage, ...] = tuple(storages)
+        self.outputs: tuple[int, ...] = tuple(outputs)
+        self.gradients: dict[str, int] = dict(gradients)
+
+    def __repr__(self):
+        kinds = ", ".join(f"{sum(node.phase == phase for node in self.nodes)} {phase}" for phase in (FORWARD, BACKWARD))
+        return f"<JointGraph {self.hash[:12]}: {kinds} nodes, {len(self.storages)} storages>"
+
+    @cached_property
+    def boundary(self) -> int:
+        """The id of the first backward node: everything below runs in the forward."""
+        return next((node.id for node in self.nodes if node.phase == BACKWARD), len(self.nodes))
+
+    def bytes(self) -> dict[str, int]:
+        """Bytes by category, each storage once; those of activations are what a plain step keeps for backward."""
+        sizes: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        for storage in self.storages:
+            sizes[storage.category] += storage.bytes
+        return sizes
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of what is computed from what: operations, arguments, shapes, dtypes, devices; not of names."""
+        text = json.dumps([_identity(node) for node in self.module.graph.nodes], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_json(self) -> dict:
+        """Plain data: the hash, nodes, storages, outputs and gradients."""
+        return {
+            "schema": "ackpt.joint-graph",
+            "version": 1,
+            "hash": self.hash,
+            "nodes": [asdict(node) for node in self.nodes],
+            "storages": [asdict(storage) for storage in self.storages],
+            "outputs": list(self.outputs),
+            "gradients": self.gradients,
+        }
+
+
+def _identity(node) -> list:
+    """What makes two nodes the same, whatever they are called."""
+
+    def argument(value):
+        if isinstance(value, torch.fx.Node):
+            return {"node": value.meta["ackpt_id"]}
+        if isinstance(value, (list, tuple)):
+            return [argument(item) for item in value]
+        if isinstance(value, dict):
+            return {str(key): argument(item) for key, item in value.items()}
+        return value if value is None or isinstance(value, (bool, int, float)) else str(value)
+
+    values = node.meta.get("val")
+    values = values if isinstance(values, (list, tuple)) else [values]
+    shapes = [
+        [list(value.shape), list(value.stride()), str(value.dtype), str(value.device)]
+        for value in values
+        if isinstance(value, torch.Tensor)
+    ]
+    target = str(node.meta.get("desc", "")) if node.op == "placeholder" else str(node.target)
+    return [node.op, target, argument(node.args), argument(node.kwargs), shapes]

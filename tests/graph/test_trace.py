@@ -1,0 +1,208 @@
+"""The joint graph: what it computes is the model's step, every node has one identity, bytes belong to storages."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import ackpt
+from ackpt.graph import TraceError, trace
+from ackpt.models import BertConfig, BertForMaskedLM, resnet18
+
+
+class Small(nn.Module):
+    """BatchNorm, a view, a value used twice, a keyword, a dict of outputs, one of them without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2, bias=False)
+
+    def forward(self, x, *, scale=None):
+        h = torch.relu(self.norm(self.first(x)))
+        h = h if scale is None else h * scale
+        return {"loss": self.last(h).square().mean(), "hidden": h.t(), "count": (h > 0).sum()}
+
+
+def step(model, *args, **kwargs):
+    """Outputs, gradients by name and buffers after one eager step whose outputs get gradients of ones."""
+    outputs = list(model(*args, **kwargs).values())
+    needing = [output for output in outputs if output.requires_grad]
+    torch.autograd.backward(needing, [torch.ones_like(output) for output in needing])
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return outputs, gradients, dict(model.named_buffers())
+
+
+def run(graph, model, *inputs):
+    """The same by the captured graph."""
+    values = {}
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    given = iter(inputs)
+    arguments = []
+    for node in graph.module.graph.nodes:
+        if node.op == "placeholder":
+            what = node.meta["desc"]
+            if type(what).__name__ == "TangentAOTInput":
+                arguments.append(torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype))
+            elif hasattr(what, "target"):
+                arguments.append(named[what.target].detach())
+            else:
+                arguments.append(next(given))
+
+    class Keep(torch.fx.Interpreter):
+        def run_node(self, n):
+            values[n.meta["ackpt_id"]] = super().run_node(n)
+            return values[n.meta["ackpt_id"]]
+
+    with torch.no_grad():
+        Keep(graph.module).run(*arguments)
+    gradients = {name: values[place] for name, place in graph.gradients.items()}
+    return [values[place] for place in graph.outputs], gradients, dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("scale", [None, torch.linspace(0, 1, 8)])
+def test_the_graph_computes_the_step_bit_for_bit(scale):
+    x = torch.randn(3, 4)
+    torch.manual_seed(0)
+    eager = Small()
+    torch.manual_seed(0)
+    captured = Small()
+    outputs, gradients, buffers = step(eager, x, scale=scale)
+    graph = trace(captured, x, scale=scale)
+    assert captured.norm.num_batches_tracked == 0  # nothing is run
+    found = run(graph, captured, x, scale)
+    assert all(map(torch.equal, outputs, found[0]))
+    assert gradients.keys() == found[1].keys()
+    assert all(torch.equal(gradients[name], found[1][name]) for name in gradients)
+    assert all(torch.equal(buffers[name], found[2][name]) for name in buffers)
+
+
+def check(graph):
+    """What holds for every graph."""
+    assert [node.id for node in graph.nodes] == list(range(len(graph.nodes)))
+    assert [node.phase for node in graph.nodes] == sorted((node.phase for node in graph.nodes), reverse=True)
+    assert all(node.phase == "backward" for node in graph.nodes[graph.boundary :])
+    for node in graph.nodes:
+        assert all(place < node.id for place in node.inputs)
+    for storage in graph.storages:
+        assert graph.storages[storage.id] is storage
+        assert storage.producer == storage.nodes[0]
+        assert all(storage.id in graph.nodes[place].storages for place in storage.nodes)
+        reads = [node.id for node in graph.nodes if any(storage.id in graph.nodes[i].storages for i in node.inputs)]
+        touched = sorted({*reads, *storage.nodes})
+        forward = [place for place in touched if place < graph.boundary]
+        backward = [place for place in touched if place >= graph.boundary]
+        assert storage.last_fw_access == (forward[-1] if forward else None)
+        assert storage.first_bw_access == (backward[0] if backward else None)
+        assert storage.last_bw_access == (backward[-1] if backward else None)
+    json.dumps(graph.to_json())
+
+
+CASES = {
+    "small": lambda: (Small(), (torch.randn(3, 4),), {}),
+    "resnet18": lambda: (resnet18(10), (torch.randn(2, 3, 32, 32), torch.tensor([1, 2])), {}),
+    "bert": lambda: (
+        BertForMaskedLM(BertConfig(dim=16, layers=2, heads=2, ff_dim=32, vocab_size=50, positions=16)),
+        (torch.randint(50, (2, 8)),),
+        {"labels": torch.randint(50, (2, 8))},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_order_accesses_and_identity(case):
+    model, args, kwargs = CASES[case]()
+    graph = trace(model, *args, **kwargs)
+    check(graph)
+    assert set(graph.gradients) == {name for name, _ in model.named_parameters()}
+    sizes = graph.bytes()
+    assert sizes["parameter"] == sum(parameter.nbytes for parameter in model.parameters())
+    assert sizes["activation"] > 0
+
+
+def test_what_is_said_of_a_small_model():
+    graph = trace(Small(), torch.randn(3, 4))
+    forward = [node for node in graph.nodes if node.inputs and node.phase == "forward"]
+    assert [node.module for node in forward if node.target == "aten.addmm.default"] == ["first"]
+    assert {node.module for node in forward if "batch_norm" in node.target} == {"norm"}
+    assert all(__file__ in node.source for node in forward if node.target == "aten.relu.default")
+    backward = [node for node in graph.nodes if node.phase == "backward" and "batch_norm" in node.target]
+    assert [node.module for node in backward] == ["norm"]
+    updates = [node for node in graph.nodes if node.target == "aten.copy_.default"]
+    assert len(updates) == 3 and all(node.phase == "forward" for node in updates)
+    relu = next(node for node in forward if node.target == "aten.relu.default")
+    kept = graph.storages[relu.storages[0]]
+    assert (kept.category, kept.bytes) == ("activation", 3 * 8 * 4) and kept.first_bw_access >= graph.boundary
+    assert len(kept.nodes) > 1  # its transpose, and what backward reads, lie in the same memory
+    assert not any(node.is_random for node in graph.nodes)
+    dropped = trace(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.randn(3, 4))
+    assert [node.target for node in dropped.nodes if node.is_random] == ["aten.native_dropout.default"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_on_meta_has_the_same_graph(case):
+    model, args, kwargs = CASES[case]()
+    real = trace(model, *args, **kwargs)
+    to_meta = lambda value: value.to("meta")  # noqa: E731
+    shapes = trace(model.to("meta"), *map(to_meta, args), **{name: to_meta(value) for name, value in kwargs.items()})
+    assert shapes.hash == real.hash and shapes.bytes() == real.bytes()
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_the_hash_tells_graphs_apart():
+    def graph(width=4, rows=3, activation=nn.ReLU):
+        return trace(nn.Sequential(nn.Linear(4, width), activation()), torch.randn(rows, 4)).hash
+
+    assert graph() == graph()
+    assert len({graph(), graph(width=5), graph(rows=2), graph(activation=nn.GELU)}) == 4
+
+
+def test_transformers_models_work_unchanged():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
+    ids = torch.randint(50, (2, 8))
+    graph = trace(transformers.GPT2LMHeadModel(config), ids, labels=ids, use_cache=False)
+    check(graph)
+    assert {node.module for node in graph.nodes} >= {"transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_fc"}
+
+
+class Looks(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y * 2 if y.sum() > 0 else y
+
+
+class Detached(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+BAD = [
+    (Looks(4, 4), (torch.randn(2, 4),), TraceError, r"values of a tensor at .*test_trace.py:\d+ \(return y"),
+    (Detached(4, 4), (torch.randn(2, 4),), TraceError, "no output of the model requires grad"),
+    (nn.ReLU(), (torch.randn(2, 4),), TraceError, "no parameter of the model requires grad"),
+    (nn.Linear(4, 4), (torch.randn(2, 5),), TraceError, "fails when it is called like this.*same reduction dim"),
+    (torch.sin, (torch.randn(2),), TypeError, "model must be a torch.nn.Module, got builtin"),
+]
+
+
+@pytest.mark.parametrize(("model", "args", "error", "message"), BAD)
+def test_bad_input_is_named_once(model, args, error, message, caplog):
+    with pytest.raises(error, match=message):
+        trace(model, *args)
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert not torch.compiler.is_compiling()
+
+
+def test_importing_the_package_does_not_load_the_graph():
+    code = "import sys, ackpt; print('ackpt.graph' in sys.modules, callable(ackpt.trace), 'ackpt.graph' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.split() == ["False", "True", "True"], result.stderr
+
+
+def test_trace_is_public():
+    assert "trace" in ackpt.__all__ and ackpt.trace is trace
