@@ -82,7 +82,7 @@ class JointGraph:
 
     @cached_property
     def boundary(self) -> int:
-        """The id of the first backward node: everything below runs in the forward."""
+        """The id of the first backward node; everything below runs in the forward."""
         return next((node.id for node in self.nodes if node.phase == BACKWARD), len(self.nodes))
 
     def bytes(self) -> dict[str, int]:
@@ -94,7 +94,7 @@ class JointGraph:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of what is computed from what: operations, arguments, shapes, dtypes, devices; not of names."""
+        """SHA-256 of what is computed from what (operations, arguments, shapes, dtypes, devices), not of names."""
         text = json.dumps([_identity(node) for node in self.module.graph.nodes], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
