@@ -215,3 +215,12 @@ def _leave_no_trace():
     before = surroundings()
     yield
     assert surroundings() == before
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Torch computes on one thread in the tests of a module."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -253,16 +253,7 @@ class CachedStream(SimulatedTransport):
         self.cached = machine.current_stream()
 
     def _copy(self, way, target, source, after, owner):
-        stream = self.streams[way]
-        stream.wait_stream(self.cached)
-        for event in after:
-            stream.wait_event(event.ended)
-        began, ended = self._timed(), self._timed()
-        with self.machine.stream(stream):
-            began.record(stream)
-            target.copy_(source, non_blocking=True)
-            ended.record(stream)
-        return CudaEvent(began, ended, self.cached)
+        return super()._copy(way, target, source, after, self.cached)
 
 
 class FreesSourceEarly(SimulatedTransport):

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import copy
-import datetime
-import traceback
-import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from processes import in_two_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ackpt
-
-LIMIT = datetime.timedelta(seconds=60)
 
 
 def plain_call(function, *args):
@@ -144,26 +138,13 @@ def compare(make, before, distribute, after, rank):
     return [name for (name, one), (_, other) in zip(plain, checkpointed) if not torch.equal(one, other)]
 
 
-def work(rank, folder):
-    """One process: every scenario, its result in a file."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=LIMIT)
-    results = {}
-    for name, scenario in SCENARIOS.items():
-        try:
-            results[name] = compare(*scenario, rank)
-        except (AssertionError, RuntimeError):
-            results[name] = traceback.format_exc()
-    torch.save(results, f"{folder}/{rank}")
-    dist.destroy_process_group()
+def scenario(name, rank, folder):
+    return compare(*SCENARIOS[name], rank)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
-    multiprocessing.spawn(work, (str(folder),), nprocs=2)
-    return [torch.load(folder / str(rank)) for rank in range(2)]
+    return in_two_processes(scenario, SCENARIOS, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import datetime
-import traceback
-import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from processes import in_two_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ackpt
 
-LIMIT = datetime.timedelta(seconds=60)
 DIM, TOKENS, LAYERS = 64, 320, 4  # one input of a layer is 80 KiB: above the default of min_bytes
 
 
@@ -107,26 +102,13 @@ def compare(distribute, way, rank, folder):
     return wrong
 
 
-def work(rank, folder):
-    """One process: every scenario, its result in a file."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=LIMIT)
-    results = {}
-    for name, (distribute, way) in SCENARIOS.items():
-        try:
-            results[name] = compare(distribute, way, rank, folder)
-        except (AssertionError, RuntimeError):
-            results[name] = traceback.format_exc()
-    torch.save(results, f"{folder}/{rank}")
-    dist.destroy_process_group()
+def scenario(name, rank, folder):
+    return compare(*SCENARIOS[name], rank, folder)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
-    multiprocessing.spawn(work, (str(folder),), nprocs=2)
-    return [torch.load(folder / str(rank)) for rank in range(2)]
+    return in_two_processes(scenario, SCENARIOS, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

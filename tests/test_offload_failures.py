@@ -11,13 +11,7 @@ from steps import KINDS, differing, one_forward, own_engine, run_network
 import ackpt
 from ackpt import transport
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
