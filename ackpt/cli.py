@@ -193,10 +193,7 @@ def run_experiment(arguments, command: str) -> int:
     from ackpt.experiments.profiling import Profiles
     from ackpt.experiments.synthetic import run_synthetic
 
-    config = configuration(arguments)
-    folder = _writable(arguments.out, "--out")
-    if arguments.timed_rounds < 0:
-        raise UsageError(f"--timed-rounds must be at least 0, got {arguments.timed_rounds}")
+    config, folder = _prepared(arguments)
     if arguments.predict:
         if arguments.profile_dir:
             raise UsageError("--predict runs nothing that could be profiled: leave out --profile-dir")
@@ -211,21 +208,14 @@ def run_experiment(arguments, command: str) -> int:
             records.append(record)
             if folder is not None:
                 record.save(folder / report.file_name(record))
-    if arguments.json:
-        print(json.dumps([record.to_json() for record in records], indent=1, sort_keys=True))
-    else:
-        print(report.text_table(records))
-    return 0
+    return _printed(records, report, arguments)
 
 
 def run_offload_experiment(arguments, command: str) -> int:
     from ackpt.experiments import offload_report as report
     from ackpt.experiments.offload import predict_offload, run_offload
 
-    config = configuration(arguments)
-    folder = _writable(arguments.out, "--out")
-    if arguments.timed_rounds < 0:
-        raise UsageError(f"--timed-rounds must be at least 0, got {arguments.timed_rounds}")
+    config, folder = _prepared(arguments)
     if arguments.predict:
         records = predict_offload(config, command)
     else:
@@ -234,6 +224,19 @@ def run_offload_experiment(arguments, command: str) -> int:
         for record in records:
             record.save(folder / report.file_name(record))
         _save_figures(report, records, folder)
+    return _printed(records, report, arguments)
+
+
+def _prepared(arguments):
+    """Configuration and output folder of an experiment, before any work."""
+    config = configuration(arguments)
+    folder = _writable(arguments.out, "--out")
+    if arguments.timed_rounds < 0:
+        raise UsageError(f"--timed-rounds must be at least 0, got {arguments.timed_rounds}")
+    return config, folder
+
+
+def _printed(records, report, arguments) -> int:
     if arguments.json:
         print(json.dumps([record.to_json() for record in records], indent=1, sort_keys=True))
     else:

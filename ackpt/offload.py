@@ -194,12 +194,7 @@ class _Entry:
 
     def _storages_of_running_module(self) -> frozenset:
         """The storages of parameters and buffers of the outermost module that is being called or recomputed here."""
-        call, frame = None, sys._getframe(2)
-        while frame is not None:
-            call = frame if frame.f_code is _CALL else call
-            frame = frame.f_back
-        function = phase.function
-        outermost = call.f_locals["self"] if function is None and call is not None else _module_of(function)
+        outermost = _module_called() if phase.function is None else _module_of(phase.function)
         if outermost is None:
             return frozenset()
         known = self._modules.get(id(outermost))
@@ -208,6 +203,14 @@ class _Entry:
             storages = {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _PLAIN}
             known = self._modules[id(outermost)] = weakref.ref(outermost), frozenset(storages)
         return known[1]
+
+
+def _module_called() -> nn.Module | None:
+    call, frame = None, sys._getframe(1)
+    while frame is not None:
+        call = frame if frame.f_code is _CALL else call
+        frame = frame.f_back
+    return None if call is None else call.f_locals["self"]
 
 
 def _module_of(function) -> nn.Module | None:

@@ -68,7 +68,6 @@ class Engine:
     """
 
     def __init__(self, store: str, folder=None, max_pinned_bytes: int | None = None):
-        self._store = store
         self._max_pinned_bytes = max_pinned_bytes
         self._folder = Folder(folder) if store == "disk" else None
         self._lanes: dict[tuple, Lane] = {}

@@ -65,21 +65,32 @@ def timeline_plot(timeline: Timeline, title: str, resident_bytes: int = 0) -> Fi
         figure, axes = _axes(title, "allocations and frees, in order", "live memory (MiB)")
         events = range(len(timeline.live))
         layers = {"resident": (resident_bytes,) * len(events)} if resident_bytes else {}
-        layers |= {name: timeline.categories[name] for name in CATEGORIES if name in timeline.categories}
-        bottom = [0.0] * len(events)
-        for name, series in layers.items():
-            top = [low + value / MIB for low, value in zip(bottom, series)]
-            # The thin edge keeps a spike of one event visible.
-            axes.fill_between(events, bottom, top, step="post", color=COLORS[name], linewidth=0.4, label=name)
-            bottom = top
+        layers |= timeline.categories
+        found = stack(axes, events, layers)
         peak = (resident_bytes + timeline.peak_bytes) / MIB
         axes.set_xlim(0, max(1, len(events) - 1))
         axes.set_ylim(0, peak * 1.2 or 1)
         _mark_peak(axes, timeline.peak_index, peak, len(events))
         if timeline.boundary is not None:
             _mark_backward(axes, timeline.boundary, len(events))
-        handles, labels = axes.get_legend_handles_labels()
-        return _finished(figure, handles[::-1], labels[::-1])
+        return _finished(figure, [*found.values()][::-1], [*found][::-1])
+
+
+def stack(axes, events, layers: dict) -> dict:
+    """Draw ``{name: bytes at every event}`` on one another in MiB, resident first, then the order of the categories.
+
+    Returns:
+        ``{name: handle}`` of what was drawn, from the bottom to the top.
+    """
+    handles = {}
+    bottom = [0.0] * len(events)
+    for name in ("resident", *CATEGORIES):
+        if name in layers:
+            top = [low + value / MIB for low, value in zip(bottom, layers[name])]
+            # The thin edge keeps a spike of one event visible.
+            handles[name] = axes.fill_between(events, bottom, top, step="post", color=COLORS[name], linewidth=0.4)
+            bottom = top
+    return handles
 
 
 def bar_plot(labels, series: dict, title: str, *, ylabel="peak memory (MiB)", xlabel="", unit=MIB) -> Figure:
@@ -177,6 +188,11 @@ def _axes(title: str, xlabel: str, ylabel: str):
     figure.suptitle(textwrap.fill(title, 74), x=0.01, ha="left", fontsize=11, fontweight="bold", color=TEXT)
     axes.set_xlabel(xlabel, color=TEXT, fontsize=9)
     axes.set_ylabel(ylabel, color=TEXT, fontsize=9)
+    _style(axes)
+    return figure, axes
+
+
+def _style(axes) -> None:
     axes.tick_params(colors=TEXT, labelsize=8)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
     axes.grid(axis="y", color=TEXT, alpha=0.25, linewidth=0.8)
@@ -184,7 +200,6 @@ def _axes(title: str, xlabel: str, ylabel: str):
     for name, spine in axes.spines.items():
         spine.set_visible(name in ("left", "bottom"))
         spine.set_color(TEXT)
-    return figure, axes
 
 
 def _finished(figure, handles, labels):

@@ -15,7 +15,7 @@ from ackpt.data import DATASETS, Batch, packed_batches, token_stream
 from ackpt.models.transformer import LanguageModel, TransformerConfig
 
 from .methods import METHODS, check_methods, chunks_loss
-from .settings import require_positive
+from .settings import require_lengths, require_positive
 from .training import Task, run_lengths
 
 EXPERIMENT = "lm"
@@ -46,6 +46,7 @@ class LMConfig:
     def __post_init__(self):
         check_methods(self.methods)
         require_positive(self, "batch_size", "steps", "loss_chunks")
+        require_lengths(self)
         if self.dataset not in DATASETS:
             raise ValueError(f"unknown dataset {self.dataset!r}: choose from {', '.join(DATASETS)}")
         if self.tokenizer_vocab > self.vocab_size:

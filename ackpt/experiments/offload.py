@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,6 +24,7 @@ from ackpt.results import Record, environment
 
 from .methods import autocast
 from .offload_methods import KEEPS_ALL, METHODS, OURS, Method, cannot_run, make_method
+from .settings import record_config, record_metrics, require_positive
 
 EXPERIMENT = "offload"
 TOLERANCE = 1e-2  # of a parameter's largest gradient; a GPU's kernels may add in any order
@@ -52,9 +53,7 @@ class OffloadConfig:
     methods: tuple[str, ...] = METHODS
 
     def __post_init__(self):
-        for name in ("total_tokens", "batch_size", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_positive(self, "total_tokens", "batch_size", "steps")
         if self.batch_size > self.total_tokens:
             raise ValueError(f"{self.batch_size} sequences cannot share {self.total_tokens} tokens: one each at least")
         if self.min_bytes < 0:
@@ -131,8 +130,7 @@ def run_offload(config: OffloadConfig = CPU, command: str = "", timed_rounds: in
                 metrics[name]["store_peak_bytes"] = None  # theirs is not known
         for name, times in _time(config, model, methods, timed_rounds).items():
             metrics[name].update(times)
-        settings = {key: value for key, value in asdict(config).items() if key != "methods"}
-        settings["threads"] = torch.get_num_threads()
+        settings = record_config(config, threads=torch.get_num_threads())
         where = environment(config.device, command)
     return [
         Record(EXPERIMENT, {**settings, "method": name}, {"not_run": reason} if reason else metrics[name], where)
@@ -151,7 +149,7 @@ def predict_offload(config: OffloadConfig = GPU, command: str = "") -> list[Reco
             f"{config.batch_size} sequences"
         )
     shapes = replace(config, device="cpu")  # fake tensors lie on the CPU
-    settings = {key: value for key, value in asdict(config).items() if key != "methods"}
+    settings = record_config(config)
     where = environment("cpu", command)
     records = []
     for name in _progress(dict.fromkeys(config.methods), "predict"):
@@ -173,7 +171,7 @@ def _predict(config, device, name) -> dict:
 
 def _metrics(measured) -> dict:
     return {
-        **{key: value for key, value in measured.to_json().items() if key not in ("device", "seconds")},
+        **record_metrics(measured),
         "store_peak_bytes": measured.store_peak_bytes,
         "timeline": measured.timeline.thinned(600).to_json(),
     }

@@ -9,6 +9,7 @@ from ackpt.results import RecordError, load_reference
 from ackpt.timeline import CATEGORIES, Timeline
 
 from .offload_methods import STORES_IN_TORCH
+from .report import aligned
 
 MIB = 2**20
 STACKED = ("ckpt_classic", "ckpt_sync_offload", "ckpt_async_offload")
@@ -88,10 +89,7 @@ def text_table(records) -> str:
     table = rows(records, published)
     names = [name for name in COLUMNS if name == "peak" or any(row[name] is not None for row in table)]
     cells = [[COLUMNS[name] for name in names]] + [[_cell(row, name) for name in names] for row in table]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in cells]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, "", *_notes(records, table, published)])
+    return "\n".join([*aligned(cells, left=1), "", *_notes(records, table, published)])
 
 
 def _cell(row, name) -> str:
@@ -200,17 +198,19 @@ def timelines_plot(records, title: str, methods=STACKED):
     width = max(len(step.live) for step in steps)
     highest = max(record.metrics["peak_bytes"] for record in shown) / MIB
     with plots.style.context("default"):
-        figure, first = plots._axes(title, "", "")
+        figure, axes = plots._axes(title, "", "")
         figure.set_size_inches(7.2, 0.8 + 2.1 * len(shown))
-        first.remove()
+        axes.remove()
         handles: dict = {}
         for place, (record, step) in enumerate(zip(shown, steps)):
             axes = figure.add_subplot(len(shown), 1, place + 1)
-            _style(plots, axes, first)
+            plots._style(axes)
+            axes.patch.set_alpha(0)
             axes.set_xlim(0, width - 1)
             axes.set_ylim(0, highest * 1.25)
-            _layers(plots, axes, record, step, handles)
-            peak = (record.metrics["resident_bytes"] + step.peak_bytes) / MIB
+            events, resident = range(len(step.live)), record.metrics["resident_bytes"]
+            handles |= plots.stack(axes, events, {"resident": [resident] * len(events), **step.categories})
+            peak = (resident + step.peak_bytes) / MIB
             plots._mark_peak(axes, step.peak_index, peak, width)
             if step.boundary is not None:
                 plots._mark_backward(axes, step.boundary, width)
@@ -221,29 +221,6 @@ def timelines_plot(records, title: str, methods=STACKED):
         axes.set_xlabel("allocations and frees of one step, in order", color=plots.TEXT, fontsize=9)
         order = [name for name in ("copy out", "copy in", *reversed(CATEGORIES), "resident") if name in handles]
         return plots._finished(figure, [handles[name] for name in order], order)
-
-
-def _style(plots, axes, like) -> None:
-    axes.tick_params(colors=plots.TEXT, labelsize=8)
-    axes.yaxis.set_major_formatter(plots.StrMethodFormatter("{x:,.10g}"))
-    axes.grid(axis="y", color=plots.TEXT, alpha=0.25, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.patch.set_alpha(0)
-    for name, spine in axes.spines.items():
-        spine.set_visible(like.spines[name].get_visible())
-        spine.set_color(plots.TEXT)
-
-
-def _layers(plots, axes, record, step, handles) -> None:
-    events = range(len(step.live))
-    layers = {"resident": (record.metrics["resident_bytes"],) * len(events), **step.categories}
-    bottom = [0.0] * len(events)
-    for name in ("resident", *CATEGORIES):
-        if name in layers:
-            top = [low + value / MIB for low, value in zip(bottom, layers[name])]
-            look = {"color": plots.COLORS[name], "linewidth": 0.4}
-            handles[name] = axes.fill_between(events, bottom, top, step="post", **look)
-            bottom = top
 
 
 LANES = {"out": (0.05, "#c8553f"), "in": (0.14, "#4f9a63")}

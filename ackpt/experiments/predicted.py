@@ -16,7 +16,7 @@ from ackpt.results import Record, environment
 
 from . import lm, synthetic
 from .methods import configure
-from .settings import record_config
+from .settings import record_config, record_metrics
 from .training import adamw, one_step
 
 
@@ -29,7 +29,7 @@ def predict_experiment(config, command: str = ""):
     make: Any = lm.task if isinstance(config, lm.LMConfig) else synthetic.task
     for seq_len in config.seq_lens:
         task = make(replace(config, device="cpu"), seq_len)  # fake tensors lie on the CPU
-        settings = record_config(config, seq_len)
+        settings = record_config(config, seq_len=seq_len)
         where = environment("cpu", command)
         methods = tqdm(config.methods, desc=f"predict L={seq_len}", unit="method", disable=None, leave=False)
         yield [
@@ -50,4 +50,4 @@ def _predict(task, device, method) -> dict:
         resident=(model, optimizer, *task.tensors(batch)),
         device=device,
     )
-    return {key: value for key, value in predicted.to_json().items() if key not in ("device", "seconds")}
+    return record_metrics(predicted)

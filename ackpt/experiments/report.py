@@ -105,14 +105,7 @@ def timelines_plot(records, title: str):
             start = pitch * place
             events = range(start, start + len(step.live))
             resident = record.metrics["resident_bytes"]
-            layers = {"resident": [resident] * len(events), **step.categories}
-            bottom = [0.0] * len(events)
-            for name in ("resident", *CATEGORIES):
-                if name in layers:
-                    top = [low + value / MIB for low, value in zip(bottom, layers[name])]
-                    look = {"color": plots.COLORS[name], "linewidth": 0.4}
-                    handles[name] = axes.fill_between(events, bottom, top, step="post", **look)
-                    bottom = top
+            handles |= plots.stack(axes, events, {"resident": [resident] * len(events), **step.categories})
             plots._mark_peak(axes, start + step.peak_index, (resident + step.peak_bytes) / MIB, pitch * len(steps))
             if step.boundary is not None:
                 plots._mark_backward(axes, start + step.boundary, pitch * len(steps))
@@ -161,10 +154,15 @@ def text_table(records) -> str:
         return "no records"
     names = list(dict.fromkeys(name for row in table for name in row))
     cells = [names] + [[_cell(name, row.get(name)) for name in names] for row in table]
+    return "\n".join([*aligned(cells), "", footnote(records)])
+
+
+def aligned(cells, left: int = 0) -> list[str]:
+    """Lines of equal columns, a rule below the first; the first `left` columns begin at the left."""
     widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, "", footnote(records)])
+    sides = [str.ljust] * left + [str.rjust] * (len(widths) - left)
+    lines = ["  ".join(side(cell, width) for side, cell, width in zip(sides, line, widths)) for line in cells]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
 def footnote(records) -> str:

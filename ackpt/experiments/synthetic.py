@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from ackpt.models.transformer import Transformer, TransformerConfig
 
 from .methods import METHODS, check_methods
-from .settings import require_positive
+from .settings import require_lengths, require_positive
 from .training import Task, run_lengths
 
 EXPERIMENT = "synthetic"
@@ -40,6 +40,7 @@ class SyntheticConfig:
     def __post_init__(self):
         check_methods(self.methods, KNOWN)
         require_positive(self, "batch_size", "steps")
+        require_lengths(self)
         self.model()
 
     def model(self) -> TransformerConfig:

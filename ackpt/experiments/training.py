@@ -21,7 +21,7 @@ from ackpt.meter import compare_seconds, measure
 from ackpt.results import Record, environment
 
 from .methods import autocast, configure
-from .settings import record_config
+from .settings import record_config, record_metrics
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def run(task: Task, methods, steps: int, config: dict, command: str, *, timed_ro
 def run_lengths(task_of, config, command: str, timed_rounds: int, profiles):
     """`run` for every sequence length of a configuration; yields the list of Records of each."""
     for seq_len in config.seq_lens:
-        settings = record_config(config, seq_len)
+        settings = record_config(config, seq_len=seq_len)
         task = task_of(config, seq_len)
         yield run(task, config.methods, config.steps, settings, command, timed_rounds=timed_rounds, profiles=profiles)
 
@@ -111,7 +111,7 @@ def _train_and_measure(task, model, method, steps, config, profiles) -> dict:
     return {
         "losses": losses,
         "seconds_training": seconds,
-        **{key: value for key, value in measured.to_json().items() if key not in ("device", "seconds")},
+        **record_metrics(measured),
         "timeline": measured.timeline.thinned(400).to_json(),
     }
 

@@ -243,12 +243,10 @@ def _returned(output):
     for node, what in zip(output.args[0], output.meta["desc"]):
         if node is None:
             continue
-        parameter = getattr(getattr(what, "grad_of", None), "target", None)
-        if hasattr(what, "grad_of"):
-            if parameter is not None:
-                gradients[parameter] = node.meta["ackpt_id"]
-        else:
+        if not hasattr(what, "grad_of"):
             returned.append(node.meta["ackpt_id"])
+        elif hasattr(what.grad_of, "target"):
+            gradients[what.grad_of.target] = node.meta["ackpt_id"]
     return returned, gradients
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ackpt.models.attention import attention, is_readable
+from ackpt.models.checks import require_positive
 
 __all__ = ["PUBLISHED", "Block", "LanguageModel", "RMSNorm", "Transformer", "TransformerConfig", "attention"]
 
@@ -41,10 +42,7 @@ class TransformerConfig:
     causal: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dim", "ff_dim", "layers", "head_dim", "vocab_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        require_positive(self, "dim", "ff_dim", "layers", "head_dim", "vocab_size")
         if self.dim % self.head_dim:
             raise ValueError(f"dim must be a multiple of head_dim, got {self.dim} and {self.head_dim}")
         if not 0 < self.eps < math.inf:
