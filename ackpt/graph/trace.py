@@ -1,46 +1,24 @@
-"""Capture a model's training step as a `JointGraph`, by AOTAutograd: functional aten operations, forward and backward.
-
-Nothing is computed: parameters and inputs stand for their shapes, so a model that does not fit anywhere can be traced.
-"""
+"""From torch's joint graph to a `JointGraph`: ids in the order of execution, phases, storages, accesses, places."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import logging
 import operator
-import os
-import sys
-import traceback
-from typing import Any
 
 import torch
-import torch.fx.traceback
-from torch import nn
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .capture import capture
 from .joint import BACKWARD, FORWARD, JointGraph, Node, Storage, TraceError
 
-_LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
-_CALL = nn.Module._call_impl.__code__
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
-
-def trace(model, *args, **kwargs) -> JointGraph:
+def trace(model, *args, differentiate="loss", **kwargs) -> JointGraph:
     """The graph of one training step of `model`, called with `args` and `kwargs`.
 
     Args:
         model: an ``nn.Module`` with real, fake or meta parameters; it is not changed and nothing of it is computed.
         args, kwargs: what the model is called with; tensors may be real, fake or meta, nested in containers.
+        differentiate: of which outputs the gradient is planned. ``"loss"``: if exactly one output that requires grad
+            is a scalar, of that one alone, as in ``model(**batch).loss.backward()``; otherwise, and with ``"all"``,
+            of all outputs that require grad.
 
     Returns:
         The graph from parameters and inputs to outputs and gradients of the parameters. The gradients of the outputs
@@ -59,112 +37,13 @@ def trace(model, *args, **kwargs) -> JointGraph:
         >>> [node.target for node in graph.nodes if node.phase == "forward" and node.inputs]
         ['aten.t.default', 'aten.addmm.default']
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise TraceError("no parameter of the model requires grad, so there is no backward to plan")
-    model, args, kwargs = _off_meta(model, args, kwargs)
-    with contextlib.ExitStack() as stack:
-        captured: Any = None
-        try:
-            with _quiet(), _compiling(), _Where(model), torch.enable_grad():
-                captured = aot_export_joint_with_descriptors(
-                    stack, model, args, kwargs, keep_inference_input_mutations=True
-                )
-        except RuntimeError as error:
-            raise _explained(error) from error
-        return _joint_graph(captured.graph_module)
+    with capture(model, args, kwargs, differentiate) as captured:
+        return joint_graph(captured.joint.graph_module)
 
 
-def _off_meta(model, args, kwargs):
-    """On a meta device torch chooses other kernels, so what lies there is replaced by tensors that only have shapes."""
-    tensors = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
-    if not any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in tensors):
-        return model, args, kwargs
-    replaced: dict[int, torch.Tensor] = {}  # tied parameters stay tied
-
-    def off_meta(tensor):
-        if id(tensor) not in replaced:
-            shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            needs_grad = tensor.requires_grad
-            replaced[id(tensor)] = nn.Parameter(shape, needs_grad) if is_parameter else shape.requires_grad_(needs_grad)
-        return replaced[id(tensor)]
-
-    # A copy of the modules, without one of the tensors.
-    model = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for module in model.modules():
-            for tensors in (module._parameters, module._buffers):
-                tensors.update({name: off_meta(tensor) for name, tensor in tensors.items() if tensor is not None})
-        return model, *tree_map_only(torch.Tensor, off_meta, (args, kwargs))
-
-
-@contextlib.contextmanager
-def _compiling():
-    """Inside, ``torch.compiler.is_compiling()`` holds: models ask it before they look at values."""
-    was, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = was
-
-
-class _Where(TorchFunctionMode):
-    """Notes with every operation the module that calls it and the line of the model's code."""
-
-    def __init__(self, model):
-        super().__init__()
-        self._names = {id(module): name for name, module in model.named_modules()}
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        module = source = None
-        frame = sys._getframe(1)
-        while frame is not None and (module is None or source is None):
-            if source is None and _is_users(frame.f_code.co_filename):
-                source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            if module is None and frame.f_code is _CALL:
-                module = self._names.get(id(frame.f_locals["self"]))
-            frame = frame.f_back
-        if module is None:  # what is done to tensors outside of the model's code
-            return func(*args, **(kwargs or {}))
-        with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
-            return func(*args, **(kwargs or {}))
-
-
-def _is_users(path: str) -> bool:
-    return not path.startswith((_TORCH, _OWN))
-
-
-_LOG = logging.getLogger("torch._subclasses.fake_tensor")
-
-
-@contextlib.contextmanager
-def _quiet():
-    """One error is raised; torch would log the same before."""
-    was, _LOG.disabled = _LOG.disabled, True
-    try:
-        yield
-    finally:
-        _LOG.disabled = was
-
-
-def _explained(error) -> TraceError:
-    """The error with the line of the model's code that caused it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    if isinstance(error, _LOOKS_AT_VALUES):
-        return TraceError(
-            f"the model cannot be captured as one graph: it looks at the values of a tensor{where}, by {reason}. "
-            "Control flow and shapes must not depend on values: move such code out of the model, or use "
-            "ackpt.checkpoint on its blocks."
-        )
-    return TraceError(f"the model fails when it is called like this{where}: {reason}")
-
-
-def _joint_graph(module) -> JointGraph:
+def joint_graph(module) -> JointGraph:
     """Mint the ids, in the order of execution, and derive phases and storages."""
+    _without_running_statistics(module.graph)
     ordered = _in_order(module)
     for place, node in enumerate(ordered):
         node.meta["ackpt_id"] = place
@@ -211,6 +90,16 @@ def _in_order(module):
     module.graph.lint()
     module.recompile()
     return ordered
+
+
+_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+
+
+def _without_running_statistics(graph):
+    """In training, the backward of a batch norm is handed the running statistics, but uses those of the batch."""
+    for node in graph.find_nodes(op="call_function", target=_BATCH_NORM_BACKWARD):
+        if node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def _phase(node) -> str:

@@ -1,0 +1,138 @@
+"""What every schedule of a graph must respect, derived once: who reads what, what lies where, what may run again."""
+
+from __future__ import annotations
+
+import operator
+from functools import cached_property
+
+import torch
+
+from .joint import BACKWARD, FORWARD, JointGraph
+
+_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+_RESULTS_WITHOUT_STATISTICS = 3  # of its five; the others are the new running statistics
+_RESIDENT = ("parameter", "buffer", "input")
+
+
+class Facts:
+    """Tables over node and storage ids.
+
+    ``resident``: storages that the caller owns. ``tangents``: nodes that come with backward. ``returned``: the model's
+    outputs, ``gradients``: all that backward returns. ``effects``: nodes that run exactly once whatever is planned.
+    ``cover[storage]``: the first node whose value is one tensor in it; every other value in it is a view of this one.
+    ``fixed``: why a node cannot run again, by its id.
+    """
+
+    def __init__(self, graph: JointGraph):
+        self.graph = graph
+        self.fx = {node.meta["ackpt_id"]: node for node in graph.module.graph.nodes}
+        output = self.fx[len(graph.nodes)]
+        places = [None if node is None else node.meta["ackpt_id"] for node in output.args[0]]
+        # Of the gradients, those that nobody needs have no description.
+        count = sum(what is not None and not hasattr(what, "grad_of") for what in output.meta["desc"])
+        self.outputs: tuple[int | None, ...] = tuple(places[:count])
+        self.bw_outputs: tuple[int | None, ...] = tuple(places[count:])
+        self.resident = {s.id for s in graph.storages if s.category in _RESIDENT}
+        self.placeholders = [n.id for n in graph.nodes if self.fx[n.id].op == "placeholder"]
+        self.given = [n.id for n in graph.nodes if self.fx[n.id].op in ("placeholder", "get_attr")]
+        self.tangents = [place for place in self.placeholders if graph.nodes[place].phase == BACKWARD]
+        self.bytes = [storage.bytes for storage in graph.storages]
+
+    @cached_property
+    def held(self) -> set[int]:
+        """Storages that live to the end of the step once they exist: outputs, tangents and returned gradients."""
+        places = [*self.outputs, *self.bw_outputs, *self.tangents]
+        return {s for place in places if place is not None for s in self.graph.nodes[place].storages}
+
+    @cached_property
+    def cover(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for node in self.graph.nodes:
+            if isinstance(self.fx[node.id].meta.get("val"), torch.Tensor):
+                for storage in node.storages:
+                    found.setdefault(storage, node.id)
+        return found
+
+    @cached_property
+    def effects(self) -> set[int]:
+        """Nodes that change something outside of the graph, or the state of a random generator."""
+        return {n.id for n in self.graph.nodes if n.is_random or _writes(self.fx[n.id]) or _communicates(self.fx[n.id])}
+
+    @cached_property
+    def mutated(self) -> dict[int, int]:
+        """``{input: the node that overwrites it}``."""
+        changed = {}
+        for place in sorted(self.effects):
+            if _writes(self.fx[place]):
+                changed[self.fx[place].args[0].meta["ackpt_id"]] = place
+        return changed
+
+    @cached_property
+    def fixed(self) -> dict[int, str]:
+        reasons = {}
+        for node in self.graph.nodes:
+            if node.phase != FORWARD or node.id in self.given:
+                continue
+            fx = self.fx[node.id]
+            if _writes(fx):
+                reasons[node.id] = "it changes its argument"
+            elif _communicates(fx):
+                reasons[node.id] = "it is a collective, which all ranks must run equally often"
+            elif node.is_random and fx.kwargs.get("generator") is not None:
+                reasons[node.id] = "it draws from a generator of its own, whose state cannot be replayed"
+            elif changed := [place for place in self.reads_again(node.id) if place in self.mutated]:
+                reasons[node.id] = f"it reads {self.graph.nodes[changed[0]].target}, which the forward changes"
+            elif is_getitem(fx) and is_training_batch_norm(fx.args[0]) and fx.args[1] >= _RESULTS_WITHOUT_STATISTICS:
+                reasons[node.id] = "it is a running statistic, which is updated once"
+        return reasons
+
+    def reads(self, place: int, again: bool = False) -> tuple[int, ...]:
+        """The nodes that `place` reads; a batch norm that runs again reads no running statistics."""
+        return self.reads_again(place) if again else self.graph.nodes[place].inputs
+
+    def reads_again(self, place: int) -> tuple[int, ...]:
+        if place in self._batch_norms:
+            fx = self.fx[place]
+            return tuple(a.meta["ackpt_id"] for a in fx.args[:3] if isinstance(a, torch.fx.Node))
+        return self.graph.nodes[place].inputs
+
+    def storages(self, place: int, again: bool = False) -> tuple[int, ...]:
+        """The storages in which the result of `place` lies."""
+        storages = self.graph.nodes[place].storages
+        return storages[:_RESULTS_WITHOUT_STATISTICS] if again and place in self._batch_norms else storages
+
+    @cached_property
+    def born(self) -> dict[int, frozenset[int]]:
+        """Storages that a node allocates; the others of its result are its arguments' (a view)."""
+        found: dict[int, set[int]] = {}
+        for storage in self.graph.storages:
+            found.setdefault(storage.producer, set()).add(storage.id)
+        return {place: frozenset(storages) for place, storages in found.items()}
+
+    @cached_property
+    def _batch_norms(self) -> set[int]:
+        return {place for place, fx in self.fx.items() if is_training_batch_norm(fx)}
+
+
+def facts(graph: JointGraph) -> Facts:
+    """The facts of `graph`, computed once."""
+    if "_facts" not in graph.__dict__:
+        graph.__dict__["_facts"] = Facts(graph)
+    return graph.__dict__["_facts"]
+
+
+def is_training_batch_norm(node) -> bool:
+    return node.target is _BATCH_NORM and node.args[5] is True
+
+
+def _writes(node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _communicates(node) -> bool:
+    return getattr(node.target, "namespace", "") in ("_c10d_functional", "c10d", "c10d_functional")
+
+
+def is_getitem(node) -> bool:
+    return node.target is operator.getitem

@@ -1,0 +1,38 @@
+"""Running a random operation twice with the same numbers: the generator's state before it is kept, and put back.
+
+Torch has the same as higher-order operators; those cannot run under dispatch modes, a FLOP counter's for instance.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def run_and_save(operation, *args, **kwargs):
+    """``(state of the generator before, operation(*args, **kwargs))``; the state lies in host memory, uint8."""
+    return _generator(args, kwargs).get_state(), operation(*args, **kwargs)
+
+
+def run_again(state, operation, *args, **kwargs):
+    """``operation(*args, **kwargs)`` with the generator as it was at `state`; afterwards it is as it was before."""
+    if isinstance(state, FakeTensor):
+        return operation(*args, **kwargs)
+    generator = _generator(args, kwargs)
+    now = generator.get_state()
+    try:
+        generator.set_state(state)
+        return operation(*args, **kwargs)
+    finally:
+        generator.set_state(now)
+
+
+def _generator(args, kwargs) -> torch.Generator:
+    """The default generator of the device that the operation draws on."""
+    device = kwargs.get("device")
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    device = torch.device(device) if device is not None else tensors[0].device if tensors else torch.device("cpu")
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

@@ -1,0 +1,155 @@
+"""From a schedule to the two modules that run, and the proof that they take what was simulated.
+
+Every compute step becomes one node, in the schedule's order, reading the latest run of what it reads. The modules
+drop each value after its last use, so the frees of the schedule need no code of their own. Both are then run on fake
+tensors, which finds their storages anew, and simulated again: the bytes must be equal.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.fx.graph import _BoxedCodeGen
+
+from .facts import facts, is_training_batch_norm
+from .joint import FORWARD, JointGraph
+from .replay import run_again, run_and_save
+from .schedule import COMPUTE, Schedule
+from .simulate import check_same
+
+_BATCH_NORM_AGAIN = torch.ops.aten._native_batch_norm_legit.no_stats
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The modules that run a schedule.
+
+    ``forward`` takes the inputs of the graph and returns the model's outputs, then what is kept for backward;
+    ``backward`` takes that and the gradients of the outputs, and returns the gradients. Both take one list, which
+    they empty, so that every argument can be freed after its last use.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_outputs: int
+
+
+def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
+    """The forward and backward modules of `schedule`.
+
+    Raises:
+        ScheduleError: if the schedule was made for another graph.
+    """
+    check_same(graph, schedule.graph, "schedule")
+    known = facts(graph)
+    fw = _Builder(known, again=False)
+    for place in known.placeholders:
+        if place not in known.tangents:
+            fw.placeholder(place)
+    replayed = set(schedule.replayed)
+    for step in schedule.forward:
+        if step.kind == COMPUTE:
+            fw.compute(step.id, saves_state=step.id in replayed)
+    inputs = _inputs_needed(known, schedule)
+    passed = [*inputs, *(known.cover[s] for s in schedule.saved)]
+    outputs = [None if place is None else fw.value(place) for place in known.outputs]
+    states = [fw.states[place] for place in schedule.replayed]
+    fw.output([*outputs, *(fw.value(place) for place in passed), *states])
+
+    bw = _Builder(known, again=True)
+    for place in passed:
+        bw.placeholder(place)
+    for place in schedule.replayed:
+        bw.states[place] = bw.graph.placeholder(f"rng_state_{known.fx[place].name}")
+        bw.states[place].meta["val"] = fw.states[place].meta.get("val")
+    for place in known.tangents:
+        bw.placeholder(place)
+    for step in schedule.backward:
+        if step.kind == COMPUTE:
+            bw.compute(step.id)
+    bw.output([None if place is None else bw.value(place) for place in known.bw_outputs])
+    return Rewritten(fw.module(graph.module), bw.module(graph.module), len(outputs))
+
+
+def boxed(module: fx.GraphModule):
+    """`module` as a function of one list, which it empties."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    run = module.forward
+
+    def call(args):
+        return run(args)
+
+    call._boxed_call = True
+    return call
+
+
+def _inputs_needed(known, schedule) -> list[int]:
+    """Parameters, buffers and inputs that the backward reads."""
+    nodes = known.graph.nodes
+    read = set()
+    for step in schedule.backward:
+        if step.kind == COMPUTE:
+            read.update(known.reads(step.id, nodes[step.id].phase == FORWARD))
+    read.update(place for place in known.bw_outputs if place is not None)
+    return [place for place in known.placeholders if place in read and place not in known.tangents]
+
+
+class _Builder:
+    """One fx graph in the making; ``env`` holds the latest run of every node."""
+
+    def __init__(self, known, again: bool):
+        self.known = known
+        self.again = again
+        self.graph = fx.Graph()
+        self.env: dict[int, fx.Node] = {}
+        self.states: dict[int, fx.Node] = {}
+
+    def placeholder(self, place: int):
+        node = self.graph.placeholder(self.known.fx[place].name)
+        node.meta = dict(self.known.fx[place].meta)
+        self.env[place] = node
+
+    def value(self, place: int) -> fx.Node:
+        if place not in self.env and self.known.fx[place].op == "get_attr":
+            self.env[place] = self._copied(place)
+        return self.env[place]
+
+    def compute(self, place: int, saves_state: bool = False):
+        original = self.known.fx[place]
+        is_recomputed = self.again and self.known.graph.nodes[place].phase == FORWARD
+        if is_recomputed and is_training_batch_norm(original):
+            args, kwargs = self._mapped((*original.args[:3], *original.args[5:]), original.kwargs)
+            node = self.graph.call_function(_BATCH_NORM_AGAIN, args, kwargs)
+        elif is_recomputed and place in self.states:
+            args, kwargs = self._mapped(original.args, original.kwargs)
+            node = self.graph.call_function(
+                run_again, (self.states[place], original.target, *args), kwargs
+            )
+        elif saves_state:
+            args, kwargs = self._mapped(original.args, original.kwargs)
+            both = self.graph.call_function(run_and_save, (original.target, *args), kwargs)
+            self.states[place] = self.graph.call_function(operator.getitem, (both, 0))
+            node = self.graph.call_function(operator.getitem, (both, 1))
+        else:
+            self.env[place] = self._copied(place)
+            return
+        node.meta = dict(original.meta)
+        self.env[place] = node
+
+    def output(self, values):
+        self.graph.output(tuple(values))
+
+    def module(self, root) -> fx.GraphModule:
+        self.graph.lint()
+        return fx.GraphModule(root, self.graph)
+
+    def _copied(self, place: int) -> fx.Node:
+        return self.graph.node_copy(self.known.fx[place], lambda node: self.value(node.meta["ackpt_id"]))
+
+    def _mapped(self, args, kwargs):
+        return fx.map_arg((tuple(args), dict(kwargs)), lambda node: self.value(node.meta["ackpt_id"]))

@@ -1,0 +1,160 @@
+"""A schedule: the order in which a step computes and frees. Which values are saved follows from it.
+
+A plan is an order, not a set. Two schedules that save the same storages can differ in their peak by when they
+recompute; so every policy ends in one of these, and nothing else is simulated or run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .facts import Facts, facts
+from .joint import BACKWARD, FORWARD, JointGraph
+
+COMPUTE, FREE = "compute", "free"
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run: it reads what is not there, or repeats what must run once."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """``compute`` the node `id`, or ``free`` the storage `id`."""
+
+    kind: str
+    id: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of the forward and of the backward of the graph with the hash `graph`.
+
+    A forward node among the backward's steps is a recomputation; a node may be computed several times. ``saved``:
+    storages that live across the boundary for backward; ``replayed``: random nodes that run again, with the state
+    their first run began with.
+    """
+
+    graph: str
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    saved: tuple[int, ...]
+    replayed: tuple[int, ...]
+
+
+def scheduled(graph: JointGraph, forward, backward) -> Schedule:
+    """The schedule that computes `forward` and then `backward`, lists of node ids, and frees at the earliest place.
+
+    Raises:
+        ScheduleError: if a node would run again that must not.
+    """
+    known = facts(graph)
+    backward = list(backward)
+    for place in backward:
+        if graph.nodes[place].phase == FORWARD and place in known.fixed:
+            node = graph.nodes[place]
+            raise ScheduleError(
+                f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r} cannot be recomputed: "
+                f"{known.fixed[place]}. Its storage must be saved."
+            )
+    steps, needed = _with_frees(known, backward, known.held, True)
+    bw = tuple(steps)
+    saved = tuple(sorted(needed - known.resident - {s for t in known.tangents for s in graph.nodes[t].storages}))
+    steps, _ = _with_frees(known, list(forward), known.held | set(saved), False)
+    random = {place for place in backward if graph.nodes[place].phase == FORWARD and graph.nodes[place].is_random}
+    return Schedule(graph.hash, tuple(steps), bw, saved, tuple(sorted(random)))
+
+
+def lower(graph: JointGraph, saved) -> Schedule:
+    """The schedule that keeps the storages `saved` for backward and recomputes what else it needs: once, and late.
+
+    What one operation brings along has one fate: with a saved storage, its siblings are saved as far as backward
+    reads them; otherwise the operation would run again and bring the saved one along a second time. Each missing value is recomputed right before its first use and freed right after its last. Views are rebuilt.
+    What backward does not need is not run again.
+
+    Raises:
+        ScheduleError: if a value is not saved that cannot be recomputed.
+    """
+    known = facts(graph)
+    # The caller holds the outputs anyway.
+    saved = {*saved, *(s for place in known.outputs if place is not None for s in graph.nodes[place].storages)}
+    live = set(known.given)
+    for producer in {graph.storages[storage].producer for storage in saved}:
+        live |= {known.cover[storage] for storage in known.born[producer] if storage in known.cover}
+    backward: list[int] = []
+    for place in needed_backward(known):
+        for node in missing(known, place, live):
+            backward.append(node)
+            live.add(node)
+    return scheduled(graph, needed_forward(known, saved_by(known, backward)), backward)
+
+
+def missing(known: Facts, place: int, live) -> list[int]:
+    """`place` and what has to run before it, in order, when the values in `live` are at hand."""
+    found = set()
+    todo = [place]
+    while todo:
+        node = todo.pop()
+        if node in live or node in found:
+            continue
+        found.add(node)
+        todo += known.reads(node, again=known.graph.nodes[node].phase == FORWARD)
+    return sorted(found)
+
+
+def needed_backward(known: Facts) -> list[int]:
+    """Backward nodes that the gradients depend on, in order."""
+    graph = known.graph
+    roots = [place for place in known.bw_outputs if place is not None]
+    roots += [place for place in known.effects if graph.nodes[place].phase == BACKWARD]
+    given = set(known.given)
+    return [n for n in _ancestors(known, roots) if graph.nodes[n].phase == BACKWARD and n not in given]
+
+
+def needed_forward(known: Facts, saved) -> list[int]:
+    """Forward nodes that the outputs, the `saved` storages and the effects depend on, in order."""
+    graph = known.graph
+    roots = [place for place in known.outputs if place is not None]
+    roots += [place for place in known.effects if graph.nodes[place].phase == FORWARD]
+    roots += [known.cover[storage] for storage in saved]
+    given = set(known.given)
+    return [node for node in _ancestors(known, roots) if node not in given]
+
+
+def saved_by(known: Facts, backward) -> set[int]:
+    """The storages that the node ids `backward`, in this order, expect from the forward."""
+    _, needed = _with_frees(known, list(backward), known.held, True)
+    return needed - known.resident - {s for place in known.tangents for s in known.graph.nodes[place].storages}
+
+
+def _ancestors(known: Facts, roots) -> list[int]:
+    found = set()
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += known.graph.nodes[node].inputs
+    return sorted(found)
+
+
+def _with_frees(known: Facts, order, kept, is_backward: bool):
+    """The steps of `order` with every free at its earliest, and the storages that it expects to be there."""
+    nodes = known.graph.nodes
+    steps: list[Step] = []
+    later: set[int] = set()  # storages that a later step touches before it is born anew
+    for place in reversed(order):
+        again = is_backward and nodes[place].phase == FORWARD
+        own = known.storages(place, again)
+        touched = {
+            storage
+            for source in known.reads(place, again)
+            for storage in known.storages(source, is_backward and nodes[source].phase == FORWARD)
+        }
+        touched.update(own)
+        steps += [Step(FREE, s) for s in sorted(touched - later - kept - known.resident)]
+        steps.append(Step(COMPUTE, place))
+        later |= touched
+        later -= known.born.get(place, frozenset())
+    steps.reverse()
+    return steps, later
