@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -27,8 +28,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from .dropout import eager_dropout
 from .joint import TraceError
 
+# Backward runs without the forward's autocast, as it does when the user calls it; it may run twice (retain_graph).
+_LIKE_EAGER = {"backward_pass_autocast": "off", "donated_buffer": False}
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _CALL = nn.Module._call_impl.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -49,6 +53,11 @@ class Capture:
     spec: TreeSpec
     constants: dict[int, Any]
     refused: tuple[int, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters, then buffers, as the captured step takes them, before the tensors among the arguments."""
+        return [*self.joint.params_spec, *self.joint.buffers_spec]
 
     def outputs(self, tensors) -> Any:
         """What the model returns, from the tensors that the captured step returns."""
@@ -129,9 +138,10 @@ def capture(model, args, kwargs, differentiate="loss"):
     model, leaves, spec = _off_meta(model, *tree_flatten((args, kwargs)))
     flat = _Flat(model, spec, leaves, differentiate)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(functorch_config.patch(_LIKE_EAGER))
         captured: Any = None
         try:
-            with _quiet(), _compiling(), _Where(model), torch.enable_grad():
+            with _quiet(), _compiling(), eager_dropout(), _Where(model), torch.enable_grad():
                 captured = aot_export_joint_with_descriptors(
                     stack, flat, tuple(filter(is_tensor, leaves)), keep_inference_input_mutations=True
                 )

@@ -45,10 +45,15 @@ class PlannedStep(nn.Module):
             return self.__dict__["model"](*args, **kwargs)
         run, call = self._captured(args, kwargs)
         leaves = tree_flatten((args, kwargs))[0]
-        return call.outputs(run(*self._own(), *filter(is_tensor, leaves)))
+        return call.outputs(run(*self._named(call.names), *filter(is_tensor, leaves)))
 
-    def _own(self):
-        return [*self.parameters(), *self.buffers()]
+    def _named(self, names):
+        """Parameters and buffers as they are now, in the order of capture."""
+        found = []
+        for name in names:
+            path, _, attribute = name.rpartition(".")
+            found.append(getattr(self.get_submodule(path) if path else self, attribute))
+        return found
 
     def _captured(self, args, kwargs):
         key = self._key(args, kwargs)
@@ -64,7 +69,7 @@ class PlannedStep(nn.Module):
         return (
             spec,
             tuple(_meta(leaf) if is_tensor(leaf) else (type(leaf), leaf) for leaf in leaves),
-            tuple(map(_meta, self._own())),
+            tuple(map(_meta, (*self.parameters(), *self.buffers()))),
             tuple(module.training for module in self.__dict__["model"].modules()),
             *_autocast(),
         )

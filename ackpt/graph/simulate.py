@@ -134,8 +134,7 @@ def simulate(graph: JointGraph, profile, schedule: Schedule) -> Simulation:
             live.storages.add(storage)
             live.event(known.bytes[storage], _TEMPORARY, place)
     recomputed = 0
-    states_used: dict[int, int] = {}
-    last_replay = {step.id: at for at, step in enumerate(schedule.backward) if step.id in replayed}
+    last_replay = {step.id: at for at, step in enumerate(schedule.backward) if step.kind == COMPUTE and step.id in replayed}
     for at, step in enumerate(schedule.backward):
         if step.kind == COMPUTE:
             node = step.id
@@ -151,7 +150,6 @@ def simulate(graph: JointGraph, profile, schedule: Schedule) -> Simulation:
                 live.event(-state, _TEMPORARY, node)
                 if last_replay[node] == at:
                     live.event(-state, _ACTIVATION, node)
-                states_used[node] = at
         else:
             live.free(step.id, step.id in again_born, node)
             again_born.discard(step.id)
