@@ -10,3 +10,7 @@ class CheckpointError(RuntimeError):
 
 class OffloadError(RuntimeError):
     """A tensor could not be taken to the store or brought back; nothing was replaced by something else silently."""
+
+
+class BudgetError(ValueError):
+    """No plan keeps the step within the budget; the message names the smallest budget that works."""

@@ -75,6 +75,7 @@ class JointGraph:
         self.storages: tuple[Storage, ...] = tuple(storages)
         self.outputs: tuple[int, ...] = tuple(outputs)
         self.gradients: dict[str, int] = dict(gradients)
+        self.optimizer_bytes = 0
 
     def __repr__(self):
         kinds = ", ".join(f"{sum(node.phase == phase for node in self.nodes)} {phase}" for phase in (FORWARD, BACKWARD))

@@ -7,6 +7,7 @@ tensors, which finds their storages anew, and simulated again: the bytes must be
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from dataclasses import dataclass
 
@@ -18,8 +19,9 @@ from torch.fx.graph import _BoxedCodeGen
 from .facts import facts, is_training_batch_norm
 from .joint import FORWARD, JointGraph
 from .replay import run_again, run_and_save
+from .proof import RewriteError, live_after, storages_in
 from .schedule import COMPUTE, Schedule
-from .simulate import check_same
+from .simulate import check_same, follow, rng_state_bytes
 
 _BATCH_NORM_AGAIN = torch.ops.aten._native_batch_norm_legit.no_stats
 
@@ -43,8 +45,15 @@ def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
 
     Raises:
         ScheduleError: if the schedule was made for another graph.
+        RewriteError: if the modules take other bytes than `simulate` says, at any operation.
     """
     check_same(graph, schedule.graph, "schedule")
+    rewritten = _rewritten(graph, schedule)
+    _prove(graph, schedule, rewritten)
+    return rewritten
+
+
+def _rewritten(graph: JointGraph, schedule: Schedule) -> Rewritten:
     known = facts(graph)
     fw = _Builder(known, again=False)
     for place in known.placeholders:
@@ -73,6 +82,30 @@ def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
             bw.compute(step.id)
     bw.output([None if place is None else bw.value(place) for place in known.bw_outputs])
     return Rewritten(fw.module(graph.module), bw.module(graph.module), len(outputs))
+
+
+def _prove(graph: JointGraph, schedule: Schedule, rewritten: Rewritten) -> None:
+    """Run the modules on fake tensors and compare their live bytes with the simulated ones, operation by operation."""
+    known = facts(graph)
+    expected = follow(graph, schedule, [0] * len(graph.nodes)).after
+    fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.module.graph.nodes])
+    inputs = [known.fx[place].meta["val"] for place in known.placeholders if place not in known.tangents]
+    own = {storage._cdata for value in inputs for storage in storages_in(value)}
+    state = rng_state_bytes(graph)
+    with fake_mode or contextlib.nullcontext(), torch.no_grad():
+        found, passed = live_after(rewritten.forward, inputs, own, 0, state)
+        tangents = [known.fx[place].meta["val"] for place in known.tangents]
+        passed, kept = passed[: rewritten.num_outputs], passed[rewritten.num_outputs :]
+        # What the caller holds all through backward: outputs and the gradients that come in.
+        held = {s._cdata: s.nbytes() for value in (*passed, *tangents) for s in storages_in(value)}
+        held = {key: size for key, size in held.items() if key not in own}
+        found += live_after(rewritten.backward, [*kept, *tangents], own | held.keys(), sum(held.values()), state)[0]
+    if found != expected:
+        at = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
+        raise RewriteError(
+            f"operation {at} of the rewritten step leaves {found[at : at + 1]} bytes alive, {expected[at : at + 1]} were "
+            "simulated. This is a fault of ackpt: please report it with the model."
+        )
 
 
 def boxed(module: fx.GraphModule):

@@ -13,7 +13,7 @@ import torch
 
 from ..timeline import Timeline
 from .facts import Facts, facts
-from .joint import BACKWARD, FORWARD, JointGraph
+from .joint import FORWARD, JointGraph
 from .schedule import COMPUTE, Schedule, ScheduleError
 
 _CATEGORIES = ("gradients", "activations", "temporaries")
@@ -26,8 +26,9 @@ class Simulation:
 
     ``timeline``: live dynamic bytes after every allocation and free. ``peak_bytes``: their largest sum;
     ``resident_bytes``: parameters, buffers, inputs and optimizer state. ``peak_node``: the node at whose run it is
-    reached. ``flops``: of the whole step; ``recompute_flops``: those of forward nodes that run in backward;
-    ``seconds``: modelled run time, None where the profile has no times.
+    reached. ``saved_bytes``: kept for backward across the boundary. ``flops``: of the whole step;
+    ``recompute_flops``: those of forward nodes that run in backward; ``seconds``: modelled or measured run time of all
+    operations, None where the profile has no times.
     """
 
     timeline: Timeline
@@ -38,60 +39,6 @@ class Simulation:
     flops: int
     recompute_flops: int
     seconds: float | None
-
-
-class _Live:
-    """Storages and values that are there; every change becomes an event."""
-
-    def __init__(self, known: Facts, schedule: Schedule):
-        self.known = known
-        self.values: set[int] = set(known.given)
-        self.storages: set[int] = set(known.resident)
-        self.events: list[tuple[int, int]] = []  # bytes, category
-        self.owner: list[int | None] = []  # the node that an event belongs to
-        self.members: dict[int, set[int]] = {}
-        gradients = {s for p in known.bw_outputs if p is not None for s in known.graph.nodes[p].storages}
-        outputs = {s for p in known.outputs if p is not None for s in known.graph.nodes[p].storages}
-        self.category = {s: _ACTIVATION for s in {*schedule.saved, *outputs}}
-        self.category.update({s: _GRADIENT for s in gradients})
-
-    def event(self, size: int, category: int, node: int | None):
-        if size:
-            self.events.append((size, category))
-            self.owner.append(node)
-
-    def compute(self, place: int, again: bool, workspace: int):
-        known = self.known
-        graph = known.graph
-        for source in known.reads(place, again):
-            if source not in self.values:
-                raise ScheduleError(
-                    f"{_named(graph, place)} reads {_named(graph, source)}, which is not there: the schedule has freed "
-                    "it or never computed it"
-                )
-        born = known.born.get(place, frozenset())
-        for storage in known.storages(place, again):
-            if storage in born:
-                if storage in self.storages:
-                    raise ScheduleError(f"{_named(graph, place)} is computed while its result is still there")
-                self.storages.add(storage)
-                self.event(known.bytes[storage], self._category(storage, again), place)
-            self.members.setdefault(storage, set()).add(place)
-        if workspace:
-            self.event(workspace, _TEMPORARY, place)
-            self.event(-workspace, _TEMPORARY, place)
-        self.values.add(place)
-
-    def free(self, storage: int, again: bool, node: int | None):
-        if storage not in self.storages:
-            raise ScheduleError(f"storage {storage} is freed, but it is not there")
-        self.storages.discard(storage)
-        self.values -= self.members.pop(storage, set())
-        self.event(-self.known.bytes[storage], self._category(storage, again), node)
-
-    def _category(self, storage: int, again: bool) -> int:
-        category = self.category.get(storage, _TEMPORARY)
-        return _TEMPORARY if again and category == _ACTIVATION else category
 
 
 def simulate(graph: JointGraph, profile, schedule: Schedule) -> Simulation:
@@ -105,86 +52,162 @@ def simulate(graph: JointGraph, profile, schedule: Schedule) -> Simulation:
     Raises:
         ScheduleError: if the schedule belongs to another graph, reads what is not there, or computes what is.
     """
-    check_same(graph, schedule.graph, "schedule")
-    known = facts(graph)
-    live = _Live(known, schedule)
-    state = rng_state_bytes(graph)
-    counts: list[int] = []
-    again_born: set[int] = set()
-    replayed = set(schedule.replayed)
-    node = None
-    for step in schedule.forward:
-        if step.kind == COMPUTE:
-            node = step.id
-            counts.append(node)
-            if node in replayed:
-                live.event(state, _ACTIVATION, node)
-            live.compute(node, False, profile.workspace_bytes[node])
-        else:
-            live.free(step.id, False, node)
-    boundary = len(live.events)
-    saved = set(schedule.saved)
-    if lost := saved - live.storages:
-        raise ScheduleError(f"storages {sorted(lost)} are to be saved, but the forward has freed them")
-    # Backward is given the covering value of what was saved, and nothing else of the forward.
-    live.values = {*known.given, *(known.cover[s] for s in saved)}
-    live.members = {s: {known.cover[s]} for s in saved}
-    for place in known.tangents:
-        for storage in graph.nodes[place].storages:
-            live.storages.add(storage)
-            live.event(known.bytes[storage], _TEMPORARY, place)
-    recomputed = 0
-    last_replay = {step.id: at for at, step in enumerate(schedule.backward) if step.kind == COMPUTE and step.id in replayed}
-    for at, step in enumerate(schedule.backward):
-        if step.kind == COMPUTE:
-            node = step.id
-            counts.append(node)
-            again = graph.nodes[node].phase == FORWARD
-            if again:
-                recomputed += profile.flops[node]
-                again_born |= known.born.get(node, frozenset())
-            if node in replayed:
-                live.event(state, _TEMPORARY, node)  # the generator's own state is put aside
-            live.compute(node, again, profile.workspace_bytes[node])
-            if node in replayed:
-                live.event(-state, _TEMPORARY, node)
-                if last_replay[node] == at:
-                    live.event(-state, _ACTIVATION, node)
-        else:
-            live.free(step.id, step.id in again_born, node)
-            again_born.discard(step.id)
-    timeline = _timeline(live.events, boundary)
-    peak = timeline.peak_bytes
-    seconds = profile.seconds
+    live = follow(graph, schedule, profile.workspace_bytes)
+    timeline = live.timeline()
+    order = [step.id for step in (*schedule.forward, *schedule.backward) if step.kind == COMPUTE]
+    again = [s.id for s in schedule.backward if s.kind == COMPUTE and graph.nodes[s.id].phase == FORWARD]
     return Simulation(
         timeline=timeline,
-        peak_bytes=peak,
+        peak_bytes=timeline.peak_bytes,
         peak_node=live.owner[timeline.peak_index - 1] if timeline.peak_index else None,
-        resident_bytes=sum(known.bytes[s] for s in known.resident),
-        saved_bytes=sum(known.bytes[s] for s in saved),
-        flops=sum(profile.flops[place] for place in counts),
-        recompute_flops=recomputed,
-        seconds=None if seconds is None else sum(seconds[place] for place in counts),
+        resident_bytes=sum(live.known.bytes[s] for s in live.known.resident) + graph.optimizer_bytes,
+        saved_bytes=sum(live.known.bytes[s] for s in schedule.saved),
+        flops=sum(profile.flops[place] for place in order),
+        recompute_flops=sum(profile.flops[place] for place in again),
+        seconds=None if profile.seconds is None else sum(profile.seconds[place] for place in order),
     )
 
 
-def _timeline(events, boundary) -> Timeline:
-    live = [0]
-    series = [[0], [0], [0]]
-    for size, category in events:
-        live.append(live[-1] + size)
-        for index, values in enumerate(series):
-            values.append(values[-1] + (size if index == category else 0))
-    return Timeline(tuple(live), {n: tuple(s) for n, s in zip(_CATEGORIES, series) if any(s)}, boundary)
+def follow(graph: JointGraph, schedule: Schedule, workspace_bytes) -> Live:
+    """Every allocation and free of `schedule`, in order."""
+    check_same(graph, schedule.graph, "schedule")
+    live = Live(graph, schedule, workspace_bytes)
+    live.run_forward(schedule.forward)
+    live.enter_backward(schedule.saved)
+    live.run_backward(schedule.backward)
+    return live
+
+
+class Live:
+    """Storages and values that are there while a schedule is followed; every change becomes an event.
+
+    ``events``: (bytes, category); ``owner``: the node that each belongs to; ``boundary``: events before backward;
+    ``after``: live bytes right after every compute step, its arguments not yet freed and without its workspace.
+    """
+
+    def __init__(self, graph: JointGraph, schedule: Schedule, workspace_bytes):
+        known = facts(graph)
+        self.graph, self.known, self.workspace_bytes = graph, known, workspace_bytes
+        self.values: set[int] = set(known.given)
+        self.storages: set[int] = set(known.resident)
+        self.members: dict[int, set[int]] = {}
+        self.recomputed: set[int] = set()  # storages whose present content was computed again
+        self.replayed = set(schedule.replayed)
+        self.state_bytes = rng_state_bytes(graph)
+        self.events: list[tuple[int, int]] = []
+        self.owner: list[int | None] = []
+        self.after: list[int] = []
+        self.total = self.boundary = 0
+        self.category = dict.fromkeys({*schedule.saved, *_storages(known, known.outputs)}, _ACTIVATION)
+        self.category.update(dict.fromkeys(_storages(known, known.bw_outputs), _GRADIENT))
+
+    def run_forward(self, steps):
+        node = None
+        for step in steps:
+            if step.kind == COMPUTE:
+                node = step.id
+                if node in self.replayed:
+                    self._event(self.state_bytes, _ACTIVATION, node)
+                self._compute(node, False)
+            else:
+                self._free(step.id, node)
+
+    def enter_backward(self, saved):
+        """Backward is given the covering value of what was saved, and nothing else of the forward."""
+        self.boundary = len(self.events)
+        if lost := set(saved) - self.storages:
+            raise ScheduleError(f"storages {sorted(lost)} are to be saved, but the forward has freed them")
+        self.members = {storage: {self.known.cover[storage]} for storage in saved}
+        self.values = {*self.known.given, *(self.known.cover[storage] for storage in saved)}
+        for place in self.known.tangents:
+            for storage in self.graph.nodes[place].storages:
+                if storage not in self.storages:
+                    self.storages.add(storage)
+                    self._event(self.known.bytes[storage], _TEMPORARY, place)
+
+    def run_backward(self, steps):
+        last = {step.id: at for at, step in enumerate(steps) if step.kind == COMPUTE and step.id in self.replayed}
+        node = None
+        for at, step in enumerate(steps):
+            if step.kind != COMPUTE:
+                self._free(step.id, node)
+                continue
+            node = step.id
+            replays = node in self.replayed
+            if replays:  # the generator's present state is put aside
+                self._event(self.state_bytes, _TEMPORARY, node)
+            self._compute(node, self.graph.nodes[node].phase == FORWARD)
+            if replays:
+                self._event(-self.state_bytes, _TEMPORARY, node)
+                if last[node] == at:
+                    self._event(-self.state_bytes, _ACTIVATION, node)
+
+    def timeline(self) -> Timeline:
+        live = [0]
+        series: list[list[int]] = [[0], [0], [0]]
+        for size, category in self.events:
+            live.append(live[-1] + size)
+            for index, values in enumerate(series):
+                values.append(values[-1] + (size if index == category else 0))
+        return Timeline(tuple(live), {n: tuple(s) for n, s in zip(_CATEGORIES, series) if any(s)}, self.boundary)
+
+    def _compute(self, place: int, again: bool):
+        known = self.known
+        for source in known.reads(place, again):
+            if source not in self.values:
+                raise ScheduleError(
+                    f"{self._name(place)} reads {self._name(source)}, which is not there: the schedule has freed it "
+                    "or never computed it"
+                )
+        born = known.born.get(place, frozenset())
+        for storage in known.storages(place, again):
+            if storage in born:
+                if storage in self.storages:
+                    raise ScheduleError(f"{self._name(place)} is computed while its result is still there")
+                self.storages.add(storage)
+                if again:
+                    self.recomputed.add(storage)
+                self._event(known.bytes[storage], self._category(storage), place)
+            self.members.setdefault(storage, set()).add(place)
+        self.values.add(place)
+        self.after.append(self.total)
+        if workspace := self.workspace_bytes[place]:
+            self._event(workspace, _TEMPORARY, place)
+            self._event(-workspace, _TEMPORARY, place)
+
+    def _free(self, storage: int, node: int | None):
+        if storage not in self.storages:
+            raise ScheduleError(f"storage {storage} is freed, but it is not there")
+        self._event(-self.known.bytes[storage], self._category(storage), node)
+        self.storages.discard(storage)
+        self.recomputed.discard(storage)
+        self.values -= self.members.pop(storage, set())
+
+    def _category(self, storage: int) -> int:
+        return _TEMPORARY if storage in self.recomputed else self.category.get(storage, _TEMPORARY)
+
+    def _event(self, size: int, category: int, node: int | None):
+        if size:
+            self.total += size
+            self.events.append((size, category))
+            self.owner.append(node)
+
+    def _name(self, place: int) -> str:
+        node = self.graph.nodes[place]
+        return f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r}"
+
+
+def _storages(known: Facts, places) -> set[int]:
+    return {storage for place in places if place is not None for storage in known.graph.nodes[place].storages}
 
 
 def rng_state_bytes(graph: JointGraph) -> int:
-    """Bytes of the state that a random operation's second run starts from; it lies in host memory."""
-    on_host = all(
-        value.device.type == "cpu"
-        for node in graph.module.graph.nodes
-        if isinstance(value := node.meta.get("val"), torch.Tensor)
-    )
+    """Bytes, on the graph's device, of the state that a random operation's second run starts from.
+
+    It lies in host memory, so that a step on a GPU has none.
+    """
+    values = (node.meta.get("val") for node in graph.module.graph.nodes)
+    on_host = all(value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor))
     return torch.get_rng_state().numel() if on_host else 0
 
 
@@ -195,8 +218,3 @@ def check_same(graph: JointGraph, found: str, what: str) -> None:
             f"this {what} was made for another graph ({found[:12]}, not {graph.hash[:12]}): model, shapes, dtypes or "
             "torch differ. Make it anew for this model and these arguments."
         )
-
-
-def _named(graph: JointGraph, place: int) -> str:
-    node = graph.nodes[place]
-    return f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r}"

@@ -1,0 +1,61 @@
+"""A budget is an upper bound on the peak: a fraction of the plain step's dynamic peak, or bytes of everything."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def dynamic_limit(budget, baseline_bytes: int, resident_bytes: int) -> int | None:
+    """The bound on dynamic bytes that `budget` means.
+
+    Args:
+        budget: None for no bound; a float in (0, 1], that fraction of `baseline_bytes`; an int, bytes of the whole
+            peak, resident ones included; a string such as ``"6GiB"`` or ``"512MB"``, the same.
+        baseline_bytes: dynamic peak of the step without checkpointing.
+        resident_bytes: parameters, buffers, inputs and optimizer state.
+
+    Raises:
+        TypeError, ValueError: for what is no budget.
+
+    Example:
+        >>> dynamic_limit(0.5, 1000, 300), dynamic_limit("1kB", 1000, 300)
+        (500, 700)
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, str):
+        return parse_bytes(budget) - resident_bytes
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(f"a budget is a float, bytes or a string such as '6GiB', got {type(budget).__name__}")
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise ValueError(
+                f"a float budget is a fraction of the plain step's dynamic peak, in (0, 1], got {budget}; for bytes "
+                "give an int or a string such as '6GiB'"
+            )
+        return math.floor(budget * baseline_bytes)
+    if budget <= 0:
+        raise ValueError(f"a budget in bytes must be positive, got {budget}")
+    return budget - resident_bytes
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from a number with a unit, such as ``"6GiB"`` or ``"512 MB"``.
+
+    Raises:
+        ValueError: naming the units that are known.
+    """
+    found = _PATTERN.fullmatch(text)
+    unit = found[2].lower() if found else ""
+    if found is None or unit not in _UNITS:
+        known = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        raise ValueError(f"{text!r} is no size in bytes: write a number and one of {known}, as in '6GiB'")
+    size = math.floor(float(found[1]) * _UNITS[unit])
+    if size <= 0:
+        raise ValueError(f"a budget in bytes must be positive, got {text!r}")
+    return size
