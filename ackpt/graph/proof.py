@@ -69,18 +69,16 @@ def live_after(module: fx.GraphModule, arguments, uncounted, held: int, state_by
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)
         change(values[node], +1)
-        if node.op != "placeholder" and not _belongs_to_next(node):
+        if node.op != "placeholder" and not _unpacks_state(node):
             found.append(total + (state_bytes if node.target is run_again else 0))
         for used in last.get(node, ()):
             change(values.pop(used), -1)
     raise RewriteError("a rewritten module has no output")
 
 
-def _belongs_to_next(node: fx.Node) -> bool:
-    """A random operation that keeps its generator's state is three nodes: both results, the state, the result."""
-    return node.target is run_and_save or (
-        node.target is operator.getitem and node.args[0].target is run_and_save and node.args[1] == 0
-    )
+def _unpacks_state(node: fx.Node) -> bool:
+    """The two nodes that take a random operation's result and its generator's state apart are no operations."""
+    return node.target is operator.getitem and node.args[0].target is run_and_save
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
