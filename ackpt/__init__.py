@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from .errors import CheckpointError, OffloadError
+from .errors import BudgetError, CheckpointError, OffloadError
 from .guards import guarantees
 from .loss import chunked_cross_entropy
 from .meter import compare_seconds, count_flops, measure
@@ -14,31 +14,46 @@ from .reentrant import checkpoint
 from .wrap import apply_activation_checkpointing, checkpoint_sequential, remove_activation_checkpointing
 
 if TYPE_CHECKING:
-    from .graph import trace
+    from .graph import Plan, profile, trace
+    from .policies import compile, plan
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BudgetError",
     "CheckpointError",
     "OffloadError",
+    "Plan",
     "apply_activation_checkpointing",
     "checkpoint",
     "checkpoint_sequential",
     "chunked_cross_entropy",
     "compare_seconds",
+    "compile",
     "count_flops",
     "guarantees",
     "is_recomputing",
     "measure",
     "offload_pays",
     "offload_saved_tensors",
+    "plan",
     "predict",
+    "profile",
     "remove_activation_checkpointing",
     "trace",
 ]
 
 # Imported when asked for: Part II, which needs torch's compiler stack, and what experiments hang on.
-_LATER = {"colab": ("ackpt.colab", None), "graph": ("ackpt.graph", None), "trace": ("ackpt.graph", "trace")}
+_LATER = {
+    "Plan": ("ackpt.graph", "Plan"),
+    "colab": ("ackpt.colab", None),
+    "compile": ("ackpt.policies", "compile"),
+    "graph": ("ackpt.graph", None),
+    "plan": ("ackpt.policies", "plan"),
+    "policies": ("ackpt.policies", None),
+    "profile": ("ackpt.graph", "profile"),
+    "trace": ("ackpt.graph", "trace"),
+}
 
 
 def __getattr__(name: str):

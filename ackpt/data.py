@@ -283,9 +283,7 @@ class Batch:
         return Batch(tokens, targets, cu_seqlens, self.max_seqlen)
 
 
-def packed_batches(
-    stream: Tensor, seq_len: int, batch_size: int, steps: int, seed: int = 0
-) -> Iterator[Batch]:
+def packed_batches(stream: Tensor, seq_len: int, batch_size: int, steps: int, seed: int = 0) -> Iterator[Batch]:
     """`steps` batches of `batch_size` windows of `seq_len` tokens, cut from `stream` [N] at random places.
 
     The places depend on `seed` alone and leave every global random state untouched. Raises ValueError at the
@@ -309,9 +307,7 @@ def packed_batches(
     return _windows(stream, seq_len, batch_size, steps, torch.Generator().manual_seed(seed))
 
 
-def _windows(
-    stream: Tensor, seq_len: int, batch_size: int, steps: int, generator: torch.Generator
-) -> Iterator[Batch]:
+def _windows(stream: Tensor, seq_len: int, batch_size: int, steps: int, generator: torch.Generator) -> Iterator[Batch]:
     cu_seqlens = torch.arange(batch_size + 1, dtype=torch.int32) * seq_len
     for _ in range(steps):
         starts = torch.randint(len(stream) - seq_len, (batch_size, 1), generator=generator)

@@ -21,9 +21,7 @@ try:
     from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
     from seaborn import color_palette
 except ImportError as error:
-    raise ImportError(
-        f'figures need matplotlib and seaborn ({error}): pip install "ackpt[plots]"'
-    ) from error
+    raise ImportError(f'figures need matplotlib and seaborn ({error}): pip install "ackpt[plots]"') from error
 
 MIB = 2**20
 DPI = 144

@@ -269,9 +269,7 @@ def _tensors(reach):
 
 def _aliases(tensors, needs_grad):
     """Leaves over the same storage, so that the region's graph starts here and not in the caller's history."""
-    return [
-        tensor.detach().requires_grad_(True) if needed else tensor for tensor, needed in zip(tensors, needs_grad)
-    ]
+    return [tensor.detach().requires_grad_(True) if needed else tensor for tensor, needed in zip(tensors, needs_grad)]
 
 
 def _detached(outputs):

@@ -3,7 +3,36 @@
 ``import ackpt`` does not load it; ``ackpt.trace`` and ``ackpt.graph`` do when they are first used.
 """
 
+from .compile import PlannedStep
 from .joint import JointGraph, Node, Storage, TraceError
+from .plan import Activation, Plan, PlanError
+from .profile import Profile, profile
+from .proof import RewriteError
+from .rewrite import Rewritten, rewrite
+from .schedule import Schedule, ScheduleError, Step, lower, scheduled
+from .simulate import Simulation, simulate
 from .trace import trace
 
-__all__ = ["JointGraph", "Node", "Storage", "TraceError", "trace"]
+__all__ = [
+    "Activation",
+    "JointGraph",
+    "Node",
+    "Plan",
+    "PlanError",
+    "PlannedStep",
+    "Profile",
+    "RewriteError",
+    "Rewritten",
+    "Schedule",
+    "ScheduleError",
+    "Simulation",
+    "Step",
+    "Storage",
+    "TraceError",
+    "lower",
+    "profile",
+    "rewrite",
+    "scheduled",
+    "simulate",
+    "trace",
+]

@@ -106,6 +106,4 @@ def _meta(tensor):
 
 
 def _autocast():
-    return tuple(
-        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-    )
+    return tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))

@@ -54,6 +54,12 @@ class Facts:
         return found
 
     @cached_property
+    def savable(self) -> frozenset[int]:
+        """Storages of the forward that could be kept for backward."""
+        forward = (s for s in self.graph.storages if self.graph.nodes[s.producer].phase == FORWARD)
+        return frozenset(s.id for s in forward if s.id not in self.resident and s.id in self.cover)
+
+    @cached_property
     def effects(self) -> set[int]:
         """Nodes that change something outside of the graph, or the state of a random generator."""
         return {n.id for n in self.graph.nodes if n.is_random or _writes(self.fx[n.id]) or _communicates(self.fx[n.id])}

@@ -42,7 +42,9 @@ def profile(graph: JointGraph, device=None) -> Profile:
     known = facts(graph)
     fx = [known.fx[node.id] for node in graph.nodes]
     born = [sum(known.bytes[s] for s in known.born.get(node.id, ())) for node in graph.nodes]
-    read = [sum(known.bytes[s] for s in {s for i in node.inputs for s in graph.nodes[i].storages}) for node in graph.nodes]
+    read = [
+        sum(known.bytes[s] for s in {s for i in node.inputs for s in graph.nodes[i].storages}) for node in graph.nodes
+    ]
     return Profile(
         device="any",
         flops=tuple(node_flops(node) for node in fx),

@@ -160,9 +160,7 @@ class _Builder:
             node = self.graph.call_function(_BATCH_NORM_AGAIN, args, kwargs)
         elif is_recomputed and place in self.states:
             args, kwargs = self._mapped(original.args, original.kwargs)
-            node = self.graph.call_function(
-                run_again, (self.states[place], original.target, *args), kwargs
-            )
+            node = self.graph.call_function(run_again, (self.states[place], original.target, *args), kwargs)
         elif saves_state:
             args, kwargs = self._mapped(original.args, original.kwargs)
             both = self.graph.call_function(run_and_save, (original.target, *args), kwargs)

@@ -18,9 +18,7 @@ HALF = (torch.float16, torch.bfloat16)
 _choice = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool = False
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool = False) -> Tensor:
     """Softmax attention within each packed sequence: q, k, v [tokens, heads, head_dim] -> the same shape.
 
     CUDA in fp16 or bf16 from compute capability 8.0 on runs `varlen_attn`. Elsewhere each sequence is one
@@ -55,9 +53,7 @@ def attention(
     return torch.cat([_flash(a[None], b[None], c[None], causal)[0] for a, b, c in pieces if len(a)])
 
 
-def _check_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int
-) -> list[int] | None:
+def _check_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> list[int] | None:
     """The lengths of the sequences where reading them is free (CPU), else None."""
     if q.ndim != 3 or not q.shape == k.shape == v.shape:
         raise ValueError(

@@ -1,0 +1,166 @@
+"""A plan: a schedule, what it promises, and which activation got which fate; saved as JSON, bound to its graph."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+
+from ..meter import memory_format
+from ..results import write_text_atomic
+from ..timeline import Timeline
+from .joint import JointGraph
+from .schedule import COMPUTE, FREE, Schedule, Step
+
+SAVED, RECOMPUTED = "saved", "recomputed"
+_SCHEMA = {"schema": "ackpt.plan", "version": 1}
+
+
+class PlanError(ValueError):
+    """A plan that cannot be read, or that does not belong to the model it is used for."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What backward needs of one operation's result: its fate, bytes, and where in the model it comes from."""
+
+    name: str
+    fate: str
+    bytes: int
+    module: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `ackpt.plan` promises about a step.
+
+    ``peak_bytes``: the largest sum of resident and dynamic bytes; ``resident_bytes``: parameters, buffers, inputs and
+    optimizer state; ``baseline_peak_bytes``: the peak without checkpointing; ``saved_bytes``: kept for backward.
+    ``flops``: of the step, ``recompute_flops``: those that run again. ``limit_bytes``: the bound on dynamic bytes
+    that the budget means, None without one. ``activations``: what backward needs, in the order of the forward.
+    """
+
+    policy: str
+    limit_bytes: int | None
+    peak_bytes: int
+    resident_bytes: int
+    baseline_peak_bytes: int
+    saved_bytes: int
+    flops: int
+    recompute_flops: int
+    peak_node: str
+    activations: tuple[Activation, ...]
+    schedule: Schedule
+    timeline: Timeline
+
+    @property
+    def dynamic_peak_bytes(self) -> int:
+        """The peak without resident bytes."""
+        return self.peak_bytes - self.resident_bytes
+
+    @property
+    def baseline_dynamic_peak_bytes(self) -> int:
+        """The dynamic peak without checkpointing."""
+        return self.baseline_peak_bytes - self.resident_bytes
+
+    @cached_property
+    def fates(self) -> dict[str, str]:
+        """``{name of the node: "saved" | "recomputed"}`` for every activation that backward needs."""
+        return {activation.name: activation.fate for activation in self.activations}
+
+    def table(self) -> str:
+        """The promise and the ten largest activations, as aligned text."""
+        dynamic, baseline = self.dynamic_peak_bytes, self.baseline_dynamic_peak_bytes
+        plain = max(1, self.flops - self.recompute_flops)
+        kept = sum(activation.fate == SAVED for activation in self.activations)
+        lines = [
+            f"policy            {self.policy}",
+            f"peak              {memory_format(self.peak_bytes)}, of it {memory_format(self.resident_bytes)} resident",
+            f"dynamic peak      {memory_format(dynamic)} = {dynamic / max(1, baseline):.3f} of the plain step's "
+            f"{memory_format(baseline)}",
+            f"reached at        {self.peak_node}",
+            f"recomputed        {self.recompute_flops / 1e9:.3f} GFLOP, +{self.recompute_flops / plain:.1%} of the step",
+            f"activations       {kept} of {len(self.activations)} saved, {memory_format(self.saved_bytes)}",
+            "",
+            "ten largest       fate        where",
+        ]
+        largest = sorted(self.activations, key=lambda activation: -activation.bytes)[:10]
+        lines += [f"{memory_format(a.bytes):<17} {a.fate:<11} {a.module or '-'} ({a.name})" for a in largest]
+        return "\n".join(lines)
+
+    def plot(self, title: str | None = None):
+        """Live bytes over the steps of the plan, as `ackpt.plots.timeline_plot` draws them."""
+        from ..plots import timeline_plot
+
+        share = self.dynamic_peak_bytes / max(1, self.baseline_dynamic_peak_bytes)
+        title = title or f"{self.policy}: {share:.2f} of the plain step's dynamic peak"
+        return timeline_plot(self.timeline.thinned(1000), title, self.resident_bytes)
+
+    def save(self, path) -> Path:
+        """Write the plan as JSON, whole or not at all."""
+        data: dict = dict(_SCHEMA)
+        for field in fields(self):
+            data[field.name] = getattr(self, field.name)
+        data["activations"] = [asdict(activation) for activation in self.activations]
+        schedule = self.schedule
+        data["schedule"] = {
+            "graph": schedule.graph,
+            "forward": _packed(schedule.forward),
+            "backward": _packed(schedule.backward),
+            "saved": list(schedule.saved),
+            "replayed": list(schedule.replayed),
+        }
+        data["timeline"] = self.timeline.to_json()
+        return write_text_atomic(path, json.dumps(data) + "\n")
+
+    @classmethod
+    def load(cls, path) -> Plan:
+        """The plan that `save` wrote.
+
+        Raises:
+            PlanError: if the file is no plan, is truncated, or was written by another version.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise PlanError(
+                f"{path} is no plan: {error}. It may be truncated; plan again and save it with Plan.save"
+            ) from error
+        found = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
+        if found != _SCHEMA:
+            raise PlanError(f"{path} is no plan of this version: expected {_SCHEMA}, found {found}; plan again")
+        try:
+            schedule = data["schedule"]
+            data["schedule"] = Schedule(
+                schedule["graph"],
+                _unpacked(schedule["forward"]),
+                _unpacked(schedule["backward"]),
+                tuple(schedule["saved"]),
+                tuple(schedule["replayed"]),
+            )
+            data["activations"] = tuple(Activation(**activation) for activation in data["activations"])
+            data["timeline"] = Timeline.from_json(data["timeline"])
+            return cls(**{field.name: data[field.name] for field in fields(cls)})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"{path} is no whole plan ({error!r} while reading it); plan again") from error
+
+
+def _packed(steps) -> list[int]:
+    """A compute step as its node's id, a free as -1 - the storage's."""
+    return [step.id if step.kind == COMPUTE else -1 - step.id for step in steps]
+
+
+def _unpacked(numbers) -> tuple[Step, ...]:
+    return tuple(Step(COMPUTE, number) if number >= 0 else Step(FREE, -1 - number) for number in numbers)
+
+
+def activations(graph: JointGraph, storages, saved, cover) -> tuple[Activation, ...]:
+    """The activations among `storages` with their fates, in the order of the forward."""
+    found = []
+    for storage in sorted(storages, key=lambda s: cover[s]):
+        node = graph.nodes[cover[storage]]
+        fate = SAVED if storage in saved else RECOMPUTED
+        found.append(Activation(node.name, fate, graph.storages[storage].bytes, node.module, node.source))
+    return tuple(found)

@@ -1,0 +1,55 @@
+"""`ackpt.compile`: a model whose step keeps a budget."""
+
+from __future__ import annotations
+
+from ..graph.compile import PlannedStep
+from ..graph.plan import Plan, PlanError
+from .planner import POLICIES, plan as make_plan
+
+
+def compile(model, *args, budget=None, policy="none", plan=None, differentiate="loss", options=None, **kwargs):
+    """`model` as a module whose training step runs as planned.
+
+    Args:
+        model: an ``nn.Module``; its parameters and buffers are shared, not copied.
+        args, kwargs: what it will be called with; the plan is made for them now, before anything runs. Called with
+            other shapes later, the step is captured and planned anew under the same budget.
+        budget, policy, options: as in `ackpt.plan`; `options` is a dict.
+        plan: a `Plan` to run instead, made for this model and these arguments.
+        differentiate: ``"loss"`` or ``"all"``, as in `ackpt.trace`.
+
+    Returns:
+        A `PlannedStep`; its ``plan`` is the `Plan`. It returns what the model returns, with the same gradients, and
+        runs the model itself where no gradient is asked for.
+
+    Raises:
+        BudgetError: if the budget cannot be kept; names the smallest that can.
+        TraceError: if the model cannot be captured as one graph.
+        PlanError: if `plan` was made for another model, other arguments or another version of torch.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> step = ackpt.compile(model, torch.ones(4, 8), policy="full")
+        >>> step(torch.ones(4, 8)).sum().backward()
+        >>> step.plan.policy
+        'full'
+    """
+    if plan is not None and budget is not None:
+        raise ValueError("give either a budget or a plan; a plan has its budget")
+    if policy not in POLICIES:
+        raise ValueError(f"policy {policy!r} is not known; the policies are {', '.join(POLICIES)}")
+
+    def planner(graph) -> Plan:
+        if plan is None:
+            return make_plan(graph, budget, policy, **(options or {}))
+        if plan.schedule.graph != graph.hash:
+            raise PlanError(
+                f"this plan was made for another graph ({plan.schedule.graph[:12]}, not {graph.hash[:12]}): model, "
+                "arguments, dtypes or torch differ. Plan anew for this model and these arguments."
+            )
+        return plan
+
+    step = PlannedStep(model, planner, differentiate)
+    step.prepare(*args, **kwargs)
+    return step

@@ -1,0 +1,64 @@
+"""Where a graph can be cut into blocks: single tensors that all of the forward behind them depends on alone.
+
+These are the articulation points of the forward graph, as in Chen et al. 2016 (arXiv:1604.06174). Only what carries
+the gradient from the inputs to the outputs counts: masks, positional tables and casts of weights cross blocks freely.
+"""
+
+from __future__ import annotations
+
+from ..graph.facts import facts
+from ..graph.joint import FORWARD, JointGraph
+
+
+def cut_points(graph: JointGraph) -> list[int]:
+    """Ids of the storages at which the forward can be cut, in their order."""
+    known = facts(graph)
+    nodes = graph.nodes
+    on_path = _between_inputs_and_outputs(graph)
+    born: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for place in sorted(on_path):
+        for storage in nodes[place].storages:
+            if storage not in known.resident:
+                born.setdefault(storage, place)
+        for source in nodes[place].inputs:
+            if source in on_path:
+                last.update({s: place for s in nodes[source].storages if s in born})
+    alive = {s: last[s] for s in born if last.get(s, born[s]) > born[s]}
+    cuts: list[int] = []
+    by_birth = sorted(alive, key=born.__getitem__)
+    current: set[int] = set()
+    index = 0
+    for place in sorted(on_path):
+        while index < len(by_birth) and born[by_birth[index]] <= place:
+            current.add(by_birth[index])
+            index += 1
+        current = {s for s in current if alive[s] > place}
+        if len(current) == 1 and (storage := next(iter(current))) not in cuts[-1:]:
+            cuts.append(storage)
+    return cuts
+
+
+def _between_inputs_and_outputs(graph: JointGraph) -> set[int]:
+    """Forward nodes that depend on both an input and a trained parameter, and that an output depends on."""
+    known = facts(graph)
+    nodes = graph.nodes
+    trained = {name for name in graph.gradients}
+    of_input, of_parameter = set(), set()
+    for node in nodes:
+        if node.phase != FORWARD:
+            continue
+        what = known.fx[node.id].meta.get("desc") if known.fx[node.id].op == "placeholder" else None
+        kind = type(what).__name__
+        if kind == "PlainAOTInput" or any(source in of_input for source in node.inputs):
+            of_input.add(node.id)
+        if getattr(what, "target", None) in trained or any(source in of_parameter for source in node.inputs):
+            of_parameter.add(node.id)
+    needed: set[int] = set()
+    todo = [place for place in known.outputs if place is not None]
+    while todo:
+        place = todo.pop()
+        if place not in needed:
+            needed.add(place)
+            todo += nodes[place].inputs
+    return of_input & of_parameter & needed

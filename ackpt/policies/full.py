@@ -1,0 +1,61 @@
+"""Checkpoint every block: keep single tensors between blocks, recompute the inside of each block when it is needed.
+
+What `torch.utils.checkpoint` around every block does, without being told the blocks: they are found as the stretches
+between cut points. Which of the cut points are kept is chosen by the byte-threshold sweep of Chen et al. 2016
+(arXiv:1604.06174, algorithm 3), each candidate simulated; the lowest peak is taken, then the least recomputation. The
+last block's activations are kept, since its backward follows at once.
+"""
+
+from __future__ import annotations
+
+from ..graph.facts import facts
+from ..graph.schedule import Schedule, lower
+from ..graph.simulate import simulate
+from .cuts import cut_points
+
+
+def schedule(graph, profile, limit_bytes) -> Schedule:
+    candidates = [lower(graph, saved) for saved in segmentations(graph)]
+    found = [simulate(graph, profile, candidate) for candidate in candidates]
+    best = min(range(len(found)), key=lambda i: (found[i].peak_bytes, found[i].recompute_flops))
+    return candidates[best]
+
+
+def segmentations(graph) -> list[frozenset[int]]:
+    """Sets of storages to save, one for each way in which a byte threshold cuts the chain of blocks."""
+    known = facts(graph)
+    needed = lower(graph, known.savable).saved
+    pinned = {s for place in known.fixed for s in graph.nodes[place].storages if s in known.savable}
+    cuts = cut_points(graph)
+    births = [graph.storages[cut].producer for cut in cuts]
+    sizes = [0] * (len(cuts) + 1)  # bytes that backward needs, between one cut and the next
+    block_of = {}
+    for storage in needed:
+        block = sum(birth <= graph.storages[storage].producer for birth in births)
+        if storage not in cuts:
+            sizes[block] += graph.storages[storage].bytes
+        block_of[storage] = block
+    found: dict[frozenset[int], None] = {}
+    for threshold in _thresholds(sizes):
+        kept, running = [], 0
+        for index, cut in enumerate(cuts):
+            running += sizes[index]
+            if running > threshold:
+                kept.append(index)
+                running = 0
+        inside = {s for s, block in block_of.items() if not kept or block > kept[-1]}
+        saved = {cuts[index] for index in kept} | pinned
+        found[frozenset(saved)] = None
+        found[frozenset(saved | inside)] = None
+    return list(found)
+
+
+def _thresholds(sizes) -> list[int]:
+    """From the smallest block to all of them, in steps that grow like the number of blocks of a segment."""
+    total, least = sum(sizes), min((size for size in sizes if size), default=1)
+    steps = [0]
+    threshold = least
+    while threshold < total:
+        steps.append(threshold)
+        threshold = max(threshold + 1, int(threshold * 1.25))
+    return [*steps, total]

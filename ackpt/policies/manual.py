@@ -1,0 +1,38 @@
+"""Given fates: every activation by the name of its node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..graph.facts import facts
+from ..graph.plan import RECOMPUTED, SAVED
+from ..graph.schedule import Schedule, lower
+
+
+def schedule(graph, profile, limit_bytes, *, fates: Mapping[str, str]) -> Schedule:
+    """Save what `fates` says; what it does not name is saved.
+
+    Raises:
+        ValueError: for unknown names and fates, for siblings of one operation with different fates, and for what
+            cannot be recomputed.
+    """
+    known = facts(graph)
+    names = {graph.nodes[known.cover[storage]].name: storage for storage in known.savable}
+    if unknown := sorted(set(fates) - set(names)):
+        raise ValueError(
+            f"no activation is called {unknown[0]!r}; the names are those of plan.fates under policy 'none'"
+        )
+    if wrong := sorted({fate for fate in fates.values() if fate not in (SAVED, RECOMPUTED)}):
+        raise ValueError(f"a fate is 'saved' or 'recomputed', got {wrong[0]!r}")
+    saved = set(known.savable) - {names[name] for name, fate in fates.items() if fate == RECOMPUTED}
+    for name, fate in fates.items():
+        producer = graph.storages[names[name]].producer
+        siblings = [graph.nodes[known.cover[s]].name for s in known.born[producer] if s in known.savable]
+        if fate == RECOMPUTED:
+            if other := next((s for s in siblings if fates.get(s, RECOMPUTED) == SAVED), None):
+                raise ValueError(
+                    f"{name!r} and {other!r} are results of one operation, {graph.nodes[producer].name!r}: running it "
+                    "again brings both, so give them one fate"
+                )
+            saved -= known.born[producer]
+    return lower(graph, saved)

@@ -1,0 +1,98 @@
+"""From a budget to a plan: run the policy, simulate what it returns, refuse what breaks the budget."""
+
+from __future__ import annotations
+
+import importlib
+
+from ..errors import BudgetError
+from ..graph.budget import dynamic_limit
+from ..graph.facts import facts
+from ..graph.joint import JointGraph
+from ..graph.plan import Plan, activations
+from ..graph.profile import profile as profiled
+from ..graph.schedule import Schedule, lower
+from ..graph.simulate import Simulation, simulate
+from ..meter import memory_format
+
+# policy -> the module whose `schedule(graph, profile, limit_bytes, **options)` decides
+POLICIES = {"none": "none", "full": "full", "manual": "manual"}
+
+
+def plan(graph: JointGraph, budget=None, policy: str = "none", *, profile=None, **options) -> Plan:
+    """A plan of `graph` that keeps its peak within `budget`.
+
+    Args:
+        graph: from `ackpt.trace`.
+        budget: None for no bound; a float in (0, 1], that fraction of the dynamic peak without checkpointing; an int
+            or a string such as ``"6GiB"``, bytes of the whole peak: parameters, buffers, inputs, optimizer state and
+            everything the step allocates.
+        policy: ``"none"`` saves what backward needs, ``"full"`` keeps one tensor between two blocks, ``"manual"``
+            takes ``fates={name of a node: "saved" | "recomputed"}``.
+        profile: costs and workspaces per node, from `ackpt.profile`; made if not given.
+        options: of the policy.
+
+    Raises:
+        BudgetError: if the policy cannot keep the budget; names the smallest that it can.
+        ValueError, TypeError: for an unknown policy, what is no budget, and options the policy does not know.
+
+    Example:
+        >>> import torch, ackpt
+        >>> graph = ackpt.trace(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), torch.ones(4, 8))
+        >>> ackpt.plan(graph).fates
+        {'relu': 'saved'}
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"policy {policy!r} is not known; the policies are {', '.join(POLICIES)}")
+    profile = profiled(graph) if profile is None else profile
+    every = everything(graph)
+    baseline = simulate(graph, profile, every)
+    limit = dynamic_limit(budget, baseline.peak_bytes, baseline.resident_bytes)
+    decide = importlib.import_module(f".{POLICIES[policy]}", __package__).schedule
+    schedule = decide(graph, profile, limit, **options)
+    found = simulate(graph, profile, schedule)
+    if limit is not None and found.peak_bytes > limit:
+        raise BudgetError(_refusal(policy, budget, limit, found, baseline))
+    return _plan(graph, policy, limit, schedule, found, baseline, every)
+
+
+def everything(graph: JointGraph) -> Schedule:
+    """The schedule of a step without checkpointing: all that backward needs is saved."""
+    return lower(graph, facts(graph).savable)
+
+
+def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulation, every: Schedule) -> Plan:
+    known = facts(graph)
+    node = None if found.peak_node is None else graph.nodes[found.peak_node]
+    where = "" if node is None else f"{node.name} ({node.target}), {node.phase} of {node.module or 'the model'!r}"
+    return Plan(
+        policy=policy,
+        limit_bytes=limit,
+        peak_bytes=found.peak_bytes + found.resident_bytes,
+        resident_bytes=found.resident_bytes,
+        baseline_peak_bytes=baseline.peak_bytes + baseline.resident_bytes,
+        saved_bytes=found.saved_bytes,
+        flops=found.flops,
+        recompute_flops=found.recompute_flops,
+        peak_node=where,
+        activations=activations(graph, {*every.saved, *schedule.saved}, set(schedule.saved), known.cover),
+        schedule=schedule,
+        timeline=found.timeline,
+    )
+
+
+def _refusal(policy, budget, limit, found: Simulation, baseline: Simulation) -> str:
+    least = (
+        f"{memory_format(found.peak_bytes + found.resident_bytes)} ({found.peak_bytes + found.resident_bytes} bytes)"
+    )
+    share = found.peak_bytes / baseline.peak_bytes
+    return (
+        f"policy {policy!r} cannot keep the budget {budget!r}: it leaves {memory_format(max(0, limit))} for what the step "
+        f"allocates, beside {memory_format(found.resident_bytes)} of parameters, buffers, inputs and optimizer state. "
+        f"The smallest budget that this policy keeps is {least}, or {_rounded_up(share)} of the plain step's dynamic "
+        "peak."
+    )
+
+
+def _rounded_up(share: float) -> float:
+    """`share` with four decimals, never below it."""
+    return -(-share * 10**4 // 1) / 10**4
