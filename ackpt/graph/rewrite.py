@@ -18,8 +18,8 @@ from torch.fx.graph import _BoxedCodeGen
 
 from .facts import facts, is_training_batch_norm
 from .joint import FORWARD, JointGraph
-from .replay import run_again, run_and_save
 from .proof import RewriteError, live_after, storages_in
+from .replay import run_again, run_and_save
 from .schedule import COMPUTE, Schedule
 from .simulate import check_same, follow, rng_state_bytes
 
@@ -103,8 +103,8 @@ def _prove(graph: JointGraph, schedule: Schedule, rewritten: Rewritten) -> None:
     if found != expected:
         at = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
         raise RewriteError(
-            f"operation {at} of the rewritten step leaves {found[at : at + 1]} bytes alive, {expected[at : at + 1]} were "
-            "simulated. This is a fault of ackpt: please report it with the model."
+            f"operation {at} of the rewritten step leaves {found[at : at + 1]} bytes alive, {expected[at : at + 1]} "
+            "were simulated. This is a fault of ackpt: please report it with the model."
         )
 
 

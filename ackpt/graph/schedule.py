@@ -69,8 +69,9 @@ def lower(graph: JointGraph, saved) -> Schedule:
     """The schedule that keeps the storages `saved` for backward and recomputes what else it needs: once, and late.
 
     What one operation brings along has one fate: with a saved storage, its siblings are saved as far as backward
-    reads them; otherwise the operation would run again and bring the saved one along a second time. Each missing value is recomputed right before its first use and freed right after its last. Views are rebuilt.
-    What backward does not need is not run again.
+    reads them; otherwise the operation would run again and bring the saved one along a second time. Each missing
+    value is recomputed right before its first use and freed right after its last. Views are rebuilt. What backward
+    does not need is not run again.
 
     Raises:
         ScheduleError: if a value is not saved that cannot be recomputed.

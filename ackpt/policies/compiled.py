@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..graph.compile import PlannedStep
 from ..graph.plan import Plan, PlanError
-from .planner import POLICIES, plan as make_plan
+from .planner import POLICIES
+from .planner import plan as make_plan
 
 
 def compile(model, *args, budget=None, policy="none", plan=None, differentiate="loss", options=None, **kwargs):

@@ -43,7 +43,7 @@ def _between_inputs_and_outputs(graph: JointGraph) -> set[int]:
     """Forward nodes that depend on both an input and a trained parameter, and that an output depends on."""
     known = facts(graph)
     nodes = graph.nodes
-    trained = {name for name in graph.gradients}
+    trained = set(graph.gradients)
     of_input, of_parameter = set(), set()
     for node in nodes:
         if node.phase != FORWARD:

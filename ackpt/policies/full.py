@@ -38,7 +38,7 @@ def segmentations(graph) -> list[frozenset[int]]:
     found: dict[frozenset[int], None] = {}
     for threshold in _thresholds(sizes):
         kept, running = [], 0
-        for index, cut in enumerate(cuts):
+        for index in range(len(cuts)):
             running += sizes[index]
             if running > threshold:
                 kept.append(index)

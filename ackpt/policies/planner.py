@@ -86,8 +86,9 @@ def _refusal(policy, budget, limit, found: Simulation, baseline: Simulation) -> 
     )
     share = found.peak_bytes / baseline.peak_bytes
     return (
-        f"policy {policy!r} cannot keep the budget {budget!r}: it leaves {memory_format(max(0, limit))} for what the step "
-        f"allocates, beside {memory_format(found.resident_bytes)} of parameters, buffers, inputs and optimizer state. "
+        f"policy {policy!r} cannot keep the budget {budget!r}: it leaves {memory_format(max(0, limit))} for what the "
+        f"step allocates, beside {memory_format(found.resident_bytes)} of parameters, buffers, inputs and optimizer "
+        "state. "
         f"The smallest budget that this policy keeps is {least}, or {_rounded_up(share)} of the plain step's dynamic "
         "peak."
     )

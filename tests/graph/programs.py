@@ -64,6 +64,7 @@ IN_PLACE = (
     *("F.dropout({a}, 0.3, inplace=True)", "{a}.bernoulli_(0.5)", "{a}.uniform_()"),
     *("self.average.mul_(0.9).add_({a}.detach().mean(), alpha=0.1)", "self.count.add_(1)", "{a}.transpose_(0, 1)"),
 )
+_LOSSES = ("sum()", "mean()", "square().mean()", "sin().sum()")
 ALL = (
     *(ELEMENTWISE, ELEMENTWISE, PRODUCTS, VIEWS, VIEWS, SEVERAL, REDUCTIONS, MODULES, INTEGERS, CONSTANTS, RANDOM),
     *(IN_PLACE, IN_PLACE),
@@ -125,7 +126,11 @@ def program(random, max_lines: int = 10, leave_out=()) -> Program:
         line = f"{', '.join(names)} = {line}" if names else line
         lines.append(f"with torch.no_grad(): {line}" if is_quiet else line)
         values += names
-    results = [random.choice(values) for _ in range(random.randint(0, 2))] + values[-1:]
+    floats = [name for name in values if eval(name, scope).is_floating_point()]
+    results = [random.choice(values) for _ in range(random.randint(0, 2))]
+    results += random.sample(floats[-4:], random.randint(1, 2))
+    if random.random() < 0.5:
+        results.append(" + ".join(f"{name}.{random.choice(_LOSSES)}" for name in random.sample(floats, 3)))
     lines.append(f"return {', '.join(results)}")
     return Program("def forward(self, x, y, ids):\n" + "".join(f"    {line}\n" for line in lines), needs_grad)
 
