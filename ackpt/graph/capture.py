@@ -31,8 +31,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from .dropout import eager_dropout
 from .joint import TraceError
 
-# Backward runs without the forward's autocast, as it does when the user calls it; it may run twice (retain_graph).
-_LIKE_EAGER = {"backward_pass_autocast": "off", "donated_buffer": False}
+# Backward runs without the forward's autocast, as it does when the user calls it.
+_LIKE_EAGER = {"backward_pass_autocast": "off"}
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _CALL = nn.Module._call_impl.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep

@@ -79,6 +79,7 @@ class PlannedStep(nn.Module):
         with capture(model, args, kwargs, self.__dict__["differentiate"]) as captured:
             graph = joint_graph(captured.joint.graph_module)
             plan = self.__dict__["planner"](graph)
+            captured.joint._aot_state.fw_metadata.bw_donated_idxs = []  # backward may run again (retain_graph)
             run = aot_compile_joint_with_descriptors(
                 captured.joint, partition_fn=partitioner(graph, plan.schedule), fw_compiler=_run, bw_compiler=_run
             )

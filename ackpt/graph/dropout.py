@@ -1,7 +1,7 @@
 """Dropout as eager PyTorch computes it on the CPU, so that a captured step equals it to the last bit.
 
 Captured, torch's dropout becomes ``native_dropout``, which multiplies by 1/(1-p) at another place and rounds another
-way. The mask is drawn as bools from the same random numbers: what is kept of it may then be one byte per element.
+way. Eager multiplies by noise, 0 or 1/(1-p) per element, which is drawn here by one operation and nothing besides.
 """
 
 from __future__ import annotations
@@ -13,6 +13,18 @@ import torch
 _DROPOUT = torch.ops.aten.dropout.default
 _KEY = torch._C.DispatchKey.CompositeImplicitAutograd
 
+torch.library.define("ackpt_graph::dropout_noise", "(Tensor x, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+
+
+@torch.library.impl("ackpt_graph::dropout_noise", "CPU")
+def _noise(x, p: float):
+    return torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+
+
+@torch.library.register_fake("ackpt_graph::dropout_noise")
+def _noise_shape(x, p: float):
+    return torch.empty_like(x)
+
 
 def _dropout(x, p: float, train: bool):
     if not train or p == 0 or x.numel() == 0:
@@ -21,8 +33,7 @@ def _dropout(x, p: float, train: bool):
         return x * torch.zeros((), dtype=x.dtype, device=x.device)
     if x.device.type != "cpu":
         return torch.ops.aten.native_dropout.default(x, p, train)[0]
-    kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
-    return x * kept.to(x.dtype).div_(1 - p)
+    return x * torch.ops.ackpt_graph.dropout_noise(x.detach(), p)
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ class Plan:
             f"dynamic peak      {memory_format(dynamic)} = {dynamic / max(1, baseline):.3f} of the plain step's "
             f"{memory_format(baseline)}",
             f"reached at        {self.peak_node}",
-            f"recomputed        {self.recompute_flops / 1e9:.3f} GFLOP, +{self.recompute_flops / plain:.1%} of the step",
+            f"recomputed        {self.recompute_flops / 1e9:.3f} GFLOP, {self.recompute_flops / plain:.1%} of the step",
             f"activations       {kept} of {len(self.activations)} saved, {memory_format(self.saved_bytes)}",
             "",
             "ten largest       fate        where",

@@ -51,7 +51,9 @@ def joint_graph(module) -> JointGraph:
     output.meta["ackpt_id"] = len(ordered)
     returned, gradients = _returned(output)
     if not any(_phase(node) == BACKWARD for node in ordered):
-        raise TraceError("no output of the model requires grad, so there is no backward to plan")
+        raise TraceError(
+            "no output of the model that requires grad is computed by an operation, so there is no backward to plan"
+        )
     keys: dict[int, int] = {}
     lies_in = []
     for node in ordered:
@@ -159,6 +161,8 @@ def _with_accesses(nodes, sizes, ordered, returned, gradients):
         backward = [place for place in touched[key] if nodes[place].phase == BACKWARD]
         if ordered[producer].op == "placeholder":
             category = _INPUTS.get(type(ordered[producer].meta["desc"]).__name__, "input")
+        elif ordered[producer].op == "get_attr":  # a constant of the model's code, held by the graph
+            category = "buffer"
         elif key in given_back:
             category = "gradient"
         else:

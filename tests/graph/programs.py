@@ -32,7 +32,7 @@ VIEWS = (
     *("{a}.contiguous()", "{a}.view_as({a})", "{a}.movedim(0, -1)", "{a}.permute(1, 0)", "{a}.as_strided((2, 2), (1, 1))"),
 )
 SEVERAL = (
-    *("torch.chunk({a}, 2, {d})", "{a}.split([1, {a}.shape[-1] - 1], -1)", "{a}.unbind(0)", "{a}.unbind(-1)"),
+    *("torch.chunk({a}, 2, {d})", "{a}.split([1, {a}.shape[-1] - 1], -1)", "{a}.unbind({d})"),
     *("{a}.max({d})", "{a}.min({d})", "{a}.topk(2)", "{a}.sort({d})", "torch.var_mean({a}, {d})", "{a}.cummax({d})"),
     *("torch.aminmax({a})", "{a}.median({d})", "torch.native_layer_norm({a}, (4,), self.weight[0], None, 1e-5)"),
     *("torch.native_dropout({a}, 0.4, True)", "F.max_pool1d({a}[None], 2, return_indices=True)"),
@@ -62,7 +62,7 @@ IN_PLACE = (
     *("{a}[0] = {b}", "{a}[..., 0] = 0.5", "{a}[:, 1:] *= 2", "{a}[{k}] = {b}", "{a}.t().add_({b})", "{a}.copy_({b})"),
     *("{a}.view(-1)[1:].mul_(2)", "{a}.masked_fill_({m}, 0.25)", "{a}.index_add_(0, {k}, {b})", "{a}.fill_(0.75)"),
     *("F.dropout({a}, 0.3, inplace=True)", "{a}.bernoulli_(0.5)", "{a}.uniform_()"),
-    *("self.average.mul_(0.9).add_({a}.detach().mean(), alpha=0.1)", "self.count.add_(1)", "{a}.transpose_(0, 1)"),
+    *("self.average.mul_(0.9).add_({a}.detach().mean(), alpha=0.1)", "self.count.add_(1)"),
 )
 _LOSSES = ("sum()", "mean()", "square().mean()", "sin().sum()")
 ALL = (
@@ -162,8 +162,10 @@ def _run(line, scope, is_quiet) -> list[str] | None:
             found = eval(line, scope)
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return None
-    found = found if isinstance(found, (tuple, list)) else [found]
-    if len(found) > 4 or not all(value.numel() <= _LARGEST and value.float().isfinite().all() for value in found):
+    if not isinstance(found, torch.Tensor) and not 1 < len(found) < 5:
+        return None
+    found = [found] if isinstance(found, torch.Tensor) else found
+    if not all(value.numel() <= _LARGEST and value.float().isfinite().all() for value in found):
         return None
     first = sum(name.startswith("v") for name in scope)
     names = [f"v{first + place}" for place in range(len(found))]
