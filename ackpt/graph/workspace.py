@@ -40,7 +40,7 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Unlike:
+class Disagreement:
     """A node whose results take other bytes than the graph says: ``(dtype, bytes)`` of each, in the graph and in fact.
 
     ``graph_bytes``, ``real_bytes``: of all that it allocates and leaves behind.
@@ -70,7 +70,7 @@ def workspace_bytes(graph: JointGraph) -> tuple[int, ...]:
     return tuple(found[node.id].workspace if node.id in found else 0 for node in graph.nodes)
 
 
-def unlike_graph(graph: JointGraph) -> tuple[Unlike, ...]:
+def disagreements(graph: JointGraph) -> tuple[Disagreement, ...]:
     """The nodes whose results take other bytes in fact than the shapes and dtypes in the graph say.
 
     Torch's shape functions and its CPU kernels do not always agree: layer norm of bfloat16 with float32 weights, for
@@ -83,7 +83,7 @@ def unlike_graph(graph: JointGraph) -> tuple[Unlike, ...]:
         size = sum(known.bytes[storage] for storage in known.born.get(place, ()))
         if (said, size) != (taken.results, taken.left):
             target = graph.nodes[place].target
-            different.append(Unlike(place, target, said, taken.results, size, taken.left))
+            different.append(Disagreement(place, target, said, taken.results, size, taken.left))
     return tuple(different)
 
 
