@@ -31,8 +31,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from .dropout import eager_dropout
 from .joint import TraceError
 
-# Backward runs without the forward's autocast, as it does when the user calls it.
-_LIKE_EAGER = {"backward_pass_autocast": "off"}
+# Backward runs without the forward's autocast, as it does when the user calls it, and leaves what it was given alone.
+LIKE_EAGER = {"backward_pass_autocast": "off", "donated_buffer": False}
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _CALL = nn.Module._call_impl.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -66,7 +66,7 @@ class Capture:
             self.constants[place] if place in self.constants else next(left) for place in range(self.spec.num_leaves)
         ]
         for place in self.refused:
-            leaves[place] = _NoGradient.apply(leaves[place].requires_grad_())
+            leaves[place] = no_gradient(leaves[place])
         return tree_unflatten(leaves, self.spec)
 
 
@@ -85,6 +85,11 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
+def no_gradient(value):
+    """`value` as an output that requires grad, though its gradient ends in an error."""
+    return _NoGradient.apply(value.requires_grad_())
+
+
 class _Flat(nn.Module):
     """`model` as a function of tensors that returns a tuple of tensors; with the model's own names of parameters."""
 
@@ -92,19 +97,28 @@ class _Flat(nn.Module):
         super().__init__()
         self.__dict__.update(_parameters=model._parameters, _buffers=model._buffers, _modules=model._modules)
         self.__dict__["call"] = (model, spec, leaves, differentiate)
+        self.__dict__["ties"] = [*_ties(model, "_parameters"), *_ties(model, "_buffers")]
+
+    # Torch would take a tied tensor once for every name, and sum its gradients outside of the graph.
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        return super().named_parameters(prefix, recurse)
+
+    def named_buffers(self, prefix="", recurse=True, remove_duplicate=True):
+        return super().named_buffers(prefix, recurse)
 
     def forward(self, *tensors):
         model, spec, leaves, differentiate = self.__dict__["call"]
         given = iter(tensors)
         args, kwargs = tree_unflatten([next(given) if is_tensor(leaf) else leaf for leaf in leaves], spec)
-        found, out_spec = tree_flatten(model(*args, **kwargs))
+        with _tied(self.__dict__["ties"]):
+            found, out_spec = tree_flatten(model(*args, **kwargs))
         for value in found:
             if not is_tensor(value) and not isinstance(value, (type(None), bool, int, float, str)):
                 raise TraceError(
                     f"the model returns a {type(value).__name__}, which a captured step cannot rebuild. Return tensors "
                     "in tuples, lists, dicts or registered pytrees (for transformers models: use_cache=False)."
                 )
-        refused = _without_gradient(found, differentiate)
+        refused = without_gradient(found, differentiate)
         self.__dict__["returned"] = (
             out_spec,
             {place: value for place, value in enumerate(found) if not is_tensor(value)},
@@ -115,7 +129,33 @@ class _Flat(nn.Module):
         )
 
 
-def _without_gradient(found, differentiate) -> tuple[int, ...]:
+def _ties(model, kind: str):
+    """Places of tensors that another place, the first, holds too: (dict, name, first dict, first name)."""
+    first: dict[int, tuple[dict, str]] = {}
+    for module in model.modules():
+        named = getattr(module, kind)
+        for name, tensor in named.items():
+            if tensor is None:
+                continue
+            if id(tensor) in first:
+                yield (named, name, *first[id(tensor)])
+            first.setdefault(id(tensor), (named, name))
+
+
+@contextlib.contextmanager
+def _tied(ties):
+    """Inside, every tied place holds what torch has put into the first one."""
+    were = [named[name] for named, name, _, _ in ties]
+    for named, name, first, first_name in ties:
+        named[name] = first[first_name]
+    try:
+        yield
+    finally:
+        for (named, name, _, _), was in zip(ties, were):
+            named[name] = was
+
+
+def without_gradient(found, differentiate) -> tuple[int, ...]:
     """Outputs beside the loss: if exactly one of the differentiable ones is a scalar, the others get no gradient."""
     places = [place for place, value in enumerate(found) if is_tensor(value) and value.requires_grad]
     scalars = [place for place in places if found[place].dim() == 0]
@@ -126,19 +166,26 @@ def is_tensor(value) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def check_differentiate(differentiate) -> str:
+    if differentiate not in _DIFFERENTIATE:
+        raise ValueError(f"differentiate must be 'loss' or 'all', got {differentiate!r}")
+    return differentiate
+
+
 @contextlib.contextmanager
 def capture(model, args, kwargs, differentiate="loss"):
     """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if differentiate not in _DIFFERENTIATE:
-        raise ValueError(f"differentiate must be 'loss' or 'all', got {differentiate!r}")
+    check_differentiate(differentiate)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TraceError("no parameter of the model requires grad, so there is no backward to plan")
-    model, leaves, spec = _off_meta(model, *tree_flatten((args, kwargs)))
+    leaves, spec = tree_flatten((args, kwargs))
+    _require_devices((*model.parameters(), *model.buffers(), *leaves))
+    model, leaves, spec = _off_meta(model, leaves, spec)
     flat = _Flat(model, spec, leaves, differentiate)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(functorch_config.patch(_LIKE_EAGER))
+        stack.enter_context(functorch_config.patch(LIKE_EAGER))
         captured: Any = None
         try:
             with _quiet(), _compiling(), eager_dropout(), _Where(model), torch.enable_grad():
@@ -150,6 +197,16 @@ def capture(model, args, kwargs, differentiate="loss"):
         except (RuntimeError, TypeError, AttributeError, IndexError, KeyError, ValueError, AssertionError) as error:
             raise _explained(error) from error
         yield Capture(captured, *flat.__dict__["returned"])
+
+
+def _require_devices(tensors) -> None:
+    """Fake tensors can lie on devices that are not there; torch would crash on them."""
+    types = {tensor.device.type for tensor in tensors if is_tensor(tensor)}
+    if "cuda" in types and not torch.cuda.is_available():
+        raise TraceError(
+            "the model or its inputs lie on a CUDA device, but there is none here. To plan for it without one, put "
+            "them on the meta device."
+        )
 
 
 def _off_meta(model, leaves, spec):

@@ -18,9 +18,8 @@ from .trace import joint_graph
 class PlannedStep(nn.Module):
     """A model that runs as planned; it has the model's parameters, buffers, submodules and state_dict.
 
-    ``plan``: the plan of the last call that was captured. Called with other shapes, dtypes or switches (``train`` and
-    ``eval``, autocast, flags among the arguments), it captures and plans anew under the same budget. Without grad the
-    model itself runs.
+    Called with other shapes, dtypes or switches (``train`` and ``eval``, autocast, flags among the arguments) than
+    before, it captures and plans anew under the same budget. Without grad the model itself runs.
     """
 
     def __init__(self, model: nn.Module, planner, differentiate: str = "loss"):
@@ -28,60 +27,77 @@ class PlannedStep(nn.Module):
         self.__dict__.update(
             _parameters=model._parameters, _buffers=model._buffers, _modules=model._modules, training=model.training
         )
-        self.__dict__.update(model=model, planner=planner, differentiate=differentiate, captured={}, plan=None)
+        self.__dict__["_ackpt"] = _Planned(model, planner, differentiate)
+
+    @property
+    def plan(self):
+        """The `Plan` of the last call, or of the last `prepare`."""
+        return self.__dict__["_ackpt"].plan
 
     def prepare(self, *args, **kwargs):
         """Capture and plan for these arguments without running anything; the plan."""
-        self._captured(args, kwargs)
+        self.__dict__["_ackpt"].captured_for(args, kwargs)
         return self.plan
 
     def train(self, mode: bool = True):
         super().train(mode)
-        self.__dict__["model"].training = mode
+        self.__dict__["_ackpt"].model.training = mode
         return self
 
     def forward(self, *args, **kwargs):
-        if not torch.is_grad_enabled():
-            return self.__dict__["model"](*args, **kwargs)
-        run, call = self._captured(args, kwargs)
+        planned = self.__dict__["_ackpt"]
+        return planned(args, kwargs) if torch.is_grad_enabled() else planned.model(*args, **kwargs)
+
+
+class _Planned:
+    """What a `PlannedStep` knows beside its model's own tensors and modules."""
+
+    def __init__(self, model: nn.Module, planner, differentiate: str):
+        self.model, self.planner, self.differentiate = model, planner, differentiate
+        self.captures: dict[Any, tuple[Any, Capture, Any]] = {}
+        self.plan: Any = None
+
+    def __call__(self, args, kwargs):
+        run, captured = self.captured_for(args, kwargs)
         leaves = tree_flatten((args, kwargs))[0]
-        return call.outputs(run(*self._named(call.names), *filter(is_tensor, leaves)))
+        return captured.outputs(run(*self._named(captured.names), *filter(is_tensor, leaves)))
+
+    def captured_for(self, args, kwargs) -> tuple[Any, Capture]:
+        key = self._key(args, kwargs)
+        if key not in self.captures:
+            self.captures[key] = self._capture(args, kwargs)
+        run, captured, self.plan = self.captures[key]
+        return run, captured
 
     def _named(self, names):
         """Parameters and buffers as they are now, in the order of capture."""
         found = []
         for name in names:
             path, _, attribute = name.rpartition(".")
-            found.append(getattr(self.get_submodule(path) if path else self, attribute))
+            module = self.model.get_submodule(path)
+            found.append(module._parameters[attribute] if attribute in module._parameters else module._buffers[attribute])
         return found
-
-    def _captured(self, args, kwargs):
-        key = self._key(args, kwargs)
-        found = self.__dict__["captured"].get(key)
-        if found is None:
-            found = self.__dict__["captured"][key] = self._capture(args, kwargs)
-        run, call, plan = found
-        self.__dict__["plan"] = plan
-        return run, call
 
     def _key(self, args, kwargs):
         leaves, spec = tree_flatten((args, kwargs))
         return (
             spec,
             tuple(_meta(leaf) if is_tensor(leaf) else (type(leaf), leaf) for leaf in leaves),
-            tuple(map(_meta, (*self.parameters(), *self.buffers()))),
-            tuple(module.training for module in self.__dict__["model"].modules()),
+            tuple(map(_meta, (*self.model.parameters(), *self.model.buffers()))),
+            tuple(module.training for module in self.model.modules()),
             *_autocast(),
         )
 
-    def _capture(self, args, kwargs) -> tuple[Any, Capture, Any]:
-        model = self.__dict__["model"]
-        with capture(model, args, kwargs, self.__dict__["differentiate"]) as captured:
+    def _capture(self, args, kwargs):
+        with capture(self.model, args, kwargs, self.differentiate) as captured:
             graph = joint_graph(captured.joint.graph_module)
-            plan = self.__dict__["planner"](graph)
+            plan = self.planner(graph)
             captured.joint._aot_state.fw_metadata.bw_donated_idxs = []  # backward may run again (retain_graph)
             run = aot_compile_joint_with_descriptors(
-                captured.joint, partition_fn=partitioner(graph, plan.schedule), fw_compiler=_run, bw_compiler=_run
+                captured.joint,
+                partition_fn=partitioner(graph, plan.schedule),
+                fw_compiler=run_boxed,
+                bw_compiler=run_boxed,
             )
         return run, captured, plan
 
@@ -98,7 +114,8 @@ def partitioner(graph: JointGraph, schedule):
     return partition
 
 
-def _run(module, inputs):
+def run_boxed(module, example_inputs):
+    """A compiler for AOTAutograd: the module's operations one by one, arguments freed after their last use."""
     return boxed(module)
 
 

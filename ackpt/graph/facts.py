@@ -62,7 +62,7 @@ class Facts:
     @cached_property
     def effects(self) -> set[int]:
         """Nodes that change something outside of the graph, or the state of a random generator."""
-        return {n.id for n in self.graph.nodes if n.is_random or _writes(self.fx[n.id]) or _communicates(self.fx[n.id])}
+        return {n.id for n in self.graph.nodes if n.is_random or _writes(self.fx[n.id]) or communicates(self.fx[n.id])}
 
     @cached_property
     def mutated(self) -> dict[int, int]:
@@ -82,8 +82,10 @@ class Facts:
             fx = self.fx[node.id]
             if _writes(fx):
                 reasons[node.id] = "it changes its argument"
-            elif _communicates(fx):
+            elif communicates(fx):
                 reasons[node.id] = "it is a collective, which all ranks must run equally often"
+            elif node.is_random and not self.graph.replays_random:
+                reasons[node.id] = "its random numbers cannot be replayed by this compiler"
             elif node.is_random and fx.kwargs.get("generator") is not None:
                 reasons[node.id] = "it draws from a generator of its own, whose state cannot be replayed"
             elif changed := [place for place in self.reads_again(node.id) if place in self.mutated]:
@@ -136,7 +138,7 @@ def _writes(node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _communicates(node) -> bool:
+def communicates(node) -> bool:
     return getattr(node.target, "namespace", "") in ("_c10d_functional", "c10d", "c10d_functional")
 
 

@@ -66,7 +66,8 @@ class JointGraph:
 
     ``nodes[i].id == i`` in the order of execution, ``storages`` likewise. ``module`` is the ``fx.GraphModule``, whose
     nodes carry their id in ``meta["ackpt_id"]``. ``outputs``: ids of the nodes that the model returns; ``gradients``:
-    ``{parameter: id of the node that is its gradient}``.
+    ``{parameter: id of the node that is its gradient}``. ``optimizer_bytes``: of the optimizer's state;
+    ``replays_random``: whether what runs the graph can draw random numbers a second time.
     """
 
     def __init__(self, module: torch.fx.GraphModule, nodes, storages, outputs, gradients):
@@ -76,6 +77,7 @@ class JointGraph:
         self.outputs: tuple[int, ...] = tuple(outputs)
         self.gradients: dict[str, int] = dict(gradients)
         self.optimizer_bytes = 0
+        self.replays_random = True
 
     def __repr__(self):
         kinds = ", ".join(f"{sum(node.phase == phase for node in self.nodes)} {phase}" for phase in (FORWARD, BACKWARD))

@@ -89,12 +89,16 @@ def _prove(graph: JointGraph, schedule: Schedule, rewritten: Rewritten) -> None:
     known = facts(graph)
     expected = follow(graph, schedule, [0] * len(graph.nodes)).after
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.module.graph.nodes])
-    inputs = [known.fx[place].meta["val"] for place in known.placeholders if place not in known.tangents]
-    own = {storage._cdata for value in inputs for storage in storages_in(value)}
     state = rng_state_bytes(graph)
-    with fake_mode or contextlib.nullcontext(), torch.no_grad():
+
+    def values(places):
+        return [known.fx[place].meta["val"].detach() for place in places]
+
+    with fake_mode or contextlib.nullcontext():
+        inputs = values(place for place in known.placeholders if place not in known.tangents)
+        own = {storage._cdata for value in inputs for storage in storages_in(value)}
         found, passed = live_after(rewritten.forward, inputs, own, 0, state)
-        tangents = [known.fx[place].meta["val"] for place in known.tangents]
+        tangents = values(known.tangents)
         passed, kept = passed[: rewritten.num_outputs], passed[rewritten.num_outputs :]
         # What the caller holds all through backward: outputs and the gradients that come in.
         held = {s._cdata: s.nbytes() for value in (*passed, *tangents) for s in storages_in(value)}

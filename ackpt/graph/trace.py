@@ -83,6 +83,9 @@ def _in_order(module):
     What changes buffers stands behind everything in the captured graph; it belongs to the end of the forward.
     """
     nodes = [node for node in module.graph.nodes if node.op != "output"]
+    for node in nodes:  # torch's own passes leave new nodes without a tag
+        if any(_phase(source) == BACKWARD for source in node.all_input_nodes):
+            node.meta["partitioner_tag"] = "is_backward"
     ordered = sorted(nodes, key=lambda node: (_phase(node) == BACKWARD, node.op != "placeholder"))
     last = next(node for node in reversed(nodes) if node.op == "placeholder")
     for node in ordered:

@@ -1,0 +1,163 @@
+"""``torch.compile(model, backend="ackpt", options={"budget": ...})``: the planner behind torch's own front end.
+
+With ``compiler="inductor"`` the same plan goes through Inductor's partitioner hook, and Inductor compiles both halves;
+it fuses and reorders, so that the peak is no longer the simulated one to the byte. It draws its own random numbers,
+so that what random operations return is saved, never drawn again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
+from torch._guards import detect_fake_mode
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from ..graph.capture import LIKE_EAGER, check_differentiate, no_gradient, without_gradient
+from ..graph.compile import run_boxed
+from ..graph.dropout import eager_dropout
+from ..graph.joint import TraceError
+from ..graph.rewrite import rewrite
+from ..graph.trace import joint_graph
+from .planner import plan
+
+COMPILERS = ("eager", "inductor")
+
+
+def backend(gm: fx.GraphModule, example_inputs, options=None):
+    """The dynamo backend ``"ackpt"``.
+
+    Args:
+        gm: what dynamo has captured; it must be the whole model.
+        example_inputs: fake tensors.
+        options: ``budget``, ``policy`` and the options of the policy, as in `ackpt.plan`; ``differentiate``, as in
+            `ackpt.trace`; ``compiler``: ``"eager"`` runs the planned operations one by one, ``"inductor"`` compiles
+            them; ``on_plan``, a function that is called with every `Plan`.
+
+    Raises:
+        TraceError: at a graph break, naming the line: a part of a step cannot keep the budget of the whole.
+        BudgetError: if the budget cannot be kept.
+    """
+    options = dict(options or {})
+    compiler = options.pop("compiler", "eager")
+    if compiler not in COMPILERS:
+        raise ValueError(f"compiler {compiler!r} is not known; the compilers are {', '.join(COMPILERS)}")
+    differentiate = check_differentiate(options.pop("differentiate", "loss"))
+    _refuse_breaks()
+    for value in example_inputs:
+        # Bytes are planned for one shape: guard on it, so that another shape compiles and plans anew.
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            int(size)
+    if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
+        return gm.forward  # nothing is kept for a backward
+    partition = _Partition(gm, options, inductor=compiler == "inductor")
+    output = next(node for node in gm.graph.nodes if node.op == "output")
+    returned = output.args[0]
+    refused = without_gradient([node.meta.get("example_value") for node in returned], differentiate)
+    for place in refused:
+        with gm.graph.inserting_before(output):
+            detached = gm.graph.call_method("detach", (returned[place],))
+            detached.meta["example_value"] = returned[place].meta["example_value"].detach()
+        returned = (*returned[:place], detached, *returned[place + 1 :])
+    output.args = (returned,)
+    gm.recompile()
+    with functorch_config.patch(LIKE_EAGER), eager_dropout():
+        run = _inductor(gm, example_inputs, partition) if compiler == "inductor" else _eager(gm, example_inputs, partition)
+    if not refused:
+        return run
+
+    def call(*args):
+        outputs = list(run(*args))
+        for place in refused:
+            outputs[place] = no_gradient(outputs[place])
+        return outputs
+
+    return call
+
+
+class _Partition(CustomPartitionerFn):
+    """Plans the joint graph that AOTAutograd or Inductor hands over, and splits it as planned."""
+
+    def __init__(self, gm: fx.GraphModule, options: dict, inductor: bool):
+        self.options = options
+        self.inductor = inductor
+        self.kinds = {}
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        for index, node in enumerate(placeholders):
+            value = node.meta.get("example_value")
+            if isinstance(value, nn.Parameter):
+                self.kinds[index] = ParamAOTInput(node.name)
+            elif "buffers" in node.name:
+                self.kinds[index] = BufferAOTInput(node.name)
+
+    def __call__(self, joint, joint_inputs, *, num_fwd_outputs, **_):
+        for node in joint.graph.nodes:
+            what = node.meta.get("desc")
+            if node.op == "placeholder" and getattr(what, "idx", None) in self.kinds:
+                node.meta["desc"] = self.kinds[what.idx]
+            elif node.op == "output":
+                node.meta["desc"] = [self._gradient(what) for what in node.meta["desc"]]
+        if self.inductor:  # Inductor's own passes leave shapes and aliases of what they replaced
+            with torch.no_grad():
+                FakeTensorProp(joint, detect_fake_mode(joint_inputs)).propagate_dont_convert_inputs(*_flat(joint_inputs))
+        graph = joint_graph(joint)
+        graph.replays_random = not self.inductor
+        options = dict(self.options)
+        on_plan = options.pop("on_plan", None)
+        made = plan(graph, options.pop("budget", None), options.pop("policy", "none"), **options)
+        if on_plan is not None:
+            on_plan(made)
+        rewritten = rewrite(graph, made.schedule)
+        if num_fwd_outputs != rewritten.num_outputs:
+            raise TraceError(f"the graph returns {rewritten.num_outputs} values, but torch expects {num_fwd_outputs}")
+        return rewritten.forward, rewritten.backward
+
+    def _gradient(self, what):
+        kind = self.kinds.get(getattr(getattr(what, "grad_of", None), "idx", None))
+        return what if kind is None else GradAOTOutput(kind)
+
+    def uuid(self):
+        return None
+
+
+def _flat(joint_inputs):
+    """Torch hands over (inputs, tangents)."""
+    return [value for part in joint_inputs for value in (part if isinstance(part, (list, tuple)) else [part])]
+
+
+def _eager(gm, example_inputs, partition):
+    compile = aot_autograd(
+        fw_compiler=run_boxed,
+        bw_compiler=run_boxed,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    return compile(gm, example_inputs)
+
+
+def _inductor(gm, example_inputs, partition):
+    from torch._inductor.compile_fx import compile_fx
+
+    # A cached step would bring the plan of another budget along.
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(
+            gm, example_inputs, config_patches={"custom_partitioner_fn": partition, "fx_graph_cache": False}
+        )
+
+
+def _refuse_breaks() -> None:
+    """One graph is one step; what dynamo compiles before or after a break is not."""
+    translator = InstructionTranslator.current_tx()
+    reason = translator.output.compile_subgraph_reason
+    resumed = translator.f_code.co_name.startswith("torch_dynamo_resume_in_")
+    if reason.graph_break or resumed:
+        stack = reason.user_stack
+        where = f" at {stack[-1].filename}:{stack[-1].lineno} ({stack[-1].line})" if stack else ""
+        raise TraceError(
+            f"the model cannot be captured as one graph{where}: {str(reason.reason).splitlines()[0]}. A budget holds "
+            "for a whole step: remove the graph break, or use ackpt.compile, which captures the model without dynamo."
+        )
