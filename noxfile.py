@@ -1,6 +1,6 @@
 """The project's commands: `nox -s reproduce` is the main one, `nox -l` lists all.
 
-All sessions share one virtual environment, so that a fresh machine installs torch once.
+All sessions but `compat` share one virtual environment, so that a fresh machine installs torch once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent
 BIN = ROOT / ".nox" / "environment" / ("Scripts" if sys.platform == "win32" else "bin")
 # Exact bytes need one number of threads; pages and records are made with this one.
 THREADS = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+PYTEST = ["-n", "2", "--dist", "loadfile"]
 
 shared = nox.session(python=False, requires=["environment"])
 
@@ -45,7 +46,16 @@ def environment(session: nox.Session) -> None:
 @shared
 def tests(session: nox.Session) -> None:
     """Run the tests; arguments go to pytest."""
-    run(session, "pytest", *(session.posargs or ["-n", "2", "--dist", "loadfile"]))
+    run(session, "pytest", *(session.posargs or PYTEST))
+
+
+@nox.session(reuse_venv=True, default=False)
+@nox.parametrize("torch", ["2.11.0", "2.13.0", "newest"])
+def compat(session: nox.Session, torch: str) -> None:
+    """Run the tests with the oldest torch allowed, the usual and the newest, gigabytes each; arguments go to pytest."""
+    session.install("--upgrade", "-e", ".[dev]", "torch" if torch == "newest" else f"torch=={torch}")
+    session.run("python", "-c", "import torch; print(torch.__version__)")
+    session.run("pytest", *(session.posargs or PYTEST), env=THREADS)
 
 
 @shared
