@@ -96,6 +96,12 @@ class JointGraph:
         return sizes
 
     @cached_property
+    def on_cpu(self) -> bool:
+        """Whether all of its tensors lie in host memory."""
+        values = (node.meta.get("val") for node in self.module.graph.nodes)
+        return all(value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor))
+
+    @cached_property
     def hash(self) -> str:
         """SHA-256 of what is computed from what (operations, arguments, shapes, dtypes, devices), not of names."""
         text = json.dumps([_identity(node) for node in self.module.graph.nodes], sort_keys=True)

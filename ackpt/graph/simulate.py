@@ -206,9 +206,7 @@ def rng_state_bytes(graph: JointGraph) -> int:
 
     It lies in host memory, so that a step on a GPU has none.
     """
-    values = (node.meta.get("val") for node in graph.module.graph.nodes)
-    on_host = all(value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor))
-    return torch.get_rng_state().numel() if on_host else 0
+    return torch.get_rng_state().numel() if graph.on_cpu else 0
 
 
 def check_same(graph: JointGraph, found: str, what: str) -> None:
