@@ -22,12 +22,12 @@ class PlannedStep(nn.Module):
     before, it captures and plans anew under the same budget. Without grad the model itself runs.
     """
 
-    def __init__(self, model: nn.Module, planner, differentiate: str = "loss"):
+    def __init__(self, model: nn.Module, planner, differentiate: str = "loss", optimizer=None):
         super().__init__()
         self.__dict__.update(
             _parameters=model._parameters, _buffers=model._buffers, _modules=model._modules, training=model.training
         )
-        self.__dict__["_ackpt"] = _Planned(model, planner, differentiate)
+        self.__dict__["_ackpt"] = _Planned(model, planner, differentiate, optimizer)
 
     @property
     def plan(self):
@@ -52,8 +52,8 @@ class PlannedStep(nn.Module):
 class _Planned:
     """What a `PlannedStep` knows beside its model's own tensors and modules."""
 
-    def __init__(self, model: nn.Module, planner, differentiate: str):
-        self.model, self.planner, self.differentiate = model, planner, differentiate
+    def __init__(self, model: nn.Module, planner, differentiate: str, optimizer):
+        self.model, self.planner, self.differentiate, self.optimizer = model, planner, differentiate, optimizer
         self.captures: dict[Any, tuple[Any, Capture, Any]] = {}
         self.plan: Any = None
 
@@ -75,7 +75,8 @@ class _Planned:
         for name in names:
             path, _, attribute = name.rpartition(".")
             module = self.model.get_submodule(path)
-            found.append(module._parameters[attribute] if attribute in module._parameters else module._buffers[attribute])
+            named = module._parameters if attribute in module._parameters else module._buffers
+            found.append(named[attribute])
         return found
 
     def _key(self, args, kwargs):
@@ -90,7 +91,7 @@ class _Planned:
 
     def _capture(self, args, kwargs):
         with capture(self.model, args, kwargs, self.differentiate) as captured:
-            graph = joint_graph(captured.joint.graph_module)
+            graph = joint_graph(captured.joint.graph_module, self.optimizer)
             plan = self.planner(graph)
             captured.joint._aot_state.fw_metadata.bw_donated_idxs = []  # backward may run again (retain_graph)
             run = aot_compile_joint_with_descriptors(

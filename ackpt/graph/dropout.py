@@ -13,7 +13,9 @@ import torch
 _DROPOUT = torch.ops.aten.dropout.default
 _KEY = torch._C.DispatchKey.CompositeImplicitAutograd
 
-torch.library.define("ackpt_graph::dropout_noise", "(Tensor x, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+torch.library.define(
+    "ackpt_graph::dropout_noise", "(Tensor x, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+)
 
 
 @torch.library.impl("ackpt_graph::dropout_noise", "CPU")

@@ -15,7 +15,15 @@ from functools import cached_property
 import torch
 
 FORWARD, BACKWARD = "forward", "backward"
-CATEGORIES: tuple[str, ...] = ("parameter", "buffer", "input", "activation", "gradient", "temporary")
+CATEGORIES: tuple[str, ...] = (
+    "parameter",
+    "buffer",
+    "input",
+    "activation",
+    "gradient",
+    "optimizer state",
+    "temporary",
+)
 
 
 class TraceError(ValueError):
@@ -66,7 +74,8 @@ class JointGraph:
 
     ``nodes[i].id == i`` in the order of execution, ``storages`` likewise. ``module`` is the ``fx.GraphModule``, whose
     nodes carry their id in ``meta["ackpt_id"]``. ``outputs``: ids of the nodes that the model returns; ``gradients``:
-    ``{parameter: id of the node that is its gradient}``. ``optimizer_bytes``: of the optimizer's state;
+    ``{parameter: id of the node that is its gradient}``. ``optimizer_bytes``: of the optimizer's state,
+    ``optimizer_step_bytes``: the most its step takes beside that and the gradients, 0 without an optimizer;
     ``replays_random``: whether what runs the graph can draw random numbers a second time.
     """
 
@@ -77,6 +86,7 @@ class JointGraph:
         self.outputs: tuple[int, ...] = tuple(outputs)
         self.gradients: dict[str, int] = dict(gradients)
         self.optimizer_bytes = 0
+        self.optimizer_step_bytes = 0
         self.replays_random = True
 
     def __repr__(self):
@@ -93,6 +103,7 @@ class JointGraph:
         sizes: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         for storage in self.storages:
             sizes[storage.category] += storage.bytes
+        sizes["optimizer state"] += self.optimizer_bytes
         return sizes
 
     @cached_property

@@ -26,9 +26,9 @@ class Simulation:
 
     ``timeline``: live dynamic bytes after every allocation and free. ``peak_bytes``: their largest sum;
     ``resident_bytes``: parameters, buffers, inputs and optimizer state. ``peak_node``: the node at whose run it is
-    reached. ``saved_bytes``: kept for backward across the boundary. ``flops``: of the whole step;
-    ``recompute_flops``: those of forward nodes that run in backward; ``seconds``: modelled or measured run time of all
-    operations, None where the profile has no times.
+    reached, None in the optimizer's step. ``saved_bytes``: kept for backward across the boundary. ``flops``: of the
+    whole step; ``recompute_flops``: those of forward nodes that run in backward; ``seconds``: modelled or measured run
+    time of all operations, None where the profile has no times.
     """
 
     timeline: Timeline
@@ -141,6 +141,8 @@ class Live:
                 self._event(-self.state_bytes, _TEMPORARY, node)
                 if last[node] == at:
                     self._event(-self.state_bytes, _ACTIVATION, node)
+        for size in (self.graph.optimizer_step_bytes, -self.graph.optimizer_step_bytes):
+            self._event(size, _TEMPORARY, None)
 
     def timeline(self) -> Timeline:
         live = [0]

@@ -8,9 +8,10 @@ import torch
 
 from .capture import capture
 from .joint import BACKWARD, FORWARD, JointGraph, Node, Storage, TraceError
+from .optimizer import optimizer_bytes
 
 
-def trace(model, *args, differentiate="loss", **kwargs) -> JointGraph:
+def trace(model, *args, differentiate="loss", optimizer=None, **kwargs) -> JointGraph:
     """The graph of one training step of `model`, called with `args` and `kwargs`.
 
     Args:
@@ -19,6 +20,7 @@ def trace(model, *args, differentiate="loss", **kwargs) -> JointGraph:
         differentiate: of which outputs the gradient is planned. ``"loss"``: if exactly one output that requires grad
             is a scalar, of that one alone, as in ``model(**batch).loss.backward()``; otherwise, and with ``"all"``,
             of all outputs that require grad.
+        optimizer: if given, its state counts as resident, and what its step takes for a while is part of the peak.
 
     Returns:
         The graph from parameters and inputs to outputs and gradients of the parameters. The gradients of the outputs
@@ -38,10 +40,10 @@ def trace(model, *args, differentiate="loss", **kwargs) -> JointGraph:
         ['aten.t.default', 'aten.addmm.default']
     """
     with capture(model, args, kwargs, differentiate) as captured:
-        return joint_graph(captured.joint.graph_module)
+        return joint_graph(captured.joint.graph_module, optimizer)
 
 
-def joint_graph(module) -> JointGraph:
+def joint_graph(module, optimizer=None) -> JointGraph:
     """Mint the ids, in the order of execution, and derive phases and storages."""
     _without_running_statistics(module.graph)
     ordered = _in_order(module)
@@ -74,7 +76,11 @@ def joint_graph(module) -> JointGraph:
         for place, node in enumerate(ordered)
     ]
     sizes = {keys[storage._cdata]: storage.nbytes() for node in ordered for storage in _storages(node)}
-    return JointGraph(module, nodes, _with_accesses(nodes, sizes, ordered, returned, gradients), returned, gradients)
+    storages = _with_accesses(nodes, sizes, ordered, returned, gradients)
+    graph = JointGraph(module, nodes, storages, returned, gradients)
+    if optimizer is not None:
+        graph.optimizer_bytes, graph.optimizer_step_bytes = optimizer_bytes(optimizer)
+    return graph
 
 
 def _in_order(module):

@@ -66,7 +66,7 @@ def backend(gm: fx.GraphModule, example_inputs, options=None):
     output.args = (returned,)
     gm.recompile()
     with functorch_config.patch(LIKE_EAGER), eager_dropout():
-        run = _inductor(gm, example_inputs, partition) if compiler == "inductor" else _eager(gm, example_inputs, partition)
+        run = (_inductor if compiler == "inductor" else _eager)(gm, example_inputs, partition)
     if not refused:
         return run
 
@@ -102,8 +102,9 @@ class _Partition(CustomPartitionerFn):
             elif node.op == "output":
                 node.meta["desc"] = [self._gradient(what) for what in node.meta["desc"]]
         if self.inductor:  # Inductor's own passes leave shapes and aliases of what they replaced
+            again = FakeTensorProp(joint, detect_fake_mode(joint_inputs))
             with torch.no_grad():
-                FakeTensorProp(joint, detect_fake_mode(joint_inputs)).propagate_dont_convert_inputs(*_flat(joint_inputs))
+                again.propagate_dont_convert_inputs(*_flat(joint_inputs))
         graph = joint_graph(joint)
         graph.replays_random = not self.inductor
         options = dict(self.options)

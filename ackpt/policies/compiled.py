@@ -8,7 +8,17 @@ from .planner import POLICIES
 from .planner import plan as make_plan
 
 
-def compile(model, *args, budget=None, policy="none", plan=None, differentiate="loss", options=None, **kwargs):
+def compile(
+    model,
+    *args,
+    budget=None,
+    policy="none",
+    plan=None,
+    differentiate="loss",
+    optimizer=None,
+    options=None,
+    **kwargs,
+) -> PlannedStep:
     """`model` as a module whose training step runs as planned.
 
     Args:
@@ -18,6 +28,7 @@ def compile(model, *args, budget=None, policy="none", plan=None, differentiate="
         budget, policy, options: as in `ackpt.plan`; `options` is a dict.
         plan: a `Plan` to run instead, made for this model and these arguments.
         differentiate: ``"loss"`` or ``"all"``, as in `ackpt.trace`.
+        optimizer: what trains the model; its state and step are then part of the budget.
 
     Returns:
         A `PlannedStep`; its ``plan`` is the `Plan`. It returns what the model returns, with the same gradients, and
@@ -51,6 +62,6 @@ def compile(model, *args, budget=None, policy="none", plan=None, differentiate="
             )
         return plan
 
-    step = PlannedStep(model, planner, differentiate)
+    step = PlannedStep(model, planner, differentiate, optimizer)
     step.prepare(*args, **kwargs)
     return step

@@ -64,7 +64,9 @@ def everything(graph: JointGraph) -> Schedule:
 def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulation, every: Schedule) -> Plan:
     known = facts(graph)
     node = None if found.peak_node is None else graph.nodes[found.peak_node]
-    where = "" if node is None else f"{node.name} ({node.target}), {node.phase} of {node.module or 'the model'!r}"
+    where = "the optimizer's step"
+    if node is not None:
+        where = f"{node.name} ({node.target}), {node.phase} of {node.module or 'the model'!r}"
     return Plan(
         policy=policy,
         limit_bytes=limit,
