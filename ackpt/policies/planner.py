@@ -15,7 +15,7 @@ from ..graph.simulate import Simulation, simulate
 from ..meter import memory_format
 
 # policy -> the module whose `schedule(graph, profile, limit_bytes, **options)` decides
-POLICIES = {"none": "none", "full": "full", "manual": "manual"}
+POLICIES = {"none": "none", "full": "full", "manual": "manual", "auto": "auto"}
 
 
 def plan(graph: JointGraph, budget=None, policy: str = "none", *, profile=None, **options) -> Plan:

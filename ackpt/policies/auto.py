@@ -1,0 +1,140 @@
+"""The default: the cheapest plan within the budget, from a front of plans that is computed once per graph.
+
+Each block's choices are solved once for all blocks of one structure, the chain is solved by dynamic programming for
+every amount of memory, and every solution is lowered and simulated. What no other solution beats in both peak and cost
+is the front; a budget takes from it the cheapest plan that fits. So a lower budget never gives a higher peak, and
+never a lower cost. Recursion and options: see `chain` and `options`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..graph.facts import Facts, facts
+from ..graph.joint import JointGraph
+from ..graph.schedule import Schedule, lower, missing, needed_forward, saved_by, scheduled
+from ..graph.simulate import simulate
+from .blocks import Chain, chain
+from .chain import BACKWARD, ChainTable, Stage
+from .full import segmentations
+from .options import Local
+
+_BYTES = 10  # cost of a byte that is read or written, in FLOPs: a processor that is neither fast nor slow at memory
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan on the front: its simulated dynamic peak, the cost of what runs again, and its schedule."""
+
+    peak_bytes: int
+    cost: float
+    schedule: Schedule
+
+
+def schedule(graph, profile, limit_bytes) -> Schedule:
+    points = front(graph, profile)
+    fitting = [point for point in points if limit_bytes is None or point.peak_bytes <= limit_bytes]
+    return min(fitting, key=lambda p: p.cost).schedule if fitting else points[-1].schedule
+
+
+def costs(graph: JointGraph, profile) -> list[float]:
+    """Cost of every node: its seconds where the profile has them, else FLOPs and traffic weighed against each other."""
+    known = facts(graph)
+    if profile.seconds is not None:
+        return list(profile.seconds)
+    return [
+        float(profile.flops[n] + _BYTES * (profile.bytes_in[n] + profile.bytes_out[n])) if n in known.born else 0.0
+        for n in range(len(graph.nodes))
+    ]
+
+
+def front(graph: JointGraph, profile) -> list[Point]:
+    """Plans from the highest peak and no cost to the lowest peak; none is beaten by another."""
+    known = facts(graph)
+    cost = costs(graph, profile)
+    candidates = [lower(graph, known.savable)]
+    candidates += [lower(graph, saved) for saved in segmentations(graph)]
+    candidates += _chain_schedules(graph, profile, cost)
+    points = []
+    for candidate in {(c.forward, c.backward): c for c in candidates}.values():
+        found = simulate(graph, profile, candidate)
+        points.append(Point(found.peak_bytes, added_cost(graph, candidate, cost), candidate))
+    points.sort(key=lambda point: (point.cost, point.peak_bytes))
+    kept: list[Point] = []
+    for point in points:
+        if not kept or point.peak_bytes < kept[-1].peak_bytes:
+            kept.append(point)
+    return kept
+
+
+def added_cost(graph: JointGraph, found: Schedule, cost) -> float:
+    """Of all forward nodes that run in backward."""
+    return sum(cost[s.id] for s in found.backward if s.kind == "compute" and s.id < graph.boundary)
+
+
+def _chain_schedules(graph: JointGraph, profile, cost) -> list[Schedule]:
+    known = facts(graph)
+    found = chain(graph)
+    stages = _stages(known, found, cost, profile.workspace_bytes)
+    baseline = simulate(graph, profile, lower(graph, known.savable)).peak_bytes
+    table = ChainTable(stages, baseline)
+    schedules = []
+    previous = None
+    for slot in range(table.slots, -1, -1):
+        total = table.costs()[slot]
+        if np.isinf(total):
+            break
+        operations = tuple(table.operations(slot))
+        if operations != previous:
+            schedules.append(_lowered(known, found, operations))
+        previous = operations
+    return schedules
+
+
+def _stages(known: Facts, found: Chain, cost, workspace) -> list[Stage]:
+    stages = []
+    for block in found.blocks:
+        local = Local(known, block, found.pinned, cost, workspace)
+        stages.append(
+            Stage(
+                options=tuple(local.options()),
+                output_bytes=sum(known.bytes[s] for s in block.output),
+                forward_cost=local.forward_cost,
+                incoming_bytes=local.incoming_bytes,
+                left_bytes=local.left_bytes,
+            )
+        )
+    return stages
+
+
+def _lowered(known: Facts, found: Chain, operations) -> Schedule:
+    """The operations of the chain as one order of nodes."""
+    blocks = found.blocks
+    backward: list[int] = []
+    done: list[int] = []  # backward nodes stay until their last use
+    live = {*known.given, *(known.cover[s] for s in found.pinned)}
+    for operation in operations:
+        block = blocks[operation.first]
+        if operation.kind == BACKWARD:
+            here = live | set(done)
+            for place in block.backward:
+                for node in missing(known, place, here):
+                    backward.append(node)
+                    here.add(node)
+                done.append(place)
+            live -= {known.cover[s] for unit in (*block.units, block.output) for s in unit}
+            continue
+        kept = set(blocks[operation.last].output)
+        if operation.option is not None:
+            kept |= operation.option.saved
+        covers = {known.cover[s] for s in kept}
+        if not operation.is_first:
+            here = set(live)
+            for cover in sorted(covers):
+                for node in missing(known, cover, here):
+                    backward.append(node)
+                    here.add(node)
+        live |= covers
+    return scheduled(known.graph, needed_forward(known, saved_by(known, backward)), backward)

@@ -1,0 +1,110 @@
+"""A graph as a chain of blocks: forward nodes between two cuts, and the backward nodes that need them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..graph.facts import Facts, facts
+from ..graph.joint import FORWARD, JointGraph
+from ..graph.schedule import needed_backward, needed_forward
+from .cuts import cut_points
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a chain.
+
+    ``forward``, ``backward``: node ids in order. ``output``: the storages it hands to the next block, the cut and what
+    the same operation brings along; empty at the end of the chain. ``units``: groups of storages of its inside that
+    have one fate each, in order.
+    """
+
+    index: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    output: frozenset[int]
+    units: tuple[frozenset[int], ...]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The blocks of a graph, and the storages that several of them read: those are saved whatever is planned."""
+
+    blocks: tuple[Block, ...]
+    pinned: frozenset[int]
+
+
+def chain(graph: JointGraph) -> Chain:
+    """Cut `graph` at its single-tensor cut points; stretches without anything to decide go with what follows."""
+    cuts = cut_points(graph)
+    found = _chain(graph, cuts)
+    empty = {found.blocks[i + 1].index for i in range(len(cuts)) if not found.blocks[i + 1].units}
+    return _chain(graph, [cut for index, cut in enumerate(cuts) if index + 1 not in empty])
+
+
+def _chain(graph: JointGraph, cuts) -> Chain:
+    known = facts(graph)
+    births = [graph.storages[cut].producer for cut in cuts]
+    block_of = _forward_blocks(known, births)
+    outputs = [siblings(known, birth) for birth in births]
+    handed = frozenset(s for group in outputs for s in group)
+    pinned = _shared(known, handed, block_of)
+    backward = _backward_blocks(known, block_of, pinned, len(cuts))
+    forward: list[list[int]] = [[] for _ in range(len(cuts) + 1)]
+    for place in needed_forward(known, known.savable):
+        forward[block_of[place]].append(place)
+    blocks = []
+    for index, places in enumerate(forward):
+        groups = dict.fromkeys(siblings(known, place) for place in places)
+        units = tuple(group for group in groups if group and not group & (pinned | handed))
+        output = outputs[index] if index < len(cuts) else frozenset()
+        blocks.append(Block(index, tuple(places), tuple(backward[index]), output, units))
+    return Chain(tuple(blocks), pinned)
+
+
+def siblings(known: Facts, place: int) -> frozenset[int]:
+    """The storages that running `place` again brings along."""
+    return frozenset(set(known.storages(place, again=True)) & known.born.get(place, frozenset()) & known.savable)
+
+
+def _forward_blocks(known: Facts, births) -> dict[int, int]:
+    """The block of every forward node: that after the last cut before it."""
+    found, block = {}, 0
+    for node in known.graph.nodes:
+        if node.phase == FORWARD:
+            found[node.id] = block
+            while block < len(births) and births[block] <= node.id:
+                block += 1
+    return found
+
+
+def _shared(known: Facts, handed, block_of) -> frozenset[int]:
+    """What is read and cannot be recomputed, and what the forward reads outside of its own block, cuts apart."""
+    graph = known.graph
+    found = set()
+    for node in graph.nodes:
+        if node.id in known.effects and not node.is_random:
+            continue
+        for source in node.inputs:
+            for storage in set(graph.nodes[source].storages) & known.savable:
+                crosses = node.phase == FORWARD and block_of[graph.storages[storage].producer] != block_of[node.id]
+                if crosses or source in known.fixed:
+                    found.add(storage)
+    found |= {s for storage in found for s in siblings(known, graph.storages[storage].producer)}
+    return frozenset(found - handed)
+
+
+def _backward_blocks(known: Facts, block_of, pinned, last: int) -> list[list[int]]:
+    """Backward nodes by block: each belongs to the highest block that it or a later node still reads."""
+    graph = known.graph
+    order = needed_backward(known)
+    highest = 0
+    found: list[list[int]] = [[] for _ in range(last + 1)]
+    for place in reversed(order):
+        for source in graph.nodes[place].inputs:
+            node = graph.nodes[source]
+            if node.phase == FORWARD and not set(node.storages) <= (pinned | known.resident):
+                producers = [graph.storages[s].producer for s in node.storages if s not in known.resident]
+                highest = max([highest, *(block_of[p] for p in producers)])
+        found[highest].append(place)
+    return [places[::-1] for places in found]
