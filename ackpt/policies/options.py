@@ -39,7 +39,8 @@ class Local:
         inside = set(block.forward)
         reads = {source for place in (*block.forward, *block.backward) for source in nodes[place].inputs}
         # What comes from other blocks: their outputs, which live beside this block, and gradients, which it uses up.
-        others = {s for s in reads if nodes[s].phase == FORWARD and s not in inside}
+        own = {s for place in inside for s in known.born.get(place, ())}
+        others = {s for s in reads if nodes[s].phase == FORWARD and s not in inside and not own & set(nodes[s].storages)}
         self.given = {*known.given, *(known.cover[s] for s in pinned), *others}
         self.given |= {cover for place in others for cover in _covers(known, place)}
         gradients = {s for s in reads if nodes[s].phase != FORWARD} - set(block.backward) - set(known.given)
