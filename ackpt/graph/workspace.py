@@ -6,7 +6,6 @@ kinds of layers of a model, not with their number.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,8 +19,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ..meter_cpu import no_collection
 from ..timeline import MeterError
-from .facts import _communicates, facts
+from .costs import allocates
+from .facts import communicates, facts
 from .joint import JointGraph
+from .stand_in import stand_in
 
 _FILLS = (0, 1)  # of integers: 0 is valid as an index of anything, 1 as a divisor
 
@@ -79,7 +80,7 @@ def disagreements(graph: JointGraph) -> tuple[Disagreement, ...]:
     known = facts(graph)
     different = []
     for place, taken in _taken(graph).items():
-        said = _results(known.fx[place].meta["val"])
+        said = results(known.fx[place].meta["val"])
         size = sum(known.bytes[storage] for storage in known.born.get(place, ()))
         if (said, size) != (taken.results, taken.left):
             target = graph.nodes[place].target
@@ -101,41 +102,27 @@ def watched(function: Callable[[], Any]) -> tuple[Any, Taken]:
         if record.kind() == "memory_alloc":
             live += record.cpu_memory_usage()
             peak = max(peak, live)
-    return result, Taken(peak - live, live, _results(result))
+    return result, Taken(peak - live, live, results(result))
 
 
-def alone(function: Callable[[], Any]) -> Any:
-    """`function()` in a thread of its own, without gradients, leaving the random numbers of the caller as they are.
+def alone(function: Callable[[], Any], devices=()) -> Any:
+    """`function()` in a thread of its own, without gradients, leaving the caller's random numbers as they are.
 
-    There the caller's autocast, fake tensors, FLOP counters and profilers do not reach it.
+    There the caller's autocast, fake tensors, FLOP counters and profilers do not reach it. `devices`: GPUs whose
+    random numbers it may draw, beside the CPU's.
     """
 
     def run():
         with torch.no_grad(), no_collection():
             return function()
 
-    state = torch.get_rng_state()
-    try:
-        with ThreadPoolExecutor(1) as executor:
-            return executor.submit(run).result()
-    finally:
-        torch.set_rng_state(state)
-
-
-def stand_in(value: torch.Tensor, fill: int = 0, device="cpu") -> torch.Tensor:
-    """A tensor like `value`, of 0.5 if it holds floats, of True if bools, otherwise of `fill`."""
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    floats = value.is_floating_point() or value.is_complex()
-    made.fill_(0.5 if floats else True if value.dtype is torch.bool else fill)
-    made = made.conj() if value.is_conj() else made
-    return made._neg_view() if value.is_neg() else made
+    with torch.random.fork_rng(devices), ThreadPoolExecutor(1) as executor:
+        return executor.submit(run).result()
 
 
 def runs_alone(node: torch.fx.Node) -> bool:
-    """Whether a node is an operation that allocates: no input, no view, and no talk with other processes."""
-    if node.op != "call_function" or node.target is operator.getitem or _communicates(node):
-        return False
-    return not getattr(node.target, "is_view", False)
+    """Whether a node is an operation with results of its own that needs no other process."""
+    return allocates(node) and not communicates(node)
 
 
 def _taken(graph: JointGraph) -> dict[int, Taken]:
@@ -225,6 +212,6 @@ def _described(leaf):
     return type(leaf), leaf
 
 
-def _results(value) -> tuple[tuple[torch.dtype, int], ...]:
+def results(value) -> tuple[tuple[torch.dtype, int], ...]:
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return tuple((tensor.dtype, tensor.untyped_storage().nbytes()) for tensor in tensors)
