@@ -118,6 +118,18 @@ class Facts:
         return {place: frozenset(storages) for place, storages in found.items()}
 
     @cached_property
+    def touched(self) -> dict[str, list[frozenset[int]]]:
+        """By the part that runs and node: storages beside the resident ones that the node reads or writes there."""
+        nodes = self.graph.nodes
+        found: dict[str, list[frozenset[int]]] = {FORWARD: [], BACKWARD: []}
+        for part, tables in found.items():
+            again = [part == BACKWARD and node.phase == FORWARD for node in nodes]
+            for place in range(len(nodes)):
+                read = {s for i in self.reads(place, again[place]) for s in self.storages(i, again[i])}
+                tables.append(frozenset(read.union(self.storages(place, again[place])) - self.resident))
+        return found
+
+    @cached_property
     def _batch_norms(self) -> set[int]:
         return {place for place, fx in self.fx.items() if is_training_batch_norm(fx)}
 

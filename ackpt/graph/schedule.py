@@ -7,6 +7,7 @@ recompute; so every policy ends in one of these, and nothing else is simulated o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .facts import Facts, facts
 from .joint import BACKWARD, FORWARD, JointGraph
@@ -18,8 +19,7 @@ class ScheduleError(ValueError):
     """A schedule that cannot run: it reads what is not there, or repeats what must run once."""
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """``compute`` the node `id`, or ``free`` the storage `id`."""
 
     kind: str
@@ -45,6 +45,8 @@ class Schedule:
 def scheduled(graph: JointGraph, forward, backward) -> Schedule:
     """The schedule that computes `forward` and then `backward`, lists of node ids, and frees at the earliest place.
 
+    `forward` may be None: then it is what the outputs, the effects and `backward` need.
+
     Raises:
         ScheduleError: if a node would run again that must not.
     """
@@ -60,7 +62,8 @@ def scheduled(graph: JointGraph, forward, backward) -> Schedule:
     steps, needed = _with_frees(known, backward, known.held, True)
     bw = tuple(steps)
     saved = tuple(sorted(needed - known.resident - {s for t in known.tangents for s in graph.nodes[t].storages}))
-    steps, _ = _with_frees(known, list(forward), known.held | set(saved), False)
+    forward = needed_forward(known, saved) if forward is None else list(forward)
+    steps, _ = _with_frees(known, forward, known.held | set(saved), False)
     random = {place for place in backward if graph.nodes[place].phase == FORWARD and graph.nodes[place].is_random}
     return Schedule(graph.hash, tuple(steps), bw, saved, tuple(sorted(random)))
 
@@ -87,7 +90,7 @@ def lower(graph: JointGraph, saved) -> Schedule:
         for node in missing(known, place, live):
             backward.append(node)
             live.add(node)
-    return scheduled(graph, needed_forward(known, saved_by(known, backward)), backward)
+    return scheduled(graph, None, backward)
 
 
 def missing(known: Facts, place: int, live) -> list[int]:
@@ -122,12 +125,6 @@ def needed_forward(known: Facts, saved) -> list[int]:
     return [node for node in _ancestors(known, roots) if node not in given]
 
 
-def saved_by(known: Facts, backward) -> set[int]:
-    """The storages that the node ids `backward`, in this order, expect from the forward."""
-    _, needed = _with_frees(known, list(backward), known.held, True)
-    return needed - known.resident - {s for place in known.tangents for s in known.graph.nodes[place].storages}
-
-
 def _ancestors(known: Facts, roots) -> list[int]:
     found = set()
     todo = list(roots)
@@ -141,21 +138,17 @@ def _ancestors(known: Facts, roots) -> list[int]:
 
 def _with_frees(known: Facts, order, kept, is_backward: bool):
     """The steps of `order` with every free at its earliest, and the storages that it expects to be there."""
-    nodes = known.graph.nodes
+    touched = known.touched[BACKWARD if is_backward else FORWARD]
     steps: list[Step] = []
     later: set[int] = set()  # storages that a later step touches before it is born anew
     for place in reversed(order):
-        again = is_backward and nodes[place].phase == FORWARD
-        own = known.storages(place, again)
-        touched = {
-            storage
-            for source in known.reads(place, again)
-            for storage in known.storages(source, is_backward and nodes[source].phase == FORWARD)
-        }
-        touched.update(own)
-        steps += [Step(FREE, s) for s in sorted(touched - later - kept - known.resident)]
+        ended = touched[place] - later - kept
+        if len(ended) > 1:
+            steps += [Step(FREE, storage) for storage in sorted(ended)]
+        else:
+            steps += [Step(FREE, storage) for storage in ended]
         steps.append(Step(COMPUTE, place))
-        later |= touched
+        later |= touched[place]
         later -= known.born.get(place, frozenset())
     steps.reverse()
     return steps, later

@@ -14,8 +14,8 @@ import numpy as np
 
 from ..graph.facts import Facts, facts
 from ..graph.joint import JointGraph
-from ..graph.schedule import Schedule, lower, missing, needed_forward, saved_by, scheduled
-from ..graph.simulate import simulate
+from ..graph.schedule import Schedule, lower, missing, scheduled
+from ..graph.simulate import peak_of
 from .blocks import Chain, chain
 from .chain import BACKWARD, ChainTable, Stage
 from .full import segmentations
@@ -51,7 +51,16 @@ def costs(graph: JointGraph, profile) -> list[float]:
 
 
 def front(graph: JointGraph, profile) -> list[Point]:
-    """Plans from the highest peak and no cost to the lowest peak; none is beaten by another."""
+    """Plans from the highest peak and no cost to the lowest peak; none is beaten by another. Computed once."""
+    known: list = graph.__dict__.setdefault("_fronts", [])
+    for made_for, points in known:
+        if made_for == profile:
+            return points
+    known.append((profile, _front(graph, profile)))
+    return known[-1][1]
+
+
+def _front(graph: JointGraph, profile) -> list[Point]:
     known = facts(graph)
     cost = costs(graph, profile)
     candidates = [lower(graph, known.savable)]
@@ -59,8 +68,8 @@ def front(graph: JointGraph, profile) -> list[Point]:
     candidates += _chain_schedules(graph, profile, cost)
     points = []
     for candidate in {(c.forward, c.backward): c for c in candidates}.values():
-        found = simulate(graph, profile, candidate)
-        points.append(Point(found.peak_bytes, added_cost(graph, candidate, cost), candidate))
+        peak = peak_of(graph, candidate, profile.workspace_bytes)
+        points.append(Point(peak, added_cost(graph, candidate, cost), candidate))
     points.sort(key=lambda point: (point.cost, point.peak_bytes))
     kept: list[Point] = []
     for point in points:
@@ -78,7 +87,7 @@ def _chain_schedules(graph: JointGraph, profile, cost) -> list[Schedule]:
     known = facts(graph)
     found = chain(graph)
     stages = _stages(known, found, cost, profile.workspace_bytes)
-    baseline = simulate(graph, profile, lower(graph, known.savable)).peak_bytes
+    baseline = peak_of(graph, lower(graph, known.savable), profile.workspace_bytes)
     table = ChainTable(stages, baseline)
     schedules = []
     previous = None
@@ -137,4 +146,4 @@ def _lowered(known: Facts, found: Chain, operations) -> Schedule:
                     backward.append(node)
                     here.add(node)
         live |= covers
-    return scheduled(known.graph, needed_forward(known, saved_by(known, backward)), backward)
+    return scheduled(known.graph, None, backward)

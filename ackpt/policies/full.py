@@ -9,16 +9,19 @@ last block's activations are kept, since its backward follows at once.
 from __future__ import annotations
 
 from ..graph.facts import facts
-from ..graph.schedule import Schedule, lower
-from ..graph.simulate import simulate
+from ..graph.schedule import COMPUTE, Schedule, lower
+from ..graph.simulate import peak_of
 from .cuts import cut_points
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
     candidates = [lower(graph, saved) for saved in segmentations(graph)]
-    found = [simulate(graph, profile, candidate) for candidate in candidates]
-    best = min(range(len(found)), key=lambda i: (found[i].peak_bytes, found[i].recompute_flops))
-    return candidates[best]
+
+    def worth(candidate):
+        again = (step.id for step in candidate.backward if step.kind == COMPUTE and step.id < graph.boundary)
+        return peak_of(graph, candidate, profile.workspace_bytes), sum(profile.flops[place] for place in again)
+
+    return min(candidates, key=worth)
 
 
 def segmentations(graph) -> list[frozenset[int]]:
