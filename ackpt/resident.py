@@ -7,7 +7,9 @@ from torch.utils._pytree import tree_leaves
 
 
 def storages_of(tensor):
-    """The storages behind a tensor: one, or those of the indices and values of a sparse tensor."""
+    """The storages behind a tensor: one, those of the indices and values of a sparse tensor, or none for None."""
+    if tensor is None:  # autograd reports a gradient as complete also where it is undefined
+        return []
     if tensor.layout == torch.strided:
         return [tensor.untyped_storage()]
     if tensor.layout == torch.sparse_coo:

@@ -69,6 +69,28 @@ def test_repeats_to_the_byte(mlp):
     assert consistent(first)
 
 
+class Undefined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, unused):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2, None
+
+
+def test_a_leaf_whose_gradient_is_undefined():
+    x, unused = torch.ones(8, requires_grad=True), torch.ones(4, requires_grad=True)
+
+    def step():
+        x.grad = None
+        Undefined.apply(x, unused).sum().backward()
+
+    measured = measure(step, "cpu", resident=(x, unused), repeats=0)
+    assert unused.grad is None
+    assert measured.categories["gradients"] == 8 * FP32 and consistent(measured)
+
+
 def test_agrees_with_the_allocators_own_counter(mlp):
     model, x = mlp
     seen = []
@@ -80,8 +102,11 @@ def test_agrees_with_the_allocators_own_counter(mlp):
             event = stack.pop()
             stack += event.children
             events.append(event)
-        allocations = [event.typed[1] for event in sorted(events, key=lambda event: event.start_time_ns)
-                       if event.name == "[memory]"]
+        allocations = [
+            event.typed[1]
+            for event in sorted(events, key=lambda event: event.start_time_ns)
+            if event.name == "[memory]"
+        ]
         # The allocator's running total moves by the size of each event, so none is lost or out of order.
         for before, event in zip(allocations, allocations[1:]):
             seen.append(event.total_allocated - before.total_allocated == event.alloc_size)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import nn
-from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,11 +28,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from .dropout import eager_dropout
+from .eager import like_eager
 from .joint import TraceError
 
-# Backward runs without the forward's autocast, as it does when the user calls it, and leaves what it was given alone.
-LIKE_EAGER = {"backward_pass_autocast": "off", "donated_buffer": False}
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _CALL = nn.Module._call_impl.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -185,10 +183,10 @@ def capture(model, args, kwargs, differentiate="loss"):
     model, leaves, spec = _off_meta(model, leaves, spec)
     flat = _Flat(model, spec, leaves, differentiate)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(functorch_config.patch(LIKE_EAGER))
+        stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
         captured: Any = None
         try:
-            with _quiet(), _compiling(), eager_dropout(), _Where(model), torch.enable_grad():
+            with _quiet(), _compiling(), _Where(model), torch.enable_grad():
                 captured = aot_export_joint_with_descriptors(
                     stack, flat, tuple(filter(is_tensor, leaves)), keep_inference_input_mutations=True
                 )

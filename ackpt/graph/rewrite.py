@@ -18,6 +18,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from .facts import facts, is_training_batch_norm
 from .joint import FORWARD, JointGraph
+from .kernels import true_results
 from .proof import RewriteError, live_after, storages_in
 from .replay import run_again, run_and_save
 from .schedule import COMPUTE, Schedule
@@ -94,7 +95,7 @@ def _prove(graph: JointGraph, schedule: Schedule, rewritten: Rewritten) -> None:
     def values(places):
         return [known.fx[place].meta["val"].detach() for place in places]
 
-    with fake_mode or contextlib.nullcontext():
+    with fake_mode or contextlib.nullcontext(), true_results(fake_mode):
         inputs = values(place for place in known.placeholders if place not in known.tangents)
         own = {storage._cdata for value in inputs for storage in storages_in(value)}
         found, passed = live_after(rewritten.forward, inputs, own, 0, state)

@@ -17,9 +17,9 @@ from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from ..graph.capture import LIKE_EAGER, check_differentiate, no_gradient, without_gradient
+from ..graph.capture import check_differentiate, no_gradient, without_gradient
 from ..graph.compile import run_boxed
-from ..graph.dropout import eager_dropout
+from ..graph.eager import like_eager
 from ..graph.joint import TraceError
 from ..graph.rewrite import rewrite
 from ..graph.trace import joint_graph
@@ -65,7 +65,7 @@ def backend(gm: fx.GraphModule, example_inputs, options=None):
         returned = (*returned[:place], detached, *returned[place + 1 :])
     output.args = (returned,)
     gm.recompile()
-    with functorch_config.patch(LIKE_EAGER), eager_dropout():
+    with like_eager(detect_fake_mode(example_inputs)):
         run = (_inductor if compiler == "inductor" else _eager)(gm, example_inputs, partition)
     if not refused:
         return run

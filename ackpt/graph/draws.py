@@ -1,0 +1,106 @@
+"""Random operations as eager PyTorch computes them, so that a captured step equals it to the last bit.
+
+Captured, torch's dropout becomes ``native_dropout``, which multiplies by 1/(1-p) at another place and rounds another
+way. Eager multiplies by noise, 0 or 1/(1-p) per element, which is drawn here by one operation and nothing besides.
+What is filled in place becomes, captured, a new contiguous tensor; eager fills in the order in which memory lies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+aten = torch.ops.aten
+_KEY = torch._C.DispatchKey.CompositeImplicitAutograd
+
+torch.library.define(
+    "ackpt_graph::dropout_noise", "(Tensor x, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+)
+torch.library.define(
+    "ackpt_graph::filled",
+    "(Tensor x, str operation, Scalar[] numbers, Tensor[] tensors, *, Generator? generator=None) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+@torch.library.impl("ackpt_graph::dropout_noise", "CompositeExplicitAutograd")
+def _noise(x, p: float):
+    return torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+
+
+@torch.library.register_fake("ackpt_graph::dropout_noise")
+def _noise_shape(x, p: float):
+    return torch.empty_like(x)
+
+
+@torch.library.impl("ackpt_graph::filled", "CompositeExplicitAutograd")
+def _filled(x, operation: str, numbers, tensors, generator=None):
+    """A tensor like `x` after the in-place `operation`."""
+    name, _, overload = operation.partition(".")
+    fill = getattr(getattr(aten, name), overload)
+    return fill(torch.empty_like(x), *tensors, *numbers, generator=generator)
+
+
+@torch.library.register_fake("ackpt_graph::filled")
+def _filled_shape(x, operation: str, numbers, tensors, generator=None):
+    return torch.empty_like(x)
+
+
+def _dropout(x, p: float, train: bool):
+    if not train or p == 0 or x.numel() == 0:
+        return x
+    if p == 1:
+        return x * torch.zeros((), dtype=x.dtype, device=x.device)
+    if x.device.type != "cpu":
+        return aten.native_dropout.default(x, p, train)[0]
+    return x * torch.ops.ackpt_graph.dropout_noise(x.detach(), p)
+
+
+def _dropout_in_place(x, p: float, train: bool):
+    if not train or p == 0 or x.numel() == 0:
+        return x
+    if p == 1:
+        return x.mul_(torch.zeros((), dtype=x.dtype, device=x.device))
+    return x.mul_(torch.ops.ackpt_graph.dropout_noise(x.detach(), p))
+
+
+def _in_order_of_memory(operation):
+    def fill(x, *args, generator=None):
+        if not isinstance(x, FunctionalTensor) or x.is_contiguous():
+            return NotImplemented  # torch goes on as it would have
+        tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
+        numbers = [argument for argument in args if not isinstance(argument, (torch.Tensor, type(None)))]
+        name = str(operation).removeprefix("aten.")
+        return x.copy_(torch.ops.ackpt_graph.filled(x, name, numbers, tensors, generator=generator))
+
+    return fill
+
+
+_FILLS = (
+    *(aten.bernoulli_.float, aten.bernoulli_.Tensor, aten.uniform_.default, aten.normal_.default),
+    *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to, aten.exponential_.default),
+    *(aten.cauchy_.default, aten.geometric_.default, aten.log_normal_.default),
+)
+_KERNELS = {aten.dropout.default: _dropout, aten.dropout_.default: _dropout_in_place}
+_KERNELS |= {operation: _in_order_of_memory(operation) for operation in _FILLS}
+
+
+@contextlib.contextmanager
+def eager_draws():
+    """Inside, capturing takes random operations apart as eager does."""
+    were = {operation: operation.py_kernels.get(_KEY) for operation in _KERNELS}
+    _put(_KERNELS)
+    try:
+        yield
+    finally:
+        _put(were)
+
+
+def _put(kernels) -> None:
+    for operation, kernel in kernels.items():
+        operation.py_kernels.pop(_KEY, None)
+        if kernel is not None:
+            operation.py_kernels[_KEY] = kernel
+        operation._dispatch_cache.clear()

@@ -1,0 +1,101 @@
+"""Operations on tensors without data, as torch's CPU kernels do them: where torch's own rules say something else.
+
+Given half-precision values and float32 weights, the norms of the CPU keep their statistics in float32, and the rules
+for tensors without data do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch._decomp import meta_table
+from torch._subclasses import fake_impls
+
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def true_results(fake_mode=None):
+    """Inside, operations on tensors without data return the dtypes and storages that the kernels return.
+
+    ``fake_mode``: one that exists already. It is kept from torch's cache of results: what comes from there has lost
+    the size of its storage, and a copy of a slice is as large as the whole.
+    """
+    uses_cache = fake_mode is not None and fake_mode.cache_enabled
+    if fake_mode is not None:
+        fake_mode.cache_enabled = False
+    try:
+        with _rules([_OURS] * 2):
+            yield
+    finally:
+        if fake_mode is not None:
+            fake_mode.cache_enabled = uses_cache
+
+
+@contextlib.contextmanager
+def _rules(rules):
+    """Inside, torch's tables have these rules for operations, or none where one is None; one dict for each table."""
+    were = [{operation: table.get(operation) for operation in new} for table, new in zip(_TABLES, rules)]
+    _put(rules)
+    try:
+        yield
+    finally:
+        _put(were)
+
+
+def _put(rules) -> None:
+    for table, new in zip(_TABLES, rules):
+        for operation, rule in new.items():
+            table.pop(operation, None)
+            if rule is not None:
+                table[operation] = rule
+
+
+def _corrected(correct):
+    def rule(fake_mode, operation, *args, **kwargs):
+        with _rules([{operation: table[operation]} for table in _TORCHS]), fake_mode:
+            results = operation(*args, **kwargs)
+            return correct(results, *args) if args[0].device.type == "cpu" else results
+
+    return rule
+
+
+def _statistics(results, x, *parameters):
+    result, mean, rstd, *rest = results
+    dtype = next((p.dtype for p in parameters if p is not None), x.dtype)
+    return result, mean.to(dtype), rstd.to(dtype), *rest
+
+
+def _layer_norm(results, x, shape, weight, bias, eps):
+    return _statistics(results, x, weight, bias)
+
+
+def _group_norm(results, x, weight, bias, *rest):
+    return _statistics(results, x, weight, bias)
+
+
+def _batch_norm(results, x, weight, bias, mean, variance, *rest):
+    *results, new_mean, new_variance = _statistics(results, x, weight, bias, mean, variance)
+    return *results, new_mean.to(mean.dtype), new_variance.to(variance.dtype)
+
+
+def _batch_norm_in_eval(results, x, weight, bias, mean, variance, *rest):
+    return _statistics(results, x, weight, bias, mean, variance)
+
+
+def _group_norm_backward(results, gradient, x, *rest):
+    return None if results[0] is None else results[0].to(x.dtype), *results[1:]
+
+
+_OURS = {
+    aten.native_layer_norm.default: _corrected(_layer_norm),
+    aten.native_group_norm.default: _corrected(_group_norm),
+    aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm),
+    aten._native_batch_norm_legit.no_stats: _corrected(_group_norm),
+    aten._native_batch_norm_legit_no_training.default: _corrected(_batch_norm_in_eval),
+    aten.native_group_norm_backward.default: _corrected(_group_norm_backward),
+}
+# Without a rule in the second, torch may take an operation apart before it looks into the first.
+_TABLES = fake_impls.op_implementations_dict, meta_table
+_TORCHS = [{operation: table.get(operation) for operation in _OURS} for table in _TABLES]
