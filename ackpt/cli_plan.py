@@ -1,0 +1,146 @@
+"""The command ``ackpt plan``: its options, and from them to what `ackpt.experiments.plan` runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+MODELS = "transformer, lm, resnet18, resnet50, resnet152, bert-base, bert-large"
+EXAMPLES = """examples:
+  ackpt plan bert-large --batch-size 16 --seq-len 512 --autocast bfloat16 --device-profile t4
+  ackpt plan hf:GPT2Config --set n_layer=48 n_embd=1600 n_head=25 --seq-len 1024 --budget 24GiB
+  ackpt plan hf:path/to/config.json --batch-size 1 --seq-len 8192 --dtype bfloat16 --device-profile h200
+"""
+
+
+def add_plan(commands) -> None:
+    """The subcommand and its options."""
+    import argparse
+
+    summary = "the peak of a model's training step, planned from shapes: no GPU, nothing allocated"
+    parser = commands.add_parser(
+        "plan",
+        help=summary,
+        description=f"{summary}. Prints the peak by category, what the plan saves and recomputes, and the ten "
+        "largest activations.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "model",
+        metavar="MODEL",
+        help=f"{MODELS}; or hf: and a configuration of transformers: the name of its class, such as hf:GPT2Config, or "
+        "the path of a config.json",
+    )
+    add("--batch-size", type=int, default=1, metavar="N", help="sequences or images of a batch (default 1)")
+    add("--seq-len", type=int, metavar="N", help="tokens of a sequence; needed by models that read tokens")
+    add("--image-size", type=int, metavar="N", help="height and width (default: the configuration's, or 224)")
+    add(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="fields of the model's configuration, values as in JSON: n_layer=48 dropout=0.0",
+    )
+    add("--dtype", default="float32", help="of parameters and images: float32 (default), bfloat16 or float16")
+    add("--autocast", metavar="DTYPE", help="run the forward under autocast to bfloat16 or float16")
+    add(
+        "--optimizer",
+        default="adamw",
+        help="whose state and step count: adamw (default), sgd, or none for forward and backward alone",
+    )
+    add(
+        "--device-profile",
+        metavar="DEVICE",
+        help="plan the step of a GPU and say whether its memory holds it: h100-80g, h200, a100-40g, t4 or rtx3090",
+    )
+    add(
+        "--budget",
+        help="bound on the peak: bytes of everything, such as 6GiB, or a fraction of the dynamic peak without "
+        "checkpointing, such as 0.5",
+    )
+    add(
+        "--policy",
+        help="as in ackpt.plan: none saves all that backward needs, full recomputes each block; default: the first of "
+        "these two that keeps the budget",
+    )
+    add("--output", metavar="FILE", help="write the plan as JSON, for ackpt.graph.Plan.load")
+    add("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run_plan_command)
+
+
+def run_plan_command(arguments, command: str) -> int:
+    from ackpt.experiments import plan_report as report
+    from ackpt.experiments.plan import run_plan
+
+    config = configuration(arguments)
+    output = _writable_file(arguments.output)
+    found = run_plan(config)
+    if output is not None:
+        found.plan.save(output)
+    print(json.dumps(report.to_json(found), indent=1) if arguments.json else report.text(found))
+    return 0
+
+
+def configuration(arguments):
+    """What the options ask for; ValueError for one that is none."""
+    from ackpt.experiments.methods import DTYPES
+    from ackpt.experiments.plan import PlanConfig
+    from ackpt.experiments.plan_models import StepRequest
+
+    if arguments.dtype not in DTYPES:
+        raise ValueError(f"{arguments.dtype!r} is no dtype: choose from {', '.join(DTYPES)}")
+    return PlanConfig(
+        step=StepRequest(
+            model=arguments.model,
+            batch_size=arguments.batch_size,
+            seq_len=arguments.seq_len,
+            image_size=arguments.image_size,
+            fields=dict(map(_field, arguments.set)),
+            dtype=DTYPES[arguments.dtype],
+        ),
+        autocast=arguments.autocast or "float32",
+        optimizer=arguments.optimizer,
+        device=arguments.device_profile,
+        budget=_budget(arguments.budget),
+        policy=arguments.policy,
+    )
+
+
+def _field(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise ValueError(f"--set {text}: write FIELD=VALUE, as in --set n_layer=48")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _budget(text: str | None) -> float | str | None:
+    """A number is a fraction, anything else a size with its unit; what is neither is found before the work."""
+    from ackpt.graph.budget import dynamic_limit
+
+    if text is None:
+        return None
+    try:
+        budget: float | str = float(text)
+    except ValueError:
+        budget = text
+    dynamic_limit(budget, 0, 0)
+    return budget
+
+
+def _writable_file(name: str | None) -> Path | None:
+    if name is None:
+        return None
+    from ackpt.cli import UsageError, _writable
+
+    path = Path(name)
+    if path.is_dir():
+        raise UsageError(f"--output: {name} is a folder; name a file")
+    _writable(str(path.parent), "--output")
+    return path

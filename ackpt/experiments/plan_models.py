@@ -1,0 +1,167 @@
+"""What ``ackpt plan`` plans: a model by name and one call of it that returns its loss, from shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ackpt.models import (
+    BertForMaskedLM,
+    LanguageModel,
+    ResNet,
+    Transformer,
+    TransformerConfig,
+    bert_base,
+    bert_large,
+    resnet18,
+    resnet50,
+    resnet152,
+)
+
+IMAGE_SIZE = 224
+TRANSFORMERS = "hf:"
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What is asked for: `model` by name, `fields` of its configuration, sizes of a batch, dtype of the parameters."""
+
+    model: str
+    batch_size: int = 1
+    seq_len: int | None = None
+    image_size: int | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self):
+        for name in ("batch_size", "seq_len", "image_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+    def tokens(self) -> tuple[int, int]:
+        """Batch size and sequence length of a model that reads tokens."""
+        if self.seq_len is None:
+            raise ValueError(f"{self.model} reads tokens: give --seq-len, the tokens of a sequence")
+        if self.image_size is not None:
+            raise ValueError(f"{self.model} reads tokens, so --image-size says nothing about it: leave it out")
+        return self.batch_size, self.seq_len
+
+    def images(self, channels: int, size=IMAGE_SIZE) -> Tensor:
+        """A batch of images for a model that reads those; `size` is what --image-size replaces."""
+        if self.seq_len is not None:
+            raise ValueError(f"{self.model} reads images, so --seq-len says nothing about it: give --image-size")
+        size = self.image_size or size
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return torch.empty(self.batch_size, channels, height, width, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A model and the arguments of the call that returns its loss, all on the meta device."""
+
+    model: nn.Module
+    inputs: dict[str, Any]
+
+    @property
+    def parameters(self) -> int:
+        """Their number; tied ones count once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def training_step(request: StepRequest) -> TrainingStep:
+    """The model and its inputs.
+
+    Raises:
+        ValueError: for an unknown model or field, values that do not fit, and a size that is missing or too much.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(request.dtype)
+    try:
+        with torch.device("meta"):
+            if request.model.startswith(TRANSFORMERS):
+                from .plan_transformers import transformers_step
+
+                return transformers_step(request)
+            if request.model not in BUILT_IN:
+                raise ValueError(
+                    f"unknown model {request.model!r}: choose from {', '.join(BUILT_IN)}, or "
+                    f"{TRANSFORMERS}<configuration class of transformers, or path of a config.json>"
+                )
+            example, make, inputs = BUILT_IN[request.model]
+            model = make(_changed(example().config, request))
+            return TrainingStep(model, inputs(model, request))
+    finally:
+        torch.set_default_dtype(default)
+
+
+def require_known(fields, known, model: str) -> None:
+    """ValueError for the first of `fields` that is not among `known`, with what it may have meant."""
+    for name in fields:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(sorted(known))}"
+            raise ValueError(f"--set {name}: the configuration of {model} has no such field; {hint}")
+
+
+def ids(*shape: int) -> Tensor:
+    """Tokens or classes: int64 of `shape`, without values."""
+    return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+def _changed(config, request: StepRequest):
+    require_known(request.fields, {item.name for item in dataclasses.fields(config)}, request.model)
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in request.fields.items()}
+    try:
+        return dataclasses.replace(config, **fields)
+    except TypeError as error:
+        raise ValueError(f"--set: {error}") from error
+
+
+class _Autoencoder(Transformer):
+    """The synthetic experiment's step as a call: the mean squared error between output and input."""
+
+    def forward(self, x, cu_seqlens, max_seqlen):
+        return F.mse_loss(super().forward(x, cu_seqlens, max_seqlen).float(), x)
+
+
+def _offsets(batch: int) -> Tensor:
+    return torch.empty(batch + 1, dtype=torch.int32, device="meta")
+
+
+def _packed_floats(model, request):
+    batch, length = request.tokens()
+    x = torch.empty(batch * length, model.config.dim, dtype=request.dtype, device="meta")
+    return {"x": x, "cu_seqlens": _offsets(batch), "max_seqlen": length}
+
+
+def _packed_tokens(model, request):
+    batch, length = request.tokens()
+    tokens = {"tokens": ids(batch * length), "cu_seqlens": _offsets(batch), "max_seqlen": length}
+    return {**tokens, "targets": ids(batch * length)}
+
+
+def _images(model, request):
+    return {"images": request.images(model.config.channels), "labels": ids(request.batch_size)}
+
+
+def _padded_tokens(model, request):
+    return {"input_ids": ids(*request.tokens()), "labels": ids(*request.tokens())}
+
+
+# name -> a model with the configuration that --set changes, the model of a configuration, its inputs
+BUILT_IN = {
+    "transformer": (lambda: Transformer(TransformerConfig()), _Autoencoder, _packed_floats),
+    "lm": (lambda: LanguageModel(TransformerConfig()), LanguageModel, _packed_tokens),
+    "resnet18": (resnet18, ResNet, _images),
+    "resnet50": (resnet50, ResNet, _images),
+    "resnet152": (resnet152, ResNet, _images),
+    "bert-base": (bert_base, BertForMaskedLM, _padded_tokens),
+    "bert-large": (bert_large, BertForMaskedLM, _padded_tokens),
+}

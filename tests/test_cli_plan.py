@@ -1,0 +1,347 @@
+"""``ackpt plan``: peaks equal to the prediction of the eager step, the right head for a configuration, clear errors."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ackpt
+from ackpt.cli import main
+from ackpt.experiments.methods import autocast
+from ackpt.experiments.plan import PlanConfig, run_plan
+from ackpt.experiments.plan_cuda import CapturedCudaChoices
+from ackpt.experiments.plan_models import StepRequest
+from ackpt.graph import Plan, PlanError
+from ackpt.models import BertConfig, BertForMaskedLM
+
+BERT = ["bert-base", "--seq-len", "16", "--set", "dim=32", "ff_dim=64", "layers=2", "heads=2", "vocab_size=100"]
+GPT2 = ["hf:GPT2Config", "--seq-len", "16", "--set", "n_layer=1", "n_embd=32", "n_head=2", "vocab_size=100"]
+GPT2 += ["bos_token_id=0", "eos_token_id=0"]
+
+
+def bert() -> BertForMaskedLM:
+    return BertForMaskedLM(BertConfig(dim=32, ff_dim=64, layers=2, heads=2, vocab_size=100))
+
+
+def planned(capsys, *arguments) -> dict:
+    status = main(["plan", *arguments, "--json"])
+    out, err = capsys.readouterr()
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+def request(model, batch_size=2, seq_len=None, image_size=None, **fields) -> StepRequest:
+    return StepRequest(model, batch_size, seq_len, image_size, fields)
+
+
+SMALL = {
+    "transformer": request("transformer", seq_len=64, dim=64, ff_dim=256, layers=2, head_dim=16),
+    "lm": request("lm", seq_len=64, dim=64, ff_dim=256, layers=2, head_dim=16, vocab_size=1000),
+    "resnet": request("resnet18", image_size=64, width=8, num_classes=10),
+    "bert": request("bert-base", seq_len=64, dim=64, ff_dim=256, layers=2, heads=4, vocab_size=1000, dropout=0.0),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("where", [None, "h100-80g"])
+@pytest.mark.parametrize("name", SMALL)
+def test_the_peak_is_that_of_the_eager_step_on_tensors_without_data(name, where, dtype):
+    if name == "transformer" and dtype == "bfloat16":
+        pytest.skip("eager's RMSNorm keeps local tensors alive in backward; a captured one does not")
+    found = run_plan(PlanConfig(SMALL[name], autocast=dtype, optimizer="none", device=where))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = found.step.model.to_empty(device="cpu")
+        inputs = {
+            key: torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+            for key, value in found.step.inputs.items()
+        }
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        with autocast("cpu", dtype):
+            loss = model(**inputs)
+        loss.backward()
+
+    resident = (model, *(value for value in inputs.values() if isinstance(value, torch.Tensor)))
+    eager = ackpt.predict(step, resident=resident, device="cpu" if where is None else "cuda")
+    # What the GPU's attention keeps of its random generator, beside the output and the sums of rows.
+    generator = sum(
+        found.graph.storages[storage].bytes
+        for node in found.graph.nodes
+        if where is not None and name == "bert" and "attention" in node.target and node.phase == "forward"
+        for storage in node.storages[2:]
+    )
+    assert found.plan.resident_bytes == eager.resident_bytes
+    assert found.plan.dynamic_peak_bytes == eager.dynamic_peak_bytes + generator
+
+
+def test_the_lines_say_what_is_planned_and_the_categories_add_up_to_the_peak(capsys):
+    parameters = sum(parameter.numel() for parameter in bert().parameters())
+    assert main(["plan", *BERT]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and f"BertForMaskedLM, {parameters:,} parameters in float32" in out
+    assert "input_ids [1, 16] int64, labels [1, 16] int64" in out
+    assert len(out.partition("ten largest")[2].splitlines()) == 1 + 10
+    assert "bert.blocks.0.up (addmm" in out
+
+    found = planned(capsys, *BERT)
+    assert sum(found["at_peak"].values()) == found["peak_bytes"]
+    assert found["at_peak"]["parameters"] == 4 * parameters
+    assert found["largest"][0]["bytes"] == max(activation["bytes"] for activation in found["largest"])
+    assert found["device"] is None and found["policy"] == "none"
+
+
+def test_optimizers_count_their_state(capsys):
+    adamw, sgd, none = (planned(capsys, *BERT, "--optimizer", name) for name in ("adamw", "sgd", "none"))
+    assert none["at_peak"]["optimizer"] == sgd["at_peak"]["optimizer"] == 0
+    assert adamw["at_peak"]["optimizer"] >= 2 * none["at_peak"]["parameters"]
+
+
+def test_the_written_plan_is_the_model_s_own(tmp_path, capsys):
+    """What is planned from shapes runs: the graph is that of the real model called with the same arguments."""
+    path = tmp_path / "new" / "plan.json"
+    found = planned(capsys, *BERT, "--policy", "full", "--output", str(path))
+    plan = Plan.load(path)
+    assert (plan.peak_bytes, plan.policy) == (found["peak_bytes"], "full")
+    model = bert()
+    x = torch.randint(0, 100, (1, 16))
+    y = x.clone()
+    step = ackpt.compile(model, input_ids=x, labels=y, plan=plan)
+    assert step.plan is plan
+    step(input_ids=x, labels=y).backward()
+    with pytest.raises(PlanError, match="another graph"):
+        ackpt.compile(model, input_ids=x[:, :8], labels=y[:, :8], plan=plan)
+
+
+def test_a_budget_takes_the_first_policy_that_keeps_it(capsys):
+    sizes = ["transformer", "--seq-len", "64", "--set", "dim=32", "ff_dim=128", "layers=6", "head_dim=16"]
+    sizes += ["--optimizer", "none"]
+    plain = planned(capsys, *sizes, "--budget", "1.0")
+    tight = planned(capsys, *sizes, "--budget", "0.6")
+    assert (plain["policy"], tight["policy"]) == ("none", "full")
+    assert tight["dynamic_peak_bytes"] <= 0.6 * plain["dynamic_peak_bytes"]
+    assert planned(capsys, *sizes, "--policy", "full")["policy"] == "full"
+    assert main(["plan", *sizes, "--budget", "10kB"]) == 2
+    assert "The smallest budget that this policy keeps is" in capsys.readouterr().err
+
+
+def test_a_device_that_is_too_small_and_one_that_is_not(capsys):
+    sizes = ["transformer", "--set", "layers=4", "dim=64", "ff_dim=256", "head_dim=16", "--seq-len", "2000000"]
+    small = planned(capsys, *sizes, "--device-profile", "t4")
+    full = planned(capsys, *sizes, "--device-profile", "t4", "--policy", "full")
+    assert small["device"]["memory_bytes"] == 16 * 10**9 < small["peak_bytes"]
+    assert not small["device"]["fits"] and small["device"]["smallest_budget_of_full"] == full["peak_bytes"]
+    assert main(["plan", *sizes, "--device-profile", "t4"]) == 0
+    assert f"does not fit t4: {small['peak_bytes'] / 2**30:.1f} GiB of 14.9 GiB" in (out := capsys.readouterr().out)
+    assert f"the smallest budget of policy full is {full['peak_bytes'] / 2**30:.1f} GiB" in out
+    assert planned(capsys, *sizes, "--device-profile", "h200")["device"]["fits"]
+
+
+def test_on_a_gpu_blocks_are_multiples_of_512_bytes_and_random_states_stay_on_the_host():
+    step = replace(SMALL["bert"], fields={**SMALL["bert"].fields, "dropout": 0.1})
+    found = run_plan(PlanConfig(step, optimizer="none", device="h200", policy="full"))
+    assert {storage.bytes % 512 for storage in found.graph.storages} == {0}
+    assert found.plan.schedule.replayed and {live % 512 for live in found.plan.timeline.live} == {0}
+
+
+HALF, MASKED, CAUSAL, GROUPED = torch.float16, {"masked": True}, {"is_causal": True}, {"enable_gqa": True}
+FLASH, EFFICIENT, MATH = "flash_attention", "efficient_attention", "_softmax"
+
+
+@pytest.mark.parametrize(
+    ("ampere", "dtype", "options", "kernel"),
+    [
+        (True, torch.float32, {}, EFFICIENT),
+        (True, HALF, {}, FLASH),
+        (True, torch.bfloat16, CAUSAL, FLASH),
+        (True, torch.bfloat16, {"dropout_p": 0.1}, FLASH),
+        (True, HALF, {"width": 12}, FLASH),
+        (True, HALF, {"width": 512}, EFFICIENT),
+        (True, HALF, MASKED, EFFICIENT),
+        (True, torch.float32, {**MASKED, "dropout_p": 0.1}, EFFICIENT),
+        (True, HALF, GROUPED, FLASH),
+        (True, torch.float32, GROUPED, MATH),
+        (True, torch.float32, {"width": 6}, MATH),
+        (False, HALF, {}, EFFICIENT),
+        (False, torch.float32, {"width": 6}, EFFICIENT),
+        (False, torch.bfloat16, {}, MATH),
+        (True, torch.float64, {}, MATH),
+    ],
+)
+def test_attention_runs_the_kernel_that_a_gpu_would(ampere, dtype, options, kernel):
+    """The conditions of sdp_utils.cpp, read off what is called."""
+    options = dict(options)
+    width, masked = options.pop("width", 16), options.pop("masked", False)
+    heads = 2 if options.get("enable_gqa") else 4
+    model = _Attention(width, heads, options).to("meta", dtype)
+    mask = torch.ones(20, 20, dtype=torch.bool, device="meta") if masked else None
+    with CapturedCudaChoices(ampere):
+        graph = ackpt.trace(model, torch.empty(2, 4, 20, width, dtype=dtype, device="meta"), mask)
+    called = [node.target for node in graph.nodes if node.phase == "forward"]
+    assert any(kernel in target for target in called)
+    assert all(other not in target for other in {FLASH, EFFICIENT, MATH} - {kernel} for target in called)
+    assert graph.storages[graph.nodes[graph.outputs[0]].storages[0]].bytes == dtype.itemsize
+
+
+class _Attention(torch.nn.Module):
+    def __init__(self, width, heads, options):
+        super().__init__()
+        self.key = torch.nn.Parameter(torch.empty(2, heads, 20, width))
+        self.options = options
+
+    def forward(self, query, mask):
+        mixed = torch.nn.functional.scaled_dot_product_attention(query, self.key, self.key, mask, **self.options)
+        assert mixed.shape == query.shape
+        return mixed.sum()
+
+
+def test_attention_with_dropout_keeps_no_matrix_of_weights_on_a_gpu():
+    sizes = request("bert-base", batch_size=1, seq_len=256, dim=32, ff_dim=64, layers=1, heads=2, vocab_size=100)
+    matrix = 2 * 256 * 256 * 4
+    for where, kept in ((None, True), ("t4", False)):
+        graph = run_plan(PlanConfig(sizes, device=where)).graph
+        assert any(storage.bytes == matrix for storage in graph.storages) is kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "inputs"),
+    [
+        (GPT2, "GPT2LMHeadModel", {"input_ids": "[1, 16] int64", "labels": "[1, 16] int64"}),
+        (
+            ["hf:BertConfig", "--seq-len", "8", "--set", "hidden_size=24", "num_hidden_layers=1", "vocab_size=100"],
+            "BertForMaskedLM",
+            {"input_ids": "[1, 8] int64", "labels": "[1, 8] int64"},
+        ),
+        (
+            ["hf:T5Config", "--seq-len", "8", "--set", "d_model=32", "num_layers=1", "vocab_size=100", "d_ff=64"],
+            "T5ForConditionalGeneration",
+            dict.fromkeys(("input_ids", "decoder_input_ids", "labels"), "[1, 8] int64"),
+        ),
+        (
+            ["hf:ViTConfig", "--batch-size", "2", "--image-size", "48", "--dtype", "bfloat16"]
+            + ["--set", "hidden_size=48", "num_hidden_layers=1", "intermediate_size=64"],
+            "ViTForImageClassification",
+            {"pixel_values": "[2, 3, 48, 48] bfloat16", "labels": "[2] int64"},
+        ),
+    ],
+)
+def test_a_configuration_of_transformers_gets_its_head_and_inputs(arguments, name, inputs, capsys):
+    pytest.importorskip("transformers")
+    found = planned(capsys, *arguments)
+    assert (found["class"], found["inputs"]) == (name, inputs)
+
+
+def test_a_configuration_file_names_its_head(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    data = {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "vocab_size": 100, **sizes}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(data))
+    of_file = planned(capsys, f"hf:{path}", "--seq-len", "8")
+    assert of_file["class"] == "BertForSequenceClassification" and of_file["inputs"]["labels"] == "[1] int64"
+    of_folder = planned(capsys, f"hf:{tmp_path}", "--seq-len", "8", "--set", "num_hidden_layers=2")
+    assert of_folder["parameters"] > of_file["parameters"]
+    path.write_text(json.dumps({**data, "architectures": ["BertModel"]}))
+    assert main(["plan", f"hf:{path}", "--seq-len", "8"]) == 2
+    assert "no loss is known for BertModel" in capsys.readouterr().err
+
+
+def test_fields_go_by_either_of_their_names(capsys):
+    pytest.importorskip("transformers")
+    found = planned(capsys, *GPT2, "num_hidden_layers=2", "n_positions=20")
+    assert found["parameters"] == (100 + 20 + 2) * 32 + 2 * (12 * 32 * 32 + 13 * 32)
+
+
+def test_what_fits_nowhere_is_planned_here(capsys):
+    """Weights of 4 PB: nothing of them can have been allocated."""
+    found = planned(capsys, "transformer", "--seq-len", "64", "--set", "layers=1", "dim=8388608", "ff_dim=33554432")
+    assert found["at_peak"]["parameters"] > 2**51
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gpt5", "--seq-len", "8"], "unknown model 'gpt5': choose from transformer, lm, resnet18"),
+        (["bert-base"], "bert-base reads tokens: give --seq-len"),
+        (["resnet18", "--seq-len", "8"], "resnet18 reads images"),
+        ([*BERT, "--image-size", "8"], "leave it out"),
+        ([*BERT, "--batch-size", "0"], "--batch-size must be at least 1"),
+        ([*BERT, "--seq-len", "-1"], "--seq-len must be at least 1"),
+        ([*BERT, "--seq-len", "513"], "positions is 512"),
+        ([*BERT, "--set", "layer=3"], "no such field; did you mean layers?"),
+        ([*BERT, "--set", "layers"], "write FIELD=VALUE"),
+        ([*BERT, "--set", "layers=two"], "layers must be a positive integer"),
+        ([*BERT, "--set", "dropout=none"], "--set"),
+        ([*BERT, "--set", "heads=3"], "multiple of heads"),
+        ([*BERT, "--dtype", "int8"], "'int8' is no dtype"),
+        ([*BERT, "--autocast", "int8"], "'int8' is no dtype"),
+        ([*BERT, "--optimizer", "lion"], "'lion' is no optimizer: choose from adamw, sgd, none"),
+        ([*BERT, "--policy", "magic"], "'magic' is no policy"),
+        ([*BERT, "--policy", "manual"], "'manual' is no policy"),
+        ([*BERT, "--device-profile", "h300"], "'h300'"),
+        ([*BERT, "--device-profile", "t4", "--autocast", "bfloat16"], "'bfloat16' is no dtype of t4"),
+        ([*BERT, "--budget", "6 apples"], "is no size in bytes"),
+        ([*BERT, "--budget", "1.5"], "in (0, 1]"),
+        ([*BERT, "--budget", "nan"], "in (0, 1]"),
+        ([*BERT, "--output", "."], "is a folder"),
+        (["hf:GPT5Config", "--seq-len", "8"], "no configuration class 'GPT5Config'"),
+        (["hf:GPT2Model", "--seq-len", "8"], "no configuration class 'GPT2Model'"),
+        (["hf:no-such.json", "--seq-len", "8"], "no-such.json"),
+        (["hf:GPT2Config"], "give --seq-len"),
+        (["hf:GPT2Config", "--seq-len", "2048"], "longer than the 1024 positions"),
+        ([*GPT2, "n_layers=2"], "did you mean n_layer"),
+        ([*GPT2, "n_layer=two"], "transformers refuses the configuration of GPT2Config"),
+        ([*GPT2, "n_head=5"], "transformers refuses the configuration of GPT2LMHeadModel"),
+        (["hf:WhisperConfig", "--seq-len", "8"], "no head with a loss is known for model_type 'whisper'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, tmp_path, monkeypatch):
+    if arguments[0].startswith("hf:"):
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert words in err and err.count("\n") == 1 and out == "" and err.startswith("ackpt plan: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "has no model_type"),
+        ("{}", "has no model_type"),
+        ('{"model_type": "gpt5"}', "'gpt5'"),
+    ],
+)
+def test_a_file_that_is_no_configuration(text, words, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert main(["plan", f"hf:{path}", "--seq-len", "8"]) == 2
+    err = capsys.readouterr().err
+    assert words in err and str(path) in err and err.count("\n") == 1
+
+
+def test_without_transformers_the_error_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["plan", "hf:GPT2Config", "--seq-len", "8"]) == 2
+    assert "pip install transformers" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_found_before_the_work(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["plan", *BERT, "--output", str(tmp_path / "file" / "plan.json")]) == 2
+    assert "--output: cannot write" in capsys.readouterr().err
+
+
+def test_the_help_names_every_option():
+    done = subprocess.run(
+        [sys.executable, "-m", "ackpt", "plan", "--help"], capture_output=True, text=True, timeout=120
+    )
+    options = ["--batch-size", "--seq-len", "--image-size", "--set", "--dtype", "--autocast", "--optimizer"]
+    options += ["--device-profile", "--budget", "--policy", "--output", "--json"]
+    assert done.returncode == 0 and all(option in done.stdout for option in options)
