@@ -76,7 +76,7 @@ class JointGraph:
     nodes carry their id in ``meta["ackpt_id"]``. ``outputs``: ids of the nodes that the model returns; ``gradients``:
     ``{parameter: id of the node that is its gradient}``. ``optimizer_bytes``: of the optimizer's state,
     ``optimizer_step_bytes``: the most its step takes beside that and the gradients, 0 without an optimizer;
-    ``replays_random``: whether what runs the graph can draw random numbers a second time.
+    ``has_data``: whether it was traced from real tensors, not fake or meta ones; ``replays_random``: whether what runs the graph can draw random numbers a second time.
     """
 
     def __init__(self, module: torch.fx.GraphModule, nodes, storages, outputs, gradients):
@@ -88,6 +88,7 @@ class JointGraph:
         self.optimizer_bytes = 0
         self.optimizer_step_bytes = 0
         self.replays_random = True
+        self.has_data = True
 
     def __repr__(self):
         kinds = ", ".join(f"{sum(node.phase == phase for node in self.nodes)} {phase}" for phase in (FORWARD, BACKWARD))

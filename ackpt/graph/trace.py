@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from .capture import capture
 from .joint import BACKWARD, FORWARD, JointGraph, Node, Storage, TraceError
@@ -40,7 +42,10 @@ def trace(model, *args, differentiate="loss", optimizer=None, **kwargs) -> Joint
         ['aten.t.default', 'aten.addmm.default']
     """
     with capture(model, args, kwargs, differentiate) as captured:
-        return joint_graph(captured.joint.graph_module, optimizer)
+        graph = joint_graph(captured.joint.graph_module, optimizer)
+    tensors = tree_leaves((list(model.parameters()), list(model.buffers()), args, kwargs))
+    graph.has_data = not any(isinstance(t, FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors)
+    return graph
 
 
 def joint_graph(module, optimizer=None) -> JointGraph:

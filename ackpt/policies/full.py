@@ -2,8 +2,8 @@
 
 What `torch.utils.checkpoint` around every block does, without being told the blocks: they are found as the stretches
 between cut points. Which of the cut points are kept is chosen by the byte-threshold sweep of Chen et al. 2016
-(arXiv:1604.06174, algorithm 3), each candidate simulated; the lowest peak is taken, then the least recomputation. The
-last block's activations are kept, since its backward follows at once.
+(arXiv:1604.06174, algorithm 3), each candidate simulated; the lowest peak is taken, then the least recomputation. What
+backward reads first is kept as well, as far as that does not raise the peak.
 """
 
 from __future__ import annotations
@@ -15,13 +15,33 @@ from .cuts import cut_points
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
-    candidates = [lower(graph, saved) for saved in segmentations(graph)]
+    def peak(saved):
+        return peak_of(graph, lower(graph, saved), profile.workspace_bytes)
 
-    def worth(candidate):
-        again = (step.id for step in candidate.backward if step.kind == COMPUTE and step.id < graph.boundary)
-        return peak_of(graph, candidate, profile.workspace_bytes), sum(profile.flops[place] for place in again)
+    def worth(saved):
+        again = (s.id for s in lower(graph, saved).backward if s.kind == COMPUTE and s.id < graph.boundary)
+        return peak(saved), sum(profile.flops[place] for place in again)
 
-    return min(candidates, key=worth)
+    best = min(segmentations(graph), key=worth)
+    return lower(graph, _with_the_end(graph, best, peak))
+
+
+def _with_the_end(graph, saved: frozenset[int], peak) -> frozenset[int]:
+    """`saved` and what backward reads first, as far back as that does not raise the peak."""
+    limit = peak(saved)
+    known = facts(graph)
+    rest = [s for s in lower(graph, known.savable).saved if s not in saved]
+    rest.sort(key=lambda storage: -graph.storages[storage].producer)
+    size = 1
+    while rest:  # in growing strides, since every trial is a simulation
+        longer = saved | set(rest[:size])
+        if peak(longer) <= limit:
+            saved, rest, size = longer, rest[size:], 2 * size
+        elif size > 1:
+            size = 1
+        else:
+            rest = []
+    return saved
 
 
 def segmentations(graph) -> list[frozenset[int]]:

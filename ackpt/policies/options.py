@@ -40,7 +40,9 @@ class Local:
         reads = {source for place in (*block.forward, *block.backward) for source in nodes[place].inputs}
         # What comes from other blocks: their outputs, which live beside this block, and gradients, which it uses up.
         own = {s for place in inside for s in known.born.get(place, ())}
-        others = {s for s in reads if nodes[s].phase == FORWARD and s not in inside and not own & set(nodes[s].storages)}
+        others = {
+            s for s in reads if nodes[s].phase == FORWARD and s not in inside and not own & set(nodes[s].storages)
+        }
         self.given = {*known.given, *(known.cover[s] for s in pinned), *others}
         self.given |= {cover for place in others for cover in _covers(known, place)}
         gradients = {s for s in reads if nodes[s].phase != FORWARD} - set(block.backward) - set(known.given)
@@ -123,8 +125,12 @@ class Local:
     def options(self) -> list[Option]:
         """Choices from saving all that the backward reads to saving nothing, none worse than another in everything."""
         known, block = self.known, self.block
-        read = {s for place in block.backward for source in known.graph.nodes[place].inputs
-                for s in known.graph.nodes[source].storages}
+        read = {
+            s
+            for place in block.backward
+            for source in known.graph.nodes[place].inputs
+            for s in known.graph.nodes[source].storages
+        }
         unit_of = {storage: unit for unit in block.units for storage in unit}
         units = {unit_of[s] for s in read if s in unit_of}
         current = frozenset(s for unit in units for s in unit if s in read)
@@ -156,6 +162,7 @@ class Local:
 
 def pareto(options: list[Option]) -> list[Option]:
     """Those that no other beats in saved bytes, both peaks and cost at once."""
+
     def values(o):
         return (o.saved_bytes, o.forward_peak, o.backward_peak, o.cost)
 

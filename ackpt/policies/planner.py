@@ -28,8 +28,8 @@ def plan(graph: JointGraph, budget=None, policy: str = "none", *, profile=None, 
             everything the step allocates.
         policy: ``"none"`` saves what backward needs, ``"full"`` keeps one tensor between two blocks, ``"manual"``
             takes ``fates={name of a node: "saved" | "recomputed"}``.
-        profile: costs per node, from `ackpt.profile`. If not given, FLOPs are counted, and on the CPU what every
-            operation takes within itself is measured, by running each different operation once.
+        profile: costs per node, from `ackpt.profile`. If not given, FLOPs are counted, and for real tensors on the
+            CPU what every operation takes within itself is measured, by running each different operation once.
         options: of the policy.
 
     Raises:
@@ -44,7 +44,11 @@ def plan(graph: JointGraph, budget=None, policy: str = "none", *, profile=None, 
     """
     if policy not in POLICIES:
         raise ValueError(f"policy {policy!r} is not known; the policies are {', '.join(POLICIES)}")
-    profile = profiled(graph, workspace="measured" if graph.on_cpu else "given") if profile is None else profile
+    profile = (
+        profiled(graph, workspace="measured" if graph.on_cpu and graph.has_data else "given")
+        if profile is None
+        else profile
+    )
     every = everything(graph)
     baseline = simulate(graph, profile, every)
     limit = dynamic_limit(budget, baseline.peak_bytes, baseline.resident_bytes)
