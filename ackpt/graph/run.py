@@ -22,7 +22,7 @@ from .. import meter_cpu, meter_cuda
 from ..timeline import MeterError
 from .costs import allocates, traffic, written
 from .joint import JointGraph
-from .stand_in import flagged, given, made_up, random_like
+from .stand_in import flagged, given, made_up, random_like, stand_in
 from .workspace import Taken, alone, results, watched
 
 RUNS = 3  # timed, after one to warm up
@@ -148,9 +148,7 @@ class Parked:
 
     @classmethod
     def of(cls, host: torch.Tensor, tensor: torch.Tensor) -> Parked:
-        whole = torch.empty(host.numel() // tensor.element_size(), dtype=tensor.dtype, device="meta")
-        layout = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        return cls(host, flagged(layout, tensor))
+        return cls(host, stand_in(tensor, device="meta"))
 
     def among(self, storage: torch.Tensor) -> torch.Tensor:
         """The tensor, in a copy of the bytes."""

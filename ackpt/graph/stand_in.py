@@ -12,11 +12,15 @@ from .joint import BACKWARD, JointGraph
 
 
 def stand_in(value: torch.Tensor, fill: int = 0, device="cpu") -> torch.Tensor:
-    """A tensor like `value`, of 0.5 if it holds floats, of True if bools, otherwise of `fill`."""
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    """A tensor like `value`, of 0.5 if it holds floats, of True if bools, otherwise of `fill`.
+
+    It lies as `value` does in a storage as large: some operations copy the whole storage of a view.
+    """
     floats = value.is_floating_point() or value.is_complex()
-    made.fill_(0.5 if floats else True if value.dtype is torch.bool else fill)
-    return flagged(made, value)
+    filled = 0.5 if floats else True if value.dtype is torch.bool else fill
+    size = value.untyped_storage().nbytes() // value.element_size()
+    whole = torch.empty(size, dtype=value.dtype, device=device).fill_(filled)
+    return flagged(whole.as_strided(value.shape, value.stride(), value.storage_offset()), value)
 
 
 def flagged(made: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

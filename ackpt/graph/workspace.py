@@ -1,7 +1,7 @@
 """What an operation takes and gives back within itself on the CPU: every different operation is run once, alone.
 
-Two nodes with the same operation, constants, shapes, strides and dtypes take the same, so the cost grows with the
-kinds of layers of a model, not with their number.
+Two nodes with the same operation and constants, whose arguments have the same shapes, dtypes and places in memory, take
+the same, so the cost grows with the kinds of layers of a model, not with their number.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _FILLS = (0, 1)  # of integers: 0 is valid as an index of anything, 1 as a divis
 class Taken:
     """What one run of an operation took from the CPU allocator, in bytes.
 
-    ``workspace``: its peak beyond what it left behind; ``left``: that, its fresh results; ``results``: dtype and bytes
-    of the storage of every tensor it returned.
+    ``workspace``: its peak beyond what it left behind; ``left``: that, its fresh results; ``results``: of each result
+    the dtype and the bytes of its storage, None for what is no tensor.
     """
 
     workspace: int
     left: int
-    results: tuple[tuple[torch.dtype, int], ...]
+    results: tuple[tuple[torch.dtype, int] | None, ...]
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A node whose results take other bytes than the graph says: ``(dtype, bytes)`` of each, in the graph and in fact.
+    """A storage that takes other bytes in fact than in the graph.
 
-    ``graph_bytes``, ``real_bytes``: of all that it allocates and leaves behind.
+    ``node``: what brings it along. ``storage``: its id; None if the node leaves bytes behind that the graph knows
+    nothing of, or brings nothing along where the graph says so.
     """
 
     node: int
     target: str
-    graph_results: tuple[tuple[torch.dtype, int], ...]
-    real_results: tuple[tuple[torch.dtype, int], ...]
+    storage: int | None
     graph_bytes: int
     real_bytes: int
 
@@ -72,19 +72,26 @@ def workspace_bytes(graph: JointGraph) -> tuple[int, ...]:
 
 
 def disagreements(graph: JointGraph) -> tuple[Disagreement, ...]:
-    """The nodes whose results take other bytes in fact than the shapes and dtypes in the graph say.
+    """The storages that take other bytes in fact than in the graph, in the order of execution.
 
-    Torch's shape functions and its CPU kernels do not always agree: layer norm of bfloat16 with float32 weights, for
-    example, is said to give its statistics in float32. Raises as `workspace_bytes` does.
+    Torch's shape functions and its CPU kernels do not always agree. Layer norm of bfloat16 with float32 weights is
+    said to give its statistics in bfloat16; the result of ``mse_loss`` lies in a storage as large as its input.
+    Raises as `workspace_bytes` does.
     """
     known = facts(graph)
     different = []
     for place, taken in _taken(graph).items():
-        said = results(known.fx[place].meta["val"])
-        size = sum(known.bytes[storage] for storage in known.born.get(place, ()))
-        if (said, size) != (taken.results, taken.left):
-            target = graph.nodes[place].target
-            different.append(Disagreement(place, target, said, taken.results, size, taken.left))
+        node, born = graph.nodes[place], known.born.get(place, frozenset())
+        values = tree_leaves(known.fx[place].meta.get("val"))
+        keys = [value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None for value in values]
+        ids = dict(zip(dict.fromkeys(key for key in keys if key is not None), node.storages))
+        real = {ids[key]: 0 if found is None else found[1] for key, found in zip(keys, taken.results) if key in ids}
+        for storage in sorted(born):
+            if real[storage] != known.bytes[storage]:
+                different.append(Disagreement(place, node.target, storage, known.bytes[storage], real[storage]))
+        size = sum(real[storage] for storage in born)
+        if size != taken.left:
+            different.append(Disagreement(place, node.target, None, size, taken.left))
     return tuple(different)
 
 
@@ -126,7 +133,15 @@ def runs_alone(node: torch.fx.Node) -> bool:
 
 
 def _taken(graph: JointGraph) -> dict[int, Taken]:
-    """What every operation takes, by node id; views and the like are left out."""
+    """What every operation takes, by node id; views and the like are left out. Found once for a graph."""
+    threads = torch.get_num_threads()
+    kept = graph.__dict__.setdefault("_taken", {})
+    if threads not in kept:
+        kept[threads] = _measured(graph)
+    return kept[threads]
+
+
+def _measured(graph: JointGraph) -> dict[int, Taken]:
     known = facts(graph)
     values = tree_leaves([node.meta.get("val") for node in graph.module.graph.nodes])
     others = {str(v.device) for v in values if isinstance(v, torch.Tensor) and v.device.type != "cpu"}
@@ -154,7 +169,7 @@ def _taken(graph: JointGraph) -> dict[int, Taken]:
                 if key not in memory:
                     memory[key] = _run(graph.nodes[place], node.target, call)
                 found[place], result = memory[key]
-                if tree_map(_described, result) != tree_map(_described, node.meta["val"]):
+                if tree_map(_described, result) != tree_map(_described, node.meta.get("val")):
                     real[node] = result
             elif any(argument in real for argument in node.all_input_nodes):
                 args, kwargs = tree_map(_shape_only, call)
@@ -206,12 +221,16 @@ def _signature(target, call) -> tuple:
 
 def _described(leaf):
     if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.is_conj(), leaf.is_neg()
+        lies = tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.untyped_storage().nbytes()
+        return leaf.dtype, *lies, leaf.is_conj(), leaf.is_neg()
     if leaf is None or isinstance(leaf, (bool, int, float, complex, str)):
         return type(leaf), repr(leaf)
     return type(leaf), leaf
 
 
-def results(value) -> tuple[tuple[torch.dtype, int], ...]:
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return tuple((tensor.dtype, tensor.untyped_storage().nbytes()) for tensor in tensors)
+def results(value) -> tuple[tuple[torch.dtype, int] | None, ...]:
+    """Of each part of a result the dtype and the bytes of its storage, None for what is no tensor."""
+    return tuple(
+        (leaf.dtype, leaf.untyped_storage().nbytes()) if isinstance(leaf, torch.Tensor) else None
+        for leaf in tree_leaves(value)
+    )

@@ -43,17 +43,8 @@ class Words(nn.Module):
 
     def forward(self, tokens):
         h = self.embedding(tokens)
-        return self.loss(self.norm(h + self.mix(h)), tokens)
-
-    def loss(self, h, tokens):
+        h = self.norm(h + self.mix(h))
         return nn.functional.cross_entropy(self.head(h).flatten(0, 1), tokens.flatten())
-
-
-class HalfNorm(Words):
-    """The norm's input is bfloat16 under autocast, its weights are float32."""
-
-    def forward(self, tokens):
-        return self.loss(self.norm(self.mix(self.embedding(tokens))), tokens)
 
 
 MODELS = {
@@ -161,7 +152,7 @@ AROUND = {
 @pytest.mark.parametrize("around", AROUND)
 def test_what_surrounds_the_caller_changes_nothing_and_hears_nothing(around):
     graph = traced("words")
-    expected = workspace_bytes(graph)
+    expected = workspace_bytes(traced("words"))
     with AROUND[around]() as entered:
         assert workspace_bytes(graph) == expected
     if around == "a FLOP counter":
@@ -226,14 +217,60 @@ def test_a_graph_on_another_device_is_refused():
         workspace_bytes(graph)
 
 
-def test_results_that_the_graph_describes_wrongly_are_found():
-    assert disagreements(traced("words")) == disagreements(traced("convolutions")) == ()
-    tokens = MODELS["words"][1]
-    with torch.autocast("cpu", torch.bfloat16):
-        graph = trace(HalfNorm(), *tokens)
+HOARD: list[torch.Tensor] = []
+
+
+@torch.library.custom_op("workspace_test::unlike", mutates_args=())
+def unlike(x: torch.Tensor, how: str) -> torch.Tensor:
+    """Its fake says: a tensor like x."""
+    if how == "wide":
+        return x.double()
+    if how == "part of more":
+        return torch.zeros(10)[:3]
+    if how == "hoards":
+        HOARD.append(torch.ones(10))
+    return x.clone()
+
+
+unlike.register_fake(lambda x, how: torch.empty_like(x))
+unlike.register_autograd(lambda ctx, grad: (grad, None))
+
+
+class Unlike(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return unlike(self.weight * x, self.how)[1:].exp()
+
+
+@pytest.mark.parametrize(("how", "real_bytes"), [("wide", 24), ("part of more", 40)])
+def test_storages_that_take_other_bytes_than_in_the_graph_are_found(how, real_bytes):
+    graph = trace(Unlike(how), torch.ones(3))
+    first, *later = disagreements(graph)
+    (storage,) = next(node.storages for node in graph.nodes if node.target == "workspace_test.unlike.default")
+    assert (first.target, first.storage) == ("workspace_test.unlike.default", storage)
+    assert (first.graph_bytes, first.real_bytes) == (12, real_bytes)
+    # What is computed from wider values is wider.
+    wider = [(one.target, one.graph_bytes, one.real_bytes) for one in later if one.target == "aten.exp.default"]
+    assert wider == ([("aten.exp.default", 8, 16)] if how == "wide" else [])
+
+
+def test_bytes_left_behind_beside_the_results_are_found():
+    graph = trace(Unlike("hoards"), torch.ones(3))
     (found,) = disagreements(graph)
-    assert found.target == "aten.native_layer_norm.default"
-    rows = 2 * 6
-    assert [size for _, size in found.graph_results] == [rows * 8 * 2, rows * 2, rows * 2]
-    assert [size for _, size in found.real_results] == [rows * 8 * 2, rows * 4, rows * 4]
-    assert found.real_bytes - found.graph_bytes == 2 * rows * (4 - 2)
+    assert (found.target, found.storage) == ("workspace_test.unlike.default", None)
+    assert (found.graph_bytes, found.real_bytes) == (12, 12 + 40)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_graphs_of_ordinary_models_take_what_they_say(name):
+    assert disagreements(traced(name)) == ()
+
+
+def test_measured_once_for_a_graph(monkeypatch):
+    graph = traced("words")
+    expected = workspace_bytes(graph)
+    monkeypatch.setattr(workspace, "watched", None)
+    assert workspace_bytes(graph) == expected
