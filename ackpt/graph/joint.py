@@ -76,7 +76,8 @@ class JointGraph:
     nodes carry their id in ``meta["ackpt_id"]``. ``outputs``: ids of the nodes that the model returns; ``gradients``:
     ``{parameter: id of the node that is its gradient}``. ``optimizer_bytes``: of the optimizer's state,
     ``optimizer_step_bytes``: the most its step takes beside that and the gradients, 0 without an optimizer;
-    ``has_data``: whether it was traced from real tensors, not fake or meta ones; ``replays_random``: whether what runs the graph can draw random numbers a second time.
+    ``has_data``: whether it was traced from real tensors, not fake or meta ones;
+    ``replays_random``: whether what runs the graph can draw random numbers a second time.
     """
 
     def __init__(self, module: torch.fx.GraphModule, nodes, storages, outputs, gradients):
@@ -115,8 +116,13 @@ class JointGraph:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of what is computed from what (operations, arguments, shapes, dtypes, devices), not of names."""
-        text = json.dumps([_identity(node) for node in self.module.graph.nodes], sort_keys=True)
+        """SHA-256 of what is computed from what (operations, arguments, shapes, dtypes, devices) and lies where.
+
+        Names do not matter; whether two values share a storage does.
+        """
+        storages = [*(node.storages for node in self.nodes), ()]
+        identities = [(_identity(node), storages[node.meta["ackpt_id"]]) for node in self.module.graph.nodes]
+        text = json.dumps(identities, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> dict:

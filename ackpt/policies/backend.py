@@ -17,10 +17,10 @@ from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from ..graph.capture import check_differentiate, no_gradient, without_gradient
 from ..graph.compile import run_boxed
-from ..graph.eager import like_eager
+from ..graph.eager import like_eager, start_casting_once, stop_casting_once
 from ..graph.joint import TraceError
+from ..graph.outputs import check_differentiate, differentiable_once, no_gradient, without_gradient
 from ..graph.rewrite import rewrite
 from ..graph.trace import joint_graph
 from .planner import plan
@@ -64,14 +64,18 @@ def backend(gm: fx.GraphModule, example_inputs, options=None):
             detached.meta["example_value"] = returned[place].meta["example_value"].detach()
         returned = (*returned[:place], detached, *returned[place + 1 :])
     output.args = (returned,)
+    if torch.is_autocast_cache_enabled():
+        with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+            gm.graph.call_function(start_casting_once)
+        with gm.graph.inserting_before(output):
+            gm.graph.call_function(stop_casting_once)
     gm.recompile()
     with like_eager(detect_fake_mode(example_inputs)):
         run = (_inductor if compiler == "inductor" else _eager)(gm, example_inputs, partition)
-    if not refused:
-        return run
 
     def call(*args):
         outputs = list(run(*args))
+        differentiable_once(outputs)
         for place in refused:
             outputs[place] = no_gradient(outputs[place])
         return outputs

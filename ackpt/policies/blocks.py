@@ -36,7 +36,8 @@ class Chain:
 
 def chain(graph: JointGraph) -> Chain:
     """Cut `graph` at its single-tensor cut points; stretches without anything to decide go with what follows."""
-    cuts = cut_points(graph)
+    held = _outputs(facts(graph))
+    cuts = [cut for cut in cut_points(graph) if cut not in held]
     found = _chain(graph, cuts)
     empty = {found.blocks[i + 1].index for i in range(len(cuts)) if not found.blocks[i + 1].units}
     return _chain(graph, [cut for index, cut in enumerate(cuts) if index + 1 not in empty])
@@ -79,9 +80,9 @@ def _forward_blocks(known: Facts, births) -> dict[int, int]:
 
 
 def _shared(known: Facts, handed, block_of) -> frozenset[int]:
-    """What is read and cannot be recomputed, and what the forward reads outside of its own block, cuts apart."""
+    """What is there anyway or cannot be recomputed, and what the forward reads outside of its block, cuts apart."""
     graph = known.graph
-    found = set()
+    found = set(_outputs(known))
     for node in graph.nodes:
         if node.id in known.effects and not node.is_random:
             continue
@@ -92,6 +93,12 @@ def _shared(known: Facts, handed, block_of) -> frozenset[int]:
                     found.add(storage)
     found |= {s for storage in found for s in siblings(known, graph.storages[storage].producer)}
     return frozenset(found - handed)
+
+
+def _outputs(known: Facts) -> frozenset[int]:
+    """Storages that the caller holds all through backward anyway."""
+    places = [place for place in known.outputs if place is not None]
+    return frozenset({s for place in places for s in known.graph.nodes[place].storages} & known.savable)
 
 
 def _backward_blocks(known: Facts, block_of, pinned, last: int) -> list[list[int]]:
