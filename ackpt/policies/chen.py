@@ -65,7 +65,7 @@ def recursive_extra_forwards(n: int) -> int:
 def _evaluations(n: int) -> int:
     if n <= 1:
         return n
-    before = n // 2
+    before = (n - 1) // 2
     return before + 1 + _evaluations(before) + _evaluations(n - before - 1)
 
 
