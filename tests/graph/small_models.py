@@ -17,7 +17,7 @@ from ackpt.models import (
 )
 
 WORDS, LENGTH = 40, 8
-_SIZES = TransformerConfig(dim=16, ff_dim=32, layers=3, head_dim=8, vocab_size=WORDS)
+_SIZES = TransformerConfig(dim=16, ff_dim=32, layers=2, head_dim=8, vocab_size=WORDS)
 _OFFSETS = torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32)
 
 
@@ -51,7 +51,7 @@ def resnet18():
 
 
 def bert():
-    config = BertConfig(dim=16, layers=3, heads=2, ff_dim=32, vocab_size=WORDS, positions=LENGTH, dropout=0.1)
+    config = BertConfig(dim=16, layers=2, heads=2, ff_dim=32, vocab_size=WORDS, positions=LENGTH, dropout=0.1)
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, -2:] = 0
     return BertForMaskedLM(config), (ids(), mask), {"labels": ids()}
@@ -59,7 +59,7 @@ def bert():
 
 def gpt2():
     config = transformers.GPT2Config(
-        n_layer=3, n_embd=16, n_head=2, vocab_size=WORDS, n_positions=LENGTH, bos_token_id=0, eos_token_id=0
+        n_layer=2, n_embd=16, n_head=2, vocab_size=WORDS, n_positions=LENGTH, bos_token_id=0, eos_token_id=0
     )
     tokens = ids()
     return transformers.GPT2LMHeadModel(config), (), {"input_ids": tokens, "labels": tokens, "use_cache": False}
