@@ -34,8 +34,11 @@ class Point:
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
+    everything = lower(graph, facts(graph).savable)
+    if limit_bytes is None or peak_of(graph, everything, profile.workspace_bytes) <= limit_bytes:
+        return everything
     points = front(graph, profile)
-    fitting = [point for point in points if limit_bytes is None or point.peak_bytes <= limit_bytes]
+    fitting = [point for point in points if point.peak_bytes <= limit_bytes]
     return min(fitting, key=lambda p: p.cost).schedule if fitting else points[-1].schedule
 
 

@@ -12,7 +12,7 @@ def compile(
     model,
     *args,
     budget=None,
-    policy="none",
+    policy="auto",
     plan=None,
     differentiate="loss",
     optimizer=None,

@@ -18,7 +18,7 @@ from ..meter import memory_format
 POLICIES = {"none": "none", "full": "full", "manual": "manual", "auto": "auto"}
 
 
-def plan(graph: JointGraph, budget=None, policy: str = "none", *, profile=None, **options) -> Plan:
+def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, **options) -> Plan:
     """A plan of `graph` that keeps its peak within `budget`.
 
     Args:
@@ -26,8 +26,8 @@ def plan(graph: JointGraph, budget=None, policy: str = "none", *, profile=None, 
         budget: None for no bound; a float in (0, 1], that fraction of the dynamic peak without checkpointing; an int
             or a string such as ``"6GiB"``, bytes of the whole peak: parameters, buffers, inputs, optimizer state and
             everything the step allocates.
-        policy: ``"none"`` saves what backward needs, ``"full"`` keeps one tensor between two blocks, ``"manual"``
-            takes ``fates={name of a node: "saved" | "recomputed"}``.
+        policy: ``"auto"`` recomputes least within the budget, ``"none"`` saves what backward needs, ``"full"`` keeps
+            one tensor between two blocks, ``"manual"`` takes ``fates={name of a node: "saved" | "recomputed"}``.
         profile: costs per node, from `ackpt.profile`. If not given, FLOPs are counted, and for real tensors on the
             CPU what every operation takes within itself is measured, by running each different operation once.
         options: of the policy.
