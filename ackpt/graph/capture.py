@@ -7,55 +7,56 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
-import os
-import sys
-import traceback
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.fx.traceback
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from . import casts
+from .attributes import unchanged
 from .eager import like_eager
+from .held import Held
 from .joint import TraceError
+from .outputs import check_differentiate, no_gradient, without_gradient
+from .where import Where, explained
 
-_LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
-_CALL = nn.Module._call_impl.__code__
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_DIFFERENTIATE = ("loss", "all")
+_HELD = "held by the model's code"  # no attribute can be called so
 
 
 @dataclass
 class Capture:
     """A captured step, and how a call of the model maps to it.
 
-    ``joint``: torch's joint graph with descriptors. ``spec``: structure of the model's outputs; ``constants``:
-    ``{place in it: value}`` for outputs that are no tensors; ``refused``: places of outputs that were captured
-    without a gradient although the model gives them one.
+    ``joint``: torch's joint graph with descriptors. ``given``: places of the tensors that the step takes among the
+    leaves of a call's arguments, each tensor once; ``held``: tensors that the model's code holds itself. ``spec``:
+    structure of the model's outputs; ``constants``: ``{place in it: value}`` for outputs that are no tensors;
+    ``refused``: places of outputs that were captured without a gradient although the model gives them one.
     """
 
     joint: Any
+    given: tuple[int, ...]
+    held: tuple[torch.Tensor, ...]
     spec: TreeSpec
     constants: dict[int, Any]
     refused: tuple[int, ...]
 
-    @property
-    def names(self) -> list[str]:
-        """Parameters, then buffers, as the captured step takes them, before the tensors among the arguments."""
-        return [*self.joint.params_spec, *self.joint.buffers_spec]
+    def inputs(self, model: nn.Module, leaves) -> list[torch.Tensor]:
+        """What the captured step takes when `model` is called with `leaves`: its parameters and buffers as they are."""
+        named = []
+        for name in (*self.joint.params_spec, *self.joint.buffers_spec):
+            path, _, attribute = name.rpartition(".")
+            if path == _HELD:
+                named.append(self.held[int(attribute)])
+                continue
+            module = model.get_submodule(path)
+            tensors = module._parameters if attribute in module._parameters else module._buffers
+            named.append(tensors[attribute])
+        return [*named, *(leaves[place] for place in self.given)]
 
     def outputs(self, tensors) -> Any:
         """What the model returns, from the tensors that the captured step returns."""
@@ -68,34 +69,27 @@ class Capture:
         return tree_unflatten(leaves, self.spec)
 
 
-class _NoGradient(torch.autograd.Function):
-    """The identity, for an output whose gradient nobody planned for."""
-
-    @staticmethod
-    def forward(ctx, value):
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise RuntimeError(
-            "backward reaches an output other than the loss, which this step was planned without: it keeps nothing "
-            'for that gradient. Plan it with differentiate="all", or detach what you compute from that output.'
-        )
-
-
-def no_gradient(value):
-    """`value` as an output that requires grad, though its gradient ends in an error."""
-    return _NoGradient.apply(value.requires_grad_())
-
-
 class _Flat(nn.Module):
     """`model` as a function of tensors that returns a tuple of tensors; with the model's own names of parameters."""
 
-    def __init__(self, model, spec, leaves, differentiate):
+    def __init__(self, model, leaves, spec, differentiate, held):
         super().__init__()
-        self.__dict__.update(_parameters=model._parameters, _buffers=model._buffers, _modules=model._modules)
-        self.__dict__["call"] = (model, spec, leaves, differentiate)
+        buffers = nn.Module()
+        for place, tensor in enumerate(held):
+            buffers.register_buffer(str(place), tensor)
+        self.__dict__.update(
+            _parameters=model._parameters, _buffers=model._buffers, _modules={**model._modules, _HELD: buffers}
+        )
+        self.__dict__["call"] = (model, leaves, spec, differentiate)
+        self.__dict__["casts_once"] = torch.is_autocast_cache_enabled()  # not while torch captures
         self.__dict__["ties"] = [*_ties(model, "_parameters"), *_ties(model, "_buffers")]
+        self.__dict__["own"] = [
+            (named, name, tensor)
+            for module in (*model.modules(), buffers)
+            for named in (module._parameters, module._buffers)
+            for name, tensor in named.items()
+            if tensor is not None
+        ]
 
     # Torch would take a tied tensor once for every name, and sum its gradients outside of the graph.
     def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
@@ -105,11 +99,18 @@ class _Flat(nn.Module):
         return super().named_buffers(prefix, recurse)
 
     def forward(self, *tensors):
-        model, spec, leaves, differentiate = self.__dict__["call"]
-        given = iter(tensors)
-        args, kwargs = tree_unflatten([next(given) if is_tensor(leaf) else leaf for leaf in leaves], spec)
+        model, leaves, spec, differentiate = self.__dict__["call"]
+        traced = dict(zip((id(leaves[place]) for place in given_places(leaves)), tensors))
+        args, kwargs = tree_unflatten([traced[id(leaf)] if is_tensor(leaf) else leaf for leaf in leaves], spec)
         with _tied(self.__dict__["ties"]):
-            found, out_spec = tree_flatten(model(*args, **kwargs))
+            stands_for = {id(own): named[name] for named, name, own in self.__dict__["own"]}
+            held = Held({**traced, **stands_for})
+            real = (*(leaf for leaf in leaves), *(own for _, _, own in self.__dict__["own"]))
+            weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
+            with unchanged(model, held.is_same), casts.once(weights if self.__dict__["casts_once"] else ()), held:
+                found, out_spec = tree_flatten(model(*args, **kwargs))
+        if held.found:
+            raise _HoldsTensors(held.found.values())
         for value in found:
             if not is_tensor(value) and not isinstance(value, (type(None), bool, int, float, str)):
                 raise TraceError(
@@ -125,6 +126,14 @@ class _Flat(nn.Module):
         return tuple(
             value.detach() if place in refused else value for place, value in enumerate(found) if is_tensor(value)
         )
+
+
+class _HoldsTensors(Exception):
+    """The model's code holds tensors that must be captured as inputs: (tensor, line) of each."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = list(found)
 
 
 def _ties(model, kind: str):
@@ -153,21 +162,17 @@ def _tied(ties):
             named[name] = was
 
 
-def without_gradient(found, differentiate) -> tuple[int, ...]:
-    """Outputs beside the loss: if exactly one of the differentiable ones is a scalar, the others get no gradient."""
-    places = [place for place, value in enumerate(found) if is_tensor(value) and value.requires_grad]
-    scalars = [place for place in places if found[place].dim() == 0]
-    return tuple(p for p in places if p not in scalars) if differentiate == "loss" and len(scalars) == 1 else ()
-
-
 def is_tensor(value) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def check_differentiate(differentiate) -> str:
-    if differentiate not in _DIFFERENTIATE:
-        raise ValueError(f"differentiate must be 'loss' or 'all', got {differentiate!r}")
-    return differentiate
+def given_places(leaves) -> tuple[int, ...]:
+    """Where each tensor stands first among `leaves`."""
+    first: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        if is_tensor(leaf):
+            first.setdefault(id(leaf), place)
+    return tuple(first.values())
 
 
 @contextlib.contextmanager
@@ -181,20 +186,46 @@ def capture(model, args, kwargs, differentiate="loss"):
     leaves, spec = tree_flatten((args, kwargs))
     _require_devices((*model.parameters(), *model.buffers(), *leaves))
     model, leaves, spec = _off_meta(model, leaves, spec)
-    flat = _Flat(model, spec, leaves, differentiate)
     with contextlib.ExitStack() as stack:
         stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
-        captured: Any = None
+        yield _captured(stack, model, leaves, spec, differentiate)
+
+
+def _captured(stack, model, leaves, spec, differentiate) -> Capture:
+    """Captured once; once more if that finds tensors which the model's code holds, now with these as inputs."""
+    with explained(), _compiling(), Where(model), torch.inference_mode(False), torch.enable_grad():
         try:
-            with _quiet(), _compiling(), _Where(model), torch.enable_grad():
-                captured = aot_export_joint_with_descriptors(
-                    stack, flat, tuple(filter(is_tensor, leaves)), keep_inference_input_mutations=True
-                )
-        except TraceError:
-            raise
-        except (RuntimeError, TypeError, AttributeError, IndexError, KeyError, ValueError, AssertionError) as error:
-            raise _explained(error) from error
-        yield Capture(captured, *flat.__dict__["returned"])
+            return _exported(stack, _Flat(model, leaves, spec, differentiate, ()), leaves, ())
+        except _HoldsTensors as error:
+            held = tuple(tensor for tensor, _ in error.found)
+        fake_mode = detect_fake_mode([*model.parameters(), *leaves])
+        if fake_mode is not None:
+            with fake_mode:
+                held = tuple(_shape_of(tensor) if tensor.is_meta else tensor for tensor in held)
+        try:
+            return _exported(stack, _Flat(model, leaves, spec, differentiate, held), leaves, held)
+        except _HoldsTensors as error:
+            _, line = error.found[0]
+            raise TraceError(
+                f"a tensor is made anew in every forward{line}, of data that a captured step cannot follow, such as a "
+                "numpy array. Make it once and register it as a buffer, or pass it as an argument."
+            ) from error
+
+
+def _exported(stack, flat: _Flat, leaves, held) -> Capture:
+    given = given_places(leaves)
+    tensors = tuple(leaves[place] for place in given)
+    with contextlib.ExitStack() as inner:
+        joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
+        stack.enter_context(inner.pop_all())
+    return Capture(joint, given, held, *flat.__dict__["returned"])
+
+
+def _shape_of(tensor):
+    """A tensor, a parameter if it is one, that only has a shape: to be made where tensors have no data."""
+    shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    needs_grad = tensor.requires_grad
+    return nn.Parameter(shape, needs_grad) if isinstance(tensor, nn.Parameter) else shape.requires_grad_(needs_grad)
 
 
 def _require_devices(tensors) -> None:
@@ -216,10 +247,7 @@ def _off_meta(model, leaves, spec):
 
     def off_meta(tensor):
         if id(tensor) not in replaced:
-            shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            needs_grad = tensor.requires_grad
-            replaced[id(tensor)] = nn.Parameter(shape, needs_grad) if is_parameter else shape.requires_grad_(needs_grad)
+            replaced[id(tensor)] = _shape_of(tensor)
         return replaced[id(tensor)]
 
     # A copy of the modules, without one of the tensors.
@@ -239,56 +267,3 @@ def _compiling():
         yield
     finally:
         torch.compiler._is_compiling_flag = was
-
-
-class _Where(TorchFunctionMode):
-    """Notes with every operation the module that calls it and the line of the model's code."""
-
-    def __init__(self, model):
-        super().__init__()
-        self._names = {id(module): name for name, module in model.named_modules()}
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        module = source = None
-        frame = sys._getframe(1)
-        while frame is not None and (module is None or source is None):
-            if source is None and _is_users(frame.f_code.co_filename):
-                source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            if module is None and frame.f_code is _CALL:
-                module = self._names.get(id(frame.f_locals["self"]))
-            frame = frame.f_back
-        if module is None:  # what is done to tensors outside of the model's code
-            return func(*args, **(kwargs or {}))
-        with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
-            return func(*args, **(kwargs or {}))
-
-
-def _is_users(path: str) -> bool:
-    return not path.startswith((_TORCH, _OWN))
-
-
-_LOG = logging.getLogger("torch._subclasses.fake_tensor")
-
-
-@contextlib.contextmanager
-def _quiet():
-    """One error is raised; torch would log the same before."""
-    was, _LOG.disabled = _LOG.disabled, True
-    try:
-        yield
-    finally:
-        _LOG.disabled = was
-
-
-def _explained(error) -> TraceError:
-    """The error with the line of the model's code that caused it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    if isinstance(error, _LOOKS_AT_VALUES):
-        return TraceError(
-            f"the model cannot be captured as one graph: it looks at the values of a tensor{where}, by {reason}. "
-            "Control flow and shapes must not depend on values: move such code out of the model, or use "
-            "ackpt.checkpoint on its blocks."
-        )
-    return TraceError(f"the model fails when it is called like this{where}: {reason}")

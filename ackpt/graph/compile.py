@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -9,44 +10,85 @@ from torch import nn
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 from torch.utils._pytree import tree_flatten
 
-from .capture import Capture, capture, is_tensor
+from .attributes import attributes, plain
+from .capture import Capture, capture, given_places, is_tensor
 from .joint import JointGraph, TraceError
+from .outputs import differentiable_once
 from .rewrite import boxed, rewrite
 from .trace import joint_graph
+
+_KEPT = 64
 
 
 class PlannedStep(nn.Module):
     """A model that runs as planned; it has the model's parameters, buffers, submodules and state_dict.
 
-    Called with other shapes, dtypes or switches (``train`` and ``eval``, autocast, flags among the arguments) than
-    before, it captures and plans anew under the same budget. Without grad the model itself runs.
+    Called with other shapes, dtypes or switches than before, it captures and plans anew under the same budget.
+    Switches are ``train`` and ``eval``, autocast, numbers and flags among the arguments, and what the attributes of
+    the modules hold, such as a dropout's ``p``. The 64 plans that were used last are kept; pass what changes at every
+    step as a tensor. Where nothing requires grad the model itself runs. Copies and pickles have the model and the
+    planner, and plan anew.
     """
 
     def __init__(self, model: nn.Module, planner, differentiate: str = "loss", optimizer=None):
-        super().__init__()
-        self.__dict__.update(
-            _parameters=model._parameters, _buffers=model._buffers, _modules=model._modules, training=model.training
-        )
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         self.__dict__["_ackpt"] = _Planned(model, planner, differentiate, optimizer)
+        training = model.training
+        super().__init__()
+        self.training = training
+        self.__dict__.update(
+            _parameters=model._parameters,
+            _buffers=model._buffers,
+            _modules=model._modules,
+            _non_persistent_buffers_set=model._non_persistent_buffers_set,
+        )
 
     @property
     def plan(self):
         """The `Plan` of the last call, or of the last `prepare`."""
         return self.__dict__["_ackpt"].plan
 
+    @property
+    def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the model is in training mode."""
+        return self.__dict__["_ackpt"].model.training
+
+    @training.setter
+    def training(self, mode: bool):
+        self.__dict__["_ackpt"].model.training = mode
+
     def prepare(self, *args, **kwargs):
         """Capture and plan for these arguments without running anything; the plan."""
         self.__dict__["_ackpt"].captured_for(args, kwargs)
         return self.plan
 
-    def train(self, mode: bool = True):
-        super().train(mode)
-        self.__dict__["_ackpt"].model.training = mode
-        return self
-
     def forward(self, *args, **kwargs):
         planned = self.__dict__["_ackpt"]
-        return planned(args, kwargs) if torch.is_grad_enabled() else planned.model(*args, **kwargs)
+        return planned(args, kwargs) if planned.keeps_gradients(args, kwargs) else planned.model(*args, **kwargs)
+
+    # What a model may have its own way of doing.
+
+    def train(self, mode: bool = True):
+        self.__dict__["_ackpt"].model.train(mode)
+        return self
+
+    def state_dict(self, *args, **kwargs):
+        return self.__dict__["_ackpt"].model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        return self.__dict__["_ackpt"].model.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        return self.__dict__["_ackpt"].model._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, *args, **kwargs):
+        self.__dict__["_ackpt"].model._apply(*args, **kwargs)
+        return self
+
+    def __reduce__(self):
+        planned = self.__dict__["_ackpt"]
+        return PlannedStep, (planned.model, planned.planner, planned.differentiate, planned.optimizer)
 
 
 class _Planned:
@@ -59,33 +101,35 @@ class _Planned:
 
     def __call__(self, args, kwargs):
         run, captured = self.captured_for(args, kwargs)
-        leaves = tree_flatten((args, kwargs))[0]
-        return captured.outputs(run(*self._named(captured.names), *filter(is_tensor, leaves)))
+        outputs = run(*captured.inputs(self.model, tree_flatten((args, kwargs))[0]))
+        differentiable_once(outputs)
+        return captured.outputs(outputs)
+
+    def keeps_gradients(self, args, kwargs) -> bool:
+        """Whether anything would be kept for a backward."""
+        tensors = itertools.chain(self.model.parameters(), filter(is_tensor, tree_flatten((args, kwargs))[0]))
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     def captured_for(self, args, kwargs) -> tuple[Any, Capture]:
         key = self._key(args, kwargs)
-        if key not in self.captures:
-            self.captures[key] = self._capture(args, kwargs)
-        run, captured, self.plan = self.captures[key]
+        found = self.captures.pop(key, None) or self._capture(args, kwargs)
+        self.captures[key] = found  # as the latest
+        if len(self.captures) > _KEPT:
+            self.captures.pop(next(iter(self.captures)))
+        run, captured, self.plan = found
         return run, captured
-
-    def _named(self, names):
-        """Parameters and buffers as they are now, in the order of capture."""
-        found = []
-        for name in names:
-            path, _, attribute = name.rpartition(".")
-            module = self.model.get_submodule(path)
-            named = module._parameters if attribute in module._parameters else module._buffers
-            found.append(named[attribute])
-        return found
 
     def _key(self, args, kwargs):
         leaves, spec = tree_flatten((args, kwargs))
+        own = [*self.model.parameters(), *self.model.buffers()]
         return (
             spec,
-            tuple(_meta(leaf) if is_tensor(leaf) else (type(leaf), leaf) for leaf in leaves),
-            tuple(map(_meta, (*self.model.parameters(), *self.model.buffers()))),
+            tuple(map(_leaf, leaves)),
+            given_places(leaves),
+            tuple(map(_meta, own)),
+            _shared([*own, *filter(is_tensor, leaves)]),
             tuple(module.training for module in self.model.modules()),
+            attributes(self.model),
             *_autocast(),
         )
 
@@ -115,14 +159,44 @@ def partitioner(graph: JointGraph, schedule):
     return partition
 
 
-def run_boxed(module, example_inputs):
+def run_boxed(gm, example_inputs):
     """A compiler for AOTAutograd: the module's operations one by one, arguments freed after their last use."""
-    return boxed(module)
+    return boxed(gm)
+
+
+def _leaf(leaf):
+    """What of an argument a capture depends on."""
+    if is_tensor(leaf):
+        return _meta(leaf)
+    value = plain(leaf)
+    if value is None:
+        try:
+            hash(leaf)
+        except TypeError:
+            raise TypeError(
+                f"an argument of type {type(leaf).__name__} cannot be compared from call to call: pass tensors, "
+                "numbers, strings and the like, in lists, tuples and dicts"
+            ) from None
+        return leaf
+    return value
 
 
 def _meta(tensor):
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
+def _shared(tensors) -> tuple:
+    """Which tensors lie in the storage of an earlier one: (place, its place, elements between them)."""
+    first: dict[int, int] = {}
+    found = []
+    for place, tensor in enumerate(tensors):
+        if tensor.layout is torch.strided:
+            earlier = first.setdefault(tensor.untyped_storage()._cdata, place)
+            if earlier != place:
+                found.append((place, earlier, tensor.storage_offset() - tensors[earlier].storage_offset()))
+    return tuple(found)
+
+
 def _autocast():
-    return tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
+    devices = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
+    return (*devices, torch.is_autocast_cache_enabled())

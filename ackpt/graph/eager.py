@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import torch._dynamo.config as dynamo_config
 from torch._functorch import config as functorch_config
 
+from .casts import kept_casts
 from .draws import eager_draws
 from .kernels import true_results
 
 # Backward runs without the forward's autocast, as it does when the user calls it, and leaves what it was given alone.
 _FUNCTORCH = {"backward_pass_autocast": "off", "donated_buffer": False}
+_LOCK = threading.RLock()  # these settings are the process's
 _DYNAMO = {"fake_tensor_cache_enabled": False}  # for modes that capturing makes, see `true_results`
 
 
 @contextlib.contextmanager
 def like_eager(fake_mode=None):
     """Inside, a model is captured and compiled as eager computes it; `fake_mode`: one that its inputs have already."""
-    with functorch_config.patch(_FUNCTORCH), dynamo_config.patch(_DYNAMO), eager_draws(), true_results(fake_mode):
-        yield
+    with _LOCK, functorch_config.patch(_FUNCTORCH), dynamo_config.patch(_DYNAMO):
+        with eager_draws(), kept_casts(), true_results(fake_mode):
+            yield

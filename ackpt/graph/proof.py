@@ -7,6 +7,7 @@ last use of every value in the modules' own code.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,7 +37,7 @@ def live_after(module: fx.GraphModule, arguments, uncounted, held: int, state_by
         state_bytes: of a generator's state, which lives in addition while an operation is replayed.
     """
     found: list[int] = []
-    values: dict[fx.Node, object] = {}
+    values: dict[fx.Node, Any] = {}
     users: dict[int, int] = {}  # storage -> how many values lie in it
     sizes: dict[int, int] = {}
     total = held
@@ -78,7 +79,8 @@ def live_after(module: fx.GraphModule, arguments, uncounted, held: int, state_by
 
 def _unpacks_state(node: fx.Node) -> bool:
     """The two nodes that take a random operation's result and its generator's state apart are no operations."""
-    return node.target is operator.getitem and node.args[0].target is run_and_save
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and source.target is run_and_save
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

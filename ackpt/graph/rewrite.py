@@ -93,7 +93,8 @@ def _prove(graph: JointGraph, schedule: Schedule, rewritten: Rewritten) -> None:
     state = rng_state_bytes(graph)
 
     def values(places):
-        return [known.fx[place].meta["val"].detach() for place in places]
+        found = [known.fx[place].meta["val"] for place in places]
+        return [value.detach() if isinstance(value, torch.Tensor) else value for value in found]
 
     with fake_mode or contextlib.nullcontext(), true_results(fake_mode):
         inputs = values(place for place in known.placeholders if place not in known.tangents)

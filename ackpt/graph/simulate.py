@@ -50,8 +50,11 @@ def simulate(graph: JointGraph, profile, schedule: Schedule) -> Simulation:
         schedule: what runs when.
 
     Raises:
-        ScheduleError: if the schedule belongs to another graph, reads what is not there, or computes what is.
+        ScheduleError: if schedule or profile belong to another graph, or the schedule reads what is not there, or
+            computes what is.
     """
+    if profile.graph:  # one made by hand need not say it
+        check_same(graph, profile.graph, "profile")
     live = follow(graph, schedule, profile.workspace_bytes)
     timeline = live.timeline()
     order = [step.id for step in (*schedule.forward, *schedule.backward) if step.kind == COMPUTE]

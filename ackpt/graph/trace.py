@@ -52,6 +52,7 @@ def joint_graph(module, optimizer=None) -> JointGraph:
     """Mint the ids, in the order of execution, and derive phases and storages."""
     _without_running_statistics(module.graph)
     ordered = _in_order(module)
+    _require_dense(ordered)
     for place, node in enumerate(ordered):
         node.meta["ackpt_id"] = place
     output = next(node for node in module.graph.nodes if node.op == "output")
@@ -128,10 +129,23 @@ def _target(node) -> str:
     return "getitem" if node.target is operator.getitem else str(node.target)
 
 
-def _storages(node):
+def _tensors(node):
     values = node.meta.get("val")
     values = values if isinstance(values, (list, tuple)) else [values]
-    return [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _storages(node):
+    return [value.untyped_storage() for value in _tensors(node)]
+
+
+def _require_dense(ordered) -> None:
+    for node in ordered:
+        if any(value.layout is not torch.strided for value in _tensors(node)):
+            raise TraceError(
+                f"{node.name} ({_target(node)}) of module {_where(node, 'module') or 'the model itself'!r} is a sparse "
+                "tensor, which cannot be planned. Use dense ones: sparse=False in nn.Embedding, tensor.to_dense()."
+            )
 
 
 def _where(node, what: str) -> str:

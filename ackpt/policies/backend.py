@@ -7,6 +7,8 @@ so that what random operations return is saved, never drawn again.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -17,8 +19,9 @@ from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from ..graph import casts
 from ..graph.compile import run_boxed
-from ..graph.eager import like_eager, start_casting_once, stop_casting_once
+from ..graph.eager import like_eager
 from ..graph.joint import TraceError
 from ..graph.outputs import check_differentiate, differentiable_once, no_gradient, without_gradient
 from ..graph.rewrite import rewrite
@@ -65,10 +68,12 @@ def backend(gm: fx.GraphModule, example_inputs, options=None):
         returned = (*returned[:place], detached, *returned[place + 1 :])
     output.args = (returned,)
     if torch.is_autocast_cache_enabled():
-        with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
-            gm.graph.call_function(start_casting_once)
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        weights = [node for node in placeholders if casts.is_weight(node.meta.get("example_value"))]
+        with gm.graph.inserting_after(placeholders[-1]):
+            gm.graph.call_function(casts.start, tuple(weights))
         with gm.graph.inserting_before(output):
-            gm.graph.call_function(stop_casting_once)
+            gm.graph.call_function(casts.stop)
     gm.recompile()
     with like_eager(detect_fake_mode(example_inputs)):
         run = (_inductor if compiler == "inductor" else _eager)(gm, example_inputs, partition)
@@ -113,7 +118,7 @@ class _Partition(CustomPartitionerFn):
         graph.replays_random = not self.inductor
         options = dict(self.options)
         on_plan = options.pop("on_plan", None)
-        made = plan(graph, options.pop("budget", None), options.pop("policy", "none"), **options)
+        made = plan(graph, options.pop("budget", None), options.pop("policy", "auto"), **options)
         if on_plan is not None:
             on_plan(made)
         rewritten = rewrite(graph, made.schedule)
@@ -134,7 +139,7 @@ def _flat(joint_inputs):
     return [value for part in joint_inputs for value in (part if isinstance(part, (list, tuple)) else [part])]
 
 
-def _eager(gm, example_inputs, partition):
+def _eager(gm, example_inputs, partition) -> Any:
     compile = aot_autograd(
         fw_compiler=run_boxed,
         bw_compiler=run_boxed,
@@ -144,7 +149,7 @@ def _eager(gm, example_inputs, partition):
     return compile(gm, example_inputs)
 
 
-def _inductor(gm, example_inputs, partition):
+def _inductor(gm, example_inputs, partition) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
     # A cached step would bring the plan of another budget along.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..graph.compile import PlannedStep
 from ..graph.plan import Plan, PlanError
 from .planner import POLICIES
@@ -52,16 +54,27 @@ def compile(
     if policy not in POLICIES:
         raise ValueError(f"policy {policy!r} is not known; the policies are {', '.join(POLICIES)}")
 
-    def planner(graph) -> Plan:
-        if plan is None:
-            return make_plan(graph, budget, policy, **(options or {}))
-        if plan.schedule.graph != graph.hash:
-            raise PlanError(
-                f"this plan was made for another graph ({plan.schedule.graph[:12]}, not {graph.hash[:12]}): model, "
-                "arguments, dtypes or torch differ. Plan anew for this model and these arguments."
-            )
-        return plan
-
-    step = PlannedStep(model, planner, differentiate, optimizer)
+    step = PlannedStep(model, _Planner(budget, policy, options or {}, plan), differentiate, optimizer)
     step.prepare(*args, **kwargs)
     return step
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """What plans a graph that was captured, as `compile` was told to."""
+
+    budget: object
+    policy: str
+    options: dict
+    plan: Plan | None
+
+    def __call__(self, graph) -> Plan:
+        if self.plan is None:
+            return make_plan(graph, self.budget, self.policy, **self.options)
+        made_for = self.plan.schedule.graph
+        if made_for != graph.hash:
+            raise PlanError(
+                f"this plan was made for another graph ({made_for[:12]}, not {graph.hash[:12]}): model, arguments, "
+                "dtypes or torch differ. Plan anew for this model and these arguments."
+            )
+        return self.plan

@@ -1,0 +1,185 @@
+"""A model's attributes: a captured step depends on what they were, and changes none of them.
+
+So what a forward does beside computing, to its own attributes or to the random numbers of Python and numpy, is refused
+when it is captured; nothing of it stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import weakref
+from collections import deque
+
+import torch
+from torch import nn
+
+from .joint import TraceError
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_TENSORS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
+_LONGEST = 100  # of longer lists only their identity could be compared at every call, and it says little
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def plain(value):
+    """`value` so that equal means the same: 0.0 is not -0.0, 1 is not True, and nan is nan; None if it is not plain."""
+    if not isinstance(value, _PLAIN):
+        return None
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
+def attributes(model: nn.Module) -> tuple:
+    """What `model` and its submodules hold beside parameters, buffers and modules, as far as a call can compare it."""
+    return tuple(
+        (name, _comparable(value))
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE
+    )
+
+
+def _comparable(value):
+    if isinstance(value, torch.Tensor):
+        return id(value)
+    if isinstance(value, (list, tuple)) and len(value) <= _LONGEST:
+        return type(value), tuple(map(_comparable, value))
+    return plain(value)
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, is_same):
+    """Inside, the forward of `model` runs; afterwards the model holds what it held before.
+
+    Args:
+        model: every attribute of it and its submodules counts, and what lies in lists and dicts there.
+        is_same: whether one tensor stands for another, such as a traced one for the model's own.
+
+    Raises:
+        TraceError: naming the attribute that the forward has changed, or the random numbers that it has drawn.
+    """
+    modules = dict(model.named_modules())
+    before = [
+        (name, attribute, container, _copied(container))
+        for name, module in modules.items()
+        for attribute, container in _containers(module)
+    ]
+    derived = {id(vars(module)): _derived(module) for module in modules.values()}
+    states = _random_states()
+    drawn, changes = [], []
+    try:
+        yield
+        changes = [
+            (name, attribute, key, was, now)
+            for name, attribute, container, copy in before
+            for key, was, now in _changes(container, copy, is_same)
+            if key not in derived.get(id(container), ())
+        ]
+        drawn = [name for name, (state, _) in _random_states().items() if state != states[name][0]]
+    finally:
+        for _, _, container, copy in before:
+            if any(_changes(container, copy, lambda was, now: False)):
+                _restore(container, copy)
+        for _, restore in states.values():
+            restore()
+    if changes:
+        raise TraceError(_refusal(*changes[0]))
+    if drawn:
+        raise TraceError(
+            f"the forward draws random numbers of {drawn[0]}, which a captured step would repeat for ever. Draw them "
+            "with torch, as in torch.rand(()), or outside of the model and pass them as tensors."
+        )
+
+
+def _containers(module: nn.Module):
+    """The module's own dict, those of its parameters, buffers and submodules, and what its attributes contain."""
+    yield "", vars(module)
+    for kind in _TENSORS:
+        yield kind, vars(module)[kind]
+    for name, value in vars(module).items():
+        if name not in _OF_EVERY_MODULE:
+            yield from _nested(name, value)
+
+
+def _nested(name: str, value):
+    if isinstance(value, (list, dict, deque)):
+        yield name, value
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _nested(name, item)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _nested(name, item)
+
+
+def _copied(container):
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _restore(container, copy) -> None:
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(copy)
+
+
+def _changes(container, copy, is_same):
+    """(key, value before, value now) of what is not as it was; None stands for no value."""
+    if isinstance(container, dict):
+        pairs = [(key, copy.get(key), container.get(key)) for key in {**copy, **container}]
+    else:
+        now = list(container)
+        size = max(len(copy), len(now))
+        pairs = zip(range(size), *(values + [None] * (size - len(values)) for values in (copy, now)))
+    for key, was, now in pairs:
+        if not _same(was, now, is_same):
+            yield key, was, now
+
+
+def _same(was, now, is_same) -> bool:
+    if was is now or (plain(was) is not None and plain(was) == plain(now)) or _is_weak(now):
+        return True
+    if isinstance(was, torch.Tensor):
+        return isinstance(now, torch.Tensor) and is_same(was, now)
+    if isinstance(was, (list, tuple)) and type(was) is type(now) and len(was) == len(now):
+        return all(_same(a, b, is_same) for a, b in zip(was, now))
+    return False
+
+
+def _is_weak(value) -> bool:
+    """Torch's recurrent modules remember so which weights they have laid out in memory."""
+    return isinstance(value, weakref.ref)
+
+
+def _derived(module: nn.Module) -> set:
+    """Attributes that torch's own hooks compute before every forward: by spectral_norm, weight_norm and pruning."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch.nn.utils")]
+    return {getattr(hook, name) for hook in hooks for name in ("name", "_tensor_name") if hasattr(hook, name)}
+
+
+def _refusal(name: str, attribute: str, key, was, now) -> str:
+    owner = f"of module {name!r}" if name else "of the model"
+    if attribute in _TENSORS:
+        return (
+            f"the forward assigns {_TENSORS[attribute]} {key!r} {owner} anew, which a captured step cannot do. Change "
+            "buffers in place, as in self.buffer.copy_(value), and make modules and parameters before."
+        )
+    if isinstance(now, torch.Tensor):
+        return (
+            f"the forward keeps a tensor in attribute {attribute or key!r} {owner}, which a captured step cannot do: "
+            "let it return the tensor. If it is kept only once, as in a cache, call the model once before."
+        )
+    return (
+        f"the forward changes attribute {attribute or key!r} {owner}, from {was!r} to {now!r}, which a captured step "
+        "would not do again. Count in a buffer, in place, or outside of the model; if it changes only once, call the "
+        "model once before."
+    )
+
+
+def _random_states() -> dict:
+    """By the generator's name: its state, comparable by ==, and a function that puts it back."""
+    own = random.getstate()
+    found = {"Python's module random": (own, lambda: random.setstate(own))}
+    if numpy := sys.modules.get("numpy"):
+        state = numpy.random.get_state()
+        comparable = tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
+        found["numpy.random"] = (comparable, lambda: numpy.random.set_state(state))
+    return found

@@ -1,0 +1,94 @@
+"""Autocast in eager casts a weight once and keeps the copy to the end of the region; captured, it would cast each use.
+
+The gradients of several uses then add up in half precision, as they do in eager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch
+
+_TO = torch.ops.aten.to.dtype
+_KEY = torch._C.DispatchKey.CompositeImplicitAutograd
+_DEVICES = ("cpu", "cuda")
+
+_weights: dict[int, torch.Tensor] = {}  # traced, by their ids
+_made: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+_region: dict[str, bool] = {}  # whether autocast is on, by device, as the code sees that is captured
+
+
+def is_weight(tensor) -> bool:
+    """Whether autocast keeps what it casts this tensor to."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype == torch.float32
+        and tensor.requires_grad
+        and tensor.is_leaf
+        and not tensor._is_view()
+    )
+
+
+def start(*traced: torch.Tensor) -> None:
+    """From here to `stop`, autocast casts once each of the traced tensors that stand for weights."""
+    stop()
+    _weights.update({id(tensor): tensor for tensor in traced})
+
+
+def stop() -> None:
+    _weights.clear()
+    _made.clear()
+
+
+@contextlib.contextmanager
+def once(traced):
+    start(*traced)
+    try:
+        yield
+    finally:
+        stop()
+
+
+@contextlib.contextmanager
+def kept_casts():
+    """Inside, a capture heeds `start` and `stop`, and forgets casts where autocast does."""
+    clear, switch, kernel = torch.clear_autocast_cache, torch.set_autocast_enabled, _TO.py_kernels.get(_KEY)
+    here = threading.get_ident()
+
+    def noting_clear():
+        if threading.get_ident() == here:
+            _made.clear()
+        clear()
+
+    def noting_switch(device, enabled):
+        if threading.get_ident() == here:
+            _region[device] = enabled
+        switch(device, enabled)
+
+    _region.update({device: torch.is_autocast_enabled(device) for device in _DEVICES})
+    _put(_to)
+    torch.clear_autocast_cache, torch.set_autocast_enabled = noting_clear, noting_switch
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache, torch.set_autocast_enabled = clear, switch
+        _put(kernel)
+        stop()
+
+
+def _put(kernel) -> None:
+    _TO.py_kernels.pop(_KEY, None)
+    if kernel is not None:
+        _TO.py_kernels[_KEY] = kernel
+    _TO._dispatch_cache.clear()
+
+
+def _to(x, dtype, *args, **kwargs):
+    device = x.device.type
+    # Autocast's kernels switch it off while they cast, and only they.
+    if id(x) not in _weights or not _region.get(device) or torch.is_autocast_enabled(device):
+        return _TO._op_dk(_KEY, x, dtype, *args, **kwargs)
+    if (id(x), dtype) not in _made:
+        _made[id(x), dtype] = _TO._op_dk(_KEY, x, dtype, *args, **kwargs)
+    return _made[id(x), dtype]

@@ -1,0 +1,103 @@
+"""Where in the model's code an operation or an error comes from."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+
+import torch
+import torch.fx.traceback
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+
+from ..errors import CheckpointError
+from .joint import TraceError
+
+_LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+_CALL = nn.Module._call_impl.__code__
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MODELS = os.path.join(_OWN, "models") + os.sep  # which are as any user's
+_GRAPH = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def _is_users(path: str) -> bool:
+    return not path.startswith((_TORCH, _OWN)) or path.startswith(_MODELS)
+
+
+def in_model() -> bool:
+    """Whether torch was called by the model's code, not by ackpt's within it."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _GRAPH)):
+        frame = frame.f_back
+    return frame is not None and _is_users(frame.f_code.co_filename)
+
+
+class Where(TorchFunctionMode):
+    """Notes with every operation the module that calls it and the line of the model's code."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._names = {id(module): name for name, module in model.named_modules()}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        module = source = None
+        frame = sys._getframe(1)
+        while frame is not None and (module is None or source is None):
+            if source is None and _is_users(frame.f_code.co_filename):
+                source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            if module is None and frame.f_code is _CALL:
+                module = self._names.get(id(frame.f_locals["self"]))
+            frame = frame.f_back
+        if module is None:  # what is done to tensors outside of the model's code
+            return func(*args, **(kwargs or {}))
+        with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
+            return func(*args, **(kwargs or {}))
+
+
+def line() -> str:
+    """The innermost line of the model's code that runs now, as " at file:line (code)"."""
+    return _of(traceback.extract_stack())
+
+
+def _of(frames) -> str:
+    found = [frame for frame in frames if _is_users(frame.filename)]
+    return f" at {found[-1].filename}:{found[-1].lineno} ({found[-1].line})" if found else ""
+
+
+@contextlib.contextmanager
+def explained():
+    """Errors of the model's code and of torch's capture leave as one TraceError; torch logs nothing beside it."""
+    was, _LOG.disabled = _LOG.disabled, True
+    try:
+        yield
+    except TraceError:
+        raise
+    except Exception as error:  # whatever the model's code raises
+        raise _explained(error) from error
+    finally:
+        _LOG.disabled = was
+
+
+def _explained(error) -> TraceError:
+    where = _of(traceback.extract_tb(error.__traceback__))
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if isinstance(error, _LOOKS_AT_VALUES):
+        return TraceError(
+            f"the model cannot be captured as one graph: it looks at the values of a tensor{where}, by {reason}. "
+            "Control flow and shapes must not depend on values: move such code out of the model, or use "
+            "ackpt.checkpoint on its blocks."
+        )
+    if isinstance(error, CheckpointError) or "use_reentrant=True" in reason:
+        return TraceError(
+            "blocks of the model are checkpointed already, in a way that cannot be captured, and the plan decides "
+            "what is recomputed: take it off, by ackpt.remove_activation_checkpointing(model), "
+            "model.gradient_checkpointing_disable() in transformers, or by calling the function without checkpoint()."
+        )
+    return TraceError(f"the model fails when it is called like this{where}: {reason}")
