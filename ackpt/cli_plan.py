@@ -8,7 +8,7 @@ from typing import Any
 
 MODELS = "transformer, lm, resnet18, resnet50, resnet152, bert-base, bert-large"
 EXAMPLES = """examples:
-  ackpt plan bert-large --batch-size 16 --seq-len 512 --autocast bfloat16 --device-profile t4
+  ackpt plan bert-large --batch-size 16 --seq-len 512 --autocast float16 --device-profile t4
   ackpt plan hf:GPT2Config --set n_layer=48 n_embd=1600 n_head=25 --seq-len 1024 --budget 24GiB
   ackpt plan hf:path/to/config.json --batch-size 1 --seq-len 8192 --dtype bfloat16 --device-profile h200
 """
@@ -64,10 +64,15 @@ def add_plan(commands) -> None:
     )
     add(
         "--policy",
-        help="as in ackpt.plan: none saves all that backward needs, full recomputes each block; default: the first of "
-        "these two that keeps the budget",
+        help="one of ackpt.plan: none saves all that backward needs, full recomputes each block, auto recomputes the "
+        "least that the budget asks for; default: none without a budget, auto with one",
     )
-    add("--output", metavar="FILE", help="write the plan as JSON, for ackpt.graph.Plan.load")
+    add(
+        "--output",
+        metavar="FILE",
+        help="write the plan as JSON for ackpt.graph.Plan.load; planned without --device-profile, it is what "
+        "ackpt.compile(..., plan=) takes for the model called with such inputs, each a tensor of its own",
+    )
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_plan_command)
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 import ackpt
-from ackpt.errors import BudgetError
 from ackpt.graph import JointGraph, Plan, Profile, simulate
 from ackpt.graph.devices import Device, device
 from ackpt.policies import POLICIES
@@ -33,7 +32,7 @@ FULL = "full"
 class PlanConfig:
     """What to plan: the step, autocast's dtype (float32: none), the optimizer, a device by name, budget and policy.
 
-    Without a policy, the first of none and full that keeps the budget.
+    The policy is none without a budget, auto with one, unless another is named.
     """
 
     step: StepRequest
@@ -95,7 +94,8 @@ def run_plan(config: PlanConfig) -> Planned:
     step = training_step(config.step)
     graph = captured(step, config, where)
     profile = ackpt.profile(graph, where)
-    plan = _planned(graph, profile, config)
+    policy = config.policy or ("none" if config.budget is None else "auto")
+    plan = ackpt.plan(graph, config.budget, policy, profile=profile)
     least = None
     if where is not None and plan.peak_bytes > where.memory_bytes:
         least = (plan if plan.policy == FULL else ackpt.plan(graph, policy=FULL, profile=profile)).peak_bytes
@@ -114,15 +114,6 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
         graph.storages = tuple(dataclasses.replace(s, bytes=rounded(s.bytes, CUDA_BLOCK)) for s in graph.storages)
         graph.on_cpu = False
     return graph
-
-
-def _planned(graph: JointGraph, profile: Profile, config: PlanConfig) -> Plan:
-    if config.policy is not None or config.budget is None:
-        return ackpt.plan(graph, config.budget, config.policy or "none", profile=profile)
-    try:
-        return ackpt.plan(graph, config.budget, "none", profile=profile)
-    except BudgetError:
-        return ackpt.plan(graph, config.budget, FULL, profile=profile)
 
 
 def _require(option: str, value: str, known) -> None:

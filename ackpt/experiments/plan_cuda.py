@@ -48,13 +48,14 @@ class CapturedCudaChoices(CudaChoices):
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         mask = _additive(attn_mask, query)
         grouped = enable_gqa and query.shape[1] != key.shape[1]
-        if self._flash_runs(query, key, value, mask, is_causal):
+        heads = query.dim() == 4
+        if heads and self._flash_runs(query, key, value, mask, is_causal):
             width = query.shape[-1]
             query, key, value = (F.pad(tensor, (0, -width % 8)) for tensor in (query, key, value))
             scale = width**-0.5 if scale is None else scale
             found = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
             return found[..., :width]
-        if self._efficient_runs(query, value) and not grouped:
+        if heads and self._efficient_runs(query, value) and not grouped:
             if mask is not None:
                 mask = _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
             return aten._scaled_dot_product_efficient_attention(

@@ -23,11 +23,12 @@ def text(found: Planned) -> str:
     config, plan = found.config, found.plan
     dtype = str(config.step.dtype).removeprefix("torch.")
     mixed = "" if config.autocast == "float32" else f", autocast to {config.autocast}"
+    optimizer = "" if config.optimizer == "none" else f" and {config.optimizer}"
     lines = [
         f"model             {config.step.model}: {type(found.step.model).__name__.removeprefix('_')}, "
         f"{found.step.parameters:,} parameters in {dtype}{mixed}",
         f"inputs            {', '.join(f'{name} {shape}' for name, shape in _inputs(found).items())}",
-        f"step              {note(found)}",
+        f"step              forward, backward{optimizer}, {note(found)}",
         f"at the peak       {_sizes(found.at_peak())}",
         *_modelled(found),
         plan.table(),
