@@ -227,7 +227,7 @@ def unlike(x: torch.Tensor, how: str) -> torch.Tensor:
         return x.double()
     if how == "part of more":
         return torch.zeros(10)[:3]
-    if how == "hoards":
+    if how == "hoards" or (how == "hoards once" and not HOARD):
         HOARD.append(torch.ones(10))
     return x.clone()
 
@@ -255,6 +255,13 @@ def test_storages_that_take_other_bytes_than_in_the_graph_are_found(how, real_by
     # What is computed from wider values is wider.
     wider = [(one.target, one.graph_bytes, one.real_bytes) for one in later if one.target == "aten.exp.default"]
     assert wider == ([("aten.exp.default", 8, 16)] if how == "wide" else [])
+
+
+def test_what_the_first_call_keeps_is_not_of_the_operation():
+    HOARD.clear()
+    graph = trace(Unlike("hoards once"), torch.ones(3))
+    assert disagreements(graph) == ()
+    assert HOARD and not any(workspace_bytes(graph))
 
 
 def test_bytes_left_behind_beside_the_results_are_found():
