@@ -4,7 +4,8 @@ A build of torch without CUDA cannot trace fake CUDA tensors: autograd asks for 
 an eager step, dropout and autocast as on a GPU, is done here while a step is captured, and attention becomes the
 kernel that torch chooses there: the operations of the GPU's kernels have shapes everywhere.
 
-Not imitated: the fused RMS norm of ``torch.nn.functional.rms_norm``, taken apart here as on the CPU.
+Not imitated: the fused RMS norm of ``torch.nn.functional.rms_norm``, taken apart here as on the CPU, and the float32
+statistics of norms where values and weights are in half precision (here 2 bytes a row, there 4).
 """
 
 from __future__ import annotations
