@@ -85,10 +85,13 @@ def _put(kernel) -> None:
 
 
 def _to(x, dtype, *args, **kwargs):
-    device = x.device.type
-    # Autocast's kernels switch it off while they cast, and only they.
-    if id(x) not in _weights or not _region.get(device) or torch.is_autocast_enabled(device):
+    if id(x) not in _weights or not _autocast_asks(x.device.type):
         return _TO._op_dk(_KEY, x, dtype, *args, **kwargs)
     if (id(x), dtype) not in _made:
         _made[id(x), dtype] = _TO._op_dk(_KEY, x, dtype, *args, **kwargs)
     return _made[id(x), dtype]
+
+
+def _autocast_asks(device: str) -> bool:
+    """Autocast's kernels switch autocast off while they cast, and only they."""
+    return _region.get(device, False) and not torch.is_autocast_enabled(device)

@@ -35,7 +35,8 @@ class Held(TorchFunctionMode):
     def _stand_in(self, tensor):
         if id(tensor) in self.traced:
             return self.traced[id(tensor)]
-        if isinstance(tensor, FunctionalTensor) or is_functorch_wrapped_tensor(tensor) or not in_model():
+        is_traced = torch._is_functional_tensor(tensor) or is_functorch_wrapped_tensor(tensor)
+        if isinstance(tensor, FunctionalTensor) or is_traced or not in_model():
             return tensor
         if tensor.requires_grad:
             raise TraceError(

@@ -1,0 +1,155 @@
+"""The dynamo backend: the planned step behind ``torch.compile``, equal to eager, and clear about what it refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import ackpt
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x):
+        h = torch.relu(self.norm(self.dropout(self.first(x))))
+        return {"loss": self.last(h).square().mean(), "hidden": h}
+
+
+class Breaks(Net):
+    def forward(self, x):
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        return {"loss": self.last(h).mean()}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend="ackpt", options=options)
+
+
+def train(model, call, inputs):
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x in inputs:
+        optimizer.zero_grad()
+        call(x)["loss"].backward()
+        optimizer.step()
+    return list(model.state_dict().values())
+
+
+def pair():
+    torch.manual_seed(0)
+    model = Net()
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_three_steps_are_bit_equal_to_eager(policy):
+    eager, planned = pair()
+    inputs = [torch.randn(4, 8) for _ in range(3)]
+    plans = []
+    call = compiled(planned, policy=policy, on_plan=plans.append)
+    for expected, found in zip(train(eager, eager, inputs), train(planned, call, inputs)):
+        assert torch.equal(expected, found)
+    assert [plan.policy for plan in plans] == [policy]
+
+
+def test_a_new_shape_is_planned_for_itself():
+    eager, planned = pair()
+    inputs = [torch.randn(rows, 8) for rows in (4, 6, 4, 6)]
+    plans = []
+    call = compiled(planned, policy="full", on_plan=plans.append)
+    for expected, found in zip(train(eager, eager, inputs), train(planned, call, inputs)):
+        assert torch.equal(expected, found)
+    assert len(plans) == 2 and plans[0].schedule.graph != plans[1].schedule.graph
+    assert plans[0].peak_bytes < plans[1].peak_bytes
+
+
+def test_the_budget_is_kept_or_refused():
+    _, model = pair()
+    with pytest.raises(BackendCompilerFailed, match="BudgetError.*cannot keep the budget"):
+        compiled(model, policy="none", budget=0.1)(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compiler": "gcc"}, "compiler 'gcc' is not known; the compilers are eager, inductor"),
+        ({"policy": "best"}, "policy 'best' is not known"),
+        ({"differentiate": "some"}, "differentiate must be 'loss' or 'all'"),
+        ({"policy": "none", "fuel": 3}, "fuel"),
+    ],
+)
+def test_unknown_options_are_refused(options, message):
+    _, model = pair()
+    with pytest.raises(BackendCompilerFailed, match=message):
+        compiled(model, **options)(torch.randn(4, 8))
+
+
+def test_a_graph_break_is_refused_with_its_line():
+    with pytest.raises(BackendCompilerFailed, match=r"TraceError: .*one graph at .*test_backend.py:\d+"):
+        compiled(Breaks(), policy="none")(torch.randn(4, 8))
+
+
+def test_only_the_loss_has_a_gradient_unless_asked_for():
+    _, model = pair()
+    with pytest.raises(RuntimeError, match="an output other than the loss"):
+        compiled(model, policy="none")(torch.randn(4, 8))["hidden"].sum().backward()
+    torch._dynamo.reset()
+    compiled(model, policy="none", differentiate="all")(torch.randn(4, 8))["hidden"].sum().backward()
+    assert model.first.weight.grad.abs().sum() > 0
+
+
+def test_backward_twice_and_no_graph_of_it():
+    eager, planned = pair()
+    x = torch.randn(4, 8)
+    call = compiled(planned, policy="full")
+    for run in (eager, call):
+        torch.manual_seed(1)
+        loss = run(x)["loss"]
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for expected, found in zip(eager.parameters(), planned.parameters()):
+        assert torch.equal(expected.grad, found.grad)
+    with pytest.raises(RuntimeError, match="a planned step cannot be differentiated twice"):
+        call(x)["loss"].backward(create_graph=True)
+
+
+def test_autocast_casts_a_weight_once_as_eager_does():
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8)
+    other, x = copy.deepcopy(layer), torch.randn(4, 8)
+
+    class Twice(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(torch.tanh(self.layer(torch.tanh(self.layer(x))))).float().square().mean()
+
+    call = compiled(Twice(other), policy="none")
+    for run in (Twice(layer), call):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(x)
+        loss.backward()
+    assert torch.equal(layer.weight.grad, other.weight.grad)
+
+
+def test_the_backend_is_an_entry_point():
+    assert "ackpt" in torch._dynamo.list_backends()
+    assert callable(ackpt.compile)

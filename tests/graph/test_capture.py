@@ -1,0 +1,237 @@
+"""What a captured step takes, what it refuses, and that nothing of the capture stays in the model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+import ackpt
+from ackpt.graph import TraceError, trace
+
+GLOBAL = torch.linspace(0, 1, 4)
+
+
+class Model(nn.Module):
+    """Two layers, a buffer, and a forward that the test gives."""
+
+    def __init__(self, function, **attributes):
+        super().__init__()
+        self.function = function
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("buffer", torch.zeros(4))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+def held(value):
+    """Every tensor that a model's modules hold in any attribute, one level of lists deep."""
+    for module in value.modules():
+        for attribute in vars(module).values():
+            for item in attribute if isinstance(attribute, list) else [attribute]:
+                if isinstance(item, torch.Tensor):
+                    yield item
+        yield from (*module._parameters.values(), *module._buffers.values())
+
+
+def step(model, call, *args):
+    outputs = call(*args)
+    outputs.square().sum().backward()
+    return [outputs.detach(), *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
+
+
+def same_as_eager(model, *args, runs=2):
+    """A planned copy of `model` gives the same bits, call after call."""
+    other = copy.deepcopy(model)
+    planned = ackpt.compile(other, *args, policy="full")
+    for _ in range(runs):
+        for expected, found in zip(step(model, model, *args), step(other, planned, *args)):
+            assert (expected is None) == (found is None)
+            assert expected is None or torch.equal(expected, found)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda self, x: self.first(x) * self.mask,
+        lambda self, x: self.first(x) * GLOBAL,
+        lambda self, x: torch.cat([self.first(x), self.masks[1].expand(3, 4)]),
+        lambda self, x: self.first(x) @ self.weights[0],
+    ],
+    ids=["attribute", "global", "list", "list of the model's own parameters"],
+)
+def test_tensors_of_the_models_code_are_inputs(function):
+    model = Model(function, mask=torch.rand(4), masks=[torch.rand(4), torch.rand(4)])
+    model.weights = [model.second.weight]
+    same_as_eager(model, torch.randn(3, 4))
+
+
+def test_a_tensor_of_the_models_code_may_change():
+    model = Model(lambda self, x: self.first(x) * self.count, count=torch.ones(4))
+    planned = ackpt.compile(model, torch.ones(3, 4), policy="none")
+    before = planned(torch.ones(3, 4))
+    model.count.mul_(2)
+    assert torch.equal(planned(torch.ones(3, 4)), before * 2)
+    model.count = torch.zeros(4)  # another tensor in its place
+    assert torch.equal(planned(torch.ones(3, 4)), torch.zeros(3, 4))
+
+
+def counting(self, x):
+    self.count += 1
+    self.buffer += 1
+    return self.first(x) * self.count * self.buffer
+
+
+def test_changes_in_place_are_part_of_the_step():
+    model = Model(counting, count=torch.ones(4))
+    same_as_eager(model, torch.randn(3, 4))
+
+
+def one_twice(self, x, y):
+    x.mul_(2)
+    return self.first(x) * self.second(y)
+
+
+def test_one_tensor_as_two_arguments():
+    x = torch.randn(3, 4)
+    model = Model(one_twice)
+    other = copy.deepcopy(model)
+    planned = ackpt.compile(other, x, x, policy="none")
+    one, two = x.clone(), x.clone()
+    assert torch.equal(model(one, one), planned(two, two)) and torch.equal(one, two)
+
+
+def assigns(self, x):
+    self.buffer = self.buffer + 1
+    return self.first(x) * self.buffer
+
+
+def keeps(self, x):
+    self.kept = self.first(x)
+    return self.kept.sum()
+
+
+def appends(self, x):
+    self.list.append(self.first(x))
+    return self.list[-1].sum()
+
+
+def counts(self, x):
+    self.calls += 1
+    return self.first(x).sum()
+
+
+REFUSED = {
+    "assigns a buffer": (assigns, "assigns buffer 'buffer' of the model anew.*self.buffer.copy_"),
+    "keeps a tensor": (keeps, "keeps a tensor in attribute 'kept' of the model"),
+    "appends a tensor": (appends, "keeps a tensor in attribute 'list' of the model"),
+    "counts": (counts, "changes attribute 'calls' of the model, from 0 to 1"),
+    "random": (lambda self, x: self.first(x) * random.random(), "random numbers of Python's module random"),
+    "numpy": (lambda self, x: self.first(x) * np.random.rand(), "random numbers of numpy.random"),  # noqa: NPY002
+    "unregistered": (lambda self, x: self.first(x) @ self.list[0], r"shape \(4, 4\) that requires grad is used at .*"),
+    "numpy array": (
+        lambda self, x: self.first(x) * torch.from_numpy(np.ones(4)),
+        "is made anew in every forward at .*test_capture.py",
+    ),
+    "own checkpoint": (lambda self, x: ackpt.checkpoint(self.first, x), "remove_activation_checkpointing"),
+    "fails": (lambda self, x: self.first(x) + 1 // 0, "fails when it is called like this at .*test_capture.py"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_leaves_the_model_as_it_was(case):
+    function, message = REFUSED[case]
+    model = Model(function, calls=0, list=[])
+    if case == "unregistered":
+        model.list = [nn.Parameter(torch.randn(4, 4))]
+    before = {name: id(value) for name, value in vars(model).items()}
+    buffer, length = model.buffer, len(model.list)
+    states = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()  # noqa: NPY002
+    with pytest.raises(TraceError, match=message):
+        trace(model, torch.randn(3, 4))
+    assert {name: id(value) for name, value in vars(model).items()} == before
+    assert model.buffer is buffer and len(model.list) == length and model.calls == 0
+    assert not any(isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in held(model))
+    assert random.getstate() == states[0] and np.random.get_state()[1].tobytes() == states[1]  # noqa: NPY002
+
+
+def test_sparse_gradients_are_refused():
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(TraceError, match="sparse tensor, which cannot be planned.*sparse=False"):
+        trace(model, torch.tensor([0, 1]))
+
+
+def test_python_attributes_are_part_of_what_a_capture_is_for():
+    model = Model(lambda self, x: self.first(x) * self.scale, scale=1.0)
+    planned = ackpt.compile(model, torch.ones(3, 4), policy="none")
+    before = planned(torch.ones(3, 4))
+    model.scale = 2.0
+    assert torch.equal(planned(torch.ones(3, 4)), before * 2)
+
+
+def test_numbers_among_the_arguments():
+    model = Model(lambda self, x, t: self.first(x) * t)
+    planned = ackpt.compile(model, torch.ones(3, 4), 0.0, policy="none")
+    for number in (0.0, -0.0, 1, 1.0, True):
+        expected, found = model(torch.ones(3, 4), number), planned(torch.ones(3, 4), number)
+        assert torch.equal(expected, found) and torch.equal(expected.signbit(), found.signbit())
+    with pytest.raises(TypeError, match="an argument of type set cannot be compared"):
+        planned(torch.ones(3, 4), {1})
+
+
+def test_numbers_made_by_the_forward():
+    same_as_eager(Model(lambda self, x: self.first(x) * (torch.tensor(1.5) > 0)), torch.randn(3, 4))
+
+
+def test_copies_and_pickles_plan_anew():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+    planned = ackpt.compile(model, torch.ones(3, 4), policy="full")
+    for other in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):
+        other(torch.ones(3, 4)).sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        assert list(other.state_dict()) == list(model.state_dict())
+
+
+def test_modes_and_state_are_the_models():
+    model = Model(lambda self, x: self.first(x))
+    model.register_buffer("scratch", torch.zeros(1), persistent=False)
+    planned = ackpt.compile(model, torch.ones(3, 4), policy="none")
+    assert list(planned.state_dict()) == list(model.state_dict())
+    model.eval()
+    assert not planned.training
+    planned.train()
+    assert model.training and model.first.training
+
+
+def test_threads_may_capture_at_the_same_time():
+    errors = []
+
+    def work(rows):
+        try:
+            ackpt.compile(nn.Linear(4, 4), torch.ones(rows, 4), policy="none")(torch.ones(rows, 4)).sum().backward()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rows,)) for rows in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_only_modules_are_captured():
+    for value in (torch.sin, None, nn.Linear):
+        with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
+            ackpt.compile(value, torch.ones(2))
