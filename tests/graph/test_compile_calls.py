@@ -185,9 +185,14 @@ def test_a_life_of_a_step_is_that_of_the_model(life):
     assert_equal(*found, life.__name__)
 
 
+class Residual(nn.Linear):
+    def forward(self, x):
+        return x + super().forward(x).tanh().sin()
+
+
 def layers():
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(8)))
+    return nn.Sequential(*(Residual(4, 4) for _ in range(6)))
 
 
 def test_what_a_call_differs_in_is_captured_once_each_and_keeps_the_budget():
@@ -195,13 +200,13 @@ def test_what_a_call_differs_in_is_captured_once_each_and_keeps_the_budget():
 
     def planner(graph):
         graphs.append(graph.hash)
-        return ackpt.plan(graph, budget=0.7, policy="full")
+        return ackpt.plan(graph, budget=0.8, policy="full")
 
     step = PlannedStep(layers(), planner)
     for rows in (64, 96, 64, 96):
         step(x(rows=rows)).sum().backward()
         assert step.plan.dynamic_peak_bytes <= step.plan.limit_bytes
-        assert step.plan.limit_bytes == 7 * step.plan.baseline_dynamic_peak_bytes // 10
+        assert step.plan.limit_bytes == 8 * step.plan.baseline_dynamic_peak_bytes // 10
     assert len(graphs) == len(set(graphs)) == 2
     with torch.autocast("cpu", torch.bfloat16):
         step(x(rows=64))

@@ -1,0 +1,188 @@
+"""Plans: fates, table, JSON that reads back, the graph they belong to, and the policies that make them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from random_fates import planned
+from torch import nn
+
+import ackpt
+from ackpt.graph import PlanError
+from ackpt.policies import POLICIES
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Residual() for _ in range(4)), Mean())
+
+
+X = torch.ones(64, 8)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return ackpt.trace(model(), X)
+
+
+def test_a_plan_says_what_becomes_of_every_activation(graph):
+    none, full = ackpt.plan(graph), ackpt.plan(graph, policy="full")
+    assert set(none.fates.values()) == {"saved"} and none.recompute_flops == 0
+    assert none.peak_bytes == none.baseline_peak_bytes == full.baseline_peak_bytes
+    assert "recomputed" in full.fates.values() and full.saved_bytes < none.saved_bytes
+    assert none.fates.keys() <= full.fates.keys()
+    for plan in (none, full):
+        kept = sum(activation.bytes for activation in plan.activations if activation.fate == "saved")
+        assert kept == plan.saved_bytes
+        assert plan.timeline.peak_bytes == plan.dynamic_peak_bytes == plan.peak_bytes - plan.resident_bytes
+    modules = {activation.module for activation in none.activations}
+    assert {"0.up", "0", "3.up"} <= modules
+
+
+def test_the_table_names_the_promise_and_the_largest(graph):
+    plan = ackpt.plan(graph, policy="full")
+    lines = plan.table().splitlines()
+    assert lines[0].split() == ["policy", "full"]
+    assert plan.peak_node in plan.table()
+    saved = sum(fate == "saved" for fate in plan.fates.values())
+    assert f"{saved} of {len(plan.fates)} saved" in plan.table()
+    assert len(lines) == 8 + min(10, len(plan.fates))
+
+
+def test_a_plan_reads_back_and_runs(graph, tmp_path):
+    plan = ackpt.plan(graph, budget=0.9, policy="full")
+    read = ackpt.Plan.load(plan.save(tmp_path / "plan.json"))
+    assert read == plan and read.table() == plan.table()
+    one, other = model(), model()
+    one(X).backward()
+    step = ackpt.compile(other, X, plan=read)
+    assert step.plan is read
+    step(X).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(one.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_a_truncated_file_is_refused(graph, tmp_path, share):
+    text = ackpt.plan(graph).save(tmp_path / "plan.json").read_text()
+    (tmp_path / "plan.json").write_text(text[: int(share * len(text))])
+    with pytest.raises(PlanError, match="is no plan: .*truncated"):
+        ackpt.Plan.load(tmp_path / "plan.json")
+
+
+def without(key):
+    return lambda data: {name: value for name, value in data.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: [], "no plan of this version"),
+        (lambda data: 3, "no plan of this version"),
+        (lambda data: {**data, "version": 99}, "no plan of this version"),
+        (lambda data: {**data, "schema": "other"}, "no plan of this version"),
+        (without("schedule"), "no whole plan .*schedule"),
+        (without("peak_bytes"), "no whole plan .*peak_bytes"),
+        (lambda data: {**data, "schedule": None}, "no whole plan"),
+        (lambda data: {**data, "activations": [{}]}, "no whole plan"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(graph, tmp_path, change, message):
+    path = ackpt.plan(graph).save(tmp_path / "plan.json")
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(PlanError, match=message):
+        ackpt.Plan.load(path)
+
+
+def test_a_file_that_is_not_there_is_said_so(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        ackpt.Plan.load(tmp_path / "none.json")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match="is no plan"):
+        ackpt.Plan.load(tmp_path / "binary")
+
+
+@pytest.mark.parametrize("change", ["rows", "dtype", "model"])
+def test_a_plan_for_another_graph_is_refused(graph, change):
+    plan, own, x = ackpt.plan(graph), model(), X
+    if change == "rows":
+        x = X[:3]
+    elif change == "dtype":
+        own, x = own.double(), X.double()
+    else:
+        own[0] = nn.ReLU()
+    with pytest.raises(PlanError, match="made for another graph .*Plan anew"):
+        ackpt.compile(own, x, plan=plan)
+    step = ackpt.compile(model(), X, plan=plan)
+    with pytest.raises(PlanError, match="made for another graph"):
+        step(X[:3])
+
+
+def test_either_a_plan_or_a_budget(graph):
+    with pytest.raises(ValueError, match="either a budget or a plan"):
+        ackpt.compile(model(), X, plan=ackpt.plan(graph), budget=0.5)
+
+
+def test_an_unknown_policy_is_refused_with_those_there_are(graph):
+    names = ", ".join(POLICIES)
+    for call in (lambda: ackpt.plan(graph, policy="magic"), lambda: ackpt.compile(model(), X, policy="magic")):
+        with pytest.raises(ValueError, match=f"policy 'magic' is not known; the policies are {names}"):
+            call()
+
+
+def test_manual_fates(graph):
+    names = list(ackpt.plan(graph).fates)
+    chosen = {name: "recomputed" for name in names if name.startswith("gelu")}
+    plan = ackpt.plan(graph, policy="manual", fates=chosen)
+    assert all(plan.fates[name] == fate for name, fate in chosen.items())
+    assert ackpt.plan(graph, policy="manual", fates={}).schedule == ackpt.plan(graph).schedule
+    bad = [
+        ({"nobody": "saved"}, "no activation is called 'nobody'"),
+        ({names[0]: "lost"}, "a fate is 'saved' or 'recomputed', got 'lost'"),
+    ]
+    for fates, message in bad:
+        with pytest.raises(ValueError, match=message):
+            ackpt.plan(graph, policy="manual", fates=fates)
+    with pytest.raises(TypeError, match="fates"):
+        ackpt.plan(graph, policy="manual")
+
+
+def test_one_operation_has_one_fate():
+    class Sorted(nn.Linear):
+        def forward(self, x):
+            values, places = super().forward(x).sort()
+            return values.sin() * places
+
+    graph = ackpt.trace(Sorted(8, 8), X)
+    first, second = (name for name in ackpt.plan(graph).fates if name.startswith(("getitem", "sort")))
+    with pytest.raises(ValueError, match="results of one operation"):
+        ackpt.plan(graph, policy="manual", fates={first: "saved", second: "recomputed"})
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_fates_take_what_they_say(seed):
+    own = model()
+    step = planned(own, f"manual {seed}", X)
+
+    def once():
+        own.zero_grad()
+        step(X).backward()
+
+    found = ackpt.measure(once, "cpu", resident=(own, X), repeats=0)
+    assert found.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
+    assert found.flops == step.plan.flops
