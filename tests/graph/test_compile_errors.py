@@ -1,0 +1,129 @@
+"""What planned steps refuse, and that they are modules like the model: state, copies, modes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from conftest import raises_cleanly
+from torch import nn
+
+import ackpt
+from ackpt.graph import TraceError
+
+
+class Net(nn.Module):
+    """Two layers; `after` is applied to the output."""
+
+    def __init__(self, after=None):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.after = after
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+    def forward(self, x):
+        y = self.b(self.norm(self.a(x)).tanh()) * self.table
+        return y if self.after is None else self.after(y)
+
+
+class Opaque:
+    def __init__(self, value):
+        self.value = value
+
+
+def branch(y):
+    return y * 2 if y.sum() > 0 else y
+
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+HERE = r"at .*test_compile_errors.py:\d+ "
+REFUSED = {
+    "branch": (branch, HERE + r"\(return y \* 2"),
+    "item": (lambda y: y * y.sum().item(), HERE),
+    "nonzero": (lambda y: y[y > 0], HERE),
+    "numpy": (lambda y: y.detach().numpy(), HERE),
+    "unregistered object": (Opaque, "returns a Opaque, which a captured step cannot rebuild"),
+    "no gradient": (torch.Tensor.detach, "no output of the model that requires grad"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_captured_is_refused(name):
+    after, message = REFUSED[name]
+    with raises_cleanly(TraceError, message):
+        ackpt.compile(Net(after), X)
+
+
+def test_a_model_without_trainable_parameters_is_refused():
+    with raises_cleanly(TraceError, "no parameter of the model requires grad"):
+        ackpt.compile(nn.ReLU(), X)
+
+
+@pytest.mark.parametrize("model", [torch.sin, None, Net], ids=["function", "None", "class"])
+def test_what_is_no_module_is_refused(model):
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
+        ackpt.compile(model, X)
+
+
+def test_arguments_that_do_not_fit_are_refused_at_the_call():
+    step = ackpt.compile(Net(), X)
+    for args, message in [
+        ((torch.ones(3, 5),), "same reduction dim"),
+        ((), "missing 1 required positional argument"),
+        ((X, X), "takes 2 positional arguments"),
+    ]:
+        with raises_cleanly(TraceError, f"fails when it is called like this.*{message}"):
+            step(*args)
+    step(X).sum().backward()
+
+
+def test_an_output_that_was_planned_without_a_gradient_refuses_one():
+    step = ackpt.compile(Net(lambda y: {"loss": y.sum(), "logits": y}), X)
+    step(X)["loss"].backward()
+    for loss in (lambda found: found["logits"].sum(), lambda found: found["loss"] + found["logits"].sum()):
+        with raises_cleanly(RuntimeError, "an output other than the loss.*differentiate=.all"):
+            loss(step(X)).backward()
+
+
+def test_two_backwards_without_retain_graph_are_refused():
+    loss = ackpt.compile(Net(), X)(X).sum()
+    loss.backward()
+    with raises_cleanly(RuntimeError, "backward through the graph a second time"):
+        loss.backward()
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    model = Net()
+    loss = ackpt.compile(model, X)(X).square().sum()
+    with raises_cleanly(RuntimeError, "double backward|differentiated? (once|twice)|twice|second derivative"):
+        gradient = torch.autograd.grad(loss, model.a.weight, create_graph=True)[0]
+        gradient.square().sum().backward()
+
+
+def test_a_step_has_the_state_of_its_model():
+    model = Net()
+    step = ackpt.compile(model, X)
+    assert list(step.state_dict()) == list(model.state_dict()) and "table" not in step.state_dict()
+    assert [name for name, _ in step.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert all(one is other for one, other in zip(step.parameters(), model.parameters()))
+    step.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
+    assert not model.a.weight.any()
+    assert step.eval() is step and not model.training and not model.norm.training
+    model.train()
+    assert step.training
+    assert step.double() is step and model.a.weight.dtype == torch.float64
+    assert step(X.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
+def test_a_copy_plans_anew_and_shares_nothing(copied):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    step = ackpt.compile(model, X, policy="full")
+    other = copied(step)
+    assert not {id(p) for p in other.parameters()} & {id(p) for p in step.parameters()}
+    other(X).sum().backward()
+    assert model[0].weight.grad is None and other.plan.policy == "full"
+    step(X).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(step.parameters(), other.parameters()))
