@@ -28,8 +28,20 @@ PRODUCTS = (
 VIEWS = (
     *("{a}.view(-1)", "{a}.reshape(-1)", "{a}.flatten()", "{a}.t()", "{a}.transpose(0, -1)", "{a}.unsqueeze({d})"),
     *("{a}.squeeze()", "{a}[1:]", "{a}[:, ::2]", "{a}[..., 0]", "{a}[0]", "{a}[None].expand(2, *{a}.shape)"),
-    *("{a}[..., :1].expand_as({a})", "{a}.narrow({d}, 1, 1)", "{a}.diagonal()", "{a}.unfold(-1, 2, 1)", "{a}.detach()"),
-    *("{a}.contiguous()", "{a}.view_as({a})", "{a}.movedim(0, -1)", "{a}.permute(1, 0)", "{a}.as_strided((2, 2), (1, 1))"),
+    *(
+        "{a}[..., :1].expand_as({a})",
+        "{a}.narrow({d}, 1, 1)",
+        "{a}.diagonal()",
+        "{a}.unfold(-1, 2, 1) + 0",
+        "{a}.detach()",
+    ),
+    *(
+        "{a}.contiguous()",
+        "{a}.view_as({a})",
+        "{a}.movedim(0, -1)",
+        "{a}.permute(1, 0)",
+        "{a}.as_strided((2, 2), (2, 1))",
+    ),
 )
 SEVERAL = (
     *("torch.chunk({a}, 2, {d})", "{a}.split([1, {a}.shape[-1] - 1], -1)", "{a}.unbind({d})"),
@@ -46,7 +58,10 @@ REDUCTIONS = (
 MODULES = (
     *("self.norm({a})", "self.norm({a})", "self.layer_norm({a})", "self.embedding({k})", "self.dropout({a})"),
     *("F.dropout({a}, 0.3)", "F.alpha_dropout({a}, 0.3, True)", "F.group_norm({a}[None], 1)", "F.rms_norm({a}, (4,))"),
-    *("F.batch_norm({a}, None, None, training=True)", "F.scaled_dot_product_attention({a}[None], {a}[None], {b}[None])"),
+    *(
+        "F.batch_norm({a}, None, None, training=True)",
+        "F.scaled_dot_product_attention({a}[None], {a}[None], {b}[None])",
+    ),
 )
 INTEGERS = (
     *("{a}.argmax({d})", "{k} + 1", "{k}.clamp(0, 2)", "{a} > {b}", "{a}.isnan()", "{k}.float()", "{a}[{k}]"),
@@ -56,9 +71,23 @@ CONSTANTS = (
     *("torch.arange(4.0)", "torch.arange(3)", "torch.zeros(3, 4)", "torch.ones_like({a})", "torch.zeros_like({a})"),
     *("torch.full((4,), 0.5)", "torch.eye(4)", "torch.tensor([0, 2, 1])", "torch.tensor(1.5)", "{a}.new_zeros(4)"),
 )
-RANDOM = ("torch.rand_like({a})", "torch.randn(3, 4)", "torch.rand(4)", "torch.bernoulli({a}.sigmoid())", "torch.randperm(3)")
+RANDOM = (
+    "torch.rand_like({a})",
+    "torch.randn(3, 4)",
+    "torch.rand(4)",
+    "torch.bernoulli({a}.sigmoid())",
+    "torch.randperm(3)",
+)
 IN_PLACE = (
-    *("{a}.relu_()", "{a}.add_({b})", "{a}.mul_(0.5)", "{a}.mul_({b})", "{a}.sub_(1)", "{a}.clamp_(-1, 1)", "{a}.zero_()"),
+    *(
+        "{a}.relu_()",
+        "{a}.add_({b})",
+        "{a}.mul_(0.5)",
+        "{a}.mul_({b})",
+        "{a}.sub_(1)",
+        "{a}.clamp_(-1, 1)",
+        "{a}.zero_()",
+    ),
     *("{a}[0] = {b}", "{a}[..., 0] = 0.5", "{a}[:, 1:] *= 2", "{a}[{k}] = {b}", "{a}.t().add_({b})", "{a}.copy_({b})"),
     *("{a}.view(-1)[1:].mul_(2)", "{a}.masked_fill_({m}, 0.25)", "{a}.index_add_(0, {k}, {b})", "{a}.fill_(0.75)"),
     *("F.dropout({a}, 0.3, inplace=True)", "{a}.bernoulli_(0.5)", "{a}.uniform_()"),
@@ -98,7 +127,7 @@ class Program:
         return f"Program with x.requires_grad={self.needs_grad}\n{self.source}"
 
     def model(self) -> nn.Module:
-        names = dict(torch=torch, F=F)
+        names = {"torch": torch, "F": F}
         exec(self.source, names)
         torch.manual_seed(0)
         return type("Model", (Base,), {"forward": names["forward"]})()
@@ -114,7 +143,7 @@ def program(random, max_lines: int = 10, leave_out=()) -> Program:
     """What `random`, a ``random.Random``, draws; `leave_out`: texts that no line may contain."""
     needs_grad = random.random() < 0.5
     x, y, ids = Program("", needs_grad).arguments()
-    scope = dict(torch=torch, F=F, self=Base(), x=x, y=y, ids=ids)
+    scope = {"torch": torch, "F": F, "self": Base(), "x": x, "y": y, "ids": ids}
     values = ["y", "ids", "self.frozen", "self.scale", "self.tied", "self.bias", "self.weight", "x"]
     lines = []
     for _ in range(random.randint(1, max_lines)):
@@ -126,13 +155,31 @@ def program(random, max_lines: int = 10, leave_out=()) -> Program:
         line = f"{', '.join(names)} = {line}" if names else line
         lines.append(f"with torch.no_grad(): {line}" if is_quiet else line)
         values += names
+    values += [name] if (name := _product(scope, lines)) else []
+    trained = _trained(scope)
     floats = [name for name in values if eval(name, scope).is_floating_point()]
-    results = [random.choice(values) for _ in range(random.randint(0, 2))]
-    results += random.sample(floats[-4:], random.randint(1, 2))
+    results = [random.choice(values) for _ in range(random.randint(0, 2))] + [random.choice(trained[-4:])]
     if random.random() < 0.5:
-        results.append(" + ".join(f"{name}.{random.choice(_LOSSES)}" for name in random.sample(floats, 3)))
+        terms = [random.choice(trained), *random.sample(floats, 2)]
+        results.append(" + ".join(f"{name}.{random.choice(_LOSSES)}" for name in terms))
     lines.append(f"return {', '.join(results)}")
     return Program("def forward(self, x, y, ids):\n" + "".join(f"    {line}\n" for line in lines), needs_grad)
+
+
+def _product(scope, lines) -> str | None:
+    """One line that needs a gradient, if there is none yet."""
+    if _trained(scope):
+        return None
+    (name,) = _run("y @ self.weight", scope, False) or []
+    lines.append(f"{name} = y @ self.weight")
+    return name
+
+
+def _trained(scope) -> list[str]:
+    """Values that need a gradient and are no views of inputs or parameters."""
+    own = {tensor.untyped_storage()._cdata for tensor in (*scope["self"].state_dict().values(), scope["x"], scope["y"])}
+    values = {name: value for name, value in scope.items() if name.startswith("v")}
+    return [name for name, v in values.items() if v.requires_grad and v.untyped_storage()._cdata not in own]
 
 
 class _Slots(dict):
@@ -156,16 +203,16 @@ def _run(line, scope, is_quiet) -> list[str] | None:
     """Run `line`: the names of what it yields, none for a statement; None if it cannot run or its values do not fit."""
     try:
         with torch.set_grad_enabled(not is_quiet):
-            if " = " in line or "= " in line:
+            if "= " in line:
                 exec(line, scope)
                 return []
             found = eval(line, scope)
+        several = not isinstance(found, torch.Tensor)
+        found = tuple(found) if several else (found,)
+        fits = all(value.numel() <= _LARGEST and value.float().isfinite().all() for value in found)
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return None
-    if not isinstance(found, torch.Tensor) and not 1 < len(found) < 5:
-        return None
-    found = [found] if isinstance(found, torch.Tensor) else found
-    if not all(value.numel() <= _LARGEST and value.float().isfinite().all() for value in found):
+    if not fits or (several and not 1 < len(found) < 5):
         return None
     first = sum(name.startswith("v") for name in scope)
     names = [f"v{first + place}" for place in range(len(found))]
