@@ -1,0 +1,91 @@
+"""The modules that run a schedule, and the proof that finds any that take other bytes than were simulated."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import ackpt
+from ackpt.graph import RewriteError, lower, rewrite
+from ackpt.graph.facts import facts
+from ackpt.graph.replay import run_again, run_and_save
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+
+
+@pytest.fixture
+def graph():
+    return ackpt.trace(model(), torch.ones(3, 4))
+
+
+def targets(module):
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+def test_a_batch_norm_runs_again_without_its_statistics(graph):
+    rewritten = rewrite(graph, lower(graph, ()))
+    assert torch.ops.aten._native_batch_norm_legit_functional.default in targets(rewritten.forward)
+    again = targets(rewritten.backward)
+    assert torch.ops.aten._native_batch_norm_legit.no_stats in again
+    assert torch.ops.aten._native_batch_norm_legit_functional.default not in again
+    assert torch.ops.aten.copy_.default not in again
+
+
+def test_dropout_runs_again_from_the_saved_state(graph):
+    rewritten = rewrite(graph, lower(graph, ()))
+    assert targets(rewritten.forward).count(run_and_save) == targets(rewritten.backward).count(run_again) == 1
+    plain = rewrite(graph, lower(graph, facts(graph).savable))
+    assert run_and_save not in targets(plain.forward) and run_again not in targets(plain.backward)
+
+
+def test_replaying_gives_the_same_numbers_and_leaves_the_generator():
+    state, drawn = run_and_save(torch.ops.aten.rand.default, [8])
+    torch.rand(3)
+    before = torch.get_rng_state()
+    assert torch.equal(run_again(state, torch.ops.aten.rand.default, [8]), drawn)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_rewritten_steps_are_bit_equal_to_eager(policy):
+    eager = model()
+    planned = copy.deepcopy(eager)
+    step = ackpt.compile(planned, torch.ones(3, 4), policy=policy)
+    for seed in range(3):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+        for call in (eager, step):
+            torch.manual_seed(seed)
+            call(x).square().sum().backward()
+    for expected, found in zip(eager.parameters(), planned.parameters()):
+        assert torch.equal(expected.grad, found.grad)
+    for expected, found in zip(eager.buffers(), planned.buffers()):
+        assert torch.equal(expected, found)
+
+
+def longer_lived(module):
+    """Hold the result of the first product to the end, by using it again in the last operation."""
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    first = next(node for node in nodes if node.target is torch.ops.aten.addmm.default)
+    with module.graph.inserting_after(nodes[-1]):
+        module.graph.call_function(torch.ops.aten.alias.default, (first,))
+
+
+def test_a_module_that_takes_other_bytes_is_found(graph, monkeypatch):
+    implementation = sys.modules["ackpt.graph.rewrite"]
+    build = implementation._rewritten
+
+    def tampered(*args):
+        rewritten = build(*args)
+        longer_lived(rewritten.forward)
+        return rewritten
+
+    monkeypatch.setattr(implementation, "_rewritten", tampered)
+    with pytest.raises(RewriteError, match="bytes alive.*were simulated"):
+        rewrite(graph, lower(graph, ()))
