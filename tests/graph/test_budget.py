@@ -80,8 +80,13 @@ def test_what_is_no_budget_is_refused_by_plan_and_compile(budget, error, message
         ackpt.compile(model, x, budget=budget)
 
 
+class Residual(nn.Linear):
+    def forward(self, x):
+        return x + super().forward(x).tanh().sin()
+
+
 def layers():
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6))), torch.ones(64, 8)
+    return nn.Sequential(*(Residual(8, 8) for _ in range(6))), torch.ones(64, 8)
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
@@ -102,12 +107,13 @@ def test_a_budget_that_cannot_be_kept_names_those_that_can(policy, budget):
 
 def test_a_budget_is_kept_by_the_measured_step():
     model, x = layers()
-    step = ackpt.compile(model, x, budget=0.7, policy="full")
+    step = ackpt.compile(model, x, budget=0.8, policy="full")
 
     def once():
         model.zero_grad()
-        step(x).sum().backward()
+        output = step(x)
+        output.sum().backward()
 
     found = ackpt.measure(once, "cpu", resident=(model, x), repeats=0)
     assert found.resident_bytes == step.plan.resident_bytes
-    assert found.dynamic_peak_bytes <= step.plan.limit_bytes == 7 * step.plan.baseline_dynamic_peak_bytes // 10
+    assert found.dynamic_peak_bytes <= step.plan.limit_bytes == 8 * step.plan.baseline_dynamic_peak_bytes // 10
