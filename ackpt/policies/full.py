@@ -52,6 +52,7 @@ def segmentations(graph) -> list[frozenset[int]]:
     cuts = cut_points(graph)
     births = [graph.storages[cut].producer for cut in cuts]
     sizes = [0] * (len(cuts) + 1)  # bytes that backward needs, between one cut and the next
+    own = [graph.storages[cut].bytes if cut in needed else 0 for cut in cuts]
     block_of = {}
     for storage in needed:
         block = sum(birth <= graph.storages[storage].producer for birth in births)
@@ -59,13 +60,15 @@ def segmentations(graph) -> list[frozenset[int]]:
             sizes[block] += graph.storages[storage].bytes
         block_of[storage] = block
     found: dict[frozenset[int], None] = {}
-    for threshold in _thresholds(sizes):
+    for threshold in _thresholds([*sizes, *own]):
         kept, running = [], 0
         for index in range(len(cuts)):
             running += sizes[index]
             if running > threshold:
                 kept.append(index)
                 running = 0
+            else:  # a cut that is not kept is recomputed with the rest
+                running += own[index]
         inside = {s for s, block in block_of.items() if not kept or block > kept[-1]}
         saved = {cuts[index] for index in kept} | pinned
         found[frozenset(saved)] = None
