@@ -1,0 +1,138 @@
+"""What the graph of a step says, by category and by part of the model, and whether that is what is measured."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from ..graph.compile import PlannedStep
+from ..graph.facts import facts
+from ..graph.plan import RECOMPUTED, SAVED, Plan
+from ..graph.profile import profile as profiled
+from ..graph.simulate import simulate
+from ..meter import measure
+from ..policies.planner import plan
+from ..timeline import Timeline
+
+_BELOW = {"parameters": "parameter", "buffers": "buffer", "inputs": "input", "optimizer": "optimizer state"}
+
+
+def breakdown(graph, planned: Plan) -> Timeline:
+    """All live bytes of a planned step, event by event: the resident ones by category, below the dynamic ones."""
+    sizes = graph.bytes()
+    events = len(planned.timeline.live)
+    categories = {name: (sizes[kind],) * events for name, kind in _BELOW.items() if sizes[kind]}
+    live = tuple(planned.resident_bytes + size for size in planned.timeline.live)
+    return Timeline(live, {**categories, **planned.timeline.categories}, planned.timeline.boundary)
+
+
+def by_part(graph, profile, planned: Plan, part) -> dict[str, dict[str, int]]:
+    """What every part of the model keeps for backward, and what its forward computes.
+
+    Args:
+        part: from a module's qualified name (``""``: the model itself) to the name of its part.
+
+    Returns:
+        ``{part: {"bytes": kept for backward, "flops": of its forward}}``, in the order of the forward.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for node in graph.nodes[: graph.boundary]:
+        if node.inputs:
+            row = found.setdefault(part(node.module), {"bytes": 0, "flops": 0})
+            row["flops"] += profile.flops[node.id]
+    for activation in planned.activations:
+        if activation.fate == SAVED:
+            found[part(activation.module)]["bytes"] += activation.bytes
+    return found
+
+
+def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int):
+    """Live memory of one step in several orders, side by side on one axis of bytes.
+
+    Returns:
+        A Figure; every step has its peak marked, and a broken line where backward begins.
+    """
+    from matplotlib.lines import Line2D
+
+    from .. import plots
+
+    with plots.style.context("default"):
+        figure, axes = plots._axes(title, "allocations and frees of one step, in order", "live memory (MiB)")
+        pitch = round(1.12 * max(len(step.live) for step in steps.values()))
+        highest = (resident_bytes + max(step.peak_bytes for step in steps.values())) / plots.MIB
+        axes.set_xlim(0, pitch * len(steps))
+        axes.set_ylim(0, highest * 1.15)
+        broken = {"color": plots.TEXT, "linewidth": 1, "linestyle": (0, (4, 3))}
+        handles = {}
+        for place, step in enumerate(steps.values()):
+            events = range(pitch * place, pitch * place + len(step.live))
+            handles |= plots.stack(axes, events, {"resident": [resident_bytes] * len(events), **step.categories})
+            peak = (resident_bytes + step.peak_bytes) / plots.MIB
+            plots._mark_peak(axes, events[step.peak_index], peak, 2 * pitch * len(steps))
+            axes.axvline(events[step.boundary or 0], **broken)
+        axes.set_xticks([pitch * place + len(step.live) / 2 for place, step in enumerate(steps.values())], [*steps])
+        axes.tick_params(axis="x", length=0)
+        shown = {"backward begins": Line2D([], [], **broken), **dict(reversed(handles.items()))}
+        return plots._finished(figure, [*shown.values()], [*shown])
+
+
+def random_fates(graph, seed: int) -> dict[str, str]:
+    """Fates for the policy manual: a coin for every operation that may run again says whether it does."""
+    known, coin, fates = facts(graph), random.Random(seed), {}
+    for producer in sorted({graph.storages[storage].producer for storage in known.savable}):
+        siblings = sorted(known.born[producer] & known.savable)
+        lies_in = {node for storage in siblings for node in graph.storages[storage].nodes}
+        if not lies_in & known.fixed.keys() and coin.random() < 0.5:
+            fates.update({graph.nodes[known.cover[storage]].name: RECOMPUTED for storage in siblings})
+    return fates
+
+
+def compare(model, args, kwargs, policy: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict:
+    """A step by `policy`, predicted and run: do bytes and gradients agree?
+
+    The plan is made from shapes alone, so that it is the same everywhere. What operations take within themselves is
+    then measured, and the plan simulated once more, for the comparison with the allocator.
+
+    Args:
+        model, args, kwargs: called on the CPU, returning a scalar loss.
+        policy: ``"none"``, ``"full"`` or ``"manual"``, the last with `random_fates` by `seed`.
+        dtype: bfloat16 runs the forward under autocast.
+
+    Returns:
+        ``peak_bytes``: dynamic, of the operations' results alone; ``saved_bytes``; ``recompute_ratio``: FLOPs that run
+        again over those of the plain step; ``off_bytes``: simulated minus measured dynamic peak; ``is_equal``: whether
+        all gradients are bit-equal to those of the plain model.
+    """
+    graphs = []
+
+    def planner(graph):
+        graphs.append(graph)
+        options = {"fates": random_fates(graph, seed)} if policy == "manual" else {}
+        return plan(graph, policy=policy, profile=profiled(graph), **options)
+
+    def gradients(module):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = module(*args, **kwargs)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    plain = gradients(model)
+    step = PlannedStep(model, planner)
+    pairs = zip(plain, gradients(step), strict=True)
+    is_equal = all(torch.equal(a, b) for a, b in pairs)
+    del plain
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    measured = measure(lambda: gradients(step), "cpu", resident=(model, *tensors), repeats=0)
+    (graph,) = graphs
+    exact = simulate(graph, profiled(graph, workspace="measured"), step.plan.schedule)
+    return {
+        "policy": policy,
+        "peak_bytes": step.plan.dynamic_peak_bytes,
+        "saved_bytes": step.plan.saved_bytes,
+        "recompute_ratio": step.plan.recompute_flops / (step.plan.flops - step.plan.recompute_flops),
+        "off_bytes": exact.peak_bytes - measured.dynamic_peak_bytes,
+        "is_equal": is_equal,
+    }

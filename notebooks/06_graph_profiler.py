@@ -1,0 +1,1025 @@
+# %% [markdown]
+# # The graph profiler
+#
+# After this chapter you can take a training step apart into its operations and storages, say when each byte is born and
+# dies, predict the peak of a step before it runs, and tell which tools will not mix up what they have measured.
+
+# %% [markdown]
+# ## Goals
+#
+# - Capture one layer, then a whole training step, as one graph of forward and backward.
+# - Profile it: what each operation computes, reads, writes and takes for a while, and where each figure comes from.
+# - Follow the live bytes of ResNet-50 and of a language model, and find what stands at their peaks.
+# - See how names, places and shapes lead astray, and what keeps one operation one.
+# - Predict the peak of rewritten steps, and measure that it is right to the byte.
+# - Change nothing but the order of a plan, and change its peak.
+#
+# ## Notation
+#
+# | symbol | meaning |
+# |:--:|---|
+# | $i$ | an operation by its *id*: its place in the order of execution |
+# | $b_i$, $w_i$ | bytes that $i$ brings along, and takes only while it runs, its *workspace* |
+# | $f_i$ | bytes that nothing after $i$ needs |
+# | $m_i$ | dynamic bytes that live after $i$ |
+# | $S$ | bytes of one activation of a chain; $n$: how many it has; $k$: every $k$-th is saved |
+# | $T$, $d$, $f$, $h$, $L$ | tokens; width of the model, of the MLP; heads; blocks |
+#
+# Part I measured steps from outside, and told a step by hand where to forget. Part II looks inside: a planner must know
+# every operation before it can decide about any.
+
+# %%
+import collections
+import copy
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import symbolic_trace
+from torch.fx.passes.shape_prop import ShapeProp
+from torch.utils.checkpoint import checkpoint
+
+import ackpt
+from ackpt import models, plots
+from ackpt.experiments import graph_profile
+from ackpt.graph import PlannedStep, RewriteError, ScheduleError, lower, rewrite, scheduled, simulate
+from ackpt.results import Record, environment, markdown_table, write_text_atomic
+from ackpt.timeline import Timeline
+
+torch.set_num_threads(2)
+generator = torch.manual_seed(0)
+MIB = 2**20
+SOURCE = "notebooks/06_graph_profiler.py"
+
+# %% [markdown]
+# ## One layer
+#
+# `ackpt.trace` runs a model on tensors without data, and lets autograd write down what it would do: PyTorch calls this
+# a *joint graph*, forward and backward in one. Nothing is computed, no gradient appears.
+
+# %%
+layer, x = nn.Linear(8, 2), torch.ones(4, 8)
+graph = ackpt.trace(layer, x)
+graph
+
+
+# %%
+def show(nodes):
+    for node in nodes:
+        target = node.target.removeprefix("aten.")[:36]
+        where = f"reads {list(node.inputs)}, lies in {list(node.storages)}"
+        print(f"{node.id:2}  {node.phase:8}  {node.name:10} {target:36}  {where}")
+
+
+show(graph.nodes)
+
+# %% [markdown]
+# A node is an operation or something given. Its *id* is its place in the order of execution, one count for forward and
+# backward. Given are the parameters, the input, and, when backward begins, the gradient of the output, the *tangent*.
+#
+# Twelve nodes, but only seven pieces of memory. `t`, the transposed weight, computes nothing: it is a *view*, and lies
+# where the weight lies. What is allocated, kept and freed is not a node, it is a *storage*:
+
+# %%
+for s in graph.storages:
+    uses = s.last_fw_access, s.first_bw_access, s.last_bw_access
+    print(f"{s.id}  {s.bytes:3} B  {s.category:10}  nodes {s.nodes!s:11}  accesses {uses}")
+
+# %% [markdown]
+# The sizes can be done in the head: a weight of $2 \cdot 8$ numbers is 64 bytes, a bias 8, the input of $4 \cdot 8$
+# numbers 128, the output 32; the tangent and the two gradients are as large as what they belong to.
+#
+# The last column says which nodes touch a storage: the last one in forward, the first and the last in backward. It
+# decides who has to wait for backward. Here that is the input alone, the only storage with an access on both sides, and
+# it is the caller's anyway: one linear layer keeps nothing of its own.
+#
+# ## Two layers and a loss
+#
+# The smallest model with something to keep:
+
+
+# %%
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 2)
+
+    def forward(self, x, labels):
+        return F.cross_entropy(self.down(F.relu(self.up(x))), labels)
+
+
+tiny, labels = Tiny(), torch.tensor([0, 1, 1, 0])
+tiny_graph = ackpt.trace(tiny, x, labels)
+
+# %% [markdown]
+# A storage must be kept for backward if the forward brings it along, so that it is not the caller's, and backward
+# touches it:
+
+# %%
+nodes = tiny_graph.nodes
+for s in tiny_graph.storages:
+    if s.category in ("activation", "temporary") and nodes[s.producer].phase == "forward":
+        fate = "needed" if s.first_bw_access else "not needed"
+        names = ", ".join(nodes[i].name for i in s.nodes)
+        print(f"{s.bytes:4} B  {fate:10} by backward: {names}")
+
+# %% [markdown]
+# The output of the first layer, `addmm`, is read by ReLU alone and dies. What ReLU returns is needed twice, by its own
+# backward and by the weight gradient of the second layer, and kept once: $4 \cdot 16 \cdot 4 = 256$ bytes. The loss
+# keeps the logarithms of the probabilities, $4 \cdot 2 \cdot 4 = 32$ bytes, and a count, 4 bytes. The allocator agrees,
+# but for 8 bytes: the loss and its gradient.
+
+
+# %%
+def run(step, model, *args, **kwargs):
+    model.zero_grad()
+    step(*args, **kwargs).backward()
+
+
+def measured(step, model, *args, **kwargs):
+    owned = (model, *filter(torch.is_tensor, (*args, *kwargs.values())))
+    return ackpt.measure(partial(run, step, model, *args, **kwargs), "cpu", resident=owned, repeats=0)
+
+
+tiny_step = measured(tiny, tiny, x, labels)
+saved = ackpt.plan(tiny_graph).saved_bytes
+print(f"saved {saved}, live when backward begins {tiny_step.timeline.live[tiny_step.timeline.boundary]}")
+
+# %% [markdown]
+# ## What an operation costs
+#
+# `ackpt.profile` gives every node its figures. A matrix product of $a \times b$ and $b \times c$ computes $2 \, a b c$
+# FLOPs, and reads and writes each number once; a view does nothing.
+
+# %%
+profile = ackpt.profile(tiny_graph)
+for node in nodes:
+    if flops := profile.flops[node.id]:
+        read, written = profile.bytes_in[node.id], profile.bytes_out[node.id]
+        print(f"{node.phase:8}  {node.name:8} {flops:5} FLOPs, {read} B in, {written} B out")
+
+# %%
+2 * 4 * 8 * 16, 4 * (16 + 4 * 8 + 8 * 16), 4 * 4 * 16
+
+# %%
+sum(profile.flops), ackpt.count_flops(partial(run, tiny, tiny, x, labels))
+
+# %% [markdown]
+# Each product of the forward has two in backward, one for the gradient of the weight and one for the gradient of its
+# input, but the very first input needs none.
+#
+# A profile says where its figures come from. *Analytic* ones follow from shapes: FLOPs by PyTorch's formulas, bytes by
+# sizes, seconds by the rates in a device's data sheet, as if an operation could reach them: the longer of computing and
+# moving bytes. *Measured* ones were found by running each operation alone. *Given* ones are just assumed, such as
+# workspaces of 0. (`profile.save` and `profile.to_csv` write all of it, origins included.)
+
+# %%
+profiles = {
+    'profile(graph, "h200")': ackpt.profile(tiny_graph, "h200"),
+    'profile(graph, mode="measured")': ackpt.profile(tiny_graph, mode="measured"),
+}
+for call, found in profiles.items():
+    print(call)
+    for origin, figures in sorted((v, k) for k, v in found.origin.items()):
+        print(f"    {origin:9} {figures}")
+
+# %% [markdown]
+# A measured profile needs no memory for the whole graph: it runs node by node. (On a GPU only what the running node
+# reads is there, so that a graph can be profiled that does not fit, and copies to the host are timed, too.) The costliest
+# operations of a small language model, summed over its blocks, as this machine runs them:
+
+# %%
+config = models.TransformerConfig(dim=64, ff_dim=256, layers=2, head_dim=16, vocab_size=256)
+tokens, offsets = torch.randint(256, (512,)), torch.tensor([0, 512], dtype=torch.int32)
+lm_call = (tokens, offsets, 512), {"targets": tokens.roll(-1)}
+lm = models.LanguageModel(config)
+lm_graph = ackpt.trace(lm, *lm_call[0], **lm_call[1])
+lm_profile = ackpt.profile(lm_graph, mode="measured")
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+seconds = collections.Counter()
+for node in lm_graph.nodes:
+    seconds[node.target] += lm_profile.seconds[node.id]
+for target, total in seconds.most_common(5):
+    print(f"{total / sum(lm_profile.seconds):4.0%}  {target}")
+
+# %% [markdown]
+# **Workspaces** are what shapes do not tell. An operation may take memory and give it back before it returns: nobody
+# outside ever sees a tensor, but at that moment it counts.
+
+# %%
+workspaces = collections.Counter()
+for node in lm_graph.nodes:
+    if size := lm_profile.workspace_bytes[node.id]:
+        workspaces[node.target, size] += 1
+for (target, size), count in sorted(workspaces.items(), key=lambda item: -item[0][1]):
+    print(f"{count:2} x {size:7,} B  {target}")
+
+# %% [markdown]
+# :::{admonition} Takeaway
+# :class: tip
+# A step is a list of operations over storages. Three accesses of a storage say whether it waits for backward and how
+# long. Bytes and FLOPs follow from shapes; workspaces and seconds must be measured.
+# :::
+
+# %% [markdown]
+# ## What lives when
+#
+# Operation $i$ finds what lives, $m_{i-1}$. It brings $b_i$ bytes along and takes $w_i$ while it runs; after it, $f_i$
+# bytes are needed no more:
+#
+# $$ m_i = m_{i-1} + b_i - f_i , \qquad \text{peak} = \max_i \, (m_{i-1} + b_i + w_i) . $$
+#
+# That is a simulator. For the plain step, in which everything lives until its last access, it is a page of Python.
+# Outputs, tangents and gradients of parameters are held to the end.
+
+
+# %%
+def peak_by_hand(graph, workspace_bytes):
+    nodes = graph.nodes
+    held = {s for i in (*graph.outputs, *graph.gradients.values()) for s in nodes[i].storages}
+    held |= {s for node in nodes if node.target.startswith("Tangent") for s in node.storages}
+    born, freed = collections.Counter(), collections.Counter()
+    for s in graph.storages:
+        if s.category not in ("parameter", "buffer", "input"):
+            born[s.producer] += s.bytes
+            accesses = s.producer, s.last_fw_access, s.last_bw_access
+            if s.id not in held:
+                freed[max(i for i in accesses if i is not None)] += s.bytes
+    live = peak = 0
+    for i in range(len(nodes)):
+        peak = max(peak, live + born[i] + workspace_bytes[i])
+        live += born[i] - freed[i]
+    return peak
+
+
+# %%
+lm_step = measured(lm, lm, *lm_call[0], **lm_call[1])
+for g, w, found in (
+    (tiny_graph, profile.workspace_bytes, tiny_step),
+    (lm_graph, lm_profile.workspace_bytes, lm_step),
+):
+    print(f"by hand {peak_by_hand(g, w):,}, measured {found.dynamic_peak_bytes:,}")
+
+# %% [markdown]
+# To the byte. `ackpt.graph.simulate` does the same for any order of computing and freeing, with operations that run
+# again. It is the only place in the package where bytes are predicted, and whoever decides must ask it.
+
+# %% [markdown]
+# ## A whole training step
+#
+# Two models at sizes that one would train, without the memory for them: the tensors are *fake*, shapes without data.
+# ResNet-50 sees 32 images, a language model of GPT-2's size 8 sequences of 512 tokens. AdamW's state is counted, too.
+
+# %%
+PUBLISHED = models.TransformerConfig(dim=768, ff_dim=3072, layers=12, head_dim=64, vocab_size=50257)
+with FakeTensorMode():
+    vision, language = models.resnet50(), models.LanguageModel(PUBLISHED)
+    images, classes = torch.empty(32, 3, 224, 224), torch.empty(32, dtype=torch.int64)
+    words, starts = torch.empty(4096, dtype=torch.int64), torch.empty(9, dtype=torch.int32)
+    adamw = {model: torch.optim.AdamW(model.parameters()) for model in (vision, language)}
+    large = {
+        "ResNet-50": ackpt.trace(vision, images, classes, optimizer=adamw[vision]),
+        "language model": ackpt.trace(language, words, starts, 512, words, optimizer=adamw[language]),
+    }
+large
+
+# %%
+costs = {name: ackpt.profile(g, "h200") for name, g in large.items()}
+plans = {name: ackpt.plan(g, profile=costs[name]) for name, g in large.items()}
+accounts = {name: graph_profile.breakdown(g, plans[name]) for name, g in large.items()}
+for name, account in accounts.items():
+    after, events = account.peak_index - account.boundary, len(account.live) - 1
+    print(f"{name}: {events} allocations and frees, the peak {after} behind the boundary")
+
+
+# %%
+def at_peak(name):
+    account, peak = accounts[name], accounts[name].peak_bytes
+    dynamic = plans[name].dynamic_peak_bytes
+    share = account.at(account.peak_index)["activations"] / dynamic
+    behind = account.peak_index - account.boundary
+    return (
+        f"{name[0].upper()}{name[1:]}: the peak of {peak / 2**30:.1f} GiB comes {behind} events after backward begins, "
+        f"and activations are {share:.0%} of its dynamic bytes"
+    )
+
+
+# %% alt="Stacked area of the live memory of a training step of ResNet-50 over its allocations and frees: parameters, inputs and optimizer as flat layers, activations rising to the boundary of forward and backward, steeply at first, and falling behind it, gradients growing slowly; the peak is marked right behind the boundary."
+figure = plots.timeline_plot(accounts["ResNet-50"], at_peak("ResNet-50"))
+path = plots.save(figure, "results/figures/06_resnet.png")
+figure
+
+# %% alt="The same for the language model: thick layers of parameters and optimizer, activations rising in twelve equal stretches to the boundary, then a spike of temporaries, the gradient of the logits, which is the peak, and a fall while gradients grow."
+figure = plots.timeline_plot(accounts["language model"], at_peak("language model"))
+path = plots.save(figure, "results/figures/06_language_model.png")
+figure
+
+# %% [markdown]
+# Both peaks stand at the boundary: the forward has kept all that it will keep, and backward has only begun to give back.
+# What is there at that moment:
+
+# %% tags=["hide-input"]
+rows = []
+for kind in ("parameters", "buffers", "inputs", "optimizer", "gradients", "activations", "temporaries"):
+    row = {"category": kind}
+    for name, account in accounts.items():
+        size = account.at(account.peak_index).get(kind, 0)
+        row |= {name: round(size / MIB, 1), f"{name}, %": round(100 * size / account.peak_bytes, 1)}
+    rows.append(row)
+total = {"category": "together"}
+for name, account in accounts.items():
+    total |= {name: round(account.peak_bytes / MIB, 1), f"{name}, %": 100.0}
+rows.append(total)
+columns = {"category": "at the peak"}
+for name in accounts:
+    columns |= {name: f"{name}, MiB", f"{name}, %": "%"}
+caption = (
+    "What stands at the peak of a plain training step with AdamW, fp32, from shapes alone: ResNet-50 with 32 images of "
+    "224 x 224, a language model of GPT-2's size with 8 x 512 tokens. Workspaces are not counted."
+)
+table = markdown_table(rows, columns, caption, "tab-breakdown")
+path = write_text_atomic("results/tables/06_breakdown.md", table)
+
+# %% [markdown]
+# ```{include} ../../results/tables/06_breakdown.md
+# ```
+#
+# The temporaries of the language model are two gradients of $T V$ numbers, with respect to the logarithms of the
+# probabilities and to the logits; {doc}`04_language_model` found them there, and what to do about them.
+
+# %%
+account = accounts["language model"]
+account.at(account.peak_index)["temporaries"], 2 * 4 * 4096 * PUBLISHED.vocab_size + 4
+
+# %% [markdown]
+# (The 4 bytes are the tangent.) In a terminal, `ackpt plan resnet50 --batch-size 32` gives the same account.
+#
+# And where in the model do the activations come from? Every node knows the module that called it and the line. The
+# three largest of both:
+
+# %%
+for found in plans.values():
+    for a in sorted(found.activations, key=lambda a: -a.bytes)[:3]:
+        where = a.module or "the model itself"
+        print(f"{a.bytes / MIB:3.0f} MiB  {a.name:13} {where:17} {Path(a.source).name}")
+
+# %% tags=["hide-input"]
+STEM = ("conv1", "bn1", "relu", "maxpool")
+
+
+def part(name, module):
+    first = module.split(".")[0]
+    if name == "ResNet-50":
+        return "stem" if first in STEM else first if first.startswith("layer") else "head and loss"
+    return {"embedding": "embedding", "blocks": "12 blocks"}.get(first, "head and loss")
+
+
+rows = []
+for name, g in large.items():
+    found = graph_profile.by_part(g, costs[name], plans[name], partial(part, name))
+    kept, computed = (sum(row[what] for row in found.values()) for what in ("bytes", "flops"))
+    for label, row in found.items():
+        shares = {"kept": round(100 * row["bytes"] / kept, 1), "flops": round(100 * row["flops"] / computed, 1)}
+        rows.append({"model": name, "part": label, "bytes": round(row["bytes"] / MIB, 1), **shares})
+columns = {"model": "model", "part": "part", "bytes": "kept for backward, MiB"}
+columns |= {"kept": "of all kept, %", "flops": "of the forward's FLOPs, %"}
+caption = "What each part of the two models keeps for backward, and what its forward computes."
+table = markdown_table(rows, columns, caption, "tab-parts")
+path = write_text_atomic("results/tables/06_parts.md", table)
+
+# %% [markdown]
+# ```{include} ../../results/tables/06_parts.md
+# ```
+#
+# ResNet-50 computes most in its third stage, and keeps most in its first, where the images are still large. The language
+# model's blocks are alike: each keeps $T \, (10 d + 2 f + 3 h + 2)$ numbers, the $A$ per token of
+# {doc}`01_where_memory_goes`, and the head keeps logits.
+
+# %%
+d, f, h = PUBLISHED.dim, PUBLISHED.ff_dim, PUBLISHED.heads
+blocks = graph_profile.by_part(
+    large["language model"],
+    costs["language model"],
+    plans["language model"],
+    lambda module: ".".join(module.split(".")[:2]),
+)
+kept = {row["bytes"] for label, row in blocks.items() if label.startswith("blocks.")}
+print(f"each of the 12 blocks keeps {kept}; 4 T A = {4 * 4096 * (10 * d + 2 * f + 3 * h + 2)}")
+
+# %% [markdown]
+# By operation it looks different again. FLOPs are in matrix products, convolutions and attention; what is kept often
+# comes from other operations:
+
+# %%
+for name, g in large.items():
+    kept = collections.Counter()
+    for s in plans[name].schedule.saved:
+        producer = g.storages[s].producer
+        kept["computes FLOPs" if costs[name].flops[producer] else g.nodes[producer].target] += g.storages[s].bytes
+    print(name)
+    for target, size in kept.most_common(5):
+        print(f"    {size / plans[name].saved_bytes:4.0%} of what is kept: {target}")
+
+# %% [markdown]
+# All but the first line could be computed again without a FLOP, if what they are computed from is kept. That is not
+# free, for it moves bytes. The data sheet's rates say how much of the step's time such operations are, if each one were
+# as fast as it can be:
+
+# %%
+for name, found in costs.items():
+    moving = sum(t for t, flops in zip(found.seconds, found.flops) if not flops)
+    print(f"{name}: {moving / sum(found.seconds):.0%} of the modelled time on an {found.device}, fp32")
+
+# %% [markdown]
+# :::{admonition} Takeaway
+# :class: tip
+# Without checkpointing the peak stands at the boundary of forward and backward, and it is made of activations. Where
+# they are kept and where the time is spent are different places: a plan has to look at both.
+# :::
+
+# %% [markdown]
+# ## Names, places, shapes
+#
+# Tools of this kind have three parts. One profiles, one decides, one rewrites; each gets the model in a form of its own,
+# and what one has found must be looked up by the other. By what?
+#
+# **By name?** Two common ways to capture ResNet-18's convolutional part: `torch.fx.symbolic_trace`, which rewriters like,
+# and AOTAutograd, which sees backward, too.
+
+# %%
+resnet = models.resnet18()
+trunk = nn.Sequential(collections.OrderedDict(list(resnet.named_children())[:-1]))
+photos = torch.randn(2, 3, 32, 32)
+symbolic, joint = symbolic_trace(trunk), ackpt.trace(trunk, photos)
+by_symbol = {node.name: node for node in symbolic.graph.nodes if node.op != "output"}
+by_joint = {node.name: node for node in joint.nodes}
+shared = sorted(set(by_symbol) & set(by_joint))
+print(f"{len(by_symbol)} and {len(by_joint)} names, {len(shared)} in both: {', '.join(shared)}")
+
+# %% [markdown]
+# For most operations a lookup finds nothing. Where it finds something, it is worse:
+
+# %%
+places = {node.meta["ackpt_id"]: node for node in joint.module.graph.nodes}
+_ = ShapeProp(symbolic).propagate(photos)
+for name in shared:
+    one, other = by_symbol[name], by_joint[name]
+    shapes = [list(one.meta["tensor_meta"].shape), list(places[other.id].meta["val"].shape)]
+    print(f"{name:6} one: {shapes[0]!s:15} of {one.args[0]!s:18} other: {shapes[1]!s:15} of {other.module}")
+
+# %% [markdown]
+# `add` is the sum at the end of the first block in one, and in the other the count of batches of a BatchNorm, 8 bytes.
+# One name of nine means the same. A program that falls back to 0 where a name is missing, `sizes.get(name, 0)`, runs, and
+# plans with this:
+
+# %%
+sizes = {name: places[node.id].meta["val"].nbytes for name, node in by_joint.items() if name in shared}
+true = sum(node.meta["tensor_meta"].shape.numel() * 4 for node in by_symbol.values())
+print(f"activations {true:,} bytes, found by name {sum(sizes.get(name, 0) for name in by_symbol):,}")
+
+# %% [markdown]
+# **By place?** The fifth operation of one is not the fifth of the other: the joint graph begins with the parameters, and
+# takes a BatchNorm apart into several operations. And a rewrite moves everything: what runs again stands in the list a
+# second time.
+#
+# **By operation and shape?** In a model of equal blocks that says nothing:
+
+# %%
+values = {node.meta["ackpt_id"]: node.meta.get("val") for node in lm_graph.module.graph.nodes}
+kinds = collections.Counter()
+for node in lm_graph.nodes[: lm_graph.boundary]:
+    if node.inputs and torch.is_tensor(values[node.id]):
+        kinds[node.target, tuple(values[node.id].shape)] += 1
+alone = sum(count == 1 for count in kinds.values())
+print(f"{sum(kinds.values())} tensors of two blocks: {alone} are the only one of their kind")
+
+# %% [markdown]
+# **By address?** An address says where something was. Memory that has been freed is given to the next tensor.
+#
+# **Nodes, or storages?** Queries, keys and values are often views of one product. Decide about each by itself, save $k$
+# and drop $v$, and the account goes wrong: whoever keeps a third keeps it all.
+
+# %%
+q, k, v = (2 * torch.randn(256, 768)).chunk(3, dim=1)
+k.nbytes, k.untyped_storage().nbytes()
+
+# %% [markdown]
+# In the language model's graph, the storage with the most nodes:
+
+# %%
+widest = max(lm_graph.storages, key=lambda s: len(s.nodes))
+print(f"storage {widest.id}, {widest.bytes:,} bytes")
+for i in widest.nodes:
+    shape = list(values[i].shape) if torch.is_tensor(values[i]) else "three tensors"
+    print(f"    {i:3}  {lm_graph.nodes[i].name:12} {shape}")
+
+# %% [markdown]
+# Eight nodes, one fate. `ackpt` keeps or frees storages; a view is not kept at all, it is taken anew from what is kept.
+# What a plan names is the operation that brings the storage along, and a fate for one of the views is an error:
+
+# %%
+view = lm_graph.nodes[widest.nodes[-1]].name
+try:
+    ackpt.plan(lm_graph, policy="manual", fates={view: "recomputed"})
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# ## One identity
+#
+# So the id is minted once, when the graph is captured, and travels on the node wherever it is copied; names are for
+# people. `lower` makes a *schedule* from the storages that are to be saved, an ordered list of steps: compute this node,
+# free that storage. `rewrite` makes two modules of it, forward and backward. If nothing is saved, all that backward needs
+# runs again, in the second module, under its id:
+
+# %%
+nothing_saved = lower(tiny_graph, ())
+rewritten = rewrite(tiny_graph, nothing_saved)
+for node in rewritten.backward.graph.nodes:
+    i = node.meta.get("ackpt_id", tiny_graph.boundary)
+    if node.op == "call_function" and i < tiny_graph.boundary:
+        print(f"{i:2}  {node.name:18} was {nodes[i].name}")
+
+# %% [markdown]
+# Who brings a plan to another graph must be told. A graph has a *hash* of all that is computed from what, of shapes,
+# dtypes and devices. Other weights do not change it, another number of rows does:
+
+# %%
+plan = ackpt.plan(tiny_graph)
+same, other = ackpt.trace(Tiny(), x, labels), ackpt.trace(tiny, x[:2], labels[:2])
+print(f"other weights: {same.hash == tiny_graph.hash}, other rows: {other.hash == tiny_graph.hash}")
+
+
+# %%
+def first_words(error):
+    print(f"{type(error).__name__}: {str(error).split(' (')[0]} ...")
+
+
+try:
+    ackpt.compile(tiny, x[:2], labels[:2], plan=plan)
+except ackpt.graph.PlanError as error:
+    first_words(error)
+try:
+    simulate(other, ackpt.profile(other), plan.schedule)
+except ScheduleError as error:
+    first_words(error)
+
+# %% [markdown]
+# :::{admonition} Takeaway
+# :class: tip
+# One graph, one number for each operation, one fate for each storage. Whatever is looked up by name, place, shape or
+# address works until it does not, and then it usually says nothing.
+# :::
+
+# %% [markdown]
+# ## Predicted is measured
+#
+# The claim on which all planning rests: the simulated peak is the measured one. We check it for four models and three
+# policies. `none` saves what backward needs. `full` keeps single tensors between blocks. `manual` does as it is told, and
+# here it is told by a coin for every operation. Each step is planned, rewritten, run by `ackpt.graph.PlannedStep` under
+# the allocator's eyes, and its gradients are compared with those of the plain model.
+
+# %%
+ids = torch.randint(200, (4, 64))
+bert = models.BertConfig(vocab_size=200, dim=64, ff_dim=256, layers=2, heads=4, positions=64)
+small = models.ResNetConfig("basic", (1, 1, 1, 1), width=8, num_classes=10)
+pictures = (torch.randn(4, 3, 64, 64),), {"labels": torch.randint(10, (4,))}
+cases = {
+    "language model": (lm, *lm_call, torch.float32),
+    "the same, autocast": (lm, *lm_call, torch.bfloat16),
+    "BERT with dropout": (models.BertForMaskedLM(bert), (ids,), {"labels": ids}, torch.float32),
+    "ResNet": (models.ResNet(small), *pictures, torch.float32),
+}
+found = {
+    (name, policy): graph_profile.compare(model, args, kwargs, policy, dtype=dtype)
+    for name, (model, args, kwargs, dtype) in cases.items()
+    for policy in ("none", "full", "manual")
+}
+
+# %% tags=["hide-input"]
+rows = []
+for (name, policy), row in found.items():
+    sizes = {what: round(row[f"{what}_bytes"] / MIB, 2) for what in ("saved", "peak")}
+    rows.append(
+        {
+            "model": name,
+            "policy": policy,
+            **sizes,
+            "again": round(100 * row["recompute_ratio"], 1),
+            "off": row["off_bytes"],
+            "equal": "yes" if row["is_equal"] else "no",
+        }
+    )
+columns = {"model": "model", "policy": "policy", "saved": "saved, MiB", "peak": "dynamic peak, MiB"}
+columns |= {"again": "FLOPs again, %", "off": "simulated - measured, bytes", "equal": "gradients bit-equal"}
+caption = (
+    "Planned steps on the CPU. Peaks are those of the operations' results, which follow from shapes; the difference to "
+    "the allocator's peak is that of the simulation with measured workspaces."
+)
+table = markdown_table(rows, columns, caption, "tab-exact")
+path = write_text_atomic("results/tables/06_exact.md", table)
+
+# %% [markdown]
+# ```{include} ../../results/tables/06_exact.md
+# ```
+#
+# (The table shows the peak of the results alone, because a convolution's workspace depends on the processor. The
+# difference is taken with this machine's workspaces on both sides.)
+#
+# ## A plan is an order, not a set
+#
+# "Save these, recompute the others" sounds like a plan. It does not say when. In the chain every activation has $S$
+# bytes, and the backward of a tanh needs its output. We keep every $k$-th of $n = 16$, $k = 4$, in three orders:
+#
+# - **Early**: recompute all that is missing when backward begins. Then all $n$ are there, and the first gradient is
+#   made beside them.
+# - **Late**: recompute a segment of $k - 1$ when backward comes to it. At the first segment $n / k - 1$ others
+#   are still kept, as the last one has already been used, and there are two gradients, one coming and one going.
+# - **Again and again**: recompute one activation at a time, from the last one kept, and throw away what is on the way
+#   there. The segment is then one activation at a time.
+#
+# $$ \frac{\text{peak}_\text{early}}{S} = n + 1, \qquad
+#    \frac{\text{peak}_\text{late}}{S} = \Bigl(\frac{n}{k} - 1\Bigr) + (k - 1) + 2 = \frac{n}{k} + k, \qquad
+#    \frac{\text{peak}_\text{again}}{S} = \Bigl(\frac{n}{k} - 1\Bigr) + 1 + 2 = \frac{n}{k} + 2 . $$
+#
+# `scheduled` takes the order of the backward and finds the frees:
+
+
+# %%
+class Chain(nn.Module):
+    def __init__(self, n, numbers):
+        super().__init__()
+        self.n, self.weight = n, nn.Parameter(torch.randn(numbers))
+
+    def forward(self):
+        a = self.weight
+        for _ in range(self.n):
+            a = a.tanh()
+        return a.sum()
+
+
+def activations(graph):
+    """The storages of a chain's tanh, in their order."""
+    producers = ((s.id, graph.nodes[s.producer].target) for s in graph.storages)
+    return [s for s, target in producers if target == "aten.tanh.default"]
+
+
+# %%
+n, k = 16, 4
+chain = Chain(n, 2**18)
+chain_graph = ackpt.trace(chain)
+every_kth = activations(chain_graph)[k - 1 :: k]
+late = lower(chain_graph, every_kth)
+
+
+def computed(schedule, phase):
+    ids = (step.id for step in schedule.backward if step.kind == "compute")
+    return [i for i in ids if chain_graph.nodes[i].phase == phase]
+
+
+early = scheduled(chain_graph, None, computed(late, "forward") + computed(late, "backward"))
+
+
+# %%
+def before(i, at_hand):
+    """What has to run before `i`, in order, if only `at_hand` is there."""
+    found = []
+    for source in chain_graph.nodes[i].inputs:
+        if source not in {*at_hand, *found}:
+            found += [*before(source, {*at_hand, *found}), source]
+    return found
+
+
+at_hand = {chain_graph.storages[s].producer for s in every_kth}
+at_hand |= {node.id for node in chain_graph.nodes if not node.inputs}
+order = []
+for i in computed(late, "backward"):
+    order += [*before(i, at_hand), i]
+    at_hand.add(i)
+again = scheduled(chain_graph, None, order)
+early.saved, late.saved, again.saved
+
+# %% [markdown]
+# Three orders of one set. Simulated, and run:
+
+# %%
+S = chain.weight.nbytes
+where = environment("cpu", SOURCE)
+chain_profile = ackpt.profile(chain_graph, workspace="measured")
+records = []
+for name, schedule in {"early": early, "late": late, "again": again}.items():
+    simulated = simulate(chain_graph, chain_profile, schedule).peak_bytes
+    step = PlannedStep(chain, lambda graph: SimpleNamespace(schedule=schedule))
+    real = measured(step, chain)
+    runs = sum(chain_graph.nodes[i].target == "aten.tanh.default" for i in computed(schedule, "forward"))
+    metrics = real.to_json() | {"simulated_peak_bytes": simulated, "runs_again": runs}
+    metrics["timeline"] = real.timeline.to_json()
+    records.append(Record("orders", {"method": name, "n": n, "k": k}, metrics, where))
+    path = records[-1].save(f"results/cpu/06_order_{name}.json")
+    off = simulated - real.dynamic_peak_bytes
+    print(f"{name:5}  peak {simulated / S:4.1f} S, off by {off} bytes, {runs} tanh run again")
+
+# %% alt="Live memory of three training steps side by side. Early: it climbs in four steps through the forward, at once to the top when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. Again: the same, with teeth half as high, and more of them."
+figure = graph_profile.orders_plot(
+    {record.config["method"]: Timeline.from_json(record.metrics["timeline"]) for record in records},
+    f"The same is saved in three orders: peaks of {n + 1} S, {n // k + k} S and {n // k + 2} S",
+    chain.weight.nbytes,
+)
+path = plots.save(figure, "results/figures/06_orders.png")
+figure
+
+# %% [markdown]
+# The early order pays for every recomputation and gains nothing: its peak is the plain step's. The last one pays twice,
+# and has the lowest. It also shows why names are of no use to a rewriter. One operation runs three times, and each run
+# needs a name of its own in the module:
+
+# %%
+names = collections.defaultdict(list)
+for node in rewrite(chain_graph, again).backward.graph.nodes:
+    if node.op == "call_function":
+        names[node.meta["ackpt_id"]].append(node.name)
+often = max(names, key=lambda i: len(names[i]))
+print(f"node {often}, {chain_graph.nodes[often].name} in the trace, runs as {', '.join(names[often])}")
+print(f"called {names[often][1]} in the trace: {sum(node.name == names[often][1] for node in chain_graph.nodes)} nodes")
+
+# %% [markdown]
+# :::{admonition} Takeaway
+# :class: tip
+# What is saved does not fix the peak, the order does. Recompute late, free at once; and if that is not enough, recompute
+# more than once. Whoever plans sets only, leaves the peak to chance.
+# :::
+
+# %% [markdown]
+# ## How a rewrite is proved
+#
+# The modules that run were written by a program, and programs have faults. So every rewrite is proved before it runs:
+# both modules run once on fake tensors. What shares a storage, and when a value is dropped, is found anew from what the
+# modules do; the schedule is not asked. After every operation, what lives must be what was simulated.
+#
+# To see the proof at work, we tamper with the code of the graph behind the back of the one who planned. `t` is a view;
+# `t_copy` computes the same numbers, into memory of its own. `relu_` computes them in place:
+
+
+# %%
+def tamper(operation, other):
+    graph = ackpt.trace(tiny, x, labels)
+    schedule = lower(graph, ())
+    node = next(n for n in graph.module.graph.nodes if n.target is operation)
+    node.target = other
+    try:
+        rewrite(graph, schedule)
+        print(f"{operation} -> {other}: no objection")
+    except RewriteError as error:
+        print(f"{operation} -> {other}: {str(error).split('. This')[0]}")
+
+
+aten = torch.ops.aten
+tamper(aten.t.default, aten.t_copy.default)
+tamper(aten.relu.default, aten.relu_.default)
+
+# %% [markdown]
+# The proof is about bytes. Other numbers in the same places pass:
+
+# %%
+tamper(aten.relu.default, aten.sigmoid.default)
+
+# %% [markdown]
+# That the numbers are right is not proved but tested: in the last column of the table above, and in the package's tests
+# by random programs with random fates.
+#
+# ## Random numbers, and what must not happen twice
+#
+# Two kinds of operations are not the same when they run again. Dropout draws other numbers, and BatchNorm in training
+# updates its running statistics, once per step. Here is a model with both, of which nothing is saved, and what its
+# backward runs again:
+
+# %%
+net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
+net_graph = ackpt.trace(net, x)
+schedule = lower(net_graph, ())
+for node in rewrite(net_graph, schedule).backward.graph.nodes:
+    if node.op == "call_function" and node.meta["ackpt_id"] < net_graph.boundary:
+        i = node.meta["ackpt_id"]
+        print(f"{i:2}  {net_graph.nodes[i].target:46} as {node.target.__name__}")
+
+# %% [markdown]
+# - A **random** operation is *replayed*: the forward keeps the state that the generator had, and `run_again` puts it
+#   back for the length of the operation. The state is the price, and is counted:
+
+# %%
+print(f"replayed {schedule.replayed}, each with a state of {torch.get_rng_state().nbytes} bytes")
+
+# %% [markdown]
+# - **BatchNorm** runs again as the operation without statistics, `no_stats`. It reads none and updates none.
+#
+# Three steps of training, beside the plain model and PyTorch's own checkpoint. Parameters and statistics, compared bit
+# for bit with the plain ones:
+
+
+# %%
+def train(way):
+    model = copy.deepcopy(net)
+    step, optimizer = way(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        step(x).sum().backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def as_planned(model):
+    return PlannedStep(model, lambda graph: SimpleNamespace(schedule=lower(graph, ())))
+
+
+# %%
+def as_checkpointed(model):
+    return partial(checkpoint, model, use_reentrant=False)
+
+
+plain = train(lambda model: model)
+for way in (as_planned, as_checkpointed):
+    state = train(way)
+    wrong = [name for name, value in plain.items() if not torch.equal(value, state[name])]
+    print(f"{way.__name__:15} {state['1.num_batches_tracked']} batches, differs in {wrong}")
+
+# %% [markdown]
+# What cannot run again at all, because it changes something or because all ranks must run it equally often, is refused
+# by name. Nothing is redrawn, and nothing falls back.
+#
+# ## `full`, against checkpoints around blocks
+#
+# The simplest policy is the one of Part I, a checkpoint for every block. `full` finds the blocks by itself, at the places
+# where a single tensor leads from the front of the model to its end. It should not lose to those who are told.
+
+
+# %%
+def by_torch(use_reentrant):
+    def wrap(model, *_):
+        for block in model.modules():
+            if isinstance(block, (models.Block, models.BertBlock)):
+                block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+        return model
+
+    return wrap
+
+
+def by_blocks(model, *_):
+    ackpt.apply_activation_checkpointing(model, lambda module: isinstance(module, (models.Block, models.BertBlock)))
+    return model
+
+
+def by_full(model, args, kwargs):
+    return ackpt.compile(model, *args, policy="full", **kwargs)
+
+
+# %%
+deep = models.TransformerConfig(dim=64, ff_dim=256, layers=4, head_dim=16, vocab_size=256)
+deep_bert = models.BertConfig(vocab_size=200, dim=64, ff_dim=256, layers=4, heads=4, positions=64)
+deep_cases = {
+    "language model": (models.LanguageModel(deep), *lm_call),
+    "BERT": (models.BertForMaskedLM(deep_bert), (ids,), {"labels": ids}),
+}
+ways = {
+    "plain": lambda model, *_: model,
+    "torch, use_reentrant=True": by_torch(True),
+    "torch, use_reentrant=False": by_torch(False),
+    "ackpt.checkpoint": by_blocks,
+    "ackpt.compile, full": by_full,
+}
+steps = {}
+for name, (model, args, kwargs) in deep_cases.items():
+    for way, wrap in ways.items():
+        module = copy.deepcopy(model)
+        steps[name, way] = measured(wrap(module, args, kwargs), module, *args, **kwargs)
+
+# %% tags=["hide-input"]
+rows = []
+for way in ways:
+    row = {"method": way}
+    for name in deep_cases:
+        step, base = steps[name, way], steps[name, "plain"]
+        row[name] = round(step.dynamic_peak_bytes / MIB, 2)
+        row[f"{name} again"] = round(100 * (step.flops / base.flops - 1), 1)
+    rows.append(row)
+columns = {"method": "method"}
+for name in deep_cases:
+    columns |= {name: f"{name}: dynamic peak, MiB", f"{name} again": "FLOPs again, %"}
+caption = "Measured dynamic peaks of four blocks on the CPU, checkpointed in four ways, and the FLOPs that run again."
+table = markdown_table(rows, columns, caption, "tab-full")
+path = write_text_atomic("results/tables/06_full.md", table)
+
+# %% [markdown]
+# ```{include} ../../results/tables/06_full.md
+# ```
+#
+# Why fewer FLOPs? A block's backward does not read its output, so the last product need not run again: in the language
+# model the down-projection, $2 \, T d f$ FLOPs of each block. (BERT's blocks end in a norm, which does read it.)
+# PyTorch's newer checkpoint stops before it, too; the reentrant ones run whole blocks, with attention
+# $2 \, T \, (4 d^2 + 2 d f) + 4 \, T^2 d$ FLOPs each:
+
+# %%
+T, d, f, L = len(tokens), deep.dim, deep.ff_dim, deep.layers
+block = 2 * T * (4 * d * d + 2 * d * f) + 4 * T * T * d
+base = steps["language model", "plain"].flops
+for way, by_hand in {
+    "torch, use_reentrant=True": L * block,
+    "torch, use_reentrant=False": L * (block - 2 * T * d * f),
+}.items():
+    print(f"{way}: {steps['language model', way].flops - base - by_hand} FLOPs off")
+
+# %% [markdown]
+# `full` goes further: what backward reads first it does not even drop, as far as that does not raise the peak. And it
+# cuts where blocks have no border: between attention and MLP there is a single tensor, too. In BERT that is worth more,
+# because its attention, with dropout, is recomputed whole.
+#
+# :::{admonition} Takeaway
+# :class: tip
+# A plan that sees operations drops what a wrapper around modules must keep, keeps what a wrapper must drop, and knows
+# beforehand what both will take.
+# :::
+
+# %% [markdown]
+# Where the numbers of this page were made:
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+where
+
+# %% [markdown]
+# ## Exercises
+#
+# :::{admonition} Exercise 1: another nonlinearity
+# :class: note
+# `Tiny` with GELU in place of ReLU: how many bytes does it keep for backward? GELU's derivative is taken from its input.
+# :::
+
+
+# %% tags=["solution"]
+class TinyGelu(Tiny):
+    def forward(self, x, labels):
+        return F.cross_entropy(self.down(F.gelu(self.up(x))), labels)
+
+
+gelu_plan = ackpt.plan(ackpt.trace(TinyGelu(), x, labels))
+print({a.name: a.bytes for a in gelu_plan.activations}, gelu_plan.saved_bytes)
+
+# %% [markdown]
+# 256 bytes more: backward needs the input of GELU for its derivative, and the output for the gradient of the next weight.
+# With ReLU one storage does for both.
+#
+# :::{admonition} Exercise 2: the best distance
+# :class: note
+# Which $k$ gives the lowest peak in the late order for $n = 64$, and how low is it? Derive it, then simulate all divisors.
+# :::
+
+# %% tags=["solution"]
+long_graph = ackpt.trace(Chain(64, 2**10))
+long_profile = ackpt.profile(long_graph, workspace="measured")
+for distance in (2, 4, 8, 16, 32):
+    schedule = lower(long_graph, activations(long_graph)[distance - 1 :: distance])
+    peak = simulate(long_graph, long_profile, schedule).peak_bytes
+    print(f"k = {distance:2}: {peak // 2**12:2} S, n / k + k = {64 // distance + distance}")
+
+# %% [markdown]
+# $n / k + k$ is lowest for $k = \sqrt n$, and then it is $2 \sqrt n$: the square root of Chen et al. 2016. Here that is 16
+# in place of 65.
+#
+# :::{admonition} Exercise 3: a policy of your own
+# :class: note
+# Write a policy that never repeats a FLOP: save what matrix products and attention return, recompute the rest. By how
+# much does it lower the dynamic peak of the two-block language model, and what does it recompute?
+# :::
+
+
+# %% tags=["solution"]
+def save_products(graph):
+    flops = ackpt.profile(graph).flops
+    saved = [s.id for s in graph.storages if flops[s.producer] and s.producer < graph.boundary]
+    return SimpleNamespace(schedule=lower(graph, saved))
+
+
+step = PlannedStep(lm, save_products)
+plan = step.prepare(*lm_call[0], **lm_call[1])
+frugal = measured(step, lm, *lm_call[0], **lm_call[1])
+share = frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes
+print(f"{share:.2f} of the plain peak, {frugal.flops - lm_step.flops} more FLOPs")
+
+# %% [markdown]
+# More than a third of the memory, and not one FLOP for it, though some time: what is recomputed moves bytes. This is what
+# *selective* checkpointing means.
+#
+# ## What we have seen
+#
+# - A training step is one graph. What is kept and freed are storages, and three accesses say how long each is needed.
+# - $m_i = m_{i-1} + b_i - f_i$ gives the peak of a step, and the allocator agrees to the byte, plain or rewritten.
+# - The plain peak stands where backward begins. ResNet-50 keeps its memory at the front, a language model in equal
+#   blocks and in the logits.
+# - Names, places, shapes and addresses identify nothing. An id on the node and a hash on the graph do.
+# - A plan is an order: one set of saved activations, three orders, three peaks.
+# - Every rewrite is proved on tensors without data before it runs. Random numbers are replayed, statistics are updated
+#   once.

@@ -1,0 +1,108 @@
+"""The account of a step by category and part, and its comparison with what the allocator hands out."""
+
+import pytest
+import torch
+from torch import nn
+
+import ackpt
+from ackpt.experiments.graph_profile import breakdown, by_part, compare, orders_plot, random_fates
+from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
+from ackpt.timeline import Timeline
+
+TOKENS = torch.arange(12) % 7
+OFFSETS = torch.tensor([0, 12], dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def language_model():
+    config = TransformerConfig(dim=8, ff_dim=16, layers=2, head_dim=4, vocab_size=7)
+    return LanguageModel(config), (TOKENS, OFFSETS, 12), {"targets": TOKENS.roll(-1)}
+
+
+def resnet():
+    model = ResNet(ResNetConfig("basic", (1, 1, 1, 1), width=4, num_classes=3))
+    return model, (torch.randn(2, 3, 32, 32),), {"labels": torch.tensor([0, 2])}
+
+
+def test_breakdown_adds_up_to_every_byte():
+    model, args, kwargs = resnet()
+    graph = ackpt.trace(model, *args, optimizer=torch.optim.AdamW(model.parameters()), **kwargs)
+    planned = ackpt.plan(graph, profile=ackpt.profile(graph))
+    found = breakdown(graph, planned)
+    assert found.peak_bytes == planned.peak_bytes
+    assert found.peak_index == planned.timeline.peak_index and found.boundary == planned.timeline.boundary
+    assert [sum(parts) for parts in zip(*found.categories.values(), strict=True)] == list(found.live)
+    assert found.categories["parameters"][0] == sum(p.nbytes for p in model.parameters())
+    assert found.categories["buffers"][0] == sum(b.nbytes for b in model.buffers())
+    assert found.categories["inputs"][0] == sum(t.nbytes for t in (*args, *kwargs.values()))
+    assert found.categories["optimizer"][0] == graph.optimizer_bytes > 0
+
+
+def test_parts_share_out_what_is_saved_and_computed():
+    model, args, kwargs = language_model()
+    graph = ackpt.trace(model, *args, **kwargs)
+    profile = ackpt.profile(graph)
+    planned = ackpt.plan(graph, profile=profile)
+    found = by_part(graph, profile, planned, lambda module: ".".join(module.split(".")[:2]))
+    assert list(found) == ["embedding", "blocks.0", "blocks.1", "norm", "head", ""]
+    assert sum(row["bytes"] for row in found.values()) == planned.saved_bytes
+    assert sum(row["flops"] for row in found.values()) == sum(profile.flops[: graph.boundary])
+    assert found["embedding"] == {"bytes": 4 * 12 * 8, "flops": 0}  # what it returns is the first block's input
+    assert found["head"]["flops"] == 2 * 12 * 8 * 7
+    assert found["blocks.0"] == found["blocks.1"]
+
+
+def test_parts_without_what_is_recomputed():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    graph = ackpt.trace(model, torch.ones(2, 4))
+    profile = ackpt.profile(graph)
+    fates = dict.fromkeys(("addmm", "tanh"), "recomputed")
+    planned = ackpt.plan(graph, policy="manual", profile=profile, fates=fates)
+    assert by_part(graph, profile, planned, lambda module: module)["1"] == {"bytes": 0, "flops": 0}
+
+
+def test_orders_plot_marks_every_peak():
+    steps = {
+        "late": Timeline((0, 2**20, 0), {"activations": (0, 2**20, 0)}, 1),
+        "early": Timeline((0, 2**20, 2**21, 0), {"activations": (0, 2**20, 2**21, 0)}, 1),
+    }
+    (axes,) = orders_plot(steps, "a finding", 2**20).axes
+    assert [text.get_text() for text in axes.texts] == ["peak 2.00 MiB", "peak 3.00 MiB"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["late", "early"]
+
+
+def test_random_fates_are_a_plan_and_follow_the_seed():
+    model, args, kwargs = resnet()
+    graph = ackpt.trace(model, *args, **kwargs)
+    profile = ackpt.profile(graph)
+    found = [random_fates(graph, seed) for seed in (0, 0, 1)]
+    assert found[0] == found[1] != found[2]
+    planned = ackpt.plan(graph, policy="manual", profile=profile, fates=found[0])
+    assert planned.recompute_flops > 0
+    loss = ackpt.plan(graph, profile=profile).activations[-1].name  # the caller holds the results of its operation
+    assert {name for name in found[0] if planned.fates.get(name) == "saved"} <= {loss}
+
+
+@pytest.mark.parametrize(
+    ("make", "policy"), [(language_model, "none"), (language_model, "manual"), (resnet, "full"), (resnet, "manual")]
+)
+def test_predicted_is_measured(make, policy):
+    model, args, kwargs = make()
+    found = compare(model, args, kwargs, policy)
+    assert found["off_bytes"] == 0 and found["is_equal"]
+    assert found["recompute_ratio"] == 0 or policy != "none"
+
+
+def test_predicted_is_measured_in_bfloat16():
+    model, args, kwargs = language_model()
+    half = compare(model, args, kwargs, "none", dtype=torch.bfloat16)
+    assert half["off_bytes"] == 0 and half["is_equal"]
+    assert half["saved_bytes"] < compare(model, args, kwargs, "none")["saved_bytes"]
