@@ -1,7 +1,7 @@
 """Operations on tensors without data, as torch's CPU kernels do them: where torch's own rules say something else.
 
-Given half-precision values and float32 weights, the norms of the CPU keep their statistics in float32, and the rules
-for tensors without data do not.
+Given half-precision values and float32 weights, the norms of the CPU keep their statistics in float32, and some losses
+leave their scalar in memory for all elements; the rules for tensors without data know neither.
 """
 
 from __future__ import annotations
@@ -88,7 +88,19 @@ def _group_norm_backward(results, gradient, x, *rest):
     return None if results[0] is None else results[0].to(x.dtype), *results[1:]
 
 
+def _loss(result, x, target, *rest):
+    """The kernel reduces in the memory of the loss per element, and the result stays in it."""
+    if result.dim() or not all(torch.broadcast_shapes(x.shape, target.shape)):
+        return result
+    size = torch.broadcast_shapes(x.shape, target.shape)
+    return torch.empty(size, dtype=result.dtype, device=result.device).resize_(())
+
+
 _OURS = {
+    aten.mse_loss.default: _corrected(_loss),
+    aten.smooth_l1_loss.default: _corrected(_loss),
+    aten.soft_margin_loss.default: _corrected(_loss),
+    aten.binary_cross_entropy.default: _corrected(_loss),
     aten.native_layer_norm.default: _corrected(_layer_norm),
     aten.native_group_norm.default: _corrected(_group_norm),
     aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm),

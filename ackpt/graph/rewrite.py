@@ -100,7 +100,8 @@ def _prove(graph: JointGraph, schedule: Schedule, rewritten: Rewritten) -> None:
         inputs = values(place for place in known.placeholders if place not in known.tangents)
         own = {storage._cdata for value in inputs for storage in storages_in(value)}
         found, passed = live_after(rewritten.forward, inputs, own, 0, state)
-        tangents = values(known.tangents)
+        # A loss can lie in memory for all elements; its gradient does not.
+        tangents = [value if value.dim() else value.clone() for value in values(known.tangents)]
         passed, kept = passed[: rewritten.num_outputs], passed[rewritten.num_outputs :]
         # What the caller holds all through backward: outputs and the gradients that come in.
         held = {s._cdata: s.nbytes() for value in (*passed, *tangents) for s in storages_in(value)}

@@ -82,6 +82,9 @@ def joint_graph(module, optimizer=None) -> JointGraph:
         for place, node in enumerate(ordered)
     ]
     sizes = {keys[storage._cdata]: storage.nbytes() for node in ordered for storage in _storages(node)}
+    for node in ordered:  # a loss can lie in memory for all elements; its gradient does not
+        if node.op == "placeholder" and _phase(node) == BACKWARD and not node.meta["val"].dim():
+            sizes.update({keys[storage._cdata]: node.meta["val"].element_size() for storage in _storages(node)})
     storages = _with_accesses(nodes, sizes, ordered, returned, gradients)
     graph = JointGraph(module, nodes, storages, returned, gradients)
     if optimizer is not None:
