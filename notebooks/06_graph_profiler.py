@@ -46,7 +46,15 @@ from torch.utils.checkpoint import checkpoint
 import ackpt
 from ackpt import models, plots
 from ackpt.experiments import graph_profile
-from ackpt.graph import PlannedStep, RewriteError, ScheduleError, lower, rewrite, scheduled, simulate
+from ackpt.graph import (
+    PlannedStep,
+    RewriteError,
+    ScheduleError,
+    lower,
+    rewrite,
+    scheduled,
+    simulate,
+)
 from ackpt.results import Record, environment, markdown_table, write_text_atomic
 from ackpt.timeline import Timeline
 
@@ -87,7 +95,7 @@ show(graph.nodes)
 # %%
 for s in graph.storages:
     uses = s.last_fw_access, s.first_bw_access, s.last_bw_access
-    print(f"{s.id}  {s.bytes:3} B  {s.category:10}  nodes {s.nodes!s:11}  accesses {uses}")
+    print(f"{s.id}  {s.bytes:3} B  {s.category:10}  nodes {s.nodes!s:11} accesses {uses}")
 
 # %% [markdown]
 # The sizes can be done in the head: a weight of $2 \cdot 8$ numbers is 64 bytes, a bias 8, the input of $4 \cdot 8$
@@ -120,9 +128,9 @@ tiny_graph = ackpt.trace(tiny, x, labels)
 # touches it:
 
 # %%
-nodes = tiny_graph.nodes
+nodes, boundary = tiny_graph.nodes, tiny_graph.boundary
 for s in tiny_graph.storages:
-    if s.category in ("activation", "temporary") and nodes[s.producer].phase == "forward":
+    if s.category in ("activation", "temporary") and s.producer < boundary:
         fate = "needed" if s.first_bw_access else "not needed"
         names = ", ".join(nodes[i].name for i in s.nodes)
         print(f"{s.bytes:4} B  {fate:10} by backward: {names}")
@@ -142,12 +150,14 @@ def run(step, model, *args, **kwargs):
 
 def measured(step, model, *args, **kwargs):
     owned = (model, *filter(torch.is_tensor, (*args, *kwargs.values())))
-    return ackpt.measure(partial(run, step, model, *args, **kwargs), "cpu", resident=owned, repeats=0)
+    once = partial(run, step, model, *args, **kwargs)
+    return ackpt.measure(once, "cpu", resident=owned, repeats=0)
 
 
 tiny_step = measured(tiny, tiny, x, labels)
-saved = ackpt.plan(tiny_graph).saved_bytes
-print(f"saved {saved}, live when backward begins {tiny_step.timeline.live[tiny_step.timeline.boundary]}")
+saved = ackpt.plan(tiny_graph, policy="none").saved_bytes
+live = tiny_step.timeline.live[tiny_step.timeline.boundary]
+print(f"saved {saved} bytes, live when backward begins {live}")
 
 # %% [markdown]
 # ## What an operation costs
@@ -159,8 +169,8 @@ print(f"saved {saved}, live when backward begins {tiny_step.timeline.live[tiny_s
 profile = ackpt.profile(tiny_graph)
 for node in nodes:
     if flops := profile.flops[node.id]:
-        read, written = profile.bytes_in[node.id], profile.bytes_out[node.id]
-        print(f"{node.phase:8}  {node.name:8} {flops:5} FLOPs, {read} B in, {written} B out")
+        moved = profile.bytes_in[node.id], profile.bytes_out[node.id]
+        print(f"{node.phase:8}  {node.name:8} {flops:5} FLOPs, bytes in and out {moved}")
 
 # %%
 2 * 4 * 8 * 16, 4 * (16 + 4 * 8 + 8 * 16), 4 * 4 * 16
@@ -193,10 +203,10 @@ for call, found in profiles.items():
 # operations of a small language model, summed over its blocks, as this machine runs them:
 
 # %%
-config = models.TransformerConfig(dim=64, ff_dim=256, layers=2, head_dim=16, vocab_size=256)
+lm_sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
+lm = models.LanguageModel(models.TransformerConfig(**lm_sizes, layers=2))
 tokens, offsets = torch.randint(256, (512,)), torch.tensor([0, 512], dtype=torch.int32)
 lm_call = (tokens, offsets, 512), {"targets": tokens.roll(-1)}
-lm = models.LanguageModel(config)
 lm_graph = ackpt.trace(lm, *lm_call[0], **lm_call[1])
 lm_profile = ackpt.profile(lm_graph, mode="measured")
 
@@ -241,8 +251,9 @@ for (target, size), count in sorted(workspaces.items(), key=lambda item: -item[0
 # %%
 def peak_by_hand(graph, workspace_bytes):
     nodes = graph.nodes
-    held = {s for i in (*graph.outputs, *graph.gradients.values()) for s in nodes[i].storages}
-    held |= {s for node in nodes if node.target.startswith("Tangent") for s in node.storages}
+    to_the_end = {*graph.outputs, *graph.gradients.values()}
+    to_the_end |= {node.id for node in nodes if node.target.startswith("Tangent")}
+    held = {s for i in to_the_end for s in nodes[i].storages}
     born, freed = collections.Counter(), collections.Counter()
     for s in graph.storages:
         if s.category not in ("parameter", "buffer", "input"):
@@ -267,7 +278,7 @@ for g, w, found in (
 
 # %% [markdown]
 # To the byte. `ackpt.graph.simulate` does the same for any order of computing and freeing, with operations that run
-# again. It is the only place in the package where bytes are predicted, and whoever decides must ask it.
+# again. Nothing else predicts the bytes of a plan, and whoever decides must ask it.
 
 # %% [markdown]
 # ## A whole training step
@@ -276,46 +287,58 @@ for g, w, found in (
 # ResNet-50 sees 32 images, a language model of GPT-2's size 8 sequences of 512 tokens. AdamW's state is counted, too.
 
 # %%
-PUBLISHED = models.TransformerConfig(dim=768, ff_dim=3072, layers=12, head_dim=64, vocab_size=50257)
+GPT2 = models.TransformerConfig(
+    dim=768,
+    ff_dim=3072,
+    layers=12,
+    head_dim=64,
+    vocab_size=50257,
+)
+
+
+def large_graph(model, *args):
+    return ackpt.trace(model, *args, optimizer=torch.optim.AdamW(model.parameters()))
+
+
 with FakeTensorMode():
-    vision, language = models.resnet50(), models.LanguageModel(PUBLISHED)
-    images, classes = torch.empty(32, 3, 224, 224), torch.empty(32, dtype=torch.int64)
-    words, starts = torch.empty(4096, dtype=torch.int64), torch.empty(9, dtype=torch.int32)
-    adamw = {model: torch.optim.AdamW(model.parameters()) for model in (vision, language)}
+    images, classes = torch.empty(32, 3, 224, 224), torch.empty(32).long()
+    words, starts = torch.empty(4096).long(), torch.empty(9).int()
+    vision, language = models.resnet50(), models.LanguageModel(GPT2)
     large = {
-        "ResNet-50": ackpt.trace(vision, images, classes, optimizer=adamw[vision]),
-        "language model": ackpt.trace(language, words, starts, 512, words, optimizer=adamw[language]),
+        "ResNet-50": large_graph(vision, images, classes),
+        "language model": large_graph(language, words, starts, 512, words),
     }
-large
+for name, g in large.items():
+    print(f"{name:14} {g}")
 
 # %%
 costs = {name: ackpt.profile(g, "h200") for name, g in large.items()}
-plans = {name: ackpt.plan(g, profile=costs[name]) for name, g in large.items()}
-accounts = {name: graph_profile.breakdown(g, plans[name]) for name, g in large.items()}
+plans, accounts = {}, {}
+for name, g in large.items():
+    plans[name] = ackpt.plan(g, policy="none", profile=costs[name])
+    accounts[name] = graph_profile.breakdown(g, plans[name])
 for name, account in accounts.items():
     after, events = account.peak_index - account.boundary, len(account.live) - 1
-    print(f"{name}: {events} allocations and frees, the peak {after} behind the boundary")
+    print(f"{name:14} {events} allocations and frees, the peak {after} after the boundary")
 
 
 # %%
-def at_peak(name):
-    account, peak = accounts[name], accounts[name].peak_bytes
-    dynamic = plans[name].dynamic_peak_bytes
+def finding(name):
+    account, dynamic = accounts[name], plans[name].dynamic_peak_bytes
+    peak = f"the peak of {account.peak_bytes / 2**30:.1f} GiB"
+    behind = f"comes {account.peak_index - account.boundary} events after backward begins"
     share = account.at(account.peak_index)["activations"] / dynamic
-    behind = account.peak_index - account.boundary
-    return (
-        f"{name[0].upper()}{name[1:]}: the peak of {peak / 2**30:.1f} GiB comes {behind} events after backward begins, "
-        f"and activations are {share:.0%} of its dynamic bytes"
-    )
+    return f"{peak} {behind}, and activations are {share:.0%} of its dynamic bytes"
 
 
 # %% alt="Stacked area of the live memory of a training step of ResNet-50 over its allocations and frees: parameters, inputs and optimizer as flat layers, activations rising to the boundary of forward and backward, steeply at first, and falling behind it, gradients growing slowly; the peak is marked right behind the boundary."
-figure = plots.timeline_plot(accounts["ResNet-50"], at_peak("ResNet-50"))
+figure = plots.timeline_plot(accounts["ResNet-50"], f"ResNet-50: {finding('ResNet-50')}")
 path = plots.save(figure, "results/figures/06_resnet.png")
 figure
 
 # %% alt="The same for the language model: thick layers of parameters and optimizer, activations rising in twelve equal stretches to the boundary, then a spike of temporaries, the gradient of the logits, which is the peak, and a fall while gradients grow."
-figure = plots.timeline_plot(accounts["language model"], at_peak("language model"))
+title = f"Language model: {finding('language model')}"
+figure = plots.timeline_plot(accounts["language model"], title)
 path = plots.save(figure, "results/figures/06_language_model.png")
 figure
 
@@ -354,7 +377,7 @@ path = write_text_atomic("results/tables/06_breakdown.md", table)
 
 # %%
 account = accounts["language model"]
-account.at(account.peak_index)["temporaries"], 2 * 4 * 4096 * PUBLISHED.vocab_size + 4
+account.at(account.peak_index)["temporaries"], 2 * 4 * 4096 * GPT2.vocab_size + 4
 
 # %% [markdown]
 # (The 4 bytes are the tangent.) In a terminal, `ackpt plan resnet50 --batch-size 32` gives the same account.
@@ -372,16 +395,16 @@ for found in plans.values():
 STEM = ("conv1", "bn1", "relu", "maxpool")
 
 
-def part(name, module):
+def part(module):
     first = module.split(".")[0]
-    if name == "ResNet-50":
-        return "stem" if first in STEM else first if first.startswith("layer") else "head and loss"
-    return {"embedding": "embedding", "blocks": "12 blocks"}.get(first, "head and loss")
+    if first.startswith("layer") or first == "embedding":
+        return first
+    return "stem" if first in STEM else "12 blocks" if first == "blocks" else "head and loss"
 
 
 rows = []
 for name, g in large.items():
-    found = graph_profile.by_part(g, costs[name], plans[name], partial(part, name))
+    found = graph_profile.by_part(g, costs[name], plans[name], part)
     kept, computed = (sum(row[what] for row in found.values()) for what in ("bytes", "flops"))
     for label, row in found.items():
         shares = {"kept": round(100 * row["bytes"] / kept, 1), "flops": round(100 * row["flops"] / computed, 1)}
@@ -401,15 +424,16 @@ path = write_text_atomic("results/tables/06_parts.md", table)
 # {doc}`01_where_memory_goes`, and the head keeps logits.
 
 # %%
-d, f, h = PUBLISHED.dim, PUBLISHED.ff_dim, PUBLISHED.heads
-blocks = graph_profile.by_part(
-    large["language model"],
-    costs["language model"],
-    plans["language model"],
+d, f, h = GPT2.dim, GPT2.ff_dim, GPT2.heads
+name = "language model"
+found = graph_profile.by_part(
+    large[name],
+    costs[name],
+    plans[name],
     lambda module: ".".join(module.split(".")[:2]),
 )
-kept = {row["bytes"] for label, row in blocks.items() if label.startswith("blocks.")}
-print(f"each of the 12 blocks keeps {kept}; 4 T A = {4 * 4096 * (10 * d + 2 * f + 3 * h + 2)}")
+kept = {row["bytes"] for label, row in found.items() if label.startswith("blocks.")}
+4 * 4096 * (10 * d + 2 * f + 3 * h + 2), kept
 
 # %% [markdown]
 # By operation it looks different again. FLOPs are in matrix products, convolutions and attention; what is kept often
@@ -419,8 +443,9 @@ print(f"each of the 12 blocks keeps {kept}; 4 T A = {4 * 4096 * (10 * d + 2 * f 
 for name, g in large.items():
     kept = collections.Counter()
     for s in plans[name].schedule.saved:
-        producer = g.storages[s].producer
-        kept["computes FLOPs" if costs[name].flops[producer] else g.nodes[producer].target] += g.storages[s].bytes
+        i = g.storages[s].producer
+        kind = "computes FLOPs" if costs[name].flops[i] else g.nodes[i].target
+        kept[kind] += g.storages[s].bytes
     print(name)
     for target, size in kept.most_common(5):
         print(f"    {size / plans[name].saved_bytes:4.0%} of what is kept: {target}")
@@ -433,7 +458,8 @@ for name, g in large.items():
 # %%
 for name, found in costs.items():
     moving = sum(t for t, flops in zip(found.seconds, found.flops) if not flops)
-    print(f"{name}: {moving / sum(found.seconds):.0%} of the modelled time on an {found.device}, fp32")
+    share = moving / sum(found.seconds)
+    print(f"{name}: {share:.0%} of the modelled time on an {found.device}, fp32")
 
 # %% [markdown]
 # :::{admonition} Takeaway
@@ -459,44 +485,58 @@ symbolic, joint = symbolic_trace(trunk), ackpt.trace(trunk, photos)
 by_symbol = {node.name: node for node in symbolic.graph.nodes if node.op != "output"}
 by_joint = {node.name: node for node in joint.nodes}
 shared = sorted(set(by_symbol) & set(by_joint))
-print(f"{len(by_symbol)} and {len(by_joint)} names, {len(shared)} in both: {', '.join(shared)}")
+print(f"{len(by_symbol)} and {len(by_joint)} names, in both {', '.join(shared)}")
 
 # %% [markdown]
-# For most operations a lookup finds nothing. Where it finds something, it is worse:
+# For most operations a lookup finds nothing. Where it finds something, it is worse. On the left what `symbolic_trace`
+# calls so, with the node it reads; on the right what AOTAutograd calls so, with its module:
+
 
 # %%
-places = {node.meta["ackpt_id"]: node for node in joint.module.graph.nodes}
+def values_of(graph):
+    """What every node of a graph returns, without data, by its id."""
+    nodes = graph.module.graph.nodes
+    return {node.meta["ackpt_id"]: node.meta.get("val") for node in nodes}
+
+
 _ = ShapeProp(symbolic).propagate(photos)
+values = values_of(joint)
 for name in shared:
     one, other = by_symbol[name], by_joint[name]
-    shapes = [list(one.meta["tensor_meta"].shape), list(places[other.id].meta["val"].shape)]
-    print(f"{name:6} one: {shapes[0]!s:15} of {one.args[0]!s:18} other: {shapes[1]!s:15} of {other.module}")
+    left = f"{list(one.meta['tensor_meta'].shape)!s:15} of {one.args[0]!s:15}"
+    print(f"{name:6} {left} and {list(values[other.id].shape)!s:15} of {other.module}")
 
 # %% [markdown]
 # `add` is the sum at the end of the first block in one, and in the other the count of batches of a BatchNorm, 8 bytes.
-# One name of nine means the same. A program that falls back to 0 where a name is missing, `sizes.get(name, 0)`, runs, and
+# One name of nine means the same. A program that falls back to 0 where a name is missing, `by_name.get(name, 0)`, runs, and
 # plans with this:
 
 # %%
-sizes = {name: places[node.id].meta["val"].nbytes for name, node in by_joint.items() if name in shared}
-true = sum(node.meta["tensor_meta"].shape.numel() * 4 for node in by_symbol.values())
-print(f"activations {true:,} bytes, found by name {sum(sizes.get(name, 0) for name in by_symbol):,}")
+by_name = {name: values[by_joint[name].id].nbytes for name in shared}
+true = sum(4 * node.meta["tensor_meta"].shape.numel() for node in by_symbol.values())
+found = sum(by_name.get(name, 0) for name in by_symbol)
+print(f"activations {true:,} bytes, found by name {found:,}")
 
 # %% [markdown]
-# **By place?** The fifth operation of one is not the fifth of the other: the joint graph begins with the parameters, and
-# takes a BatchNorm apart into several operations. And a rewrite moves everything: what runs again stands in the list a
-# second time.
+# **By place?** The joint graph begins with the parameters, and takes a BatchNorm apart into several operations. The first
+# two convolutions stand at
+
+# %%
+convolutions = [n.id for n in joint.nodes if n.target == "aten.convolution.default"]
+[list(by_symbol).index(name) for name in ("conv1", "layer1_0_conv1")], convolutions[:2]
+
+# %% [markdown]
+# And a rewrite moves everything: what runs again stands in the list a second time.
 #
 # **By operation and shape?** In a model of equal blocks that says nothing:
 
 # %%
-values = {node.meta["ackpt_id"]: node.meta.get("val") for node in lm_graph.module.graph.nodes}
-kinds = collections.Counter()
+values, kinds = values_of(lm_graph), collections.Counter()
 for node in lm_graph.nodes[: lm_graph.boundary]:
     if node.inputs and torch.is_tensor(values[node.id]):
         kinds[node.target, tuple(values[node.id].shape)] += 1
 alone = sum(count == 1 for count in kinds.values())
-print(f"{sum(kinds.values())} tensors of two blocks: {alone} are the only one of their kind")
+print(f"{sum(kinds.values())} results in the forward, {alone} are the only one of their kind")
 
 # %% [markdown]
 # **By address?** An address says where something was. Memory that has been freed is given to the next tensor.
@@ -541,8 +581,8 @@ except ValueError as error:
 nothing_saved = lower(tiny_graph, ())
 rewritten = rewrite(tiny_graph, nothing_saved)
 for node in rewritten.backward.graph.nodes:
-    i = node.meta.get("ackpt_id", tiny_graph.boundary)
-    if node.op == "call_function" and i < tiny_graph.boundary:
+    i = node.meta.get("ackpt_id", boundary)
+    if node.op == "call_function" and i < boundary:
         print(f"{i:2}  {node.name:18} was {nodes[i].name}")
 
 # %% [markdown]
@@ -550,9 +590,9 @@ for node in rewritten.backward.graph.nodes:
 # dtypes and devices. Other weights do not change it, another number of rows does:
 
 # %%
-plan = ackpt.plan(tiny_graph)
-same, other = ackpt.trace(Tiny(), x, labels), ackpt.trace(tiny, x[:2], labels[:2])
-print(f"other weights: {same.hash == tiny_graph.hash}, other rows: {other.hash == tiny_graph.hash}")
+plan = ackpt.plan(tiny_graph, policy="none")
+weights, rows = ackpt.trace(Tiny(), x, labels), ackpt.trace(tiny, x[:2], labels[:2])
+weights.hash == tiny_graph.hash, rows.hash == tiny_graph.hash
 
 
 # %%
@@ -565,7 +605,7 @@ try:
 except ackpt.graph.PlanError as error:
     first_words(error)
 try:
-    simulate(other, ackpt.profile(other), plan.schedule)
+    simulate(rows, ackpt.profile(rows), plan.schedule)
 except ScheduleError as error:
     first_words(error)
 
@@ -586,13 +626,14 @@ except ScheduleError as error:
 
 # %%
 ids = torch.randint(200, (4, 64))
-bert = models.BertConfig(vocab_size=200, dim=64, ff_dim=256, layers=2, heads=4, positions=64)
+bert_sizes = {"dim": 64, "ff_dim": 256, "heads": 4, "vocab_size": 200, "positions": 64}
+bert = models.BertForMaskedLM(models.BertConfig(**bert_sizes, layers=2))
 small = models.ResNetConfig("basic", (1, 1, 1, 1), width=8, num_classes=10)
 pictures = (torch.randn(4, 3, 64, 64),), {"labels": torch.randint(10, (4,))}
 cases = {
     "language model": (lm, *lm_call, torch.float32),
     "the same, autocast": (lm, *lm_call, torch.bfloat16),
-    "BERT with dropout": (models.BertForMaskedLM(bert), (ids,), {"labels": ids}, torch.float32),
+    "BERT with dropout": (bert, (ids,), {"labels": ids}, torch.float32),
     "ResNet": (models.ResNet(small), *pictures, torch.float32),
 }
 found = {
@@ -682,7 +723,8 @@ def computed(schedule, phase):
     return [i for i in ids if chain_graph.nodes[i].phase == phase]
 
 
-early = scheduled(chain_graph, None, computed(late, "forward") + computed(late, "backward"))
+first = computed(late, "forward")
+early = scheduled(chain_graph, None, first + computed(late, "backward"))
 
 
 # %%
@@ -716,13 +758,14 @@ for name, schedule in {"early": early, "late": late, "again": again}.items():
     simulated = simulate(chain_graph, chain_profile, schedule).peak_bytes
     step = PlannedStep(chain, lambda graph: SimpleNamespace(schedule=schedule))
     real = measured(step, chain)
-    runs = sum(chain_graph.nodes[i].target == "aten.tanh.default" for i in computed(schedule, "forward"))
+    again_ids = computed(schedule, "forward")
+    runs = sum(chain_graph.nodes[i].target == "aten.tanh.default" for i in again_ids)
     metrics = real.to_json() | {"simulated_peak_bytes": simulated, "runs_again": runs}
     metrics["timeline"] = real.timeline.to_json()
     records.append(Record("orders", {"method": name, "n": n, "k": k}, metrics, where))
     path = records[-1].save(f"results/cpu/06_order_{name}.json")
     off = simulated - real.dynamic_peak_bytes
-    print(f"{name:5}  peak {simulated / S:4.1f} S, off by {off} bytes, {runs} tanh run again")
+    print(f"{name:5}  {simulated / S:4.1f} S, off by {off} bytes, {runs} tanh run again")
 
 # %% alt="Live memory of three training steps side by side. Early: it climbs in four steps through the forward, at once to the top when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. Again: the same, with teeth half as high, and more of them."
 figure = graph_profile.orders_plot(
@@ -744,8 +787,9 @@ for node in rewrite(chain_graph, again).backward.graph.nodes:
     if node.op == "call_function":
         names[node.meta["ackpt_id"]].append(node.name)
 often = max(names, key=lambda i: len(names[i]))
-print(f"node {often}, {chain_graph.nodes[often].name} in the trace, runs as {', '.join(names[often])}")
-print(f"called {names[often][1]} in the trace: {sum(node.name == names[often][1] for node in chain_graph.nodes)} nodes")
+in_the_trace = [node.name for node in chain_graph.nodes]
+print(f"node {often}, in the trace {in_the_trace[often]}, runs as {names[often]}")
+[name in in_the_trace for name in names[often]]
 
 # %% [markdown]
 # :::{admonition} Takeaway
@@ -775,7 +819,7 @@ def tamper(operation, other):
         rewrite(graph, schedule)
         print(f"{operation} -> {other}: no objection")
     except RewriteError as error:
-        print(f"{operation} -> {other}: {str(error).split('. This')[0]}")
+        print(f"{operation} -> {other}:\n    {str(error).split('. This')[0]}")
 
 
 aten = torch.ops.aten
@@ -799,7 +843,8 @@ tamper(aten.relu.default, aten.sigmoid.default)
 # backward runs again:
 
 # %%
-net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
+layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1)
+net = nn.Sequential(*layers)
 net_graph = ackpt.trace(net, x)
 schedule = lower(net_graph, ())
 for node in rewrite(net_graph, schedule).backward.graph.nodes:
@@ -812,7 +857,7 @@ for node in rewrite(net_graph, schedule).backward.graph.nodes:
 #   back for the length of the operation. The state is the price, and is counted:
 
 # %%
-print(f"replayed {schedule.replayed}, each with a state of {torch.get_rng_state().nbytes} bytes")
+print(f"replayed {schedule.replayed}, with {torch.get_rng_state().nbytes} bytes of state")
 
 # %% [markdown]
 # - **BatchNorm** runs again as the operation without statistics, `no_stats`. It reads none and updates none.
@@ -845,8 +890,8 @@ def as_checkpointed(model):
 plain = train(lambda model: model)
 for way in (as_planned, as_checkpointed):
     state = train(way)
-    wrong = [name for name, value in plain.items() if not torch.equal(value, state[name])]
-    print(f"{way.__name__:15} {state['1.num_batches_tracked']} batches, differs in {wrong}")
+    wrong = [name for name in plain if not torch.equal(plain[name], state[name])]
+    print(f"{way.__name__:15} {state['1.num_batches_tracked']} batches, wrong: {wrong}")
 
 # %% [markdown]
 # What cannot run again at all, because it changes something or because all ranks must run it equally often, is refused
@@ -859,18 +904,18 @@ for way in (as_planned, as_checkpointed):
 
 
 # %%
-def by_torch(use_reentrant):
-    def wrap(model, *_):
-        for block in model.modules():
-            if isinstance(block, (models.Block, models.BertBlock)):
-                block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
-        return model
+def is_block(module):
+    return isinstance(module, (models.Block, models.BertBlock))
 
-    return wrap
+
+def by_torch(model, *_, **how):
+    for block in filter(is_block, model.modules()):
+        block.forward = partial(checkpoint, block.forward, **how)
+    return model
 
 
 def by_blocks(model, *_):
-    ackpt.apply_activation_checkpointing(model, lambda module: isinstance(module, (models.Block, models.BertBlock)))
+    ackpt.apply_activation_checkpointing(model, is_block)
     return model
 
 
@@ -879,16 +924,16 @@ def by_full(model, args, kwargs):
 
 
 # %%
-deep = models.TransformerConfig(dim=64, ff_dim=256, layers=4, head_dim=16, vocab_size=256)
-deep_bert = models.BertConfig(vocab_size=200, dim=64, ff_dim=256, layers=4, heads=4, positions=64)
+deep = models.TransformerConfig(**lm_sizes, layers=4)
+deep_bert = models.BertConfig(**bert_sizes, layers=4)
 deep_cases = {
     "language model": (models.LanguageModel(deep), *lm_call),
     "BERT": (models.BertForMaskedLM(deep_bert), (ids,), {"labels": ids}),
 }
 ways = {
     "plain": lambda model, *_: model,
-    "torch, use_reentrant=True": by_torch(True),
-    "torch, use_reentrant=False": by_torch(False),
+    "torch, use_reentrant=True": partial(by_torch, use_reentrant=True),
+    "torch, use_reentrant=False": partial(by_torch, use_reentrant=False),
     "ackpt.checkpoint": by_blocks,
     "ackpt.compile, full": by_full,
 }
@@ -965,7 +1010,7 @@ class TinyGelu(Tiny):
         return F.cross_entropy(self.down(F.gelu(self.up(x))), labels)
 
 
-gelu_plan = ackpt.plan(ackpt.trace(TinyGelu(), x, labels))
+gelu_plan = ackpt.plan(ackpt.trace(TinyGelu(), x, labels), policy="none")
 print({a.name: a.bytes for a in gelu_plan.activations}, gelu_plan.saved_bytes)
 
 # %% [markdown]
@@ -982,8 +1027,8 @@ long_graph = ackpt.trace(Chain(64, 2**10))
 long_profile = ackpt.profile(long_graph, workspace="measured")
 for distance in (2, 4, 8, 16, 32):
     schedule = lower(long_graph, activations(long_graph)[distance - 1 :: distance])
-    peak = simulate(long_graph, long_profile, schedule).peak_bytes
-    print(f"k = {distance:2}: {peak // 2**12:2} S, n / k + k = {64 // distance + distance}")
+    peak = simulate(long_graph, long_profile, schedule).peak_bytes // 2**12
+    print(f"k = {distance:2}: {peak} S, n / k + k = {64 // distance + distance}")
 
 # %% [markdown]
 # $n / k + k$ is lowest for $k = \sqrt n$, and then it is $2 \sqrt n$: the square root of Chen et al. 2016. Here that is 16
@@ -998,8 +1043,9 @@ for distance in (2, 4, 8, 16, 32):
 
 # %% tags=["solution"]
 def save_products(graph):
-    flops = ackpt.profile(graph).flops
-    saved = [s.id for s in graph.storages if flops[s.producer] and s.producer < graph.boundary]
+    flops = ackpt.profile(graph).flops[: graph.boundary]
+    products = {i for i, computed in enumerate(flops) if computed}
+    saved = [s.id for s in graph.storages if s.producer in products]
     return SimpleNamespace(schedule=lower(graph, saved))
 
 
