@@ -20,7 +20,7 @@
 # |:--:|---|
 # | $i$ | an operation by its *id*: its place in the order of execution |
 # | $b_i$, $w_i$ | bytes that $i$ brings along, and takes only while it runs, its *workspace* |
-# | $f_i$ | bytes that nothing after $i$ needs |
+# | $r_i$ | bytes released behind $i$, because nothing after it needs them |
 # | $m_i$ | dynamic bytes that live after $i$ |
 # | $S$ | bytes of one activation of a chain; $n$: how many it has; $k$: every $k$-th is saved |
 # | $T$, $d$, $f$, $h$, $L$ | tokens; width of the model, of the MLP; heads; blocks |
@@ -239,10 +239,10 @@ for (target, size), count in sorted(workspaces.items(), key=lambda item: -item[0
 # %% [markdown]
 # ## What lives when
 #
-# Operation $i$ finds what lives, $m_{i-1}$. It brings $b_i$ bytes along and takes $w_i$ while it runs; after it, $f_i$
+# Operation $i$ finds what lives, $m_{i-1}$. It brings $b_i$ bytes along and takes $w_i$ while it runs; after it, $r_i$
 # bytes are needed no more:
 #
-# $$ m_i = m_{i-1} + b_i - f_i , \qquad \text{peak} = \max_i \, (m_{i-1} + b_i + w_i) . $$
+# $$ m_i = m_{i-1} + b_i - r_i , \qquad \text{peak} = \max_i \, (m_{i-1} + b_i + w_i) . $$
 #
 # That is a simulator. For the plain step, in which everything lives until its last access, it is a page of Python.
 # Outputs, tangents and gradients of parameters are held to the end.
@@ -254,17 +254,17 @@ def peak_by_hand(graph, workspace_bytes):
     to_the_end = {*graph.outputs, *graph.gradients.values()}
     to_the_end |= {node.id for node in nodes if node.target.startswith("Tangent")}
     held = {s for i in to_the_end for s in nodes[i].storages}
-    born, freed = collections.Counter(), collections.Counter()
+    born, released = collections.Counter(), collections.Counter()
     for s in graph.storages:
         if s.category not in ("parameter", "buffer", "input"):
             born[s.producer] += s.bytes
             accesses = s.producer, s.last_fw_access, s.last_bw_access
             if s.id not in held:
-                freed[max(i for i in accesses if i is not None)] += s.bytes
+                released[max(i for i in accesses if i is not None)] += s.bytes
     live = peak = 0
     for i in range(len(nodes)):
         peak = max(peak, live + born[i] + workspace_bytes[i])
-        live += born[i] - freed[i]
+        live += born[i] - released[i]
     return peak
 
 
@@ -536,7 +536,7 @@ for node in lm_graph.nodes[: lm_graph.boundary]:
     if node.inputs and torch.is_tensor(values[node.id]):
         kinds[node.target, tuple(values[node.id].shape)] += 1
 alone = sum(count == 1 for count in kinds.values())
-print(f"{sum(kinds.values())} results in the forward, {alone} are the only one of their kind")
+print(f"of {sum(kinds.values())} results in the forward {alone} are the only one of their kind")
 
 # %% [markdown]
 # **By address?** An address says where something was. Memory that has been freed is given to the next tensor.
@@ -684,9 +684,11 @@ path = write_text_atomic("results/tables/06_exact.md", table)
 # - **Again and again**: recompute one activation at a time, from the last one kept, and throw away what is on the way
 #   there. The segment is then one activation at a time.
 #
-# $$ \frac{\text{peak}_\text{early}}{S} = n + 1, \qquad
-#    \frac{\text{peak}_\text{late}}{S} = \Bigl(\frac{n}{k} - 1\Bigr) + (k - 1) + 2 = \frac{n}{k} + k, \qquad
-#    \frac{\text{peak}_\text{again}}{S} = \Bigl(\frac{n}{k} - 1\Bigr) + 1 + 2 = \frac{n}{k} + 2 . $$
+# $$ \begin{aligned}
+#    \text{peak}_\text{early} / S &= n + 1 \\
+#    \text{peak}_\text{late} / S &= (n / k - 1) + (k - 1) + 2 = n / k + k \\
+#    \text{peak}_\text{again} / S &= (n / k - 1) + 1 + 2 = n / k + 2
+#    \end{aligned} $$
 #
 # `scheduled` takes the order of the backward and finds the frees:
 
@@ -891,7 +893,7 @@ plain = train(lambda model: model)
 for way in (as_planned, as_checkpointed):
     state = train(way)
     wrong = [name for name in plain if not torch.equal(plain[name], state[name])]
-    print(f"{way.__name__:15} {state['1.num_batches_tracked']} batches, wrong: {wrong}")
+    print(f"{way.__name__:15} {state['1.num_batches_tracked']} batches, wrong", *wrong)
 
 # %% [markdown]
 # What cannot run again at all, because it changes something or because all ranks must run it equally often, is refused
@@ -980,8 +982,8 @@ for way, by_hand in {
 
 # %% [markdown]
 # `full` goes further: what backward reads first it does not even drop, as far as that does not raise the peak. And it
-# cuts where blocks have no border: between attention and MLP there is a single tensor, too. In BERT that is worth more,
-# because its attention, with dropout, is recomputed whole.
+# cuts where blocks have no border: between attention and MLP there is a single tensor, too. In BERT that is worth more:
+# its attention keeps whole matrices of weights and of noise, which need not lie beside what the MLP keeps.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -1032,7 +1034,7 @@ for distance in (2, 4, 8, 16, 32):
 
 # %% [markdown]
 # $n / k + k$ is lowest for $k = \sqrt n$, and then it is $2 \sqrt n$: the square root of Chen et al. 2016. Here that is 16
-# in place of 65.
+# activations in place of the plain step's 65.
 #
 # :::{admonition} Exercise 3: a policy of your own
 # :class: note
@@ -1062,7 +1064,7 @@ print(f"{share:.2f} of the plain peak, {frugal.flops - lm_step.flops} more FLOPs
 # ## What we have seen
 #
 # - A training step is one graph. What is kept and freed are storages, and three accesses say how long each is needed.
-# - $m_i = m_{i-1} + b_i - f_i$ gives the peak of a step, and the allocator agrees to the byte, plain or rewritten.
+# - $m_i = m_{i-1} + b_i - r_i$ gives the peak of a step, and the allocator agrees to the byte, plain or rewritten.
 # - The plain peak stands where backward begins. ResNet-50 keeps its memory at the front, a language model in equal
 #   blocks and in the logits.
 # - Names, places, shapes and addresses identify nothing. An id on the node and a hash on the graph do.
