@@ -64,3 +64,7 @@ def __getattr__(name: str):
         module = importlib.import_module(path)
         return module if attribute is None else getattr(module, attribute)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

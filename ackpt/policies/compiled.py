@@ -49,6 +49,10 @@ def compile(
         >>> step.plan.policy
         'full'
     """
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan must be an ackpt.Plan, got {type(plan).__name__}; read a file with ackpt.Plan.load(path)"
+        )
     if plan is not None and budget is not None:
         raise ValueError("give either a budget or a plan; a plan has its budget")
     if policy not in POLICIES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 
 from ..errors import BudgetError
 from ..graph.budget import dynamic_limit
@@ -53,11 +54,21 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
     baseline = simulate(graph, profile, every)
     limit = dynamic_limit(budget, baseline.peak_bytes, baseline.resident_bytes)
     decide = importlib.import_module(f".{POLICIES[policy]}", __package__).schedule
+    _check_options(policy, decide, options)
     schedule = decide(graph, profile, limit, **options)
     found = simulate(graph, profile, schedule)
     if limit is not None and found.peak_bytes > limit:
         raise BudgetError(_refusal(policy, budget, limit, found, baseline))
     return _plan(graph, policy, limit, schedule, found, baseline, every)
+
+
+def _check_options(policy: str, decide, options) -> None:
+    own = {name: p for name, p in inspect.signature(decide).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    if unknown := sorted(set(options) - set(own)):
+        knows = f"knows {', '.join(own)}" if own else "knows no options"
+        raise TypeError(f"{unknown[0]!r} is no option of a plan; policy {policy!r} {knows}")
+    if missing := [name for name, p in own.items() if p.default is p.empty and name not in options]:
+        raise TypeError(f"policy {policy!r} needs the option {missing[0]!r}: see help(ackpt.plan)")
 
 
 def everything(graph: JointGraph) -> Schedule:
