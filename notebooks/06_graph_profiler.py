@@ -674,8 +674,8 @@ path = write_text_atomic("results/tables/06_exact.md", table)
 #
 # ## A plan is an order, not a set
 #
-# "Save these, recompute the others" sounds like a plan. It does not say when. In the chain every activation has $S$
-# bytes, and the backward of a tanh needs its output. We keep every $k$-th of $n = 16$, $k = 4$, in three orders:
+# "Save these, recompute the others" sounds like a plan. It does not say when. In a chain of tanh every activation
+# has $S$ bytes, and the backward of a tanh needs its output. We keep every $k$-th of $n = 16$, $k = 4$, in three orders:
 #
 # - **Early**: recompute all that is missing when backward begins. Then all $n$ are there, and the first gradient is
 #   made beside them.
@@ -684,11 +684,15 @@ path = write_text_atomic("results/tables/06_exact.md", table)
 # - **Again and again**: recompute one activation at a time, from the last one kept, and throw away what is on the way
 #   there. The segment is then one activation at a time.
 #
+# In units of $S$, and but for the loss and its gradient,
+#
 # $$ \begin{aligned}
-#    \text{peak}_\text{early} / S &= n + 1 \\
-#    \text{peak}_\text{late} / S &= (n / k - 1) + (k - 1) + 2 = n / k + k \\
-#    \text{peak}_\text{again} / S &= (n / k - 1) + 1 + 2 = n / k + 2
+#    \text{peak}_\text{early} &= n + 1 \\
+#    \text{peak}_\text{late} &= (n / k - 1) + (k - 1) + 2 \\
+#    \text{peak}_\text{again} &= (n / k - 1) + 1 + 2
 #    \end{aligned} $$
+#
+# which is 17, $n / k + k = 8$ and $n / k + 2 = 6$.
 #
 # `scheduled` takes the order of the backward and finds the frees:
 
