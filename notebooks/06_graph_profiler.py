@@ -199,8 +199,8 @@ for call, found in profiles.items():
 
 # %% [markdown]
 # A measured profile needs no memory for the whole graph: it runs node by node. (On a GPU only what the running node
-# reads is there, so that a graph can be profiled that does not fit, and copies to the host are timed, too.) The costliest
-# operations of a small language model, summed over its blocks, as this machine runs them:
+# reads is there, so that a graph can be profiled that does not fit, and copies to the host are timed, too.) The
+# costliest operations of a small language model, summed over its blocks, as this machine runs them:
 
 # %%
 lm_sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
@@ -343,8 +343,8 @@ path = plots.save(figure, "results/figures/06_language_model.png")
 figure
 
 # %% [markdown]
-# Both peaks stand at the boundary: the forward has kept all that it will keep, and backward has only begun to give back.
-# What is there at that moment:
+# Both peaks stand at the boundary: the forward has kept all that it will keep, and backward has only begun to give
+# back. What is there at that moment:
 
 # %% tags=["hide-input"]
 rows = []
@@ -419,8 +419,8 @@ path = write_text_atomic("results/tables/06_parts.md", table)
 # ```{include} ../../results/tables/06_parts.md
 # ```
 #
-# ResNet-50 computes most in its third stage, and keeps most in its first, where the images are still large. The language
-# model's blocks are alike: each keeps $T \, (10 d + 2 f + 3 h + 2)$ numbers, the $A$ per token of
+# ResNet-50 computes most in its third stage, and keeps most in its first, where the images are still large. The
+# language model's blocks are alike: each keeps $T \, (10 d + 2 f + 3 h + 2)$ numbers, the $A$ per token of
 # {doc}`01_where_memory_goes`, and the head keeps logits.
 
 # %%
@@ -471,11 +471,11 @@ for name, found in costs.items():
 # %% [markdown]
 # ## Names, places, shapes
 #
-# Tools of this kind have three parts. One profiles, one decides, one rewrites; each gets the model in a form of its own,
-# and what one has found must be looked up by the other. By what?
+# Tools of this kind have three parts. One profiles, one decides, one rewrites; each gets the model in a form of its
+# own, and what one has found must be looked up by the other. By what?
 #
-# **By name?** Two common ways to capture ResNet-18's convolutional part: `torch.fx.symbolic_trace`, which rewriters like,
-# and AOTAutograd, which sees backward, too.
+# **By name?** Two common ways to capture ResNet-18's convolutional part: `torch.fx.symbolic_trace`, which rewriters
+# like, and AOTAutograd, which sees backward, too.
 
 # %%
 resnet = models.resnet18()
@@ -508,8 +508,8 @@ for name in shared:
 
 # %% [markdown]
 # `add` is the sum at the end of the first block in one, and in the other the count of batches of a BatchNorm, 8 bytes.
-# One name of nine means the same. A program that falls back to 0 where a name is missing, `by_name.get(name, 0)`, runs, and
-# plans with this:
+# One name of nine means the same. A program that falls back to 0 where a name is missing, `by_name.get(name, 0)`, runs,
+# and plans with this:
 
 # %%
 by_name = {name: values[by_joint[name].id].nbytes for name in shared}
@@ -518,8 +518,8 @@ found = sum(by_name.get(name, 0) for name in by_symbol)
 print(f"activations {true:,} bytes, found by name {found:,}")
 
 # %% [markdown]
-# **By place?** The joint graph begins with the parameters, and takes a BatchNorm apart into several operations. The first
-# two convolutions stand at
+# **By place?** The joint graph begins with the parameters, and takes a BatchNorm apart into several operations. The
+# first two convolutions stand at
 
 # %%
 convolutions = [n.id for n in joint.nodes if n.target == "aten.convolution.default"]
@@ -573,9 +573,9 @@ except ValueError as error:
 # ## One identity
 #
 # So the id is minted once, when the graph is captured, and travels on the node wherever it is copied; names are for
-# people. `lower` makes a *schedule* from the storages that are to be saved, an ordered list of steps: compute this node,
-# free that storage. `rewrite` makes two modules of it, forward and backward. If nothing is saved, all that backward needs
-# runs again, in the second module, under its id:
+# people. `lower` makes a *schedule* from the storages that are to be saved, an ordered list of steps: compute this
+# node, free that storage. `rewrite` makes two modules of it, forward and backward. If nothing is saved, all that
+# backward needs runs again, in the second module, under its id:
 
 # %%
 nothing_saved = lower(tiny_graph, ())
@@ -620,9 +620,9 @@ except ScheduleError as error:
 # ## Predicted is measured
 #
 # The claim on which all planning rests: the simulated peak is the measured one. We check it for four models and three
-# policies. `none` saves what backward needs. `full` keeps single tensors between blocks. `manual` does as it is told, and
-# here it is told by a coin for every operation. Each step is planned, rewritten, run by `ackpt.graph.PlannedStep` under
-# the allocator's eyes, and its gradients are compared with those of the plain model.
+# policies. `none` saves what backward needs. `full` keeps single tensors between blocks. `manual` does as it is told,
+# and here it is told by a coin for every operation. Each step is planned, rewritten, run by `ackpt.graph.PlannedStep`
+# under the allocator's eyes, and its gradients are compared with those of the plain model.
 
 # %%
 ids = torch.randint(200, (4, 64))
@@ -674,8 +674,8 @@ path = write_text_atomic("results/tables/06_exact.md", table)
 #
 # ## A plan is an order, not a set
 #
-# "Save these, recompute the others" sounds like a plan. It does not say when. In a chain of tanh every activation
-# has $S$ bytes, and the backward of a tanh needs its output. We keep every $k$-th of $n = 16$, $k = 4$, in three orders:
+# "Save these, recompute the others" sounds like a plan. It does not say when. In a chain of tanh every activation has
+# $S$ bytes, and the backward of a tanh needs its output. We keep every $k$-th of $n = 16$, $k = 4$, in three orders:
 #
 # - **Early**: recompute all that is missing when backward begins. Then all $n$ are there, and the first gradient is
 #   made beside them.
@@ -800,8 +800,8 @@ print(f"node {often}, in the trace {in_the_trace[often]}, runs as {names[often]}
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# What is saved does not fix the peak, the order does. Recompute late, free at once; and if that is not enough, recompute
-# more than once. Whoever plans sets only, leaves the peak to chance.
+# What is saved does not fix the peak, the order does. Recompute late, free at once; and if that is not enough,
+# recompute more than once. Whoever plans sets only, leaves the peak to chance.
 # :::
 
 # %% [markdown]
@@ -905,8 +905,8 @@ for way in (as_planned, as_checkpointed):
 #
 # ## `full`, against checkpoints around blocks
 #
-# The simplest policy is the one of Part I, a checkpoint for every block. `full` finds the blocks by itself, at the places
-# where a single tensor leads from the front of the model to its end. It should not lose to those who are told.
+# The simplest policy is the one of Part I, a checkpoint for every block. `full` finds the blocks by itself, at the
+# places where a single tensor leads from the front of the model to its end. It should not lose to those who are told.
 
 
 # %%
@@ -1006,7 +1006,8 @@ where
 #
 # :::{admonition} Exercise 1: another nonlinearity
 # :class: note
-# `Tiny` with GELU in place of ReLU: how many bytes does it keep for backward? GELU's derivative is taken from its input.
+# `Tiny` with GELU in place of ReLU: how many bytes does it keep for backward? GELU's derivative is taken from its
+# input.
 # :::
 
 
@@ -1020,12 +1021,13 @@ gelu_plan = ackpt.plan(ackpt.trace(TinyGelu(), x, labels), policy="none")
 print({a.name: a.bytes for a in gelu_plan.activations}, gelu_plan.saved_bytes)
 
 # %% [markdown]
-# 256 bytes more: backward needs the input of GELU for its derivative, and the output for the gradient of the next weight.
-# With ReLU one storage does for both.
+# 256 bytes more: backward needs the input of GELU for its derivative, and the output for the gradient of the next
+# weight. With ReLU one storage does for both.
 #
 # :::{admonition} Exercise 2: the best distance
 # :class: note
-# Which $k$ gives the lowest peak in the late order for $n = 64$, and how low is it? Derive it, then simulate all divisors.
+# Which $k$ gives the lowest peak in the late order for $n = 64$, and how low is it? Derive it, then simulate all
+# divisors.
 # :::
 
 # %% tags=["solution"]
@@ -1037,8 +1039,8 @@ for distance in (2, 4, 8, 16, 32):
     print(f"k = {distance:2}: {peak} S, n / k + k = {64 // distance + distance}")
 
 # %% [markdown]
-# $n / k + k$ is lowest for $k = \sqrt n$, and then it is $2 \sqrt n$: the square root of Chen et al. 2016. Here that is 16
-# activations in place of the plain step's 65.
+# $n / k + k$ is lowest for $k = \sqrt n$, and then it is $2 \sqrt n$: the square root of Chen et al. 2016. Here that is
+# 16 activations in place of the plain step's 65.
 #
 # :::{admonition} Exercise 3: a policy of your own
 # :class: note
@@ -1062,8 +1064,8 @@ share = frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes
 print(f"{share:.2f} of the plain peak, {frugal.flops - lm_step.flops} more FLOPs")
 
 # %% [markdown]
-# More than a third of the memory, and not one FLOP for it, though some time: what is recomputed moves bytes. This is what
-# *selective* checkpointing means.
+# More than a third of the memory, and not one FLOP for it, though some time: what is recomputed moves bytes. This is
+# what *selective* checkpointing means.
 #
 # ## What we have seen
 #
