@@ -16,13 +16,21 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_example_prints_what_the_readme_says() -> None:
-    (example, offload), (printed,) = blocks("python"), blocks("text")
+    (example, offload, _), (printed, _) = blocks("python"), blocks("text")
     assert len([line for line in example.splitlines() if line]) <= 12
     result = subprocess.run([sys.executable, "-c", example + offload], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     *first, moved = result.stdout.splitlines()
     assert "\n".join(first) + "\n" == printed
     assert int(moved) >= 7 * 2**19  # the inputs of seven of eight layers
+
+
+def test_the_budget_is_kept_as_the_readme_says() -> None:
+    (example, _, planned), (_, printed) = blocks("python"), blocks("text")
+    imports = "".join(line + "\n" for line in example.splitlines() if line.startswith("import "))
+    result = subprocess.run([sys.executable, "-c", imports + planned], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == printed
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:

@@ -200,7 +200,7 @@ def test_what_a_call_differs_in_is_captured_once_each_and_keeps_the_budget():
 
     def planner(graph):
         graphs.append(graph.hash)
-        return ackpt.plan(graph, budget=0.8, policy="full")
+        return ackpt.plan(graph, budget=0.8)
 
     step = PlannedStep(layers(), planner)
     for rows in (64, 96, 64, 96):
