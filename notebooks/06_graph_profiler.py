@@ -897,7 +897,8 @@ plain = train(lambda model: model)
 for way in (as_planned, as_checkpointed):
     state = train(way)
     wrong = [name for name in plain if not torch.equal(plain[name], state[name])]
-    print(f"{way.__name__:15} {state['1.num_batches_tracked']} batches, wrong", *wrong)
+    batches = state["1.num_batches_tracked"]
+    print(f"{way.__name__:15} {batches} batches, wrong: {', '.join(wrong) or 'nothing'}")
 
 # %% [markdown]
 # What cannot run again at all, because it changes something or because all ranks must run it equally often, is refused
