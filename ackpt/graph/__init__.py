@@ -6,7 +6,7 @@
 from .compile import PlannedStep
 from .joint import JointGraph, Node, Storage, TraceError
 from .plan import Activation, Plan, PlanError
-from .profile import Profile, profile
+from .profile import Profile, ProfileError, profile
 from .proof import RewriteError
 from .rewrite import Rewritten, rewrite
 from .schedule import Schedule, ScheduleError, Step, lower, scheduled
@@ -21,6 +21,7 @@ __all__ = [
     "PlanError",
     "PlannedStep",
     "Profile",
+    "ProfileError",
     "RewriteError",
     "Rewritten",
     "Schedule",
