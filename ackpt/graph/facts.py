@@ -17,8 +17,8 @@ _RESIDENT = ("parameter", "buffer", "input")
 class Facts:
     """Tables over node and storage ids.
 
-    ``resident``: storages that the caller owns. ``tangents``: nodes that come with backward. ``returned``: the model's
-    outputs, ``gradients``: all that backward returns. ``effects``: nodes that run exactly once whatever is planned.
+    ``resident``: storages that the caller owns. ``tangents``: nodes that come with backward. ``outputs``: of the
+    model, ``bw_outputs``: all that backward returns. ``effects``: nodes that run exactly once whatever is planned.
     ``cover[storage]``: the first node whose value is one tensor in it; every other value in it is a view of this one.
     ``fixed``: why a node cannot run again, by its id.
     """

@@ -10,6 +10,7 @@ from pathlib import Path
 from ..meter import memory_format
 from ..results import write_text_atomic
 from ..timeline import Timeline
+from .files import read_json
 from .joint import JointGraph
 from .schedule import COMPUTE, FREE, Schedule, Step
 
@@ -122,12 +123,7 @@ class Plan:
         Raises:
             PlanError: if the file is no plan, is truncated, or was written by another version.
         """
-        try:
-            data = json.loads(Path(path).read_text())
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise PlanError(
-                f"{path} is no plan: {error}. It may be truncated; plan again and save it with Plan.save"
-            ) from error
+        data = read_json(path, "plan", PlanError)
         found = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
         if found != _SCHEMA:
             raise PlanError(f"{path} is no plan of this version: expected {_SCHEMA}, found {found}; plan again")

@@ -17,6 +17,7 @@ from ..timeline import MeterError
 from . import devices
 from .costs import dtype, flops, traffic
 from .facts import facts
+from .files import read_json
 from .joint import JointGraph
 from .run import device_of, run, swap_seconds
 from .workspace import value_of, workspace_bytes
@@ -90,12 +91,7 @@ class Profile:
         Raises:
             ProfileError: if the file is no profile, is truncated, or was written by another version.
         """
-        try:
-            data = json.loads(Path(path).read_text())
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ProfileError(
-                f"{path} is no profile: {error}. It may be truncated; profile again and save it with Profile.save"
-            ) from error
+        data = read_json(path, "profile", ProfileError)
         try:
             return cls.from_json(data)
         except ProfileError as error:

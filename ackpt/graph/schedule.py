@@ -93,6 +93,16 @@ def lower(graph: JointGraph, saved) -> Schedule:
     return scheduled(graph, None, backward)
 
 
+def everything(graph: JointGraph) -> Schedule:
+    """The schedule of a step without checkpointing: all that backward needs is saved."""
+    return lower(graph, facts(graph).savable)
+
+
+def recomputed(graph: JointGraph, schedule: Schedule) -> list[int]:
+    """Forward nodes that run in backward, in order, as often as they do."""
+    return [step.id for step in schedule.backward if step.kind == COMPUTE and step.id < graph.boundary]
+
+
 def missing(known: Facts, place: int, live) -> list[int]:
     """`place` and what has to run before it, in order, when the values in `live` are at hand."""
     found = set()
@@ -142,11 +152,7 @@ def _with_frees(known: Facts, order, kept, is_backward: bool):
     steps: list[Step] = []
     later: set[int] = set()  # storages that a later step touches before it is born anew
     for place in reversed(order):
-        ended = touched[place] - later - kept
-        if len(ended) > 1:
-            steps += [Step(FREE, storage) for storage in sorted(ended)]
-        else:
-            steps += [Step(FREE, storage) for storage in ended]
+        steps += [Step(FREE, storage) for storage in sorted(touched[place] - later - kept)]
         steps.append(Step(COMPUTE, place))
         later |= touched[place]
         later -= known.born.get(place, frozenset())

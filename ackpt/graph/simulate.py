@@ -14,7 +14,7 @@ import torch
 from ..timeline import Timeline
 from .facts import Facts, facts
 from .joint import FORWARD, JointGraph
-from .schedule import COMPUTE, Schedule, ScheduleError
+from .schedule import COMPUTE, Schedule, ScheduleError, recomputed
 
 _CATEGORIES = ("gradients", "activations", "temporaries")
 _GRADIENT, _ACTIVATION, _TEMPORARY = range(3)
@@ -58,7 +58,6 @@ def simulate(graph: JointGraph, profile, schedule: Schedule) -> Simulation:
     live = follow(graph, schedule, profile.workspace_bytes)
     timeline = live.timeline()
     order = [step.id for step in (*schedule.forward, *schedule.backward) if step.kind == COMPUTE]
-    again = [s.id for s in schedule.backward if s.kind == COMPUTE and graph.nodes[s.id].phase == FORWARD]
     return Simulation(
         timeline=timeline,
         peak_bytes=timeline.peak_bytes,
@@ -66,7 +65,7 @@ def simulate(graph: JointGraph, profile, schedule: Schedule) -> Simulation:
         resident_bytes=sum(live.known.bytes[s] for s in live.known.resident) + graph.optimizer_bytes,
         saved_bytes=sum(live.known.bytes[s] for s in schedule.saved),
         flops=sum(profile.flops[place] for place in order),
-        recompute_flops=sum(profile.flops[place] for place in again),
+        recompute_flops=sum(profile.flops[place] for place in recomputed(graph, schedule)),
         seconds=None if profile.seconds is None else sum(profile.seconds[place] for place in order),
     )
 
@@ -94,7 +93,7 @@ def peak_of(graph: JointGraph, schedule: Schedule, workspace_bytes) -> int:
             own = known.storages(place, again=True) if own else ()
             own = [s for s in own if s in born[place]]
         total += sum(size[s] for s in own)
-        peak = max(peak, total + max(workspace_bytes[place], 0) + (state if place in replayed else 0))
+        peak = max(peak, total + workspace_bytes[place] + (state if place in replayed else 0))
         if last.get(place) == at:
             total -= state
     return max(peak, total + graph.optimizer_step_bytes)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..graph.facts import Facts, facts
 from ..graph.joint import JointGraph
-from ..graph.schedule import Schedule, lower, missing, scheduled
+from ..graph.schedule import Schedule, everything, lower, missing, recomputed, scheduled
 from ..graph.simulate import peak_of
 from .blocks import Chain, chain
 from .chain import BACKWARD, ChainTable, Stage
@@ -34,9 +34,9 @@ class Point:
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
-    everything = lower(graph, facts(graph).savable)
-    if limit_bytes is None or peak_of(graph, everything, profile.workspace_bytes) <= limit_bytes:
-        return everything
+    plain = everything(graph)
+    if limit_bytes is None or peak_of(graph, plain, profile.workspace_bytes) <= limit_bytes:
+        return plain
     points = front(graph, profile)
     fitting = [point for point in points if point.peak_bytes <= limit_bytes]
     return min(fitting, key=lambda p: p.cost).schedule if fitting else points[-1].schedule
@@ -64,11 +64,10 @@ def front(graph: JointGraph, profile) -> list[Point]:
 
 
 def _front(graph: JointGraph, profile) -> list[Point]:
-    known = facts(graph)
     cost = costs(graph, profile)
-    candidates = [lower(graph, known.savable)]
-    candidates += [lower(graph, saved) for saved in segmentations(graph)]
-    candidates += _chain_schedules(graph, profile, cost)
+    plain = everything(graph)
+    candidates = [plain, *(lower(graph, saved) for saved in segmentations(graph))]
+    candidates += _chain_schedules(graph, profile, cost, peak_of(graph, plain, profile.workspace_bytes))
     points = []
     for candidate in {(c.forward, c.backward): c for c in candidates}.values():
         peak = peak_of(graph, candidate, profile.workspace_bytes)
@@ -83,20 +82,17 @@ def _front(graph: JointGraph, profile) -> list[Point]:
 
 def added_cost(graph: JointGraph, found: Schedule, cost) -> float:
     """Of all forward nodes that run in backward."""
-    return sum(cost[s.id] for s in found.backward if s.kind == "compute" and s.id < graph.boundary)
+    return sum(cost[place] for place in recomputed(graph, found))
 
 
-def _chain_schedules(graph: JointGraph, profile, cost) -> list[Schedule]:
+def _chain_schedules(graph: JointGraph, profile, cost, memory_bytes: int) -> list[Schedule]:
     known = facts(graph)
     found = chain(graph)
-    stages = _stages(known, found, cost, profile.workspace_bytes)
-    baseline = peak_of(graph, lower(graph, known.savable), profile.workspace_bytes)
-    table = ChainTable(stages, baseline)
+    table = ChainTable(_stages(known, found, cost, profile.workspace_bytes), memory_bytes)
     schedules = []
     previous = None
     for slot in range(table.slots, -1, -1):
-        total = table.costs()[slot]
-        if np.isinf(total):
+        if np.isinf(table.costs()[slot]):
             break
         operations = tuple(table.operations(slot))
         if operations != previous:

@@ -20,11 +20,10 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ..graph import casts
-from ..graph.compile import run_boxed
+from ..graph.compile import partitioner, run_boxed
 from ..graph.eager import like_eager
 from ..graph.joint import TraceError
 from ..graph.outputs import check_differentiate, differentiable_once, no_gradient, without_gradient
-from ..graph.rewrite import rewrite
 from ..graph.trace import joint_graph
 from .planner import plan
 
@@ -121,10 +120,7 @@ class _Partition(CustomPartitionerFn):
         made = plan(graph, options.pop("budget", None), options.pop("policy", "auto"), **options)
         if on_plan is not None:
             on_plan(made)
-        rewritten = rewrite(graph, made.schedule)
-        if num_fwd_outputs != rewritten.num_outputs:
-            raise TraceError(f"the graph returns {rewritten.num_outputs} values, but torch expects {num_fwd_outputs}")
-        return rewritten.forward, rewritten.backward
+        return partitioner(graph, made.schedule)(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
 
     def _gradient(self, what):
         kind = self.kinds.get(getattr(getattr(what, "grad_of", None), "idx", None))

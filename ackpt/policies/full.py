@@ -9,7 +9,7 @@ backward reads first is kept as well, as far as that does not raise the peak.
 from __future__ import annotations
 
 from ..graph.facts import facts
-from ..graph.schedule import COMPUTE, Schedule, lower
+from ..graph.schedule import Schedule, everything, lower, recomputed
 from ..graph.simulate import peak_of
 from .cuts import cut_points
 
@@ -19,8 +19,9 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
         return peak_of(graph, lower(graph, saved), profile.workspace_bytes)
 
     def worth(saved):
-        again = (s.id for s in lower(graph, saved).backward if s.kind == COMPUTE and s.id < graph.boundary)
-        return peak(saved), sum(profile.flops[place] for place in again)
+        found = lower(graph, saved)
+        taken = peak_of(graph, found, profile.workspace_bytes)
+        return taken, sum(profile.flops[place] for place in recomputed(graph, found))
 
     best = min(segmentations(graph), key=worth)
     return lower(graph, _with_the_end(graph, best, peak))
@@ -29,8 +30,7 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
 def _with_the_end(graph, saved: frozenset[int], peak) -> frozenset[int]:
     """`saved` and what backward reads first, as far back as that does not raise the peak."""
     limit = peak(saved)
-    known = facts(graph)
-    rest = [s for s in lower(graph, known.savable).saved if s not in saved]
+    rest = [s for s in everything(graph).saved if s not in saved]
     rest.sort(key=lambda storage: -graph.storages[storage].producer)
     size = 1
     while rest:  # in growing strides, since every trial is a simulation
@@ -47,7 +47,7 @@ def _with_the_end(graph, saved: frozenset[int], peak) -> frozenset[int]:
 def segmentations(graph) -> list[frozenset[int]]:
     """Sets of storages to save, one for each way in which a byte threshold cuts the chain of blocks."""
     known = facts(graph)
-    needed = lower(graph, known.savable).saved
+    needed = everything(graph).saved
     pinned = {s for place in known.fixed for s in graph.nodes[place].storages if s in known.savable}
     cuts = cut_points(graph)
     births = [graph.storages[cut].producer for cut in cuts]

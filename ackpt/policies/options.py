@@ -9,7 +9,7 @@ import heapq
 from dataclasses import dataclass
 
 from ..graph.facts import Facts
-from ..graph.joint import FORWARD
+from ..graph.joint import BACKWARD, FORWARD
 from ..graph.schedule import missing
 from .blocks import Block
 
@@ -79,16 +79,8 @@ class Local:
     def _peak(self, order, start, kept, is_backward: bool) -> int:
         """Most live bytes while `order` runs, `start` being there and `kept` staying."""
         known, nodes = self.known, self.known.graph.nodes
-        touched_at = []
-        last: dict[int, int] = {}
-        for at, place in enumerate(order):
-            again = is_backward and nodes[place].phase == FORWARD
-            touched = set(known.storages(place, again))
-            for source in known.reads(place, again):
-                touched.update(known.storages(source, is_backward and nodes[source].phase == FORWARD))
-            touched_at.append(touched)
-            for storage in touched:
-                last[storage] = at
+        touched = known.touched[BACKWARD if is_backward else FORWARD]
+        last = {storage: at for at, place in enumerate(order) for storage in touched[place]}
         live = {s for s in start if s in last or s in kept}
         total = peak = sum(known.bytes[s] for s in live)
         for at, place in enumerate(order):
@@ -98,7 +90,7 @@ class Local:
                     live.add(storage)
                     total += known.bytes[storage]
             peak = max(peak, total + self.workspace[place])
-            for storage in touched_at[at]:
+            for storage in touched[place]:
                 if last[storage] == at and storage in live and storage not in kept:
                     live.discard(storage)
                     total -= known.bytes[storage]
@@ -145,10 +137,7 @@ class Local:
             worth, option = self._worth(found[-1], current - unit)
             if queue and worth > queue[0][0] * (1 - 1e-9 if queue[0][0] < 0 else 1 + 1e-9):
                 heapq.heappush(queue, (worth, number, unit))
-                if worth == queue[0][0] and queue[0][1] == number:
-                    heapq.heappop(queue)
-                else:
-                    continue
+                continue
             current = option.saved
             found.append(option)
         return pareto(found)

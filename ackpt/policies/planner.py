@@ -11,7 +11,7 @@ from ..graph.facts import facts
 from ..graph.joint import JointGraph
 from ..graph.plan import Plan, activations
 from ..graph.profile import profile as profiled
-from ..graph.schedule import Schedule, lower
+from ..graph.schedule import Schedule, everything
 from ..graph.simulate import Simulation, simulate
 from ..meter import memory_format
 
@@ -69,11 +69,6 @@ def _check_options(policy: str, decide, options) -> None:
         raise TypeError(f"{unknown[0]!r} is no option of a plan; policy {policy!r} {knows}")
     if missing := [name for name, p in own.items() if p.default is p.empty and name not in options]:
         raise TypeError(f"policy {policy!r} needs the option {missing[0]!r}: see help(ackpt.plan)")
-
-
-def everything(graph: JointGraph) -> Schedule:
-    """The schedule of a step without checkpointing: all that backward needs is saved."""
-    return lower(graph, facts(graph).savable)
 
 
 def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulation, every: Schedule) -> Plan:

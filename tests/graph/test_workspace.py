@@ -14,11 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import ackpt
 from ackpt.graph import PlannedStep, profile, simulate, trace, workspace
 from ackpt.graph.facts import facts
-from ackpt.graph.schedule import lower
+from ackpt.graph.schedule import everything, lower
 from ackpt.graph.stand_in import stand_in
 from ackpt.graph.workspace import disagreements, runs_alone, value_of, workspace_bytes
 from ackpt.meter import MeterError
-from ackpt.policies.planner import everything
 
 
 class Convolutions(nn.Module):
