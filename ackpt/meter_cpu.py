@@ -16,7 +16,7 @@ import weakref
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _EventType, _RecordFunctionFast
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile  # torch.profiler wraps it, and in torch 2.11 warns at its first start
 
 from .meter_store import store_watched
 from .resident import on, storages_of
@@ -36,7 +36,7 @@ def trace(step_fn, warm_up, owned, device):
     gc.collect()
     # The allocator prints a warning when a block that was born before profiling dies in it: keep those storages.
     earlier = [storage for _, storage in owned.gradients(_ON_CPU)]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(use_kineto=True, profile_memory=True) as profiler:
         warm_up()
         gc.collect()
         held = owned.bytes(_ON_CPU)
@@ -48,9 +48,9 @@ def trace(step_fn, warm_up, owned, device):
         after = owned.backed(_ON_CPU, torch.UntypedStorage.data_ptr)
     before = {pointer: ("gradients", storage.nbytes()) for pointer, storage in existing.items()}
     del earlier, existing  # alive until here, so that no block of the step could take their addresses
-    assert profiler.profiler is not None
+    assert profiler.kineto_results is not None
     peaks = {"store_peak_bytes": store.peak_bytes} if store.peak_bytes else {}
-    return build_timeline(_actions(profiler.profiler.kineto_results), before, after), held, None, peaks
+    return build_timeline(_actions(profiler.kineto_results), before, after), held, None, peaks
 
 
 def _actions(results):
