@@ -13,7 +13,8 @@ from .draws import eager_draws
 from .kernels import true_results
 
 # Backward runs without the forward's autocast, as it does when the user calls it, and leaves what it was given alone.
-_FUNCTORCH = {"backward_pass_autocast": "off", "donated_buffer": False}
+# Incoming gradients keep their strides, so that sums over them run in eager's order: the default from torch 2.13 on.
+_FUNCTORCH = {"backward_pass_autocast": "off", "donated_buffer": False, "guess_tangent_strides_as_outputs": True}
 _LOCK = threading.RLock()  # these settings are the process's
 _DYNAMO = {"fake_tensor_cache_enabled": False}  # for modes that capturing makes, see `true_results`
 
