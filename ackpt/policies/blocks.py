@@ -36,14 +36,20 @@ class Chain:
 
 def chain(graph: JointGraph) -> Chain:
     """Cut `graph` at its single-tensor cut points; stretches without anything to decide go with what follows."""
-    held = _outputs(facts(graph))
-    cuts = [cut for cut in cut_points(graph) if cut not in held]
-    found = _chain(graph, cuts)
+    cuts = inner_cuts(graph)
+    found = cut_at(graph, cuts)
     empty = {found.blocks[i + 1].index for i in range(len(cuts)) if not found.blocks[i + 1].units}
-    return _chain(graph, [cut for index, cut in enumerate(cuts) if index + 1 not in empty])
+    return cut_at(graph, [cut for index, cut in enumerate(cuts) if index + 1 not in empty])
 
 
-def _chain(graph: JointGraph, cuts) -> Chain:
+def inner_cuts(graph: JointGraph) -> list[int]:
+    """The single-tensor cut points of `graph` that the caller does not hold anyway, in their order."""
+    held = _outputs(facts(graph))
+    return [cut for cut in cut_points(graph) if cut not in held]
+
+
+def cut_at(graph: JointGraph, cuts: list[int]) -> Chain:
+    """The blocks of `graph` between the storages `cuts`, some of its cut points in their order."""
     known = facts(graph)
     births = [graph.storages[cut].producer for cut in cuts]
     block_of = _forward_blocks(known, births)
