@@ -5,6 +5,7 @@ step can be predicted from its shapes. `cu_seqlens` (int32, sequences + 1 offset
 where each sequence begins.
 """
 
+import contextlib
 from typing import cast
 
 import torch
@@ -36,7 +37,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: i
         from torch.nn.attention.varlen import varlen_attn  # pulls in torch._dynamo
 
         window = (-1, 0) if causal else (-1, -1)  # from torch 2.11 on this is how it spells causal
-        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=window)
+        without_a_gpu = q.is_cuda and not torch.cuda.is_available()
+        with _without_cudnn() if without_a_gpu else contextlib.nullcontext():
+            out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=window)
         return cast(Tensor, out)
     tokens, sequences = q.shape[0], cu_seqlens.numel() - 1
     if tokens == sequences * max_seqlen:  # no sequence is longer than max_seqlen, so all are as long
@@ -86,6 +89,17 @@ def _check_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_se
 def is_readable(x: Tensor) -> bool:
     """Whether the values of x exist, as they do not for meta and fake tensors and while compiling."""
     return type(x) is Tensor and x.device.type != "meta" and not torch.compiler.is_compiling()
+
+
+@contextlib.contextmanager
+def _without_cudnn():
+    """From torch 2.15 on varlen_attn asks the GPU whether cuDNN fits, also for fake tensors, unless cuDNN is off."""
+    was = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was)
 
 
 def _varlen_runs(q: Tensor) -> bool:

@@ -202,8 +202,8 @@ def test_fake_cpu_tensors_take_the_ops_of_the_real_ones(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fake_cuda_tensors_take_a_memory_efficient_op(dtype):
-    # torch's builds without CUDA abort when autograd meets a fake CUDA tensor: there, forward only
-    backward = torch.backends.cuda.is_built()
+    # Autograd asks the driver about a fake CUDA tensor, and aborts in builds without CUDA: without a GPU, forward only.
+    backward, cudnn = torch.cuda.is_available(), torch.backends.cuda.cudnn_sdp_enabled()
     with FakeTensorMode():
         q, k, v = (torch.zeros(2048, 2, 16, device="cuda", dtype=dtype) for _ in range(3))
         q.requires_grad_(backward)
@@ -214,6 +214,7 @@ def test_fake_cuda_tensors_take_a_memory_efficient_op(dtype):
     assert out.device.type == "cuda" and out.shape == q.shape
     expected = "_varlen_attn" if dtype == torch.bfloat16 else "_scaled_dot_product_efficient_attention"
     assert expected in ops.names and ops.largest == q.numel()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
