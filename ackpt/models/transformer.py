@@ -65,7 +65,10 @@ class _RMSNormFunction(torch.autograd.Function):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        return (wide * rstd).mul_(weight).to(x.dtype)
+        normed = wide * rstd
+        # Under dynamo torch 2.11 loses the gradient of a tensor that was changed in place (pytorch#180642).
+        normed = normed * weight if torch.compiler.is_dynamo_compiling() else normed.mul_(weight)
+        return normed if normed.dtype == x.dtype else normed.to(x.dtype)
 
     @staticmethod
     @once_differentiable
