@@ -28,6 +28,7 @@ from ..graph.trace import joint_graph
 from .planner import plan
 
 COMPILERS = ("eager", "inductor")
+_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
 
 
 def backend(gm: fx.GraphModule, example_inputs, options=None):
@@ -50,6 +51,7 @@ def backend(gm: fx.GraphModule, example_inputs, options=None):
         raise ValueError(f"compiler {compiler!r} is not known; the compilers are {', '.join(COMPILERS)}")
     differentiate = check_differentiate(options.pop("differentiate", "loss"))
     _refuse_breaks()
+    _refuse_lost_gradients(gm)
     for value in example_inputs:
         # Bytes are planned for one shape: guard on it, so that another shape compiles and plans anew.
         for size in value.shape if isinstance(value, torch.Tensor) else [value]:
@@ -167,3 +169,24 @@ def _refuse_breaks() -> None:
             f"the model cannot be captured as one graph{where}: {str(reason.reason).splitlines()[0]}. A budget holds "
             "for a whole step: remove the graph break, or use ackpt.compile, which captures the model without dynamo."
         )
+
+
+def _refuse_lost_gradients(gm: fx.GraphModule) -> None:
+    """Torch 2.11 gives zeros as the gradient of an autograd.Function that returns what it changed in place.
+
+    Dynamo then returns that tensor twice. Source: pytorch#180642.
+    """
+    for part in gm.modules():  # the bodies of checkpointed regions are modules of it
+        found = part.graph.find_nodes(op="call_function", target=_FUNCTION) if isinstance(part, fx.GraphModule) else []
+        for node in found:
+            body: Any = part.get_submodule(node.args[0].target)
+            (output,) = body.graph.find_nodes(op="output")
+            returned = [getattr(value, "meta", {}).get("example_value") for value in output.args[0][0]]
+            for value in [returned[user.args[1]] for user in node.users if user.users]:
+                if isinstance(value, torch.Tensor) and sum(other is value for other in returned) > 1:
+                    raise TraceError(
+                        "this version of torch loses the gradient of an autograd.Function that returns a tensor which "
+                        f"it changed in place, here of shape {list(value.shape)}:\n{(node.stack_trace or '').rstrip()}"
+                        "\nReturn the result of an operation out of place, use a newer torch, or use ackpt.compile, "
+                        "which captures the model without dynamo."
+                    )
