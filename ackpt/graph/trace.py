@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from .capture import capture
+from .gradients import own_gradients
 from .joint import BACKWARD, FORWARD, JointGraph, Node, Storage, TraceError
 from .optimizer import optimizer_bytes
 
@@ -51,8 +52,9 @@ def trace(model, *args, differentiate="loss", optimizer=None, **kwargs) -> Joint
 def joint_graph(module, optimizer=None) -> JointGraph:
     """Mint the ids, in the order of execution, and derive phases and storages."""
     _without_running_statistics(module.graph)
+    _require_dense(module.graph.nodes)
+    own_gradients(module)
     ordered = _in_order(module)
-    _require_dense(ordered)
     for place, node in enumerate(ordered):
         node.meta["ackpt_id"] = place
     output = next(node for node in module.graph.nodes if node.op == "output")
