@@ -23,6 +23,7 @@ from .eager import like_eager
 from .held import Held
 from .joint import TraceError
 from .outputs import check_differentiate, no_gradient, without_gradient
+from .packed import found_packed
 from .where import Where, explained
 
 _HELD = "held by the model's code"  # no attribute can be called so
@@ -107,7 +108,8 @@ class _Flat(nn.Module):
             held = Held({**traced, **stands_for})
             real = (*(leaf for leaf in leaves), *(own for _, _, own in self.__dict__["own"]))
             weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
-            with unchanged(model, held.is_same), casts.once(weights if self.__dict__["casts_once"] else ()), held:
+            once = casts.once(weights if self.__dict__["casts_once"] else ())
+            with unchanged(model, held.is_same), once, held, found_packed():
                 found, out_spec = tree_flatten(model(*args, **kwargs))
         if held.found:
             raise _HoldsTensors(held.found.values())

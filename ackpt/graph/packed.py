@@ -1,0 +1,75 @@
+"""Whether a decoder of transformers was given several sequences in a row, as it would find out in eager.
+
+It looks at the values of the position ids, which it cannot do while it is captured, and would rather keep a mask of
+its own than its attention's causal one. But positions that the model has counted itself are known: no input is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_COUNTED = ("arange",)
+_DERIVED = ("add", "unsqueeze", "expand", "view", "reshape", "long")  # what models do to positions
+
+
+class _Counted(TorchFunctionMode):
+    """Keeps beside a traced tensor its value, if it comes from ``torch.arange`` alone and was not changed since."""
+
+    def __init__(self):
+        super().__init__()
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in _COUNTED or name in _DERIVED:
+            self._note(result, func, args, kwargs or {}, counted=name in _COUNTED)
+        return result
+
+    def is_one_sequence(self, positions) -> bool:
+        value = self._value(positions)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return value is not None and bool((value.diff(dim=-1) == 1).all())
+
+    def _value(self, tensor) -> torch.Tensor | None:
+        _, value, version = self._known.get(id(tensor), (None, None, None))
+        return value if version == tensor._version else None
+
+    def _note(self, result, func, args, kwargs, counted):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if result.dtype != torch.int64 or bool(tensors) == counted or "out" in kwargs:
+            return
+        if any(self._value(tensor) is None for tensor in tensors):
+            return
+        args, kwargs = tree_map_only(torch.Tensor, self._value, (args, kwargs))
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            value = func(*args, **({**kwargs, "device": "cpu"} if counted else kwargs))
+        self._known[id(result)] = result, value, result._version
+
+
+@contextlib.contextmanager
+def found_packed():
+    """Inside, a decoder's own positions are one sequence, where its version of transformers looks for several."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(masking, "find_packed_sequence_indices", None)
+    if find is None:
+        yield
+        return
+    counted = _Counted()
+
+    def found(position_ids):
+        return None if counted.is_one_sequence(position_ids) else find(position_ids)
+
+    masking.find_packed_sequence_indices = found
+    try:
+        with counted:
+            yield
+    finally:
+        masking.find_packed_sequence_indices = find

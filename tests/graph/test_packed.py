@@ -1,0 +1,144 @@
+"""Decoders of transformers: captured with the attention that eager has, whatever their positions are."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+import transformers
+from conftest import Case, assert_same_step
+from torch import nn
+
+import ackpt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 100,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 20}
+DECODERS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)),
+    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=None, **SMALL)),
+    "sliding window": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=8, **SMALL)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL)),
+    "mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=2, **SMALL)),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(bos_token_id=0, eos_token_id=0, attn_pdrop=0, **GPT2)
+    ),
+}
+
+
+def decoder(name="llama"):
+    torch.manual_seed(0)
+    return DECODERS[name]().train()
+
+
+def batch(length=16):
+    tokens = torch.randint(20, (1, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens, "use_cache": False}
+
+
+def planned(model, *args, **kwargs):
+    return ackpt.compile(model, *args, policy="none", **kwargs)(*args, **kwargs)
+
+
+def attends(model, **kwargs):
+    """The attention of the captured step, and whether it was given a mask."""
+    for node in ackpt.trace(model, **kwargs).module.graph.nodes:
+        if "_scaled_dot_product_flash_attention_for_cpu.default" in str(node.target):
+            yield node.kwargs.get("attn_mask") is not None
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_is_captured_as_it_runs(name):
+    assert_same_step(
+        lambda: Case(decoder(name), kwargs=batch()),
+        loss=lambda outputs: outputs.loss,
+        call=planned,
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+def test_it_takes_the_bytes_of_eager(name):
+    model, kwargs = decoder(name), batch(64)
+
+    def step():
+        model.zero_grad()
+        outputs = model(**kwargs)
+        outputs.loss.backward()
+
+    eager = ackpt.measure(step, "cpu", resident=(model, kwargs["input_ids"]), repeats=0)
+    plan = ackpt.plan(ackpt.trace(model, **kwargs), policy="none")
+    assert plan.dynamic_peak_bytes == eager.dynamic_peak_bytes
+
+
+def test_without_position_ids_there_is_no_mask():
+    assert list(attends(decoder(), **batch())) == [False, False]
+
+
+class Packed(nn.Module):
+    """Two sequences of 8 in a row; `positions` says so in its own way."""
+
+    def __init__(self, positions):
+        super().__init__()
+        self.decoder, self.positions = decoder(), positions
+
+    def forward(self, **kwargs):
+        return self.decoder(position_ids=self.positions(), **kwargs)
+
+
+def in_place():
+    positions = torch.arange(16).unsqueeze(0)
+    positions[:, 8:] -= 8
+    return positions
+
+
+def in_place_by_a_view():
+    positions = torch.arange(16)
+    row = positions.unsqueeze(0)
+    positions[8:].sub_(8)
+    return row
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        in_place,
+        in_place_by_a_view,
+        lambda: (torch.arange(16) % 8).unsqueeze(0),
+        lambda: torch.arange(8).expand(2, 8).reshape(1, 16),
+    ],
+)
+def test_sequences_in_a_row_keep_their_mask(positions):
+    assert_same_step(lambda: Case(Packed(positions), kwargs=batch()), loss=lambda outputs: outputs.loss, call=planned)
+    assert list(attends(Packed(positions), **batch())) == [True, True]
+
+
+def test_position_ids_of_the_caller_keep_their_mask():
+    positions = (torch.arange(16) % 8).unsqueeze(0)
+    kwargs = {**batch(), "position_ids": positions}
+    assert_same_step(lambda: Case(decoder(), kwargs=kwargs), loss=lambda outputs: outputs.loss, call=planned)
+    assert list(attends(decoder(), **kwargs)) == [True, True]
+
+
+def test_other_versions_of_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", types.ModuleType("masking_utils"))
+    assert planned(nn.Linear(2, 2), torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_transformers_is_left_as_it_was():
+    from transformers import masking_utils
+
+    was = masking_utils.find_packed_sequence_indices
+    planned(decoder(), **batch())
+    assert masking_utils.find_packed_sequence_indices is was
