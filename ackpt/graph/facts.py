@@ -76,7 +76,9 @@ class Facts:
     @cached_property
     def fixed(self) -> dict[int, str]:
         reasons = {}
-        for node in self.graph.nodes:
+        nodes = self.graph.nodes
+        overwritten = {storage: nodes[place] for place in self.mutated for storage in nodes[place].storages}
+        for node in nodes:
             if node.phase != FORWARD or node.id in self.given:
                 continue
             fx = self.fx[node.id]
@@ -88,8 +90,8 @@ class Facts:
                 reasons[node.id] = "its random numbers cannot be replayed by this compiler"
             elif node.is_random and fx.kwargs.get("generator") is not None:
                 reasons[node.id] = "it draws from a generator of its own, whose state cannot be replayed"
-            elif changed := [place for place in self.reads_again(node.id) if place in self.mutated]:
-                reasons[node.id] = f"it reads {self.graph.nodes[changed[0]].target}, which the forward changes"
+            elif changed := [s for i in self.reads_again(node.id) for s in self.storages(i, True) if s in overwritten]:
+                reasons[node.id] = f"it reads {overwritten[changed[0]].target}, which the forward changes"
             elif is_getitem(fx) and is_training_batch_norm(fx.args[0]) and fx.args[1] >= _RESULTS_WITHOUT_STATISTICS:
                 reasons[node.id] = "it is a running statistic, which is updated once"
         return reasons
