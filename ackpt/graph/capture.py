@@ -22,7 +22,7 @@ from .attributes import unchanged
 from .eager import like_eager
 from .held import Held
 from .joint import TraceError
-from .outputs import check_differentiate, no_gradient, without_gradient
+from .outputs import check_differentiate, no_gradient, refuse_overlaps, without_gradient
 from .packed import found_packed
 from .where import Where, explained
 
@@ -120,6 +120,7 @@ class _Flat(nn.Module):
                     "in tuples, lists, dicts or registered pytrees (for transformers models: use_cache=False)."
                 )
         refused = without_gradient(found, differentiate)
+        refuse_overlaps(found, held.traced.values(), refused)
         self.__dict__["returned"] = (
             out_spec,
             {place: value for place, value in enumerate(found) if not is_tensor(value)},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .joint import TraceError
+
 _DIFFERENTIATE = ("loss", "all")
 
 
@@ -18,6 +20,41 @@ def without_gradient(found, differentiate) -> tuple[int, ...]:
     places = [place for place, value in enumerate(found) if isinstance(value, torch.Tensor) and value.requires_grad]
     scalars = [place for place in places if found[place].dim() == 0]
     return tuple(p for p in places if p not in scalars) if differentiate == "loss" and len(scalars) == 1 else ()
+
+
+def refuse_overlaps(found, inputs, without=()) -> None:
+    """Torch would add up the gradient of an output that overlaps itself in memory twice.
+
+    Args:
+        found: what the model returns; `without`: places in it that get no gradient.
+        inputs: of the model; autograd itself makes views of these, and of what is returned too.
+    """
+    storages, given = [_storage(value) for value in found], {_storage(value) for value in inputs}
+    for place, (value, storage) in enumerate(zip(found, storages)):
+        if storage is None or place in without or storage in given or storages.count(storage) > 1:
+            continue
+        if value.requires_grad and _overlaps(value):
+            raise TraceError(
+                f"output {place} of the model, of shape {tuple(value.shape)} and strides {value.stride()}, overlaps "
+                "itself in memory, as after unfold or as_strided: torch gives wrong gradients for such an output of a "
+                "captured step. Return output.clone()."
+            )
+
+
+def _storage(value) -> int | None:
+    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return value.untyped_storage()._cdata if is_dense else None
+
+
+def _overlaps(value) -> bool:
+    """Whether elements lie in one another's place, other than by ``expand``."""
+    reach = 0
+    for stride, size in sorted(zip(value.stride(), value.shape)):
+        if stride and size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 class _NoGradient(torch.autograd.Function):

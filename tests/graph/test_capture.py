@@ -235,3 +235,42 @@ def test_only_modules_are_captured():
     for value in (torch.sin, None, nn.Linear):
         with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
             ackpt.compile(value, torch.ones(2))
+
+
+def test_an_output_that_overlaps_itself_is_refused():
+    model = Model(lambda self, x: self.first(x).unfold(-1, 2, 1))
+    with pytest.raises(TraceError, match=r"output 0 .* strides .* overlaps itself .*Return output.clone\(\)"):
+        trace(model, torch.ones(3, 4))
+
+
+def returned_with_its_base(self, x):
+    hidden = self.first(x).sum(0)
+    return hidden.unfold(-1, 2, 1), hidden
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda self, x: (self.first(x).unfold(-1, 2, 1).clone(),),
+        lambda self, x: (self.first(x).unfold(-1, 2, 2),),
+        lambda self, x: (self.first(x).sum().expand(2, 3),),
+        lambda self, x: (self.second.bias.unfold(-1, 2, 1), self.first(x)),
+        lambda self, x: (self.first(x).unfold(-1, 2, 1), self.second(x).sum()),  # only the loss has a gradient
+        returned_with_its_base,
+    ],
+    ids=["cloned", "side by side", "expanded", "of a parameter", "beside the loss", "with its base"],
+)
+def test_other_views_are_returned_with_their_gradients(function):
+    def total(outputs):
+        outputs = outputs if outputs[-1].dim() else outputs[-1:]
+        return sum((output * torch.linspace(1, 2, output.numel()).view(output.shape)).sum() for output in outputs)
+
+    def gradients(call, model):
+        total(call(torch.linspace(0, 1, 12).view(3, 4))).backward()
+        return [p.grad for p in model.parameters()]
+
+    model = Model(function)
+    other = copy.deepcopy(model)
+    expected = gradients(model, model)
+    found = gradients(ackpt.compile(other, torch.ones(3, 4), policy="full"), other)
+    assert all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(expected, found))
