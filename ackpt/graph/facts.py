@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 
+from .gradients import in_memory
 from .joint import BACKWARD, FORWARD, JointGraph
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
@@ -39,9 +40,20 @@ class Facts:
         self.bytes = [storage.bytes for storage in graph.storages]
 
     @cached_property
+    def restrided(self) -> set[int]:
+        """Tangents that torch makes: its copies of gradients that cannot come with the strides of their outputs."""
+        values = {place: self.fx[place].meta["val"] for place in self.tangents}
+        return {place for place, value in values.items() if value.numel() and in_memory(value) is None}
+
+    @cached_property
+    def incoming_bytes(self) -> int:
+        """Of the gradients that torch copies; the caller holds them to the end of the step."""
+        return sum(value.numel() * value.element_size() for value in (self.fx[p].meta["val"] for p in self.restrided))
+
+    @cached_property
     def held(self) -> set[int]:
         """Storages that live to the end of the step once they exist: outputs, tangents and returned gradients."""
-        places = [*self.outputs, *self.bw_outputs, *self.tangents]
+        places = [*self.outputs, *self.bw_outputs, *(p for p in self.tangents if p not in self.restrided)]
         return {s for place in places if place is not None for s in self.graph.nodes[place].storages}
 
     @cached_property

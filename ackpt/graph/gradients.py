@@ -1,16 +1,39 @@
-"""Gradients that autograd can keep: what it would copy, the graph copies itself, where plans see it.
+"""Gradients that come in and gradients that autograd keeps, in the memory that they really have.
 
-A leaf without a gradient keeps the tensor that backward returns for it, if nobody else holds this tensor and its
-strides are the leaf's; otherwise autograd clones it. Such a clone, as large and as late as autograd's own, is put at
-the end of the backward. Source: ``torch/csrc/autograd/functions/accumulate_grad.h``, the gradient layout contract.
+Whatever an output lies in, the gradient that the caller gives for it lies in memory of its own; torch's stand-ins for
+these gradients, the tangents, lie where the outputs do. And what autograd would copy, the graph copies itself, where
+plans see it: a leaf without a gradient keeps the tensor that backward returns for it, if nobody else holds this tensor
+and its strides are the leaf's; otherwise autograd clones it. Such a clone, as large and as late as autograd's own, is
+put at the end of the backward.
+
+Source: the gradient layout contract in ``torch/csrc/autograd/functions/accumulate_grad.h``.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
+
+
+def move_tangents(module: fx.GraphModule) -> None:
+    """Give every tangent of `module`, and the views of it, a storage that holds the tangent and nothing else."""
+    moved: dict[fx.Node, list[int]] = {}
+    for node in module.graph.nodes:
+        was = _storages(node)
+        if node.op == "placeholder" and node.meta.get("partitioner_tag") == "is_backward":
+            value = node.meta["val"]
+            node.meta["val"] = value.new_empty_strided(value.shape, value.stride())
+            moved[node] = was
+        elif node.op == "call_function" and any(
+            set(was) & set(moved[source]) for source in node.all_input_nodes if source in moved
+        ):
+            with torch.no_grad():
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+                node.meta["val"] = node.target(*args, **kwargs)
+            moved[node] = was
 
 
 def own_gradients(module: fx.GraphModule) -> None:
@@ -33,9 +56,10 @@ def own_gradients(module: fx.GraphModule) -> None:
             kept.add(gradient)
     if not copied:
         return
-    held = {_storage(n) for n in (*kept, *(n for n in module.graph.nodes if not _is_backwards_own(n)))}
+    nodes = (*kept, *(node for node in module.graph.nodes if not _is_backwards_own(node)))
+    held = {storage for node in nodes for storage in _storages(node)}
     # First those whose originals die with the copy.
-    for place, leaf in sorted(copied, key=lambda copy: (_storage(gradients[copy[0]]) in held, copy[0])):
+    for place, leaf in sorted(copied, key=lambda copy: (_storages(gradients[copy[0]])[0] in held, copy[0])):
         with module.graph.inserting_before(output):
             gradients[place] = _copied(module.graph, gradients[place], leaf)
     output.args = (type(output.args[0])(gradients),)
@@ -46,9 +70,9 @@ def _is_backwards_own(gradient: fx.Node) -> bool:
     return gradient.op == "call_function" and gradient.meta.get("partitioner_tag") == "is_backward"
 
 
-def _storage(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+def _storages(node: fx.Node) -> list[int]:
+    values = tree_leaves(node.meta.get("val"))
+    return [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
 
 
 def _can_be_kept(gradient: fx.Node, leaf: fx.Node) -> bool:
@@ -56,13 +80,13 @@ def _can_be_kept(gradient: fx.Node, leaf: fx.Node) -> bool:
     found, wanted = gradient.meta["val"], leaf.meta["val"]
     if not wanted.numel():
         return True
-    if _in_memory(wanted) is None:
+    if in_memory(wanted) is None:
         return found.is_contiguous()
     strides = zip(wanted.shape, found.stride(), wanted.stride())
     return all(mine == its if size > 1 else mine != 0 for size, mine, its in strides)
 
 
-def _in_memory(value: torch.Tensor) -> list[int] | None:
+def in_memory(value: torch.Tensor) -> list[int] | None:
     """The dimensions of `value` from the outermost in memory inwards, None if its elements overlap or leave gaps."""
     order = sorted(range(value.dim()), key=value.stride, reverse=True)
     expected = 1
@@ -76,7 +100,7 @@ def _in_memory(value: torch.Tensor) -> list[int] | None:
 
 def _copied(graph: fx.Graph, gradient: fx.Node, leaf: fx.Node) -> fx.Node:
     """A copy of `gradient` with the strides of `leaf`, or contiguous if those leave gaps."""
-    order = _in_memory(leaf.meta["val"])
+    order = in_memory(leaf.meta["val"])
     along = list(range(leaf.meta["val"].dim()))
     order = along if order is None or leaf.meta["val"].is_contiguous() else order
 

@@ -100,13 +100,14 @@ def _prove(graph: JointGraph, schedule: Schedule, rewritten: Rewritten) -> None:
         inputs = values(place for place in known.placeholders if place not in known.tangents)
         own = {storage._cdata for value in inputs for storage in storages_in(value)}
         found, passed = live_after(rewritten.forward, inputs, own, 0, state)
-        # A loss can lie in memory for all elements; its gradient does not.
-        tangents = [value if value.dim() else value.clone() for value in values(known.tangents)]
+        tangents = values(known.tangents)
+        callers = [value for place, value in zip(known.tangents, tangents) if place not in known.restrided]
         passed, kept = passed[: rewritten.num_outputs], passed[rewritten.num_outputs :]
         # What the caller holds all through backward: outputs and the gradients that come in.
-        held = {s._cdata: s.nbytes() for value in (*passed, *tangents) for s in storages_in(value)}
+        held = {s._cdata: s.nbytes() for value in (*passed, *callers) for s in storages_in(value)}
         held = {key: size for key, size in held.items() if key not in own}
-        found += live_after(rewritten.backward, [*kept, *tangents], own | held.keys(), sum(held.values()), state)[0]
+        given = known.incoming_bytes + sum(held.values())
+        found += live_after(rewritten.backward, [*kept, *tangents], own | held.keys(), given, state)[0]
     if found != expected:
         at = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
         raise RewriteError(

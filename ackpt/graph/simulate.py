@@ -82,7 +82,7 @@ def peak_of(graph: JointGraph, schedule: Schedule, workspace_bytes) -> int:
             continue
         total += sum(size[s] for s in born.get(place, ())) + (state if place in replayed else 0)
         peak = max(peak, total + workspace_bytes[place])
-    total += sum(size[s] for place in known.tangents for s in graph.nodes[place].storages)
+    total += known.incoming_bytes + sum(size[s] for place in known.tangents for s in graph.nodes[place].storages)
     last = {step.id: at for at, step in enumerate(schedule.backward) if step.kind == COMPUTE and step.id in replayed}
     for at, (kind, place) in enumerate(schedule.backward):
         if kind != COMPUTE:
@@ -150,6 +150,7 @@ class Live:
             raise ScheduleError(f"storages {sorted(lost)} are to be saved, but the forward has freed them")
         self.members = {storage: {self.known.cover[storage]} for storage in saved}
         self.values = {*self.known.given, *(self.known.cover[storage] for storage in saved)}
+        self._event(self.known.incoming_bytes, _TEMPORARY, None)
         for place in self.known.tangents:
             for storage in self.graph.nodes[place].storages:
                 if storage not in self.storages:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from .capture import capture
-from .gradients import own_gradients
+from .gradients import move_tangents, own_gradients
 from .joint import BACKWARD, FORWARD, JointGraph, Node, Storage, TraceError
 from .optimizer import optimizer_bytes
 
@@ -53,6 +53,7 @@ def joint_graph(module, optimizer=None) -> JointGraph:
     """Mint the ids, in the order of execution, and derive phases and storages."""
     _without_running_statistics(module.graph)
     _require_dense(module.graph.nodes)
+    move_tangents(module)
     own_gradients(module)
     ordered = _in_order(module)
     for place, node in enumerate(ordered):
@@ -84,9 +85,6 @@ def joint_graph(module, optimizer=None) -> JointGraph:
         for place, node in enumerate(ordered)
     ]
     sizes = {keys[storage._cdata]: storage.nbytes() for node in ordered for storage in _storages(node)}
-    for node in ordered:  # a loss can lie in memory for all elements; its gradient does not
-        if node.op == "placeholder" and _phase(node) == BACKWARD and not node.meta["val"].dim():
-            sizes.update({keys[storage._cdata]: node.meta["val"].element_size() for storage in _storages(node)})
     storages = _with_accesses(nodes, sizes, ordered, returned, gradients)
     graph = JointGraph(module, nodes, storages, returned, gradients)
     if optimizer is not None:
