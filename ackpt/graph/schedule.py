@@ -105,8 +105,13 @@ def recomputed(graph: JointGraph, schedule: Schedule) -> list[int]:
 
 def missing(known: Facts, place: int, live) -> list[int]:
     """`place` and what has to run before it, in order, when the values in `live` are at hand."""
+    return missing_for(known, [place], live)
+
+
+def missing_for(known: Facts, places, live) -> list[int]:
+    """`places` and what has to run before them, in order, when the values in `live` are at hand."""
     found = set()
-    todo = [place]
+    todo = list(places)
     while todo:
         node = todo.pop()
         if node in live or node in found:

@@ -17,9 +17,9 @@ from ..graph.joint import JointGraph
 from ..graph.schedule import Schedule, everything, lower, missing, recomputed, scheduled
 from ..graph.simulate import peak_of
 from .blocks import Chain, chain
-from .chain import BACKWARD, ChainTable, Stage
+from .chain import BACKWARD, ChainTable
 from .full import segmentations
-from .options import Local
+from .levels import stages
 
 _BYTES = 10  # cost of a byte that is read or written, in FLOPs: a processor that is neither fast nor slow at memory
 
@@ -88,7 +88,7 @@ def added_cost(graph: JointGraph, found: Schedule, cost) -> float:
 def _chain_schedules(graph: JointGraph, profile, cost, memory_bytes: int) -> list[Schedule]:
     known = facts(graph)
     found = chain(graph)
-    table = ChainTable(_stages(known, found, cost, profile.workspace_bytes), memory_bytes)
+    table = ChainTable(stages(known, found, cost, profile.workspace_bytes), memory_bytes)
     schedules = []
     previous = None
     for slot in range(table.slots, -1, -1):
@@ -99,22 +99,6 @@ def _chain_schedules(graph: JointGraph, profile, cost, memory_bytes: int) -> lis
             schedules.append(_lowered(known, found, operations))
         previous = operations
     return schedules
-
-
-def _stages(known: Facts, found: Chain, cost, workspace) -> list[Stage]:
-    stages = []
-    for block in found.blocks:
-        local = Local(known, block, found.pinned, cost, workspace)
-        stages.append(
-            Stage(
-                options=tuple(local.options()),
-                output_bytes=sum(known.bytes[s] for s in block.output),
-                forward_cost=local.forward_cost,
-                incoming_bytes=local.incoming_bytes,
-                left_bytes=local.left_bytes,
-            )
-        )
-    return stages
 
 
 def _lowered(known: Facts, found: Chain, operations) -> Schedule:
@@ -134,10 +118,7 @@ def _lowered(known: Facts, found: Chain, operations) -> Schedule:
                 done.append(place)
             live -= {known.cover[s] for unit in (*block.units, block.output) for s in unit}
             continue
-        kept = set(blocks[operation.last].output)
-        if operation.option is not None:
-            kept |= operation.option.saved
-        covers = {known.cover[s] for s in kept}
+        covers = {known.cover[s] for s in operation.kept | blocks[operation.last].output}
         if not operation.is_first:
             here = set(live)
             for cover in sorted(covers):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..graph.facts import Facts
 from ..graph.joint import BACKWARD, FORWARD
-from ..graph.schedule import missing
+from ..graph.schedule import missing, missing_for
 from .blocks import Block
 
 
@@ -96,12 +96,11 @@ class Local:
                     total -= known.bytes[storage]
         return peak
 
-    @property
-    def forward_cost(self) -> float:
-        """Of running the forward again as far as the next block needs it."""
-        targets = {self.known.cover[s] for s in self.block.output}
-        found = {node for target in targets for node in missing(self.known, target, self.given)}
-        return sum(self.costs[node] for node in found)
+    def run_cost(self, kept: frozenset[int], wanted: frozenset[int]) -> float:
+        """Of running the forward again as far as the output and `wanted` need it, `kept` being there."""
+        live = self.given | {self.known.cover[s] for s in kept}
+        targets = [self.known.cover[s] for s in self.block.output | wanted]
+        return sum(self.costs[node] for node in missing_for(self.known, targets, live))
 
     @property
     def incoming_bytes(self) -> int:
