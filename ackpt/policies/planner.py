@@ -16,7 +16,16 @@ from ..graph.simulate import Simulation, simulate
 from ..meter import memory_format
 
 # policy -> the module whose `schedule(graph, profile, limit_bytes, **options)` decides
-POLICIES = {"none": "none", "full": "full", "manual": "manual", "auto": "auto"}
+POLICIES = {
+    "none": "none",
+    "full": "full",
+    "manual": "manual",
+    "auto": "auto",
+    "chen-sqrt": "chen_sqrt",
+    "chen-log": "chen_log",
+    "revolve": "revolve_chain",
+    "rotor": "rotor_chain",
+}
 
 
 def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, **options) -> Plan:
@@ -28,7 +37,10 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
             or a string such as ``"6GiB"``, bytes of the whole peak: parameters, buffers, inputs, optimizer state and
             everything the step allocates.
         policy: ``"auto"`` recomputes least within the budget, ``"none"`` saves what backward needs, ``"full"`` keeps
-            one tensor between two blocks, ``"manual"`` takes ``fates={name of a node: "saved" | "recomputed"}``.
+            one tensor between two blocks, ``"manual"`` takes ``fates={name of a node: "saved" | "recomputed"}``. After
+            their sources, on the chain of blocks between single tensors: ``"chen-sqrt"`` cuts it into segments,
+            ``"chen-log"`` into halves of halves, ``"revolve"`` by binomials, ``"rotor"`` by dynamic programming. Each
+            takes the cheapest of its schedules that the simulator finds within the budget.
         profile: costs per node, from `ackpt.profile`. If not given, FLOPs are counted, and for real tensors on the
             CPU what every operation takes within itself is measured, by running each different operation once.
         options: of the policy.
