@@ -1,7 +1,8 @@
 """Operations on tensors without data, as torch's CPU kernels do them: where torch's own rules say something else.
 
-Given half-precision values and float32 weights, the norms of the CPU keep their statistics in float32, and some losses
-leave their scalar in memory for all elements; the rules for tensors without data know neither.
+Given half-precision values and float32 weights, the norms of the CPU keep their statistics in float32, batch norm's
+backward makes no gradient that nobody needs, and some losses leave their scalar in memory for all elements; the rules
+for tensors without data know none of this.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import contextlib
 import torch
 from torch._decomp import meta_table
 from torch._subclasses import fake_impls
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 
@@ -88,12 +91,26 @@ def _group_norm_backward(results, gradient, x, *rest):
     return None if results[0] is None else results[0].to(x.dtype), *results[1:]
 
 
+def _batch_norm_backward(results, gradient, x, *rest):
+    """The kernel makes no gradient of an input that needs none."""
+    *_, mask = rest
+    return results[0] if mask[0] else None, *results[1:]
+
+
 def _loss(result, x, target, *rest):
     """The kernel reduces in the memory of the loss per element, and the result stays in it."""
     if result.dim() or not all(torch.broadcast_shapes(x.shape, target.shape)):
         return result
     size = torch.broadcast_shapes(x.shape, target.shape)
     return torch.empty(size, dtype=result.dtype, device=result.device).resize_(())
+
+
+def _rnn_layer(results, x, *rest):
+    """What oneDNN keeps for its backward has a size that only oneDNN knows: one layer is run."""
+    with _disable_current_modes(), torch.no_grad():
+        real = tree_map_only(torch.Tensor, lambda like: torch.zeros(like.shape, dtype=like.dtype), (x, *rest))
+        size = aten.mkldnn_rnn_layer.default(*real)[-1].numel()
+    return *results[:-1], results[-1].new_empty(size)
 
 
 _OURS = {
@@ -106,7 +123,9 @@ _OURS = {
     aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm),
     aten._native_batch_norm_legit.no_stats: _corrected(_group_norm),
     aten._native_batch_norm_legit_no_training.default: _corrected(_batch_norm_in_eval),
+    aten.native_batch_norm_backward.default: _corrected(_batch_norm_backward),
     aten.native_group_norm_backward.default: _corrected(_group_norm_backward),
+    aten.mkldnn_rnn_layer.default: _corrected(_rnn_layer),
 }
 # Without a rule in the second, torch may take an operation apart before it looks into the first.
 _TABLES = fake_impls.op_implementations_dict, meta_table

@@ -30,6 +30,10 @@ def copy_of_slice():
     return [aten.copy.default(base[1:], torch.ones(11))]
 
 
+def batch_norm_backward(d, p, mask):
+    return aten.native_batch_norm_backward(x(d), x(d), w(p), None, None, w(p), w(p), True, 1e-5, mask)
+
+
 CASES = {
     "layer norm": lambda d, p: aten.native_layer_norm(x(d), (5,), w(p, 5), w(p, 5), 1e-5),
     "group norm": lambda d, p: aten.native_group_norm(x(d), w(p), w(p), 3, 4, 5, 2, 1e-5),
@@ -41,12 +45,14 @@ CASES = {
     "group norm backward": lambda d, p: aten.native_group_norm_backward(
         x(d), x(d), torch.ones(3, 2, dtype=p), torch.ones(3, 2, dtype=p), w(p), 3, 4, 5, 2, [True, True, True]
     ),
+    "batch norm backward": lambda d, p: batch_norm_backward(d, p, [True, True, True]),
+    "batch norm backward, no gradient of the input": lambda d, p: batch_norm_backward(d, p, [False, True, True]),
     "copy of a slice": lambda d, p: copy_of_slice(),
 }
 
 
 def described(results):
-    return [(r.dtype, tuple(r.shape), r.untyped_storage().nbytes()) for r in results]
+    return [None if r is None else (r.dtype, tuple(r.shape), r.untyped_storage().nbytes()) for r in results]
 
 
 @pytest.mark.parametrize("dtypes", [(HALF, FULL), (HALF, HALF), (FULL, FULL)], ids=str)
