@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from .attributes import attributes, plain
 from .capture import Capture, capture, given_places, is_tensor
 from .joint import JointGraph, TraceError
-from .outputs import differentiable_once
+from .outputs import depends_on, differentiable_once, leave_undefined
 from .rewrite import boxed, rewrite
 from .trace import joint_graph
 
@@ -102,7 +102,6 @@ class _Planned:
     def __call__(self, args, kwargs):
         run, captured = self.captured_for(args, kwargs)
         outputs = run(*captured.inputs(self.model, tree_flatten((args, kwargs))[0]))
-        differentiable_once(outputs)
         return captured.outputs(outputs)
 
     def keeps_gradients(self, args, kwargs) -> bool:
@@ -138,12 +137,20 @@ class _Planned:
             graph = joint_graph(captured.joint.graph_module, self.optimizer)
             plan = self.planner(graph)
             captured.joint._aot_state.fw_metadata.bw_donated_idxs = []  # backward may run again (retain_graph)
-            run = aot_compile_joint_with_descriptors(
+            compiled = aot_compile_joint_with_descriptors(
                 captured.joint,
                 partition_fn=partitioner(graph, plan.schedule),
                 fw_compiler=run_boxed,
                 bw_compiler=run_boxed,
             )
+        depends = depends_on(graph)
+
+        def run(*inputs):
+            outputs = compiled(*inputs)
+            differentiable_once(outputs)
+            leave_undefined(outputs, depends)
+            return outputs
+
         return run, captured, plan
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .joint import TraceError
+from .facts import facts
+from .joint import JointGraph, TraceError
 
 _DIFFERENTIATE = ("loss", "all")
+_ALWAYS = -1  # stands for an output that backward always reaches
 
 
 def check_differentiate(differentiate) -> str:
@@ -77,13 +79,46 @@ def no_gradient(value):
     return _NoGradient.apply(value.requires_grad_())
 
 
+def depends_on(graph: JointGraph) -> tuple[frozenset[int] | None, ...]:
+    """For every input of the step, the outputs whose gradients its own is computed from; None if it has none."""
+    known = facts(graph)
+    found: dict[int, frozenset[int]] = {}
+    for node in graph.nodes:
+        # What is no output of its own, such as the memory that several outputs are views of, has a gradient always.
+        own = getattr(getattr(known.fx[node.id].meta.get("desc"), "output", None), "idx", _ALWAYS)
+        found[node.id] = frozenset({own} if node.id in known.tangents else ()).union(*(found[i] for i in node.inputs))
+    return tuple(None if place is None else found[place] for place in known.bw_outputs)
+
+
+def leave_undefined(outputs, depends) -> None:
+    """Give no gradient where eager gives none: to what only depends on outputs that backward does not reach.
+
+    Torch hands the step's backward zeros for those, and parameters would be given zeros, which an optimizer's weight
+    decay or momentum does not leave alone. ``outputs``: what the step returns; ``depends``: from `depends_on`.
+    """
+    everything = frozenset().union(*filter(None, depends))
+    node = _node_of(outputs)
+    if node is None or all(needs is None or needs == everything for needs in depends):
+        return
+    numbers = {v.output_nr: at for at, v in enumerate(outputs) if isinstance(v, torch.Tensor) and v.grad_fn is node}
+
+    def undefined(gradients, incoming):
+        reached = {_ALWAYS, *(at for number, at in numbers.items() if incoming[number] is not None)}
+        return tuple(g if needs is None or needs & reached else None for g, needs in zip(gradients, depends))
+
+    node.register_hook(undefined)
+
+
 def differentiable_once(outputs) -> None:
     """Refuse ``create_graph=True`` for the step that has returned the tensors `outputs`, where it is asked for."""
-    for value in outputs:
-        node = value.grad_fn if isinstance(value, torch.Tensor) else None
-        if node is not None and type(node).__name__ == "CompiledFunctionBackward":
-            node.register_prehook(_refuse_create_graph)
-            return  # the step is one node of autograd's graph
+    if (node := _node_of(outputs)) is not None:
+        node.register_prehook(_refuse_create_graph)
+
+
+def _node_of(outputs):
+    """The step is one node of autograd's graph."""
+    nodes = (value.grad_fn for value in outputs if isinstance(value, torch.Tensor))
+    return next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
 
 
 def _refuse_create_graph(gradients) -> None:

@@ -23,7 +23,14 @@ from ..graph import casts
 from ..graph.compile import partitioner, run_boxed
 from ..graph.eager import like_eager
 from ..graph.joint import TraceError
-from ..graph.outputs import check_differentiate, differentiable_once, no_gradient, without_gradient
+from ..graph.outputs import (
+    check_differentiate,
+    depends_on,
+    differentiable_once,
+    leave_undefined,
+    no_gradient,
+    without_gradient,
+)
 from ..graph.trace import joint_graph
 from .planner import plan
 
@@ -82,6 +89,7 @@ def backend(gm: fx.GraphModule, example_inputs, options=None):
     def call(*args):
         outputs = list(run(*args))
         differentiable_once(outputs)
+        leave_undefined(outputs, partition.depends)
         for place in refused:
             outputs[place] = no_gradient(outputs[place])
         return outputs
@@ -96,6 +104,7 @@ class _Partition(CustomPartitionerFn):
         self.options = options
         self.inductor = inductor
         self.kinds = {}
+        self.depends: tuple[frozenset[int] | None, ...] = ()
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         for index, node in enumerate(placeholders):
             value = node.meta.get("example_value")
@@ -117,6 +126,7 @@ class _Partition(CustomPartitionerFn):
                 again.propagate_dont_convert_inputs(*_flat(joint_inputs))
         graph = joint_graph(joint)
         graph.replays_random = not self.inductor
+        self.depends = depends_on(graph)
         options = dict(self.options)
         on_plan = options.pop("on_plan", None)
         made = plan(graph, options.pop("budget", None), options.pop("policy", "auto"), **options)
