@@ -7,13 +7,14 @@ by category. The CPU's allocator events come from ``meter_cpu``, the caching all
 
 from __future__ import annotations
 
-import contextlib
+import warnings
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
 
 from . import meter_cpu, meter_cuda
+from .flops import UncountedFlops, count_flops
 from .resident import Resident
 from .timeline import CATEGORIES, MeterError, Timeline
 
@@ -65,7 +66,7 @@ class Measurement:
     ``resident_bytes``: parameters, buffers, inputs, optimizer state. ``dynamic_peak_bytes``: everything else at its
     highest; gradients count here also when they exist before the step. ``allocator`` holds what only CUDA knows,
     requested and reserved bytes at their peaks, and, where tensors were offloaded, the store's peak. ``seconds`` and
-    ``flops`` are ``None`` where they were not measured.
+    ``flops`` are ``None`` where they were not measured, ``flops`` also where they cannot be counted.
     """
 
     device: str
@@ -109,7 +110,8 @@ def measure(step_fn, device=None, *, resident=(), warmup=1, repeats=3) -> Measur
         device: ``"cpu"`` or ``"cuda"``; by default that of the resident tensors.
         resident: modules, optimizers and tensors whose bytes are there all the time. Bytes of shared storages count
             once. Gradients of resident parameters are followed by their ``.grad``.
-        warmup: steps before, so that optimizer state exists (or, with 0, does not). The first one counts the FLOPs.
+        warmup: steps before, so that optimizer state exists (or, with 0, does not). The first one counts the FLOPs,
+            by `count_flops`; where that cannot, a warning says why.
         repeats: timed steps; with 0 there are no seconds.
 
     Returns:
@@ -135,12 +137,16 @@ def measure(step_fn, device=None, *, resident=(), warmup=1, repeats=3) -> Measur
     owned = Resident(resident)
     device = _device(device, owned)
     backend = _backend(device)
-    flops: list[int] = []
+    flops = None
 
     def warm_up():
+        nonlocal flops
         for index in range(warmup):
             if index == 0:
-                flops.append(count_flops(step_fn))
+                try:
+                    flops = count_flops(step_fn)
+                except UncountedFlops as error:
+                    warnings.warn(str(error), stacklevel=4)
             else:
                 step_fn()
 
@@ -153,7 +159,7 @@ def measure(step_fn, device=None, *, resident=(), warmup=1, repeats=3) -> Measur
         peak_bytes,
         allocator=allocator,
         seconds=Seconds.of(samples) if samples else None,
-        flops=flops[0] if flops else None,
+        flops=flops,
     )
 
 
@@ -167,43 +173,6 @@ def assemble(device, timeline, held, peak_bytes=None, **rest) -> Measurement:
     else:  # the allocator's own figure, which knows more than the timeline does
         categories["other"] = peak_bytes - sum(categories.values())
     return Measurement(device, resident_bytes, peak_bytes - resident_bytes, categories, timeline, **rest)
-
-
-def count_flops(step_fn) -> int:
-    """FLOPs of the matrix products, convolutions and attentions of one call of `step_fn` (a multiply-add is 2).
-
-    The rules are those of ``torch.utils.flop_counter``, to which CPU flash attention is added; causal attention
-    counts as full. A recompute counts again.
-
-    Example:
-        >>> import torch, ackpt
-        >>> ackpt.count_flops(lambda: torch.ones(2, 3) @ torch.ones(3, 4))
-        48
-    """
-    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-
-    def forward(query, key, value, *args, out_shape=None, **kwargs):
-        return sdpa_flop_count(query, key, value)
-
-    def backward(grad, query, key, value, *args, out_shape=None, **kwargs):
-        return sdpa_backward_flop_count(grad, query, key, value)
-
-    aten = torch.ops.aten
-    extra = {
-        aten._scaled_dot_product_flash_attention_for_cpu: forward,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
-    }
-    counter = FlopCounterMode(display=False, custom_mapping=extra)
-    counter.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue]
-    with counter:
-        step_fn()
-    return counter.get_total_flops()
-
-
-class _NoModules(contextlib.nullcontext):
-    """In place of the counter's tracker of modules, whose hooks fail in the backward of a checkpointed region."""
-
-    parents = ("Global",)
 
 
 @dataclass(frozen=True)

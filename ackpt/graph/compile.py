@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from .attributes import attributes, plain
@@ -133,7 +134,8 @@ class _Planned:
         )
 
     def _capture(self, args, kwargs):
-        with capture(self.model, args, kwargs, self.differentiate) as captured:
+        # What captures and plans is no part of the step: a mode that watches the step sees nothing of it.
+        with _disable_current_modes(), capture(self.model, args, kwargs, self.differentiate) as captured:
             graph = joint_graph(captured.joint.graph_module, self.optimizer)
             plan = self.planner(graph)
             captured.joint._aot_state.fw_metadata.bw_donated_idxs = []  # backward may run again (retain_graph)

@@ -7,26 +7,11 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ..flops import formula
 from ..timeline import MeterError
 
 aten = torch.ops.aten
-
-
-def _flash_attention(query, key, value, *args, out_val=None, **kwargs) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-def _flash_attention_backward(grad, query, key, value, *args, out_val=None, **kwargs) -> int:
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
-
-
-# Torch's counter does not know the CPU's flash attention; `ackpt.count_flops` adds the same.
-_FORMULAS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_attention_backward,
-}
 
 
 def _elements(tensor) -> int:
@@ -67,23 +52,23 @@ def allocates(node: torch.fx.Node) -> bool:
 
 
 def flops(node: torch.fx.Node, args, kwargs, result) -> int:
-    """FLOPs of one operation by torch's own formulas; 0 for what these do not count, such as elementwise operations.
+    """FLOPs of one operation, as `ackpt.count_flops` counts; 0 where it counts nothing: elementwise operations, views.
 
     Args:
         node: the operation.
         args, kwargs, result: its arguments and result, real or without data.
 
     Raises:
-        MeterError: if torch's formula fails.
+        MeterError: if the formula fails.
     """
     target: Any = getattr(node.target, "overloadpacket", node.target)
-    formula = _FORMULAS.get(target) or flop_registry.get(target)
-    if formula is None:
+    count = formula(target)
+    if count is None:
         return 0
     try:
-        return int(formula(*args, **kwargs, out_val=result))
+        return int(count(*args, **kwargs, out_val=result))
     except Exception as error:  # whatever it raises, a wrong number must not stand in for it
-        raise MeterError(f"torch's FLOP formula for {node.target} fails on {node.name}: {error!r}") from error
+        raise MeterError(f"the FLOP formula for {node.target} fails on {node.name}: {error!r}") from error
 
 
 def traffic(node: torch.fx.Node, args, kwargs, result) -> tuple[int, int]:

@@ -1,0 +1,137 @@
+"""How many FLOPs does an operation compute, how many a step?
+
+The rules are those of ``torch.utils.flop_counter``, to which some kernels of attention are added that not every
+version of torch counts. What is compiled is counted as it runs: operation by operation, where its compiler leaves
+operations to count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from unittest import mock
+
+import torch
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    _FlopCounterMode,  # pyright: ignore[reportPrivateUsage]
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from .timeline import MeterError
+
+__all__ = ["UncountedFlops", "count_flops", "formula"]
+
+_INDUCTOR = "torch._inductor.output_code"
+
+
+class UncountedFlops(MeterError):
+    """A step ran code whose FLOPs cannot be counted; the message says which, and what can be counted instead."""
+
+
+def formula(operator):
+    """The FLOP formula of an operator such as ``torch.ops.aten.mm``, called with its arguments and ``out_val=result``.
+
+    None where there is none: for elementwise operations, views, copies and the like, which are not counted.
+    """
+    return flop_registry.get(operator) or _MORE.get(str(operator))
+
+
+def _attention(query, key, value, *args, out_val=None, **kwargs) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(grad, query, key, value, *args, out_val=None, **kwargs) -> int:
+    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+
+
+# By name, since `varlen_attn` exists only once its module is imported, often by the step itself. Torch counts the CPU's
+# attention from 2.15 on, `varlen_attn` from 2.13 on; it takes the arguments of flash attention.
+_MORE = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "torch_attn._varlen_attn": flop_registry[torch.ops.aten._flash_attention_forward],
+    "torch_attn._varlen_attn_backward": flop_registry[torch.ops.aten._flash_attention_backward],
+}
+
+
+def count_flops(step_fn) -> int:
+    """FLOPs of the matrix products, convolutions and attentions of one call of `step_fn` (a multiply-add is 2).
+
+    The rules are those of ``torch.utils.flop_counter``, to which CPU flash attention is added; causal attention
+    counts as full. A recompute counts again. What ``torch.compile`` or `ackpt.compile` made is counted as it runs.
+
+    Raises:
+        UncountedFlops: after the step, if part of it ran as code that Inductor generated, whose products and
+            attentions need not be operations of torch any more.
+
+    Example:
+        >>> import torch, ackpt
+        >>> ackpt.count_flops(lambda: torch.ones(2, 3) @ torch.ones(3, 4))
+        48
+    """
+    counter = _Counter()
+    with _Mode(counter), _inductor_runs() as runs:
+        step_fn()
+    if runs:
+        raise UncountedFlops(
+            f"FLOPs cannot be counted: the step ran code that Inductor generated ({len(runs)} times). Count those of "
+            'the model before torch.compile, or compile it with a backend that runs operations, such as "aot_eager" '
+            'or "ackpt"'
+        )
+    return counter.get_total_flops()
+
+
+class _Counter(FlopCounterMode):
+    """What `_Mode` counts into."""
+
+    def __init__(self):
+        super().__init__(display=False)
+        self.flop_registry = _Formulas()
+        # Instead of a tracker of modules, whose hooks fail in the backward of a checkpointed region.
+        self.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _NoModules:
+    parents = ("Global",)
+
+
+class _Formulas(dict):
+    """Looks formulas up when an operation runs, so that those count which a library adds in the step."""
+
+    def __contains__(self, operator):
+        return formula(operator) is not None
+
+    def __getitem__(self, operator):
+        return formula(operator)
+
+
+class _Mode(_FlopCounterMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo compiles, and runs what it compiled, as it does without this mode.
+
+        For other modes it runs the model itself instead, before torch 2.15 also when the mode is over.
+        """
+        return True
+
+
+@contextlib.contextmanager
+def _inductor_runs():
+    """A list that grows with every run of a graph which Inductor compiled."""
+    runs: list[None] = []
+    if _INDUCTOR not in sys.modules:  # torch.compile imports it
+        yield runs
+        return
+    from torch._inductor.output_code import CompiledFxGraph
+
+    call = CompiledFxGraph.__call__
+
+    def noting(self, inputs):
+        runs.append(None)
+        return call(self, inputs)
+
+    with mock.patch.object(CompiledFxGraph, "__call__", noting):
+        yield runs
