@@ -11,7 +11,8 @@ from __future__ import annotations
 from ..graph.joint import JointGraph
 from ..graph.schedule import Schedule
 from .blocks import Chain
-from .on_chain import Walk, cheapest, steps
+from .front import cheapest
+from .on_chain import Walk, steps
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:

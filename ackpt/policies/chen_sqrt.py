@@ -12,8 +12,9 @@ from __future__ import annotations
 from ..graph.joint import JointGraph
 from ..graph.schedule import Schedule, everything, lower
 from . import chen
+from .front import cheapest
 from .full import segmentations
-from .on_chain import cheapest, steps
+from .on_chain import steps
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:

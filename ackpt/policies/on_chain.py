@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 from ..graph.facts import facts
 from ..graph.joint import JointGraph
 from ..graph.schedule import Schedule, everything, missing, scheduled
-from ..graph.simulate import peak_of
-from .auto import added_cost, costs
 from .blocks import Chain, cut_at, inner_cuts
 
 
@@ -76,40 +71,3 @@ class Walk:
         for node in missing(self.known, place, at_hand):
             self.order.append(node)
             at_hand.add(node)
-
-
-class Point(NamedTuple):
-    """A schedule with the cost of what it runs again and its simulated dynamic peak."""
-
-    cost: float
-    peak_bytes: int
-    schedule: Schedule
-
-
-def cheapest(graph: JointGraph, profile, limit_bytes: int | None, candidates: Callable) -> Schedule:
-    """The schedule that recomputes least within the limit; if none fits, that of the lowest peak.
-
-    One of ``candidates(graph, profile)``, or the plain step.
-    """
-    points = front(graph, profile, candidates)
-    fitting = (point for point in points if limit_bytes is None or point.peak_bytes <= limit_bytes)
-    return next(fitting, points[-1]).schedule
-
-
-def front(graph: JointGraph, profile, candidates: Callable) -> list[Point]:
-    """From the least cost to the lowest peak, those that no other beats in both. Computed once for a profile."""
-    known: list = graph.__dict__.setdefault("_fronts_on_chain", [])
-    for made_by, made_for, points in known:
-        if made_by is candidates and made_for == profile:
-            return points
-    cost = costs(graph, profile)
-    points = []
-    for schedule in {(c.forward, c.backward): c for c in (everything(graph), *candidates(graph, profile))}.values():
-        peak = peak_of(graph, schedule, profile.workspace_bytes)
-        points.append(Point(added_cost(graph, schedule, cost), peak, schedule))
-    kept: list[Point] = []
-    for point in sorted(points, key=lambda point: point[:2]):
-        if not kept or point.peak_bytes < kept[-1].peak_bytes:
-            kept.append(point)
-    known.append((candidates, profile, kept))
-    return kept

@@ -25,6 +25,7 @@ POLICIES = {
     "chen-log": "chen_log",
     "revolve": "revolve_chain",
     "rotor": "rotor_chain",
+    "min-cut": "min_cut",
 }
 
 
@@ -39,8 +40,9 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
         policy: ``"auto"`` recomputes least within the budget, ``"none"`` saves what backward needs, ``"full"`` keeps
             one tensor between two blocks, ``"manual"`` takes ``fates={name of a node: "saved" | "recomputed"}``. After
             their sources, on the chain of blocks between single tensors: ``"chen-sqrt"`` cuts it into segments,
-            ``"chen-log"`` into halves of halves, ``"revolve"`` by binomials, ``"rotor"`` by dynamic programming. Each
-            takes the cheapest of its schedules that the simulator finds within the budget.
+            ``"chen-log"`` into halves of halves, ``"revolve"`` by binomials, ``"rotor"`` by dynamic programming. On
+            any graph: ``"min-cut"`` saves what PyTorch's partitioner would, see `ackpt.policies.min_cut` for its
+            options. Each takes the cheapest of its schedules that the simulator finds within the budget.
         profile: costs per node, from `ackpt.profile`. If not given, FLOPs are counted, and for real tensors on the
             CPU what every operation takes within itself is measured, by running each different operation once.
         options: of the policy.

@@ -13,7 +13,8 @@ from ..graph.joint import JointGraph
 from ..graph.schedule import Schedule
 from . import revolve
 from .blocks import Chain
-from .on_chain import Walk, cheapest, steps
+from .front import cheapest
+from .on_chain import Walk, steps
 
 _RUNS, _ALL = 16, 64
 

@@ -18,7 +18,8 @@ from ..graph.schedule import Schedule
 from . import chen_log, chen_sqrt, revolve_chain, rotor
 from .auto import costs
 from .blocks import Chain
-from .on_chain import Walk, cheapest, steps
+from .front import cheapest
+from .on_chain import Walk, steps
 from .options import Local
 
 _SLOTS, _STAGES = 500, 120
