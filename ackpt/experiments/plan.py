@@ -15,6 +15,7 @@ import torch
 import ackpt
 from ackpt.graph import JointGraph, Plan, Profile, simulate
 from ackpt.graph.devices import Device, device
+from ackpt.graph.optimizer import optimizer_bytes
 from ackpt.policies import POLICIES
 from ackpt.resident import rounded
 
@@ -105,14 +106,15 @@ def run_plan(config: PlanConfig) -> Planned:
 def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
     """The graph of the step, as `where` would run it; sizes as its allocator hands them out."""
     kind = OPTIMIZERS[config.optimizer]
-    # On a GPU torch's optimizers work on all parameters at once unless told otherwise.
-    optimizer = None if kind is None else kind(step.model.parameters(), foreach=where is not None)
+    optimizer = None if kind is None else kind(step.model.parameters())
     choices = contextlib.nullcontext() if where is None else CapturedCudaChoices("bfloat16" in where.flops_per_second)
     with autocast("cpu", config.autocast), choices:
-        graph = ackpt.trace(step.model, optimizer=optimizer, **step.inputs)
+        graph = ackpt.trace(step.model, optimizer=optimizer if where is None else None, **step.inputs)
     if where is not None:
         graph.storages = tuple(dataclasses.replace(s, bytes=rounded(s.bytes, CUDA_BLOCK)) for s in graph.storages)
         graph.on_cpu = False
+        if optimizer is not None:
+            graph.optimizer_bytes, graph.optimizer_step_bytes = optimizer_bytes(optimizer, on_cpu=False)
     return graph
 
 

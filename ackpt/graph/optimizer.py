@@ -9,14 +9,23 @@ import copy
 from collections import defaultdict
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from ..predict import predict
+from ..resident import rounded
 from .joint import TraceError
 
+_CUDA_BLOCK = 512
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tuple[int, int]:
     """Bytes of the state of `optimizer` after its first step, and the most its step takes beyond gradients and state.
+
+    Args:
+        optimizer: its parameters may be real, fake or meta.
+        on_cpu: whether the step runs on the CPU. On a GPU blocks are multiples of 512 bytes, counts of steps lie in
+            host memory, and torch takes all parameters at once (``foreach``) unless the optimizer says otherwise.
 
     Raises:
         TypeError: if it is no ``torch.optim.Optimizer``.
@@ -26,22 +35,42 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     stand_in = copy.copy(optimizer)
     try:
-        with FakeTensorMode():
-            stand_in.param_groups = [
-                {**group, "params": [_without_data(parameter) for parameter in group["params"]]}
-                for group in optimizer.param_groups
-            ]
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            stand_in.param_groups = [_group_without_data(group, on_cpu) for group in optimizer.param_groups]
             stand_in.state = defaultdict(dict)
             trained = [p for group in stand_in.param_groups for p in group["params"] if p.grad is not None]
-            found = predict(stand_in.step, resident=(stand_in, *trained), device="cpu")
-    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+            found = predict(stand_in.step, resident=(stand_in, *trained), device="cpu" if on_cpu else "cuda")
+    except (RuntimeError, TypeError, AttributeError, ValueError, AssertionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TraceError(
             f"the step of {type(optimizer).__name__} cannot be followed without data: {reason}. Leave it out, and give "
             "a budget that leaves room for its state."
         ) from error
-    gradients = sum(p.grad.numel() * p.grad.element_size() for p in trained)
-    return found.categories.get("optimizer", 0), found.dynamic_peak_bytes - gradients
+    block = 1 if on_cpu else _CUDA_BLOCK
+    # Some optimizers make their state before the first step, also for what is not trained.
+    untrained = [own for parameter, own in optimizer.state.items() if not parameter.requires_grad]
+    kept = sum(rounded(t.untyped_storage().nbytes(), block) for t in tree_leaves(untrained) if _counts(t, on_cpu))
+    gradients = sum(rounded(p.grad.numel() * p.grad.element_size(), block) for p in trained)
+    state = found.categories.get("optimizer", 0) - (0 if on_cpu else _CUDA_BLOCK * _host_counts(stand_in))
+    return state + kept, found.dynamic_peak_bytes - gradients
+
+
+def _counts(value, on_cpu: bool) -> bool:
+    return isinstance(value, torch.Tensor) and (on_cpu or value.dim() > 0)
+
+
+def _host_counts(stand_in) -> int:
+    """How many counts of steps were followed as if they were on the GPU, and are in host memory."""
+    groups = [g for g in stand_in.param_groups if not any(g.get(key) for key in ("fused", "capturable"))]
+    counts = [stand_in.state[p].get("step") for group in groups for p in group["params"] if p in stand_in.state]
+    return sum(isinstance(count, FakeTensor) for count in counts)
+
+
+def _group_without_data(group, on_cpu: bool):
+    found = {**group, "params": [_without_data(parameter) for parameter in group["params"]]}
+    if not on_cpu and "foreach" in group and not any(group.get(key) for key in ("fused", "differentiable")):
+        found["foreach"] = True if group["foreach"] is None else group["foreach"]
+    return found
 
 
 def _without_data(parameter):
