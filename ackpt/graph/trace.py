@@ -88,7 +88,7 @@ def joint_graph(module, optimizer=None) -> JointGraph:
     storages = _with_accesses(nodes, sizes, ordered, returned, gradients)
     graph = JointGraph(module, nodes, storages, returned, gradients)
     if optimizer is not None:
-        graph.optimizer_bytes, graph.optimizer_step_bytes = optimizer_bytes(optimizer)
+        graph.optimizer_bytes, graph.optimizer_step_bytes = optimizer_bytes(optimizer, graph.on_cpu)
     return graph
 
 
