@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .meter import Measurement, assemble, count_flops
+from .flops import UncountedFlops, count_flops
+from .meter import Measurement, assemble
 from .meter_cpu import no_collection
 from .meter_store import store_watched
 from .predict_cuda import cuda_choices
@@ -48,7 +49,7 @@ def predict(step_fn, *, resident=(), device="cpu", warmup=1, round_to=None) -> M
 
     Raises:
         MeterError: for a device other than CPU and CUDA, for resident tensors that have data or lie on a fake GPU,
-            and for autocast on meta tensors, which it does not touch.
+            for autocast on meta tensors, which it does not touch, and for code that Inductor generated.
 
     Example:
         >>> import torch
@@ -73,7 +74,13 @@ def predict(step_fn, *, resident=(), device="cpu", warmup=1, round_to=None) -> M
         gc.collect()
         held = owned.bytes(storages.counts, round_to)
         with store_watched(storages.actions.append) as store, storages.recording(owned), no_collection():
-            flops = count_flops(step_fn)
+            try:
+                flops = count_flops(step_fn)
+            except UncountedFlops as error:
+                raise MeterError(
+                    "a step that Inductor compiled cannot be predicted: its code allocates by itself. Predict the "
+                    'model before torch.compile, or compile it with the backend "ackpt" or "aot_eager"'
+                ) from error
         after = owned.backed(storages.counts, lambda storage: storage._cdata)
     timeline = build_timeline(settled(storages.actions, storages.casts), storages.before, after)
     peaks = {"store_peak_bytes": store.peak_bytes} if store.peak_bytes else {}
@@ -132,6 +139,11 @@ class _Storages(TorchDispatchMode):
         self.casts: set[int] = set()  # places of allocations in `actions`
         self.before: dict[int, tuple[str, int]] = {}
         self._followed: dict[int, tuple[weakref.ref, int]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo compiles as it does without this mode, and what it compiled runs under it."""
+        return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

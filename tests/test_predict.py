@@ -87,6 +87,34 @@ def test_equal_to_the_byte(make):
     assert boundaries[0] == boundaries[1]
 
 
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(**options):
+    model, x, loss_of = mlp()
+    call = torch.compile(model, **options)
+    return model, x, lambda model, x: loss_of(call, x)
+
+
+def test_a_planned_step_behind_torch_compile(fresh_dynamo):
+    measured, predicted = both(lambda: compiled(backend="ackpt", options={"policy": "full"}))
+    plain, _ = both(mlp)
+    assert predicted.peak_bytes == measured.peak_bytes != plain.peak_bytes
+    assert predicted.flops == measured.flops > plain.flops
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's, at the import
+def test_code_of_inductor_is_refused(fresh_dynamo):
+    x = torch.empty(8, 4, device="meta")
+    call = torch.compile(lambda x: x @ x.t())
+    with pytest.raises(MeterError, match="a step that Inductor compiled cannot be predicted"):
+        predict(lambda: call(x), resident=(x,))
+
+
 def test_equal_to_the_byte_at_every_event_of_an_mlp():
     measured, predicted = both(mlp)
     # A measured step passes through further levels: what kernels take and give back inside.
