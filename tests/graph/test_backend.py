@@ -156,11 +156,12 @@ def test_a_gradient_is_right_or_refused(checkpointed):
         return checkpoint(Doubled.apply, x, use_reentrant=False) if checkpointed else Doubled.apply(x)
 
     call = compiled(lambda x: double(x.sin()).sum(), policy="none")
-    if torch.__version__.startswith("2.11."):
-        with pytest.raises(BackendCompilerFailed, match=r"TraceError: .*loses the gradient .* of shape \[4\]"):
-            call(x)
-    else:
+    try:
         call(x).backward()
+    except BackendCompilerFailed as error:
+        assert torch.__version__ < "2.13"
+        assert "TraceError" in str(error) and "loses the gradient" in str(error) and "shape [4]" in str(error)
+    else:
         assert torch.equal(x.grad, 3 * x.detach().cos())
 
 
