@@ -10,6 +10,8 @@ import threading
 
 import torch
 
+from .python_kernels import put
+
 _TO = torch.ops.aten.to.dtype
 _KEY = torch._C.DispatchKey.CompositeImplicitAutograd
 _DEVICES = ("cpu", "cuda")
@@ -53,7 +55,7 @@ def once(traced):
 @contextlib.contextmanager
 def kept_casts():
     """Inside, a capture heeds `start` and `stop`, and forgets casts where autocast does."""
-    clear, switch, kernel = torch.clear_autocast_cache, torch.set_autocast_enabled, _TO.py_kernels.get(_KEY)
+    clear, switch = torch.clear_autocast_cache, torch.set_autocast_enabled
     here = threading.get_ident()
 
     def noting_clear():
@@ -67,21 +69,13 @@ def kept_casts():
         switch(device, enabled)
 
     _region.update({device: torch.is_autocast_enabled(device) for device in _DEVICES})
-    _put(_to)
     torch.clear_autocast_cache, torch.set_autocast_enabled = noting_clear, noting_switch
     try:
-        yield
+        with put({(_TO, _KEY): _to}):
+            yield
     finally:
         torch.clear_autocast_cache, torch.set_autocast_enabled = clear, switch
-        _put(kernel)
         stop()
-
-
-def _put(kernel) -> None:
-    _TO.py_kernels.pop(_KEY, None)
-    if kernel is not None:
-        _TO.py_kernels[_KEY] = kernel
-    _TO._dispatch_cache.clear()
 
 
 def _to(x, dtype, *args, **kwargs):

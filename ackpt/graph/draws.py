@@ -7,10 +7,10 @@ What is filled in place becomes, captured, a new contiguous tensor; eager fills 
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
+
+from .python_kernels import put
 
 aten = torch.ops.aten
 _KEY = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -87,20 +87,6 @@ _KERNELS = {aten.dropout.default: _dropout, aten.dropout_.default: _dropout_in_p
 _KERNELS |= {operation: _in_order_of_memory(operation) for operation in _FILLS}
 
 
-@contextlib.contextmanager
 def eager_draws():
     """Inside, capturing takes random operations apart as eager does."""
-    were = {operation: operation.py_kernels.get(_KEY) for operation in _KERNELS}
-    _put(_KERNELS)
-    try:
-        yield
-    finally:
-        _put(were)
-
-
-def _put(kernels) -> None:
-    for operation, kernel in kernels.items():
-        operation.py_kernels.pop(_KEY, None)
-        if kernel is not None:
-            operation.py_kernels[_KEY] = kernel
-        operation._dispatch_cache.clear()
+    return put({(operation, _KEY): kernel for operation, kernel in _KERNELS.items()})

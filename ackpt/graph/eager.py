@@ -11,6 +11,7 @@ from torch._functorch import config as functorch_config
 from .casts import kept_casts
 from .draws import eager_draws
 from .kernels import true_results
+from .recurrent import eager_layers
 
 # Backward runs without the forward's autocast, as it does when the user calls it, and leaves what it was given alone.
 # Incoming gradients keep their strides, so that sums over them run in eager's order: the default from torch 2.13 on.
@@ -23,5 +24,5 @@ _DYNAMO = {"fake_tensor_cache_enabled": False}  # for modes that capturing makes
 def like_eager(fake_mode=None):
     """Inside, a model is captured and compiled as eager computes it; `fake_mode`: one that its inputs have already."""
     with _LOCK, functorch_config.patch(_FUNCTORCH), dynamo_config.patch(_DYNAMO):
-        with eager_draws(), kept_casts(), true_results(fake_mode):
+        with eager_draws(), eager_layers(), kept_casts(), true_results(fake_mode):
             yield

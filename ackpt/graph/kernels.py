@@ -12,8 +12,8 @@ import contextlib
 import torch
 from torch._decomp import meta_table
 from torch._subclasses import fake_impls
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+
+from .recurrent import with_kept, with_own_biases
 
 aten = torch.ops.aten
 
@@ -105,14 +105,6 @@ def _loss(result, x, target, *rest):
     return torch.empty(size, dtype=result.dtype, device=result.device).resize_(())
 
 
-def _rnn_layer(results, x, *rest):
-    """What oneDNN keeps for its backward has a size that only oneDNN knows: one layer is run."""
-    with _disable_current_modes(), torch.no_grad():
-        real = tree_map_only(torch.Tensor, lambda like: torch.zeros(like.shape, dtype=like.dtype), (x, *rest))
-        size = aten.mkldnn_rnn_layer.default(*real)[-1].numel()
-    return *results[:-1], results[-1].new_empty(size)
-
-
 _OURS = {
     aten.mse_loss.default: _corrected(_loss),
     aten.smooth_l1_loss.default: _corrected(_loss),
@@ -125,7 +117,8 @@ _OURS = {
     aten._native_batch_norm_legit_no_training.default: _corrected(_batch_norm_in_eval),
     aten.native_batch_norm_backward.default: _corrected(_batch_norm_backward),
     aten.native_group_norm_backward.default: _corrected(_group_norm_backward),
-    aten.mkldnn_rnn_layer.default: _corrected(_rnn_layer),
+    aten.mkldnn_rnn_layer.default: _corrected(with_kept),
+    aten.mkldnn_rnn_layer_backward.default: _corrected(with_own_biases),
 }
 # Without a rule in the second, torch may take an operation apart before it looks into the first.
 _TABLES = fake_impls.op_implementations_dict, meta_table

@@ -12,6 +12,7 @@ from .capture import capture
 from .gradients import move_tangents, own_gradients
 from .joint import BACKWARD, FORWARD, JointGraph, Node, Storage, TraceError
 from .optimizer import optimizer_bytes
+from .recurrent import keep_for_backward
 
 
 def trace(model, *args, differentiate="loss", optimizer=None, **kwargs) -> JointGraph:
@@ -52,6 +53,7 @@ def trace(model, *args, differentiate="loss", optimizer=None, **kwargs) -> Joint
 def joint_graph(module, optimizer=None) -> JointGraph:
     """Mint the ids, in the order of execution, and derive phases and storages."""
     _without_running_statistics(module.graph)
+    keep_for_backward(module.graph)
     _require_dense(module.graph.nodes)
     move_tangents(module)
     own_gradients(module)

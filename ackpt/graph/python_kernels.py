@@ -1,0 +1,27 @@
+"""Torch computes an operation by Python code of its own while it captures; here other code is put in its place."""
+
+from __future__ import annotations
+
+import contextlib
+
+
+@contextlib.contextmanager
+def put(kernels):
+    """Inside, capturing computes operations by other functions: ``{(operation, dispatch key): function}``.
+
+    None stands for torch's C++, as in eager.
+    """
+    were = {(operation, key): operation.py_kernels.get(key) for operation, key in kernels}
+    _put(kernels)
+    try:
+        yield
+    finally:
+        _put(were)
+
+
+def _put(kernels) -> None:
+    for (operation, key), kernel in kernels.items():
+        operation.py_kernels.pop(key, None)
+        if kernel is not None:
+            operation.py_kernels[key] = kernel
+        operation._dispatch_cache.clear()

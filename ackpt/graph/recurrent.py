@@ -1,0 +1,60 @@
+"""Recurrent layers as eager computes them: captured, torch would take them apart step by step, and drop no values.
+
+Its Python code for ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` leaves out the dropout between layers, rounds another way,
+and runs oneDNN's LSTM as in inference where the input requires no grad; its C++ does what it does in eager.
+OneDNN's LSTM keeps what its backward needs only where autograd records. A captured step runs without, so there the
+layer is an operation of its own that keeps it. A GRU is equal to the last bit where its width is a multiple of 32:
+eager computes its gates in place, in slices, and at their ends torch's kernels round another way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .python_kernels import put
+
+aten = torch.ops.aten
+_KEYS = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd
+_LAYERS = aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input
+_ONEDNN = aten.mkldnn_rnn_layer.default
+
+torch.library.define("ackpt_graph::rnn_layer", str(_ONEDNN._schema).partition("mkldnn_rnn_layer")[2])
+
+
+def eager_layers():
+    """Inside, capturing takes recurrent layers apart as eager does."""
+    return put({(layer, key): None for layer in _LAYERS for key in _KEYS})
+
+
+def keep_for_backward(graph: torch.fx.Graph) -> None:
+    """Every layer of oneDNN in a captured `graph` keeps what its backward needs when it runs."""
+    for node in graph.find_nodes(op="call_function", target=_ONEDNN):
+        node.target = torch.ops.ackpt_graph.rnn_layer.default
+
+
+def _layer(*args):
+    with torch.enable_grad():
+        *results, kept = _ONEDNN(*(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args))
+    return *results, args[0].new_empty(0, dtype=torch.uint8) if kept is None else kept
+
+
+torch.library.impl("ackpt_graph::rnn_layer", "CompositeExplicitAutograd", _layer)
+
+
+@torch.library.register_fake("ackpt_graph::rnn_layer")
+def _shapes(*args):
+    return with_kept(_ONEDNN(*args), *args)
+
+
+def with_kept(results, *args):
+    """The `results` of oneDNN's layer, without data, with as much kept as it keeps: it is run once to know."""
+    with _disable_current_modes():
+        real = [torch.zeros(arg.shape, dtype=arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        size = _layer(*real)[-1].numel()
+    return *results[:-1], args[0].new_empty(size, dtype=torch.uint8)
+
+
+def with_own_biases(results, *args):
+    """The `results` of its backward: the gradients of its two biases are two tensors."""
+    return *results[:4], torch.empty_like(results[4]), *results[5:]

@@ -1,0 +1,129 @@
+"""Recurrent layers: captured as they run, with oneDNN's memory counted."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import Case, assert_equal, assert_same_step, train
+from torch import nn
+
+import ackpt
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),  # eager's, once per process
+]
+WORDS = 40
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, layer=nn.LSTM, width=32, layers=2, uses_states=True, **options):
+        super().__init__()
+        self.uses_states = uses_states
+        self.embedding, self.layers = nn.Embedding(WORDS, width), layer(width, width, layers, **options)
+        outputs = options.get("proj_size", width) * (2 if options.get("bidirectional") else 1)
+        self.head = nn.Linear(outputs, WORDS)
+
+    def forward(self, tokens):
+        hidden, state = self.layers(self.embedding(tokens))
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+        return loss + _mean(state) if self.uses_states else loss
+
+
+def _mean(state):
+    """Of the last states, so that they need a gradient too."""
+    return sum(part.square().mean() for part in (state if isinstance(state, tuple) else (state,)))
+
+
+class Raw(nn.Module):
+    """A layer whose input needs no gradient; under autocast if `around` says so."""
+
+    def __init__(self, around=contextlib.nullcontext):
+        super().__init__()
+        self.layers, self.around = nn.LSTM(8, 8), around
+
+    def forward(self, x):
+        with self.around():
+            return self.layers(x)[0].float().square().mean()
+
+
+def bfloat16():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def tokens(length=6, size=2):
+    return torch.randint(WORDS, (length, size), generator=torch.Generator().manual_seed(0))
+
+
+MODELS = {
+    "lstm": lambda: (LanguageModel(), tokens()),
+    "lstm, dropout": lambda: (LanguageModel(dropout=0.3), tokens()),
+    "lstm, both ways": lambda: (LanguageModel(bidirectional=True, batch_first=True), tokens()),
+    "lstm, no bias": lambda: (LanguageModel(bias=False), tokens()),
+    "lstm, projected": lambda: (LanguageModel(width=64, proj_size=32), tokens()),
+    "lstm, in evaluation": lambda: (LanguageModel(dropout=0.3).eval(), tokens()),
+    "lstm, input without a gradient": lambda: (Raw(), torch.randn(6, 2, 8)),
+    "lstm, autocast": lambda: (Raw(bfloat16), torch.randn(6, 2, 8)),
+    "lstm, four layers": lambda: (LanguageModel(layers=4, uses_states=False, dropout=0.3), tokens(64, 4)),
+    "gru": lambda: (LanguageModel(nn.GRU, dropout=0.3), tokens()),
+    "rnn": lambda: (LanguageModel(nn.RNN, dropout=0.3), tokens()),
+    "rnn, relu": lambda: (LanguageModel(nn.RNN, nonlinearity="relu"), tokens()),
+}
+
+
+def build(name):
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_the_model_bit_for_bit(name):
+    def call(model, *args):
+        return ackpt.compile(model, *args, policy="full")(*args)
+
+    def case():
+        model, *args = build(name)
+        return Case(model, tuple(args))
+
+    assert_same_step(case, call=call)
+
+
+@pytest.mark.parametrize("name", ["lstm", "lstm, autocast", "gru"])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_the_measured_peak_is_the_planned_one(name, policy):
+    model, args = build(name)
+    step = ackpt.compile(model, args, policy=policy)
+
+    def once():
+        model.zero_grad()
+        loss = step(args)
+        loss.backward()
+
+    measured = ackpt.measure(once, "cpu", resident=(model, args), repeats=0)
+    assert measured.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
+
+
+def test_a_budget_is_kept_while_it_trains():
+    model, args = build("lstm, four layers")
+    other, _ = build("lstm, four layers")
+    step = ackpt.compile(other, args, budget=0.5)
+    assert "recomputed" in step.plan.fates.values()
+    assert_equal(train(model, (args,)), train(step, (args,)), "training")
+
+
+def test_onednns_memory_is_part_of_the_plan():
+    """One layer keeps a buffer that only it knows the size of; it is saved as one tensor."""
+    model, args = build("lstm, input without a gradient")
+    kept = torch.zeros(6, 2, 8)
+    with torch.enable_grad():
+        weights = [parameter.detach() for parameter in model.layers.parameters()]
+        state = torch.zeros(2, 8)
+        buffer = torch.ops.aten.mkldnn_rnn_layer(
+            kept, *weights, state, state, False, [], 2, 8, 1, True, False, False, True
+        )[3]
+    graph = ackpt.trace(model, args)
+    (layer,) = (node for node in graph.nodes if "rnn_layer.default" in node.target)
+    assert buffer.numel() in [graph.storages[storage].bytes for storage in layer.storages]
