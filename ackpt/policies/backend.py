@@ -3,6 +3,10 @@
 With ``compiler="inductor"`` the same plan goes through Inductor's partitioner hook, and Inductor compiles both halves;
 it fuses and reorders, so that the peak is no longer the simulated one to the byte. It draws its own random numbers,
 so that what random operations return is saved, never drawn again.
+
+Before torch 2.13 dynamo itself loses gradients of some autograd.Functions. One that returns what it changed in place is
+refused here. One that is called with the same tensor twice, or that changes its input and whose result nobody uses,
+cannot be told apart here: `ackpt.compile`, which captures without dynamo, is right about these, too.
 """
 
 from __future__ import annotations
