@@ -47,11 +47,23 @@ def _attention_backward(grad, query, key, value, *args, out_val=None, **kwargs) 
     return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
 
 
+def _rnn_layer(x, input_weights, state_weights, *args, out_val=None, **kwargs) -> int:
+    """Of oneDNN's LSTM: all gates of every element of the sequences ``x``, (length, batch, width)."""
+    return 2 * x.shape[0] * x.shape[1] * (input_weights.numel() + state_weights.numel())
+
+
+def _rnn_layer_backward(*args, out_val=None, **kwargs) -> int:
+    return 2 * _rnn_layer(*args)
+
+
 # By name, since `varlen_attn` exists only once its module is imported, often by the step itself. Torch counts the CPU's
 # attention from 2.15 on, `varlen_attn` from 2.13 on; it takes the arguments of flash attention.
 _MORE = {
     "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten.mkldnn_rnn_layer": _rnn_layer,
+    "ackpt_graph.rnn_layer": _rnn_layer,  # the same, as a captured step runs it
+    "aten.mkldnn_rnn_layer_backward": _rnn_layer_backward,
     "torch_attn._varlen_attn": flop_registry[torch.ops.aten._flash_attention_forward],
     "torch_attn._varlen_attn_backward": flop_registry[torch.ops.aten._flash_attention_backward],
 }

@@ -127,3 +127,12 @@ def test_onednns_memory_is_part_of_the_plan():
     graph = ackpt.trace(model, args)
     (layer,) = (node for node in graph.nodes if "rnn_layer.default" in node.target)
     assert buffer.numel() in [graph.storages[storage].bytes for storage in layer.storages]
+
+
+def test_flops_are_counted():
+    model, args = build("lstm")
+    step = ackpt.compile(model, args, policy="none")
+    per_word = 2 * (2 * 4 * 32 * 32) + 32 * WORDS  # two layers, four gates, from inputs and states; the head
+    assert step.plan.flops == 3 * 2 * args.numel() * per_word
+    assert ackpt.count_flops(lambda: step(args).backward()) == step.plan.flops
+    assert ackpt.count_flops(lambda: model(args).backward()) == step.plan.flops
