@@ -132,15 +132,15 @@ class Facts:
         return {place: frozenset(storages) for place, storages in found.items()}
 
     @cached_property
-    def touched(self) -> dict[str, list[frozenset[int]]]:
+    def touched(self) -> dict[str, list[tuple[int, ...]]]:
         """By the part that runs and node: storages beside the resident ones that the node reads or writes there."""
         nodes = self.graph.nodes
-        found: dict[str, list[frozenset[int]]] = {FORWARD: [], BACKWARD: []}
+        found: dict[str, list[tuple[int, ...]]] = {FORWARD: [], BACKWARD: []}
         for part, tables in found.items():
             again = [part == BACKWARD and node.phase == FORWARD for node in nodes]
             for place in range(len(nodes)):
                 read = {s for i in self.reads(place, again[place]) for s in self.storages(i, again[i])}
-                tables.append(frozenset(read.union(self.storages(place, again[place])) - self.resident))
+                tables.append(tuple(sorted(read.union(self.storages(place, again[place])) - self.resident)))
         return found
 
     @cached_property

@@ -6,6 +6,7 @@ recompute; so every policy ends in one of these, and nothing else is simulated o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -154,12 +155,23 @@ def _ancestors(known: Facts, roots) -> list[int]:
 def _with_frees(known: Facts, order, kept, is_backward: bool):
     """The steps of `order` with every free at its earliest, and the storages that it expects to be there."""
     touched = known.touched[BACKWARD if is_backward else FORWARD]
+    computes, frees = _steps(COMPUTE, len(known.graph.nodes)), _steps(FREE, len(known.graph.storages))
     steps: list[Step] = []
     later: set[int] = set()  # storages that a later step touches before it is born anew
     for place in reversed(order):
-        steps += [Step(FREE, storage) for storage in sorted(touched[place] - later - kept)]
-        steps.append(Step(COMPUTE, place))
-        later |= touched[place]
-        later -= known.born.get(place, frozenset())
+        for storage in touched[place]:
+            if storage not in later:
+                later.add(storage)
+                if storage not in kept:
+                    steps.append(frees[storage])
+        steps.append(computes[place])
+        if place in known.born:
+            later -= known.born[place]
     steps.reverse()
     return steps, later
+
+
+@functools.cache
+def _steps(kind: str, count: int) -> tuple[Step, ...]:
+    """Every step of one kind, made once: planning makes hundreds of schedules."""
+    return tuple(Step(kind, number) for number in range(count))

@@ -20,6 +20,7 @@ from .blocks import Chain, chain
 from .chain import BACKWARD, ChainTable
 from .full import segmentations
 from .levels import stages
+from .skips import long_skips
 
 _BYTES = 10  # cost of a byte that is read or written, in FLOPs: a processor that is neither fast nor slow at memory
 
@@ -67,7 +68,9 @@ def _front(graph: JointGraph, profile) -> list[Point]:
     cost = costs(graph, profile)
     plain = everything(graph)
     candidates = [plain, *(lower(graph, saved) for saved in segmentations(graph))]
-    candidates += _chain_schedules(graph, profile, cost, peak_of(graph, plain, profile.workspace_bytes))
+    memory_bytes = peak_of(graph, plain, profile.workspace_bytes)
+    for beside in {frozenset(): None, long_skips(graph): None}:
+        candidates += _chain_schedules(graph, chain(graph, beside), profile, cost, memory_bytes)
     points = []
     for candidate in {(c.forward, c.backward): c for c in candidates}.values():
         peak = peak_of(graph, candidate, profile.workspace_bytes)
@@ -85,9 +88,8 @@ def added_cost(graph: JointGraph, found: Schedule, cost) -> float:
     return sum(cost[place] for place in recomputed(graph, found))
 
 
-def _chain_schedules(graph: JointGraph, profile, cost, memory_bytes: int) -> list[Schedule]:
+def _chain_schedules(graph: JointGraph, found: Chain, profile, cost, memory_bytes: int) -> list[Schedule]:
     known = facts(graph)
-    found = chain(graph)
     table = ChainTable(stages(known, found, cost, profile.workspace_bytes), memory_bytes)
     schedules = []
     previous = None

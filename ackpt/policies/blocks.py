@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from ..graph.facts import Facts, facts
 from ..graph.joint import FORWARD, JointGraph
 from ..graph.schedule import needed_backward, needed_forward
 from .cuts import cut_points
+
+
+_LONG_RUN = 8  # blocks of single operations that are more than the beginning or the end of a model
+_LONGEST = 128  # blocks of a chain of single operations
 
 
 @dataclass(frozen=True)
@@ -34,28 +39,38 @@ class Chain:
     pinned: frozenset[int]
 
 
-def chain(graph: JointGraph) -> Chain:
-    """Cut `graph` at its single-tensor cut points; stretches without anything to decide go with what follows."""
-    cuts = inner_cuts(graph)
-    found = cut_at(graph, cuts)
-    empty = {found.blocks[i + 1].index for i in range(len(cuts)) if not found.blocks[i + 1].units}
-    return cut_at(graph, [cut for index, cut in enumerate(cuts) if index + 1 not in empty])
+def chain(graph: JointGraph, beside: frozenset[int] = frozenset()) -> Chain:
+    """Cut `graph` at its single-tensor cut points; stretches without anything to decide go with what is before them.
+
+    In a long run of them, a chain of single operations, so many go together that `_LONGEST` blocks remain. `beside`: storages that stay beside the chain, saved whatever is planned.
+    """
+    cuts = inner_cuts(graph, beside)
+    blocks = cut_at(graph, cuts, beside).blocks
+    together = -(-len(blocks) // _LONGEST)
+    kept: list[int] = []
+    for has_units, run in itertools.groupby(range(len(cuts)), key=lambda index: bool(blocks[index + 1].units)):
+        indices = list(run)
+        if has_units:
+            kept += indices
+        elif len(indices) >= _LONG_RUN:
+            kept += indices[::together]
+    return cut_at(graph, [cuts[index] for index in kept], beside)
 
 
-def inner_cuts(graph: JointGraph) -> list[int]:
+def inner_cuts(graph: JointGraph, beside: frozenset[int] = frozenset()) -> list[int]:
     """The single-tensor cut points of `graph` that the caller does not hold anyway, in their order."""
     held = _outputs(facts(graph))
-    return [cut for cut in cut_points(graph) if cut not in held]
+    return [cut for cut in cut_points(graph, beside) if cut not in held]
 
 
-def cut_at(graph: JointGraph, cuts: list[int]) -> Chain:
+def cut_at(graph: JointGraph, cuts: list[int], beside: frozenset[int] = frozenset()) -> Chain:
     """The blocks of `graph` between the storages `cuts`, some of its cut points in their order."""
     known = facts(graph)
     births = [graph.storages[cut].producer for cut in cuts]
     block_of = _forward_blocks(known, births)
-    outputs = [siblings(known, birth) for birth in births]
+    outputs = [siblings(known, birth) - beside for birth in births]
     handed = frozenset(s for group in outputs for s in group)
-    pinned = _shared(known, handed, block_of)
+    pinned = _shared(known, handed, block_of, beside)
     backward = _backward_blocks(known, block_of, pinned, len(cuts))
     forward: list[list[int]] = [[] for _ in range(len(cuts) + 1)]
     for place in needed_forward(known, known.savable):
@@ -85,10 +100,10 @@ def _forward_blocks(known: Facts, births) -> dict[int, int]:
     return found
 
 
-def _shared(known: Facts, handed, block_of) -> frozenset[int]:
+def _shared(known: Facts, handed, block_of, beside) -> frozenset[int]:
     """What is there anyway or cannot be recomputed, and what the forward reads outside of its block, cuts apart."""
     graph = known.graph
-    found = set(_outputs(known))
+    found = {*_outputs(known), *beside}
     for node in graph.nodes:
         if node.id in known.effects and not node.is_random:
             continue

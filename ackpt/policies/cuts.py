@@ -10,33 +10,42 @@ from ..graph.facts import facts
 from ..graph.joint import FORWARD, JointGraph
 
 
-def cut_points(graph: JointGraph) -> list[int]:
-    """Ids of the storages at which the forward can be cut, in their order."""
+def cut_points(graph: JointGraph, beside: frozenset[int] = frozenset()) -> list[int]:
+    """Ids of the storages at which the forward can be cut, in their order.
+
+    `beside`: storages that cross blocks freely as well; where nothing else crosses, one of them is the cut.
+    """
+    life = lifetimes(graph)
+    by_birth = sorted(life, key=lambda storage: life[storage][0])
+    places = sorted(_between_inputs_and_outputs(graph))
+    cuts: list[int] = []
+    current: list[int] = []
+    index = 0
+    for place in places:
+        while index < len(by_birth) and life[by_birth[index]][0] <= place:
+            current.append(by_birth[index])
+            index += 1
+        current = [storage for storage in current if life[storage][1] > place]
+        crossing = [storage for storage in current if storage not in beside] or current[-1:]
+        if len(crossing) == 1 and crossing[0] not in cuts[-1:]:
+            cuts.append(crossing[0])
+    return cuts
+
+
+def lifetimes(graph: JointGraph) -> dict[int, tuple[int, int]]:
+    """``{storage: (node that makes it, last node of the forward that reads it)}`` of those that carry the gradient."""
     known = facts(graph)
-    nodes = graph.nodes
     on_path = _between_inputs_and_outputs(graph)
     born: dict[int, int] = {}
     last: dict[int, int] = {}
     for place in sorted(on_path):
-        for storage in nodes[place].storages:
+        for storage in graph.nodes[place].storages:
             if storage not in known.resident:
                 born.setdefault(storage, place)
-        for source in nodes[place].inputs:
+        for source in graph.nodes[place].inputs:
             if source in on_path:
-                last.update({s: place for s in nodes[source].storages if s in born})
-    alive = {s: last[s] for s in born if last.get(s, born[s]) > born[s]}
-    cuts: list[int] = []
-    by_birth = sorted(alive, key=born.__getitem__)
-    current: set[int] = set()
-    index = 0
-    for place in sorted(on_path):
-        while index < len(by_birth) and born[by_birth[index]] <= place:
-            current.add(by_birth[index])
-            index += 1
-        current = {s for s in current if alive[s] > place}
-        if len(current) == 1 and (storage := next(iter(current))) not in cuts[-1:]:
-            cuts.append(storage)
-    return cuts
+                last.update({s: place for s in graph.nodes[source].storages if s in born})
+    return {s: (born[s], last[s]) for s in born if last.get(s, born[s]) > born[s]}
 
 
 def _between_inputs_and_outputs(graph: JointGraph) -> set[int]:
