@@ -158,7 +158,14 @@ def _where(node, what: str) -> str:
 
 
 def _is_random(node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether it draws random numbers; attention without dropout draws none."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            drops = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return drops != 0
+    return True
 
 
 def _returned(output):

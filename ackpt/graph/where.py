@@ -24,6 +24,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(_OWN, "models") + os.sep  # which are as any user's
 _GRAPH = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_CAPTURE = os.path.join(_GRAPH, "capture.py")  # calls the model; what called it is no part of the model
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -49,7 +50,7 @@ class Where(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         module = source = None
         frame = sys._getframe(1)
-        while frame is not None and (module is None or source is None):
+        while frame is not None and frame.f_code.co_filename != _CAPTURE and (module is None or source is None):
             if source is None and _is_users(frame.f_code.co_filename):
                 source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             if module is None and frame.f_code is _CALL:
@@ -67,7 +68,8 @@ def line() -> str:
 
 
 def _of(frames) -> str:
-    found = [frame for frame in frames if _is_users(frame.filename)]
+    calls = [place for place, frame in enumerate(frames) if frame.filename == _CAPTURE]
+    found = [frame for frame in frames[calls[-1] if calls else 0 :] if _is_users(frame.filename)]
     return f" at {found[-1].filename}:{found[-1].lineno} ({found[-1].line})" if found else ""
 
 

@@ -143,6 +143,31 @@ def test_what_is_said_of_a_small_model():
     assert [node.target for node in dropped.nodes if node.is_random] == ["ackpt_graph.dropout_noise.default"]
 
 
+@pytest.mark.parametrize(("dropout", "drawing"), [(0.0, 0), (0.5, 1)])
+def test_attention_draws_only_where_it_drops(dropout, drawing):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            q = (x * self.weight)[None, None]
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=dropout)
+
+    graph = trace(Attention(), torch.ones(3, 4))
+    assert sum(node.is_random for node in graph.nodes) == drawing
+
+
+def test_a_layer_of_torch_has_no_line_of_the_users():
+    graph = trace(nn.Linear(8, 2), torch.ones(4, 8))
+    assert {node.source for node in graph.nodes} == {""}
+
+
+def test_an_error_in_a_layer_of_torch_names_no_line():
+    with pytest.raises(TraceError, match="when it is called like this: a and b"):
+        trace(nn.Linear(8, 2), torch.ones(4, 7))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_on_meta_has_the_same_graph(case):
     model, args, kwargs = CASES[case]()
