@@ -181,7 +181,9 @@ def _refuse_breaks() -> None:
         where = f" at {stack[-1].filename}:{stack[-1].lineno} ({stack[-1].line})" if stack else ""
         raise TraceError(
             f"the model cannot be captured as one graph{where}: {str(reason.reason).splitlines()[0]}. A budget holds "
-            "for a whole step: remove the graph break, or use ackpt.compile, which captures the model without dynamo."
+            "for a whole step: remove the graph break. ackpt.compile captures the model without dynamo, but cannot "
+            "look at values either: where the model branches on a tensor, use torch.where, or ackpt.checkpoint on its "
+            "blocks."
         )
 
 

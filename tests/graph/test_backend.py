@@ -107,6 +107,22 @@ def test_a_graph_break_is_refused_with_its_line():
         compiled(Breaks(), policy="none")(torch.randn(4, 8))
 
 
+class Branches(Net):
+    def forward(self, x):
+        h = self.first(x)
+        if h.sum() > 0:
+            h = h * 2
+        return {"loss": self.last(h).mean()}
+
+
+def test_a_branch_on_values_is_refused_by_both_ways():
+    """So one must not send the user to the other without a word."""
+    with pytest.raises(BackendCompilerFailed, match=r"if h.sum\(\) > 0.*cannot look at values.*use torch.where"):
+        compiled(Branches(), policy="none")(torch.randn(4, 8))
+    with pytest.raises(ackpt.graph.TraceError, match="looks at the values of a tensor at .*test_backend.py"):
+        ackpt.compile(Branches(), torch.randn(4, 8), policy="none")
+
+
 def test_only_the_loss_has_a_gradient_unless_asked_for():
     _, model = pair()
     with pytest.raises(RuntimeError, match="an output other than the loss"):
