@@ -19,6 +19,7 @@ from ..errors import CheckpointError
 from .joint import TraceError
 
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+_GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore[reportOptionalMemberAccess]
 _CALL = nn.Module._call_impl.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -57,6 +58,8 @@ class Where(TorchFunctionMode):
                 module = self._names.get(id(frame.f_locals["self"]))
             frame = frame.f_back
         if module is None:  # what is done to tensors outside of the model's code
+            if func == _GRADIENT and not args[0].is_leaf:
+                return None  # torch asks for all arguments, and warns of some
             return func(*args, **(kwargs or {}))
         with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
             return func(*args, **(kwargs or {}))

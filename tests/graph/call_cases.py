@@ -140,4 +140,3 @@ CASES = {
     "attention": lambda: case(lambda m, x: F.scaled_dot_product_attention(m.a(x), m.b(x), x, dropout_p=0.3), x()[None]),
     "no_grad inside": lambda: case(lambda m, x: m.b(x * torch.no_grad()(m.a)(x)), x()),
 }
-NO_LEAVES = ("views of one storage with a gradient",)

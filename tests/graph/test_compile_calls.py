@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from call_cases import CASES, NO_LEAVES, Two, chain
+from call_cases import CASES, Two, chain
 from conftest import assert_equal, assert_same_step
 from random_fates import planned
 from torch import nn
@@ -17,11 +17,8 @@ from ackpt.graph import PlannedStep
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-S22 = pytest.mark.xfail(strict=True, reason="capturing warns about .grad of arguments that are no leaves")
-
-
 @pytest.mark.parametrize("policy", ["none", "full", "manual 2"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=S22) if n in NO_LEAVES else n for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_a_step_is_the_model_bit_for_bit(name, policy):
     def call(model, *args, **kwargs):
         return planned(model, policy, *args, differentiate="all", **kwargs)(*args, **kwargs)
