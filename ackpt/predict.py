@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .cpu_losses import LOSSES, in_whole_memory
 from .flops import UncountedFlops, count_flops
 from .meter import Measurement, assemble
 from .meter_cpu import no_collection
@@ -157,6 +158,8 @@ class _Storages(TorchDispatchMode):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
+        if func in LOSSES:
+            result = in_whole_memory(result, *args)
         if self.active:
             known = {storage._cdata for tensor in given for storage in storages_of(tensor)} if func != _LIFT else ()
             for tensor in tree_leaves(result):

@@ -12,6 +12,7 @@ what is invisible on any device, such as workspaces.
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,7 @@ _UNTOUCHED = _functions("cat concat concatenate stack index_copy")
 _RMS_NORM = _functions("rms_norm")
 _DROPOUT = _functions("dropout")
 _CROSS_ENTROPY = _functions("cross_entropy")
+_imitating = threading.local()
 
 
 @contextlib.contextmanager
@@ -50,8 +52,21 @@ def cuda_choices():
         yield
 
 
+def imitates_cuda() -> bool:
+    """Whether this thread runs as it would on a GPU."""
+    return getattr(_imitating, "depth", 0) > 0
+
+
 class CudaChoices(TorchFunctionMode):
     """What `cuda_choices` does to calls outside of backward."""
+
+    def __enter__(self):
+        _imitating.depth = getattr(_imitating, "depth", 0) + 1
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _imitating.depth -= 1
+        return super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

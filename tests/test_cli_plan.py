@@ -51,8 +51,8 @@ SMALL = {
 @pytest.mark.parametrize(("where", "dtype"), [(None, "float32"), ("t4", "float32"), ("h100-80g", "bfloat16")])
 @pytest.mark.parametrize("name", SMALL)
 def test_the_peak_is_that_of_the_eager_step_on_tensors_without_data(name, where, dtype):
-    if name == "transformer":
-        pytest.skip("predict does not know that the scalar of mse_loss lies in memory for all elements on the CPU")
+    if (name, dtype) == ("transformer", "bfloat16"):
+        pytest.skip("its peak lies in an RMSNorm, which the graph takes apart as on the CPU; the GPU's kernel is fused")
     found = run_plan(PlanConfig(SMALL[name], autocast=dtype, optimizer="none", device=where))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = found.step.model.to_empty(device="cpu")

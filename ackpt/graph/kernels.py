@@ -13,6 +13,7 @@ import torch
 from torch._decomp import meta_table
 from torch._subclasses import fake_impls
 
+from ..cpu_losses import LOSSES, in_whole_memory
 from .recurrent import with_kept, with_own_biases
 
 aten = torch.ops.aten
@@ -97,19 +98,8 @@ def _batch_norm_backward(results, gradient, x, *rest):
     return results[0] if mask[0] else None, *results[1:]
 
 
-def _loss(result, x, target, *rest):
-    """The kernel reduces in the memory of the loss per element, and the result stays in it."""
-    if result.dim() or not all(torch.broadcast_shapes(x.shape, target.shape)):
-        return result
-    size = torch.broadcast_shapes(x.shape, target.shape)
-    return torch.empty(size, dtype=result.dtype, device=result.device).resize_(())
-
-
 _OURS = {
-    aten.mse_loss.default: _corrected(_loss),
-    aten.smooth_l1_loss.default: _corrected(_loss),
-    aten.soft_margin_loss.default: _corrected(_loss),
-    aten.binary_cross_entropy.default: _corrected(_loss),
+    **{loss: _corrected(in_whole_memory) for loss in LOSSES},
     aten.native_layer_norm.default: _corrected(_layer_norm),
     aten.native_group_norm.default: _corrected(_group_norm),
     aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm),
