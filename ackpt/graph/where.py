@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from .joint import TraceError
 
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
-_GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore[reportOptionalMemberAccess]
+_GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
 _CALL = nn.Module._call_impl.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
