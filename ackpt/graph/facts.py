@@ -54,7 +54,18 @@ class Facts:
     def held(self) -> set[int]:
         """Storages that live to the end of the step once they exist: outputs, tangents and returned gradients."""
         places = [*self.outputs, *self.bw_outputs, *(p for p in self.tangents if p not in self.restrided)]
-        return {s for place in places if place is not None for s in self.graph.nodes[place].storages}
+        held = {s for place in places if place is not None for s in self.graph.nodes[place].storages}
+        return held - self.dropped
+
+    @cached_property
+    def dropped(self) -> set[int]:
+        """Storages of outputs that die with the forward: it copies them into an input that it changes, of which the
+        caller is then given a view."""
+        writes = (self.fx[place] for place in self.mutated.values())
+        written = [fx.args[1].meta["ackpt_id"] for fx in writes if fx.target is torch.ops.aten.copy_.default]
+        places = [place for place in self.outputs if place is not None]
+        copied, returned = ({s for p in found for s in self.graph.nodes[p].storages} for found in (written, places))
+        return (copied & returned) - self.resident
 
     @cached_property
     def cover(self) -> dict[int, int]:

@@ -103,6 +103,8 @@ def _prove(graph: JointGraph, schedule: Schedule, rewritten: Rewritten) -> None:
         tangents = values(known.tangents)
         callers = [value for place, value in zip(known.tangents, tangents) if place not in known.restrided]
         passed, kept = passed[: rewritten.num_outputs], passed[rewritten.num_outputs :]
+        nodes = [() if place is None else graph.nodes[place].storages for place in known.outputs]
+        passed = [value for value, lies_in in zip(passed, nodes) if known.dropped.isdisjoint(lies_in)]
         # What the caller holds all through backward: outputs and the gradients that come in.
         held = {s._cdata: s.nbytes() for value in (*passed, *callers) for s in storages_in(value)}
         held = {key: size for key, size in held.items() if key not in own}

@@ -64,7 +64,8 @@ def scheduled(graph: JointGraph, forward, backward) -> Schedule:
     bw = tuple(steps)
     saved = tuple(sorted(needed - known.resident - {s for t in known.tangents for s in graph.nodes[t].storages}))
     forward = needed_forward(known, saved) if forward is None else list(forward)
-    steps, _ = _with_frees(known, forward, known.held | set(saved), False)
+    steps, _ = _with_frees(known, forward, known.held | known.dropped | set(saved), False)
+    steps += [Step(FREE, storage) for storage in sorted(known.dropped - set(saved))]
     random = {place for place in backward if graph.nodes[place].phase == FORWARD and graph.nodes[place].is_random}
     return Schedule(graph.hash, tuple(steps), bw, saved, tuple(sorted(random)))
 
@@ -82,7 +83,8 @@ def lower(graph: JointGraph, saved) -> Schedule:
     """
     known = facts(graph)
     # The caller holds the outputs anyway.
-    saved = {*saved, *(s for place in known.outputs if place is not None for s in graph.nodes[place].storages)}
+    outputs = {s for place in known.outputs if place is not None for s in graph.nodes[place].storages}
+    saved = {*saved, *(outputs - known.dropped)}
     live = set(known.given)
     for producer in {graph.storages[storage].producer for storage in saved}:
         live |= {known.cover[storage] for storage in known.born[producer] if storage in known.cover}

@@ -1,0 +1,54 @@
+"""Outputs that are views of an input which the forward changes: the caller holds the input, not the copied value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ackpt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Model(nn.Module):
+    """Adds one to its input, in place."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.function = function
+
+    def forward(self, x):
+        x.add_(1)
+        return self.function(x, self.weight)
+
+
+CASES = {
+    "a view": lambda x, w: (x.t(), (x.sin() @ w).sum()),
+    "a part, which backward does not read": lambda x, w: (x[1:], w.sin()),
+    "itself, which backward reads": lambda x, w: (x, (x @ w).sin()),
+    "a copy": lambda x, w: (x.clone(), (x @ w).sin()),
+    "two views": lambda x, w: (x.t(), x.view(-1), (x @ w).tanh().sin()),
+}
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("name", CASES)
+def test_planned_as_measured(name, policy):
+    model, x = Model(CASES[name]), torch.randn(3, 4)
+    expected = [output.detach().clone() for output in model(x.clone())]
+    step = ackpt.compile(model, x, policy=policy, differentiate="all")
+    own = x.clone()
+    found = step(own)
+    assert all(map(torch.equal, found, expected))
+    assert (found[0].data_ptr() == own.data_ptr()) is (name not in ("a copy", "a part, which backward does not read"))
+
+    def once():
+        model.zero_grad()
+        outputs = step(x)
+        outputs[-1].backward(torch.ones_like(outputs[-1]))
+
+    del found
+    measured = ackpt.measure(once, "cpu", resident=(model, x), repeats=0)
+    assert measured.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
