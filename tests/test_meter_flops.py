@@ -43,6 +43,19 @@ def test_cpu_flash_attention():
     assert count_flops(lambda: F.scaled_dot_product_attention(q, k, v).sum().backward()) == 7 * products
 
 
+def test_heads_of_queries_that_share_keys():
+    heads, length, dim = 6, 16, 8
+    q = torch.randn(2, heads, length, dim, requires_grad=True)
+    k, v = (torch.randn(2, 2, length, dim, requires_grad=True) for _ in range(2))
+    products = 2 * 2 * heads * length * length * dim
+
+    def step():
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+
+    assert count_flops(step) == 2 * products
+    assert count_flops(lambda: step().sum().backward()) == 7 * products
+
+
 def test_checkpointed_parameters_without_input_gradient():
     layer = torch.nn.Linear(D, D)
     x = torch.randn(N, D)
