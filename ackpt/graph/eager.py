@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from unittest import mock
 
+import torch
 import torch._dynamo.config as dynamo_config
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 
 from .casts import kept_casts
 from .draws import eager_draws
@@ -24,5 +27,20 @@ _DYNAMO = {"fake_tensor_cache_enabled": False}  # for modes that capturing makes
 def like_eager(fake_mode=None):
     """Inside, a model is captured and compiled as eager computes it; `fake_mode`: one that its inputs have already."""
     with _LOCK, functorch_config.patch(_FUNCTORCH), dynamo_config.patch(_DYNAMO):
-        with eager_draws(), eager_layers(), kept_casts(), true_results(fake_mode):
+        with eager_draws(), eager_layers(), kept_casts(), true_results(fake_mode), _strides_that_gradients_can_have():
             yield
+
+
+@contextlib.contextmanager
+def _strides_that_gradients_can_have():
+    """Gradients of outputs that overlap themselves, as expanded ones do, are contiguous: so in torch from 2.13 on."""
+    strides_of = MemoryFormatMeta.from_tensor
+
+    def from_tensor(output, *args, **kwargs):
+        if torch._debug_has_internal_overlap(output) != 1:
+            return strides_of(output, *args, **kwargs)
+        with functorch_config.patch(guess_tangent_strides_as_outputs=False):
+            return strides_of(output, *args, **kwargs)
+
+    with mock.patch.object(MemoryFormatMeta, "from_tensor", staticmethod(from_tensor)):
+        yield
