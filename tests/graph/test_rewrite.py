@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import sys
+import types
 
 import pytest
 import torch
 from torch import nn
 
 import ackpt
-from ackpt.graph import RewriteError, lower, rewrite
+from ackpt.graph import PlannedStep, RewriteError, lower, rewrite
 from ackpt.graph.facts import facts
 from ackpt.graph.replay import run_again, run_and_save
+from ackpt.graph.schedule import missing, needed_backward, scheduled
 
 
 def model():
@@ -89,3 +91,55 @@ def test_a_module_that_takes_other_bytes_is_found(graph, monkeypatch):
     monkeypatch.setattr(implementation, "_rewritten", tampered)
     with pytest.raises(RewriteError, match="bytes alive.*were simulated"):
         rewrite(graph, lower(graph, ()))
+
+
+class Views(nn.Module):
+    """One result, read by backward as it is, transposed, and in part; drawn anew in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x):
+        hidden = self.dropout(self.first(x).tanh())
+        return (hidden.t() @ hidden).sin().sum() + hidden[1:].view(-1).exp().sum()
+
+
+def for_every_use(graph):
+    """The schedule that keeps nothing: every operation of backward has all that it reads computed for itself."""
+    known = facts(graph)
+    live = {*known.given, *(place for place in known.outputs if place is not None)}
+    backward = []
+    for place in needed_backward(known):
+        backward += missing(known, place, live)
+        live.add(place)
+    return scheduled(graph, None, backward)
+
+
+def views():
+    torch.manual_seed(0)
+    return Views()
+
+
+def test_one_node_runs_again_for_every_use():
+    graph = ackpt.trace(views(), torch.ones(3, 4))
+    schedule = for_every_use(graph)
+    assert schedule.saved == tuple(sorted(s for s in schedule.saved if s in facts(graph).held))
+    rewritten = rewrite(graph, schedule)
+    again = targets(rewritten.backward)
+    assert again.count(torch.ops.aten.tanh.default) == again.count(run_again) + 1 > 2
+    assert again.count(torch.ops.aten.t.default) > targets(rewritten.forward).count(torch.ops.aten.t.default)
+    values = [node for node in rewritten.backward.graph.nodes if node.target is torch.ops.aten.tanh.default]
+    assert all(node.users for node in values)  # each run is read
+
+
+def test_views_are_those_of_the_latest_run():
+    eager, planned = views(), views()
+    step = PlannedStep(planned, lambda graph: types.SimpleNamespace(schedule=for_every_use(graph)))
+    for seed in range(2):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+        for call in (eager, step):
+            torch.manual_seed(seed)
+            call(x).backward()
+    for expected, found in zip(eager.parameters(), planned.parameters()):
+        assert torch.equal(expected.grad, found.grad)
