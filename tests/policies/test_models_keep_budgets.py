@@ -1,0 +1,113 @@
+"""Small models of many kinds under the default policy: a budget is refused or kept, and they train as unplanned."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from conftest import assert_equal
+from torch import nn
+
+import ackpt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WORDS = 20
+ENDS = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def tokens():
+    return torch.randint(WORDS, (2, 12))
+
+
+def with_labels():
+    found = tokens()
+    return {"input_ids": found, "labels": found}
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        **ENDS,
+    )
+    return transformers.LlamaForCausalLM(config), {**with_labels(), "use_cache": False}
+
+
+def distilbert():
+    config = transformers.DistilBertConfig(dim=16, hidden_dim=32, n_layers=2, n_heads=2, **ENDS)
+    return transformers.DistilBertForMaskedLM(config), with_labels()
+
+
+def convnext():
+    config = transformers.ConvNextConfig(hidden_sizes=[4, 8, 8, 8], depths=[1, 1, 1, 1], num_labels=5)
+    images = torch.randn(2, 3, 32, 32)
+    return transformers.ConvNextForImageClassification(config), {"pixel_values": images, "labels": torch.tensor([1, 2])}
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, 32), nn.Linear(32, WORDS)
+        self.layers = nn.LSTM(32, 32, 3, dropout=0.2)
+
+    def forward(self, input_ids):
+        hidden, _ = self.layers(self.embedding(input_ids))
+        return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), input_ids.flatten())}
+
+
+def lstm():
+    return Recurrent(), {"input_ids": torch.randint(WORDS, (48, 4))}
+
+
+MODELS = {"llama": llama, "distilbert": distilbert, "convnext": convnext, "lstm": lstm}
+
+
+def train(model, step, kwargs):
+    """The gradients of three steps, and the parameters and buffers at the end."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    gradients = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        step(**kwargs)["loss"].backward()
+        gradients += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+    return [*gradients, *(tensor.clone() for tensor in model.state_dict().values())]
+
+
+def measured(model, step, kwargs) -> int:
+    def once():
+        model.zero_grad()
+        outputs = step(**kwargs)
+        outputs["loss"].backward()
+
+    inputs = [value for value in kwargs.values() if isinstance(value, torch.Tensor)]
+    return ackpt.measure(once, "cpu", resident=(model, *inputs), repeats=0).dynamic_peak_bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_budgets_are_kept_or_refused(name):
+    torch.manual_seed(0)
+    model, kwargs = MODELS[name]()
+    model.train()
+    plain = copy.deepcopy(model)
+    step = ackpt.compile(plain, policy="none", **kwargs)
+    baseline, expected = step.plan.dynamic_peak_bytes, train(plain, step, kwargs)
+    with pytest.raises(ackpt.BudgetError) as refused:
+        ackpt.plan(ackpt.trace(model, **kwargs), budget=1e-3)
+    least = float(re.findall(r"or ([\d.]+) of the plain step", str(refused.value))[0])
+    assert least < 1
+    for budget in {max(0.5, least), least}:
+        planned = copy.deepcopy(model)
+        step = ackpt.compile(planned, budget=budget, **kwargs)
+        assert_equal(train(planned, step, kwargs), expected, "training")
+        found = measured(planned, step, kwargs)
+        assert found <= 1.01 * budget * baseline
+        assert abs(step.plan.dynamic_peak_bytes - found) <= 0.01 * found
