@@ -22,10 +22,9 @@ from ackpt.graph.simulate import peak_of, simulate
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Using a target size:UserWarning"),
 ]
 SEEDS = st.integers(0, 2**32 - 1)
-# The operations whose bytes in fact are not those of torch's shape functions.
-UNLIKE_SHAPES = ("mse_loss", "norm(", "one_hot", "inplace=True")
 check = settings(
     max_examples=15, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
@@ -133,6 +132,15 @@ def shares_memory(program: Program) -> bool:
     return len(set(outputs)) < len(outputs) or not own.isdisjoint(outputs)
 
 
+def sums_outside(program: Program) -> bool:
+    """Whether autograd makes and sums gradients outside of the graph, which nobody simulates: those of outputs that
+    share memory with an input, a parameter or another output that needs a gradient."""
+    model, args = program.model(), program.arguments()
+    outputs = [output.untyped_storage()._cdata for output in outputs_of(model(*args)) if output.requires_grad]
+    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers(), *args)}
+    return len(set(outputs)) < len(outputs) or not own.isdisjoint(outputs)
+
+
 def assert_same(one, other, sums_alike: bool = True):
     outputs, gradients, values = one
     others, other_gradients, other_values = other
@@ -175,12 +183,12 @@ def test_values_are_computed_several_times():
     assert max(max(map(steps.count, steps)) for steps in again) > 1
 
 
-@check
+@settings(check, max_examples=20)
 @given(SEEDS)
 def test_the_measured_peak_is_the_simulated_one_to_the_byte(number):
-    model = program(random.Random(number), leave_out=UNLIKE_SHAPES)
+    model = program(random.Random(number))
     run_eagerly(model)
-    assume(not shares_memory(model))
+    assume(not sums_outside(model))
     lowering = computed_often if number % 2 else computed_once
     module, args = model.model(), model.arguments()
     graphs = []
@@ -192,7 +200,6 @@ def test_the_measured_peak_is_the_simulated_one_to_the_byte(number):
     step = PlannedStep(module, planner, "all")
     step.prepare(*args)
     (graph,) = graphs
-    assume(not autograd_copies(graph))
     schedule, costs = step.plan.schedule, profile(graph, workspace="measured")
     simulated = simulate(graph, costs, schedule).peak_bytes
     assert simulated == peak_of(graph, schedule, costs.workspace_bytes)
@@ -206,26 +213,6 @@ def test_the_measured_peak_is_the_simulated_one_to_the_byte(number):
 
     measured = ackpt.measure(once, "cpu", resident=(module, *args), warmup=1, repeats=0)
     assert measured.dynamic_peak_bytes == simulated
-
-
-def autograd_copies(graph) -> bool:
-    """Whether autograd clones a gradient (its layout is not the leaf's, or it has other holders), or is given one
-    smaller than the storage that the output lies in; neither is simulated."""
-    known = facts(graph)
-    incoming = [known.fx[place].meta["val"] for place in known.tangents]
-    if any(value.untyped_storage().nbytes() != value.numel() * value.element_size() for value in incoming):
-        return True
-    leaves = [place for place in known.placeholders if place not in known.tangents]
-    for leaf, place in zip(leaves, known.bw_outputs):
-        if place is not None:
-            strides = [_strides(known.fx[node].meta["val"]) for node in (leaf, place)]
-            if strides[0] != strides[1] or place in known.tangents or known.bw_outputs.count(place) > 1:
-                return True
-    return False
-
-
-def _strides(value):
-    return [stride for size, stride in zip(value.shape, value.stride()) if size > 1]
 
 
 def test_what_reads_a_view_of_a_changed_input_is_not_recomputed():
