@@ -26,6 +26,7 @@ POLICIES = {
     "revolve": "revolve_chain",
     "rotor": "rotor_chain",
     "min-cut": "min_cut",
+    "ilp": "ilp_graph",
 }
 
 
@@ -42,7 +43,9 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
             their sources, on the chain of blocks between single tensors: ``"chen-sqrt"`` cuts it into segments,
             ``"chen-log"`` into halves of halves, ``"revolve"`` by binomials, ``"rotor"`` by dynamic programming. On
             any graph: ``"min-cut"`` saves what PyTorch's partitioner would, see `ackpt.policies.min_cut` for its
-            options. Each takes the cheapest of its schedules that the simulator finds within the budget.
+            options. Each takes the cheapest of its schedules that the simulator finds within the budget. ``"ilp"``
+            proves that nothing is cheaper, on graphs of up to 160 operations, or warns after ``time_limit=`` seconds,
+            60, how far it may be from that; it needs ``pip install "ackpt[plan]"``.
         profile: costs per node, from `ackpt.profile`. If not given, FLOPs are counted, and for real tensors on the
             CPU what every operation takes within itself is measured, by running each different operation once.
         options: of the policy.

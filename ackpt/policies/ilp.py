@@ -1,0 +1,266 @@
+"""The cheapest rematerialisation of any graph within a budget, as an integer program.
+
+Jain et al. 2020, "Checkmate: breaking the memory wall with optimal tensor rematerialization" (arXiv:1910.02653),
+section 4: the nodes in one topological order, a stage for each, ending with its first computation; R[t, i]: node i is
+computed in stage t, S[t, i]: its result is kept from before stage t. The objective is the paper's. How long a result
+stays within a stage is written with one number for each stretch between two of its readers instead of the paper's
+FREE: the same plans, and a tighter relaxation.
+
+Optimal for that order of first computations, where nodes of a stage run in that order too, and where results have one
+size and live at once with what their nodes read. Another order may need less. The solver is HiGHS, by way of scipy; it
+proves optimality up to about a hundred nodes. Out of time it still gives a bound, and the better of its plan and of a
+greedy one. No offload, no partial results.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+
+from ..errors import BudgetError
+from .ilp_program import Found, rounded_up, run, solver
+
+COMPUTE, FREE = "compute", "free"
+
+
+@dataclass(frozen=True)
+class Dag:
+    """A step's operations in topological order.
+
+    ``costs`` and ``bytes``: of every node's computation and result. ``edges``: (producer, consumer) pairs of indices.
+    ``workspace``: bytes that a node takes while it runs. ``held``: nodes whose results stay to the end; ``once``: nodes
+    that cannot run again. Before the first computation of the node ``boundary`` nothing runs again. ``siblings``:
+    ``{node: an earlier one}``, further results of one operation, which come with every later run of it.
+
+    Raises:
+        ValueError: for lengths that differ, negative numbers, or an edge that does not lead forward.
+    """
+
+    costs: Sequence[float]
+    bytes: Sequence[int]
+    edges: Sequence[tuple[int, int]]
+    workspace: Sequence[int] = ()
+    held: Collection[int] = ()
+    once: Collection[int] = ()
+    boundary: int = 0
+    siblings: Mapping[int, int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        count = len(self.costs)
+        if not len(self.workspace):
+            object.__setattr__(self, "workspace", (0,) * count)
+        for name in ("bytes", "workspace"):
+            if len(getattr(self, name)) != count:
+                raise ValueError(f"{name} has {len(getattr(self, name))} values for a graph of {count} nodes")
+        if not count:
+            raise ValueError("a graph has at least one node")
+        if min(*self.costs, *self.bytes, *self.workspace) < 0:
+            raise ValueError("costs and bytes of a graph are not negative")
+        for producer, consumer in self.edges:
+            if not 0 <= producer < consumer < count:
+                raise ValueError(
+                    f"the edge {(producer, consumer)} does not lead from a node to a later one of the {count}: number "
+                    "the nodes in topological order"
+                )
+
+    @cached_property
+    def inputs(self) -> list[list[int]]:
+        """The nodes that each node reads."""
+        return [sorted({a for a, b in self.edges if b == node}) for node in range(len(self.costs))]
+
+    @cached_property
+    def readers(self) -> list[list[int]]:
+        """The nodes that read each node."""
+        return [sorted({b for a, b in self.edges if a == node}) for node in range(len(self.costs))]
+
+    @cached_property
+    def last_help(self) -> list[int]:
+        """The last stage in which each node's result is of use."""
+        last = list(range(len(self.costs)))
+        for node in reversed(last):
+            last[node] = max([node, *(last[reader] for reader in self.readers[node])])
+        return last
+
+
+@dataclass(frozen=True)
+class Solution:
+    """``schedule``: (``"compute"`` or ``"free"``, node) in order, every result freed right after its last use.
+
+    ``cost``: of all its computations. ``lower_bound``: no schedule within the budget costs less. ``optimal``: whether
+    they are equal. ``peak_bytes``: the most that lives at once.
+    """
+
+    cost: float
+    lower_bound: float
+    optimal: bool
+    schedule: tuple[tuple[str, int], ...]
+    peak_bytes: int
+
+
+def solve(dag: Dag, budget: float, *, time_limit: float | None = None) -> Solution:
+    """The cheapest schedule of `dag` within `budget` bytes.
+
+    Args:
+        dag: what is computed from what.
+        budget: bytes for all results that live at once.
+        time_limit: seconds after which the best schedule found so far is returned; None: until it is optimal. What a
+            refusal names is searched for as long again.
+
+    Raises:
+        BudgetError: if there is no schedule; names the smallest budget for which there is one. Also if none was found
+            in time; names one that is known to be kept.
+        ImportError: without scipy.
+        ValueError: for a budget or a time limit that is not positive.
+
+    Example: four layers, whose backwards read the layer's input and output and the gradient.
+        >>> forward = [(0, 1), (1, 2), (2, 3)]
+        >>> backward = [(2, 4), (3, 4), (1, 5), (2, 5), (4, 5), (0, 6), (1, 6), (5, 6), (0, 7), (6, 7)]
+        >>> found = solve(Dag([1, 1, 1, 1, 2, 2, 2, 2], [1] * 8, forward + backward), budget=4)
+        >>> found.cost, found.optimal, found.peak_bytes
+        (13, True, 4)
+    """
+    if not budget > 0:
+        raise ValueError(f"a budget is a positive number of bytes, got {budget!r}")
+    check_time_limit(time_limit)
+    solver()
+    least = sum(dag.costs)
+    keeping = solution(dag, range(len(dag.costs)), least)
+    if keeping.peak_bytes <= budget:
+        return keeping
+    known = greedy(dag, budget)
+    found = _search(dag, budget, time_limit, None if known is None else sum(dag.costs[node] for node in known))
+    if known is None and found.infeasible:
+        raise BudgetError(_refusal(dag, budget, time_limit))
+    bound = rounded_up(dag, max(found.bound, least))
+    solutions = [solution(dag, order, bound) for order in (found.order, known) if order is not None]
+    if not solutions:
+        raise BudgetError(
+            f"no schedule within {budget} bytes was found in {time_limit} s, nor was it shown that there is none: "
+            f"raise the time limit, or the budget; {keeping.peak_bytes} bytes are kept without recomputation."
+        )
+    return min(solutions, key=lambda solution: solution.cost)
+
+
+def cheaper(dag: Dag, budget: float, cost: float, *, time_limit: float | None = None) -> tuple[Solution | None, float]:
+    """A schedule within `budget` that costs less than `cost`, None if none was found; and a bound for all schedules.
+
+    Told that only less than `cost` is of interest, the solver is quicker where there is nothing, and slower where there
+    is something: it is told so for the first third of the time.
+    """
+    parts = [(None, None)] if cost == inf else [(cost, 1 / 3), (None, 2 / 3)]
+    bound, best = float(sum(dag.costs)), None
+    for known, share in parts:
+        found = _search(dag, budget, None if time_limit is None else time_limit * (share or 1), known)
+        bound = max(bound, min(cost, rounded_up(dag, found.bound)))
+        if found.order is not None and (best is None or solution(dag, found.order).cost < best.cost):
+            best = solution(dag, found.order)
+        if found.infeasible or best is not None and best.cost <= bound:
+            break
+    return (best if best is not None and best.cost < cost else None), bound
+
+
+def _search(dag: Dag, budget: float, time_limit: float | None, cost: float | None) -> Found:
+    """What the solver finds that costs less than `cost`, within the budget exactly: its sums are rounded."""
+    end = inf if time_limit is None else time.monotonic() + time_limit
+    first = found = run(dag, budget, time_limit, cost)
+    if cost is not None and first.infeasible:
+        return replace(first, bound=cost)
+    limit = budget
+    while found.order is not None and (peak := solution(dag, found.order).peak_bytes) > budget:
+        limit -= peak - budget
+        found = run(dag, limit, None if end == inf else max(0.0, end - time.monotonic()), cost)
+    if found is first and found.optimal and found.order is not None:
+        return replace(found, bound=sum(dag.costs[node] for node in found.order))
+    return replace(first, order=found.order, optimal=False)
+
+
+def check_time_limit(time_limit: float | None) -> None:
+    if time_limit is not None and not time_limit > 0:
+        raise ValueError(f"time_limit is a positive number of seconds, or None; got {time_limit!r}")
+
+
+def greedy(dag: Dag, budget: float) -> list[int] | None:
+    """An order of nodes within `budget` that evicts what is cheap, large and not read for long; None if it fails.
+
+    Like Kirisame et al. 2021, "Dynamic tensor rematerialization" (arXiv:2006.09616), with the next first computation
+    that reads a result in place of the time since it was read last. Not for graphs with siblings.
+    """
+    if dag.siblings:
+        return None
+    live: set[int] = set()
+    order: list[int] = []
+
+    def next_reader(node, stage):
+        return next((reader for reader in dag.readers[node] if reader >= stage), inf)
+
+    def compute(node, stage, pinned) -> bool:
+        """Bring `node` about, beside what is pinned."""
+        if (node in dag.once or stage < dag.boundary) and node != stage:
+            return False
+        for source in dag.inputs[node]:
+            if source not in live and not compute(source, stage, pinned | set(dag.inputs[node])):
+                return False
+        needed = pinned | {*dag.inputs[node], node}
+        live.add(node)
+        while sum(dag.bytes[n] for n in live) + dag.workspace[node] > budget:
+            movable = [n for n in live - needed if n not in dag.held and not lost(n, stage)]
+            if not movable:
+                return False
+            live.remove(min(movable, key=lambda n: worth(n, stage)))
+        order.append(node)
+        return True
+
+    def lost(node, stage):
+        return (node in dag.once or stage < dag.boundary) and next_reader(node, stage) < inf
+
+    def worth(node, stage):
+        return dag.costs[node] / max(dag.bytes[node], 1) / (next_reader(node, stage) - stage + 1), node
+
+    for stage in range(len(dag.costs)):
+        if not compute(stage, stage, set()):
+            return None
+        live = {node for node in live if dag.last_help[node] > stage or node in dag.held}
+    return order
+
+
+def solution(dag: Dag, order, bound: float = 0) -> Solution:
+    """`order` without what nobody reads, everything freed right after its last use."""
+    needed: set[int] = set(dag.held)
+    first = {}
+    for at, node in enumerate(order):
+        first.setdefault(node, at)
+    steps: list[tuple[str, int]] = []
+    for at, node in reversed(list(enumerate(order))):
+        if node in needed or first[node] == at:
+            touched = {node, *dag.inputs[node]}
+            steps += [(FREE, other) for other in sorted(touched - needed, reverse=True)]
+            steps.append((COMPUTE, node))
+            needed -= {node} - set(dag.held)
+            needed |= set(dag.inputs[node])
+    steps.reverse()
+    total = peak = 0
+    for kind, node in steps:
+        total += dag.bytes[node] if kind == COMPUTE else -dag.bytes[node]
+        if kind == COMPUTE:
+            peak = max(peak, total + dag.workspace[node])
+    cost = sum(dag.costs[node] for kind, node in steps if kind == COMPUTE)
+    return Solution(cost, min(bound, cost), cost <= bound, tuple(steps), peak)
+
+
+def lowest_peak(dag: Dag, time_limit: float | None = None) -> tuple[Solution, bool]:
+    """The schedule of the lowest peak that is found in time, and whether no schedule has a lower one."""
+    found = run(dag, None, time_limit)
+    return solution(dag, found.order or range(len(dag.costs))), found.optimal
+
+
+def _refusal(dag: Dag, budget, time_limit: float | None) -> str:
+    lowest, proven = lowest_peak(dag, time_limit)
+    which = f"the smallest budget that can be kept is {lowest.peak_bytes} bytes"
+    if not proven:
+        which = (
+            f"a budget of {lowest.peak_bytes} bytes can be kept; whether less can was not found out in {time_limit} s"
+        )
+    return f"no schedule of this graph of {len(dag.costs)} nodes fits into {budget} bytes; {which}."

@@ -1,0 +1,191 @@
+"""Policy ilp on whole graphs: the exhaustive search finds nothing cheaper, nor does any policy; bounds and refusals."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from math import inf
+
+import pytest
+import torch
+from conftest import assert_equal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned_models import line, results, traced
+from test_ilp import exhaustive
+from torch import nn
+
+import ackpt
+from ackpt.graph.schedule import everything
+from ackpt.graph.simulate import peak_of, simulate
+from ackpt.policies import auto, ilp, ilp_graph
+from ackpt.policies.planner import POLICIES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OTHERS = sorted(set(POLICIES) - {"none", "manual", "ilp"})
+
+
+def graph_of(model, *args):
+    graph = ackpt.trace(model, *args)
+    return graph, ackpt.profile(graph)
+
+
+def plain_peak(graph, profile):
+    return peak_of(graph, everything(graph), profile.workspace_bytes)
+
+
+def added(graph, profile, plan):
+    return auto.added_cost(graph, plan.schedule, auto.costs(graph, profile))
+
+
+class Squares(nn.Module):
+    """Few operations, which differ in size."""
+
+    def __init__(self, widths):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(width)) for width in widths)
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = (x[:, :1] * weight).tanh()
+        return x.sum()
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.sampled_from([1, 2, 3, 5]), min_size=2, max_size=3), st.sampled_from([0.9, 0.75, 0.6]))
+def test_the_exhaustive_search_finds_nothing_cheaper(widths, share):
+    graph, profile = graph_of(Squares(widths), torch.ones(32, 1))
+    dag = ilp_graph.contracted(graph, profile).dag
+    limit = int(share * plain_peak(graph, profile))
+    least = exhaustive(dag, limit)
+    found = ilp_graph.solve(graph, profile, limit)
+    fits = peak_of(graph, found.schedule, profile.workspace_bytes) <= limit
+    assert fits == (least < inf)
+    if fits:
+        assert found.cost == found.lower_bound == least - sum(dag.costs)
+
+
+@st.composite
+def chains(draw):
+    widths = draw(st.lists(st.sampled_from([2, 4, 8]), min_size=2, max_size=3))
+    kinds = draw(st.lists(st.sampled_from([nn.Tanh, nn.GELU]), min_size=len(widths), max_size=len(widths)))
+    layers = [nn.Sequential(nn.Linear(a, b), kind()) for a, b, kind in zip([4, *widths], widths, kinds)]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 1))
+
+
+@settings(max_examples=6, deadline=None)
+@given(chains())
+def test_no_policy_is_cheaper(model):
+    graph, profile = graph_of(model, torch.ones(64, 4))
+    for budget in (0.95, 0.8, 0.65):
+        costs = {}
+        for policy in ("ilp", *OTHERS):
+            try:
+                costs[policy] = added(graph, profile, ackpt.plan(graph, budget, policy, profile=profile))
+            except ackpt.BudgetError:
+                costs[policy] = inf
+        assert costs["ilp"] == min(costs.values())
+
+
+class Pooled(nn.Module):
+    """Operations with several results of which some die early."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(2, 1, 3), nn.Tanh()
+        )
+
+    def forward(self, x):
+        return self.layers(x).sum()
+
+
+def pooled():
+    torch.manual_seed(0)
+    return Pooled(), torch.randn(4, 1, 12, 12)
+
+
+def test_results_of_one_operation_may_die_apart():
+    graph, profile = graph_of(*pooled())
+    dag = ilp_graph.contracted(graph, profile).dag
+    assert dag.siblings
+    assert ilp.solution(dag, range(len(dag.costs))).peak_bytes == plain_peak(graph, profile)
+    found = ackpt.plan(graph, 0.8, "ilp", profile=profile)
+    assert 0 < added(graph, profile, found) <= added(graph, profile, ackpt.plan(graph, 0.8, "auto", profile=profile))
+
+
+@pytest.mark.parametrize("build, budget", [(pooled, 0.8), (lambda: (line(3)[0], line(3)[1][0]), 0.6)])
+def test_the_step_takes_what_is_planned_and_gives_the_same_bits(build, budget):
+    def run(**options):
+        model, x = build()
+        step = ackpt.compile(model, x, **options)
+        torch.manual_seed(1)
+
+        def once():
+            model.zero_grad()
+            step(x).backward()
+
+        measured = ackpt.measure(once, "cpu", resident=(model, x), warmup=1, repeats=0)
+        other, _ = build()
+        model.load_state_dict(other.state_dict())
+        model.zero_grad()
+        return step.plan, measured.dynamic_peak_bytes, results(model, step, (x,))
+
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    plans = []
+    for options in ({"policy": "none"}, {"policy": "ilp", "budget": budget}):
+        torch.set_rng_state(state)
+        plan, peak, left = run(**options)
+        assert peak == plan.dynamic_peak_bytes
+        plans.append((plan, left))
+    (plain, expected), (planned, found) = plans
+    assert planned.recompute_flops >= 0 and planned.dynamic_peak_bytes <= budget * plain.dynamic_peak_bytes
+    assert_equal(expected, found, "tensor")
+
+
+@pytest.mark.parametrize("name", ["language_model", "resnet18", "line"])
+def test_large_graphs_are_refused(name):
+    graph, profile = traced(name)
+    with pytest.raises(ValueError, match=r"'ilp' solves graphs of up to 160 nodes, and this one has \d+: use policy"):
+        ackpt.plan(graph, 0.5, "ilp", profile=profile)
+    assert ackpt.plan(graph, 1.0, "ilp", profile=profile).recompute_flops == 0
+
+
+def test_a_refusal_names_a_budget_that_works():
+    graph, profile = graph_of(Squares([2, 3]), torch.ones(32, 1))
+    found = ilp_graph.solve(graph, profile, 1)
+    least = simulate(graph, profile, found.schedule)
+    with pytest.raises(ackpt.BudgetError, match=f"keeps is .* \\({least.peak_bytes + least.resident_bytes} bytes\\)"):
+        ackpt.plan(graph, 0.01, "ilp", profile=profile)
+    plan = ackpt.plan(graph, least.peak_bytes + least.resident_bytes, "ilp", profile=profile)
+    assert plan.dynamic_peak_bytes == least.peak_bytes
+    assert exhaustive(ilp_graph.contracted(graph, profile).dag, least.peak_bytes - 1) == inf
+
+
+def test_out_of_time_the_best_plan_comes_with_its_gap():
+    model, (x,) = line(6)
+    graph, profile = graph_of(model, x)
+    limit = int(0.5 * plain_peak(graph, profile))
+    found = ilp_graph.solve(graph, profile, limit, 1e-6)
+    assert peak_of(graph, found.schedule, profile.workspace_bytes) <= limit
+    assert 0 <= found.lower_bound < found.cost
+    with pytest.warns(UserWarning, match="ran out of time after 1e-06 s: what its plan runs again costs .* is proved"):
+        ackpt.plan(graph, 0.5, "ilp", profile=profile, time_limit=1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert added(graph, profile, ackpt.plan(graph, 0.9, "ilp", profile=profile)) <= found.cost
+
+
+def test_bad_options():
+    graph, profile = graph_of(Squares([2, 3]), torch.ones(32, 1))
+    with pytest.raises(ValueError, match="time_limit is a positive number of seconds"):
+        ackpt.plan(graph, 0.5, "ilp", profile=profile, time_limit=0)
+
+
+def test_without_scipy(monkeypatch):
+    graph, profile = graph_of(Squares([2, 3]), torch.ones(32, 1))
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ImportError, match=r'policy .ilp. .*pip install "ackpt\[plan\]"'):
+        ackpt.plan(graph, 0.5, "ilp", profile=profile)
