@@ -9,7 +9,7 @@ import copy
 from collections import defaultdict
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from ..predict import predict
@@ -37,7 +37,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tu
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             stand_in.param_groups = [_group_without_data(group, on_cpu) for group in optimizer.param_groups]
-            stand_in.state = defaultdict(dict)
+            stand_in.state = defaultdict(dict, _states_without_data(optimizer, stand_in))
             trained = [p for group in stand_in.param_groups for p in group["params"] if p.grad is not None]
             found = predict(stand_in.step, resident=(stand_in, *trained), device="cpu" if on_cpu else "cuda")
     except (RuntimeError, TypeError, AttributeError, ValueError, AssertionError) as error:
@@ -71,6 +71,28 @@ def _group_without_data(group, on_cpu: bool):
     if not on_cpu and "foreach" in group and not any(group.get(key) for key in ("fused", "differentiable")):
         found["foreach"] = True if group["foreach"] is None else group["foreach"]
     return found
+
+
+def _states_without_data(optimizer, stand_in):
+    """The states that are there: before torch 2.13 Adagrad's step needs those that its constructor makes."""
+    found = {}
+    for group, stand_ins in zip(optimizer.param_groups, stand_in.param_groups):
+        on_device = any(group.get(key) for key in ("fused", "capturable"))
+        for parameter, own in zip(group["params"], stand_ins["params"]):
+            if own.grad is not None and parameter in optimizer.state:
+                state = optimizer.state[parameter]
+                found[own] = {name: _stands_for(value, on_device) for name, value in state.items()}
+    return found
+
+
+def _stands_for(value, on_device: bool):
+    """A tensor without data for a part of a state; a copy of a count of steps, unless it is read `on_device` only."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if value.dim() or on_device or isinstance(value, FakeTensor) or value.is_meta:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    with unset_fake_temporarily():
+        return value.clone()
 
 
 def _without_data(parameter):

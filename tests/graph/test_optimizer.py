@@ -56,6 +56,24 @@ def test_state_is_that_of_a_real_step(kind, options):
     assert expected == sum(value.numel() * value.element_size() for value in state)
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize(("kind", "options"), [case[:2] for case in CASES])
+def test_it_is_the_same_after_a_step(kind, options, on_cpu):
+    leaves = parameters()
+    optimizer = kind(leaves, lr=0.1, **options)
+    expected = optimizer_bytes(optimizer, on_cpu)
+    for leaf in leaves:
+        leaf.grad = torch.ones_like(leaf) if leaf.requires_grad else None
+    optimizer.step()
+    before = [value.clone() for value in tensors(optimizer)]
+    assert optimizer_bytes(optimizer, on_cpu) == expected
+    assert all(map(torch.equal, before, tensors(optimizer)))  # nothing has run
+
+
+def tensors(optimizer):
+    return [value for own in optimizer.state.values() for value in own.values() if isinstance(value, torch.Tensor)]
+
+
 @pytest.mark.parametrize("where", ["fake", "meta"])
 def test_parameters_need_no_data(where):
     with FakeTensorMode() if where == "fake" else torch.device("meta"):
