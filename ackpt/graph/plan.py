@@ -15,7 +15,7 @@ from .joint import JointGraph
 from .schedule import COMPUTE, FREE, Schedule, Step
 
 SAVED, RECOMPUTED = "saved", "recomputed"
-_SCHEMA = {"schema": "ackpt.plan", "version": 1}
+_SCHEMA = {"schema": "ackpt.plan", "version": 2}
 
 
 class PlanError(ValueError):
@@ -34,6 +34,22 @@ class Activation:
 
 
 @dataclass(frozen=True)
+class Decision:
+    """An operation that runs again: what that costs, and what keeping its result would mean.
+
+    ``cost``: of all its ``runs`` in backward, as a share of the plain step's; ``bytes``: of its result;
+    ``peak_if_kept_bytes``: the dynamic peak of the same plan with the result kept from the forward.
+    """
+
+    name: str
+    module: str
+    cost: float
+    bytes: int
+    runs: int
+    peak_if_kept_bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What `ackpt.plan` promises about a step.
 
@@ -41,6 +57,9 @@ class Plan:
     optimizer state; ``baseline_peak_bytes``: the peak without checkpointing; ``saved_bytes``: kept for backward.
     ``flops``: of the step, ``recompute_flops``: those that run again. ``limit_bytes``: the bound on dynamic bytes
     that the budget means, None without one. ``activations``: what backward needs, in the order of the forward.
+    ``cost``: of what runs again, as a share of the plain step's: seconds where the profile has them, else FLOPs and
+    traffic weighed against each other. ``lower_bound``: no schedule within the budget costs less, in the same unit;
+    None where nothing bounds the plan or scipy is not there. ``decisions``: the most expensive ones.
     """
 
     policy: str
@@ -55,6 +74,9 @@ class Plan:
     activations: tuple[Activation, ...]
     schedule: Schedule
     timeline: Timeline
+    cost: float
+    lower_bound: float | None
+    decisions: tuple[Decision, ...]
 
     @property
     def dynamic_peak_bytes(self) -> int:
@@ -66,13 +88,18 @@ class Plan:
         """The dynamic peak without checkpointing."""
         return self.baseline_peak_bytes - self.resident_bytes
 
+    @property
+    def gap(self) -> float | None:
+        """How much longer the step is than the lower bound says it must be, as a share; None without a bound."""
+        return None if self.lower_bound is None else (1 + self.cost) / (1 + self.lower_bound) - 1
+
     @cached_property
     def fates(self) -> dict[str, str]:
         """``{name of the node: "saved" | "recomputed"}`` for every activation that backward needs."""
         return {activation.name: activation.fate for activation in self.activations}
 
     def table(self) -> str:
-        """The promise and the ten largest activations, as aligned text."""
+        """The promise, the price, the dearest decisions and the largest activations, as aligned text."""
         dynamic, baseline = self.dynamic_peak_bytes, self.baseline_dynamic_peak_bytes
         plain = max(1, self.flops - self.recompute_flops)
         kept = sum(activation.fate == SAVED for activation in self.activations)
@@ -83,13 +110,31 @@ class Plan:
             f"{memory_format(baseline)}",
             f"reached at        {self.peak_node}",
             f"recomputed        {self.recompute_flops / 1e9:.3f} GFLOP, {self.recompute_flops / plain:.1%} of the step",
+            f"cost              {self.cost:.1%} of the step; {self._bound()}",
             f"activations       {kept} of {len(self.activations)} saved, {memory_format(self.saved_bytes)}",
             "",
             "ten largest       fate        where",
         ]
         largest = sorted(self.activations, key=lambda activation: -activation.bytes)[:10]
         lines += [f"{memory_format(a.bytes):<17} {a.fate:<11} {a.module or '-'} ({a.name})" for a in largest]
+        if self.decisions:
+            lines += ["", "dearest           cost   runs    had it been kept"]
+        limit = self.dynamic_peak_bytes if self.limit_bytes is None else self.limit_bytes
+        for decision in self.decisions:
+            over = decision.peak_if_kept_bytes - limit
+            meant = f"{memory_format(abs(over))} {'above' if over > 0 else 'within'} the budget"
+            if self.limit_bytes is None:
+                meant = f"a peak {memory_format(abs(over))} {'higher' if over > 0 else 'lower'}"
+            lines.append(
+                f"{memory_format(decision.bytes):<17} {decision.cost:<6.2%} {decision.runs:<7} {meant}: "
+                f"{decision.module or '-'} ({decision.name})"
+            )
         return "\n".join(lines)
+
+    def _bound(self) -> str:
+        if self.lower_bound is not None:
+            return f"no schedule costs less than {self.lower_bound:.1%}, so it takes at most {self.gap:.1%} too long"
+        return "no lower bound was computed"
 
     def plot(self, title: str | None = None):
         """Live bytes over the steps of the plan, as `ackpt.plots.timeline_plot` draws them."""
@@ -105,6 +150,7 @@ class Plan:
         for field in fields(self):
             data[field.name] = getattr(self, field.name)
         data["activations"] = [asdict(activation) for activation in self.activations]
+        data["decisions"] = [asdict(decision) for decision in self.decisions]
         schedule = self.schedule
         data["schedule"] = {
             "graph": schedule.graph,
@@ -137,6 +183,7 @@ class Plan:
                 tuple(schedule["replayed"]),
             )
             data["activations"] = tuple(Activation(**activation) for activation in data["activations"])
+            data["decisions"] = tuple(Decision(**decision) for decision in data["decisions"])
             data["timeline"] = Timeline.from_json(data["timeline"])
             return cls(**{field.name: data[field.name] for field in fields(cls)})
         except (KeyError, TypeError, AttributeError) as error:

@@ -14,15 +14,14 @@ import numpy as np
 
 from ..graph.facts import Facts, facts
 from ..graph.joint import JointGraph
-from ..graph.schedule import Schedule, everything, lower, missing, recomputed, scheduled
+from ..graph.schedule import Schedule, everything, lower, missing, scheduled
 from ..graph.simulate import peak_of
 from .blocks import Chain, chain
 from .chain import BACKWARD, ChainTable
+from .costs import added_cost, costs
 from .full import segmentations
 from .levels import stages
 from .skips import long_skips
-
-_BYTES = 10  # cost of a byte that is read or written, in FLOPs: a processor that is neither fast nor slow at memory
 
 
 @dataclass(frozen=True)
@@ -41,17 +40,6 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
     points = front(graph, profile)
     fitting = [point for point in points if point.peak_bytes <= limit_bytes]
     return min(fitting, key=lambda p: p.cost).schedule if fitting else points[-1].schedule
-
-
-def costs(graph: JointGraph, profile) -> list[float]:
-    """Cost of every node: its seconds where the profile has them, else FLOPs and traffic weighed against each other."""
-    known = facts(graph)
-    if profile.seconds is not None:
-        return list(profile.seconds)
-    return [
-        float(profile.flops[n] + _BYTES * (profile.bytes_in[n] + profile.bytes_out[n])) if n in known.born else 0.0
-        for n in range(len(graph.nodes))
-    ]
 
 
 def front(graph: JointGraph, profile) -> list[Point]:
@@ -81,11 +69,6 @@ def _front(graph: JointGraph, profile) -> list[Point]:
         if not kept or point.peak_bytes < kept[-1].peak_bytes:
             kept.append(point)
     return kept
-
-
-def added_cost(graph: JointGraph, found: Schedule, cost) -> float:
-    """Of all forward nodes that run in backward."""
-    return sum(cost[place] for place in recomputed(graph, found))
 
 
 def _chain_schedules(graph: JointGraph, found: Chain, profile, cost, memory_bytes: int) -> list[Schedule]:

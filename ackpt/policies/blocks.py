@@ -10,7 +10,6 @@ from ..graph.joint import FORWARD, JointGraph
 from ..graph.schedule import needed_backward, needed_forward
 from .cuts import cut_points
 
-
 _LONG_RUN = 8  # blocks of single operations that are more than the beginning or the end of a model
 _LONGEST = 128  # blocks of a chain of single operations
 
@@ -42,7 +41,8 @@ class Chain:
 def chain(graph: JointGraph, beside: frozenset[int] = frozenset()) -> Chain:
     """Cut `graph` at its single-tensor cut points; stretches without anything to decide go with what is before them.
 
-    In a long run of them, a chain of single operations, so many go together that `_LONGEST` blocks remain. `beside`: storages that stay beside the chain, saved whatever is planned.
+    In a long run of them, a chain of single operations, so many go together that `_LONGEST` blocks remain. `beside`:
+    storages that stay beside the chain, saved whatever is planned.
     """
     cuts = inner_cuts(graph, beside)
     blocks = cut_at(graph, cuts, beside).blocks

@@ -16,7 +16,7 @@ from ..graph.facts import Facts, facts
 from ..graph.joint import BACKWARD, JointGraph
 from ..graph.schedule import needed_backward
 
-_INSTANTS = 64  # of backward at which the bytes are bounded
+_INSTANTS = 256  # of backward at which the bytes are bounded
 _INFEASIBLE = 2  # scipy's word for how it ended
 
 

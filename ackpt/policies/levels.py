@@ -26,7 +26,7 @@ def stages(known: Facts, found: Chain, cost, workspace) -> list[Stage]:
     locals_ = [Local(known, block, found.pinned, cost, workspace) for block in found.blocks]
     options = [local.options() for local in locals_]
     ways = [
-        [_Way(option, option.cost + local.run_cost(option.saved, frozenset())) for option in own]
+        [_Way(option, option.cost + local.run_cost(option.saved, frozenset())) for option in map(local.stays, own)]
         for local, own in zip(locals_, options)
     ]
     rows = [[_bare(own) for own in options], *_chosen(ways)]
@@ -42,7 +42,9 @@ def stages(known: Facts, found: Chain, cost, workspace) -> list[Stage]:
 
 
 def _level(local: Local, kept: Option, options: list[Option]) -> Level:
-    more = [option for option in options if option.saved >= kept.saved]
+    more = [
+        option for option in options if option.saved >= kept.saved and not local.brings_along(kept.saved, option.saved)
+    ]
     return Level(
         kept=kept,
         options=tuple(more),

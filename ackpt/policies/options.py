@@ -96,11 +96,24 @@ class Local:
                     total -= known.bytes[storage]
         return peak
 
-    def run_cost(self, kept: frozenset[int], wanted: frozenset[int]) -> float:
-        """Of running the forward again as far as the output and `wanted` need it, `kept` being there."""
+    def runs_again(self, kept: frozenset[int], wanted: frozenset[int]) -> list[int]:
+        """Nodes of the forward that run again for the output and for `wanted`, `kept` being there."""
         live = self.given | {self.known.cover[s] for s in kept}
-        targets = [self.known.cover[s] for s in self.block.output | wanted]
-        return sum(self.costs[node] for node in missing_for(self.known, targets, live))
+        return missing_for(self.known, [self.known.cover[s] for s in self.block.output | wanted], live)
+
+    def run_cost(self, kept: frozenset[int], wanted: frozenset[int]) -> float:
+        return sum(self.costs[node] for node in self.runs_again(kept, wanted))
+
+    def brings_along(self, kept: frozenset[int], wanted: frozenset[int]) -> frozenset[int]:
+        """What of `kept` would be there twice then: its siblings run again."""
+        again = {s for node in self.runs_again(kept, wanted) for s in self.known.born.get(node, ())}
+        return kept & again
+
+    def stays(self, option: Option) -> Option:
+        """`option` without what the block's output, when it runs again, brings along anyway."""
+        while twice := self.brings_along(option.saved, frozenset()):
+            option = self.option(option.saved - twice)
+        return option
 
     @property
     def incoming_bytes(self) -> int:

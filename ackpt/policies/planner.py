@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 
 from ..errors import BudgetError
@@ -14,6 +15,8 @@ from ..graph.profile import profile as profiled
 from ..graph.schedule import Schedule, everything
 from ..graph.simulate import Simulation, simulate
 from ..meter import memory_format
+from .costs import added_cost, costs, step_cost
+from .reasons import decisions
 
 # policy -> the module whose `schedule(graph, profile, limit_bytes, **options)` decides
 POLICIES = {
@@ -76,7 +79,7 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
     found = simulate(graph, profile, schedule)
     if limit is not None and found.peak_bytes > limit:
         raise BudgetError(_refusal(policy, budget, limit, found, baseline))
-    return _plan(graph, policy, limit, schedule, found, baseline, every)
+    return _plan(graph, policy, limit, schedule, found, baseline, every, profile)
 
 
 def _check_options(policy: str, decide, options) -> None:
@@ -88,8 +91,10 @@ def _check_options(policy: str, decide, options) -> None:
         raise TypeError(f"policy {policy!r} needs the option {missing[0]!r}: see help(ackpt.plan)")
 
 
-def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulation, every: Schedule) -> Plan:
+def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulation, every: Schedule, profile) -> Plan:
     known = facts(graph)
+    cost = costs(graph, profile)
+    plain_cost = step_cost(every, cost) or 1.0
     node = None if found.peak_node is None else graph.nodes[found.peak_node]
     where = "the optimizer's step"
     if node is not None:
@@ -107,7 +112,20 @@ def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulatio
         activations=activations(graph, {*every.saved, *schedule.saved}, set(schedule.saved), known.cover),
         schedule=schedule,
         timeline=found.timeline,
+        cost=added_cost(graph, schedule, cost) / plain_cost,
+        lower_bound=None if limit is None else _bound(graph, cost, plain_cost, profile, limit),
+        decisions=decisions(graph, schedule, cost, plain_cost, profile.workspace_bytes),
     )
+
+
+def _bound(graph, cost, plain_cost: float, profile, limit: int) -> float | None:
+    """The least added cost within the limit, as a share of the plain step's; None where scipy is not installed."""
+    if importlib.util.find_spec("scipy") is None:
+        return None
+    from .bound import lower_bound
+
+    bound = lower_bound(graph, cost, profile.workspace_bytes, limit)
+    return None if bound is None else bound / plain_cost
 
 
 def _refusal(policy, budget, limit, found: Simulation, baseline: Simulation) -> str:

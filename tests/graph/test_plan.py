@@ -62,7 +62,7 @@ def test_the_table_names_the_promise_and_the_largest(graph):
     assert plan.peak_node in plan.table()
     saved = sum(fate == "saved" for fate in plan.fates.values())
     assert f"{saved} of {len(plan.fates)} saved" in plan.table()
-    assert len(lines) == 8 + min(10, len(plan.fates))
+    assert len(lines) == 9 + min(10, len(plan.fates)) + 2 + len(plan.decisions)
 
 
 def test_a_plan_reads_back_and_runs(graph, tmp_path):

@@ -1,0 +1,55 @@
+"""Why a plan recomputes what it recomputes: for each of the most expensive decisions, the step had it been kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..graph.facts import facts
+from ..graph.joint import FORWARD, JointGraph
+from ..graph.plan import Decision
+from ..graph.schedule import COMPUTE, Schedule, recomputed, scheduled
+from ..graph.simulate import peak_of
+
+
+def decisions(graph: JointGraph, schedule: Schedule, cost, step_cost: float, workspace_bytes, count: int = 10):
+    """The `count` recomputed operations that cost most, the most expensive first.
+
+    Args:
+        graph, schedule: what was decided.
+        cost: of every node; ``step_cost``: of the step without recomputation, in the same unit.
+        workspace_bytes: of every node.
+    """
+    known = facts(graph)
+    runs = Counter(recomputed(graph, schedule))
+    spent = {place: number * cost[place] for place, number in runs.items() if cost[place]}
+    dearest = sorted(spent, key=lambda place: (-spent[place], place))[:count]
+    found = []
+    for place in dearest:
+        node = graph.nodes[place]
+        found.append(
+            Decision(
+                name=node.name,
+                module=node.module,
+                cost=spent[place] / step_cost,
+                bytes=sum(known.bytes[s] for s in known.born.get(place, ()) if s in known.savable),
+                runs=runs[place],
+                peak_if_kept_bytes=peak_of(graph, _kept(graph, schedule, place), workspace_bytes),
+            )
+        )
+    return tuple(found)
+
+
+def _kept(graph: JointGraph, schedule: Schedule, place: int) -> Schedule:
+    """`schedule` without the runs of `place` in backward, and without what runs for their sake alone."""
+    known = facts(graph)
+    order = [step.id for step in schedule.backward if step.kind == COMPUTE and step.id != place]
+    kept: list[int] = []
+    wanted: set[int] = set()
+    for node in reversed(order):
+        again = graph.nodes[node].phase == FORWARD
+        if again and node not in wanted:
+            continue
+        kept.append(node)
+        wanted.discard(node)
+        wanted.update(known.reads(node, again))
+    return scheduled(graph, None, kept[::-1])
