@@ -13,4 +13,11 @@ class OffloadError(RuntimeError):
 
 
 class BudgetError(ValueError):
-    """No plan keeps the step within the budget; the message names the smallest budget that works."""
+    """No plan keeps the step within the budget; the message names the smallest budget that works.
+
+    ``least_bytes``: that budget of a whole step, resident bytes included; None where a solver knows no graph.
+    """
+
+    def __init__(self, message: str = "", least_bytes: int | None = None):
+        super().__init__(message)
+        self.least_bytes = least_bytes

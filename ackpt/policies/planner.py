@@ -78,7 +78,8 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
     schedule = decide(graph, profile, limit, **options)
     found = simulate(graph, profile, schedule)
     if limit is not None and found.peak_bytes > limit:
-        raise BudgetError(_refusal(policy, budget, limit, found, baseline))
+        least = found.peak_bytes + found.resident_bytes
+        raise BudgetError(_refusal(policy, budget, limit, found, baseline), least)
     return _plan(graph, policy, limit, schedule, found, baseline, every, profile)
 
 
