@@ -59,12 +59,12 @@ class StepRequest:
             raise ValueError(f"{self.model} reads images, so --seq-len says nothing about it: give --image-size")
         size = self.image_size or size
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        return torch.empty(self.batch_size, channels, height, width, dtype=self.dtype, device="meta")
+        return torch.empty(self.batch_size, channels, height, width, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A model and the arguments of the call that returns its loss, all on the meta device."""
+    """A model and the arguments of the call that returns its loss, all on one device."""
 
     model: nn.Module
     inputs: dict[str, Any]
@@ -75,8 +75,8 @@ class TrainingStep:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def training_step(request: StepRequest) -> TrainingStep:
-    """The model and its inputs.
+def training_step(request: StepRequest, device="meta") -> TrainingStep:
+    """The model and its inputs; these are allocated on `device`, and not filled.
 
     Raises:
         ValueError: for an unknown model or field, values that do not fit, and a size that is missing or too much.
@@ -84,7 +84,7 @@ def training_step(request: StepRequest) -> TrainingStep:
     default = torch.get_default_dtype()
     torch.set_default_dtype(request.dtype)
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             if request.model.startswith(TRANSFORMERS):
                 from .plan_transformers import transformers_step
 
@@ -112,7 +112,7 @@ def require_known(fields, known, model: str) -> None:
 
 def ids(*shape: int) -> Tensor:
     """Tokens or classes: int64 of `shape`, without values."""
-    return torch.empty(shape, dtype=torch.int64, device="meta")
+    return torch.empty(shape, dtype=torch.int64)
 
 
 def _changed(config, request: StepRequest):
@@ -132,12 +132,12 @@ class _Autoencoder(Transformer):
 
 
 def _offsets(batch: int) -> Tensor:
-    return torch.empty(batch + 1, dtype=torch.int32, device="meta")
+    return torch.empty(batch + 1, dtype=torch.int32)
 
 
 def _packed_floats(model, request):
     batch, length = request.tokens()
-    x = torch.empty(batch * length, model.config.dim, dtype=request.dtype, device="meta")
+    x = torch.empty(batch * length, model.config.dim, dtype=request.dtype)
     return {"x": x, "cu_seqlens": _offsets(batch), "max_seqlen": length}
 
 
