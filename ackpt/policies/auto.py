@@ -8,67 +8,42 @@ never a lower cost. Recursion and options: see `chain` and `options`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ..graph.facts import Facts, facts
 from ..graph.joint import JointGraph
 from ..graph.schedule import Schedule, everything, lower, missing, scheduled
 from ..graph.simulate import peak_of
+from . import full, rotor_chain
 from .blocks import Chain, chain
 from .chain import BACKWARD, ChainTable
-from .costs import added_cost, costs
+from .costs import costs
+from .front import cheapest
 from .full import segmentations
 from .levels import stages
 from .skips import long_skips
 
-
-@dataclass(frozen=True)
-class Point:
-    """A plan on the front: its simulated dynamic peak, the cost of what runs again, and its schedule."""
-
-    peak_bytes: int
-    cost: float
-    schedule: Schedule
+_SMALL = 1500  # nodes of a graph for which there is time for every candidate of `rotor`, too
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
     plain = everything(graph)
     if limit_bytes is None or peak_of(graph, plain, profile.workspace_bytes) <= limit_bytes:
         return plain
-    points = front(graph, profile)
-    fitting = [point for point in points if point.peak_bytes <= limit_bytes]
-    return min(fitting, key=lambda p: p.cost).schedule if fitting else points[-1].schedule
+    return cheapest(graph, profile, limit_bytes, candidates)
 
 
-def front(graph: JointGraph, profile) -> list[Point]:
-    """Plans from the highest peak and no cost to the lowest peak; none is beaten by another. Computed once."""
-    known: list = graph.__dict__.setdefault("_fronts", [])
-    for made_for, points in known:
-        if made_for == profile:
-            return points
-    known.append((profile, _front(graph, profile)))
-    return known[-1][1]
-
-
-def _front(graph: JointGraph, profile) -> list[Point]:
+def candidates(graph: JointGraph, profile) -> list[Schedule]:
+    """Solutions of the chain for every amount of memory, and what the simpler policies find."""
     cost = costs(graph, profile)
-    plain = everything(graph)
-    candidates = [plain, *(lower(graph, saved) for saved in segmentations(graph))]
-    memory_bytes = peak_of(graph, plain, profile.workspace_bytes)
+    found = [lower(graph, saved) for saved in segmentations(graph)]
+    found.append(full.schedule(graph, profile, None))
+    memory_bytes = peak_of(graph, everything(graph), profile.workspace_bytes)
     for beside in {frozenset(): None, long_skips(graph): None}:
-        candidates += _chain_schedules(graph, chain(graph, beside), profile, cost, memory_bytes)
-    points = []
-    for candidate in {(c.forward, c.backward): c for c in candidates}.values():
-        peak = peak_of(graph, candidate, profile.workspace_bytes)
-        points.append(Point(peak, added_cost(graph, candidate, cost), candidate))
-    points.sort(key=lambda point: (point.cost, point.peak_bytes))
-    kept: list[Point] = []
-    for point in points:
-        if not kept or point.peak_bytes < kept[-1].peak_bytes:
-            kept.append(point)
-    return kept
+        found += _chain_schedules(graph, chain(graph, beside), profile, cost, memory_bytes)
+    if len(graph.nodes) <= _SMALL:
+        found += rotor_chain.candidates(graph, profile)
+    return found
 
 
 def _chain_schedules(graph: JointGraph, found: Chain, profile, cost, memory_bytes: int) -> list[Schedule]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..graph.joint import JointGraph
 from ..graph.schedule import Schedule, everything
 from ..graph.simulate import peak_of
-from .auto import added_cost, costs
+from .costs import added_cost, costs
 
 
 class Point(NamedTuple):

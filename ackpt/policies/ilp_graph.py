@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf
 
 from ..graph.facts import Facts, facts
@@ -18,6 +19,7 @@ from ..graph.joint import JointGraph
 from ..graph.schedule import COMPUTE, Schedule, everything, missing, scheduled
 from ..graph.simulate import peak_of
 from . import auto, ilp, rotor_chain
+from .costs import added_cost, costs
 from .ilp_program import solver
 
 _MOST = 160  # nodes; what the solver takes grows with a high power of them
@@ -75,7 +77,7 @@ def solve(graph: JointGraph, profile, limit_bytes: int, time_limit: float | None
     if peak(plain) <= limit_bytes:
         return Best(plain, 0.0, 0.0)
     end = inf if time_limit is None else time.monotonic() + time_limit
-    cost = auto.costs(graph, profile)
+    cost = costs(graph, profile)
     found = contracted(graph, profile)
     starts = [auto.schedule(graph, profile, limit_bytes), rotor_chain.schedule(graph, profile, limit_bytes)]
     if (order := ilp.greedy(found.dag, limit_bytes)) is not None:
@@ -85,10 +87,10 @@ def solve(graph: JointGraph, profile, limit_bytes: int, time_limit: float | None
         starts.append(lowered(graph, found, lowest.schedule))
         if proved and min(map(peak, starts)) > limit_bytes:
             start = min(starts, key=peak)
-            added = auto.added_cost(graph, start, cost)
+            added = added_cost(graph, start, cost)
             return Best(start, added, added)
-    start = min(starts, key=lambda one: (max(0, peak(one) - limit_bytes), auto.added_cost(graph, one, cost)))
-    added = auto.added_cost(graph, start, cost)
+    start = min(starts, key=lambda one: (max(0, peak(one) - limit_bytes), added_cost(graph, one, cost)))
+    added = added_cost(graph, start, cost)
     known = added if peak(start) <= limit_bytes else inf
     bound, budget = 0.0, limit_bytes
     while budget > 0 and time.monotonic() < end:
@@ -100,7 +102,7 @@ def solve(graph: JointGraph, profile, limit_bytes: int, time_limit: float | None
             break
         candidate = lowered(graph, found, better.schedule)
         if peak(candidate) <= limit_bytes:
-            return Best(candidate, auto.added_cost(graph, candidate, cost), bound)
+            return Best(candidate, added_cost(graph, candidate, cost), bound)
         budget -= peak(candidate) - limit_bytes  # states of random generators are not in the program
     return Best(start, added, min(bound, added))
 
@@ -142,7 +144,7 @@ def _read_storages(known: Facts, place: int) -> set[int]:
 
 def _dag(known: Facts, profile, places, storages, reads) -> ilp.Dag:
     graph = known.graph
-    cost = auto.costs(graph, profile)
+    cost = costs(graph, profile)
     whole = all(value.is_integer() for value in cost)
     nodes = range(len(places))
     first = {place: at for at, place in reversed(list(enumerate(places)))}
@@ -178,7 +180,7 @@ def lowered(graph: JointGraph, found: Contracted, steps) -> Schedule:
             order.append(node)
             at_hand.add(node)
 
-    for kind, at in steps:
+    for number, (kind, at) in enumerate(steps):
         place, group = found.places[at], found.storages[at]
         covers = {known.cover[s] for s in group if s in known.cover}
         if place >= graph.boundary and not is_backward:
@@ -188,9 +190,19 @@ def lowered(graph: JointGraph, found: Contracted, steps) -> Schedule:
             kept = kept | covers if kind == COMPUTE else kept - covers
         elif kind != COMPUTE:
             at_hand -= {node for node in at_hand if group & set(graph.nodes[node].storages)}
-        elif place not in known.tangents:
+        elif place not in known.tangents and at == found.places.index(place):
             run(place)
+            for cover in sorted(_covers_of_run(known, found, steps[number:])):
+                run(cover)  # before what comes with it is freed
     for place in known.bw_outputs:
         if place is not None:
             run(place)
     return scheduled(graph, None, order)
+
+
+def _covers_of_run(known: Facts, found: Contracted, steps) -> set[int]:
+    """Values of all results that the run at the beginning of `steps` is for."""
+    place = found.places[steps[0][1]]
+    computed = (at for kind, at in steps if kind == COMPUTE)
+    own = takewhile(lambda at: found.places[at] == place, computed)
+    return {known.cover[s] for at in own for s in found.storages[at] if s in known.cover}

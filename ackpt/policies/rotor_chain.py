@@ -16,8 +16,8 @@ from dataclasses import replace
 from ..graph.joint import JointGraph
 from ..graph.schedule import Schedule
 from . import chen_log, chen_sqrt, revolve_chain, rotor
-from .auto import costs
 from .blocks import Chain
+from .costs import costs
 from .front import cheapest
 from .on_chain import Walk, steps
 from .options import Local

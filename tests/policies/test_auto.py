@@ -1,0 +1,181 @@
+"""The default policy: a front of sound plans, each as cheap as its neighbours allow, the same every time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from planned_models import MODELS, build, plans, step_keeps, traced
+from torch import nn
+
+import ackpt
+from ackpt.graph import simulate
+from ackpt.graph.facts import facts
+from ackpt.graph.schedule import everything
+from ackpt.policies import auto
+from ackpt.policies import front as policy_front
+from ackpt.policies.blocks import chain
+from ackpt.policies.costs import added_cost, costs
+from ackpt.policies.skips import long_skips
+
+
+class UNet(nn.Module):
+    def __init__(self, width=4, depth=3):
+        super().__init__()
+        widths = [3, *(width * 2**i for i in range(depth))]
+        self.down = nn.ModuleList(convolutions(a, b) for a, b in zip(widths, widths[1:]))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * a, a, 2, 2) for a in widths[-2:0:-1])
+        self.join = nn.ModuleList(convolutions(2 * a, a) for a in widths[-2:0:-1])
+        self.head = nn.Conv2d(width, 2, 1)
+
+    def forward(self, x, y):
+        skips = []
+        for number, block in enumerate(self.down):
+            x = block(x)
+            if number < len(self.down) - 1:
+                skips.append(x)
+                x = F.max_pool2d(x, 2)
+        for up, join in zip(self.up, self.join):
+            x = join(torch.cat([up(x), skips.pop()], 1))
+        return F.cross_entropy(self.head(x), y)
+
+
+class Dense(nn.Module):
+    """Every layer reads all before it."""
+
+    def __init__(self, layers=12, growth=8):
+        super().__init__()
+        self.stem = nn.Conv2d(3, growth, 3, padding=1)
+        self.layers = nn.ModuleList(convolutions(growth * (i + 1), growth) for i in range(layers))
+        self.head = nn.Linear(growth * (layers + 1), 4)
+
+    def forward(self, x, y):
+        found = [self.stem(x)]
+        for layer in self.layers:
+            found.append(layer(torch.cat(found, 1)))
+        return F.cross_entropy(self.head(torch.cat(found, 1).mean((2, 3))), y)
+
+
+def convolutions(inside, out):
+    layers = []
+    for a, b in ((inside, out), (out, out)):
+        layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def unet():
+    return UNet(), (torch.randn(4, 3, 32, 32), torch.randint(2, (4, 32, 32)))
+
+
+def dense():
+    return Dense(), (torch.randn(4, 3, 16, 16), torch.randint(4, (4,)))
+
+
+MODELS.update(unet=unet, dense=dense)
+
+
+def front_of(graph, profile):
+    return policy_front.front(graph, profile, auto.candidates)
+
+
+@cache
+def front(name):
+    return front_of(*traced(name))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_front_is_what_the_simulator_finds(name):
+    graph, profile = traced(name)
+    points = front(name)
+    assert points[0].schedule == everything(graph) and points[0].cost == 0
+    for point in points:
+        assert simulate(graph, profile, point.schedule).peak_bytes == point.peak_bytes
+        assert added_cost(graph, point.schedule, costs(graph, profile)) == point.cost
+    for higher, lower in zip(points, points[1:]):
+        assert lower.peak_bytes < higher.peak_bytes and lower.cost > higher.cost
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_lower_budget_means_no_higher_peak_and_no_lower_cost(name):
+    found = plans(name, "auto")
+    assert len(found) > 1
+    for more, less in zip(found, found[1:]):
+        assert less.peak_bytes <= more.peak_bytes and less.cost >= more.cost
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_last_plan_that_is_kept_runs_as_planned(name):
+    step_keeps(name, plans(name, "auto")[-1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_policy_on_blocks_is_cheaper(name):
+    for theirs in plans(name, "rotor"):
+        graph, profile = traced(name)
+        assert ackpt.plan(graph, theirs.peak_bytes, profile=profile).cost <= theirs.cost
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_full_keeps_auto_keeps_at_no_more_cost(name):
+    graph, profile = traced(name)
+    full = ackpt.plan(graph, policy="full", profile=profile)
+    assert ackpt.plan(graph, full.peak_bytes, profile=profile).cost <= full.cost
+
+
+@pytest.mark.parametrize("name", ["language_model", "unet"])
+def test_the_same_graph_has_the_same_plans(name):
+    again = ackpt.trace(*flat(build(name)))
+    assert [(p.peak_bytes, p.cost, p.schedule) for p in front_of(again, ackpt.profile(again))] == [
+        (p.peak_bytes, p.cost, p.schedule) for p in front(name)
+    ]
+
+
+def flat(built):
+    model, args = built
+    return (model, *args)
+
+
+def test_a_budget_above_the_plain_peak_changes_nothing():
+    graph, profile = traced("line")
+    plan = ackpt.plan(graph, 10 * ackpt.plan(graph, profile=profile).peak_bytes, profile=profile)
+    assert plan.schedule == everything(graph) and plan.cost == 0 and not plan.decisions
+
+
+def test_measured_times_are_what_counts_where_the_profile_has_them():
+    graph, profile = traced("line")
+    known = facts(graph)
+    dear = {place for place in known.born if graph.nodes[place].target.startswith("aten.gelu.")}
+    assert dear
+    seconds = tuple(100.0 if place in dear else 1.0 for place in range(len(graph.nodes)))
+    timed = replace(profile, seconds=seconds)
+    plan = ackpt.plan(graph, 0.6, profile=timed)
+    again = [name for name, fate in plan.fates.items() if fate == "recomputed"]
+    assert again and not any(name.startswith("gelu") for name in again)
+
+
+@pytest.mark.parametrize("name", ["unet", "dense"])
+def test_long_skips_stay_beside_the_chain(name):
+    graph, _ = traced(name)
+    beside = long_skips(graph)
+    assert beside
+    largest = [max(len(block.units) for block in chain(graph, pinned).blocks) for pinned in (frozenset(), beside)]
+    assert largest[1] < largest[0] / 2
+    assert beside <= chain(graph, beside).pinned
+
+
+def test_a_model_of_small_blocks_has_no_long_skips():
+    assert not long_skips(traced("language_model")[0])
+
+
+def test_a_chain_of_single_operations_is_cut_between_all_of_them():
+    graph, _ = traced("line")
+    assert len(chain(graph).blocks) > 60
+
+
+def test_a_long_chain_of_single_operations_is_cut_into_so_many_blocks():
+    layers = [layer for _ in range(150) for layer in (nn.Linear(2, 2), nn.Tanh())]
+    graph = ackpt.trace(nn.Sequential(*layers), torch.ones(1, 2), differentiate="all")
+    assert 64 < len(chain(graph).blocks) <= 130
