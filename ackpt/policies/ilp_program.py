@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from math import ceil, gcd, inf
 from numbers import Integral
@@ -37,16 +38,22 @@ def run(dag: Dag, budget: float | None, seconds: float | None, known: float | No
     if known is not None:
         program.cost_less_than(known)
     # Presolve takes worse plans for optimal: github.com/ERGO-Code/HiGHS/issues/3043, and rarely 1.12 too.
-    options: dict[str, Any] = {"mip_rel_gap": 0.0, "presolve": False}
-    if seconds is not None:
-        options["time_limit"] = seconds
-    result = milp(
-        program.objective,
-        integrality=program.whole,
-        bounds=bounds(program.low, program.high),
-        constraints=constraints(program.matrix(), -np.inf, program.limits),
-        options=options,
-    )
+    # Without presolve it has called infeasible what is not, about once in a thousand, so that both have to say so.
+    end = None if seconds is None else time.monotonic() + seconds
+    result: Any = None
+    for presolve in (False, True):
+        options: dict[str, Any] = {"mip_rel_gap": 0.0, "presolve": presolve}
+        if end is not None:
+            options["time_limit"] = max(0.0, end - time.monotonic())
+        result = milp(
+            program.objective,
+            integrality=program.whole,
+            bounds=bounds(program.low, program.high),
+            constraints=constraints(program.matrix(), -np.inf, program.limits),
+            options=options,
+        )
+        if result.status != _INFEASIBLE:
+            break
     if result.status not in (_OPTIMAL, _OUT_OF_TIME, _INFEASIBLE):
         raise RuntimeError(f"the solver failed: {result.message}")
     bound = -inf if result.mip_dual_bound is None else result.mip_dual_bound * program.cost_unit
@@ -77,22 +84,24 @@ class Program:
         if budget is None:
             self.top = self._variable(1.0, 0.0, inf)
         else:
-            self.top = self._variable(0.0, 0.0, budget / self.byte_unit)
+            self.top = self._variable(0.0, budget / self.byte_unit, budget / self.byte_unit)
         for stage in range(self.count):
             self._count_bytes(stage)
 
     def cost_less_than(self, known: float) -> None:
-        """Where rounding could hide what is cheaper, not more than `known`."""
+        """Where rounding could hide what is cheaper, not more than `known`.
+
+        Between two whole costs: at a cost that can be reached, the solver has called what is there infeasible.
+        """
         terms = [(cost, variable) for variable, cost in enumerate(self.objective) if cost]
-        self._at_most(known / self.cost_unit - self.exact, *terms)
+        self._at_most(known / self.cost_unit - self.exact / 2, *terms)
 
     def _may_run(self, stage):
         dag = self.dag
-        first = dag.siblings.get(stage, stage)  # not again while its siblings are computed for the first time
-        family = {first, *(node for node, one in dag.siblings.items() if one == first)}
+        if stage < dag.boundary or stage in dag.siblings:  # nothing runs between the results of one operation
+            return [stage]
         again = [i for i in range(stage) if i not in dag.once and i not in dag.held and dag.last_help[i] >= stage]
-        again = [i for i in again if i not in family]
-        return [*(again if stage >= dag.boundary else ()), stage]
+        return [*again, stage]
 
     def _may_be_kept(self, stage):
         return [i for i in range(stage) if i in self.dag.held or self.dag.last_help[i] >= stage]
@@ -130,14 +139,15 @@ class Program:
 
     def _siblings_run_together(self) -> None:
         for (stage, node), run in self.runs.items():
-            one = (stage, self.dag.siblings.get(node))
-            if node < stage and one in self.runs:
-                self._at_most(0.0, (1, run), (-1, self.runs[one]))
-                self._at_most(0.0, (1, self.runs[one]), (-1, run))
+            if node in self.dag.siblings and node < stage:
+                other = self.runs[stage, self.dag.siblings[node]]
+                self._at_most(0.0, (1, run), (-1, other))
+                self._at_most(0.0, (1, other), (-1, run))
 
     def _count_bytes(self, stage: int) -> None:
         """What lives while each node of `stage` runs, by how it changes from one to the next."""
-        places = [node for node in range(stage + 1) if (stage, node) in self.runs]
+        runs = self.runs
+        places = [node for node in range(stage + 1) if (stage, node) in runs]
         changes: dict[int, list[tuple[float, int | None]]] = {place: [] for place in places}
         for node in range(stage + 1):
             size = self.dag.bytes[node] / self.byte_unit
@@ -148,10 +158,11 @@ class Program:
                     before = lives
         live = None
         for place in places:
-            now = self._variable(0.0, 0.0, inf)
+            now = self._variable(0.0, 0.0, self.high[self.top])
             self._at_most(0.0, (1, live), (-1, now), *changes[place])
-            own = self.dag.workspace[place] / self.byte_unit
-            self._at_most(0.0, (1, now), (own, self.runs[stage, place]), (-1, self.top))
+            freed = [s for s, one in self.dag.siblings.items() if one == place < s < stage and (stage, s) not in runs]
+            own = (self.dag.workspace[place] + sum(self.dag.bytes[s] for s in freed)) / self.byte_unit
+            self._at_most(0.0, (1, now), (own, runs[stage, place]), (-1, self.top))
             live = now
 
     def _stretches(self, stage: int, node: int) -> list[tuple[int, int | None]]:

@@ -166,9 +166,18 @@ PRESOLVED_WRONGLY = ilp.Dag(
 )
 
 
+# Without its presolve, told that 9 is known, it calls 8 within 8 bytes infeasible.
+INFEASIBLE_WRONGLY = ilp.Dag(
+    [2, 1, 1, 2, 0, 0, 0, 0],
+    [3, 3, 1, 3, 1, 1, 1, 1],
+    sorted({*layers(4).edges, (0, 7), (2, 4), (1, 5), (1, 6), (0, 6)}),
+)
+
+
 @settings(max_examples=80, deadline=None)
 @given(dags(), SHARES)
 @example(PRESOLVED_WRONGLY, 0)
+@example(INFEASIBLE_WRONGLY, -0.1)
 def test_the_exhaustive_search_finds_nothing_cheaper(dag, share):
     budget = tight(dag, share)
     cost = cost_of(dag, budget)

@@ -124,7 +124,7 @@ def short_line():
     return model, x
 
 
-@pytest.mark.parametrize("build, budget", [(pooled, 0.8), (short_line, 0.6)])
+@pytest.mark.parametrize("build, budget", [(pooled, 0.95), (short_line, 0.6)])
 def test_the_step_takes_what_is_planned_and_gives_the_same_bits(build, budget):
     def run(**options):
         model, x = build()
