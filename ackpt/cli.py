@@ -1,4 +1,4 @@
-"""The command line: ``ackpt synthetic | lm | offload | plan | doctor``, also ``python -m ackpt``.
+"""The command line: ``ackpt synthetic | lm | offload | frontier | plan | doctor``, also ``python -m ackpt``.
 
 Bad input ends in one line on standard error and exit status 2; a broken promise (losses or gradients that differ,
 an offload that failed) in status 1.
@@ -66,6 +66,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     import ackpt
+    from ackpt.cli_frontier import add_frontier
     from ackpt.cli_plan import add_plan
 
     parser = _Parser(prog="ackpt", description="Activation checkpointing in PyTorch: experiments and checks.")
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     lm.add_argument("--dataset", help="embedded (what every Python carries) or wikitext (wikitext-103-raw-v1)")
     lm.add_argument("--dataset-path", metavar="FOLDER", help="a local copy of wikitext (parquet or arrow)")
     _add_offload(commands)
+    add_frontier(commands)
     add_plan(commands)
     doctor = commands.add_parser("doctor", help="what this machine can run, and what is missing")
     doctor.add_argument("--json", action="store_true", help="print JSON")

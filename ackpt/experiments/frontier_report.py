@@ -1,0 +1,225 @@
+"""A record of the front: a table for a terminal, what it says about the peers, the figure.
+
+Peaks are shares of the dynamic peak of policy none, FLOPs that run again shares of its step.
+"""
+
+from __future__ import annotations
+
+from ackpt.meter import memory_format
+
+from .frontier import OURS
+from .peers import CHECKPOINT, MEMORY_BUDGET, PEERS
+from .report import aligned
+
+TIGHT = 0.6  # of the baseline's peak: from here on down fronts are compared
+TOLERANCE = 1e-3  # of a tensor's largest element: what a peer's gradients and buffers may be off
+HEADINGS = {
+    "name": "method",
+    "budget": "budget",
+    "peak": "peak",
+    "bytes": "measured",
+    "off": "off by",
+    "again": "again",
+    "cost": "cost",
+    "bound": "bound",
+    "equal": "bit-equal",
+    "time": "time",
+}
+
+
+def file_name(record) -> str:
+    """``frontier-transformer.json``: one file per model."""
+    return f"{record.experiment}-{record.config['model']}.json"
+
+
+def measured(record) -> list[dict]:
+    """The points of the policies that were run, in order."""
+    return [point for point in record.metrics["points"] if "measured_peak_bytes" in point]
+
+
+def is_equal(row) -> bool:
+    """Whether gradients and buffers are those of policy none to the last bit."""
+    return row["gradients_difference"] == row["buffers_difference"] == 0.0
+
+
+def is_correct(row) -> bool:
+    """Whether gradients and buffers are those of policy none but for rounding."""
+    return max(row["gradients_difference"], row["buffers_difference"]) <= TOLERANCE
+
+
+def broken_promises(record) -> list[str]:
+    """One line per planned step that was not bit-equal, above its budget, or not as predicted."""
+    found = []
+    for point in measured(record):
+        peak, name = point["measured_peak_bytes"], _name(point)
+        if not is_equal(point):
+            found.append(f"{name}: gradients or buffers are not those of policy none to the last bit")
+        if peak > point["limit_bytes"] or peak != point["predicted_peak_bytes"]:
+            predicted, limit = point["predicted_peak_bytes"], point["limit_bytes"]
+            found.append(f"{name}: measured {peak} bytes, predicted {predicted}, at most {limit}")
+        if point["recompute_flops"] != point["predicted_recompute_flops"]:
+            predicted = point["predicted_recompute_flops"]
+            found.append(f"{name}: {point['recompute_flops']} FLOPs ran again, predicted {predicted}")
+    return found
+
+
+def comparison(record) -> dict:
+    """Policy auto against the peers.
+
+    Returns:
+        ``beaten``: peers' points at or below `TIGHT` that auto matches within their peak with no more FLOPs; ``ahead``:
+        those that it does not; ``wrong``: peers' points with other gradients or buffers. ``least`` and ``peer_least``:
+        the smallest peaks, as shares, of auto and of correct peers; ``at_checkpoint``: FLOPs that run again by auto,
+        over those of torch's checkpoint per block, at the latter's peak. None where there is nothing to compare.
+    """
+    metrics = record.metrics
+    baseline = metrics["baseline"]["measured_peak_bytes"]
+    correct = [row for row in metrics["peers"] if is_correct(row)]
+    tight = [row for row in correct if row["measured_peak_bytes"] <= TIGHT * baseline]
+    beaten = [row for row in tight if _is_beaten(row)]
+    ours = [point["measured_peak_bytes"] for point in measured(record) if point["policy"] == OURS]
+    theirs = [row["measured_peak_bytes"] for row in correct]
+    blocks = next((row for row in metrics["peers"] if row["peer"] == CHECKPOINT), None)
+    at_checkpoint = None
+    if blocks is not None and blocks["recompute_flops"] and blocks["auto_recompute_flops"] is not None:
+        at_checkpoint = blocks["auto_recompute_flops"] / blocks["recompute_flops"]
+    return {
+        "beaten": [_name(row) for row in beaten],
+        "ahead": [_name(row) for row in tight if not _is_beaten(row)],
+        "wrong": [_name(row) for row in metrics["peers"] if not is_correct(row)],
+        "least": min(ours) / baseline if ours else None,
+        "peer_least": min(theirs) / baseline if theirs else None,
+        "at_checkpoint": at_checkpoint,
+    }
+
+
+def _is_beaten(row) -> bool:
+    return row["auto_recompute_flops"] is not None and row["auto_recompute_flops"] <= row["recompute_flops"]
+
+
+def rows(record) -> list[dict]:
+    """One row per point with the keys of `HEADINGS`: the policies, then the peers; texts, None where there is none."""
+    metrics = record.metrics
+    baseline, flops = metrics["baseline"]["measured_peak_bytes"], metrics["baseline"]["flops"]
+    table = []
+    for point in (*metrics["points"], *metrics["peers"]):
+        budget = "least" if point.get("budget", 0) is None else point.get("budget", point.get("setting"))
+        row = dict.fromkeys(HEADINGS) | {"name": point.get("policy") or point["peer"]}
+        row["budget"] = None if budget is None else str(budget)
+        if "measured_peak_bytes" not in point:
+            table.append({**row, "bytes": "refused", "off": f"least {memory_format(point['least_bytes'])} in all"})
+            continue
+        peak = point["measured_peak_bytes"]
+        row |= {"peak": f"{peak / baseline:.3f}", "bytes": memory_format(peak)}
+        row["again"] = f"{point['recompute_flops'] / flops:+.2%}"
+        row["equal"] = "yes" if is_equal(point) else f"{_worst(point):.0e}"
+        if "predicted_peak_bytes" in point:
+            row["off"] = f"{point['predicted_peak_bytes'] - peak} B"
+            row["cost"] = f"{point['cost']:.2%}"
+            row["bound"] = None if point["lower_bound"] is None else f"{point['lower_bound']:.2%}"
+        if "seconds_ratio" in point:
+            row["time"] = f"{point['seconds_ratio']['median'] - 1:+.1%}"
+        table.append(row)
+    return table
+
+
+def _worst(point) -> float:
+    return max(point["gradients_difference"], point["buffers_difference"])
+
+
+def _name(row) -> str:
+    setting = row.get("budget", row.get("setting"))
+    return row.get("policy") or row["peer"] if setting is None else f"{row.get('policy') or row['peer']} {setting}"
+
+
+def text_table(record) -> str:
+    """The rows in columns; below them the model, what could not run, and how auto stands against the peers."""
+    table = rows(record)
+    names = [name for name in HEADINGS if any(row[name] is not None for row in table)]
+    cells = [[HEADINGS[name] for name in names]] + [
+        ["-" if row[name] is None else row[name] for name in names] for row in table
+    ]
+    return "\n".join([*aligned(cells, left=1), "", *_notes(record)])
+
+
+def _notes(record) -> list[str]:
+    metrics, where, config = record.metrics, record.environment, record.config
+    baseline = metrics["baseline"]
+    sizes = ", ".join(f"{name} {value}" for name, value in config["sizes"].items())
+    notes = [
+        f"{config['model']}: {sizes}",
+        f"plain step: {memory_format(baseline['measured_peak_bytes'])} dynamic beside "
+        f"{memory_format(baseline['resident_bytes'])} resident, {baseline['flops'] / 1e9:.1f} GFLOP; "
+        f"{where['device_name']}, {where['threads']} threads, torch {where['torch']}",
+        "peak: measured, as a share of the plain step's; off by: predicted minus measured; again: FLOPs run again; "
+        "cost, bound: of FLOPs and traffic",
+        *(f"not run: {policy}: {reason}" for policy, reason in metrics["not_run"].items()),
+    ]
+    found = comparison(record)
+    if found["least"] is not None and found["peer_least"] is not None:
+        ratio = found["least"] / found["peer_least"]
+        notes.append(
+            f"smallest: auto {found['least']:.3f}, correct peers {found['peer_least']:.3f}, a ratio of {ratio:.2f}"
+        )
+    if found["at_checkpoint"] is not None:
+        notes.append(
+            f"at the peak of torch's checkpoint per block auto runs {found['at_checkpoint']:.2f} of its FLOPs again"
+        )
+    for key, what in (("beaten", "no better than auto"), ("ahead", "BETTER than auto"), ("wrong", "wrong results")):
+        if found[key]:
+            notes.append(f"{what}{'' if key == 'wrong' else f' at or below {TIGHT}'}: {', '.join(found[key])}")
+    return notes
+
+
+def frontier_plot(record, title: str):
+    """Measured peak against FLOPs that run again: auto as a line, other policies, peers, and the lower bound.
+
+    Returns:
+        A Figure; a cross marks a peer whose gradients or buffers are wrong.
+    """
+    from matplotlib.ticker import PercentFormatter
+    from seaborn import color_palette
+
+    from .. import plots
+
+    metrics = record.metrics
+    baseline, flops = metrics["baseline"]["measured_peak_bytes"], metrics["baseline"]["flops"]
+    colors = color_palette("colorblind").as_hex()
+
+    def share(rows_, peak="measured_peak_bytes"):
+        return [row[peak] / baseline for row in rows_], [row["recompute_flops"] / flops for row in rows_]
+
+    with plots.style.context("default"):
+        figure, axes = plots._axes(title, "dynamic peak, share of the plain step's", "FLOPs that run again")
+        bounds = [row for row in metrics["bounds"] if row["recompute_flops"] is not None]
+        if bounds:
+            line = {"color": plots.TEXT, "linewidth": 1.2, "linestyle": (0, (4, 3))}
+            axes.plot(
+                *share(sorted(bounds, key=lambda row: row["limit_bytes"]), "limit_bytes"), label="lower bound", **line
+            )
+        names = list(dict.fromkeys(point["policy"] for point in measured(record)))
+        for place, name in enumerate(sorted(names, key=lambda name: name != OURS)):
+            points = sorted(
+                (point for point in measured(record) if point["policy"] == name), key=lambda p: p["measured_peak_bytes"]
+            )
+            looks = {"marker": "o", "markersize": 5, "color": colors[place % len(colors)]}
+            if name == OURS:
+                looks |= {"linewidth": 2, "zorder": 4}
+            else:
+                looks |= {"linewidth": 0.8, "markerfacecolor": "none", "alpha": 0.9}
+            axes.plot(*share(points), label=name, **looks)
+        for name, marker in zip(PEERS, "D^s", strict=True):
+            rows_ = [row for row in metrics["peers"] if row["peer"] == name]
+            if rows_:
+                looks = {"linestyle": ":" if name == MEMORY_BUDGET else "none", "linewidth": 0.8}
+                looks |= {"marker": marker, "markersize": 6, "color": "#b5402f", "zorder": 3}
+                axes.plot(*share(rows_), label=f"torch: {name}", **looks)
+        wrong = [row for row in metrics["peers"] if not is_correct(row)]
+        if wrong:
+            crosses = {"linestyle": "none", "marker": "x", "markersize": 11, "color": plots.TEXT, "zorder": 5}
+            axes.plot(*share(wrong), label="wrong results", **crosses)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=-0.01)
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        handles, labels = axes.get_legend_handles_labels()
+        return plots._finished(figure, handles, labels)

@@ -1,0 +1,71 @@
+"""What a user would pick today to fit a step into memory, each called as its own documentation says.
+
+``checkpoint``: ``torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`` around every block. ``selective``:
+the same with ``create_selective_checkpoint_contexts``, which keeps the results of matrix products, convolutions and
+attention. ``memory-budget``: ``torch._functorch.config.activation_memory_budget``, a fraction between saving nothing
+but inputs (0) and what backward needs (1), under ``torch.compile``. Its backend is the one that partitions the graph
+and runs the parts operation by operation, so that they can be counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from .frontier_models import Workload
+
+CHECKPOINT, SELECTIVE, MEMORY_BUDGET = "checkpoint", "selective", "memory-budget"
+PEERS = (CHECKPOINT, SELECTIVE, MEMORY_BUDGET)
+_ATEN = torch.ops.aten
+KEPT = [
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN.convolution.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+]
+
+
+@contextlib.contextmanager
+def peer(name: str, workload: Workload, setting: float | None = None) -> Iterator[Callable]:
+    """What to call instead of the model, inside of the context only; the model is then as before.
+
+    Args:
+        setting: of ``memory-budget``, between 0 and 1; the others have none.
+    """
+    if name == MEMORY_BUDGET:
+        with _memory_budget(workload.model, setting) as call:
+            yield call
+    else:
+        options = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if name == SELECTIVE else {}
+        yield partial(_checkpointed, workload, options)
+
+
+def _checkpointed(workload: Workload, options, *args):
+    """The model's forward with every block called through `checkpoint`."""
+    for block in workload.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+    try:
+        return workload.model(*args)
+    finally:
+        for block in workload.blocks:
+            del block.forward
+
+
+@contextlib.contextmanager
+def _memory_budget(model, setting):
+    from torch._functorch import config
+
+    # What dynamo compiled stays with the code of the model, whatever the setting was.
+    torch._dynamo.reset()
+    try:
+        with config.patch(activation_memory_budget=setting):
+            yield torch.compile(model, backend="aot_eager_decomp_partition")
+    finally:
+        torch._dynamo.reset()
