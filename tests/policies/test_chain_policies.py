@@ -16,7 +16,7 @@ from ackpt.graph.facts import facts
 from ackpt.graph.schedule import recomputed
 from ackpt.graph.simulate import simulate
 from ackpt.policies import chen, chen_log, chen_sqrt, on_chain, revolve, revolve_chain, rotor_chain
-from ackpt.policies.auto import added_cost, costs
+from ackpt.policies.costs import added_cost, costs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,7 +11,7 @@ from torch import nn
 import ackpt
 from ackpt.graph.simulate import simulate
 from ackpt.policies import min_cut
-from ackpt.policies.auto import added_cost, costs
+from ackpt.policies.costs import added_cost, costs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
