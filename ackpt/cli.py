@@ -67,6 +67,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     import ackpt
     from ackpt.cli_frontier import add_frontier
+    from ackpt.cli_batch import add_batch_size, add_bert
     from ackpt.cli_plan import add_plan
 
     parser = _Parser(prog="ackpt", description="Activation checkpointing in PyTorch: experiments and checks.")
@@ -81,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     lm.add_argument("--dataset-path", metavar="FOLDER", help="a local copy of wikitext (parquet or arrow)")
     _add_offload(commands)
     add_frontier(commands)
+    add_batch_size(commands)
+    add_bert(commands)
     add_plan(commands)
     doctor = commands.add_parser("doctor", help="what this machine can run, and what is missing")
     doctor.add_argument("--json", action="store_true", help="print JSON")

@@ -1,0 +1,161 @@
+"""Records of the batch-size experiment: rows and a table for a terminal."""
+
+from __future__ import annotations
+
+from ackpt.meter import memory_format
+from ackpt.results import RecordError, load_reference
+
+from .batch_size import EXPERIMENT, LARGEST, PREDICTED
+from .report import aligned
+from .steps import PLAIN
+
+MIB = 2**20
+COLUMNS = {
+    "batch_size": "batch",
+    "method": "method",
+    "how": "",
+    "peak": "peak MiB",
+    "vs_plain": "vs plain",
+    "flops": "FLOPs",
+    "ms": "ms/step",
+    "time": "time",
+    "published_peak": "published MiB",
+    "published_ms": "published ms",
+}
+LARGEST_COLUMNS = {
+    "method": "method",
+    "largest": "largest batch",
+    "how": "",
+    "peak": "peak MiB",
+    "vs_plain": "vs plain",
+}
+
+
+def file_name(record) -> str:
+    """``batch-size-resnet50-B32-auto-0.5.json``: one file per record of a run."""
+    config = record.config
+    size = f"-B{config['batch_size']}" if "batch_size" in config else ""
+    return f"{record.experiment}-{config['model']}{size}-{config['method'].replace('@', '-')}.json"
+
+
+def how(record) -> str:
+    """Whether the record's figures were measured, or predicted, or there are none."""
+    if "not_run" in record.metrics:
+        return "not run"
+    return "predicted" if record.experiment.endswith(PREDICTED) else "measured"
+
+
+def rows(records, published=None) -> list[dict]:
+    """One row per record of a batch size, with the keys of `COLUMNS`; None where there is no such figure.
+
+    Differences are to the plain method at the same batch, in per cent, and stand only where both were measured or
+    both predicted. `published` is what ``results.load_reference("mu-two-resnet")`` gives; of it "without" stands
+    beside plain, "with" beside every other method.
+    """
+    steps = [record for record in records if record.experiment.startswith(EXPERIMENT)]
+    plain = {r.config["batch_size"]: r for r in steps if r.config["method"] == PLAIN}
+    printed = {(row["batch_size"], row["method"]): row for row in (published or {"rows": ()})["rows"]}
+    return [_row(record, plain.get(record.config["batch_size"]), printed) for record in steps]
+
+
+def _row(record, plain, printed) -> dict:
+    config, metrics = record.config, record.metrics
+    row = {**dict.fromkeys(COLUMNS), "batch_size": config["batch_size"], "method": config["method"], "how": how(record)}
+    other = printed.get((row["batch_size"], "without" if row["method"] == PLAIN else "with"), {})
+    row["published_peak"], row["published_ms"] = other.get("peak"), other.get("milliseconds")
+    if "not_run" in metrics:
+        return row
+    row["peak"] = round(metrics["peak_bytes"] / MIB, 1)
+    if plain is not None and plain is not record and how(plain) == row["how"]:
+        row["vs_plain"] = change(metrics["peak_bytes"], plain.metrics["peak_bytes"])
+        if metrics["flops"] is not None and plain.metrics["flops"]:
+            row["flops"] = change(metrics["flops"], plain.metrics["flops"])
+    if "seconds_step" in metrics:
+        row["ms"] = round(1e3 * metrics["seconds_step"]["median"], 1)
+        if plain is not None and plain is not record and metrics["seconds_ratio"]["reference"] == PLAIN:
+            row["time"] = round(100 * (metrics["seconds_ratio"]["median"] - 1), 1)
+    return row
+
+
+def largest_rows(records) -> list[dict]:
+    """One row per record of a largest batch, with the keys of `LARGEST_COLUMNS`."""
+    found = [record for record in records if record.experiment.startswith(LARGEST)]
+    plain = next((r.metrics["largest_batch"] for r in found if r.config["method"] == PLAIN), 0)
+    return [
+        {
+            "method": record.config["method"],
+            "largest": record.metrics["largest_batch"],
+            "how": how(record),
+            "peak": _mib(record.metrics.get("peak_bytes", record.metrics["predicted_peak_bytes"])),
+            "vs_plain": round(record.metrics["largest_batch"] / plain, 2) if plain else None,
+        }
+        for record in found
+    ]
+
+
+def change(value, reference) -> float:
+    """In per cent, with one decimal."""
+    return round(100 * (value / reference - 1), 1)
+
+
+def text_table(records) -> str:
+    """Both tables in columns, and below them what was not run, the machine, the versions."""
+    if not records:
+        return "no records"
+    table = rows(records, _published(records[0].config))
+    names = [name for name in COLUMNS if name == "peak" or any(row[name] is not None for row in table)]
+    lines = aligned([[COLUMNS[n] for n in names], *([_cell(n, row[n]) for n in names] for row in table)])
+    limit = records[0].config["limit_bytes"]
+    lines += ["", f"largest batch within {memory_format(limit)} ({limit} bytes)"]
+    names = list(LARGEST_COLUMNS)
+    found = ([_cell("times" if n == "vs_plain" else n, row[n]) for n in names] for row in largest_rows(records))
+    lines += aligned([[LARGEST_COLUMNS[n] for n in names], *found], left=1)
+    return "\n".join([*lines, "", *_notes(records)])
+
+
+def _published(config):
+    """The published figures of a ResNet at its full size, if the repository is here."""
+    if not config["model"].startswith("resnet") or config["fields"] or config["image_size"] not in (None, 224):
+        return None
+    try:
+        return load_reference("mu-two-resnet")
+    except RecordError:
+        return None
+
+
+def _cell(name: str, value) -> str:
+    if value is None:
+        return "-"
+    if name in ("vs_plain", "flops", "time"):
+        return f"{value:+.1f} %"
+    if name == "times":
+        return f"x{value:.2f}"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _notes(records) -> list[str]:
+    config, where = records[0].config, records[0].environment
+    fields = "".join(f", {name} {value}" for name, value in config["fields"].items())
+    size = f"{config['image_size']} x {config['image_size']} pixels" if config["image_size"] else ""
+    size = size or (f"{config['seq_len']} tokens each" if config["seq_len"] else "224 x 224 pixels")
+    notes = [
+        f"{config['model']}{fields}, {size}, {config['dtype']}, AdamW; {where['device_name']}, "
+        f"{where['threads']} threads; torch {where['torch']}; sizes in MiB = 2^20 bytes",
+        "auto@0.5: at most 0.5 of the plain step's dynamic peak; auto: at most the limit",
+    ]
+    for record in records:
+        if "not_run" in record.metrics:
+            notes.append(
+                f"not run: {record.config['method']} at {record.config['batch_size']}: {record.metrics['not_run']}"
+            )
+    reasons = {record.metrics["not_measured"] for record in records if "not_measured" in record.metrics}
+    notes += [f"predicted: {reason}" for reason in sorted(reasons)]
+    compared = [r for r in records if r.metrics.get("gradients_difference") is not None]
+    if compared:
+        equal = "equal to the last bit" if config["device"] == "cpu" else "equal within tolerance"
+        notes.append(f"gradients of all measured methods and of the plain model: {equal} (checked)")
+    return notes
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else round(size / MIB, 1)

@@ -1,0 +1,240 @@
+"""Peak memory and latency against the batch size, with and without checkpointing; the largest batch within a limit.
+
+Published for a ResNet and a Transformer by mu-TWO (Purandare et al., MLSys 2023) and those who reproduced it, at
+batches of 4 to 64. A batch is measured where it fits the machine, else predicted from shapes; a record says which by
+its experiment's name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ackpt.graph.budget import parse_bytes
+from ackpt.meter import compare_seconds
+from ackpt.results import Record, environment
+
+from .largest_batch import Largest, extrapolated, largest_on_cpu, largest_on_cuda, largest_predicted
+from .settings import record_config
+from .steps import PLAIN, Method, NotRun, RunStep, Setting, Shapes, does_not_fit, method, needs_limit, require_equal
+
+EXPERIMENT = "batch-size"
+LARGEST = "largest-batch"
+PREDICTED = "-predicted"
+AUTO_LIMIT = "auto"
+METHODS = (PLAIN, "per-block", "auto@0.5", "auto")
+MODELS = ("resnet18", "resnet50", "resnet152", "transformer", "bert-large")
+
+
+@dataclass(frozen=True)
+class BatchSizeConfig:
+    """Sizes and settings. `limit`: bytes of the whole peak, or ``"auto"``, the plain step's at the middle batch.
+
+    A method without a budget of its own, such as ``"auto"``, has the limit as its budget.
+    """
+
+    model: str = "resnet18"
+    batches: tuple[int, ...] = (4, 8, 16, 32, 64)
+    limit: int | str = AUTO_LIMIT
+    seq_len: int | None = None
+    image_size: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+    dtype: str = "float32"
+    learning_rate: float = 1e-4
+    seed: int = 0
+    methods: tuple[str, ...] = METHODS
+
+    def __post_init__(self):
+        if self.model not in MODELS:
+            raise ValueError(f"unknown model {self.model!r}: choose from {', '.join(MODELS)}")
+        if not self.batches:
+            raise ValueError("give at least one batch size")
+        if not self.methods:
+            raise ValueError(f"give at least one method, such as {', '.join(METHODS)}")
+        if self.limit != AUTO_LIMIT and isinstance(self.limit, str):
+            parse_bytes(self.limit)
+        for name in self.methods:
+            method(name)
+        for batch_size in self.batches:
+            self.setting(batch_size)
+
+    def setting(self, batch_size: int) -> Setting:
+        return Setting(
+            self.model,
+            batch_size,
+            self.seq_len,
+            self.image_size,
+            self.fields,
+            self.device,
+            self.dtype,
+            self.learning_rate,
+            self.seed,
+        )
+
+
+SMALL = {"dim": 128, "ff_dim": 512, "layers": 4}
+SIZES: dict[str, dict[str, dict[str, Any]]] = {
+    "cpu": {
+        "resnet18": {"image_size": 64, "fields": {"width": 16}},
+        "resnet50": {"image_size": 64, "fields": {"width": 16}},
+        "resnet152": {"image_size": 64, "fields": {"width": 16}},
+        "transformer": {"seq_len": 128, "fields": {**SMALL, "head_dim": 32}},
+        "bert-large": {"seq_len": 128, "fields": {**SMALL, "heads": 4, "vocab_size": 4096}},
+    },
+    "gpu": {
+        "resnet18": {"image_size": 224},
+        "resnet50": {"image_size": 224},
+        "resnet152": {"image_size": 224},
+        "transformer": {"seq_len": 512, "dtype": "bfloat16"},
+        "bert-large": {"seq_len": 512, "dtype": "bfloat16"},
+    },
+}
+
+
+def configuration(tier: str = "cpu", model: str | None = None, **changes) -> BatchSizeConfig:
+    """The configuration of a tier: cpu has small models, gpu the published sizes."""
+    model = model or ("resnet18" if tier == "cpu" else "resnet50")
+    if model not in MODELS:
+        raise ValueError(f"unknown model {model!r}: choose from {', '.join(MODELS)}")
+    return BatchSizeConfig(
+        **{"model": model, "device": "cpu" if tier == "cpu" else "cuda", **SIZES[tier][model], **changes}
+    )
+
+
+def run_batch_size(config: BatchSizeConfig, command: str = "", timed_rounds: int = 3, predict_only: bool = False):
+    """Run the experiment; yields lists of Records: one list per batch size, then that of the largest batches.
+
+    Records of the experiment ``batch-size`` are measured, those of ``batch-size-predicted`` are not, and say why in
+    ``not_measured``; a method whose budget cannot be kept has nothing but ``not_run``, the reason. Likewise
+    ``largest-batch``. Times stand in fields named ``seconds...``, sizes are bytes of the whole peak.
+
+    Raises `GradientsDiffer` if a method's gradients are not the plain model's: to the last bit on the CPU.
+    """
+    shapes = functools.lru_cache(maxsize=2)(lambda batch_size: Shapes(config.setting(batch_size)))
+    limit = _limit(config, shapes)
+    methods = [method(name, limit) for name in dict.fromkeys(config.methods)]
+    peaks: dict[str, dict[int, int]] = {each.name: {} for each in methods}
+    for batch_size in tqdm(config.batches, desc="batch sizes", unit="batch", disable=None, leave=False):
+        found = step_metrics(shapes(batch_size), methods, timed_rounds, predict_only)
+        where = environment("cpu" if predict_only else config.device, command)
+        yield [
+            record(EXPERIMENT, _settings(config, limit, each, batch_size=batch_size), found[each.name], where)
+            for each in methods
+        ]
+        for name, metrics in found.items():
+            if "peak_bytes" in metrics:
+                peaks[name][batch_size] = metrics["peak_bytes"]
+    largest = {}
+    for each in tqdm(methods, desc="largest batches", unit="method", disable=None, leave=False):
+        guess = max(largest.values(), default=1) if needs_limit(each.name) else extrapolated(peaks[each.name], limit)
+        answer = _largest(config, each, limit, shapes, guess, predict_only)
+        largest[each.name] = answer.batch
+        yield [record(LARGEST, _settings(config, limit, each), _answer(answer), where)]
+
+
+def record(experiment: str, settings: dict, metrics: dict, where: dict) -> Record:
+    """The Record of a run, or, if the metrics say that nothing was measured, of a prediction."""
+    return Record(experiment + (PREDICTED if "not_measured" in metrics else ""), settings, metrics, where)
+
+
+def step_metrics(shapes: Shapes, methods, timed_rounds: int, predict_only: bool = False) -> dict[str, dict]:
+    """Metrics of one size by the methods' names: measured where the step fits the machine, else predicted."""
+    setting = shapes.setting
+    found: dict[str, dict] = {}
+    plain = shapes.predicted(Method(PLAIN))
+    plain_fits = not predict_only and does_not_fit(plain["peak_bytes"], setting.device) is None
+    runs = []
+    for each in methods:
+        if plain_fits:  # what saves memory fits as well, and is predicted by its own plan
+            runs.append(each)
+            continue
+        try:
+            metrics = plain if each.name == PLAIN else shapes.predicted(each)
+        except NotRun as error:
+            found[each.name] = {"not_run": str(error)}
+            continue
+        reason = "only predictions were asked for" if predict_only else None
+        reason = reason or does_not_fit(metrics["peak_bytes"], setting.device)
+        if reason is None:
+            runs.append(each)
+        else:
+            found[each.name] = {**metrics, "not_measured": reason}
+    if runs:
+        found |= _measured(shapes, runs, plain_fits, timed_rounds)
+    return found
+
+
+def _measured(shapes: Shapes, methods, plain_fits: bool, timed_rounds: int) -> dict[str, dict]:
+    """Check gradients, measure and time the methods in one process, on one model."""
+    run, found = RunStep(shapes.setting), {}
+    ready = []
+    for each in methods:
+        try:
+            run.prepare(each)
+            ready.append(each)
+        except NotRun as error:
+            found[each.name] = {"not_run": str(error)}
+    wanted = run.gradients(Method(PLAIN)) if plain_fits else None
+    exact = shapes.setting.device == "cpu"
+    for each in ready:
+        difference = None if wanted is None else require_equal(each.name, run.gradients(each), wanted, exact)
+        found[each.name] = {"gradients_difference": difference}
+    wanted = None
+    for each in ready:
+        planned = run.planned.get(each)
+        predicted = planned.plan.peak_bytes if planned else shapes.predicted(each)["peak_bytes"]
+        found[each.name] |= run.measure(each) | {"predicted_peak_bytes": predicted}
+        if planned:
+            found[each.name]["cost"] = planned.plan.cost
+    if timed_rounds and ready:
+        steps = {each.name: functools.partial(run.step, each) for each in ready}
+        comparison = compare_seconds(steps, timed_rounds, device=shapes.setting.device)
+        times = comparison.to_json()
+        for name in steps:
+            ratio = {"reference": comparison.reference, **times["seconds_ratio"][name]}
+            found[name] |= {"seconds_step": times["seconds"][name], "seconds_ratio": ratio}
+    return found
+
+
+def _limit(config: BatchSizeConfig, shapes) -> int:
+    if config.limit == AUTO_LIMIT:
+        middle = sorted(config.batches)[len(config.batches) // 2]
+        return shapes(middle).predicted(Method(PLAIN))["peak_bytes"]
+    return parse_bytes(config.limit) if isinstance(config.limit, str) else config.limit
+
+
+def _largest(config, each: Method, limit: int, shapes, guess: int, predict_only: bool) -> Largest:
+    setting = config.setting(1)
+    if predict_only:
+        return largest_predicted(setting, each, limit, shapes, guess)
+    if config.device == "cuda":
+        return largest_on_cuda(setting, each, limit, guess)
+    return largest_on_cpu(setting, each, limit, shapes, guess)
+
+
+def _answer(found: Largest) -> dict:
+    metrics: dict[str, Any] = {"largest_batch": found.batch, "predicted_peak_bytes": found.predicted_peak_bytes}
+    if found.measured_peak_bytes is not None:
+        metrics["peak_bytes"] = found.measured_peak_bytes
+    elif found.not_measured:
+        metrics["not_measured"] = found.not_measured
+    return metrics
+
+
+def _settings(config: BatchSizeConfig, limit: int, each: Method, **more) -> dict:
+    settings = record_config(replace(config, fields=dict(config.fields)), **more)
+    dropped = ("batches", "limit")
+    settings = {name: value for name, value in settings.items() if name not in dropped}
+    return {
+        **settings,
+        "seq_len": config.seq_len,
+        "limit_bytes": limit,
+        "method": each.name,
+        "threads": torch.get_num_threads(),
+    }

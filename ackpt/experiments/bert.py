@@ -1,0 +1,89 @@
+"""BERT's masked-language-model step: the per-module switch on its layers, and plans of policy auto at several budgets.
+
+Published for BERT-large on one GPU with a per-module switch (average memory and time of the whole run). The small
+tier measures a small BERT and predicts the published one from shapes, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ackpt.results import environment
+
+from .batch_size import record, step_metrics
+from .settings import record_config
+from .steps import PER_BLOCK, PLAIN, Setting, Shapes, method, needs_limit
+
+EXPERIMENT = "bert"
+MODEL = "bert-large"
+METHODS = (PLAIN, PER_BLOCK, "auto@0.6", "auto@0.5", "auto@0.4", "auto@0.3")
+
+
+@dataclass(frozen=True)
+class BertStepConfig:
+    """Sizes and settings: `batch_size` sequences of `seq_len` tokens; `fields` change BERT-large's configuration."""
+
+    batch_size: int = 8
+    seq_len: int = 512
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    learning_rate: float = 1e-4
+    seed: int = 0
+    methods: tuple[str, ...] = METHODS
+
+    def __post_init__(self):
+        if not self.methods:
+            raise ValueError(f"give at least one method, such as {', '.join(METHODS)}")
+        for name in self.methods:
+            method(name)
+            if needs_limit(name):
+                raise ValueError(f"method {name!r} needs a budget: write {name}@0.5 or {name}@6GiB")
+        self.setting()
+
+    def setting(self) -> Setting:
+        sizes = {"seq_len": self.seq_len, "fields": self.fields, "device": self.device, "dtype": self.dtype}
+        return Setting(MODEL, self.batch_size, **sizes, learning_rate=self.learning_rate, seed=self.seed)
+
+
+GPU = BertStepConfig()
+CPU = BertStepConfig(
+    seq_len=128,
+    fields={"dim": 128, "ff_dim": 512, "layers": 4, "heads": 4, "vocab_size": 4096},
+    device="cpu",
+    dtype="float32",
+)
+
+
+def configuration(tier: str = "cpu", **changes) -> BertStepConfig:
+    """The tier's configuration with changes; its fields are those of the tier with the given ones put over them."""
+    base = CPU if tier == "cpu" else GPU
+    if "fields" in changes:
+        changes["fields"] = {**base.fields, **changes["fields"]}
+    return replace(base, **changes)
+
+
+def run_bert(config: BertStepConfig = CPU, command: str = "", timed_rounds: int = 3, predict_only: bool = False):
+    """Run the experiment; yields lists of Records, one per method.
+
+    The first list is that of the configuration, measured if it fits the machine and not `predict_only`. The small
+    tier's is followed by predictions of the published sizes, in records of the experiment ``bert-predicted``.
+
+    Raises `GradientsDiffer` if a method's gradients are not the plain model's: to the last bit on the CPU.
+    """
+    yield _records(config, command, timed_rounds, predict_only)
+    if config.device == "cpu" and not predict_only:
+        yield _records(replace(GPU, methods=config.methods), command, 0, True)
+
+
+def _records(config: BertStepConfig, command: str, timed_rounds: int, predict_only: bool):
+    methods = [method(name) for name in dict.fromkeys(config.methods)]
+    found = step_metrics(Shapes(config.setting()), methods, timed_rounds, predict_only)
+    settings = record_config(replace(config, fields=dict(config.fields)), model=MODEL, seq_len=config.seq_len)
+    settings["threads"] = torch.get_num_threads()
+    where = environment("cpu" if predict_only else config.device, command)
+    return [record(EXPERIMENT, {**settings, "method": each.name}, found[each.name], where) for each in methods]

@@ -1,0 +1,110 @@
+"""Records of the BERT experiment: rows, and a table for a terminal with the published figures below."""
+
+from __future__ import annotations
+
+from ackpt.results import RecordError, load_reference
+
+from .batch_report import change, how
+from .report import aligned
+from .steps import PLAIN
+
+MIB = 2**20
+PARTS = ("parameters", "optimizer", "gradients", "activations", "temporaries")
+COLUMNS = {
+    "method": "method",
+    "how": "",
+    "peak": "peak MiB",
+    "vs_plain": "vs plain",
+    "dynamic": "dynamic MiB",
+    "dynamic_vs_plain": "vs plain",
+    "flops": "FLOPs",
+    "ms": "ms/step",
+    "time": "time",
+    **{part: part for part in PARTS},
+}
+
+
+def file_name(record) -> str:
+    """``bert-B8-L512-auto-0.5.json``: one file per record of a run."""
+    config = record.config
+    return f"{record.experiment}-B{config['batch_size']}-L{config['seq_len']}-{config['method'].replace('@', '-')}.json"
+
+
+def rows(records) -> list[dict]:
+    """One row per record of one size, with the keys of `COLUMNS`; None where there is no such figure.
+
+    Sizes in MiB, differences to the plain method in per cent; the last columns are the parts of the peak.
+    """
+    plain = next((r for r in records if r.config["method"] == PLAIN and "not_run" not in r.metrics), None)
+    return [_row(record, plain) for record in records]
+
+
+def _row(record, plain) -> dict:
+    metrics = record.metrics
+    row = {**dict.fromkeys(COLUMNS), "method": record.config["method"], "how": how(record)}
+    if "not_run" in metrics:
+        return row
+    row["peak"] = round(metrics["peak_bytes"] / MIB, 1)
+    row["dynamic"] = round(metrics["dynamic_peak_bytes"] / MIB, 1)
+    row |= {part: round(metrics["categories"].get(part, 0) / MIB, 1) for part in PARTS}
+    if plain is not None and plain is not record and how(plain) == row["how"]:
+        row["vs_plain"] = change(metrics["peak_bytes"], plain.metrics["peak_bytes"])
+        row["dynamic_vs_plain"] = change(metrics["dynamic_peak_bytes"], plain.metrics["dynamic_peak_bytes"])
+        if metrics["flops"] is not None and plain.metrics["flops"]:
+            row["flops"] = change(metrics["flops"], plain.metrics["flops"])
+    if "seconds_step" in metrics:
+        row["ms"] = round(1e3 * metrics["seconds_step"]["median"], 1)
+        if plain is not None and plain is not record and metrics["seconds_ratio"]["reference"] == PLAIN:
+            row["time"] = round(100 * (metrics["seconds_ratio"]["median"] - 1), 1)
+    return row
+
+
+def text_table(records) -> str:
+    """One table per size, and below them what was not run, and the published figures."""
+    if not records:
+        return "no records"
+    sizes: dict[tuple, list] = {}
+    for record in records:
+        sizes.setdefault((record.experiment.endswith("-predicted"), str(record.config["fields"])), []).append(record)
+    lines: list[str] = []
+    for group in sizes.values():
+        lines += [*_table(group), ""]
+    try:
+        without, with_switch = load_reference("bert")["rows"]
+    except RecordError:  # an installed package has no published figures beside it
+        return "\n".join(lines[:-1])
+    memory = change(with_switch["average_memory"], without["average_memory"])
+    time = change(with_switch["seconds"], without["seconds"])
+    return "\n".join(
+        [*lines, f"published, per-module switch: {memory:+.1f} % of average memory, {time:+.1f} % of time"]
+    )
+
+
+def _table(records) -> list[str]:
+    config, where = records[0].config, records[0].environment
+    table = rows(records)
+    names = [name for name in COLUMNS if any(row[name] is not None for row in table)]
+    fields = "".join(f", {name} {value}" for name, value in config["fields"].items())
+    kind = f"{where['device_name']}, {where['threads']} threads"
+    if how(records[0]) == "predicted":
+        kind = f"predicted from shapes as on {config['device']}, nothing was run"
+    lines = [
+        f"{config['model']}{fields}: {config['batch_size']} x {config['seq_len']} tokens, {config['dtype']}, AdamW; "
+        f"{kind}; torch {where['torch']}; sizes in MiB = 2^20 bytes",
+        *aligned([[COLUMNS[n] for n in names], *([_cell(n, row[n]) for n in names] for row in table)], left=1),
+    ]
+    for record in records:
+        if "not_run" in record.metrics:
+            lines.append(f"not run: {record.config['method']}: {record.metrics['not_run']}")
+    if any(record.metrics.get("gradients_difference") is not None for record in records):
+        equal = "equal to the last bit" if config["device"] == "cpu" else "equal within tolerance"
+        lines.append(f"gradients of all methods and of the plain model: {equal} (checked)")
+    return lines
+
+
+def _cell(name: str, value) -> str:
+    if value is None:
+        return "-"
+    if name in ("vs_plain", "dynamic_vs_plain", "flops", "time"):
+        return f"{value:+.1f} %"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,138 @@
+"""The largest batch whose step stays within a limit of memory: found by search, checked by running it.
+
+On the CPU a batch fits if its predicted peak does, and the largest is run once: the measured peak decides. On a GPU
+every batch that is asked for is run, with `torch.cuda.set_per_process_memory_fraction` as the limit.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from .steps import Method, NotRun, RunStep, Setting, does_not_fit
+
+AT_MOST = 65_536
+
+
+@dataclass(frozen=True)
+class Largest:
+    """`batch` fits and the next one does not; 0 if not even one does. `measured_peak_bytes` None: it was not run."""
+
+    batch: int
+    predicted_peak_bytes: int | None
+    measured_peak_bytes: int | None
+    not_measured: str | None = None
+
+
+def search(fits: Callable[[int], bool], guess: int = 1, at_most: int = AT_MOST) -> int:
+    """The largest n from 0 to `at_most` with ``fits(n)``, if whatever is smaller than what fits does fit, too.
+
+    From `guess` on in strides that double until the answer is enclosed, then by bisection. What it returns was asked
+    for, and so was the next.
+
+    Example:
+        >>> search(lambda n: n <= 37, guess=30)
+        37
+    """
+    fits = functools.cache(fits)
+    low, high, stride = 0, at_most + 1, 1  # low fits, high does not
+    probe = min(max(1, guess), at_most)
+    while low < probe < high:
+        if fits(probe):
+            low, probe = probe, probe + stride
+        else:
+            high, probe = probe, probe - stride
+        stride *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def extrapolated(peaks: dict[int, int], limit_bytes: int) -> int:
+    """Where a line through the peaks of the smallest and the largest batch meets the limit; 1 if there is no line."""
+    first, last = min(peaks, default=0), max(peaks, default=0)
+    if first == last or peaks[first] >= peaks[last]:
+        return max(1, first)
+    slope = (peaks[last] - peaks[first]) / (last - first)
+    return max(1, int(first + (limit_bytes - peaks[first]) / slope))
+
+
+def largest_predicted(setting: Setting, method: Method, limit_bytes: int, shapes, guess: int = 1) -> Largest:
+    """By prediction alone; ``shapes(batch_size)`` are the `Shapes` of a batch."""
+    peaks: dict[int, int] = {}
+
+    def fits(batch_size: int) -> bool:
+        try:
+            peaks[batch_size] = shapes(batch_size).predicted(method)["peak_bytes"]
+        except NotRun:
+            return False
+        return peaks[batch_size] <= limit_bytes
+
+    batch = search(fits, guess)
+    return Largest(batch, peaks.get(batch), None, "predicted from shapes")
+
+
+def largest_on_cpu(setting: Setting, method: Method, limit_bytes: int, shapes, guess: int = 1) -> Largest:
+    """By prediction, then run: as long as the measured peak is over the limit, one less.
+
+    What operations take within themselves is in the measured peak and not in the prediction.
+    """
+    found = largest_predicted(setting, method, limit_bytes, shapes, guess)
+    for batch in range(found.batch, 0, -1):
+        predicted = shapes(batch).predicted(method)["peak_bytes"]
+        if reason := does_not_fit(predicted, setting.device):
+            return Largest(batch, predicted, None, reason)
+        run = RunStep(replace(setting, batch_size=batch))
+        try:
+            run.prepare(method)
+        except NotRun:
+            continue
+        measured = run.measure(method)["peak_bytes"]
+        if measured <= limit_bytes:
+            return Largest(batch, predicted, measured)
+    return Largest(0, None, None)
+
+
+def largest_on_cuda(setting: Setting, method: Method, limit_bytes: int, guess: int = 1) -> Largest:
+    """By running steps in a process that is allowed no more than the limit, reserved memory included."""
+    peaks: dict[int, int] = {}
+
+    def fits(batch_size: int) -> bool:
+        peak = _peak_within(replace(setting, batch_size=batch_size), method, limit_bytes)
+        if peak is not None:
+            peaks[batch_size] = peak
+        return peak is not None
+
+    batch = search(fits, guess)
+    return Largest(batch, None, peaks.get(batch))
+
+
+def _peak_within(setting: Setting, method: Method, limit_bytes: int) -> int | None:
+    """Allocated bytes at the peak of two steps, the first of which makes the optimizer's states; None if too much."""
+    _free_all()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total))
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        run = RunStep(setting)
+        run.prepare(method)
+        for _ in range(2):
+            run.step(method)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    except (torch.OutOfMemoryError, NotRun):
+        return None
+    finally:
+        run = None
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        _free_all()
+
+
+def _free_all() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
