@@ -25,11 +25,13 @@ class Point(NamedTuple):
 def cheapest(graph: JointGraph, profile, limit_bytes: int | None, candidates: Callable) -> Schedule:
     """The schedule that recomputes least within the limit; if none fits, that of the lowest peak.
 
-    One of ``candidates(graph, profile)``, or the plain step.
+    One of ``candidates(graph, profile)``, or, wherever it fits, the plain step.
     """
+    plain = everything(graph)
+    if limit_bytes is None or peak_of(graph, plain, profile.workspace_bytes) <= limit_bytes:
+        return plain
     points = front(graph, profile, candidates)
-    fitting = (point for point in points if limit_bytes is None or point.peak_bytes <= limit_bytes)
-    return next(fitting, points[-1]).schedule
+    return next((point for point in points if point.peak_bytes <= limit_bytes), points[-1]).schedule
 
 
 def front(graph: JointGraph, profile, candidates: Callable) -> list[Point]:
