@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 SIZES = (
     "batch_size",
@@ -52,7 +53,7 @@ def configuration(arguments):
     from ackpt.experiments.frontier import FrontierConfig
 
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    changes = {field: tuple(given[name]) for name, field in LISTS.items() if name in given}
+    changes: dict[str, Any] = {field: tuple(given[name]) for name, field in LISTS.items() if name in given}
     changes |= {name: given[name] for name in ("model", "seed") if name in given}
     return FrontierConfig(sizes={name: given[name] for name in SIZES if name in given}, **changes)
 
@@ -83,4 +84,4 @@ def _save_figure(report, record, path) -> None:
     except ImportError as error:
         print(f"no figure: {error}", file=sys.stderr)
         return
-    plots.save(report.frontier_plot(record, "What a lower peak costs"), path)
+    plots.save(report.frontier_plot(record), path)

@@ -171,8 +171,20 @@ def _notes(record) -> list[str]:
     return notes
 
 
-def frontier_plot(record, title: str):
-    """Measured peak against FLOPs that run again: auto as a line, other policies, peers, and the lower bound.
+def finding(record) -> str:
+    """What the figure shows, in one sentence."""
+    found = comparison(record)
+    if found["least"] is None:
+        return f"What a lower peak costs on {record.config['model']}"
+    ours = f"Policy auto fits the step into {found['least']:.2f} of its peak"
+    return ours if found["peer_least"] is None else f"{ours}, torch's own tools into {found['peer_least']:.2f}"
+
+
+def frontier_plot(record, title: str | None = None):
+    """Measured peak against FLOPs that run again: the front of auto, other policies, peers, and the lower bound.
+
+    Args:
+        title: the finding; by default `finding`.
 
     Returns:
         A Figure; a cross marks a peer whose gradients or buffers are wrong.
@@ -182,42 +194,35 @@ def frontier_plot(record, title: str):
 
     from .. import plots
 
-    metrics = record.metrics
-    baseline, flops = metrics["baseline"]["measured_peak_bytes"], metrics["baseline"]["flops"]
     colors = color_palette("colorblind").as_hex()
-
-    def share(rows_, peak="measured_peak_bytes"):
-        return [row[peak] / baseline for row in rows_], [row["recompute_flops"] / flops for row in rows_]
-
+    policies = sorted({point["policy"]: None for point in measured(record)}, key=lambda name: name != OURS)
     with plots.style.context("default"):
-        figure, axes = plots._axes(title, "dynamic peak, share of the plain step's", "FLOPs that run again")
-        bounds = [row for row in metrics["bounds"] if row["recompute_flops"] is not None]
-        if bounds:
-            line = {"color": plots.TEXT, "linewidth": 1.2, "linestyle": (0, (4, 3))}
-            axes.plot(
-                *share(sorted(bounds, key=lambda row: row["limit_bytes"]), "limit_bytes"), label="lower bound", **line
-            )
-        names = list(dict.fromkeys(point["policy"] for point in measured(record)))
-        for place, name in enumerate(sorted(names, key=lambda name: name != OURS)):
-            points = sorted(
-                (point for point in measured(record) if point["policy"] == name), key=lambda p: p["measured_peak_bytes"]
-            )
-            looks = {"marker": "o", "markersize": 5, "color": colors[place % len(colors)]}
-            if name == OURS:
-                looks |= {"linewidth": 2, "zorder": 4}
-            else:
-                looks |= {"linewidth": 0.8, "markerfacecolor": "none", "alpha": 0.9}
-            axes.plot(*share(points), label=name, **looks)
-        for name, marker in zip(PEERS, "D^s", strict=True):
-            rows_ = [row for row in metrics["peers"] if row["peer"] == name]
+        figure, axes = plots._axes(
+            title or finding(record), "dynamic peak, share of the plain step's", "FLOPs that run again"
+        )
+
+        def draw(rows_, label, peak="measured_peak_bytes", **looks):
             if rows_:
-                looks = {"linestyle": ":" if name == MEMORY_BUDGET else "none", "linewidth": 0.8}
-                looks |= {"marker": marker, "markersize": 6, "color": "#b5402f", "zorder": 3}
-                axes.plot(*share(rows_), label=f"torch: {name}", **looks)
-        wrong = [row for row in metrics["peers"] if not is_correct(row)]
-        if wrong:
-            crosses = {"linestyle": "none", "marker": "x", "markersize": 11, "color": plots.TEXT, "zorder": 5}
-            axes.plot(*share(wrong), label="wrong results", **crosses)
+                base = record.metrics["baseline"]
+                x = [row[peak] / base["measured_peak_bytes"] for row in rows_]
+                axes.plot(x, [row["recompute_flops"] / base["flops"] for row in rows_], label=label, **looks)
+
+        # A bound within a limit holds for every smaller peak, a plan fits into every larger one.
+        bounds = [row for row in record.metrics["bounds"][::-1] if row["recompute_flops"] is not None]
+        dashed = {"color": plots.TEXT, "linewidth": 1.2, "linestyle": (0, (4, 3))}
+        draw(bounds, "lower bound", "limit_bytes", drawstyle="steps-pre", **dashed)
+        for name, color, marker in zip(policies, colors, "osPXvdhp", strict=False):
+            points = [point for point in measured(record) if point["policy"] == name]
+            points.sort(key=lambda point: point["measured_peak_bytes"])
+            looks = {"marker": marker, "markersize": 5, "color": color}
+            line = {"drawstyle": "steps-post", "linewidth": 2, "zorder": 4} if name == OURS else {"linestyle": "none"}
+            draw(points, name, **looks, **line)
+        for name, marker in zip(PEERS, "D^s", strict=True):
+            rows_ = [row for row in record.metrics["peers"] if row["peer"] == name]
+            line = {"linestyle": ":" if name == MEMORY_BUDGET else "none", "linewidth": 1}
+            draw(rows_, f"torch: {name}", marker=marker, markersize=7, color="#b5402f", markerfacecolor="none", **line)
+        wrong = [row for row in record.metrics["peers"] if not is_correct(row)]
+        draw(wrong, "wrong results", linestyle="none", marker="x", markersize=11, color=plots.TEXT, zorder=5)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=-0.01)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))

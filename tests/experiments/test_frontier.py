@@ -1,0 +1,155 @@
+"""The front of tiny models: predicted to the byte, counted to the FLOP, refusals recorded, one line per bad input."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import json
+
+import pytest
+from PIL import Image
+
+from ackpt.cli import main
+from ackpt.experiments import frontier_report as report
+from ackpt.experiments.frontier import FrontierConfig, run_frontier
+from ackpt.experiments.frontier_models import checked_sizes, workload
+from ackpt.plots import png
+from ackpt.results import Record
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = {"layers": 2, "dim": 16, "heads": 2, "ff_dim": 32, "vocab_size": 20, "seq_len": 24, "batch_size": 2}
+TINY = FrontierConfig(
+    sizes=SIZES, policies=("full", "auto", "ilp"), budgets=(0.8, 0.1), peers=("checkpoint", "selective")
+)
+
+
+@pytest.fixture(scope="module")
+def record():
+    return run_frontier(TINY, "ackpt frontier", timed_rounds=1)
+
+
+def points(record, policy):
+    return [point for point in record.metrics["points"] if point["policy"] == policy]
+
+
+def test_every_budget_has_a_point_and_what_cannot_run_says_why(record):
+    for policy in ("full", "auto"):
+        assert [point["budget"] for point in points(record, policy)] == [0.8, 0.1, None]
+    assert points(record, "ilp") == [] and "160 nodes" in record.metrics["not_run"]["ilp"]
+
+
+@pytest.mark.parametrize("policy", ["full", "auto"])
+def test_a_refused_budget_names_what_the_policy_then_needs(record, policy):
+    kept, refused, least = points(record, policy)
+    resident = record.metrics["baseline"]["resident_bytes"]
+    assert refused == {"policy": policy, "budget": 0.1, "least_bytes": resident + least["measured_peak_bytes"]}
+    assert least["measured_peak_bytes"] <= kept["measured_peak_bytes"] <= kept["limit_bytes"]
+    assert kept["limit_bytes"] == int(0.8 * record.metrics["baseline"]["measured_peak_bytes"])
+
+
+def test_plans_are_kept_to_the_byte_the_flop_and_the_bit(record):
+    assert report.broken_promises(record) == []
+    for point in report.measured(record):
+        assert point["measured_peak_bytes"] == point["predicted_peak_bytes"]
+        assert point["recompute_flops"] == point["predicted_recompute_flops"]
+        assert point["gradients_difference"] == point["buffers_difference"] == 0.0
+    assert record.metrics["eager"]["gradients_difference"] == record.metrics["eager"]["recompute_flops"] == 0
+
+
+def test_nothing_goes_below_the_bounds(record):
+    bounds = {row["limit_bytes"]: row["recompute_flops"] for row in record.metrics["bounds"]}
+    for point in report.measured(record):
+        assert point["recompute_flops"] >= bounds[point["limit_bytes"]]
+        assert point["cost"] >= point["lower_bound"]
+    assert max(bound or 0 for bound in bounds.values()) > 0
+
+
+def test_auto_is_planned_within_the_peaks_of_the_peers(record):
+    for row in record.metrics["peers"]:
+        assert row["auto_peak_bytes"] <= row["measured_peak_bytes"]
+    found = report.comparison(record)
+    blocks = record.metrics["peers"][0]
+    assert found["at_checkpoint"] == blocks["auto_recompute_flops"] / blocks["recompute_flops"] < 1
+    assert found["least"] < found["peer_least"] and found["ahead"] == found["wrong"] == []
+
+
+def test_a_peer_with_fewer_flops_or_wrong_results_is_named(record):
+    changed = copy.deepcopy(record)
+    blocks, selective = changed.metrics["peers"]
+    tight = int(0.5 * changed.metrics["baseline"]["measured_peak_bytes"])
+    blocks |= {"measured_peak_bytes": tight, "auto_recompute_flops": None}
+    selective["gradients_difference"] = 0.5
+    found = report.comparison(changed)
+    assert (found["ahead"], found["wrong"], found["at_checkpoint"]) == (["checkpoint"], ["selective"], None)
+    assert found["peer_least"] == tight / changed.metrics["baseline"]["measured_peak_bytes"]
+    assert "BETTER than auto at or below 0.6: checkpoint" in report.text_table(changed)
+
+
+def test_times_are_the_only_thing_that_differs_between_two_runs(record):
+    def timeless(rows):
+        return [{key: value for key, value in row.items() if not key.startswith("seconds")} for row in rows]
+
+    assert all(row["seconds_ratio"]["median"] > 0 for row in (*report.measured(record), *record.metrics["peers"]))
+    again = run_frontier(dataclasses.replace(TINY, policies=("full",), peers=()))
+    assert again.metrics["points"] == timeless(points(record, "full"))
+
+
+def test_the_record_is_read_back_and_drawn(record, tmp_path):
+    path = record.save(tmp_path / report.file_name(record))
+    assert path.name == "frontier-transformer.json" and Record.load(path) == record
+    lines = report.text_table(record).splitlines()
+    assert sum("refused" in line for line in lines) == 2
+    figure = report.frontier_plot(record)
+    assert png(figure) == png(report.frontier_plot(Record.load(path)))
+    assert Image.open(io.BytesIO(png(figure))).width > 500
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels == ["lower bound", "auto", "full", "torch: checkpoint", "torch: selective"]
+
+
+def test_the_command_prints_json_and_a_broken_promise_is_status_1(record, monkeypatch, tmp_path, capsys):
+    changed = copy.deepcopy(record)
+    changed.metrics["points"][0]["measured_peak_bytes"] += 1
+    found = {}
+
+    def canned(config, command, rounds):
+        found.update(config=config, rounds=rounds)
+        return changed
+
+    monkeypatch.setattr("ackpt.experiments.frontier.run_frontier", canned)
+    arguments = ["--model", "resnet50", "--width", "4", "--policy", "auto", "--peer", "--times", "2", "--json"]
+    assert main(["frontier", *arguments, "--out", str(tmp_path / "new")]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out) == changed.to_json() and "full 0.8: measured" in err
+    assert (tmp_path / "new" / "frontier-transformer.png").is_file()
+    assert found["rounds"] == 2 and found["config"].sizes["width"] == 4 and found["config"].peers == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "vgg"], "unknown model 'vgg': choose from transformer, resnet50"),
+        (["--model", "resnet50", "--layers", "2"], "resnet50 has no size 'layers': it has batch_size, image_size"),
+        (["--dim", "0"], "dim must be a positive whole number, got 0"),
+        (["--dim", "30", "--heads", "4"], "dim must be a multiple of heads, got 30 and 4"),
+        (["--policy", "best"], "'best' is no policy of the front: choose from full, auto"),
+        (["--peer", "deepspeed"], "'deepspeed' is no peer of the front: choose from checkpoint"),
+        (["--budget", "0.5", "0"], "a budget is a fraction of the plain step's dynamic peak, in (0, 1], got 0.0"),
+        (["--budget", "nan"], "in (0, 1], got nan"),
+        (["--setting", "1.5"], "a setting of memory-budget is a number between 0 and 1, got 1.5"),
+        (["--times", "-1"], "--times must be at least 0, got -1"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_work(arguments, message, capsys):
+    assert main(["frontier", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("ackpt frontier: ") and message in err and err.count("\n") == 1
+
+
+def test_the_resnet_has_its_blocks_and_the_same_numbers_every_time():
+    sizes = checked_sizes("resnet50", {"width": 2, "image_size": 32, "num_classes": 3})
+    one, two = (workload("resnet50", sizes, 0) for _ in range(2))
+    assert len(one.blocks) == 3 + 4 + 6 + 3
+    one.step(one.model, 0), two.step(two.model, 0)
+    pairs = zip(one.model.parameters(), two.model.parameters(), strict=True)
+    assert all(a.grad.equal(b.grad) for a, b in pairs)

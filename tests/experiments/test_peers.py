@@ -1,0 +1,97 @@
+"""Torch's own tools on tiny models: what they run again, to the FLOP, and the model afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._functorch import config
+
+import ackpt
+from ackpt.experiments.frontier import _difference, _Runs
+from ackpt.experiments.frontier_models import Workload, checked_sizes, workload
+from ackpt.experiments.frontier_report import is_correct
+from ackpt.experiments.peers import CHECKPOINT, MEMORY_BUDGET, SELECTIVE, peer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = {"layers": 2, "dim": 16, "heads": 2, "ff_dim": 32, "vocab_size": 20, "seq_len": 24, "batch_size": 2}
+TOKENS = 2 * 24
+
+
+@pytest.fixture(scope="module")
+def runs():
+    work = workload("transformer", checked_sizes("transformer", SIZES), 0)
+    found = _Runs(work, 0, 0)
+    graph = ackpt.trace(work.model, *work.args)
+    found.first(ackpt.plan(graph, policy="none"))
+    return found
+
+
+def run(runs, name, setting=None):
+    with peer(name, runs.work, setting) as call:
+        return runs.of(call, compiles=name == MEMORY_BUDGET)
+
+
+def test_checkpoint_runs_every_block_again_but_for_its_last_product(runs):
+    found = run(runs, CHECKPOINT)
+    x = torch.randn(2, 24, 16)
+    with torch.no_grad():
+        forward = sum(ackpt.count_flops(lambda block=block: block(x)) for block in runs.work.blocks)
+    assert found["recompute_flops"] == forward - 2 * 2 * TOKENS * 32 * 16
+    assert found["gradients_difference"] == found["buffers_difference"] == 0.0
+
+
+def test_selective_runs_no_product_again_and_keeps_more(runs):
+    plain, blocks, found = runs.of(runs.work.model), run(runs, CHECKPOINT), run(runs, SELECTIVE)
+    assert found["recompute_flops"] == plain["recompute_flops"] == 0
+    peaks = [row["measured_peak_bytes"] for row in (blocks, found, plain)]
+    assert peaks == sorted(peaks) and len({*peaks}) == 3
+    assert found["gradients_difference"] == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's, at the import
+def test_a_smaller_memory_budget_runs_more_again(runs):
+    most, half = (run(runs, MEMORY_BUDGET, setting) for setting in (1.0, 0.5))
+    assert 0 == most["recompute_flops"] < half["recompute_flops"]
+    assert half["measured_peak_bytes"] < most["measured_peak_bytes"]
+    assert is_correct(most) and is_correct(half)
+
+
+def test_the_model_and_torch_are_as_before(runs):
+    run(runs, CHECKPOINT)
+    assert not any("forward" in vars(block) for block in runs.work.blocks)
+    with peer(SELECTIVE, runs.work) as call, pytest.raises(IndexError):
+        call(runs.work.args[0] + 20, runs.work.args[1])
+    assert not any("forward" in vars(block) for block in runs.work.blocks)
+    with peer(MEMORY_BUDGET, runs.work, 0.5):
+        assert config.activation_memory_budget == 0.5
+    assert config.activation_memory_budget == 1.0
+
+
+class _Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_buffers_that_checkpoint_updates_twice_are_wrong():
+    torch.manual_seed(0)
+    model = _Normed()
+    work = Workload(model, (torch.randn(6, 8) + 1,), tuple(model.blocks))
+    runs = _Runs(work, 0, 0)
+    runs.first(ackpt.plan(ackpt.trace(model, *work.args), policy="none"))
+    assert is_correct(runs.of(model)) and is_correct(runs.of(model))  # from the same buffers every time
+    found = run(runs, CHECKPOINT)
+    assert found["gradients_difference"] == 0.0 and found["buffers_difference"] == 1.0  # of num_batches_tracked
+    assert not is_correct(found)
+
+
+def test_differences_are_relative_and_what_is_not_finite_is_never_equal():
+    one, two = torch.tensor([1.0, -4.0]), torch.tensor([2.0, -4.0])
+    assert _difference([one, one], [one, two]) == 0.25
+    assert _difference([one], [one]) == 0.0 < 1 < _difference([torch.tensor([1.0, float("nan")])], [one])
