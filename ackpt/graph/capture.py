@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from . import casts
 from .attributes import unchanged
+from .caches import flatten_outputs
 from .eager import like_eager
 from .held import Held
 from .joint import TraceError
@@ -110,7 +111,7 @@ class _Flat(nn.Module):
             weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
             once = casts.once(weights if self.__dict__["casts_once"] else ())
             with unchanged(model, held.is_same), once, held, found_packed():
-                found, out_spec = tree_flatten(model(*args, **kwargs))
+                found, out_spec = flatten_outputs(model(*args, **kwargs))
         if held.found:
             raise _HoldsTensors(held.found.values())
         for value in found:
