@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from .copies import offload
 from .replay import run_again, run_and_save
 
 
@@ -26,8 +27,11 @@ def storages_in(value) -> list:
     return list({storage._cdata: storage for storage in found}.values())
 
 
-def live_after(module: fx.GraphModule, arguments, uncounted, held: int, state_bytes: int) -> tuple[list[int], list]:
-    """Live bytes right after every operation of `module`, before its arguments are freed, and the outputs.
+def live_after(
+    module: fx.GraphModule, arguments, uncounted, held: int, state_bytes: int, hosted: set[int]
+) -> tuple[list[tuple[int, int]], list]:
+    """Live bytes on the device and in host memory right after every operation of `module`, before its arguments are
+    freed, and the outputs.
 
     Args:
         module: one half of a rewritten step.
@@ -35,28 +39,34 @@ def live_after(module: fx.GraphModule, arguments, uncounted, held: int, state_by
         uncounted: storages (``_cdata``) that belong to the caller.
         held: bytes that live all the time beside the arguments.
         state_bytes: of a generator's state, which lives in addition while an operation is replayed.
+        hosted: storages (``_cdata``) in host memory; those that `module` returns are added.
     """
-    found: list[int] = []
+    found: list[tuple[int, int]] = []
     values: dict[fx.Node, Any] = {}
     users: dict[int, int] = {}  # storage -> how many values lie in it
     sizes: dict[int, int] = {}
-    total = held
+    total, in_host = held, 0
     last = _last_uses(module.graph)
     given = iter(arguments)
 
     def change(value, by: int):
-        nonlocal total
+        nonlocal total, in_host
         for storage in storages_in(value):
             key = storage._cdata
             if key in uncounted:
                 continue
             before = users.get(key, 0)
             users[key] = before + by
-            if not before:
-                sizes[key] = storage.nbytes()
-                total += sizes[key]
-            elif not users[key]:
-                total -= sizes[key]
+            if before and users[key]:
+                continue
+            sizes.setdefault(key, storage.nbytes())
+            if key in hosted:
+                in_host += by * sizes[key]
+            else:
+                total += by * sizes[key]
+            if not users[key]:
+                del sizes[key]
+                hosted.discard(key)
 
     for node in module.graph.nodes:
         if node.op == "output":
@@ -69,9 +79,11 @@ def live_after(module: fx.GraphModule, arguments, uncounted, held: int, state_by
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)
+            if node.target is offload:
+                hosted.update(storage._cdata for storage in storages_in(values[node]))
         change(values[node], +1)
         if node.op != "placeholder" and not _unpacks_state(node):
-            found.append(total + (state_bytes if node.target is run_again else 0))
+            found.append((total + (state_bytes if node.target is run_again else 0), in_host))
         for used in last.get(node, ()):
             change(values.pop(used), -1)
     raise RewriteError("a rewritten module has no output")

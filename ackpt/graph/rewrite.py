@@ -1,6 +1,6 @@
 """From a schedule to the two modules that run, and the proof that they take what was simulated.
 
-Every compute step becomes one node, in the schedule's order, reading the latest run of what it reads. The modules
+Every step but a free becomes one node, in the schedule's order, reading the latest run of what it reads. The modules
 drop each value after its last use, so the frees of the schedule need no code of their own. Both are then run on fake
 tensors, which finds their storages anew, and simulated again: the bytes must be equal.
 """
@@ -16,13 +16,14 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.fx.graph import _BoxedCodeGen
 
+from . import copies
 from .facts import facts, is_training_batch_norm
 from .joint import FORWARD, JointGraph
 from .kernels import true_results
+from .live import follow, rng_state_bytes
 from .proof import RewriteError, live_after, storages_in
 from .replay import run_again, run_and_save
-from .schedule import COMPUTE, Schedule
-from .simulate import check_same, follow, rng_state_bytes
+from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, Schedule, Step
 
 _BATCH_NORM_AGAIN = torch.ops.aten._native_batch_norm_legit.no_stats
 
@@ -45,12 +46,12 @@ def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
     """The forward and backward modules of `schedule`.
 
     Raises:
-        ScheduleError: if the schedule was made for another graph.
+        ScheduleError: if the schedule was made for another graph, or cannot run.
         RewriteError: if the modules take other bytes than `simulate` says, at any operation.
     """
-    check_same(graph, schedule.graph, "schedule")
+    expected = follow(graph, schedule, [0] * len(graph.nodes)).after
     rewritten = _rewritten(graph, schedule)
-    _prove(graph, schedule, rewritten)
+    _prove(graph, rewritten, expected)
     return rewritten
 
 
@@ -62,33 +63,35 @@ def _rewritten(graph: JointGraph, schedule: Schedule) -> Rewritten:
             fw.placeholder(place)
     replayed = set(schedule.replayed)
     for step in schedule.forward:
-        if step.kind == COMPUTE:
-            fw.compute(step.id, saves_state=step.id in replayed)
+        fw.run(step, saves_state=step.kind == COMPUTE and step.id in replayed)
     inputs = _inputs_needed(known, schedule)
     passed = [*inputs, *(known.cover[s] for s in schedule.saved)]
     outputs = [None if place is None else fw.value(place) for place in known.outputs]
     states = [fw.states[place] for place in schedule.replayed]
-    fw.output([*outputs, *(fw.value(place) for place in passed), *states])
+    hosts = [fw.hosts[storage] for storage in schedule.offloaded]
+    fw.output([*outputs, *(fw.value(place) for place in passed), *hosts, *states])
 
     bw = _Builder(known, again=True)
     for place in passed:
         bw.placeholder(place)
+    for storage in schedule.offloaded:
+        bw.hosts[storage] = bw.graph.placeholder(f"host_{known.fx[known.cover[storage]].name}")
+        bw.hosts[storage].meta["val"] = None
     for place in schedule.replayed:
         bw.states[place] = bw.graph.placeholder(f"rng_state_{known.fx[place].name}")
         bw.states[place].meta["val"] = fw.states[place].meta.get("val")
     for place in known.tangents:
         bw.placeholder(place)
     for step in schedule.backward:
-        if step.kind == COMPUTE:
-            bw.compute(step.id)
+        bw.run(step)
     bw.output([None if place is None else bw.value(place) for place in known.bw_outputs])
     return Rewritten(fw.module(graph.module), bw.module(graph.module), len(outputs))
 
 
-def _prove(graph: JointGraph, schedule: Schedule, rewritten: Rewritten) -> None:
+def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, int]]) -> None:
     """Run the modules on fake tensors and compare their live bytes with the simulated ones, operation by operation."""
     known = facts(graph)
-    expected = follow(graph, schedule, [0] * len(graph.nodes)).after
+    hosted: set[int] = set()
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.module.graph.nodes])
     state = rng_state_bytes(graph)
 
@@ -99,7 +102,7 @@ def _prove(graph: JointGraph, schedule: Schedule, rewritten: Rewritten) -> None:
     with fake_mode or contextlib.nullcontext(), true_results(fake_mode):
         inputs = values(place for place in known.placeholders if place not in known.tangents)
         own = {storage._cdata for value in inputs for storage in storages_in(value)}
-        found, passed = live_after(rewritten.forward, inputs, own, 0, state)
+        found, passed = live_after(rewritten.forward, inputs, own, 0, state, hosted)
         tangents = values(known.tangents)
         callers = [value for place, value in zip(known.tangents, tangents) if place not in known.restrided]
         passed, kept = passed[: rewritten.num_outputs], passed[rewritten.num_outputs :]
@@ -108,13 +111,14 @@ def _prove(graph: JointGraph, schedule: Schedule, rewritten: Rewritten) -> None:
         # What the caller holds all through backward: outputs and the gradients that come in.
         held = {s._cdata: s.nbytes() for value in (*passed, *callers) for s in storages_in(value)}
         held = {key: size for key, size in held.items() if key not in own}
-        given = known.incoming_bytes + sum(held.values())
-        found += live_after(rewritten.backward, [*kept, *tangents], own | held.keys(), given, state)[0]
+        given, others = known.incoming_bytes + sum(held.values()), own | held.keys()
+        found += live_after(rewritten.backward, [*kept, *tangents], others, given, state, hosted)[0]
     if found != expected:
         at = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
         raise RewriteError(
-            f"operation {at} of the rewritten step leaves {found[at : at + 1]} bytes alive, {expected[at : at + 1]} "
-            "were simulated. This is a fault of ackpt: please report it with the model."
+            f"operation {at} of the rewritten step leaves {found[at : at + 1]} bytes alive (on the device, in host "
+            f"memory), {expected[at : at + 1]} were simulated. This is a fault of ackpt: please report it with the "
+            "model."
         )
 
 
@@ -143,7 +147,8 @@ def _inputs_needed(known, schedule) -> list[int]:
 
 
 class _Builder:
-    """One fx graph in the making; ``env`` holds the latest run of every node."""
+    """One fx graph in the making; ``env`` holds the latest run of every node, ``hosts`` copies of storages in host
+    memory, ``moving`` copies on their way with what they are made of."""
 
     def __init__(self, known, again: bool):
         self.known = known
@@ -151,6 +156,8 @@ class _Builder:
         self.graph = fx.Graph()
         self.env: dict[int, fx.Node] = {}
         self.states: dict[int, fx.Node] = {}
+        self.hosts: dict[int, fx.Node] = {}
+        self.moving: dict[int, tuple[fx.Node, fx.Node]] = {}
 
     def placeholder(self, place: int):
         node = self.graph.placeholder(self.known.fx[place].name)
@@ -161,6 +168,12 @@ class _Builder:
         if place not in self.env and self.known.fx[place].op == "get_attr":
             self.env[place] = self._copied(place)
         return self.env[place]
+
+    def run(self, step: Step, saves_state: bool = False):
+        if step.kind == COMPUTE:
+            self.compute(step.id, saves_state)
+        elif step.kind != FREE:
+            self._copy(*step)
 
     def compute(self, place: int, saves_state: bool = False):
         original = self.known.fx[place]
@@ -188,6 +201,24 @@ class _Builder:
     def module(self, root) -> fx.GraphModule:
         self.graph.lint()
         return fx.GraphModule(root, self.graph)
+
+    def _copy(self, kind: str, storage: int):
+        cover = self.known.cover[storage]
+        if kind == OFFLOAD:
+            source = self.value(cover)
+            self.moving[storage] = self.graph.call_function(copies.offload, (source,)), source
+        elif kind == PREFETCH:
+            source, like = self.hosts[storage], self.known.fx[cover].meta["val"]
+            layout = (like.device, like.dtype, tuple(like.shape), like.stride(), like.storage_offset())
+            self.moving[storage] = self.graph.call_function(copies.prefetch, (source, *layout)), source
+        else:
+            moved, source = self.moving.pop(storage)
+            arrived = self.graph.call_function(copies.wait, (moved, source))
+            if moved.target is copies.offload:
+                self.hosts[storage] = arrived
+            else:
+                arrived.meta = dict(self.known.fx[cover].meta)
+                self.env[cover] = arrived
 
     def _copied(self, place: int) -> fx.Node:
         return self.graph.node_copy(self.known.fx[place], lambda node: self.value(node.meta["ackpt_id"]))

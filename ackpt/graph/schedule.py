@@ -1,4 +1,4 @@
-"""A schedule: the order in which a step computes and frees. Which values are saved follows from it.
+"""A schedule: the order in which a step computes, frees and copies. Which values are saved follows from it.
 
 A plan is an order, not a set. Two schedules that save the same storages can differ in their peak by when they
 recompute; so every policy ends in one of these, and nothing else is simulated or run.
@@ -14,6 +14,7 @@ from .facts import Facts, facts
 from .joint import BACKWARD, FORWARD, JointGraph
 
 COMPUTE, FREE = "compute", "free"
+OFFLOAD, PREFETCH, WAIT = "offload", "prefetch", "wait"
 
 
 class ScheduleError(ValueError):
@@ -21,7 +22,12 @@ class ScheduleError(ValueError):
 
 
 class Step(NamedTuple):
-    """``compute`` the node `id`, or ``free`` the storage `id`."""
+    """``compute`` the node `id`, or do something with the storage `id`.
+
+    ``free`` it on the device; ``offload``: start its copy to the host, it stays on the device until it is freed;
+    ``prefetch``: allocate it on the device and start its copy back; ``wait`` until the copy that was started is done.
+    What is copied is freed, and what is brought back read, only after that.
+    """
 
     kind: str
     id: int
@@ -32,8 +38,8 @@ class Schedule:
     """The steps of the forward and of the backward of the graph with the hash `graph`.
 
     A forward node among the backward's steps is a recomputation; a node may be computed several times. ``saved``:
-    storages that live across the boundary for backward; ``replayed``: random nodes that run again, with the state
-    their first run began with.
+    storages that live on the device across the boundary, for backward; ``replayed``: random nodes that run again, with
+    the state their first run began with.
     """
 
     graph: str
@@ -41,6 +47,12 @@ class Schedule:
     backward: tuple[Step, ...]
     saved: tuple[int, ...]
     replayed: tuple[int, ...]
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Storages that lie in host memory across the boundary, for backward."""
+        left = {step.id for step in self.forward if step.kind == OFFLOAD}
+        return tuple(sorted(left & {step.id for step in self.backward if step.kind == PREFETCH}))
 
 
 def scheduled(graph: JointGraph, forward, backward) -> Schedule:
