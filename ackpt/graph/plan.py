@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from .files import read_json
 from .joint import JointGraph
 from .schedule import COMPUTE, FREE, Schedule, Step
 
-SAVED, RECOMPUTED = "saved", "recomputed"
+SAVED, RECOMPUTED, OFFLOADED = "saved", "recomputed", "offloaded"
 _SCHEMA = {"schema": "ackpt.plan", "version": 2}
 
 
@@ -54,12 +54,15 @@ class Plan:
     """What `ackpt.plan` promises about a step.
 
     ``peak_bytes``: the largest sum of resident and dynamic bytes; ``resident_bytes``: parameters, buffers, inputs and
-    optimizer state; ``baseline_peak_bytes``: the peak without checkpointing; ``saved_bytes``: kept for backward.
-    ``flops``: of the step, ``recompute_flops``: those that run again. ``limit_bytes``: the bound on dynamic bytes
-    that the budget means, None without one. ``activations``: what backward needs, in the order of the forward.
-    ``cost``: of what runs again, as a share of the plain step's: seconds where the profile has them, else FLOPs and
-    traffic weighed against each other. ``lower_bound``: no schedule within the budget costs less, in the same unit;
-    None where nothing bounds the plan or scipy is not there. ``decisions``: the most expensive ones.
+    optimizer state; ``baseline_peak_bytes``: the peak without checkpointing; ``saved_bytes``: kept on the device for
+    backward. ``flops``: of the step, ``recompute_flops``: those that run again. ``limit_bytes``: the bound on dynamic
+    bytes that the budget means, None without one. ``activations``: what backward needs, in the order of the forward.
+    ``cost``: of what runs again, as a share of the plain step's: seconds where the profile has them, those of waiting
+    for copies among them, else FLOPs and traffic weighed against each other. ``lower_bound``: no schedule within the
+    budget that offloads nothing costs less, in the same unit; None where nothing bounds the plan, where it offloads, or
+    scipy is not there. ``decisions``: the most expensive ones. ``host_bytes``: the most that is offloaded at one time,
+    no part of the peak. ``exposed_seconds``: of the step, in which computing stands still for copies; None where the
+    profile has no times.
     """
 
     policy: str
@@ -77,6 +80,8 @@ class Plan:
     cost: float
     lower_bound: float | None
     decisions: tuple[Decision, ...]
+    host_bytes: int = 0
+    exposed_seconds: float | None = None
 
     @property
     def dynamic_peak_bytes(self) -> int:
@@ -95,7 +100,7 @@ class Plan:
 
     @cached_property
     def fates(self) -> dict[str, str]:
-        """``{name of the node: "saved" | "recomputed"}`` for every activation that backward needs."""
+        """``{name of the node: "saved" | "recomputed" | "offloaded"}`` for every activation that backward needs."""
         return {activation.name: activation.fate for activation in self.activations}
 
     def table(self) -> str:
@@ -112,6 +117,7 @@ class Plan:
             f"recomputed        {self.recompute_flops / 1e9:.3f} GFLOP, {self.recompute_flops / plain:.1%} of the step",
             f"cost              {self.cost:.1%} of the step; {self._bound()}",
             f"activations       {kept} of {len(self.activations)} saved, {memory_format(self.saved_bytes)}",
+            *self._offload(),
             "",
             "ten largest       fate        where",
         ]
@@ -135,6 +141,13 @@ class Plan:
         if self.lower_bound is not None:
             return f"no schedule costs less than {self.lower_bound:.1%}, so it takes at most {self.gap:.1%} too long"
         return "no lower bound was computed"
+
+    def _offload(self) -> list[str]:
+        if not self.host_bytes:
+            return []
+        moved = sum(activation.fate == OFFLOADED for activation in self.activations)
+        waits = "" if self.exposed_seconds is None else f", {1e3 * self.exposed_seconds:.3g} ms of waiting for copies"
+        return [f"offloaded         {moved}, {memory_format(self.host_bytes)} in host memory{waits}"]
 
     def plot(self, title: str | None = None):
         """Live bytes over the steps of the plan, as `ackpt.plots.timeline_plot` draws them."""
@@ -185,25 +198,35 @@ class Plan:
             data["activations"] = tuple(Activation(**activation) for activation in data["activations"])
             data["decisions"] = tuple(Decision(**decision) for decision in data["decisions"])
             data["timeline"] = Timeline.from_json(data["timeline"])
-            return cls(**{field.name: data[field.name] for field in fields(cls)})
-        except (KeyError, TypeError, AttributeError) as error:
+            # A plan that offloads nothing may lack what was added for offload.
+            given = (field for field in fields(cls) if field.default is MISSING or field.name in data)
+            return cls(**{field.name: data[field.name] for field in given})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError(f"{path} is no whole plan ({error!r} while reading it); plan again") from error
 
 
-def _packed(steps) -> list[int]:
-    """A compute step as its node's id, a free as -1 - the storage's."""
-    return [step.id if step.kind == COMPUTE else -1 - step.id for step in steps]
+def _packed(steps) -> list:
+    """A compute step as its node's id, a free as -1 - the storage's, another as [kind, storage]."""
+    numbers = {COMPUTE: lambda step: step.id, FREE: lambda step: -1 - step.id}
+    return [numbers.get(step.kind, list)(step) for step in steps]
 
 
-def _unpacked(numbers) -> tuple[Step, ...]:
-    return tuple(Step(COMPUTE, number) if number >= 0 else Step(FREE, -1 - number) for number in numbers)
+def _unpacked(packed) -> tuple[Step, ...]:
+    steps = []
+    for entry in packed:
+        if isinstance(entry, list):
+            kind, storage = entry
+            steps.append(Step(kind, storage))
+        else:
+            steps.append(Step(COMPUTE, entry) if entry >= 0 else Step(FREE, -1 - entry))
+    return tuple(steps)
 
 
-def activations(graph: JointGraph, storages, saved, cover) -> tuple[Activation, ...]:
+def activations(graph: JointGraph, storages, saved, offloaded, cover) -> tuple[Activation, ...]:
     """The activations among `storages` with their fates, in the order of the forward."""
     found = []
     for storage in sorted(storages, key=lambda s: cover[s]):
         node = graph.nodes[cover[storage]]
-        fate = SAVED if storage in saved else RECOMPUTED
+        fate = SAVED if storage in saved else OFFLOADED if storage in offloaded else RECOMPUTED
         found.append(Activation(node.name, fate, graph.storages[storage].bytes, node.module, node.source))
     return tuple(found)

@@ -36,7 +36,7 @@ from ..graph.outputs import (
     without_gradient,
 )
 from ..graph.trace import joint_graph
-from .planner import plan
+from .planner import check_runs, plan
 
 COMPILERS = ("eager", "inductor")
 _FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
@@ -133,7 +133,7 @@ class _Partition(CustomPartitionerFn):
         self.depends = depends_on(graph)
         options = dict(self.options)
         on_plan = options.pop("on_plan", None)
-        made = plan(graph, options.pop("budget", None), options.pop("policy", "auto"), **options)
+        made = check_runs(graph, plan(graph, options.pop("budget", None), options.pop("policy", "auto"), **options))
         if on_plan is not None:
             on_plan(made)
         return partitioner(graph, made.schedule)(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)

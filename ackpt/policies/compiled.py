@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..graph.compile import PlannedStep
 from ..graph.plan import Plan, PlanError
-from .planner import POLICIES
+from .planner import POLICIES, check_runs
 from .planner import plan as make_plan
 
 
@@ -39,7 +39,8 @@ def compile(
     Raises:
         BudgetError: if the budget cannot be kept; names the smallest that can.
         TraceError: if the model cannot be captured as one graph.
-        PlanError: if `plan` was made for another model, other arguments or another version of torch.
+        PlanError: if `plan` was made for another model, other arguments or another version of torch, or if the plan
+            offloads and the model is on the CPU.
 
     Example:
         >>> import torch, ackpt
@@ -74,11 +75,11 @@ class _Planner:
 
     def __call__(self, graph) -> Plan:
         if self.plan is None:
-            return make_plan(graph, self.budget, self.policy, **self.options)
+            return check_runs(graph, make_plan(graph, self.budget, self.policy, **self.options))
         made_for = self.plan.schedule.graph
         if made_for != graph.hash:
             raise PlanError(
                 f"this plan was made for another graph ({made_for[:12]}, not {graph.hash[:12]}): model, arguments, "
                 "dtypes or torch differ. Plan anew for this model and these arguments."
             )
-        return self.plan
+        return check_runs(graph, self.plan)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..graph.facts import facts
-from ..graph.plan import RECOMPUTED, SAVED
+from ..graph.plan import OFFLOADED, RECOMPUTED, SAVED
 from ..graph.schedule import Schedule, lower
+from ..graph.swap import offloadable, offloaded
 
 
 def schedule(graph, profile, limit_bytes, *, fates: Mapping[str, str]) -> Schedule:
     """Save what `fates` says; what it does not name is saved.
 
     Raises:
-        ValueError: for unknown names and fates, for siblings of one operation with different fates, and for what
-            cannot be recomputed.
+        ValueError: for unknown names and fates, for siblings of one operation of which only some are recomputed, and
+            for what cannot be recomputed or offloaded.
     """
     known = facts(graph)
     names = {graph.nodes[known.cover[storage]].name: storage for storage in known.savable}
@@ -22,17 +23,21 @@ def schedule(graph, profile, limit_bytes, *, fates: Mapping[str, str]) -> Schedu
         raise ValueError(
             f"no activation is called {unknown[0]!r}; the names are those of plan.fates under policy 'none'"
         )
-    if wrong := sorted({fate for fate in fates.values() if fate not in (SAVED, RECOMPUTED)}):
-        raise ValueError(f"a fate is 'saved' or 'recomputed', got {wrong[0]!r}")
+    if wrong := sorted({fate for fate in fates.values() if fate not in (SAVED, RECOMPUTED, OFFLOADED)}):
+        raise ValueError(f"a fate is 'saved', 'recomputed' or 'offloaded', got {wrong[0]!r}")
     saved = set(known.savable) - {names[name] for name, fate in fates.items() if fate == RECOMPUTED}
     for name, fate in fates.items():
         producer = graph.storages[names[name]].producer
         siblings = [graph.nodes[known.cover[s]].name for s in known.born[producer] if s in known.savable]
         if fate == RECOMPUTED:
-            if other := next((s for s in siblings if fates.get(s, RECOMPUTED) == SAVED), None):
+            if other := next((s for s in siblings if fates.get(s, RECOMPUTED) != RECOMPUTED), None):
                 raise ValueError(
                     f"{name!r} and {other!r} are results of one operation, {graph.nodes[producer].name!r}: running it "
                     "again brings both, so give them one fate"
                 )
             saved -= known.born[producer]
-    return lower(graph, saved)
+    found = lower(graph, saved)
+    away = {names[name]: name for name, fate in fates.items() if fate == OFFLOADED}
+    if stay := sorted(set(away) - set(offloadable(graph, found))):
+        raise ValueError(f"{away[stay[0]]!r} cannot be offloaded: backward does not read it, or the caller holds it")
+    return offloaded(graph, found, away, profile, limit_bytes or 0) if away else found

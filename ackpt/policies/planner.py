@@ -9,8 +9,9 @@ import inspect
 from ..errors import BudgetError
 from ..graph.budget import dynamic_limit
 from ..graph.facts import facts
+from ..graph.host import copies
 from ..graph.joint import JointGraph
-from ..graph.plan import Plan, activations
+from ..graph.plan import Plan, PlanError, activations
 from ..graph.profile import profile as profiled
 from ..graph.schedule import Schedule, everything
 from ..graph.simulate import Simulation, simulate
@@ -76,11 +77,32 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
     decide = importlib.import_module(f".{POLICIES[policy]}", __package__).schedule
     _check_options(policy, decide, options)
     schedule = decide(graph, profile, limit, **options)
+    if copies(schedule) and profile.swap_seconds is None:
+        raise PlanError(
+            f"policy {policy!r} offloads, but the profile of {profile.device!r} has no times of copies to the host: "
+            "give the profile of a device with a link, such as profile=ackpt.profile(graph, 'h200'), or offload nothing"
+        )
     found = simulate(graph, profile, schedule)
     if limit is not None and found.peak_bytes > limit:
         least = found.peak_bytes + found.resident_bytes
         raise BudgetError(_refusal(policy, budget, limit, found, baseline), least)
     return _plan(graph, policy, limit, schedule, found, baseline, every, profile)
+
+
+def check_runs(graph: JointGraph, plan: Plan) -> Plan:
+    """`plan`, if what it offloads can be offloaded where `graph` runs.
+
+    Raises:
+        PlanError: if there is no host memory beside the device's, or a compiler that knows no copies.
+    """
+    if copies(plan.schedule) and graph.on_cpu:
+        raise PlanError(
+            "this plan offloads, but the model is on the CPU, where host memory is the device's own: nothing would be "
+            "saved. Move the model to a GPU, or plan with the CPU's profile, which recomputes instead."
+        )
+    if copies(plan.schedule) and not graph.replays_random:
+        raise PlanError("this plan offloads, which Inductor does not run: use compiler='eager', or offload nothing")
+    return plan
 
 
 def _check_options(policy: str, decide, options) -> None:
@@ -110,12 +132,21 @@ def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulatio
         flops=found.flops,
         recompute_flops=found.recompute_flops,
         peak_node=where,
-        activations=activations(graph, {*every.saved, *schedule.saved}, set(schedule.saved), known.cover),
+        activations=activations(
+            graph,
+            {*every.saved, *schedule.saved, *schedule.offloaded},
+            set(schedule.saved),
+            set(schedule.offloaded),
+            known.cover,
+        ),
         schedule=schedule,
         timeline=found.timeline,
-        cost=added_cost(graph, schedule, cost) / plain_cost,
-        lower_bound=None if limit is None else _bound(graph, cost, plain_cost, profile, limit),
-        decisions=decisions(graph, schedule, cost, plain_cost, profile.workspace_bytes),
+        cost=(added_cost(graph, schedule, cost) + (found.exposed_seconds or 0.0)) / plain_cost,
+        # The bound is that of schedules that recompute alone.
+        lower_bound=None if limit is None or copies(schedule) else _bound(graph, cost, plain_cost, profile, limit),
+        decisions=decisions(graph, schedule, cost, plain_cost, profile),
+        host_bytes=found.host_bytes,
+        exposed_seconds=found.exposed_seconds,
     )
 
 

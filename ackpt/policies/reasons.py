@@ -9,15 +9,16 @@ from ..graph.joint import FORWARD, JointGraph
 from ..graph.plan import Decision
 from ..graph.schedule import COMPUTE, Schedule, recomputed, scheduled
 from ..graph.simulate import peak_of
+from ..graph.swap import offloadable, offloaded
 
 
-def decisions(graph: JointGraph, schedule: Schedule, cost, step_cost: float, workspace_bytes, count: int = 10):
+def decisions(graph: JointGraph, schedule: Schedule, cost, step_cost: float, profile, count: int = 10):
     """The `count` recomputed operations that cost most, the most expensive first.
 
     Args:
         graph, schedule: what was decided.
         cost: of every node; ``step_cost``: of the step without recomputation, in the same unit.
-        workspace_bytes: of every node.
+        profile: with times of copies, if the schedule offloads.
     """
     known = facts(graph)
     runs = Counter(recomputed(graph, schedule))
@@ -33,13 +34,13 @@ def decisions(graph: JointGraph, schedule: Schedule, cost, step_cost: float, wor
                 cost=spent[place] / step_cost,
                 bytes=sum(known.bytes[s] for s in known.born.get(place, ()) if s in known.savable),
                 runs=runs[place],
-                peak_if_kept_bytes=peak_of(graph, _kept(graph, schedule, place), workspace_bytes),
+                peak_if_kept_bytes=peak_of(graph, _kept(graph, schedule, place, profile), profile.workspace_bytes),
             )
         )
     return tuple(found)
 
 
-def _kept(graph: JointGraph, schedule: Schedule, place: int) -> Schedule:
+def _kept(graph: JointGraph, schedule: Schedule, place: int, profile) -> Schedule:
     """`schedule` without the runs of `place` in backward, and without what runs for their sake alone."""
     known = facts(graph)
     order = [step.id for step in schedule.backward if step.kind == COMPUTE and step.id != place]
@@ -52,4 +53,5 @@ def _kept(graph: JointGraph, schedule: Schedule, place: int) -> Schedule:
         kept.append(node)
         wanted.discard(node)
         wanted.update(known.reads(node, again))
-    return scheduled(graph, None, kept[::-1])
+    found = scheduled(graph, None, kept[::-1])
+    return offloaded(graph, found, set(schedule.offloaded).intersection(offloadable(graph, found)), profile)

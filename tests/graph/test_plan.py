@@ -153,7 +153,7 @@ def test_manual_fates(graph):
     assert ackpt.plan(graph, policy="manual", fates={}).schedule == ackpt.plan(graph).schedule
     bad = [
         ({"nobody": "saved"}, "no activation is called 'nobody'"),
-        ({names[0]: "lost"}, "a fate is 'saved' or 'recomputed', got 'lost'"),
+        ({names[0]: "lost"}, "a fate is 'saved', 'recomputed' or 'offloaded', got 'lost'"),
     ]
     for fates, message in bad:
         with pytest.raises(ValueError, match=message):
