@@ -31,6 +31,7 @@ POLICIES = {
     "rotor": "rotor_chain",
     "min-cut": "min_cut",
     "ilp": "ilp_graph",
+    "mu-two": "mu_two",
 }
 
 

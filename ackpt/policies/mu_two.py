@@ -1,0 +1,113 @@
+"""mu-TWO for one model: swap or recompute, whatever is cheaper, the longest idle or the most rewarding first.
+
+Purandare et al., mu-TWO, MLSys 2023. Its algorithms, and where they are: A, the profile: ``ackpt.profile``, also of
+graphs that the device does not hold; B, the choice: here; C to F, overheads and what a choice changes in others:
+`intermediates`; G, the memory that a choice takes: `ackpt.graph.simulate`; H, running on three streams:
+`ackpt.graph.copies`.
+
+Of the printed B, two lines are wrong: in the branch that recomputes it takes the candidate for swapping, and it evicts
+once before it looks at the budget. The printed G starts with all intermediates in memory although those that are
+dropped are added again when they come back, and knows nothing of what a chain of recomputations takes while it runs;
+the simulator does. The paper recomputes a chain anew for every member of it; keeping each member from its first use in
+backward to its last is cheaper and takes more memory, so both orders are tried.
+
+B goes on until nothing is left to evict. A budget takes the cheapest of the schedules on the way that fits: so a lower
+budget never gives a higher peak, and never a lower cost.
+"""
+
+from __future__ import annotations
+
+from ..graph.facts import Facts, facts
+from ..graph.host import clock
+from ..graph.joint import FORWARD, JointGraph
+from ..graph.schedule import Schedule, everything, lower, missing, needed_backward, scheduled
+from ..graph.simulate import peak_of
+from ..graph.swap import offloadable, offloaded
+from .auto import Point, added_cost, costs
+from .intermediates import Intermediate, Link, drop, intermediates
+
+
+def schedule(graph, profile, limit_bytes) -> Schedule:
+    plain = everything(graph)
+    if limit_bytes is None or peak_of(graph, plain, profile.workspace_bytes) <= limit_bytes:
+        return plain
+    points = evictions(graph, profile)
+    fitting = [point for point in points if point.peak_bytes <= limit_bytes]
+    if fitting:
+        return min(fitting, key=lambda point: (point.cost, point.peak_bytes)).schedule
+    return min(points, key=lambda point: point.peak_bytes).schedule
+
+
+def evictions(graph: JointGraph, profile) -> list[Point]:
+    """Algorithm B to its end: the schedules after every choice, computed once per graph and profile."""
+    made: list = graph.__dict__.setdefault("_mu_two", [])
+    for made_for, points in made:
+        if made_for == profile:
+            return points
+    made.append((profile, _evictions(graph, profile)))
+    return made[-1][1]
+
+
+def _evictions(graph: JointGraph, profile) -> list[Point]:
+    known, run_time = facts(graph), costs(graph, profile)
+    pinned = {s for place in known.fixed for s in graph.nodes[place].storages if s in known.savable}
+    swap_seconds = None if profile.seconds is None else profile.swap_seconds
+    all_of_them = intermediates(known, everything(graph), pinned, run_time, swap_seconds)
+    candidates, swaps, recomps = list(all_of_them.values()), [], []
+    link = Link(run_time, graph.boundary)
+    points: dict[tuple, Point] = {}
+    while candidates := [c for c in candidates if c.can_recompute or c.swap_time is not None]:
+        chosen, is_swap = _choice(candidates, link)
+        candidates.remove(chosen)
+        if is_swap:
+            link.overhead(chosen, spend=True)
+            swaps.append(chosen)
+        else:
+            drop(chosen, recomps, candidates)
+        saved = pinned.union(*(i.storages for i in all_of_them.values() if i not in recomps))
+        away = {storage for swap in swaps for storage in swap.storages}
+        for found in (lower(graph, saved), each_for_itself(known, saved)):
+            found = offloaded(graph, found, away.intersection(offloadable(graph, found)), profile)
+            key = found.forward, found.backward
+            points.setdefault(key, _point(graph, profile, found, run_time))
+    return list(points.values())
+
+
+def _choice(candidates: list[Intermediate], link: Link) -> tuple[Intermediate, bool]:
+    """One step of algorithm B: the candidate with the smaller overhead, and whether it is swapped."""
+    swap = max((c for c in candidates if c.swap_time is not None), key=lambda c: c.inactive_time, default=None)
+    recompute = max((c for c in candidates if c.can_recompute), key=lambda c: c.recompute_ratio, default=None)
+    if swap is None or (recompute is not None and recompute.total_recomp_time < link.overhead(swap)):
+        assert recompute is not None
+        return recompute, False
+    return swap, True
+
+
+def _point(graph: JointGraph, profile, found: Schedule, run_time) -> Point:
+    times = clock(profile, found)
+    waiting = 0.0 if times is None else times[1]
+    peak = peak_of(graph, found, profile.workspace_bytes)
+    return Point(peak, added_cost(graph, found, run_time) + waiting, found)
+
+
+def each_for_itself(known: Facts, saved) -> Schedule:
+    """As `lower`, but what was recomputed only on the way to something else is dropped, and run again for itself.
+
+    Raises:
+        ScheduleError: if a value is not saved that cannot be recomputed.
+    """
+    graph = known.graph
+    nodes = graph.nodes
+    saved = {*saved, *(s for s in known.held if nodes[graph.storages[s].producer].phase == FORWARD)}
+    live = set(known.given)
+    for producer in {graph.storages[storage].producer for storage in saved}:
+        live |= {known.cover[storage] for storage in known.born[producer] if storage in known.cover}
+    backward: list[int] = []
+    for place in needed_backward(known):
+        chain = missing(known, place, live)
+        backward += chain
+        read = {storage for source in nodes[place].inputs for storage in nodes[source].storages}
+        again = {s for node in chain if nodes[node].phase == FORWARD for s in known.born.get(node, ())}
+        dropped = {s for s in again if not known.born[graph.storages[s].producer] & read}
+        live |= {node for node in chain if not dropped.intersection(nodes[node].storages)}
+    return scheduled(graph, None, backward)
