@@ -70,34 +70,34 @@ class _Placing:
         self.seconds = [[seconds[place] for place in order] for order in orders]
         self.ways = _ways(known, storages, orders, copies)
         self.forward, self.backward = step_peaks(graph, schedule, profile.workspace_bytes)
-        for way in self.ways:
-            for at in range(way.last + 1, len(self.forward)):
-                self.forward[at] -= way.size
-            for at in range(way.first):
-                self.backward[at] -= way.size
+        # Each is away after its last use in the forward and before its first in backward.
+        _add(self.forward, [(way.last + 1, len(self.forward), -way.size) for way in self.ways])
+        _add(self.backward, [(0, way.first, -way.size) for way in self.ways])
         self.limit = max(limit_bytes, *self.forward, *self.backward)
 
     def leave(self) -> None:
         """Free each storage in the forward when its copy is done; before, where the limit would be broken."""
         now = idle = 0.0
-        born: dict[int, list[_Way]] = {}
-        for way in self.ways:
-            born.setdefault(way.born, []).append(way)
-        leaving: list[tuple[float, _Way]] = []
+        born, unused = _by(self.ways, "born"), _by(self.ways, "last")
+        done: dict[int, float] = {}
+        leaving: list[_Way] = []  # not read any more in the forward, but still on the device
+        beside = 0  # bytes of these
         for at, seconds in enumerate(self.seconds[0]):
-            for entry in list(leaving):
-                done, way = entry
-                beside = sum(other.size for _, other in leaving if other.last < at)
-                if way.last < at and (done <= now or self.forward[at] + beside > self.limit):
-                    now = max(now, done)
+            for way in list(leaving):
+                if done[way.storage] <= now or self.forward[at] + beside > self.limit:
+                    now = max(now, done[way.storage])
                     way.freed = at - 1
-                    leaving.remove(entry)
-            self.forward[at] += sum(way.size for _, way in leaving if way.last < at)
+                    leaving.remove(way)
+                    beside -= way.size
+            self.forward[at] += beside
             now += seconds
             for way in born.get(at, ()):
-                idle = max(idle, now) + way.copy
-                leaving.append((idle, way))
-        for _, way in leaving:
+                done[way.storage] = idle = max(idle, now) + way.copy
+            for way in unused.get(at, ()):
+                leaving.append(way)
+                beside += way.size
+            leaving.sort(key=lambda way: done[way.storage])
+        for way in leaving:
             way.freed = len(self.seconds[0]) - 1
 
     def come_back(self) -> None:
@@ -128,6 +128,22 @@ class _Placing:
             backward=_inserted(self.schedule.backward, back),
             saved=tuple(storage for storage in self.schedule.saved if storage not in gone),
         )
+
+
+def _by(ways: list[_Way], name: str) -> dict[int, list[_Way]]:
+    found: dict[int, list[_Way]] = {}
+    for way in ways:
+        found.setdefault(getattr(way, name), []).append(way)
+    return found
+
+
+def _add(sizes: list[int], spans) -> None:
+    """Add to all sizes from a first place to before another, for every (first, end, bytes) of `spans`."""
+    changes = [0] * (len(sizes) + 1)
+    for begin, end, size in spans:
+        changes[begin] += size
+        changes[end] -= size
+    sizes[:] = map(sum, zip(sizes, accumulate(changes)))
 
 
 def _ways(known: Facts, storages, orders, copy_seconds) -> list[_Way]:

@@ -26,6 +26,8 @@ from ..graph.swap import offloadable, offloaded
 from .auto import Point, added_cost, costs
 from .intermediates import Intermediate, Link, drop, intermediates
 
+_SCHEDULES = 100  # at most; of many choices only some are simulated, evenly spaced, and the last
+
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
     plain = everything(graph)
@@ -39,7 +41,7 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
 
 
 def evictions(graph: JointGraph, profile) -> list[Point]:
-    """Algorithm B to its end: the schedules after every choice, computed once per graph and profile."""
+    """Algorithm B to its end: the schedules after its choices, computed once per graph and profile."""
     made: list = graph.__dict__.setdefault("_mu_two", [])
     for made_for, points in made:
         if made_for == profile:
@@ -53,10 +55,11 @@ def _evictions(graph: JointGraph, profile) -> list[Point]:
     pinned = {s for place in known.fixed for s in graph.nodes[place].storages if s in known.savable}
     swap_seconds = None if profile.seconds is None else profile.swap_seconds
     all_of_them = intermediates(known, everything(graph), pinned, run_time, swap_seconds)
-    candidates, swaps, recomps = list(all_of_them.values()), [], []
+    candidates = [i for i in all_of_them.values() if i.can_recompute or i.swap_time is not None]
+    count, swaps, recomps = len(candidates), [], []
     link = Link(run_time, graph.boundary)
     points: dict[tuple, Point] = {}
-    while candidates := [c for c in candidates if c.can_recompute or c.swap_time is not None]:
+    while candidates:
         chosen, is_swap = _choice(candidates, link)
         candidates.remove(chosen)
         if is_swap:
@@ -64,6 +67,8 @@ def _evictions(graph: JointGraph, profile) -> list[Point]:
             swaps.append(chosen)
         else:
             drop(chosen, recomps, candidates)
+        if count >= _SCHEDULES and len(candidates) % -(-count // _SCHEDULES):
+            continue
         saved = pinned.union(*(i.storages for i in all_of_them.values() if i not in recomps))
         away = {storage for swap in swaps for storage in swap.storages}
         for found in (lower(graph, saved), each_for_itself(known, saved)):

@@ -1,0 +1,221 @@
+"""Policy mu-two: the paper's attributes by hand and by definition, and plans that keep their budget."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ackpt
+from ackpt.graph import lower, profile, rewrite, simulate
+from ackpt.graph.facts import facts
+from ackpt.graph.host import copies
+from ackpt.graph.schedule import everything, missing
+from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
+from ackpt.policies.intermediates import Intermediate, Link, drop, intermediates
+from ackpt.policies.mu_two import each_for_itself, evictions
+
+sys.path.append(str(Path(__file__).parents[1] / "graph"))
+from small_models import MODELS, build  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def unit_times(graph):
+    """A second for each operation, none for views."""
+    known = facts(graph)
+    return [float(node.id in known.born and node.id not in known.given) for node in graph.nodes]
+
+
+def known_of(graph, swap_seconds=None):
+    pinned = {s for place in facts(graph).fixed for s in graph.nodes[place].storages if s in facts(graph).savable}
+    return intermediates(facts(graph), everything(graph), pinned, unit_times(graph), swap_seconds)
+
+
+@pytest.fixture(scope="module")
+def chain():
+    layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
+    return ackpt.trace(nn.Sequential(*layers), torch.ones(2, 4))
+
+
+def test_attributes_counted_by_hand(chain):
+    first, second = known_of(chain, [0.5] * len(chain.storages)).values()  # the third Tanh's result is the output
+    assert first.memory_size == second.memory_size == 2 * 4 * 4 and first.swap_time == 0.5
+    # Read last in the forward by the next layer's addmm, and first in backward by the gradient of that one's weight.
+    # Between: six operations of the forward, of which it waits for the last three; of backward six, and two.
+    assert (first.inactive_time, second.inactive_time) == (3 + 6, 1 + 2)
+    assert [chain.nodes[n].target for n in (first.last_fw_access, first.first_bw_access)] == [
+        "aten.addmm.default",
+        "aten.mm.default",
+    ]
+    # addmm and tanh run again, from the input or from the first result.
+    assert (first.recomp_srcs, second.recomp_srcs) == (set(), {first.rank})
+    assert first.recomp_time == second.recomp_time == 2
+    assert second.recompute_ratio == 2 * 4 * 4 / 2
+
+
+def test_choices_change_others(chain):
+    first, second = known_of(chain).values()
+    recomps: list[Intermediate] = []
+    drop(second, recomps, [first])
+    # If the first were dropped, the second would need it, too.
+    assert (first.recomp_cnt, first.total_recomp_time, first.recompute_ratio) == (2, 4, 32 / 4)
+    drop(first, recomps, [])
+    assert (second.recomp_srcs, second.recomp_time, second.total_recomp_time) == (set(), 4, 4)
+    assert (first.recomp_cnt, first.total_recomp_time) == (1, 2)
+
+    first, second = known_of(chain).values()
+    drop(first, [], [second])
+    assert (second.recomp_srcs, second.recomp_time, second.recomp_cnt) == (set(), 4, 1)
+
+
+def test_a_shared_ancestor_counts_once():
+    class Diamond(nn.Linear):
+        def forward(self, x):
+            a = super().forward(x).tanh()
+            b, c = a.sin(), a.exp()
+            return ((b * c) * (b + c)).sigmoid()
+
+    graph = ackpt.trace(Diamond(4, 4), torch.ones(2, 4))
+    known = known_of(graph)
+    by_name = {graph.nodes[rank].target.split(".")[1]: i for rank, i in known.items()}
+    product = by_name["mul"]
+    assert product.recomp_srcs == {by_name["sin"].rank, by_name["exp"].rank} and product.recomp_time == 1
+    recomps: list[Intermediate] = []
+    for name in ("sin", "exp", "tanh"):
+        drop(by_name[name], recomps, [i for i in known.values() if i not in recomps and i is not by_name[name]])
+    assert product.recomp_time == 1 + 2 + 2  # mul, sin and exp, and once tanh and addmm
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_updated_attributes_are_those_of_the_definition(name):
+    model, args, kwargs = build(name)
+    graph = ackpt.trace(model, *args, **kwargs)
+    known, found = facts(graph), known_of(graph)
+    pinned = {s for place in known.fixed for s in graph.nodes[place].storages if s in known.savable}
+    kept, recomps = [i for i in found.values()], []
+    order = [i for i in kept if i.can_recompute]
+    random.Random(0).shuffle(order)
+    for chosen in order[: 2 * len(order) // 3]:
+        kept.remove(chosen)
+        drop(chosen, recomps, kept)
+    assert len(recomps) > 5
+    there = {*pinned, *known.held, *(s for i in kept for s in i.storages)}
+    live = {*known.given, *(known.cover[s] for s in there if s in known.cover)}
+    for each in found.values():
+        own = {known.cover[s] for s in known.born[each.rank] if s in known.cover}
+        nodes = {n for s in each.storages for n in missing(known, known.cover[s], live - own)}
+        assert each.recomp_nodes == nodes
+        assert each.recomp_time == sum(unit_times(graph)[n] for n in nodes)
+        sources = {
+            i.rank for i in kept for n in nodes for p in known.reads(n, True) if i.storages & {*graph.nodes[p].storages}
+        }
+        assert each.recomp_srcs == sources - {each.rank}
+        assert each.recomp_cnt == 1 + sum(each.rank in recomp.recomp_srcs for recomp in recomps)
+
+
+def test_what_a_link_hides(chain):
+    first, second = known_of(chain, [2.0] * len(chain.storages)).values()
+    link = Link(unit_times(chain), chain.boundary)
+    assert link.overhead(first) == link.overhead(second) == 0  # never below, though more would be hidden
+    assert link.overhead(first, spend=True) == 0
+    # The first has taken two of the four operations behind it, and two of the six before its use in backward: of the
+    # second's copy out nothing is left over, two operations run after it; its way back has the first two of backward.
+    assert link.overhead(second) == 2 + 0
+    assert link.overhead(second, spend=True) == 2
+    assert link.overhead(second) == 2 + 2
+    first.swap_time = 100.0
+    assert Link(unit_times(chain), chain.boundary).overhead(first) == (100 - 4) + (100 - 6)
+
+
+def language_model():
+    config = TransformerConfig(dim=16, ff_dim=64, layers=3, head_dim=16, vocab_size=40)
+    tokens, offsets = torch.randint(40, (4 * 48,)), 48 * torch.arange(5, dtype=torch.int32)
+    return LanguageModel(config), (tokens, offsets, 48, tokens.roll(-1))
+
+
+def resnet18():
+    model = ResNet(ResNetConfig("basic", (2, 2, 2, 2), width=4, num_classes=5))
+    return model, (torch.randn(4, 3, 64, 64), torch.randint(5, (4,)))
+
+
+CASES = {"language model": (language_model, (0.9, 0.7, 0.5, 0.4)), "resnet18": (resnet18, (0.9, 0.8, 0.7))}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    torch.manual_seed(0)
+    make, budgets = CASES[request.param]
+    model, args = make()
+    return model, args, budgets, ackpt.trace(model, *args)
+
+
+@pytest.mark.parametrize("device", [None, "h200"])
+def test_plans_keep_their_budget_and_cost_more_the_less_it_is(case, device):
+    _, _, budgets, graph = case
+    costs = profile(graph, device)
+    plans = [ackpt.plan(graph, budget, "mu-two", profile=costs) for budget in budgets]
+    for budget, plan in zip(budgets, plans):
+        assert plan.dynamic_peak_bytes <= budget * plan.baseline_dynamic_peak_bytes
+        rewrite(graph, plan.schedule)
+        assert bool(plan.host_bytes) == copies(plan.schedule)
+    peaks = [plan.peak_bytes for plan in plans]
+    assert peaks == sorted(peaks, reverse=True)
+    if device is not None:
+        seconds = [simulate(graph, costs, plan.schedule).seconds for plan in plans]
+        assert seconds == sorted(seconds)
+    assert any(plan.host_bytes for plan in plans) == (device is not None)
+    assert plans[-1].recompute_flops > 0
+    with pytest.raises(ackpt.BudgetError, match="smallest budget that this policy keeps") as refused:
+        ackpt.plan(graph, 0.01, "mu-two", profile=costs)
+    least = float(str(refused.value).split(" or ")[-1].split()[0])
+    assert ackpt.plan(graph, least, "mu-two", profile=costs).peak_bytes <= peaks[-1]
+    assert ackpt.plan(graph, policy="mu-two", profile=costs).schedule == everything(graph)
+
+
+def test_on_the_cpu_it_recomputes_and_the_measured_peak_keeps_the_budget(case):
+    model, args, budgets, _ = case
+    plain = copy.deepcopy(model)
+    step = ackpt.compile(model, *args, budget=budgets[-1], policy="mu-two")
+    assert not copies(step.plan.schedule) and step.plan.recompute_flops > 0
+
+    def run(call):
+        loss = call(*args)
+        loss.backward()
+        return loss
+
+    def fresh():
+        model.zero_grad()
+        run(step)
+
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    measured = ackpt.measure(fresh, "cpu", resident=(model, *tensors), warmup=0, repeats=0)
+    assert measured.dynamic_peak_bytes <= budgets[-1] * step.plan.baseline_dynamic_peak_bytes
+    run(plain)
+    for expected, found in zip(plain.parameters(), model.parameters()):
+        assert torch.equal(expected.grad, found.grad)
+
+
+def test_two_ways_of_running_a_chain_again(chain):
+    known = facts(chain)
+    once, anew = (simulate(chain, profile(chain), made) for made in (lower(chain, ()), each_for_itself(known, ())))
+    # The second Tanh's result needs the first one's, which runs again for itself: two products more than once.
+    product = 2 * 2 * 4 * 4
+    assert (once.recompute_flops, anew.recompute_flops) == (2 * product, 3 * product)
+
+
+def test_choices_that_are_many_are_simulated_now_and_then(monkeypatch):
+    monkeypatch.setattr(sys.modules["ackpt.policies.mu_two"], "_SCHEDULES", 4)
+    layers = [layer for _ in range(10) for layer in (nn.Linear(4, 4), nn.Tanh())]
+    graph = ackpt.trace(nn.Sequential(*layers), torch.ones(64, 4))
+    points = evictions(graph, profile(graph))
+    assert len(points) <= 2 * 4
+    assert (
+        min(point.peak_bytes for point in points)
+        == simulate(graph, profile(graph), each_for_itself(facts(graph), ())).peak_bytes
+    )
