@@ -119,6 +119,14 @@ class Facts:
                 reasons[node.id] = "it is a running statistic, which is updated once"
         return reasons
 
+    @cached_property
+    def pinned(self) -> frozenset[int]:
+        """Savable storages of what cannot run again. Running statistics are none: a second run makes no others, and to
+        save them must not keep what the batch norm gives beside them."""
+        found = (storage for place in self.fixed for storage in self.graph.nodes[place].storages)
+        producers = ((s, self.graph.storages[s].producer) for s in found if s in self.savable)
+        return frozenset(s for s, producer in producers if s in self.storages(producer, again=True))
+
     def reads(self, place: int, again: bool = False) -> tuple[int, ...]:
         """The nodes that `place` reads; a batch norm that runs again reads no running statistics."""
         return self.reads_again(place) if again else self.graph.nodes[place].inputs

@@ -16,6 +16,7 @@ Where the printed pseudocode errs it is mended here:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -70,21 +71,20 @@ class Intermediate:
         self.__post_init__()
 
 
-def intermediates(known: Facts, plain: Schedule, pinned, run_time, swap_seconds) -> dict[int, Intermediate]:
+def intermediates(known: Facts, plain: Schedule, run_time, swap_seconds) -> dict[int, Intermediate]:
     """What the step without checkpointing, `plain`, saves for backward, by rank; nothing has been chosen yet.
 
     Args:
         known: facts of the graph.
         plain: its schedule that saves everything.
-        pinned: storages that are saved whatever is chosen.
         run_time: by node.
         swap_seconds: by storage, None without a link.
     """
     graph = known.graph
     begins = list(accumulate(run_time, initial=0.0))
     rank_of = {storage: graph.storages[storage].producer for storage in plain.saved}
-    kept = {*plain.saved, *pinned, *known.held}
-    live = {*known.given, *(known.cover[storage] for storage in kept if storage in known.cover)}
+    stays = known.held | known.pinned
+    live = {*known.given, *(known.cover[s] for s in stays.union(plain.saved) if s in known.cover)}
     found = {}
     for rank in sorted(set(rank_of.values())):
         mine = frozenset(storage for storage in plain.saved if rank_of[storage] == rank) - known.held
@@ -92,6 +92,7 @@ def intermediates(known: Facts, plain: Schedule, pinned, run_time, swap_seconds)
             continue
         own = {known.cover[storage] for storage in known.born[rank] if storage in known.cover}
         nodes = frozenset(node for s in mine for node in missing(known, known.cover[s], live - own))
+        made = {s for node in nodes for s in known.storages(node, again=True) if s in known.born.get(node, ())}
         read = {source for node in nodes for source in known.reads(node, again=True)} & (live - own)
         lasts, firsts, ends = (
             [at for s in mine if (at := getattr(graph.storages[s], name)) is not None]
@@ -107,7 +108,7 @@ def intermediates(known: Facts, plain: Schedule, pinned, run_time, swap_seconds)
             last_bw_access=max(ends, default=first),
             inactive_time=begins[first] - begins[last + 1],
             swap_time=None if swap_seconds is None else sum(swap_seconds[storage] for storage in mine),
-            can_recompute=not (nodes & set(known.fixed) or known.born[rank] & (known.held | set(pinned))),
+            can_recompute=not (nodes & known.fixed.keys() or stays & made),
             recomp_nodes=nodes,
             recomp_srcs={rank_of[s] for source in read for s in graph.nodes[source].storages if s in rank_of} - {rank},
             run_time=run_time,
@@ -115,14 +116,21 @@ def intermediates(known: Facts, plain: Schedule, pinned, run_time, swap_seconds)
     return found
 
 
-def drop(chosen: Intermediate, recomps: list[Intermediate], candidates: list[Intermediate]) -> None:
-    """Algorithms E and F: `chosen` is recomputed from now on, as `recomps` are; `candidates` are still kept."""
-    for other in (*recomps, *candidates):
-        if chosen.rank in other.recomp_srcs:
-            other.replace_source(chosen)
-    recomps.append(chosen)
-    for other in (*recomps, *candidates):
-        other.recomp_cnt = 1 + sum(other.rank in recomp.recomp_srcs for recomp in recomps)
+def drop(chosen: Intermediate, recomps: list[Intermediate], kept: list[Intermediate]) -> None:
+    """Algorithms E and F: `chosen` goes from `kept` to `recomps`, and all attributes are what that makes of them.
+
+    What comes along anyway, since what makes it runs again on the way to `chosen`, goes with it: of a batch norm the
+    saved mean, once its result is needed again.
+    """
+    for gone in [each for each in kept if each is chosen or each.rank in chosen.recomp_nodes]:
+        kept.remove(gone)
+        for other in (*recomps, *kept):
+            if gone.rank in other.recomp_srcs:
+                other.replace_source(gone)
+        recomps.append(gone)
+    uses = Counter(source for recomp in recomps for source in recomp.recomp_srcs)
+    for other in (*recomps, *kept):
+        other.recomp_cnt = 1 + uses[other.rank]
 
 
 class Link:

@@ -52,24 +52,24 @@ def evictions(graph: JointGraph, profile) -> list[Point]:
 
 def _evictions(graph: JointGraph, profile) -> list[Point]:
     known, run_time = facts(graph), costs(graph, profile)
-    pinned = {s for place in known.fixed for s in graph.nodes[place].storages if s in known.savable}
     swap_seconds = None if profile.seconds is None else profile.swap_seconds
-    all_of_them = intermediates(known, everything(graph), pinned, run_time, swap_seconds)
-    candidates = [i for i in all_of_them.values() if i.can_recompute or i.swap_time is not None]
+    kept = list(intermediates(known, everything(graph), run_time, swap_seconds).values())
+    candidates = [i for i in kept if i.can_recompute or i.swap_time is not None]
     count, swaps, recomps = len(candidates), [], []
     link = Link(run_time, graph.boundary)
     points: dict[tuple, Point] = {}
     while candidates:
         chosen, is_swap = _choice(candidates, link)
-        candidates.remove(chosen)
         if is_swap:
             link.overhead(chosen, spend=True)
             swaps.append(chosen)
         else:
-            drop(chosen, recomps, candidates)
+            drop(chosen, recomps, kept)
+        swaps = [i for i in swaps if i in kept]
+        candidates = [i for i in candidates if i in kept and i not in swaps]
         if count >= _SCHEDULES and len(candidates) % -(-count // _SCHEDULES):
             continue
-        saved = pinned.union(*(i.storages for i in all_of_them.values() if i not in recomps))
+        saved = known.pinned.union(*(i.storages for i in kept))
         away = {storage for swap in swaps for storage in swap.storages}
         for found in (lower(graph, saved), each_for_itself(known, saved)):
             found = offloaded(graph, found, away.intersection(offloadable(graph, found)), profile)
