@@ -150,8 +150,12 @@ def _ways(known: Facts, storages, orders, copy_seconds) -> list[_Way]:
     forward, backward = orders
     wanted = set(storages)
     born = {place: at for at, place in enumerate(forward)}
-    last = {s: at for at, place in enumerate(forward) for s in known.touched[FORWARD][place] & wanted}
-    first = {s: at for at, place in reversed([*enumerate(backward)]) for s in known.touched[BACKWARD][place] & wanted}
+    last = {s: at for at, place in enumerate(forward) for s in wanted.intersection(known.touched[FORWARD][place])}
+    first = {
+        s: at
+        for at, place in reversed([*enumerate(backward)])
+        for s in wanted.intersection(known.touched[BACKWARD][place])
+    }
     return [
         _Way(
             storage=s,
