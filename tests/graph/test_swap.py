@@ -29,6 +29,7 @@ from ackpt.graph.copies import offload, prefetch, wait
 from ackpt.graph.facts import facts
 from ackpt.graph.schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, everything
 from ackpt.graph.swap import offloadable, offloaded
+from ackpt.policies.planner import check_runs
 
 VALUE = 2 * 4 * 4  # bytes of each result
 ANY = 10**9  # bytes: no limit
@@ -333,3 +334,8 @@ def test_a_plan_that_offloads_does_not_run_on_the_cpu():
     plan = ackpt.plan(graph, policy="manual", profile=profile(graph, "h200"), fates={name: "offloaded"})
     with pytest.raises(PlanError, match="this plan offloads, but the model is on the CPU"):
         ackpt.compile(model, x, plan=plan)
+    elsewhere = types.SimpleNamespace(on_cpu=False, replays_random=True)
+    assert check_runs(elsewhere, plan) is plan
+    elsewhere.replays_random = False
+    with pytest.raises(PlanError, match="which Inductor does not run"):
+        check_runs(elsewhere, plan)
