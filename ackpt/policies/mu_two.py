@@ -23,7 +23,8 @@ from ..graph.joint import FORWARD, JointGraph
 from ..graph.schedule import Schedule, everything, lower, missing, needed_backward, scheduled
 from ..graph.simulate import peak_of
 from ..graph.swap import offloadable, offloaded
-from .auto import Point, added_cost, costs
+from .auto import Point
+from .costs import added_cost, costs
 from .intermediates import Intermediate, Link, drop, intermediates
 
 _SCHEDULES = 100  # at most; of many choices only some are simulated, evenly spaced, and the last

@@ -54,4 +54,5 @@ def _kept(graph: JointGraph, schedule: Schedule, place: int, profile) -> Schedul
         wanted.discard(node)
         wanted.update(known.reads(node, again))
     found = scheduled(graph, None, kept[::-1])
-    return offloaded(graph, found, set(schedule.offloaded).intersection(offloadable(graph, found)), profile)
+    away = set(schedule.offloaded).intersection(offloadable(graph, found))
+    return offloaded(graph, found, away, profile) if away else found

@@ -297,9 +297,13 @@ def names_of(graph, storages):
 def test_plans_say_what_is_offloaded(graph, tanhs, tmp_path):
     first, second = names_of(graph, tanhs)
     costs = profile(graph, "h200")
-    plan = ackpt.plan(graph, policy="manual", profile=costs, fates={first: "offloaded", second: "recomputed"})
+    fates = {first: "offloaded", second: "recomputed"}
+    plan = ackpt.plan(graph, 1.0, policy="manual", profile=costs, fates=fates)
     assert plan.fates[first] == "offloaded" and plan.fates[second] == "recomputed"
     assert plan.host_bytes == VALUE and plan.exposed_seconds > 0
+    seconds = [simulate(graph, costs, made).seconds for made in (everything(graph), plan.schedule)]
+    assert plan.cost == pytest.approx(seconds[1] / seconds[0] - 1)  # recomputing and waiting
+    assert plan.lower_bound is None  # it holds for recomputing alone
     assert "offloaded         1, " in plan.table() and first in plan.table()
     loaded = Plan.load(plan.save(tmp_path / "plan.json"))
     assert loaded == plan and loaded.schedule.offloaded == (tanhs[0],)
