@@ -44,12 +44,12 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
             or a string such as ``"6GiB"``, bytes of the whole peak: parameters, buffers, inputs, optimizer state and
             everything the step allocates.
         policy: ``"auto"`` recomputes least within the budget, ``"none"`` saves what backward needs, ``"full"`` keeps
-            one tensor between two blocks, ``"manual"`` takes ``fates={name of a node: "saved" | "recomputed"}``. After
-            their sources, on the chain of blocks between single tensors: ``"chen-sqrt"`` cuts it into segments,
-            ``"chen-log"`` into halves of halves, ``"revolve"`` by binomials, ``"rotor"`` by dynamic programming. On
-            any graph: ``"min-cut"`` saves what PyTorch's partitioner would, see `ackpt.policies.min_cut` for its
-            options; ``"mu-two"`` drops results one after the other or, where `profile` has times of copies to the
-            host, offloads them. Each takes the cheapest of its schedules that the simulator finds within the budget.
+            one tensor between two blocks, ``"manual"`` takes ``fates={name of a node: "saved" | "recomputed"}``, or
+            ``"offloaded"`` where `profile` has times of copies to the host. After their sources, on the chain of blocks
+            between single tensors: ``"chen-sqrt"`` cuts it into segments, ``"chen-log"`` into halves of halves,
+            ``"revolve"`` by binomials, ``"rotor"`` by dynamic programming. On any graph: ``"min-cut"`` saves what
+            PyTorch's partitioner would, see `ackpt.policies.min_cut` for its options; ``"mu-two"`` drops results one
+            after the other, or offloads them where `profile` has such times. Each takes the cheapest of its schedules that the simulator finds within the budget.
             ``"ilp"`` proves that nothing is cheaper, on graphs of up to 160 operations, or warns after ``time_limit=``
             seconds, 60, how far it may be from that; it needs ``pip install "ackpt[plan]"``.
         profile: costs per node, from `ackpt.profile`. If not given, FLOPs are counted, and for real tensors on the
