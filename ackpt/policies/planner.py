@@ -49,9 +49,10 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
             between single tensors: ``"chen-sqrt"`` cuts it into segments, ``"chen-log"`` into halves of halves,
             ``"revolve"`` by binomials, ``"rotor"`` by dynamic programming. On any graph: ``"min-cut"`` saves what
             PyTorch's partitioner would, see `ackpt.policies.min_cut` for its options; ``"mu-two"`` drops results one
-            after the other, or offloads them where `profile` has such times. Each takes the cheapest of its schedules that the simulator finds within the budget.
-            ``"ilp"`` proves that nothing is cheaper, on graphs of up to 160 operations, or warns after ``time_limit=``
-            seconds, 60, how far it may be from that; it needs ``pip install "ackpt[plan]"``.
+            after the other, or offloads them where `profile` has such times. Each takes the cheapest of its schedules
+            that the simulator finds within the budget. ``"ilp"`` proves that nothing is cheaper, on graphs of up to 160
+            operations, or warns after ``time_limit=`` seconds, 60, how far it may be from that; it needs
+            ``pip install "ackpt[plan]"``.
         profile: costs per node, from `ackpt.profile`. If not given, FLOPs are counted, and for real tensors on the
             CPU what every operation takes within itself is measured, by running each different operation once.
         options: of the policy.
