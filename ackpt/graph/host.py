@@ -75,6 +75,12 @@ class Host:
             raise ScheduleError(f"copies of storages {sorted(self.moving)} are on their way at the end of the {where}")
 
 
+def waiting(profile, schedule: Schedule) -> float:
+    """Seconds in which computing stands still for copies; 0 where nothing is copied or the profile has no times."""
+    times = clock(profile, schedule) if copies(schedule) else None
+    return 0.0 if times is None else times[1]
+
+
 def clock(profile, schedule: Schedule) -> tuple[float, float] | None:
     """Seconds of the step and, of these, those in which computing stands still for copies.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..graph.host import waiting
 from ..graph.joint import JointGraph
 from ..graph.schedule import Schedule, everything
 from ..graph.simulate import peak_of
@@ -15,7 +16,7 @@ from .costs import added_cost, costs
 
 
 class Point(NamedTuple):
-    """A schedule with the cost of what it runs again and its simulated dynamic peak."""
+    """A schedule with the cost of what it runs again and waits for, and its simulated dynamic peak."""
 
     cost: float
     peak_bytes: int
@@ -44,7 +45,7 @@ def front(graph: JointGraph, profile, candidates: Callable) -> list[Point]:
     points = []
     for schedule in {(c.forward, c.backward): c for c in (everything(graph), *candidates(graph, profile))}.values():
         peak = peak_of(graph, schedule, profile.workspace_bytes)
-        points.append(Point(added_cost(graph, schedule, cost), peak, schedule))
+        points.append(Point(added_cost(graph, schedule, cost) + waiting(profile, schedule), peak, schedule))
     kept: list[Point] = []
     for point in sorted(points, key=lambda point: point[:2]):
         if not kept or point.peak_bytes < kept[-1].peak_bytes:

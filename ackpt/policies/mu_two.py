@@ -18,13 +18,12 @@ budget never gives a higher peak, and never a lower cost.
 from __future__ import annotations
 
 from ..graph.facts import Facts, facts
-from ..graph.host import clock
 from ..graph.joint import FORWARD, JointGraph
 from ..graph.schedule import Schedule, everything, lower, missing, needed_backward, scheduled
 from ..graph.simulate import peak_of
 from ..graph.swap import offloadable, offloaded
-from .auto import Point
-from .costs import added_cost, costs
+from .costs import costs
+from .front import cheapest
 from .intermediates import Intermediate, Link, drop, intermediates
 
 _SCHEDULES = 100  # at most; of many choices only some are simulated, evenly spaced, and the last
@@ -34,31 +33,18 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
     plain = everything(graph)
     if limit_bytes is None or peak_of(graph, plain, profile.workspace_bytes) <= limit_bytes:
         return plain
-    points = evictions(graph, profile)
-    fitting = [point for point in points if point.peak_bytes <= limit_bytes]
-    if fitting:
-        return min(fitting, key=lambda point: (point.cost, point.peak_bytes)).schedule
-    return min(points, key=lambda point: point.peak_bytes).schedule
+    return cheapest(graph, profile, limit_bytes, evictions)
 
 
-def evictions(graph: JointGraph, profile) -> list[Point]:
-    """Algorithm B to its end: the schedules after its choices, computed once per graph and profile."""
-    made: list = graph.__dict__.setdefault("_mu_two", [])
-    for made_for, points in made:
-        if made_for == profile:
-            return points
-    made.append((profile, _evictions(graph, profile)))
-    return made[-1][1]
-
-
-def _evictions(graph: JointGraph, profile) -> list[Point]:
+def evictions(graph: JointGraph, profile) -> list[Schedule]:
+    """Algorithm B to its end: the schedules after its choices."""
     known, run_time = facts(graph), costs(graph, profile)
     swap_seconds = None if profile.seconds is None else profile.swap_seconds
     kept = list(intermediates(known, everything(graph), run_time, swap_seconds).values())
     candidates = [i for i in kept if i.can_recompute or i.swap_time is not None]
     count, swaps, recomps = len(candidates), [], []
     link = Link(run_time, graph.boundary)
-    points: dict[tuple, Point] = {}
+    schedules: list[Schedule] = []
     while candidates:
         chosen, is_swap = _choice(candidates, link)
         if is_swap:
@@ -73,10 +59,8 @@ def _evictions(graph: JointGraph, profile) -> list[Point]:
         saved = known.pinned.union(*(i.storages for i in kept))
         away = {storage for swap in swaps for storage in swap.storages}
         for found in (lower(graph, saved), each_for_itself(known, saved)):
-            found = offloaded(graph, found, away.intersection(offloadable(graph, found)), profile)
-            key = found.forward, found.backward
-            points.setdefault(key, _point(graph, profile, found, run_time))
-    return list(points.values())
+            schedules.append(offloaded(graph, found, away.intersection(offloadable(graph, found)), profile))
+    return schedules
 
 
 def _choice(candidates: list[Intermediate], link: Link) -> tuple[Intermediate, bool]:
@@ -87,13 +71,6 @@ def _choice(candidates: list[Intermediate], link: Link) -> tuple[Intermediate, b
         assert recompute is not None
         return recompute, False
     return swap, True
-
-
-def _point(graph: JointGraph, profile, found: Schedule, run_time) -> Point:
-    times = clock(profile, found)
-    waiting = 0.0 if times is None else times[1]
-    peak = peak_of(graph, found, profile.workspace_bytes)
-    return Point(peak, added_cost(graph, found, run_time) + waiting, found)
 
 
 def each_for_itself(known: Facts, saved) -> Schedule:
