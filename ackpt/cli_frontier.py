@@ -37,7 +37,7 @@ def add_frontier(commands) -> None:
         add(f"--{name.replace('_', '-')}", type=int, metavar="N", help="a size of the model or its batch")
     add("--policy", nargs="+", metavar="POLICY", help="auto full chen-sqrt chen-log revolve rotor min-cut ilp")
     add(
-        "--budget", nargs="+", type=float, metavar="SHARE", help="shares of the plain step's peak (default 0.9 ... 0.1)"
+        "--budget", nargs="+", type=float, metavar="SHARE", help="shares of the plain step's peak (default 0.8 ... 0.1)"
     )
     add("--peer", nargs="*", metavar="PEER", help="checkpoint selective memory-budget; without a name none")
     add("--setting", nargs="+", type=float, metavar="F", help="values of activation_memory_budget (default 1 ... 0)")

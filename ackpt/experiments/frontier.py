@@ -29,8 +29,9 @@ from .peers import MEMORY_BUDGET, PEERS, peer
 EXPERIMENT = "frontier"
 OURS = "auto"
 PLANNED = tuple(policy for policy in POLICIES if policy not in ("none", "manual"))
-BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-SETTINGS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.2, 0.0)
+BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+SETTINGS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
+_BOUNDED = 20  # limits between nothing and the plain step's peak for which there is a bound
 _TOO_LITTLE = 1e-9  # of the plain step's peak: what every policy refuses, naming the smallest that it keeps
 
 
@@ -81,7 +82,8 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
     eager = runs.of(work.model)
     points, not_run = _points(config, graph, costs, runs)
     peers = [_beside(row, graph, costs, none.resident_bytes) for row in _peers(config, work, runs)]
-    limits = [math.floor(budget * none.dynamic_peak_bytes) for budget in config.budgets]
+    shares = (*config.budgets, *(step / _BOUNDED for step in range(1, _BOUNDED)))
+    limits = [math.floor(share * none.dynamic_peak_bytes) for share in shares]
     limits += [point["predicted_peak_bytes"] for point in points if point["budget"] is None]
     metrics = {
         "baseline": {

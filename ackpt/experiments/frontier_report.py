@@ -187,7 +187,8 @@ def frontier_plot(record, title: str | None = None):
         title: the finding; by default `finding`.
 
     Returns:
-        A Figure; a cross marks a peer whose gradients or buffers are wrong.
+        A Figure; a cross marks a peer whose gradients or buffers are wrong. Points that run far more again than auto
+        and the peers are named at the upper edge.
     """
     from matplotlib.ticker import PercentFormatter
     from seaborn import color_palette
@@ -224,7 +225,23 @@ def frontier_plot(record, title: str | None = None):
         wrong = [row for row in record.metrics["peers"] if not is_correct(row)]
         draw(wrong, "wrong results", linestyle="none", marker="x", markersize=11, color=plots.TEXT, zorder=5)
         axes.set_xlim(left=0)
-        axes.set_ylim(bottom=-0.01)
+        axes.set_ylim(-0.01, _above(axes, record))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         handles, labels = axes.get_legend_handles_labels()
         return plots._finished(figure, handles, labels)
+
+
+def _above(axes, record) -> float:
+    """The upper end of the axis; the policies that lie above it are named there."""
+    from ..plots import TEXT
+
+    flops = record.metrics["baseline"]["flops"]
+    shares = {(p["policy"], p["measured_peak_bytes"]): p["recompute_flops"] / flops for p in measured(record)}
+    shown = [share for (policy, _), share in shares.items() if policy == OURS]
+    shown += [row["recompute_flops"] / flops for row in record.metrics["peers"]]
+    highest = 1.5 * max(shown or shares.values(), default=0.0) or 0.1
+    above = ", ".join(f"{policy} {share:.0%}" for (policy, _), share in shares.items() if share > highest)
+    if above:
+        at = {"xycoords": "axes fraction", "ha": "right", "va": "top"}
+        axes.annotate(f"above: {above}", (1, 1), fontsize=8, color=TEXT, **at)
+    return highest

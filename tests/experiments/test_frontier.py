@@ -107,6 +107,15 @@ def test_the_record_is_read_back_and_drawn(record, tmp_path):
     assert labels == ["lower bound", "auto", "full", "torch: checkpoint", "torch: selective"]
 
 
+def test_what_runs_far_more_again_is_named_at_the_edge(record):
+    changed = copy.deepcopy(record)
+    for point in points(changed, "full"):
+        point["recompute_flops"] = 3 * changed.metrics["baseline"]["flops"]
+    (axes,) = report.frontier_plot(changed).axes
+    assert [text.get_text() for text in axes.texts] == ["above: full 300%"] and axes.get_ylim()[1] < 1
+    assert len(report.frontier_plot(record).axes[0].texts) == 0
+
+
 def test_the_command_prints_json_and_a_broken_promise_is_status_1(record, monkeypatch, tmp_path, capsys):
     changed = copy.deepcopy(record)
     changed.metrics["points"][0]["measured_peak_bytes"] += 1
