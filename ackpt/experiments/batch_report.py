@@ -86,7 +86,7 @@ def largest_rows(records) -> list[dict]:
             "method": record.config["method"],
             "largest": record.metrics["largest_batch"],
             "how": how(record),
-            "peak": _mib(record.metrics.get("peak_bytes", record.metrics["predicted_peak_bytes"])),
+            "peak": _mib(record.metrics.get("peak_bytes", record.metrics["least_peak_bytes"])),
             "vs_plain": round(record.metrics["largest_batch"] / plain, 2) if plain else None,
         }
         for record in found

@@ -19,9 +19,10 @@ from ackpt.graph.budget import parse_bytes
 from ackpt.meter import compare_seconds
 from ackpt.results import Record, environment
 
-from .largest_batch import Largest, extrapolated, largest_on_cpu, largest_on_cuda, largest_predicted
+from .largest_batch import Largest, largest_on_cpu, largest_on_cuda, largest_predicted
 from .settings import record_config
-from .steps import PLAIN, Method, NotRun, RunStep, Setting, Shapes, does_not_fit, method, needs_limit, require_equal
+from .step_shapes import Shapes, does_not_fit
+from .steps import PLAIN, Method, NotRun, RunStep, Setting, method, needs_limit, require_equal
 
 EXPERIMENT = "batch-size"
 LARGEST = "largest-batch"
@@ -35,7 +36,8 @@ MODELS = ("resnet18", "resnet50", "resnet152", "transformer", "bert-large")
 class BatchSizeConfig:
     """Sizes and settings. `limit`: bytes of the whole peak, or ``"auto"``, the plain step's at the middle batch.
 
-    A method without a budget of its own, such as ``"auto"``, has the limit as its budget.
+    A method with a budget, such as ``"auto@0.5"``, is compared at every batch; a policy without one, such as
+    ``"auto"``, has the limit as its budget and takes part in the search for the largest batch; the others do both.
     """
 
     model: str = "resnet18"
@@ -79,10 +81,11 @@ class BatchSizeConfig:
 
 
 SMALL = {"dim": 128, "ff_dim": 512, "layers": 4}
+SMALL_RESNET = {"width": 16, "depths": [1, 1, 1, 1], "num_classes": 100}
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "cpu": {
-        "resnet18": {"image_size": 64, "fields": {"width": 16}},
-        "resnet50": {"image_size": 64, "fields": {"width": 16}},
+        "resnet18": {"image_size": 64, "fields": SMALL_RESNET},
+        "resnet50": {"image_size": 64, "fields": SMALL_RESNET},
         "resnet152": {"image_size": 64, "fields": {"width": 16}},
         "transformer": {"seq_len": 128, "fields": {**SMALL, "head_dim": 32}},
         "bert-large": {"seq_len": 128, "fields": {**SMALL, "heads": 4, "vocab_size": 4096}},
@@ -116,26 +119,19 @@ def run_batch_size(config: BatchSizeConfig, command: str = "", timed_rounds: int
 
     Raises `GradientsDiffer` if a method's gradients are not the plain model's: to the last bit on the CPU.
     """
-    shapes = functools.lru_cache(maxsize=2)(lambda batch_size: Shapes(config.setting(batch_size)))
-    limit = _limit(config, shapes)
+    shapes = functools.lru_cache(maxsize=4)(lambda batch_size: Shapes(config.setting(batch_size)))
+    limit = _limit(config, shapes, predict_only)
     methods = [method(name, limit) for name in dict.fromkeys(config.methods)]
-    peaks: dict[str, dict[int, int]] = {each.name: {} for each in methods}
+    where = environment("cpu" if predict_only else config.device, command)
+    compared = [each for each in methods if not needs_limit(each.name)]
     for batch_size in tqdm(config.batches, desc="batch sizes", unit="batch", disable=None, leave=False):
-        found = step_metrics(shapes(batch_size), methods, timed_rounds, predict_only)
-        where = environment("cpu" if predict_only else config.device, command)
-        yield [
-            record(EXPERIMENT, _settings(config, limit, each, batch_size=batch_size), found[each.name], where)
-            for each in methods
-        ]
-        for name, metrics in found.items():
-            if "peak_bytes" in metrics:
-                peaks[name][batch_size] = metrics["peak_bytes"]
-    largest = {}
-    for each in tqdm(methods, desc="largest batches", unit="method", disable=None, leave=False):
-        guess = max(largest.values(), default=1) if needs_limit(each.name) else extrapolated(peaks[each.name], limit)
-        answer = _largest(config, each, limit, shapes, guess, predict_only)
-        largest[each.name] = answer.batch
-        yield [record(LARGEST, _settings(config, limit, each), _answer(answer), where)]
+        found = step_metrics(shapes(batch_size), compared, timed_rounds, predict_only)
+        settings = _settings(config, limit, batch_size=batch_size)
+        yield [record(EXPERIMENT, {**settings, "method": e.name}, found[e.name], where) for e in compared]
+    searched = [each for each in methods if "@" not in each.name]
+    for each in tqdm(searched, desc="largest batches", unit="method", disable=None, leave=False):
+        answer = _largest(config, each, limit, shapes, predict_only)
+        yield [record(LARGEST, {**_settings(config, limit), "method": each.name}, _answer(answer), where)]
 
 
 def record(experiment: str, settings: dict, metrics: dict, where: dict) -> Record:
@@ -202,24 +198,29 @@ def _measured(shapes: Shapes, methods, plain_fits: bool, timed_rounds: int) -> d
     return found
 
 
-def _limit(config: BatchSizeConfig, shapes) -> int:
-    if config.limit == AUTO_LIMIT:
-        middle = sorted(config.batches)[len(config.batches) // 2]
-        return shapes(middle).predicted(Method(PLAIN))["peak_bytes"]
-    return parse_bytes(config.limit) if isinstance(config.limit, str) else config.limit
+def _limit(config: BatchSizeConfig, shapes, predict_only: bool) -> int:
+    """Bytes; on a GPU auto is what its allocator reserves, which is what can be limited there."""
+    if config.limit != AUTO_LIMIT:
+        return parse_bytes(config.limit) if isinstance(config.limit, str) else config.limit
+    middle = shapes(sorted(config.batches)[len(config.batches) // 2])
+    peak = middle.predicted(Method(PLAIN))["peak_bytes"]
+    if predict_only or does_not_fit(peak, config.device):
+        return peak
+    measured = RunStep(middle.setting).measure(Method(PLAIN))
+    return measured.get("reserved_peak_bytes", measured["peak_bytes"])
 
 
-def _largest(config, each: Method, limit: int, shapes, guess: int, predict_only: bool) -> Largest:
-    setting = config.setting(1)
+def _largest(config: BatchSizeConfig, each: Method, limit: int, shapes, predict_only: bool) -> Largest:
     if predict_only:
-        return largest_predicted(setting, each, limit, shapes, guess)
-    if config.device == "cuda":
-        return largest_on_cuda(setting, each, limit, guess)
-    return largest_on_cpu(setting, each, limit, shapes, guess)
+        return largest_predicted(each, limit, shapes, config.batches)
+    if config.device == "cpu":
+        return largest_on_cpu(each, limit, shapes, config.batches)
+    guess = largest_predicted(each, limit, shapes, config.batches).batch
+    return largest_on_cuda(config.setting(1), each, limit, guess)
 
 
 def _answer(found: Largest) -> dict:
-    metrics: dict[str, Any] = {"largest_batch": found.batch, "predicted_peak_bytes": found.predicted_peak_bytes}
+    metrics: dict[str, Any] = {"largest_batch": found.batch, "least_peak_bytes": found.least_peak_bytes}
     if found.measured_peak_bytes is not None:
         metrics["peak_bytes"] = found.measured_peak_bytes
     elif found.not_measured:
@@ -227,14 +228,7 @@ def _answer(found: Largest) -> dict:
     return metrics
 
 
-def _settings(config: BatchSizeConfig, limit: int, each: Method, **more) -> dict:
-    settings = record_config(replace(config, fields=dict(config.fields)), **more)
-    dropped = ("batches", "limit")
-    settings = {name: value for name, value in settings.items() if name not in dropped}
-    return {
-        **settings,
-        "seq_len": config.seq_len,
-        "limit_bytes": limit,
-        "method": each.name,
-        "threads": torch.get_num_threads(),
-    }
+def _settings(config: BatchSizeConfig, limit: int, **more) -> dict:
+    settings = record_config(replace(config, fields=dict(config.fields)), seq_len=config.seq_len, **more)
+    settings = {name: value for name, value in settings.items() if name not in ("batches", "limit")}
+    return {**settings, "limit_bytes": limit, "threads": torch.get_num_threads()}

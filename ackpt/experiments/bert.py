@@ -16,7 +16,8 @@ from ackpt.results import environment
 
 from .batch_size import record, step_metrics
 from .settings import record_config
-from .steps import PER_BLOCK, PLAIN, Setting, Shapes, method, needs_limit
+from .step_shapes import Shapes
+from .steps import PER_BLOCK, PLAIN, Setting, method, needs_limit
 
 EXPERIMENT = "bert"
 MODEL = "bert-large"

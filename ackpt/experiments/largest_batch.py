@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
-from .steps import Method, NotRun, RunStep, Setting, does_not_fit
+from .step_shapes import Shapes, does_not_fit
+from .steps import Method, NotRun, RunStep, Setting, needs_limit
 
 AT_MOST = 65_536
 
 
 @dataclass(frozen=True)
 class Largest:
-    """`batch` fits and the next one does not; 0 if not even one does. `measured_peak_bytes` None: it was not run."""
+    """`batch` fits and the next one does not; 0 if not even one does.
+
+    ``least_peak_bytes``: the smallest predicted peak of the method at that batch; ``measured_peak_bytes`` None: it
+    was not run, for the reason `not_measured`.
+    """
 
     batch: int
-    predicted_peak_bytes: int | None
+    least_peak_bytes: int | None
     measured_peak_bytes: int | None
     not_measured: str | None = None
 
@@ -62,32 +67,25 @@ def extrapolated(peaks: dict[int, int], limit_bytes: int) -> int:
     return max(1, int(first + (limit_bytes - peaks[first]) / slope))
 
 
-def largest_predicted(setting: Setting, method: Method, limit_bytes: int, shapes, guess: int = 1) -> Largest:
-    """By prediction alone; ``shapes(batch_size)`` are the `Shapes` of a batch."""
-    peaks: dict[int, int] = {}
-
-    def fits(batch_size: int) -> bool:
-        try:
-            peaks[batch_size] = shapes(batch_size).predicted(method)["peak_bytes"]
-        except NotRun:
-            return False
-        return peaks[batch_size] <= limit_bytes
-
-    batch = search(fits, guess)
-    return Largest(batch, peaks.get(batch), None, "predicted from shapes")
+def largest_predicted(method: Method, limit_bytes: int, shapes: Callable[[int], Shapes], known: Iterable[int]):
+    """By prediction alone. ``shapes(batch_size)`` predict a batch; a line through two of the `known` is the guess."""
+    least = functools.cache(lambda batch_size: shapes(batch_size).least_bytes(method))
+    guess = extrapolated({batch_size: least(batch_size) for batch_size in {min(known), max(known)}}, limit_bytes)
+    batch = search(lambda batch_size: least(batch_size) <= limit_bytes, guess)
+    return Largest(batch, least(batch) if batch else None, None, "only predicted, from shapes")
 
 
-def largest_on_cpu(setting: Setting, method: Method, limit_bytes: int, shapes, guess: int = 1) -> Largest:
+def largest_on_cpu(method: Method, limit_bytes: int, shapes: Callable[[int], Shapes], known: Iterable[int]) -> Largest:
     """By prediction, then run: as long as the measured peak is over the limit, one less.
 
     What operations take within themselves is in the measured peak and not in the prediction.
     """
-    found = largest_predicted(setting, method, limit_bytes, shapes, guess)
+    found = largest_predicted(method, limit_bytes, shapes, known)
     for batch in range(found.batch, 0, -1):
-        predicted = shapes(batch).predicted(method)["peak_bytes"]
-        if reason := does_not_fit(predicted, setting.device):
+        predicted = shapes(batch).least_bytes(method)
+        if reason := does_not_fit(limit_bytes if needs_limit(method.name) else predicted, "cpu"):
             return Largest(batch, predicted, None, reason)
-        run = RunStep(replace(setting, batch_size=batch))
+        run = RunStep(shapes(batch).setting)
         try:
             run.prepare(method)
         except NotRun:

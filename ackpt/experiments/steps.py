@@ -1,44 +1,37 @@
 """One training step of a named model, by any method: the plain model, checkpointed blocks, a plan within a budget.
 
 A step is forward, backward and AdamW; gradients do not exist before it. It is either run, on tensors with data, or
-predicted from shapes: `RunStep` and `predicted`.
+predicted from shapes: `RunStep` here, `Shapes` in `ackpt.experiments.step_shapes`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
 from ackpt.errors import BudgetError
-from ackpt.graph.devices import device as device_rates
-from ackpt.graph.optimizer import optimizer_bytes
 from ackpt.meter import measure
-from ackpt.models import BertForMaskedLM
+from ackpt.models import BasicBlock, BertBlock, BertForMaskedLM, Block, Bottleneck
 from ackpt.policies import POLICIES
-from ackpt.predict import predict
 from ackpt.wrap import apply_activation_checkpointing, remove_activation_checkpointing
 
 from .methods import autocast
 from .offload import TOLERANCE, GradientsDiffer
-from .plan import NEEDS_FATES, PlanConfig, captured
+from .plan import NEEDS_FATES
 from .plan_models import BUILT_IN, StepRequest, training_step
 from .settings import record_metrics
 from .training import adamw
 
 PLAIN, PER_BLOCK = "plain", "per-block"
+BLOCKS = (BasicBlock, Bottleneck, Block, BertBlock)
 UNBOUNDED = ("none", "full")  # policies that need no budget
-AS_ON = "h200"  # the GPU whose choice of kernels a prediction for CUDA follows
 MASKED_SHARE = 0.15  # of BERT's tokens, Devlin et al. 2018
 IGNORED = -100
-ROOM_SHARE = 0.8  # of free memory that a run may take; the rest is for what allocators add
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,7 @@ class RunStep:
 
     @property
     def resident(self) -> tuple:
-        return (self.model, self.optimizer, *_tensors(self.inputs))
+        return (self.model, self.optimizer, *tensors(self.inputs))
 
     def prepare(self, method: Method):
         """Plan the method's step; raises NotRun if its budget cannot be kept."""
@@ -144,7 +137,7 @@ class RunStep:
     def step(self, method: Method, train: bool = True):
         """One step; without `train` the gradients stay and the optimizer does nothing."""
         switch(self.model, method)
-        _one_step(self.planned.get(method, self.model), self.inputs, self.setting, self.optimizer if train else None)
+        one_step(self.planned.get(method, self.model), self.inputs, self.setting, self.optimizer if train else None)
 
     def measure(self, method: Method) -> dict:
         """Bytes and FLOPs of a step as they stand in a record."""
@@ -161,15 +154,15 @@ class RunStep:
 
 
 def switch(model, method: Method) -> None:
-    """Checkpoint the repeated blocks of the model, or none of them, as the method says."""
+    """Checkpoint every block of the model, or none, as the method says."""
     if method.name == PER_BLOCK:
-        apply_activation_checkpointing(model)
+        apply_activation_checkpointing(model, BLOCKS)
     else:
         remove_activation_checkpointing(model)
 
 
-def _one_step(model, inputs, setting: Setting, optimizer) -> None:
-    where = next(iter(_tensors(inputs))).device.type  # fake tensors of a GPU's step lie on the CPU
+def one_step(model, inputs, setting: Setting, optimizer) -> None:
+    where = next(iter(tensors(inputs))).device.type  # fake tensors of a GPU's step lie on the CPU
     with autocast(where, setting.dtype):
         loss = model(**inputs)
     loss.backward()
@@ -201,7 +194,7 @@ def with_data(model, inputs: dict, seed: int) -> dict:
     return found
 
 
-def _tensors(inputs: dict) -> tuple:
+def tensors(inputs: dict) -> tuple:
     return tuple(value for value in inputs.values() if isinstance(value, torch.Tensor))
 
 
@@ -227,84 +220,3 @@ def require_equal(name: str, found: dict, wanted: dict, exact: bool) -> float:
             )
         worst = max(worst, difference)
     return worst
-
-
-class Shapes:
-    """The same step on tensors without data: predictions for any size, on the CPU or as on a GPU."""
-
-    def __init__(self, setting: Setting):
-        self.setting = setting
-        self._found: tuple | None = None
-
-    def predicted(self, method: Method) -> dict:
-        """Bytes and FLOPs of a step as they stand in a record; raises NotRun if the budget cannot be kept."""
-        return self._eager(method) if method.policy is None else self._planned(method)
-
-    def _eager(self, method: Method) -> dict:
-        with FakeTensorMode():
-            made = training_step(self.setting.request(), "cpu")
-        switch(made.model, method)
-        optimizer = adamw(made.model, self.setting.learning_rate)
-        step = partial(_one_step, made.model, made.inputs, self.setting, optimizer)
-        resident = (made.model, optimizer, *_tensors(made.inputs))
-        return record_metrics(predict(step, resident=resident, device=self.setting.device))
-
-    def _planned(self, method: Method) -> dict:
-        graph, profile = self._graph()
-        try:
-            plan = ackpt.plan(graph, method.budget, method.policy or "auto", profile=profile)
-        except BudgetError as error:
-            raise NotRun(str(error)) from error
-        sizes = graph.bytes()
-        resident = {"parameters": "parameter", "buffers": "buffer", "inputs": "input"}
-        categories = {name: sizes[kind] for name, kind in resident.items()}
-        return {
-            "peak_bytes": plan.peak_bytes,
-            "resident_bytes": plan.resident_bytes,
-            "dynamic_peak_bytes": plan.dynamic_peak_bytes,
-            "categories": {
-                **categories,
-                "optimizer": graph.optimizer_bytes,
-                **plan.timeline.at(plan.timeline.peak_index),
-            },
-            "flops": plan.flops,
-            "cost": plan.cost,
-        }
-
-    def _graph(self):
-        """Captured once, for all policies."""
-        if self._found is None:
-            cuda = self.setting.device == "cuda"
-            where = device_rates(AS_ON) if cuda else None
-            with FakeTensorMode():
-                made = training_step(self.setting.request(), "cpu")
-            wanted = PlanConfig(
-                self.setting.request(), self.setting.dtype, optimizer="none", device=AS_ON if cuda else None
-            )
-            graph = captured(made, wanted, where)
-            optimizer = adamw(made.model, self.setting.learning_rate)
-            graph.optimizer_bytes, graph.optimizer_step_bytes = optimizer_bytes(optimizer, on_cpu=not cuda)
-            self._found = graph, ackpt.profile(graph)
-        return self._found
-
-
-def free_bytes(device: str) -> int | None:
-    """Memory that is free now; None where the system does not say."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
-    return None
-
-
-def does_not_fit(peak_bytes: int, device: str) -> str | None:
-    """Why a step of that predicted peak is not run here, or None."""
-    room = free_bytes(device)
-    if room is None or peak_bytes <= ROOM_SHARE * room:
-        return None
-    return f"its peak of {peak_bytes >> 20} MiB is more than {ROOM_SHARE:.0%} of {room >> 20} MiB of free memory"
-
-
-def threads() -> int:
-    """Threads that compute; part of a record's configuration, since they change no byte but the seconds."""
-    return torch.get_num_threads() or os.cpu_count() or 1

@@ -1,0 +1,202 @@
+"""The batch-size experiment: measured peaks are the predicted ones, the largest batch is the largest."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ackpt.cli import main
+from ackpt.experiments import batch_report as report
+from ackpt.experiments import batch_size as experiment
+from ackpt.experiments.batch_size import SIZES, BatchSizeConfig, configuration, run_batch_size
+from ackpt.experiments.largest_batch import extrapolated, search
+from ackpt.experiments.offload import GradientsDiffer
+from ackpt.experiments.plan_models import training_step
+from ackpt.experiments.steps import Method, RunStep, method, require_equal
+from ackpt.results import Record, load_reference
+
+FIELDS = {"dim": 32, "ff_dim": 64, "layers": 3, "head_dim": 16}
+TINY = BatchSizeConfig(
+    "transformer", (4, 8), seq_len=8, fields=FIELDS, methods=("plain", "per-block", "auto@0.7", "auto")
+)
+SCRATCH = 64 * 1024  # bytes of CPU flash attention, which shapes do not show
+
+
+@pytest.fixture(scope="module")
+def records():
+    return [record for group in run_batch_size(TINY, "ackpt batch-size", timed_rounds=1) for record in group]
+
+
+def steps(records):
+    return {
+        (r.config["batch_size"], r.config["method"]): r.metrics for r in records if r.experiment.startswith("batch")
+    }
+
+
+def largest(records):
+    return {r.config["method"]: r.metrics for r in records if r.experiment.startswith("largest")}
+
+
+def test_every_batch_and_method_is_measured_and_its_peak_was_predicted(records):
+    found = steps(records)
+    assert list(found) == [(batch, name) for batch in (4, 8) for name in ("plain", "per-block", "auto@0.7")]
+    assert {r.experiment for r in records} == {"batch-size", "largest-batch"}
+    for (_, name), metrics in found.items():
+        beyond = metrics["peak_bytes"] - metrics["predicted_peak_bytes"]
+        assert beyond == 0 if name == "auto@0.7" else 0 <= beyond < SCRATCH
+        assert metrics["gradients_difference"] == 0 and "seconds_step" in metrics
+
+
+def test_plans_keep_their_share_of_the_plain_step(records):
+    found = steps(records)
+    for batch in (4, 8):
+        plain, planned = found[batch, "plain"], found[batch, "auto@0.7"]
+        assert planned["dynamic_peak_bytes"] <= 0.7 * plain["dynamic_peak_bytes"]
+        assert plain["flops"] < planned["flops"] < found[batch, "per-block"]["flops"]
+
+
+def test_the_limit_is_what_the_plain_step_takes_at_the_middle_batch(records):
+    (limit,) = {r.config["limit_bytes"] for r in records}
+    assert limit == steps(records)[8, "plain"]["peak_bytes"]
+    found = largest(records)
+    assert found["plain"]["largest_batch"] == 8 and found["plain"]["peak_bytes"] == limit
+    assert list(found) == ["plain", "per-block", "auto"]
+    assert 8 < found["per-block"]["largest_batch"] <= found["auto"]["largest_batch"]
+    assert all(metrics["peak_bytes"] <= limit for metrics in found.values())
+
+
+def test_one_more_does_not_fit(records):
+    batch = largest(records)["plain"]["largest_batch"] + 1
+    peak = RunStep(TINY.setting(batch)).measure(Method("plain"))["peak_bytes"]
+    assert peak > records[0].config["limit_bytes"]
+
+
+def test_tables_say_what_was_measured_and_stand_beside_the_published_figures(records):
+    rows = report.rows(records, load_reference("mu-two-resnet"))
+    assert [row["how"] for row in rows] == ["measured"] * 6
+    assert rows[0]["vs_plain"] is None and rows[2]["vs_plain"] < 0 < rows[2]["flops"]
+    assert (rows[0]["published_peak"], rows[1]["published_peak"]) == (1449.6, 1128.0)
+    text = report.text_table(records)
+    assert "published" not in text and "equal to the last bit (checked)" in text  # not the published model
+    assert report.largest_rows(records)[0]["vs_plain"] == 1.0 and report.text_table([]) == "no records"
+    assert report.file_name(records[2]) == "batch-size-transformer-B4-auto-0.7.json"
+
+
+def test_a_measured_figure_is_never_compared_with_a_predicted_one(records):
+    plain, planned = records[0], records[2]
+    other = Record("batch-size-predicted", planned.config, planned.metrics, planned.environment)
+    assert [row["how"] for row in report.rows([plain, other])] == ["measured", "predicted"]
+    assert report.rows([plain, other])[1]["vs_plain"] is None
+
+
+def test_what_does_not_fit_the_machine_is_predicted_and_says_so(records, monkeypatch):
+    monkeypatch.setattr("ackpt.experiments.step_shapes.free_bytes", lambda device: 1000)
+    config = replace(TINY, batches=(4,), methods=("plain", "auto@0.7"))
+    (group, _) = run_batch_size(config)
+    measured = steps(records)
+    for record in group:
+        assert record.experiment == "batch-size-predicted"
+        assert "of free memory" in record.metrics["not_measured"] and "seconds_step" not in record.metrics
+        beyond = measured[4, record.config["method"]]["peak_bytes"] - record.metrics["peak_bytes"]
+        assert abs(beyond) < SCRATCH  # the plan that runs knows of the scratch, and may be another
+
+
+def test_a_method_that_cannot_keep_its_budget_says_why():
+    config = replace(TINY, batches=(1,), methods=("auto@0.01",))
+    ((record,),) = run_batch_size(config, timed_rounds=0)
+    assert list(record.metrics) == ["not_run"] and "smallest budget" in record.metrics["not_run"]
+    assert "not run: auto@0.01 at 1" in report.text_table([record])
+
+
+def test_gradients_that_differ_are_refused():
+    run = RunStep(TINY.setting(1))
+    wanted = run.gradients(Method("plain"))
+    assert require_equal("again", run.gradients(Method("per-block")), wanted, exact=True) == 0
+    name = next(iter(wanted))
+    wrong = {**wanted, name: wanted[name] * 1.001}
+    with pytest.raises(GradientsDiffer, match="last bit"):
+        require_equal("wrong", wrong, wanted, exact=True)
+    assert 0 < require_equal("close", wrong, wanted, exact=False) < 2e-3
+    with pytest.raises(GradientsDiffer, match="may differ by"):
+        require_equal("wrong", {**wanted, name: -wanted[name]}, wanted, exact=False)
+    with pytest.raises(GradientsDiffer, match="not the same parameters"):
+        require_equal("none", {}, wanted, exact=False)
+
+
+@given(st.integers(0, 80), st.integers(-3, 100), st.integers(1, 70))
+def test_the_search_finds_the_largest_from_any_guess(wanted, guess, at_most):
+    asked = []
+    found = search(lambda n: asked.append(n) or n <= wanted, guess, at_most)
+    assert found == min(wanted, at_most)
+    assert len(asked) == len(set(asked)) and all(1 <= n <= at_most for n in asked)
+
+
+def test_a_good_guess_costs_two_questions():
+    asked = []
+    assert search(lambda n: asked.append(n) or n <= 1000, 1000) == 1000 and asked == [1000, 1001]
+
+
+def test_a_line_through_two_peaks():
+    assert extrapolated({4: 140, 8: 180}, 500) == 40
+    assert extrapolated({4: 140}, 500) == 4 and extrapolated({}, 500) == 1 and extrapolated({4: 9, 8: 9}, 500) == 4
+
+
+@pytest.mark.parametrize("name", ["magic", "auto@", "auto@2.0", "auto@six", "manual"])
+def test_bad_methods(name):
+    with pytest.raises(ValueError, match="unknown method|budget|size in bytes"):
+        method(name)
+
+
+def test_methods_take_the_limit_where_they_need_a_budget():
+    assert method("auto", 7) == Method("auto", "auto", 7) and method("full", 7) == Method("full", "full", None)
+    assert method("auto@6GiB", 7).budget == "6GiB" and method("auto@0.5").budget == 0.5
+
+
+@pytest.mark.parametrize("tier", list(SIZES))
+@pytest.mark.parametrize("model", experiment.MODELS)
+def test_every_model_has_sizes_in_every_tier(tier, model):
+    config = configuration(tier, model)
+    assert config.device == {"cpu": "cpu", "gpu": "cuda"}[tier] and config.batches == (4, 8, 16, 32, 64)
+    assert training_step(config.setting(2).request()).parameters > 0
+
+
+COMMAND = ["batch-size", "--model", "transformer", "--seq-len", "8", "--set", *(f"{k}={v}" for k, v in FIELDS.items())]
+
+
+def test_the_command_predicts_without_running(tmp_path, capsys):
+    arguments = [*COMMAND, "--predict", "--batches", "2,4", "--methods", "plain,per-block", "--limit", "1MiB"]
+    assert main([*arguments, "--out", str(tmp_path), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert {record["experiment"] for record in printed} == {"batch-size-predicted", "largest-batch-predicted"}
+    assert all(record["config"]["limit_bytes"] == 2**20 for record in printed)
+    names = [f"batch-size-predicted-transformer-B{b}-{m}.json" for b in (2, 4) for m in ("per-block", "plain")]
+    names += [f"largest-batch-predicted-transformer-{m}.json" for m in ("per-block", "plain")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "vgg"], "unknown model 'vgg'"),
+        (["--batches", "0"], "at least 1"),
+        (["--batches", "four"], "no list of whole numbers"),
+        (["--limit", "much"], "no size in bytes"),
+        (["--methods", "magic"], "unknown method 'magic'"),
+        (["--methods", ","], "at least one method"),
+        (["--dtype", "float16"], "float16"),
+        (["--device", "cuda"], "CUDA GPU"),
+        (["--timed-rounds", "-1"], "at least 0"),
+        (["--set", "width=2"], "no such field"),
+    ],
+)
+def test_bad_options_are_one_line(capsys, monkeypatch, options, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    try:
+        status = main([*COMMAND, "--predict" if "--set" in options else "--json", *options])
+    except SystemExit as error:
+        status = error.code
+    out, err = capsys.readouterr()
+    assert status == 2 and words in err and err.count("\n") == 1 and out == ""

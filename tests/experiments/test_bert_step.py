@@ -1,0 +1,89 @@
+"""The BERT experiment: plans keep their budgets and gradients on a small BERT; BERT-large is predicted from shapes."""
+
+import pytest
+
+from ackpt.cli import main
+from ackpt.experiments import bert, bert_report
+from ackpt.experiments.bert import CPU, GPU, BertStepConfig, configuration, run_bert
+
+FIELDS = {"dim": 32, "ff_dim": 64, "layers": 3, "heads": 2, "vocab_size": 100}
+TINY = BertStepConfig(8, 16, FIELDS, "cpu", "float32", methods=("plain", "per-block", "auto@0.5"))
+
+
+@pytest.fixture(scope="module")
+def records():
+    return next(run_bert(TINY, "ackpt bert", timed_rounds=1))
+
+
+def test_the_plan_keeps_half_the_peak_and_the_gradients_with_dropout_on(records):
+    plain, per_block, planned = (record.metrics for record in records)
+    assert planned["peak_bytes"] == planned["predicted_peak_bytes"]
+    assert planned["dynamic_peak_bytes"] <= plain["dynamic_peak_bytes"] // 2
+    assert [metrics["gradients_difference"] for metrics in (plain, per_block, planned)] == [0, 0, 0]
+    assert plain["flops"] < planned["flops"] < per_block["flops"]
+
+
+def test_the_breakdown_adds_up(records):
+    for record in records:
+        assert sum(record.metrics["categories"].values()) == record.metrics["peak_bytes"]
+
+
+def test_checkpointed_layers_run_their_forward_again(records):
+    plain, per_block, _ = (record.metrics["flops"] for record in records)
+    batch, length, dim, ff = 8, 16, 32, 64
+    products = 2 * batch * length * (4 * dim * dim + 2 * dim * ff)
+    attention = 4 * batch * length * length * dim
+    assert per_block - plain == 3 * (products + attention)
+
+
+def test_the_small_tier_also_predicts_the_published_size(monkeypatch):
+    asked = []
+
+    def metrics(shapes, methods, rounds, predict_only):
+        asked.append((shapes.setting.batch_size, shapes.setting.seq_len, shapes.setting.device, predict_only))
+        return {each.name: {"peak_bytes": 1, "not_measured": "a test"} for each in methods}
+
+    monkeypatch.setattr(bert, "step_metrics", metrics)
+    assert [len(group) for group in run_bert(CPU)] == [len(CPU.methods), len(GPU.methods)]
+    assert asked == [(8, 128, "cpu", False), (8, 512, "cuda", True)]
+    assert GPU.fields == {} and len(list(run_bert(GPU, predict_only=True))) == 1
+
+
+def test_a_predicted_step_as_on_a_gpu_has_its_blocks_of_512_bytes():
+    config = BertStepConfig(8, 32, FIELDS, "cuda", "float32", methods=("plain", "none", "auto@0.7"))
+    (group,) = run_bert(config, predict_only=True)
+    for record in group:
+        assert record.experiment == "bert-predicted" and record.config["device"] == "cuda"
+        assert record.metrics["peak_bytes"] % 512 == 0
+        assert sum(record.metrics["categories"].values()) == record.metrics["peak_bytes"]
+    plain, none, planned = (record.metrics for record in group)
+    assert (plain["peak_bytes"], plain["flops"]) == (none["peak_bytes"], none["flops"])
+    assert planned["dynamic_peak_bytes"] <= 0.7 * plain["dynamic_peak_bytes"]
+
+
+def test_the_table_has_the_parts_of_the_peak_and_the_published_figures(records):
+    text = bert_report.text_table(records)
+    assert "activations" in text and "published, per-module switch: -34.6 % of average memory, +33.0 % of time" in text
+    rows = bert_report.rows(records)
+    assert rows[2]["dynamic_vs_plain"] <= -50 and rows[0]["vs_plain"] is None
+    assert bert_report.file_name(records[2]) == "bert-B8-L16-auto-0.5.json"
+    assert bert_report.text_table([]) == "no records"
+
+
+def test_fields_are_put_over_those_of_the_tier():
+    assert configuration("cpu", fields={"layers": 2}).fields == {**CPU.fields, "layers": 2}
+    assert configuration("gpu", batch_size=4).batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--methods", "auto"], "needs a budget"),
+        (["--batch-size", "0"], "at least 1"),
+        (["--methods", "auto@7.0"], "(0, 1]"),
+    ],
+)
+def test_bad_options_of_bert_are_one_line(capsys, options, words):
+    assert main(["bert", *options]) == 2
+    out, err = capsys.readouterr()
+    assert words in err and err.count("\n") == 1 and out == ""
