@@ -203,15 +203,17 @@ path = plots.save(figure, "results/figures/07_runs.png")
 figure
 
 # %% [markdown]
-# Why does the planned recursion cost less than the wrapped one? For $n = 64$ it runs 129 products again, not 192. Both
-# halve, but a plan sees that whoever runs up to a kept tensor need not run the block that makes it.
+# Why does the planned recursion run less than the wrapped one? For $n = 64$ it runs 129 products again, not 192: $n - 1$
+# fewer. A checkpoint around a single block runs all of it again, its product too, which its backward does not read. A
+# plan leaves that out.
 #
-# What this looks like in time, for 64 blocks:
+# What this looks like in time, for 64 blocks. (A checkpoint of this package runs its first forward with a graph, which
+# it drops: hence the teeth in the forward of *sqrt*.)
 
-# %% alt="Live memory of three training steps side by side. Plain is a tall triangle. Sqrt climbs low in the forward and shows eight small teeth in backward. Chen-log stays lower still, with many small teeth of different heights."
+# %% alt="Live memory of three training steps side by side. Plain is a tall triangle. Sqrt stays below a third of it, with teeth on a low ramp up in the forward and down in backward. Chen-log stays lower still, with many small teeth."
 figure = graph_profile.orders_plot(
     {method: Timeline.from_json(records[method, n]["timeline"]) for method, n in DRAWN},
-    "64 blocks: one triangle, eight teeth, and teeth within teeth",
+    "64 blocks: a triangle, a tooth for each segment, and the teeth of halves of halves",
     records["plain", 64]["resident_bytes"],
 )
 path = plots.save(figure, "results/figures/07_timelines.png")
@@ -338,7 +340,9 @@ for method in ("plain", "falling", "halves"):
 
 # %%
 published = load_reference("sublinear")
-published["source"], published["rows"], published["units"]
+for row in published["rows"]:
+    print(f"{row['layers']} layers: {row['before']} GB -> {row['after']} GB, {row['slower']} % slower")
+published["source"]
 
 # %% [markdown]
 # Chen et al. report the like of a network 1,000 layers deep. Forward is a third of a step's FLOPs, so one more forward
