@@ -59,7 +59,8 @@ x = torch.randn(4096, 4)
 graph = ackpt.trace(chain, x)
 kept = ackpt.plan(graph, policy="none").activations
 S = x.nbytes
-print(f"{len(kept)} activations of {kept[0].bytes} = S bytes, all by {kept[0].name}, {kept[1].name}, ...")
+names = f"{kept[0].name}, {kept[1].name}, ..."
+print(f"{len(kept)} activations of {kept[0].bytes} = S bytes, by {names}")
 print(f"{len(on_chain.steps(graph).blocks)} blocks between single tensors")
 
 # %% [markdown]
@@ -97,7 +98,8 @@ print(f"{len(on_chain.steps(graph).blocks)} blocks between single tensors")
 # %%
 for n in (16, 64, 256, 1024):
     extra = chen.recursive_extra_forwards(n)
-    print(f"n = {n:4}: peak {chen.recursive_peak(n):2}, {extra:4} extra forwards, {extra / n:.2f} n")
+    peak = chen.recursive_peak(n)
+    print(f"n = {n:4}: peak {peak:2}, {extra:4} extra forwards, {extra / n:.2f} n")
 
 # %% [markdown]
 # ## Measured
@@ -157,7 +159,8 @@ for found in records.values():
     assert found["live"] == theory["live"] + theory["beside"]
     assert found["runs_again"] == theory["runs_again"]
     assert found["rest_bytes"] in (0, 8)
-    in_all = found["live"] * found["activation_bytes"] + found["gradient_bytes"] + found["rest_bytes"]
+    others = found["gradient_bytes"] + found["rest_bytes"]
+    in_all = found["live"] * found["activation_bytes"] + others
     assert found["dynamic_peak_bytes"] == in_all
 len(records)
 
@@ -203,8 +206,8 @@ path = plots.save(figure, "results/figures/07_runs.png")
 figure
 
 # %% [markdown]
-# Why does the planned recursion run less than the wrapped one? For $n = 64$ it runs 129 products again, not 192: $n - 1$
-# fewer. A checkpoint around a single block runs all of it again, its product too, which its backward does not read. A
+# Why does the planned recursion run less than the wrapped one? For $n = 64$ it runs 129 products again, not 192:
+# $n - 1$ fewer. A checkpoint around a single block runs all of it again, its product too, which its backward does not read. A
 # plan leaves that out.
 #
 # What this looks like in time, for 64 blocks. (A checkpoint of this package runs its first forward with a graph, which
@@ -269,7 +272,8 @@ def least(n, s, known):
 
 
 known = {}
-all(least(n, s, known) == revolve.advances(n, s) for n in range(1, 61) for s in range(1, 9))
+pairs = [(n, s) for n in range(1, 61) for s in range(1, 9)]
+all(least(n, s, known) == revolve.advances(n, s) for n, s in pairs)
 
 # %% [markdown]
 # The schedule for 16 steps and 3 snapshots. A line that rises is a run forward, a line that falls a reversal. The
@@ -298,7 +302,8 @@ for s in (2, 8):
     path = record.save(f"results/cpu/07_chain-revolve-{s}.json")
     found = record.metrics
     assert found["runs_again"] == revolve.advances(16, s) - 15
-    print(f"{s} snapshots: peak {found['live']:2} S, {found['runs_again']:2} products again")
+    again = found["runs_again"]
+    print(f"{s} snapshots: peak {found['live']:2} S, {again:2} products again")
 
 # %% [markdown]
 # The start is the caller's tensor, so $s$ snapshots are $s - 1$ new tensors, with what a reversal needs beside them.
