@@ -207,8 +207,8 @@ figure
 
 # %% [markdown]
 # Why does the planned recursion run less than the wrapped one? For $n = 64$ it runs 129 products again, not 192:
-# $n - 1$ fewer. A checkpoint around a single block runs all of it again, its product too, which its backward does not read. A
-# plan leaves that out.
+# $n - 1$ fewer. A checkpoint around a single block runs all of it again, its product too, which its backward does not
+# read. A plan leaves that out.
 #
 # What this looks like in time, for 64 blocks. (A checkpoint of this package runs its first forward with a graph, which
 # it drops: hence the teeth in the forward of *sqrt*.)
