@@ -31,6 +31,7 @@ OURS = "auto"
 PLANNED = tuple(policy for policy in POLICIES if policy not in ("none", "manual"))
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 SETTINGS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
+_LAST_BITS = 2.0**-22  # relative, of float32
 _BOUNDED = 20  # limits between nothing and the plain step's peak for which there is a bound
 _TOO_LITTLE = 1e-9  # of the plain step's peak: what every policy refuses, naming the smallest that it keeps
 
@@ -68,7 +69,8 @@ class FrontierConfig:
 def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 0) -> Record:
     """Plan and run everything; one Record with all points.
 
-    Its metrics: ``baseline``, the steps of policy none and of the plain model; ``points``, one per policy and budget
+    Its metrics: ``baseline``, the step of policy none; ``eager``, that of the plain model; ``rounding``, the
+    differences that last bits of the parameters make; ``points``, one per policy and budget
     (None: the smallest that the policy keeps), where a refused budget has ``least_bytes`` and nothing measured;
     ``not_run``, the reason per policy; ``bounds``, the least FLOPs that must run again within a limit; ``peers``.
     Peaks are dynamic, in bytes. With `timed_rounds` every run has ``seconds_ratio`` to the plain model's step.
@@ -93,6 +95,7 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
             **baseline,
         },
         "eager": eager,
+        "rounding": runs.rounding(),
         "points": points,
         "not_run": not_run,
         "bounds": _bounds(graph, costs, sorted({*limits}, reverse=True)),
@@ -130,12 +133,7 @@ class _Runs:
         """Peak, FLOPs that run again, differences of gradients and buffers, and, if asked for, the ratio of seconds."""
         found = self._measured(call, compiles)
         again = found.pop("flops") - self.flops
-        differences = [_difference(mine, theirs) for mine, theirs in zip(self._left(), self.wanted, strict=True)]
-        found |= {
-            "recompute_flops": again,
-            "gradients_difference": differences[0],
-            "buffers_difference": differences[1],
-        }
+        found |= {"recompute_flops": again, **self._differences()}
         if self.timed_rounds:
             steps = {"plain": partial(self._step, self.work.model), "this": partial(self._step, call)}
             found["seconds_ratio"] = compare_seconds(steps, self.timed_rounds).to_json()["seconds_ratio"]["this"]
@@ -166,7 +164,27 @@ class _Runs:
         )
         return {"measured_peak_bytes": measured.dynamic_peak_bytes, "flops": counted[0]}
 
+    def rounding(self) -> dict:
+        """The differences that rounding makes: of a plain step whose parameters are off by their last bits."""
+        parameters = list(self.work.model.parameters())
+        before = [parameter.detach().clone() for parameter in parameters]
+        noise = torch.Generator().manual_seed(self.seed)
+        self._restart()
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(1 + _LAST_BITS * torch.randn(parameter.shape, generator=noise))
+        self._step(self.work.model)
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+        return self._differences()
+
+    def _differences(self) -> dict:
+        gradients, buffers = (_difference(mine, wanted) for mine, wanted in zip(self._left(), self.wanted, strict=True))
+        return {"gradients_difference": gradients, "buffers_difference": buffers}
+
     def _restart(self) -> None:
+        self.work.model.zero_grad(set_to_none=True)  # gradients of before are no part of the step
         with torch.no_grad():
             for buffer, value in zip(self.work.model.buffers(), self.start, strict=True):
                 buffer.copy_(value)

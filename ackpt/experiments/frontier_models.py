@@ -20,7 +20,7 @@ TRANSFORMER = {
     "ff_dim": 1024,
     "vocab_size": 1024,
 }
-RESNET50 = {"batch_size": 4, "image_size": 64, "width": 64, "num_classes": 1000}
+RESNET50 = {"batch_size": 8, "image_size": 128, "width": 64, "num_classes": 1000}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from .peers import CHECKPOINT, MEMORY_BUDGET, PEERS
 from .report import aligned
 
 TIGHT = 0.6  # of the baseline's peak: from here on down fronts are compared
-TOLERANCE = 1e-3  # of a tensor's largest element: what a peer's gradients and buffers may be off
+TOLERANCE = 20  # times what rounding makes of gradients and buffers: what a peer's may be off
+_EPSILON = 2.0**-23  # of float32
 HEADINGS = {
     "name": "method",
     "budget": "budget",
@@ -42,9 +43,10 @@ def is_equal(row) -> bool:
     return row["gradients_difference"] == row["buffers_difference"] == 0.0
 
 
-def is_correct(row) -> bool:
+def is_correct(row, record) -> bool:
     """Whether gradients and buffers are those of policy none but for rounding."""
-    return max(row["gradients_difference"], row["buffers_difference"]) <= TOLERANCE
+    rounding = record.metrics["rounding"]
+    return all(row[name] <= TOLERANCE * max(rounding[name], _EPSILON) for name in rounding)
 
 
 def broken_promises(record) -> list[str]:
@@ -74,7 +76,7 @@ def comparison(record) -> dict:
     """
     metrics = record.metrics
     baseline = metrics["baseline"]["measured_peak_bytes"]
-    correct = [row for row in metrics["peers"] if is_correct(row)]
+    correct = [row for row in metrics["peers"] if is_correct(row, record)]
     tight = [row for row in correct if row["measured_peak_bytes"] <= TIGHT * baseline]
     beaten = [row for row in tight if _is_beaten(row)]
     ours = [point["measured_peak_bytes"] for point in measured(record) if point["policy"] == OURS]
@@ -86,7 +88,7 @@ def comparison(record) -> dict:
     return {
         "beaten": [_name(row) for row in beaten],
         "ahead": [_name(row) for row in tight if not _is_beaten(row)],
-        "wrong": [_name(row) for row in metrics["peers"] if not is_correct(row)],
+        "wrong": [_name(row) for row in metrics["peers"] if not is_correct(row, record)],
         "least": min(ours) / baseline if ours else None,
         "peer_least": min(theirs) / baseline if theirs else None,
         "at_checkpoint": at_checkpoint,
@@ -222,7 +224,7 @@ def frontier_plot(record, title: str | None = None):
             rows_ = [row for row in record.metrics["peers"] if row["peer"] == name]
             line = {"linestyle": ":" if name == MEMORY_BUDGET else "none", "linewidth": 1}
             draw(rows_, f"torch: {name}", marker=marker, markersize=7, color="#b5402f", markerfacecolor="none", **line)
-        wrong = [row for row in record.metrics["peers"] if not is_correct(row)]
+        wrong = [row for row in record.metrics["peers"] if not is_correct(row, record)]
         draw(wrong, "wrong results", linestyle="none", marker="x", markersize=11, color=plots.TEXT, zorder=5)
         axes.set_xlim(left=0)
         axes.set_ylim(-0.01, _above(axes, record))

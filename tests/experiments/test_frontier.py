@@ -54,7 +54,9 @@ def test_plans_are_kept_to_the_byte_the_flop_and_the_bit(record):
         assert point["measured_peak_bytes"] == point["predicted_peak_bytes"]
         assert point["recompute_flops"] == point["predicted_recompute_flops"]
         assert point["gradients_difference"] == point["buffers_difference"] == 0.0
-    assert record.metrics["eager"]["gradients_difference"] == record.metrics["eager"]["recompute_flops"] == 0
+    eager, baseline = record.metrics["eager"], record.metrics["baseline"]
+    assert eager["gradients_difference"] == eager["recompute_flops"] == 0
+    assert eager["measured_peak_bytes"] == baseline["measured_peak_bytes"] == baseline["predicted_peak_bytes"]
 
 
 def test_nothing_goes_below_the_bounds(record):
@@ -79,7 +81,7 @@ def test_a_peer_with_fewer_flops_or_wrong_results_is_named(record):
     blocks, selective = changed.metrics["peers"]
     tight = int(0.5 * changed.metrics["baseline"]["measured_peak_bytes"])
     blocks |= {"measured_peak_bytes": tight, "auto_recompute_flops": None}
-    selective["gradients_difference"] = 0.5
+    selective["gradients_difference"] = 30 * changed.metrics["rounding"]["gradients_difference"]
     found = report.comparison(changed)
     assert (found["ahead"], found["wrong"], found["at_checkpoint"]) == (["checkpoint"], ["selective"], None)
     assert found["peer_least"] == tight / changed.metrics["baseline"]["measured_peak_bytes"]
