@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
 from dataclasses import asdict, dataclass, field
-from functools import partial
 
-import torch
 from tqdm import tqdm
 
 import ackpt
 from ackpt.errors import BudgetError
 from ackpt.graph import Plan
-from ackpt.meter import compare_seconds, count_flops, measure
 from ackpt.policies.planner import POLICIES, plan
 from ackpt.results import Record, environment
 
 from .frontier_models import Workload, checked_sizes, workload
+from .frontier_runs import Runs
 from .peers import MEMORY_BUDGET, PEERS, peer
 
 EXPERIMENT = "frontier"
@@ -31,7 +28,6 @@ OURS = "auto"
 PLANNED = tuple(policy for policy in POLICIES if policy not in ("none", "manual"))
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 SETTINGS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
-_LAST_BITS = 2.0**-22  # relative, of float32
 _BOUNDED = 20  # limits between nothing and the plain step's peak for which there is a bound
 _TOO_LITTLE = 1e-9  # of the plain step's peak: what every policy refuses, naming the smallest that it keeps
 
@@ -79,7 +75,7 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
     graph = ackpt.trace(work.model, *work.args)
     costs = ackpt.profile(graph, workspace="measured")
     none = plan(graph, policy="none", profile=costs)
-    runs = _Runs(work, config.seed, timed_rounds)
+    runs = Runs(work, config.seed, timed_rounds)
     baseline = runs.first(none)
     eager = runs.of(work.model)
     points, not_run = _points(config, graph, costs, runs)
@@ -106,107 +102,7 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
     return Record(EXPERIMENT, {**settings, "threads": where["threads"]}, metrics, where)
 
 
-class _Runs:
-    """Steps of one workload, each from the same start, compared with the first one."""
-
-    def __init__(self, work: Workload, seed: int, timed_rounds: int):
-        self.work, self.seed, self.timed_rounds = work, seed, timed_rounds
-        self.start = [buffer.clone() for buffer in work.model.buffers()]
-        self.flops = 0
-        self.wanted: tuple[list, list] = ([], [])
-        self.known: dict = {}
-
-    def first(self, planned: Plan) -> dict:
-        """The run that all others are compared with."""
-        found = self._measured(self._compiled(planned))
-        self.flops = found.pop("flops")
-        self.wanted = self._left()
-        return found
-
-    def planned(self, planned: Plan) -> dict:
-        """A run as planned; equal schedules run once."""
-        if planned.schedule not in self.known:
-            self.known[planned.schedule] = self.of(self._compiled(planned))
-        return self.known[planned.schedule]
-
-    def of(self, call, compiles: bool = False) -> dict:
-        """Peak, FLOPs that run again, differences of gradients and buffers, and, if asked for, the ratio of seconds."""
-        found = self._measured(call, compiles)
-        again = found.pop("flops") - self.flops
-        found |= {"recompute_flops": again, **self._differences()}
-        if self.timed_rounds:
-            steps = {"plain": partial(self._step, self.work.model), "this": partial(self._step, call)}
-            found["seconds_ratio"] = compare_seconds(steps, self.timed_rounds).to_json()["seconds_ratio"]["this"]
-        return found
-
-    def _compiled(self, planned: Plan):
-        return ackpt.compile(self.work.model, *self.work.args, plan=planned)
-
-    def _step(self, call) -> None:
-        self.work.step(call, self.seed)
-
-    def _measured(self, call, compiles: bool = False) -> dict:
-        """The step is run alone if it compiles, otherwise its FLOPs are counted while its bytes are."""
-        counted = []
-
-        def step():
-            counted.append(count_flops(partial(self._step, call)))
-
-        if compiles:
-            step()
-        self._restart()
-        measured = measure(
-            partial(self._step, call) if compiles else step,
-            "cpu",
-            resident=(self.work.model, *self.work.args),
-            warmup=0,
-            repeats=0,
-        )
-        return {"measured_peak_bytes": measured.dynamic_peak_bytes, "flops": counted[0]}
-
-    def rounding(self) -> dict:
-        """The differences that rounding makes: of a plain step whose parameters are off by their last bits."""
-        parameters = list(self.work.model.parameters())
-        before = [parameter.detach().clone() for parameter in parameters]
-        noise = torch.Generator().manual_seed(self.seed)
-        self._restart()
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter.mul_(1 + _LAST_BITS * torch.randn(parameter.shape, generator=noise))
-        self._step(self.work.model)
-        with torch.no_grad():
-            for parameter, value in zip(parameters, before, strict=True):
-                parameter.copy_(value)
-        return self._differences()
-
-    def _differences(self) -> dict:
-        gradients, buffers = (_difference(mine, wanted) for mine, wanted in zip(self._left(), self.wanted, strict=True))
-        return {"gradients_difference": gradients, "buffers_difference": buffers}
-
-    def _restart(self) -> None:
-        self.work.model.zero_grad(set_to_none=True)  # gradients of before are no part of the step
-        with torch.no_grad():
-            for buffer, value in zip(self.work.model.buffers(), self.start, strict=True):
-                buffer.copy_(value)
-
-    def _left(self) -> tuple[list, list]:
-        """Gradients and buffers after a step."""
-        gradients = [parameter.grad for parameter in self.work.model.parameters()]
-        return gradients, [buffer.clone() for buffer in self.work.model.buffers()]
-
-
-def _difference(mine, wanted) -> float:
-    """The largest difference of two lists of tensors, relative to each tensor's largest element; 0.0: to the bit."""
-    worst = 0.0
-    for one, other in zip(mine, wanted, strict=True):
-        if not torch.equal(one, other):
-            one, other = one.double(), other.double()
-            off = float((one - other).abs().max() / other.abs().max().clamp_min(1e-300))
-            worst = max(worst, off if math.isfinite(off) else sys.float_info.max)
-    return worst
-
-
-def _points(config, graph, costs, runs: _Runs) -> tuple[list[dict], dict[str, str]]:
+def _points(config, graph, costs, runs: Runs) -> tuple[list[dict], dict[str, str]]:
     points, not_run = [], {}
     for policy in _progress(dict.fromkeys(config.policies), "policy"):
         try:
@@ -256,7 +152,7 @@ def _bounds(graph, costs, limits: list[int]) -> list[dict]:
     return [{"limit_bytes": limit, "recompute_flops": bound} for limit, bound in found]
 
 
-def _peers(config, work: Workload, runs: _Runs):
+def _peers(config, work: Workload, runs: Runs):
     asked = [
         (name, setting) for name in config.peers for setting in (config.settings if name == MEMORY_BUDGET else (None,))
     ]

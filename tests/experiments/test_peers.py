@@ -8,8 +8,8 @@ from torch import nn
 from torch._functorch import config
 
 import ackpt
-from ackpt.experiments.frontier import _difference, _Runs
 from ackpt.experiments.frontier_models import Workload, checked_sizes, workload
+from ackpt.experiments.frontier_runs import Runs, difference
 from ackpt.experiments.peers import CHECKPOINT, MEMORY_BUDGET, SELECTIVE, peer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -20,7 +20,7 @@ TOKENS = 2 * 24
 @pytest.fixture(scope="module")
 def runs():
     work = workload("transformer", checked_sizes("transformer", SIZES), 0)
-    found = _Runs(work, 0, 0)
+    found = Runs(work, 0, 0)
     graph = ackpt.trace(work.model, *work.args)
     found.first(ackpt.plan(graph, policy="none"))
     return found
@@ -85,7 +85,7 @@ def test_buffers_that_checkpoint_updates_twice_are_wrong():
     torch.manual_seed(0)
     model = _Normed()
     work = Workload(model, (torch.randn(6, 8) + 1,), tuple(model.blocks))
-    runs = _Runs(work, 0, 0)
+    runs = Runs(work, 0, 0)
     runs.first(ackpt.plan(ackpt.trace(model, *work.args), policy="none"))
     for found in (runs.of(model), runs.of(model)):  # from the same buffers every time
         assert found["gradients_difference"] == found["buffers_difference"] == 0.0
@@ -96,5 +96,5 @@ def test_buffers_that_checkpoint_updates_twice_are_wrong():
 
 def test_differences_are_relative_and_what_is_not_finite_is_never_equal():
     one, two = torch.tensor([1.0, -4.0]), torch.tensor([2.0, -4.0])
-    assert _difference([one, one], [one, two]) == 0.25
-    assert _difference([one], [one]) == 0.0 < 1 < _difference([torch.tensor([1.0, float("nan")])], [one])
+    assert difference([one, one], [one, two]) == 0.25
+    assert difference([one], [one]) == 0.0 < 1 < difference([torch.tensor([1.0, float("nan")])], [one])
