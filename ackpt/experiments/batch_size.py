@@ -40,7 +40,7 @@ class BatchSizeConfig:
     ``"auto"``, has the limit as its budget and takes part in the search for the largest batch; the others do both.
     """
 
-    model: str = "resnet18"
+    model: str = "resnet50"
     batches: tuple[int, ...] = (4, 8, 16, 32, 64)
     limit: int | str = AUTO_LIMIT
     seq_len: int | None = None
@@ -81,12 +81,12 @@ class BatchSizeConfig:
 
 
 SMALL = {"dim": 128, "ff_dim": 512, "layers": 4}
-SMALL_RESNET = {"width": 16, "depths": [1, 1, 1, 1], "num_classes": 100}
+SMALL_RESNET = {"width": 16, "num_classes": 100}
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "cpu": {
         "resnet18": {"image_size": 64, "fields": SMALL_RESNET},
-        "resnet50": {"image_size": 64, "fields": SMALL_RESNET},
-        "resnet152": {"image_size": 64, "fields": {"width": 16}},
+        "resnet50": {"image_size": 64, "fields": {**SMALL_RESNET, "depths": [1, 2, 2, 1]}},
+        "resnet152": {"image_size": 64, "fields": SMALL_RESNET},
         "transformer": {"seq_len": 128, "fields": {**SMALL, "head_dim": 32}},
         "bert-large": {"seq_len": 128, "fields": {**SMALL, "heads": 4, "vocab_size": 4096}},
     },
@@ -102,9 +102,11 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 
 def configuration(tier: str = "cpu", model: str | None = None, **changes) -> BatchSizeConfig:
     """The configuration of a tier: cpu has small models, gpu the published sizes."""
-    model = model or ("resnet18" if tier == "cpu" else "resnet50")
+    model = model or "resnet50"
     if model not in MODELS:
         raise ValueError(f"unknown model {model!r}: choose from {', '.join(MODELS)}")
+    if "fields" in changes:
+        changes["fields"] = {**SIZES[tier][model].get("fields", {}), **changes["fields"]}
     return BatchSizeConfig(
         **{"model": model, "device": "cpu" if tier == "cpu" else "cuda", **SIZES[tier][model], **changes}
     )
