@@ -18,32 +18,30 @@ from . import full, rotor_chain
 from .blocks import Chain, chain
 from .chain import BACKWARD, ChainTable
 from .costs import costs
-from .front import cheapest
+from .front import cheapest, pareto
 from .full import segmentations
 from .levels import stages
+from .refine import refined
 from .skips import long_skips
 
-_SMALL = 1500  # nodes of a graph for which there is time for every candidate of `rotor`, too
+_SMALL = 800  # nodes of a graph for which there is time for every candidate of `rotor`, too
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
-    plain = everything(graph)
-    if limit_bytes is None or peak_of(graph, plain, profile.workspace_bytes) <= limit_bytes:
-        return plain
     return cheapest(graph, profile, limit_bytes, candidates)
 
 
 def candidates(graph: JointGraph, profile) -> list[Schedule]:
-    """Solutions of the chain for every amount of memory, and what the simpler policies find."""
-    cost = costs(graph, profile)
-    found = [lower(graph, saved) for saved in segmentations(graph)]
-    found.append(full.schedule(graph, profile, None))
-    memory_bytes = peak_of(graph, everything(graph), profile.workspace_bytes)
+    """Solutions of the chain for every amount of memory, what the simpler policies find, and what lies between."""
+    cost, plain = costs(graph, profile), everything(graph)
+    found = [plain, full.schedule(graph, profile, None), *(lower(graph, saved) for saved in segmentations(graph))]
+    memory_bytes = peak_of(graph, plain, profile.workspace_bytes)
     for beside in {frozenset(): None, long_skips(graph): None}:
         found += _chain_schedules(graph, chain(graph, beside), profile, cost, memory_bytes)
     if len(graph.nodes) <= _SMALL:
         found += rotor_chain.candidates(graph, profile)
-    return found
+    points = pareto(graph, profile, found)
+    return [*(point.schedule for point in points), *refined(graph, points, cost, profile.workspace_bytes)]
 
 
 def _chain_schedules(graph: JointGraph, found: Chain, profile, cost, memory_bytes: int) -> list[Schedule]:

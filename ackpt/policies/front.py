@@ -41,14 +41,20 @@ def front(graph: JointGraph, profile, candidates: Callable) -> list[Point]:
     for made_by, made_for, points in known:
         if made_by is candidates and made_for == profile:
             return points
+    kept = pareto(graph, profile, (everything(graph), *candidates(graph, profile)))
+    known.append((candidates, profile, kept))
+    return kept
+
+
+def pareto(graph: JointGraph, profile, schedules) -> list[Point]:
+    """From the least cost to the lowest peak, those of `schedules` that no other beats in both."""
     cost = costs(graph, profile)
     points = []
-    for schedule in {(c.forward, c.backward): c for c in (everything(graph), *candidates(graph, profile))}.values():
+    for schedule in {(one.forward, one.backward): one for one in schedules}.values():
         peak = peak_of(graph, schedule, profile.workspace_bytes)
         points.append(Point(added_cost(graph, schedule, cost) + waiting(profile, schedule), peak, schedule))
     kept: list[Point] = []
     for point in sorted(points, key=lambda point: point[:2]):
         if not kept or point.peak_bytes < kept[-1].peak_bytes:
             kept.append(point)
-    known.append((candidates, profile, kept))
     return kept

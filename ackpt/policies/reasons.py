@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from ..graph.facts import facts
-from ..graph.joint import FORWARD, JointGraph
+from ..graph.joint import JointGraph
 from ..graph.plan import Decision
-from ..graph.schedule import COMPUTE, Schedule, recomputed, scheduled
+from ..graph.schedule import Schedule, recomputed
 from ..graph.simulate import peak_of
 from ..graph.swap import offloadable, offloaded
+from .refine import keeping
 
 
 def decisions(graph: JointGraph, schedule: Schedule, cost, step_cost: float, profile, count: int = 10):
@@ -42,17 +43,6 @@ def decisions(graph: JointGraph, schedule: Schedule, cost, step_cost: float, pro
 
 def _kept(graph: JointGraph, schedule: Schedule, place: int, profile) -> Schedule:
     """`schedule` without the runs of `place` in backward, and without what runs for their sake alone."""
-    known = facts(graph)
-    order = [step.id for step in schedule.backward if step.kind == COMPUTE and step.id != place]
-    kept: list[int] = []
-    wanted: set[int] = set()
-    for node in reversed(order):
-        again = graph.nodes[node].phase == FORWARD
-        if again and node not in wanted:
-            continue
-        kept.append(node)
-        wanted.discard(node)
-        wanted.update(known.reads(node, again))
-    found = scheduled(graph, None, kept[::-1])
+    found = keeping(graph, schedule, place)
     away = set(schedule.offloaded).intersection(offloadable(graph, found))
     return offloaded(graph, found, away, profile) if away else found

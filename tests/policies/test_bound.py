@@ -121,7 +121,7 @@ def test_keeping_one_of_two_values_by_hand():
     ]
     assert len(sigmoids) == 2
     plan = lower(graph, set())
-    found = decisions(graph, plan, cost, 1.0, profile.workspace_bytes)
+    found = decisions(graph, plan, cost, 1.0, profile)
     for decision in found:
         place = next(node.id for node in graph.nodes if node.name == decision.name)
         saved = {s for s in sigmoids if graph.storages[s].producer == place}
