@@ -66,8 +66,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     import ackpt
-    from ackpt.cli_frontier import add_frontier
     from ackpt.cli_batch import add_batch_size, add_bert
+    from ackpt.cli_frontier import add_frontier
     from ackpt.cli_plan import add_plan
 
     parser = _Parser(prog="ackpt", description="Activation checkpointing in PyTorch: experiments and checks.")

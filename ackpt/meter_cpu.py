@@ -48,7 +48,7 @@ def trace(step_fn, warm_up, owned, device):
         after = owned.backed(_ON_CPU, torch.UntypedStorage.data_ptr)
     before = {pointer: ("gradients", storage.nbytes()) for pointer, storage in existing.items()}
     del earlier, existing  # alive until here, so that no block of the step could take their addresses
-    assert profiler.kineto_results is not None
+    assert profiler is not None and profiler.kineto_results is not None
     peaks = {"store_peak_bytes": store.peak_bytes} if store.peak_bytes else {}
     return build_timeline(_actions(profiler.kineto_results), before, after), held, None, peaks
 

@@ -165,12 +165,12 @@ for found in records.values():
 len(records)
 
 # %% [markdown]
-# To the byte and to the FLOP. *Beside them* live tensors that Chen et al. do not count. In a plain step the peak stands
-# at the end of the forward, where the last block has its input, its product and their sum: 3. In backward there is the
-# gradient that arrives and the one that is being made: 2. A checkpoint adds what its segment returns, since it runs to
-# its end. And nested checkpoints enter the engine within the engine: each level holds its result and its gradient
-# until it is done, so *halves* needs $2 \log_2 n + 2$. The planned recursion needs no engine inside the engine: all of
-# it is one backward, in another order.
+# What runs again is what theory says, to the FLOP. Of the peak theory gives the tensors that are kept. What lives *beside
+# them* Chen et al. do not count, and it is not derived here either: it was read off such chains, two to four tensors
+# whatever the length (gradients that arrive and are being made, what a recomputed segment returns), and two a level for
+# nested checkpoints, which enter the engine within the engine, so that each level holds its result and its gradient
+# until it is done. With that the peaks are right to the byte, at every length measured. The lengths are squares and
+# powers of two; at others the formulas can be off by a tensor and by a few runs.
 
 # %% alt="Peak memory in activations over the number of blocks, both axes logarithmic. Measured points lie on predicted lines. Plain rises straight to a thousand; sqrt, falling and chen-sqrt rise half as steeply, to between 49 and 66; halves and chen-log rise least, to 22 and 13."
 found_peaks, theory_peaks, found_runs, theory_runs = {}, {}, {}, {}
@@ -226,7 +226,7 @@ figure
 # :::{admonition} Takeaway
 # :class: tip
 # $\sqrt n$ segments: $2 \sqrt n$ activations for less than one more forward. Halves of halves: $\log_2 n$ for half a
-# forward per doubling. On equal blocks both hold to the byte, if you know what lives beside the activations.
+# forward per doubling. On equal blocks both hold to the byte, once what lives beside the activations is counted in.
 # :::
 
 # %% [markdown]
@@ -489,8 +489,8 @@ path = plots.save(figure, "results/figures/07_transformer.png")
 figure
 
 # %% [markdown]
-# The line is the formula with $c$, and the distance to the points is what lives beside: gradients of parameters, and
-# what a block's backward makes.
+# The line is the formula with $c$, for activations alone. The points lie above it by what lives beside them, gradients
+# of parameters among it; that is not broken down here.
 #
 # **Blocks differ, and the graph has others than you think.** Four models, the blocks that the policies find in their
 # graphs, what the unit formulas promise for so many, as a share of the plain step, and the lowest peak that each policy
@@ -623,7 +623,7 @@ print([revolve.advances(8, s) + 8 + 8 for s in range(1, 9)])
 #
 # - $\sqrt n$ segments keep $2 \sqrt n - 1$ activations for less than one more forward; halves of halves keep
 #   $\log_2 n$ for half a forward per doubling. Measured chains lie on both curves, to the byte and to the FLOP.
-# - What the allocator sees beside them is a small fixed number of tensors, which can be named.
+# - Beside them the allocator sees a few tensors more, as many at every length; nested checkpoints add two a level.
 # - Revolve is the optimum where only states are kept: $\beta(s, r)$ steps for $s$ snapshots and $r$ runs. A chain of
 #   1,024 blocks fits into the memory of a few.
 # - rotor weighs blocks that differ, and may keep their insides.

@@ -123,8 +123,8 @@ class ChainConfig:
 class Predicted(NamedTuple):
     """``live``: kept outputs at the peak, None where theory counts snapshots only; ``runs_again``: matrix products.
 
-    ``beside``: tensors of the same size that theory does not count, at the peak: a gradient and what is being made,
-    or, in checkpoints, what the recomputed segment returns.
+    ``beside``: tensors of the same size that theory does not count, at the peak. Their number was read off measured
+    chains, not derived: gradients, what is being made, or, in checkpoints, what the recomputed segment returns.
     """
 
     live: int | None
