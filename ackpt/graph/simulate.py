@@ -49,7 +49,7 @@ class Simulation:
 
     @property
     def peak_with_host_bytes(self) -> int:
-        """The largest sum of dynamic and host bytes: what a step on the CPU takes, where both are one memory."""
+        """Most dynamic and host bytes at once, which is what a step takes on the CPU, where both are one memory."""
         return max(map(sum, zip(self.timeline.live, self.host_live)))
 
 
