@@ -52,12 +52,24 @@ def _for_all_heads(tensor, query):
     return (tensor.shape[0], query.shape[1], *tensor.shape[2:])
 
 
+def _rnn_layer(x, input_weights, state_weights, *args, out_val=None, **kwargs) -> int:
+    """Of oneDNN's LSTM: all gates of every element of the sequences ``x``, (length, batch, width)."""
+    return 2 * x.shape[0] * x.shape[1] * (input_weights.numel() + state_weights.numel())
+
+
+def _rnn_layer_backward(*args, out_val=None, **kwargs) -> int:
+    return 2 * _rnn_layer(*args)
+
+
 # Torch counts attention on the CPU from 2.15 on, `varlen_attn` (it takes the arguments of flash attention) and heads
 # that share keys from 2.13 on. By name, since `varlen_attn` exists once the step has imported its module.
 _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _OWN = {
     **{f"aten._scaled_dot_product_{name}": _attention for name in _KERNELS},
     **{f"aten._scaled_dot_product_{name}_backward": _attention_backward for name in _KERNELS},
+    "aten.mkldnn_rnn_layer": _rnn_layer,
+    "ackpt_graph.rnn_layer": _rnn_layer,  # the same, as a captured step runs it
+    "aten.mkldnn_rnn_layer_backward": _rnn_layer_backward,
     "torch_attn._varlen_attn": flop_registry[torch.ops.aten._flash_attention_forward],
     "torch_attn._varlen_attn_backward": flop_registry[torch.ops.aten._flash_attention_backward],
 }
