@@ -7,8 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-import torch.nn.functional as F
-from planned_models import MODELS, build, plans, step_keeps, traced
+from planned_models import MODELS, SKIPS, build, plans, step_keeps, traced
 from torch import nn
 
 import ackpt
@@ -21,60 +20,7 @@ from ackpt.policies.blocks import chain
 from ackpt.policies.costs import added_cost, costs
 from ackpt.policies.skips import long_skips
 
-
-class UNet(nn.Module):
-    def __init__(self, width=4, depth=3):
-        super().__init__()
-        widths = [3, *(width * 2**i for i in range(depth))]
-        self.down = nn.ModuleList(convolutions(a, b) for a, b in zip(widths, widths[1:]))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * a, a, 2, 2) for a in widths[-2:0:-1])
-        self.join = nn.ModuleList(convolutions(2 * a, a) for a in widths[-2:0:-1])
-        self.head = nn.Conv2d(width, 2, 1)
-
-    def forward(self, x, y):
-        skips = []
-        for number, block in enumerate(self.down):
-            x = block(x)
-            if number < len(self.down) - 1:
-                skips.append(x)
-                x = F.max_pool2d(x, 2)
-        for up, join in zip(self.up, self.join):
-            x = join(torch.cat([up(x), skips.pop()], 1))
-        return F.cross_entropy(self.head(x), y)
-
-
-class Dense(nn.Module):
-    """Every layer reads all before it."""
-
-    def __init__(self, layers=12, growth=8):
-        super().__init__()
-        self.stem = nn.Conv2d(3, growth, 3, padding=1)
-        self.layers = nn.ModuleList(convolutions(growth * (i + 1), growth) for i in range(layers))
-        self.head = nn.Linear(growth * (layers + 1), 4)
-
-    def forward(self, x, y):
-        found = [self.stem(x)]
-        for layer in self.layers:
-            found.append(layer(torch.cat(found, 1)))
-        return F.cross_entropy(self.head(torch.cat(found, 1).mean((2, 3))), y)
-
-
-def convolutions(inside, out):
-    layers = []
-    for a, b in ((inside, out), (out, out)):
-        layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
-def unet():
-    return UNet(), (torch.randn(4, 3, 32, 32), torch.randint(2, (4, 32, 32)))
-
-
-def dense():
-    return Dense(), (torch.randn(4, 3, 16, 16), torch.randint(4, (4,)))
-
-
-MODELS.update(unet=unet, dense=dense)
+ALL = [*MODELS, *SKIPS]
 
 
 def front_of(graph, profile):
@@ -86,7 +32,7 @@ def front(name):
     return front_of(*traced(name))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_front_is_what_the_simulator_finds(name):
     graph, profile = traced(name)
     points = front(name)
@@ -98,7 +44,7 @@ def test_the_front_is_what_the_simulator_finds(name):
         assert lower.peak_bytes < higher.peak_bytes and lower.cost > higher.cost
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_lower_budget_means_no_higher_peak_and_no_lower_cost(name):
     found = plans(name, "auto")
     assert len(found) > 1
@@ -106,19 +52,19 @@ def test_a_lower_budget_means_no_higher_peak_and_no_lower_cost(name):
         assert less.peak_bytes <= more.peak_bytes and less.cost >= more.cost
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_last_plan_that_is_kept_runs_as_planned(name):
     step_keeps(name, plans(name, "auto")[-1])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_no_policy_on_blocks_is_cheaper(name):
     for theirs in plans(name, "rotor"):
         graph, profile = traced(name)
         assert ackpt.plan(graph, theirs.peak_bytes, profile=profile).cost <= theirs.cost
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_what_full_keeps_auto_keeps_at_no_more_cost(name):
     graph, profile = traced(name)
     full = ackpt.plan(graph, policy="full", profile=profile)
@@ -156,7 +102,7 @@ def test_measured_times_are_what_counts_where_the_profile_has_them():
     assert again and not any(name.startswith("gelu") for name in again)
 
 
-@pytest.mark.parametrize("name", ["unet", "dense"])
+@pytest.mark.parametrize("name", SKIPS)
 def test_long_skips_stay_beside_the_chain(name):
     graph, _ = traced(name)
     beside = long_skips(graph)
