@@ -56,5 +56,9 @@ def with_kept(results, *args):
 
 
 def with_own_biases(results, *args):
-    """The `results` of its backward: the gradients of its two biases are two tensors."""
-    return *results[:4], torch.empty_like(results[4]), *results[5:]
+    """The `results` of its backward: the gradients of its two biases are two tensors, and all are float32.
+
+    Before torch 2.13 its shapes said they had the arguments' dtype.
+    """
+    results = (*results[:4], torch.empty_like(results[4]), *results[5:])
+    return tuple(r if r.dtype == torch.float32 else torch.empty_like(r, dtype=torch.float32) for r in results)
