@@ -309,11 +309,10 @@ shapes = [record for group in predict_experiment(some, SOURCE) for record in gro
 for record in shapes:
     m, T = record.config["method"], record.config["seq_len"]
     off = record.metrics["peak_bytes"] - runs[m, T]["peak_bytes"]
-    print(f"{m:10} T = {T:4}: {off:8}    4 - 4 T d = {4 - 4 * T * d}")
+    print(f"{m:10} T = {T:4}: {off}")
 
 # %% [markdown]
-# All that is missing is the loss, which by its shape is one number and on the CPU has a storage of $T d$. Everything else
-# is there to the byte.
+# Everything is there to the byte; also the loss, which by its shape is one number and on the CPU has a storage of $T d$.
 #
 # Now the sizes as published, as on a GPU: fp32 weights, matrix products in bf16.
 
