@@ -125,14 +125,18 @@ def _field(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _budget(text: str | None) -> float | str | None:
-    """A number is a fraction, anything else a size with its unit; what is neither is found before the work."""
+def _budget(text: str | None) -> float | int | str | None:
+    """A number is a fraction, or bytes where it is whole and above 1; anything else is a size with its unit.
+
+    What is none of these is found before the work.
+    """
     from ackpt.graph.budget import dynamic_limit
 
     if text is None:
         return None
+    budget: float | int | str
     try:
-        budget: float | str = float(text)
+        budget = int(text) if text.isdecimal() and int(text) > 1 else float(text)
     except ValueError:
         budget = text
     dynamic_limit(budget, 0, 0)

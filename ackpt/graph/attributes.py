@@ -23,6 +23,9 @@ _LONGEST = 100  # of longer lists only their identity could be compared at every
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 def plain(value):
     """`value` so that equal means the same: 0.0 is not -0.0, 1 is not True, and nan is nan; None if it is not plain."""
     if not isinstance(value, _PLAIN):
@@ -31,13 +34,18 @@ def plain(value):
 
 
 def attributes(model: nn.Module) -> tuple:
-    """What `model` and its submodules hold beside parameters, buffers and modules, as far as a call can compare it."""
-    return tuple(
+    """What `model` and its submodules hold beside parameters, buffers and modules, as far as a call can compare it.
+
+    Of hooks, which are captured with what they do, their handles' numbers, each of which is given once.
+    """
+    held = (
         (name, _comparable(value))
         for module in model.modules()
         for name, value in vars(module).items()
         if name not in _OF_EVERY_MODULE
     )
+    hooks = (tuple(getattr(module, name)) for module in model.modules() for name in _HOOKS)
+    return *held, *hooks
 
 
 def _comparable(value):

@@ -8,13 +8,15 @@ never a lower cost. Recursion and options: see `chain` and `options`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..graph.facts import Facts, facts
 from ..graph.joint import JointGraph
 from ..graph.schedule import Schedule, everything, lower, missing, scheduled
 from ..graph.simulate import peak_of
-from . import full, rotor_chain
+from . import full, mu_two, rotor_chain
 from .blocks import Chain, chain
 from .chain import BACKWARD, ChainTable
 from .costs import costs
@@ -24,7 +26,7 @@ from .levels import stages
 from .refine import refined
 from .skips import long_skips
 
-_SMALL = 800  # nodes of a graph for which there is time for every candidate of `rotor`, too
+_SMALL = 800  # nodes of a graph for which there is time for every candidate of `rotor` and `mu_two`, too
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
@@ -40,6 +42,7 @@ def candidates(graph: JointGraph, profile) -> list[Schedule]:
         found += _chain_schedules(graph, chain(graph, beside), profile, cost, memory_bytes)
     if len(graph.nodes) <= _SMALL:
         found += rotor_chain.candidates(graph, profile)
+        found += mu_two.evictions(graph, replace(profile, swap_seconds=None))
     points = pareto(graph, profile, found)
     return [*(point.schedule for point in points), *refined(graph, points, cost, profile.workspace_bytes)]
 

@@ -91,6 +91,8 @@ class _Program:
             objective[variable] = self.cost[birth] / scale
             upper[variable] = birth not in self.known.fixed
         rows = [*self._needs(), *self._bytes(max(1, limit_bytes))]
+        if not count:  # nothing can be recomputed
+            return 0.0 if all(bound >= 0 for _, bound in rows) else None
         entries = [(i, j, value) for i, (row, _) in enumerate(rows) for j, value in row.items()]
         i, j, values = zip(*entries) if entries else ((), (), ())
         matrix = coo_array((values, (i, j)), shape=(len(rows), count)).tocsr()

@@ -23,7 +23,7 @@ def decisions(graph: JointGraph, schedule: Schedule, cost, step_cost: float, pro
     """
     known = facts(graph)
     runs = Counter(recomputed(graph, schedule))
-    spent = {place: number * cost[place] for place, number in runs.items() if cost[place]}
+    spent = {place: number * cost[place] for place, number in runs.items() if cost[place] and place in known.born}
     dearest = sorted(spent, key=lambda place: (-spent[place], place))[:count]
     found = []
     for place in dearest:

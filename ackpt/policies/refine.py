@@ -19,11 +19,12 @@ def refined(graph: JointGraph, points, cost, workspace_bytes) -> list[Schedule]:
     The dearest recomputations of the lower one are tried first. Neighbours without such a schedule give none.
     """
     tries = max(1, _TRIES // len(graph.nodes) // max(1, len(points)))
+    born = facts(graph).born  # a view is no result that could be kept
     found = []
     for higher, lower in zip(points, points[1:]):
         schedule = lower.schedule
         runs = Counter(recomputed(graph, schedule))
-        for place in sorted((p for p in runs if cost[p]), key=lambda p: (-runs[p] * cost[p], p))[:tries]:
+        for place in sorted((p for p in runs if cost[p] and p in born), key=lambda p: (-runs[p] * cost[p], p))[:tries]:
             kept = keeping(graph, schedule, place)
             if peak_of(graph, kept, workspace_bytes) < higher.peak_bytes:
                 schedule = kept

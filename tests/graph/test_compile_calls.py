@@ -231,3 +231,34 @@ def test_a_recomputation_whose_argument_has_changed_is_refused():
         model[0].bias.add_(1)  # eager's backward does not need it, the recomputation does
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_that_come_and_go_are_followed(kind):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    step = ackpt.compile(model, x(), policy="full")
+    plain = step(x())
+
+    def hook(module, *values):
+        return values[-1] * 2 if kind == "register_forward_hook" else (values[0][0] * 2,)
+
+    for module in (model[1], model):
+        handle = getattr(module, kind)(hook)
+        assert torch.equal(step(x()), model(x())) and not torch.equal(step(x()), plain)
+        handle.remove()
+        assert torch.equal(step(x()), plain)
+
+
+def test_backward_hooks_that_come_later_are_followed():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    step = ackpt.compile(model, x(), policy="full")
+    step(x()).sum().backward()
+    model.zero_grad()
+    model[1].register_full_backward_hook(lambda module, inside, out: (inside[0] * 2,))
+    model(x()).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    step(x()).sum().backward()
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), expected))

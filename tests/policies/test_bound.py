@@ -127,3 +127,8 @@ def test_keeping_one_of_two_values_by_hand():
         saved = {s for s in sigmoids if graph.storages[s].producer == place}
         if saved:
             assert decision.peak_if_kept_bytes == simulate(graph, profile, lower(graph, saved)).peak_bytes
+
+
+def test_a_model_without_anything_to_recompute_has_a_bound_of_nothing():
+    plan = ackpt.plan(ackpt.trace(nn.Linear(8, 8), torch.randn(4, 8)), 1.0)
+    assert plan.cost == 0 and plan.lower_bound == 0
