@@ -67,6 +67,8 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
         >>> ackpt.plan(graph).fates
         {'relu': 'saved'}
     """
+    if not isinstance(graph, JointGraph):
+        raise TypeError(f"graph must come from ackpt.trace(model, *args), got {type(graph).__name__}")
     if policy not in POLICIES:
         raise ValueError(f"policy {policy!r} is not known; the policies are {', '.join(POLICIES)}")
     profile = (

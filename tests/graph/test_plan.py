@@ -186,3 +186,8 @@ def test_random_fates_take_what_they_say(seed):
     found = ackpt.measure(once, "cpu", resident=(own, X), repeats=0)
     assert found.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
     assert found.flops == step.plan.flops
+
+
+def test_a_model_is_no_graph():
+    with pytest.raises(TypeError, match=r"graph must come from ackpt.trace\(model, \*args\), got Linear"):
+        ackpt.plan(torch.nn.Linear(2, 2), 0.5)
