@@ -20,7 +20,6 @@ from __future__ import annotations
 from ..graph.facts import Facts, facts
 from ..graph.joint import FORWARD, JointGraph
 from ..graph.schedule import Schedule, everything, lower, missing, needed_backward, scheduled
-from ..graph.simulate import peak_of
 from ..graph.swap import offloadable, offloaded
 from .costs import costs
 from .front import cheapest
@@ -30,9 +29,6 @@ _SCHEDULES = 100  # at most; of many choices only some are simulated, evenly spa
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
-    plain = everything(graph)
-    if limit_bytes is None or peak_of(graph, plain, profile.workspace_bytes) <= limit_bytes:
-        return plain
     return cheapest(graph, profile, limit_bytes, evictions)
 
 
