@@ -97,9 +97,7 @@ def lower(graph: JointGraph, saved) -> Schedule:
     # The caller holds the outputs anyway.
     outputs = {s for place in known.outputs if place is not None for s in graph.nodes[place].storages}
     saved = {*saved, *(outputs - known.dropped)}
-    live = set(known.given)
-    for producer in {graph.storages[storage].producer for storage in saved}:
-        live |= {known.cover[storage] for storage in known.born[producer] if storage in known.cover}
+    live = at_hand(known, saved)
     backward: list[int] = []
     for place in needed_backward(known):
         for node in missing(known, place, live):
@@ -116,6 +114,14 @@ def everything(graph: JointGraph) -> Schedule:
 def recomputed(graph: JointGraph, schedule: Schedule) -> list[int]:
     """Forward nodes that run in backward, in order, as often as they do."""
     return [step.id for step in schedule.backward if step.kind == COMPUTE and step.id < graph.boundary]
+
+
+def at_hand(known: Facts, saved) -> set[int]:
+    """Nodes whose values backward begins with when the storages `saved` are kept, with what was born beside them."""
+    live = set(known.given)
+    for producer in {known.graph.storages[storage].producer for storage in saved}:
+        live |= {known.cover[storage] for storage in known.born[producer] if storage in known.cover}
+    return live
 
 
 def missing(known: Facts, place: int, live) -> list[int]:

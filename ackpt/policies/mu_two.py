@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from ..graph.facts import Facts, facts
 from ..graph.joint import FORWARD, JointGraph
-from ..graph.schedule import Schedule, everything, lower, missing, needed_backward, scheduled
+from ..graph.schedule import Schedule, at_hand, everything, lower, missing, needed_backward, scheduled
 from ..graph.swap import offloadable, offloaded
 from .costs import costs
 from .front import cheapest
@@ -78,9 +78,7 @@ def each_for_itself(known: Facts, saved) -> Schedule:
     graph = known.graph
     nodes = graph.nodes
     saved = {*saved, *(s for s in known.held if nodes[graph.storages[s].producer].phase == FORWARD)}
-    live = set(known.given)
-    for producer in {graph.storages[storage].producer for storage in saved}:
-        live |= {known.cover[storage] for storage in known.born[producer] if storage in known.cover}
+    live = at_hand(known, saved)
     backward: list[int] = []
     for place in needed_backward(known):
         chain = missing(known, place, live)
