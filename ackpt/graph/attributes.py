@@ -33,22 +33,38 @@ def plain(value):
     return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
-def attributes(model: nn.Module) -> tuple:
-    """What `model` and its submodules hold beside parameters, buffers and modules, as far as a call can compare it.
+def every_module(model: nn.Module) -> dict[str, nn.Module]:
+    """`model` and its submodules by path, each once: named_modules(), which takes ten times as long in every step."""
+    found, seen, left = {}, set(), [("", model)]
+    while left:
+        path, module = left.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found[path] = module
+        prefix = path and path + "."
+        submodules = module._modules
+        left += [(prefix + name, submodules[name]) for name in reversed(submodules) if submodules[name] is not None]
+    return found
+
+
+def attributes(modules) -> tuple:
+    """What these modules hold beside parameters, buffers and modules, as far as a call can compare it.
 
     Of hooks, which are captured with what they do, their handles' numbers, each of which is given once.
     """
-    held = (
-        (name, _comparable(value))
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE
-    )
-    hooks = (tuple(getattr(module, name)) for module in model.modules() for name in _HOOKS)
-    return *held, *hooks
+    found = []
+    for module in modules:
+        own = vars(module)
+        found += [(name, _comparable(own[name])) for name in own if name not in _OF_EVERY_MODULE]
+        found += [(name, *own[name]) for name in _HOOKS if own[name]]
+        found.append(None)
+    return tuple(found)
 
 
 def _comparable(value):
+    if type(value) in (int, bool, str):
+        return type(value), value
     if isinstance(value, torch.Tensor):
         return id(value)
     if isinstance(value, (list, tuple)) and len(value) <= _LONGEST:

@@ -47,15 +47,16 @@ class Capture:
     constants: dict[int, Any]
     refused: tuple[int, ...]
 
-    def inputs(self, model: nn.Module, leaves) -> list[torch.Tensor]:
-        """What the captured step takes when `model` is called with `leaves`: its parameters and buffers as they are."""
+    def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
+        """What the captured step takes when its model, of these `modules`, is called with `leaves`: its parameters and
+        buffers as they are."""
         named = []
         for name in (*self.joint.params_spec, *self.joint.buffers_spec):
             path, _, attribute = name.rpartition(".")
             if path == _HELD:
                 named.append(self.held[int(attribute)])
                 continue
-            module = model.get_submodule(path)
+            module = modules[path]
             tensors = module._parameters if attribute in module._parameters else module._buffers
             named.append(tensors[attribute])
         return [*named, *(leaves[place] for place in self.given)]

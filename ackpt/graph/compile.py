@@ -11,7 +11,7 @@ from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from .attributes import attributes, plain
+from .attributes import attributes, every_module, plain
 from .capture import Capture, capture, given_places, is_tensor
 from .joint import JointGraph, TraceError
 from .outputs import depends_on, differentiable_once, leave_undefined
@@ -61,8 +61,7 @@ class PlannedStep(nn.Module):
 
     def prepare(self, *args, **kwargs):
         """Capture and plan for these arguments without running anything; the plan."""
-        self.__dict__["_ackpt"].captured_for(args, kwargs)
-        return self.plan
+        return self.__dict__["_ackpt"].prepared(args, kwargs)
 
     def forward(self, *args, **kwargs):
         planned = self.__dict__["_ackpt"]
@@ -101,17 +100,24 @@ class _Planned:
         self.plan: Any = None
 
     def __call__(self, args, kwargs):
-        run, captured = self.captured_for(args, kwargs)
-        outputs = run(*captured.inputs(self.model, tree_flatten((args, kwargs))[0]))
-        return captured.outputs(outputs)
+        modules = every_module(self.model)
+        leaves, spec = tree_flatten((args, kwargs))
+        run, captured = self.captured_for(args, kwargs, self._key(modules.values(), leaves, spec))
+        return captured.outputs(run(*captured.inputs(modules, leaves)))
 
     def keeps_gradients(self, args, kwargs) -> bool:
         """Whether anything would be kept for a backward."""
+        if not torch.is_grad_enabled():
+            return False
         tensors = itertools.chain(self.model.parameters(), filter(is_tensor, tree_flatten((args, kwargs))[0]))
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        return any(tensor.requires_grad for tensor in tensors)
 
-    def captured_for(self, args, kwargs) -> tuple[Any, Capture]:
-        key = self._key(args, kwargs)
+    def prepared(self, args, kwargs):
+        """The plan for these arguments."""
+        self.captured_for(args, kwargs, self._key(every_module(self.model).values(), *tree_flatten((args, kwargs))))
+        return self.plan
+
+    def captured_for(self, args, kwargs, key) -> tuple[Any, Capture]:
         found = self.captures.pop(key, None) or self._capture(args, kwargs)
         self.captures[key] = found  # as the latest
         if len(self.captures) > _KEPT:
@@ -119,17 +125,17 @@ class _Planned:
         run, captured, self.plan = found
         return run, captured
 
-    def _key(self, args, kwargs):
-        leaves, spec = tree_flatten((args, kwargs))
-        own = [*self.model.parameters(), *self.model.buffers()]
+    def _key(self, modules, leaves, spec):
+        named = (tensors for module in modules for tensors in (module._parameters, module._buffers))
+        own = [tensor for tensors in named for tensor in tensors.values() if tensor is not None]
         return (
             spec,
             tuple(map(_leaf, leaves)),
             given_places(leaves),
             tuple(map(_meta, own)),
             _shared([*own, *filter(is_tensor, leaves)]),
-            tuple(module.training for module in self.model.modules()),
-            attributes(self.model),
+            tuple(module.training for module in modules),
+            attributes(modules),
             *_autocast(),
         )
 
