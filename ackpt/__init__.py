@@ -11,10 +11,11 @@ from .offload_pays import offload_pays
 from .phases import is_recomputing
 from .predict import predict
 from .reentrant import checkpoint
+from .timeline import MeterError
 from .wrap import apply_activation_checkpointing, checkpoint_sequential, remove_activation_checkpointing
 
 if TYPE_CHECKING:
-    from .graph import Plan, profile, trace
+    from .graph import Plan, PlanError, TraceError, profile, trace
     from .policies import compile, plan
 
 __version__ = "0.1.0"
@@ -22,8 +23,11 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "CheckpointError",
+    "MeterError",
     "OffloadError",
     "Plan",
+    "PlanError",
+    "TraceError",
     "apply_activation_checkpointing",
     "checkpoint",
     "checkpoint_sequential",
@@ -46,6 +50,8 @@ __all__ = [
 # Imported when asked for: Part II, which needs torch's compiler stack, and what experiments hang on.
 _LATER = {
     "Plan": ("ackpt.graph", "Plan"),
+    "PlanError": ("ackpt.graph", "PlanError"),
+    "TraceError": ("ackpt.graph", "TraceError"),
     "colab": ("ackpt.colab", None),
     "compile": ("ackpt.policies", "compile"),
     "graph": ("ackpt.graph", None),

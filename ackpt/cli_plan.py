@@ -95,7 +95,9 @@ def configuration(arguments):
     from ackpt.experiments.methods import DTYPES
     from ackpt.experiments.plan import PlanConfig
     from ackpt.experiments.plan_models import StepRequest
+    from ackpt.graph.budget import dynamic_limit
 
+    dynamic_limit(arguments.budget, 0, 0)  # what is no budget is found before the work
     if arguments.dtype not in DTYPES:
         raise ValueError(f"{arguments.dtype!r} is no dtype: choose from {', '.join(DTYPES)}")
     return PlanConfig(
@@ -110,7 +112,7 @@ def configuration(arguments):
         autocast=arguments.autocast or "float32",
         optimizer=arguments.optimizer,
         device=arguments.device_profile,
-        budget=_budget(arguments.budget),
+        budget=arguments.budget,
         policy=arguments.policy,
     )
 
@@ -123,24 +125,6 @@ def _field(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
-
-
-def _budget(text: str | None) -> float | int | str | None:
-    """A number is a fraction, or bytes where it is whole and above 1; anything else is a size with its unit.
-
-    What is none of these is found before the work.
-    """
-    from ackpt.graph.budget import dynamic_limit
-
-    if text is None:
-        return None
-    budget: float | int | str
-    try:
-        budget = int(text) if text.isdecimal() and int(text) > 1 else float(text)
-    except ValueError:
-        budget = text
-    dynamic_limit(budget, 0, 0)
-    return budget
 
 
 def _writable_file(name: str | None) -> Path | None:

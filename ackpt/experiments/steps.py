@@ -65,7 +65,7 @@ class Method:
 
     name: str
     policy: str | None = None
-    budget: float | int | str | None = None
+    budget: int | str | None = None
 
 
 def method(name: str, limit_bytes: int | None = None) -> Method:
@@ -89,12 +89,8 @@ def method(name: str, limit_bytes: int | None = None) -> Method:
         )
     if not at:
         return Method(name, policy, None if policy in UNBOUNDED else limit_bytes)
-    try:
-        budget: float | str = float(text)
-    except ValueError:
-        budget = text
-    dynamic_limit(budget, 0, 0)
-    return Method(name, policy, budget)
+    dynamic_limit(text, 0, 0)
+    return Method(name, policy, text)
 
 
 def needs_limit(name: str) -> bool:

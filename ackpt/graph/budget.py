@@ -15,7 +15,7 @@ def dynamic_limit(budget, baseline_bytes: int, resident_bytes: int) -> int | Non
 
     Args:
         budget: None for no bound; a float in (0, 1], that fraction of `baseline_bytes`; an int, bytes of the whole
-            peak, resident ones included; a string such as ``"6GiB"`` or ``"512MB"``, the same.
+            peak, resident ones included; or a string that says one of these, see `from_text`.
         baseline_bytes: dynamic peak of the step without checkpointing.
         resident_bytes: parameters, buffers, inputs and optimizer state.
 
@@ -29,7 +29,7 @@ def dynamic_limit(budget, baseline_bytes: int, resident_bytes: int) -> int | Non
     if budget is None:
         return None
     if isinstance(budget, str):
-        return parse_bytes(budget) - resident_bytes
+        budget = from_text(budget)
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError(f"a budget is a float, bytes or a string such as '6GiB', got {type(budget).__name__}")
     if isinstance(budget, float):
@@ -42,6 +42,21 @@ def dynamic_limit(budget, baseline_bytes: int, resident_bytes: int) -> int | Non
     if budget <= 0:
         raise ValueError(f"a budget in bytes must be positive, got {budget}")
     return budget - resident_bytes
+
+
+def from_text(text: str) -> float | int:
+    """``"6GiB"`` or ``"6442450944"`` are bytes; ``"0.5"`` and ``"50%"`` the same fraction.
+
+    Raises:
+        ValueError: for what is none of these.
+    """
+    bare = text.strip()
+    if bare.isdecimal() and int(bare) > 1:
+        return int(bare)
+    try:
+        return float(bare[:-1]) / 100 if bare.endswith("%") else float(bare)
+    except ValueError:
+        return parse_bytes(text)
 
 
 def parse_bytes(text: str) -> int:

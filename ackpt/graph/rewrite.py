@@ -123,7 +123,7 @@ def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, in
 
 
 def boxed(module: fx.GraphModule):
-    """`module` as a function of one list, which it empties; without the detaches, since nothing there has a gradient."""
+    """`module` as a function of one list, which it empties; without its detaches, as nothing there has a gradient."""
     returned = set(module.graph.output_node().all_input_nodes)
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         if node not in returned:

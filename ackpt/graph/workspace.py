@@ -198,8 +198,9 @@ def _run(node, target, call) -> tuple[Taken, Any]:
             reasons.append(error)
     raise MeterError(
         f"the workspace of {node.name} ({node.target}) of module {node.module or 'the model itself'!r} cannot be "
-        f"measured, because it does not run on made-up arguments: {str(reasons[0]).splitlines()[0]}. Profile with real "
-        'inputs, mode="measured", or without workspaces, workspace="given".'
+        f"measured, because it does not run on made-up arguments: {str(reasons[0]).splitlines()[0]}. If the plain "
+        'model fails so too, mend its arguments; else profile with real inputs, mode="measured", or without '
+        'workspaces, workspace="given".'
     ) from reasons[0]
 
 

@@ -56,6 +56,8 @@ def compile(
         )
     if plan is not None and budget is not None:
         raise ValueError("give either a budget or a plan; a plan has its budget")
+    if plan is not None and policy not in ("auto", plan.policy):
+        raise ValueError(f"give either a policy or a plan; this plan was made by policy {plan.policy!r}")
     if policy not in POLICIES:
         raise ValueError(f"policy {policy!r} is not known; the policies are {', '.join(POLICIES)}")
 

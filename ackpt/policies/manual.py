@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from ..graph.facts import facts
 from ..graph.plan import OFFLOADED, RECOMPUTED, SAVED
-from ..graph.schedule import Schedule, lower
+from ..graph.schedule import Schedule, everything, lower
 from ..graph.swap import offloadable, offloaded
 
 
 def schedule(graph, profile, limit_bytes, *, fates: Mapping[str, str]) -> Schedule:
-    """Save what `fates` says; what it does not name is saved.
+    """Save what `fates` says; what it does not name is saved if backward reads it, or if it cannot be recomputed.
 
     Raises:
         ValueError: for unknown names and fates, for siblings of one operation of which only some are recomputed, and
@@ -25,7 +25,9 @@ def schedule(graph, profile, limit_bytes, *, fates: Mapping[str, str]) -> Schedu
         )
     if wrong := sorted({fate for fate in fates.values() if fate not in (SAVED, RECOMPUTED, OFFLOADED)}):
         raise ValueError(f"a fate is 'saved', 'recomputed' or 'offloaded', got {wrong[0]!r}")
-    saved = set(known.savable) - {names[name] for name, fate in fates.items() if fate == RECOMPUTED}
+    kept = {names[name] for name, fate in fates.items() if fate != RECOMPUTED}
+    saved = known.pinned.union(everything(graph).saved, kept)
+    saved -= {names[name] for name, fate in fates.items() if fate == RECOMPUTED}
     for name, fate in fates.items():
         producer = graph.storages[names[name]].producer
         siblings = [graph.nodes[known.cover[s]].name for s in known.born[producer] if s in known.savable]

@@ -152,7 +152,7 @@ def test_bad_methods(name):
 
 def test_methods_take_the_limit_where_they_need_a_budget():
     assert method("auto", 7) == Method("auto", "auto", 7) and method("full", 7) == Method("full", "full", None)
-    assert method("auto@6GiB", 7).budget == "6GiB" and method("auto@0.5").budget == 0.5
+    assert method("auto@6GiB", 7).budget == "6GiB" and method("auto@0.5").budget == "0.5"
 
 
 @pytest.mark.parametrize("tier", list(SIZES))

@@ -50,7 +50,20 @@ def test_a_size_of_nothing_is_refused(text):
 
 @pytest.mark.parametrize(
     ("budget", "limit"),
-    [(None, None), (1.0, 1001), (0.5, 500), (1e-9, 0), (300, 0), (1300, 1000), ("1kB", 700), (100, -200)],
+    [
+        (None, None),
+        (1.0, 1001),
+        (0.5, 500),
+        ("0.5", 500),
+        ("50%", 500),
+        ("1", 1001),
+        (1e-9, 0),
+        (300, 0),
+        (1300, 1000),
+        ("1300", 1000),
+        ("1kB", 700),
+        (100, -200),
+    ],
 )
 def test_what_a_budget_leaves_for_dynamic_bytes(budget, limit):
     assert dynamic_limit(budget, 1001, 300) == limit
@@ -68,6 +81,8 @@ NO_BUDGETS = [
     (2j, TypeError, "got complex"),
     ([1], TypeError, "got list"),
     ("6 parsecs", ValueError, "is no size in bytes"),
+    ("150%", ValueError, r"in \(0, 1\], got 1.5"),
+    ("0", ValueError, r"in \(0, 1\], got 0.0"),
 ]
 
 

@@ -162,6 +162,18 @@ def test_manual_fates(graph):
         ackpt.plan(graph, policy="manual")
 
 
+def test_what_no_fate_names_is_saved_only_if_backward_reads_it():
+    torch.manual_seed(0)
+    chain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), Mean())
+    graph = ackpt.trace(chain, X)
+    none = ackpt.plan(graph)
+    plan = ackpt.plan(graph, policy="manual", fates=dict.fromkeys(none.fates, "recomputed"))
+    relus = [name for name in none.fates if name.startswith("relu")]
+    assert relus and none.saved_bytes - plan.saved_bytes >= len(relus) * X.nbytes
+    other = ackpt.plan(graph, policy="manual", fates={"addmm": "saved", "relu": "recomputed"})
+    assert {"addmm": "saved", "relu": "recomputed", "relu_1": "saved"}.items() <= other.fates.items()
+
+
 def test_one_operation_has_one_fate():
     class Sorted(nn.Linear):
         def forward(self, x):
