@@ -17,6 +17,9 @@ budget never gives a higher peak, and never a lower cost.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from ..graph.facts import Facts, facts
 from ..graph.joint import FORWARD, JointGraph
 from ..graph.schedule import Schedule, at_hand, everything, lower, missing, needed_backward, scheduled
@@ -32,15 +35,30 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
     return cheapest(graph, profile, limit_bytes, evictions)
 
 
-def evictions(graph: JointGraph, profile) -> list[Schedule]:
-    """Algorithm B to its end: the schedules after its choices."""
+class State(NamedTuple):
+    """Where algorithm B stands. Attributes and `kept` are those of now: the next choice changes them.
+
+    ``chosen``: the last choice, None at first, and whether it ``is_swap``; ``kept``: intermediates that are not
+    dropped, ``swaps``, those of them that are swapped, ``candidates``, those that still may be chosen.
+    """
+
+    chosen: Intermediate | None
+    is_swap: bool
+    kept: list[Intermediate]
+    swaps: list[Intermediate]
+    candidates: list[Intermediate]
+
+
+def states(graph: JointGraph, profile) -> Iterator[State]:
+    """Algorithm B to its end: where it stands before the first choice and after each."""
     known, run_time = facts(graph), costs(graph, profile)
     swap_seconds = None if profile.seconds is None else profile.swap_seconds
     kept = list(intermediates(known, everything(graph), run_time, swap_seconds).values())
     candidates = [i for i in kept if i.can_recompute or i.swap_time is not None]
-    count, swaps, recomps = len(candidates), [], []
+    recomps: list[Intermediate] = []
+    swaps: list[Intermediate] = []
     link = Link(run_time, graph.boundary)
-    schedules: list[Schedule] = []
+    yield State(None, False, kept, swaps, candidates)
     while candidates:
         chosen, is_swap = _choice(candidates, link)
         if is_swap:
@@ -50,13 +68,29 @@ def evictions(graph: JointGraph, profile) -> list[Schedule]:
             drop(chosen, recomps, kept)
         swaps = [i for i in swaps if i in kept]
         candidates = [i for i in candidates if i in kept and i not in swaps]
-        if count >= _SCHEDULES and len(candidates) % -(-count // _SCHEDULES):
-            continue
-        saved = known.pinned.union(*(i.storages for i in kept))
-        away = {storage for swap in swaps for storage in swap.storages}
-        for found in (lower(graph, saved), each_for_itself(known, saved)):
-            schedules.append(offloaded(graph, found, away.intersection(offloadable(graph, found)), profile))
+        yield State(chosen, is_swap, kept, swaps, candidates)
+
+
+def evictions(graph: JointGraph, profile) -> list[Schedule]:
+    """The schedules after the choices of algorithm B."""
+    found = states(graph, profile)
+    count = len(next(found).candidates)
+    schedules: list[Schedule] = []
+    for state in found:
+        if count < _SCHEDULES or not len(state.candidates) % -(-count // _SCHEDULES):
+            schedules += schedules_of(graph, profile, state)
     return schedules
+
+
+def schedules_of(graph: JointGraph, profile, state: State) -> list[Schedule]:
+    """Two that keep and swap what `state` says: whatever is dropped runs again once, or each for itself."""
+    known = facts(graph)
+    saved = known.pinned.union(*(i.storages for i in state.kept))
+    away = {storage for swap in state.swaps for storage in swap.storages}
+    return [
+        offloaded(graph, found, away.intersection(offloadable(graph, found)), profile)
+        for found in (lower(graph, saved), each_for_itself(known, saved))
+    ]
 
 
 def _choice(candidates: list[Intermediate], link: Link) -> tuple[Intermediate, bool]:
