@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ackpt.models import (
     BertForMaskedLM,
@@ -94,11 +96,18 @@ def training_step(request: StepRequest, device="meta") -> TrainingStep:
                     f"unknown model {request.model!r}: choose from {', '.join(BUILT_IN)}, or "
                     f"{TRANSFORMERS}<configuration class of transformers, or path of a config.json>"
                 )
-            example, make, inputs = BUILT_IN[request.model]
-            model = make(_changed(example().config, request))
+            _, make, inputs = BUILT_IN[request.model]
+            model = make(_changed(_published(request.model), request))
             return TrainingStep(model, inputs(model, request))
     finally:
         torch.set_default_dtype(default)
+
+
+@functools.cache
+def _published(name: str):
+    """The configuration that --set changes; the model that has it is made without memory."""
+    with unset_fake_temporarily(), torch.device("meta"):
+        return BUILT_IN[name][0]().config
 
 
 def require_known(fields, known, model: str) -> None:
