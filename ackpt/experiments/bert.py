@@ -54,7 +54,7 @@ class BertStepConfig:
 GPU = BertStepConfig()
 CPU = BertStepConfig(
     seq_len=128,
-    fields={"dim": 128, "ff_dim": 512, "layers": 4, "heads": 4, "vocab_size": 4096},
+    fields={"dim": 128, "ff_dim": 512, "layers": 4, "heads": 8, "vocab_size": 640},
     device="cpu",
     dtype="float32",
 )

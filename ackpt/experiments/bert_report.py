@@ -6,7 +6,7 @@ from ackpt.results import RecordError, load_reference
 
 from .batch_report import change, how
 from .report import aligned
-from .steps import PLAIN
+from .steps import PER_BLOCK, PLAIN
 
 MIB = 2**20
 PARTS = ("parameters", "optimizer", "gradients", "activations", "temporaries")
@@ -57,6 +57,49 @@ def _row(record, plain) -> dict:
         if plain is not None and plain is not record and metrics["seconds_ratio"]["reference"] == PLAIN:
             row["time"] = round(100 * (metrics["seconds_ratio"]["median"] - 1), 1)
     return row
+
+
+def published_rows(predicted, measured=()) -> list[dict]:
+    """One row per predicted record: the published figures, our prediction, and what was measured at that size on a GPU.
+
+    Args:
+        predicted: records of one size, plain's among them.
+        measured: records of any size; those of the same one stand beside their method.
+
+    Returns:
+        Rows with the keys method, ``published`` and ``published_memory`` (as printed, and against plain),
+        ``published_time``, ``peak`` and ``vs_plain`` (predicted), ``flops``, ``measured`` and ``measured_time``; MiB
+        and per cent. What was never published is "", what was not measured None.
+    """
+    printed = {row["method"]: row for row in load_reference("bert")["rows"]}
+    theirs = {PLAIN: printed["without"], PER_BLOCK: printed["with"]}
+    ours = {_size(record): row for record, row in zip(measured, rows(measured))}
+    table = []
+    for record, row in zip(predicted, rows(predicted)):
+        other, found = theirs.get(row["method"]), ours.get(_size(record), {})
+        table.append(
+            {
+                "method": row["method"],
+                "published": other["average_memory"] if other else "",
+                "published_memory": _against(other, printed["without"], "average_memory"),
+                "published_time": _against(other, printed["without"], "seconds"),
+                "peak": row["peak"],
+                "vs_plain": "" if row["vs_plain"] is None else row["vs_plain"],
+                "flops": "" if row["flops"] is None else row["flops"],
+                "measured": found.get("peak"),
+                "measured_time": found.get("time"),
+            }
+        )
+    return table
+
+
+def _size(record) -> tuple:
+    config = record.config
+    return tuple(str(config[name]) for name in ("method", "fields", "batch_size", "seq_len", "device", "dtype"))
+
+
+def _against(row, reference, name: str):
+    return change(row[name], reference[name]) if row and row is not reference else ""
 
 
 def text_table(records) -> str:

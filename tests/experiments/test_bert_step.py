@@ -5,6 +5,9 @@ import pytest
 from ackpt.cli import main
 from ackpt.experiments import bert, bert_report
 from ackpt.experiments.bert import CPU, GPU, BertStepConfig, configuration, run_bert
+from ackpt.experiments.step_shapes import Shapes
+from ackpt.experiments.steps import Method
+from ackpt.results import Record
 
 FIELDS = {"dim": 32, "ff_dim": 64, "layers": 3, "heads": 2, "vocab_size": 100}
 TINY = BertStepConfig(8, 16, FIELDS, "cpu", "float32", methods=("plain", "per-block", "auto@0.5"))
@@ -68,6 +71,32 @@ def test_the_table_has_the_parts_of_the_peak_and_the_published_figures(records):
     assert rows[2]["dynamic_vs_plain"] <= -50 and rows[0]["vs_plain"] is None
     assert bert_report.file_name(records[2]) == "bert-B8-L16-auto-0.5.json"
     assert bert_report.text_table([]) == "no records"
+
+
+def test_the_published_figures_stand_beside_the_prediction_and_what_a_gpu_measured(records):
+    def moved(record, experiment):
+        config = {**record.config, "device": "cuda"}
+        return Record(experiment, config, record.metrics, record.environment)
+
+    predicted = [moved(record, "bert-predicted") for record in records]
+    plain, switch, planned = bert_report.published_rows(predicted)
+    assert (plain["published"], switch["published"], planned["published"]) == (9141, 5978, "")
+    assert (plain["published_memory"], switch["published_memory"], switch["published_time"]) == ("", -34.6, 33.0)
+    assert plain["flops"] == "" and switch["flops"] > planned["flops"] > 0
+    assert all(row["measured"] is None and row["measured_time"] is None for row in (plain, switch, planned))
+    measured = [moved(record, "bert") for record in records]
+    assert [row["measured"] for row in bert_report.published_rows(predicted, measured[:2])] == [
+        round(record.metrics["peak_bytes"] / 2**20, 1) for record in measured[:2]
+    ] + [None]
+    other = [Record(r.experiment, {**r.config, "batch_size": 9}, r.metrics, r.environment) for r in measured]
+    assert bert_report.published_rows(predicted, other)[0]["measured"] is None
+
+
+def test_the_small_tier_can_keep_all_its_budgets():
+    shapes = Shapes(CPU.setting())
+    least = shapes.least_bytes(Method("auto", "auto"))
+    plain = shapes.predicted(Method("none", "none"))
+    assert least - plain["resident_bytes"] < 0.3 * plain["dynamic_peak_bytes"]
 
 
 def test_fields_are_put_over_those_of_the_tier():

@@ -1,0 +1,54 @@
+"""What the blocks of a BERT keep, counted by hand, and what plans save of it."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+import ackpt
+from ackpt.experiments.bert_block import of_blocks, saved_in
+from ackpt.models import BertConfig, BertForMaskedLM
+
+D, F, H, L, B, T = 16, 32, 2, 3, 32, 8
+
+
+@pytest.fixture(scope="module")
+def graph():
+    model = BertForMaskedLM(BertConfig(dim=D, ff_dim=F, layers=L, heads=H, vocab_size=11))
+    ids = torch.randint(11, (B, T))
+    return ackpt.trace(model, input_ids=ids, labels=ids)
+
+
+def test_every_block_keeps_what_was_counted_by_hand(graph):
+    blocks = of_blocks(ackpt.plan(graph, policy="none"))
+    numbers = 10 * D + 2 * F + 3 * H * T + 4
+    assert {block: sum(a.bytes for a in kept) for block, kept in blocks.items()} == dict.fromkeys(
+        range(L), 4 * B * T * numbers
+    )
+
+
+def test_one_row_per_activation_with_the_blocks_that_save_it(graph):
+    plans = {"none": ackpt.plan(graph, policy="none"), "0.5": ackpt.plan(graph, 0.5)}
+    rows = saved_in(plans)
+    assert [row["none"] for row in rows] == [L] * len(rows)
+    saved = sum(a.fate == "saved" for kept in of_blocks(plans["0.5"]).values() for a in kept)
+    assert sum(row["0.5"] for row in rows) == saved < L * len(rows)
+
+
+def test_blocks_that_differ_are_refused():
+    def plan(*widths):
+        model = torch.nn.Module()
+        model.blocks = torch.nn.ModuleList(torch.nn.Sequential(*layers(each)) for each in widths)
+        model.forward = lambda x: functools.reduce(lambda x, block: block(x), model.blocks, x)
+        return ackpt.plan(ackpt.trace(model, torch.ones(2, 8)), policy="none")
+
+    def layers(widths):
+        for before, after in itertools.pairwise((8, *widths, 8)):
+            yield from (torch.nn.Linear(before, after), torch.nn.Tanh())
+
+    assert [row["plain"] for row in saved_in({"plain": plan((4,), (4,))})] == [2, 2]
+    with pytest.raises(ValueError, match="different numbers"):
+        saved_in({"plain": plan((4,), (4, 4))})
+    with pytest.raises(ValueError, match="different sizes"):
+        saved_in({"plain": plan((4,), (6,))})
