@@ -20,7 +20,7 @@ from address import ROOT
 from chapter import NotebookError, normalise, prepare, refuse_accidents, to_text
 from papermill.exceptions import PapermillExecutionError
 
-MADE = ("cpu", "tables", "figures")  # the folders of results/ that only notebooks write
+MADE = ("cpu", "tables", "figures", "explorer")  # the folders of results/ that only notebooks write
 # One setting for every machine: sums in another order of threads are other numbers.
 FIXED = {
     "OMP_NUM_THREADS": "2",
