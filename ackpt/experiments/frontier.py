@@ -16,6 +16,9 @@ from tqdm import tqdm
 import ackpt
 from ackpt.errors import BudgetError
 from ackpt.graph import Plan
+from ackpt.graph.schedule import recomputed
+from ackpt.policies import auto
+from ackpt.policies.front import front
 from ackpt.policies.planner import POLICIES, plan
 from ackpt.results import Record, environment
 
@@ -68,7 +71,8 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
     Its metrics: ``baseline``, the step of policy none; ``eager``, that of the plain model; ``rounding``, the
     differences that last bits of the parameters make; ``points``, one per policy and budget
     (None: the smallest that the policy keeps), where a refused budget has ``least_bytes`` and nothing measured;
-    ``not_run``, the reason per policy; ``bounds``, the least FLOPs that must run again within a limit; ``peers``.
+    ``not_run``, the reason per policy; ``front``, all plans that policy auto chooses from, not run, if it takes part;
+    ``bounds``, the least FLOPs that must run again within a limit; ``peers``.
     Peaks are dynamic, in bytes. With `timed_rounds` every run has ``seconds_ratio`` to the plain model's step.
     """
     work = workload(config.model, config.sizes, config.seed)
@@ -94,6 +98,7 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
         "rounding": runs.rounding(),
         "points": points,
         "not_run": not_run,
+        "front": _front(graph, costs) if OURS in config.policies else [],
         "bounds": _bounds(graph, costs, sorted({*limits}, reverse=True)),
         "peers": peers,
     }
@@ -139,6 +144,17 @@ def _plans(graph, costs, policy: str, budgets) -> list[tuple[float | None, Plan 
     _, refused = made.pop()
     assert isinstance(refused, BudgetError)
     return [*made, (None, plan(graph, refused.least_bytes, policy, profile=costs))]
+
+
+def _front(graph, costs) -> list[dict]:
+    """From the highest peak to the lowest."""
+    return [
+        {
+            "peak_bytes": point.peak_bytes,
+            "recompute_flops": sum(costs.flops[place] for place in recomputed(graph, point.schedule)),
+        }
+        for point in front(graph, costs, auto.candidates)
+    ]
 
 
 def _bounds(graph, costs, limits: list[int]) -> list[dict]:

@@ -178,7 +178,7 @@ def finding(record) -> str:
     found = comparison(record)
     if found["least"] is None:
         return f"What a lower peak costs on {record.config['model']}"
-    ours = f"Policy auto fits the step into {found['least']:.2f} of its peak"
+    ours = f"auto fits the step into {found['least']:.2f} of its peak"
     return ours if found["peer_least"] is None else f"{ours}, torch's own tools into {found['peer_least']:.2f}"
 
 
@@ -189,8 +189,8 @@ def frontier_plot(record, title: str | None = None):
         title: the finding; by default `finding`.
 
     Returns:
-        A Figure; a cross marks a peer whose gradients or buffers are wrong. Points that run far more again than auto
-        and the peers are named at the upper edge.
+        A Figure; a cross marks a peer whose gradients or buffers are wrong. Points that run far more again than the
+        peers, or, without peers, than auto, are named at the upper edge.
     """
     from matplotlib.ticker import PercentFormatter
     from seaborn import color_palette
@@ -218,8 +218,10 @@ def frontier_plot(record, title: str | None = None):
             points = [point for point in measured(record) if point["policy"] == name]
             points.sort(key=lambda point: point["measured_peak_bytes"])
             looks = {"marker": marker, "markersize": 5, "color": color}
-            line = {"drawstyle": "steps-post", "linewidth": 2, "zorder": 4} if name == OURS else {"linestyle": "none"}
-            draw(points, name, **looks, **line)
+            draw(points, name, linestyle="none", zorder=4 if name == OURS else 2, **looks)
+            if name == OURS:
+                ours = record.metrics["front"][::-1]
+                draw(ours, None, "peak_bytes", color=color, drawstyle="steps-post", linewidth=2, zorder=3)
         for name, marker in zip(PEERS, "D^s", strict=True):
             rows_ = [row for row in record.metrics["peers"] if row["peer"] == name]
             line = {"linestyle": ":" if name == MEMORY_BUDGET else "none", "linewidth": 1}
@@ -239,11 +241,15 @@ def _above(axes, record) -> float:
 
     flops = record.metrics["baseline"]["flops"]
     shares = {(p["policy"], p["measured_peak_bytes"]): p["recompute_flops"] / flops for p in measured(record)}
-    shown = [share for (policy, _), share in shares.items() if policy == OURS]
-    shown += [row["recompute_flops"] / flops for row in record.metrics["peers"]]
+    shown = [row["recompute_flops"] / flops for row in record.metrics["peers"]]
+    shown = shown or [share for (policy, _), share in shares.items() if policy == OURS]
     highest = 1.5 * max(shown or shares.values(), default=0.0) or 0.1
-    above = ", ".join(f"{policy} {share:.0%}" for (policy, _), share in shares.items() if share > highest)
+    above = "\n".join(
+        f"{policy} {share:.0%} at {peak / record.metrics['baseline']['measured_peak_bytes']:.2f}"
+        for (policy, peak), share in shares.items()
+        if share > highest
+    )
     if above:
         at = {"xycoords": "axes fraction", "ha": "right", "va": "top"}
-        axes.annotate(f"above: {above}", (1, 1), fontsize=8, color=TEXT, **at)
+        axes.annotate(f"above the edge:\n{above}", (1, 1), fontsize=8, color=TEXT, **at)
     return highest

@@ -1,0 +1,147 @@
+"""How far are plans from the least that must run again? The exact answer on small graphs, a bound on large ones.
+
+Costs are shares of the plain step's, of FLOPs and traffic weighed against each other as the policies do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import BudgetError
+from ..graph.facts import facts
+from ..graph.schedule import everything, lower
+from ..graph.simulate import peak_of
+from ..policies import auto, full, ilp_graph, mu_two, rotor_chain
+from ..policies.blocks import chain
+from ..policies.chain import ChainTable
+from ..policies.costs import costs, step_cost
+from ..policies.front import Point, pareto
+from ..policies.full import segmentations
+from ..policies.levels import stages
+from ..policies.planner import plan
+from ..policies.refine import refined
+from ..policies.skips import long_skips
+
+
+class MLPBlock(nn.Module):
+    """x [rows, width] -> x + MLP(norm(x)), the half of a Transformer's layer that has no attention."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class SmallUNet(nn.Module):
+    """Images [batch, 3, height, width] -> a scalar: two scales down, two up, the way up reading the way down."""
+
+    def __init__(self):
+        super().__init__()
+        self.down1, self.down2, self.middle = _conv(3, 4), _conv(4, 8), _conv(8, 8)
+        self.up2, self.up1 = _conv(16, 4), _conv(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fine = F.gelu(self.down1(x))
+        coarse = F.gelu(self.down2(F.max_pool2d(fine, 2)))
+        x = F.gelu(self.middle(F.max_pool2d(coarse, 2)))
+        x = F.gelu(self.up2(torch.cat([F.interpolate(x, scale_factor=2.0), coarse], 1)))
+        return self.up1(torch.cat([F.interpolate(x, scale_factor=2.0), fine], 1)).square().mean()
+
+
+def _conv(inputs: int, outputs: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, padding=1)
+
+
+def distances(graph, profile, budgets, policies, *, exact: bool = False) -> list[dict]:
+    """What the policies pay within each budget, and what must be paid.
+
+    Args:
+        graph, profile: of the step.
+        budgets: shares of the plain step's dynamic peak.
+        policies: names of policies.
+        exact: solve the integer program, too, until it is optimal.
+
+    Returns:
+        A row per budget: ``budget``; ``bound``, the linear program's, None where nothing fits; the cost by each policy,
+        None where it refuses the budget; and, if exact, ``ilp`` with ``ilp_bound``, below which no plan of the integer
+        program lies, both None where it has none.
+    """
+    plain = plan(graph, policy="none", profile=profile)
+    unit = step_cost(everything(graph), costs(graph, profile)) or 1.0
+    rows = []
+    for budget in budgets:
+        limit = math.floor(budget * plain.dynamic_peak_bytes)
+        row: dict = {"budget": budget, "bound": None}
+        if exact:
+            best = ilp_graph.solve(graph, profile, limit, None)
+            fits = peak_of(graph, best.schedule, profile.workspace_bytes) <= limit
+            row["ilp"], row["ilp_bound"] = (best.cost / unit, best.lower_bound / unit) if fits else (None, None)
+        for policy in policies:
+            try:
+                planned = plan(graph, budget, policy, profile=profile)
+            except BudgetError:
+                row[policy] = None
+            else:
+                row |= {policy: planned.cost, "bound": planned.lower_bound}
+        rows.append(row)
+    return rows
+
+
+def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
+    """The front of ``auto`` as it grows with each part of the search; the last is the front that it plans from.
+
+    ``segments``: the plain step and whole segments kept or run again; ``blocks``: every block by the best of its own
+    options, and dynamic programming over the chain; ``levels``: the same with blocks of which a part stays when they
+    are run for a later one; ``policies``: and the plans of rotor and mu-TWO; ``refined``: and what lies between two
+    neighbours.
+    """
+    found = [everything(graph), full.schedule(graph, profile, None)]
+    found += [lower(graph, saved) for saved in segmentations(graph)]
+    fronts = {"segments": pareto(graph, profile, found)}
+    fronts["blocks"] = pareto(graph, profile, [*found, *_by_blocks(graph, profile, 1)])
+    found += _by_blocks(graph, profile, None)
+    fronts["levels"] = pareto(graph, profile, found)
+    found += [*rotor_chain.candidates(graph, profile), *mu_two.evictions(graph, replace(profile, swap_seconds=None))]
+    fronts["policies"] = points = pareto(graph, profile, found)
+    between = refined(graph, points, costs(graph, profile), profile.workspace_bytes)
+    fronts["refined"] = pareto(graph, profile, [*(point.schedule for point in points), *between])
+    return fronts
+
+
+def least_costs(graph, profile, front: list[Point], budgets) -> dict[float, float | None]:
+    """``{budget: cost of the cheapest point of a front that fits}``; None if none does."""
+    unit = step_cost(everything(graph), costs(graph, profile)) or 1.0
+    peak = peak_of(graph, everything(graph), profile.workspace_bytes)
+    found: dict[float, float | None] = {}
+    for budget in budgets:
+        limit = math.floor(budget * peak)
+        cost = min((point.cost for point in front if point.peak_bytes <= limit), default=None)
+        found[budget] = None if cost is None else cost / unit
+    return found
+
+
+def _by_blocks(graph, profile, levels: int | None) -> list:
+    """The schedules of auto's dynamic programming, with at most so many ways for blocks to stay in part."""
+    known, cost = facts(graph), costs(graph, profile)
+    memory_bytes = peak_of(graph, everything(graph), profile.workspace_bytes)
+    schedules = []
+    for beside in {frozenset(): None, long_skips(graph): None}:
+        found = chain(graph, beside)
+        rows = [
+            replace(stage, levels=stage.levels[:levels])
+            for stage in stages(known, found, cost, profile.workspace_bytes)
+        ]
+        table = ChainTable(rows, memory_bytes)
+        slots = [slot for slot in range(table.slots, -1, -1) if not np.isinf(table.costs()[slot])]
+        orders = dict.fromkeys(tuple(table.operations(slot)) for slot in slots)
+        schedules += [auto._lowered(known, found, operations) for operations in orders]
+    return schedules

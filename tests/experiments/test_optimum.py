@@ -1,0 +1,57 @@
+"""Bounds, optima and policies in their order, and the search of auto taken apart into the parts that it has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ackpt
+from ackpt.experiments import optimum, sublinear
+from ackpt.experiments.frontier_models import checked_sizes, workload
+from ackpt.policies import auto
+from ackpt.policies.front import front
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def traced(model, *args):
+    graph = ackpt.trace(model, *args)
+    return graph, ackpt.profile(graph, workspace="measured")
+
+
+def test_bound_optimum_and_policies_are_in_order():
+    pytest.importorskip("scipy")
+    chain = sublinear.Chain(*(sublinear.Block(4) for _ in range(4)))
+    rows = optimum.distances(*traced(chain, torch.randn(256, 4)), (0.9, 0.8, 0.1), ("auto", "full"), exact=True)
+    for row in rows[:2]:
+        assert 0 <= row["bound"] <= row["ilp_bound"] == row["ilp"] <= row["auto"] <= row["full"]
+    assert rows[1]["ilp"] > rows[1]["bound"]
+    assert rows[2] == {"budget": 0.1, "bound": None, "ilp": None, "ilp_bound": None, "auto": None, "full": None}
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "loss"),
+    [(optimum.MLPBlock(8), torch.randn(32, 8), None), (optimum.SmallUNet(), torch.randn(1, 3, 16, 16), 0)],
+)
+def test_the_models_train(model, x, loss):
+    found = model(x)
+    assert found.shape == (x.shape if loss is None else ())
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_parts_of_auto_end_in_its_front_and_none_makes_it_worse():
+    sizes = {"layers": 2, "dim": 16, "heads": 2, "ff_dim": 32, "vocab_size": 20, "seq_len": 24, "batch_size": 2}
+    work = workload("transformer", checked_sizes("transformer", sizes), 0)
+    graph, profile = traced(work.model, *work.args)
+    parts = optimum.parts_of_auto(graph, profile)
+    assert [*parts] == ["segments", "blocks", "levels", "policies", "refined"]
+    points = front(graph, profile, auto.candidates)
+    assert [point[:2] for point in parts["refined"]] == [point[:2] for point in points]
+    budgets = (0.8, 0.6)
+    costs = [optimum.least_costs(graph, profile, part, budgets) for part in parts.values()]
+    for budget in budgets:
+        found = [float("inf") if cost[budget] is None else cost[budget] for cost in costs]
+        assert found[0] > found[1] and found == sorted(found, reverse=True)
+        assert costs[-1][budget] == ackpt.plan(graph, budget, profile=profile).cost
+    assert optimum.least_costs(graph, profile, points, (0.01,)) == {0.01: None}
