@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from ackpt.graph.budget import from_text
 from ackpt.meter import memory_format
 from ackpt.results import RecordError, load_reference
 
 from .batch_size import EXPERIMENT, LARGEST, PREDICTED
 from .report import aligned
-from .steps import PLAIN
+from .steps import PLAIN, needs_limit
 
 MIB = 2**20
 COLUMNS = {
@@ -114,8 +115,8 @@ def text_table(records) -> str:
 
 
 def _published(config):
-    """The published figures of a ResNet at its full size, if the repository is here."""
-    if not config["model"].startswith("resnet") or config["fields"] or config["image_size"] not in (None, 224):
+    """The published figures, if the repository is here and this is their model: by what an image adds, a ResNet-152."""
+    if config["model"] != "resnet152" or config["fields"] or config["image_size"] not in (None, 224):
         return None
     try:
         return load_reference("mu-two-resnet")
@@ -141,7 +142,7 @@ def _notes(records) -> list[str]:
     notes = [
         f"{config['model']}{fields}, {size}, {config['dtype']}, AdamW; {where['device_name']}, "
         f"{where['threads']} threads; torch {where['torch']}; sizes in MiB = 2^20 bytes",
-        "auto@0.5: at most 0.5 of the plain step's dynamic peak; auto: at most the limit",
+        *_budgets(dict.fromkeys(record.config["method"] for record in records)),
     ]
     for record in records:
         if "not_run" in record.metrics:
@@ -155,6 +156,19 @@ def _notes(records) -> list[str]:
         equal = "equal to the last bit" if config["device"] == "cpu" else "equal within tolerance"
         notes.append(f"gradients of all measured methods and of the plain model: {equal} (checked)")
     return notes
+
+
+def _budgets(methods) -> list[str]:
+    """What the budgets of these methods mean."""
+    meant = []
+    for name in methods:
+        budget = name.partition("@")[2]
+        if budget:
+            share = isinstance(from_text(budget), float)
+            meant.append(f"{name}: at most {budget} of " + ("the plain step's dynamic peak" if share else "everything"))
+        elif needs_limit(name):
+            meant.append(f"{name}: at most the limit")
+    return ["; ".join(meant)] if meant else []
 
 
 def _mib(size: int | None) -> float | None:

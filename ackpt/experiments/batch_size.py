@@ -1,8 +1,7 @@
 """Peak memory and latency against the batch size, with and without checkpointing; the largest batch within a limit.
 
-Published for a ResNet and a Transformer by mu-TWO (Purandare et al., MLSys 2023) and those who reproduced it, at
-batches of 4 to 64. A batch is measured where it fits the machine, else predicted from shapes; a record says which by
-its experiment's name.
+Published for a ResNet, at batches of 4 to 64, by a reproduction of mu-TWO (Purandare et al., MLSys 2023). A batch is
+measured where it fits the machine, else predicted from shapes; a record says which by its experiment's name.
 """
 
 from __future__ import annotations

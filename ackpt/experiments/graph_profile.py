@@ -69,7 +69,8 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int):
             events = range(pitch * place, pitch * place + len(step.live))
             handles |= plots.stack(axes, events, {"resident": [resident_bytes] * len(events), **step.categories})
             peak = (resident_bytes + step.peak_bytes) / plots.MIB
-            plots._mark_peak(axes, events[step.peak_index], peak, 2 * pitch * len(steps))
+            at, width = events[step.peak_index], pitch * len(steps)
+            plots._mark_peak(axes, at, peak, width if at > 0.8 * width else 2 * width)  # the legend is on the right
             axes.axvline(events[step.boundary or 0], **broken)
         axes.set_xticks([pitch * place + len(step.live) / 2 for place, step in enumerate(steps.values())], [*steps])
         axes.tick_params(axis="x", length=0)

@@ -1,0 +1,177 @@
+"""What mu-TWO knows of intermediates, how its choices change that, and what its printed pseudocode makes of it.
+
+Purandare et al., mu-TWO, MLSys 2023; the policy is `ackpt.policies.mu_two`. Functions whose name begins with
+``printed`` follow the pseudocode of the paper where it errs, as far as one error reaches; they are here to be measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..graph.facts import facts
+from ..graph.joint import JointGraph
+from ..graph.schedule import Schedule, everything, lower
+from ..graph.simulate import peak_of, step_peaks
+from ..graph.swap import offloadable, offloaded
+from ..policies.costs import costs
+from ..policies.intermediates import Intermediate, Link, drop, intermediates
+from ..policies.mu_two import State, schedules_of, states
+
+
+def name_of(graph: JointGraph, intermediate: Intermediate) -> str:
+    """The name of the node that makes it."""
+    return graph.nodes[intermediate.rank].name
+
+
+def found(graph: JointGraph, profile) -> list[Intermediate]:
+    """The intermediates of the plain step, in the order of the forward; nothing has been chosen yet."""
+    swaps = None if profile.seconds is None else profile.swap_seconds
+    return list(intermediates(facts(graph), everything(graph), costs(graph, profile), swaps).values())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice of algorithm B and where it leads.
+
+    ``chosen``: name, None before the first; ``recompute_ratio``, ``total_recomp_time``: of every intermediate that is
+    neither dropped nor swapped, by name, after the choice; ``recomp_time``: of those that are dropped;
+    ``saved_bytes``: kept on the device for backward. Dynamic peaks: ``printed_bytes`` as the printed algorithm G
+    estimates them, ``blind_bytes`` as it does with its start mended, ``once_bytes`` and ``each_bytes`` simulated:
+    what is dropped runs again once, or each for itself.
+    """
+
+    chosen: str | None
+    is_swap: bool
+    recompute_ratio: dict[str, float]
+    total_recomp_time: dict[str, float]
+    recomp_time: dict[str, float]
+    saved_bytes: int
+    printed_bytes: int
+    blind_bytes: int
+    once_bytes: int
+    each_bytes: int
+
+
+def choices(graph: JointGraph, profile, at_most: int | None = None) -> list[Choice]:
+    """Algorithm B from before its first choice on, to its end or for `at_most` choices."""
+    result: list[Choice] = []
+    every: list[Intermediate] = []
+    for state in states(graph, profile):
+        every = every or list(state.kept)
+        result.append(_choice(graph, profile, state, every))
+        if at_most is not None and len(result) > at_most:
+            break
+    return result
+
+
+def _choice(graph: JointGraph, profile, state: State, every: list[Intermediate]) -> Choice:
+    bytes_of = facts(graph).bytes
+    schedules = schedules_of(graph, profile, state)
+    once, each = (peak_of(graph, schedule, profile.workspace_bytes) for schedule in schedules)
+    here = [i for i in state.kept if i not in state.swaps]
+    return Choice(
+        chosen=None if state.chosen is None else name_of(graph, state.chosen),
+        is_swap=state.is_swap,
+        recompute_ratio={name_of(graph, i): i.recompute_ratio for i in here},
+        total_recomp_time={name_of(graph, i): i.total_recomp_time for i in here},
+        recomp_time={name_of(graph, i): i.recomp_time for i in every if i not in state.kept},
+        saved_bytes=sum(bytes_of[storage] for i in here for storage in i.storages),
+        printed_bytes=estimated(graph, profile, every, here, from_all=True),
+        blind_bytes=estimated(graph, profile, every, here, from_all=False),
+        once_bytes=once,
+        each_bytes=each,
+    )
+
+
+def estimated(
+    graph: JointGraph, profile, every: list[Intermediate], kept: list[Intermediate], *, from_all: bool
+) -> int:
+    """Dynamic peak by algorithm G: what lives at a node of the plain step, less what is away there.
+
+    What is not `kept` is away from its last access in the forward to its first in backward, and there from then to its
+    last; that something else must run and live to bring it back is left out. With `from_all`, as printed, backward
+    begins with all of `every`, and what comes back is added to that and deleted once.
+    """
+    plain = everything(graph)
+    orders = [[step.id for step in steps if step.kind == "compute"] for steps in (plain.forward, plain.backward)]
+    peaks = step_peaks(graph, plain, profile.workspace_bytes)
+    there = {storage for i in kept for storage in i.storages}
+    away = [graph.storages[s] for i in every for s in i.storages if s not in there]
+    most = 0
+    for order, live in zip(orders, peaks):
+        for node, size in zip(order, live):
+            for storage in away:
+                first, last = storage.first_bw_access, storage.last_bw_access
+                if first is None or last is None:
+                    continue
+                if node < graph.boundary:
+                    begins = storage.producer if storage.last_fw_access is None else storage.last_fw_access
+                    size -= storage.bytes if node > begins else 0
+                elif from_all:
+                    size += storage.bytes if node >= first else 0
+                else:
+                    size -= storage.bytes if node < first else 0
+            most = max(most, size)
+    return most
+
+
+def printed_overhead(wanted: Intermediate, run_time, boundary: int) -> float:
+    """Seconds by algorithm C as printed: below 0 where the last operation hides more than is left of the copy."""
+    assert wanted.swap_time is not None
+    left = wanted.swap_time
+    for node in range(wanted.first_bw_access - 1, boundary - 1, -1):
+        if left <= 0:
+            break
+        left -= run_time[node]
+    return left
+
+
+def along_paths(every: list[Intermediate], wanted: Intermediate) -> float:
+    """recomp_time of `wanted` with all others dropped, as lists of sources give it: every path to an ancestor counts.
+
+    `every` are as `found` gives them, before any choice.
+    """
+    known: dict[int, float] = {}
+    for each in sorted(every, key=lambda i: i.rank):
+        known[each.rank] = each.recomp_time + sum(known[source] for source in each.recomp_srcs)
+    return known[wanted.rank]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What algorithm B decides for a budget: its schedule, how many it swaps and drops, and seconds it adds."""
+
+    schedule: Schedule
+    swapped: int
+    dropped: int
+
+
+def decided(graph: JointGraph, profile, limit_bytes: int, *, as_printed: bool = False) -> Decided | None:
+    """Algorithm B until the simulated peak fits, the paper's own loop; None if nothing is left before it does.
+
+    `as_printed`: it evicts once before it looks at the peak, and what it takes from the candidates to recompute is the
+    one it would swap. Profiles with times of copies only.
+    """
+    known, kept, link = facts(graph), found(graph, profile), Link(costs(graph, profile), graph.boundary)
+    recomps: list[Intermediate] = []
+    swaps: list[Intermediate] = []
+    evicted = not as_printed
+    while True:
+        saved = known.pinned.union(*(i.storages for i in kept))
+        schedule = lower(graph, saved)
+        away = {storage for i in swaps for storage in i.storages}
+        schedule = offloaded(graph, schedule, away.intersection(offloadable(graph, schedule)), profile, limit_bytes)
+        if evicted and peak_of(graph, schedule, profile.workspace_bytes) <= limit_bytes:
+            return Decided(schedule, len(swaps), len(recomps))
+        candidates = [i for i in kept if i not in swaps and i.can_recompute]
+        if not candidates:
+            return None
+        swap = max(candidates, key=lambda i: i.inactive_time)
+        recompute = max(candidates, key=lambda i: i.recompute_ratio)
+        if recompute.total_recomp_time < link.overhead(swap):
+            drop(swap if as_printed else recompute, recomps, kept)
+        else:
+            link.overhead(swap, spend=True)
+            swaps.append(swap)
+        swaps = [i for i in swaps if i in kept]
+        evicted = True
