@@ -18,9 +18,9 @@ from ackpt.experiments.plan_models import training_step
 from ackpt.experiments.steps import Method, RunStep, method, require_equal
 from ackpt.results import Record, load_reference
 
-FIELDS = {"dim": 32, "ff_dim": 64, "layers": 3, "head_dim": 16}
+FIELDS = {"dim": 32, "ff_dim": 64, "layers": 2, "head_dim": 16}
 TINY = BatchSizeConfig(
-    "transformer", (4, 8), seq_len=8, fields=FIELDS, methods=("plain", "per-block", "auto@0.7", "auto")
+    "transformer", (4, 8), seq_len=16, fields=FIELDS, methods=("plain", "per-block", "auto@0.7", "auto")
 )
 SCRATCH = 64 * 1024  # bytes of CPU flash attention, which shapes do not show
 
@@ -168,11 +168,11 @@ COMMAND = ["batch-size", "--model", "transformer", "--seq-len", "8", "--set", *(
 
 
 def test_the_command_predicts_without_running(tmp_path, capsys):
-    arguments = [*COMMAND, "--predict", "--batches", "2,4", "--methods", "plain,per-block", "--limit", "1MiB"]
+    arguments = [*COMMAND, "--predict", "--batches", "2,4", "--methods", "plain,per-block", "--limit", "384KiB"]
     assert main([*arguments, "--out", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert {record["experiment"] for record in printed} == {"batch-size-predicted", "largest-batch-predicted"}
-    assert all(record["config"]["limit_bytes"] == 2**20 for record in printed)
+    assert all(record["config"]["limit_bytes"] == 384 * 2**10 for record in printed)
     names = [f"batch-size-predicted-transformer-B{b}-{m}.json" for b in (2, 4) for m in ("per-block", "plain")]
     names += [f"largest-batch-predicted-transformer-{m}.json" for m in ("per-block", "plain")]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
