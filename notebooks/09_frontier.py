@@ -105,8 +105,9 @@ for budget in (7, 6, 5, 4, 3):
 # \sum_{s \text{ read later}} b_s k_s &\le B - \text{bytes that live then} && \text{at every instant of backward.}
 # \end{aligned} $$
 #
-# Every real plan satisfies these conditions with its zeros and ones. So no plan costs less than the optimum of this
-# program. It is solved in a moment for thousands of operations, and each plan with a budget carries it:
+# Every plan that runs the operations of backward once and in the graph's order, as all of this package do, satisfies
+# these conditions with its zeros and ones. So no such plan costs less than the optimum of this program. For the graphs
+# of this book it is solved in a moment, and each plan with a budget carries it:
 #
 # $$ \texttt{plan.lower\_bound} \;\le\; \text{optimum} \;\le\; \texttt{plan.cost} , \qquad
 # \texttt{plan.gap} = \frac{1 + \texttt{plan.cost}}{1 + \texttt{plan.lower\_bound}} - 1 . $$
@@ -154,7 +155,8 @@ path = write_text_atomic("results/tables/09_exact.md", table)
 # ```{include} ../../results/tables/09_exact.md
 # ```
 #
-# Each of these optima was proved, and lies where it must: not below the bound, not above any policy.
+# Each of these optima was proved, for the graph's own order of operations, and lies where it must: not below the bound,
+# not above any policy.
 
 # %%
 for row in exact:
@@ -250,9 +252,9 @@ print(f"auto is within 2 % of the bound at {near}")
 print(f"worst gap: {max(gaps):.0%}, at {furthest['budget']}")
 
 # %% [markdown]
-# Down to about a third of the peak `auto` is proved to be within two per cent of whatever algorithm one could think of.
-# Below, its cost rises steeply and the bound does not. Some of that is the bound's fault: it gives recomputations no bytes of
-# their own, and at such budgets they need most of what there is. How much is whose fault is not known.
+# Down to about a third of the peak `auto` is proved to be within two per cent of any other algorithm for such plans.
+# Below, its cost rises steeply and the bound does not. Some of that is the fault of the bound: it gives recomputations
+# no bytes of their own, and at such budgets they need most of what there is. How much is whose fault is not known.
 
 # %% [markdown]
 # ## The frontier
@@ -262,10 +264,11 @@ print(f"worst gap: {max(gaps):.0%}, at {furthest['budget']}")
 #
 # - **checkpoint**: `torch.utils.checkpoint` around every layer;
 # - **selective**: the same, keeping the results of matrix products and attention;
-# - **memory budget**: `torch._functorch.config.activation_memory_budget` under `torch.compile`, at five settings.
+# - **memory budget**: `activation_memory_budget` of `torch._functorch.config`, under `torch.compile`, at five settings.
 #
 # Every step starts from the same parameters and the same batch. Its bytes come from the allocator, its FLOPs are
-# counted as they run. `ackpt frontier` on the command line does the same.
+# counted as they run. The command `ackpt frontier` does the same; without options its model has eight layers of four
+# times the width, and takes a while.
 
 # %%
 record = run_frontier(config, SOURCE)
@@ -365,9 +368,8 @@ path = plots.save(figure, "results/figures/09_explorer.png")
 # :alt: Live memory of the planned step for budgets of 80, 50 and 30 per cent of the plain peak. A rising forward and a falling backward lie under a lower and lower ceiling, and the backward gets longer.
 # ```
 #
-# Things to try. From 100 % down to 60 %: which activations go first? They are those that cost nothing but traffic. At
-# 40 %: what is the last layer spared, and why? Below 30 %: the teeth in backward get narrower and more, as parts run
-# several times.
+# Things to try. From 100 % down to 60 %: which activations go first? They are those that cost little but traffic. At
+# 40 %: what is the last layer spared, and why? Below 30 %: how the backward grows, as parts run several times.
 
 # %% [markdown]
 # ## Which method when
@@ -421,15 +423,15 @@ print(f"never best on this model: {', '.join(never)}")
 # Why are some never best?
 #
 # - **full**, **chen-sqrt**, **chen-log** keep a tensor between blocks or run whole blocks again, with their matrix
-#   products. Most of a block's bytes cost next to nothing to make again: norms, activations, sums. They pay for all.
+#   products. Much of a block costs next to nothing to make again: norms, activations, sums. They pay for all of it.
 # - **revolve** keeps states only; with memory to spare it does not know what to do with it.
 # - **rotor** keeps a block as a whole, or not at all.
-# - **checkpoint** is *full* without a planner, and runs the last block again, too, which nobody needs.
+# - **checkpoint** is *full* without a planner: one point, whatever the budget.
 # - **min-cut** and the **memory budget** choose well what to save, but count saved bytes: from some budget on they
 #   cannot go down, and the latter goes up.
 #
 # None of this makes them bad. *checkpoint* and *selective* need no graph and no budget, and run where a model cannot be
-# captured. If the model fits with *selective*, which costs next to nothing, take it. The formulas of Chen and of
+# captured. If the model fits with *selective*, which runs no matrix product again, take it. The formulas of Chen and of
 # Revolve need no profile. `auto` is for the rest: when a number of bytes must be met.
 
 # %% [markdown]
@@ -572,8 +574,8 @@ for row in exact:
     print(f"{row['model']:14} {row['budget']}: bound {of_bound:6.1%}, auto {of_auto:6.1%}")
 
 # %% [markdown]
-# On the MLP blocks all of the small gap is the bound's. On four equal blocks both are off: the bound, since it keeps
-# fractions, and `auto`, since a chain of four has few cuts to choose from.
+# On the MLP blocks all of the small gap is the bound's. On four equal blocks the bound is off, since it
+# keeps fractions, and at the tightest budget `auto` is, too: a chain of four has few cuts to choose from.
 #
 # :::{admonition} Exercise 4: another kind of model
 # :class: note

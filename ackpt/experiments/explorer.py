@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from ..errors import BudgetError
-from ..graph.plan import SAVED, Plan
+from ..graph.plan import RECOMPUTED, SAVED, Plan
 from ..policies import auto
 from ..policies.front import front
 from ..policies.planner import plan
@@ -18,6 +18,7 @@ from ..timeline import CATEGORIES, Timeline
 from .frontier_report import is_correct
 
 SCHEMA = {"schema": "ackpt.explorer", "version": 1}
+_LETTERS = {SAVED: "s", RECOMPUTED: "r", None: "-"}
 STEP = 2  # per cent of the plain step's dynamic peak between two budgets
 BUCKETS = 160  # of events, of which each keeps the one with most live bytes
 
@@ -32,9 +33,10 @@ def explorer(graph, profile, record) -> dict:
     Returns:
         Plain JSON. ``budgets``: in per cent of the plain step's dynamic peak, with ``plan``, an index into ``plans``,
         None where the budget is refused, and ``lower_bound``, the least cost within that budget. A plan's ``fates`` has
-        a letter for each of ``activations``, s for saved and r for recomputed; its ``live`` has bytes by category for
-        each bucket of ``events_in_bucket`` allocations and frees, taken where most live; ``boundary`` counts the
-        buckets before backward. ``least_bytes``: the smallest dynamic peak that can be planned.
+        a letter for each of ``activations``, s for saved, r for recomputed, - for what neither this plan's backward nor
+        the plain step's needs; its ``live`` has bytes by category for each bucket of ``events_in_bucket`` allocations
+        and frees, taken where most live; ``boundary`` counts the buckets before backward. ``least_bytes``: the smallest
+        dynamic peak that can be planned.
     """
     plain = plan(graph, policy="none", profile=profile)
     if record.metrics["baseline"]["predicted_peak_bytes"] != plain.dynamic_peak_bytes:
@@ -43,6 +45,9 @@ def explorer(graph, profile, record) -> dict:
     events = max(len(one.timeline.live) for one in plans)
     width = -(-events // BUCKETS)
     names = [name for name in CATEGORIES if any(any(one.timeline.categories.get(name, ())) for one in plans)]
+    order = {node.name: node.id for node in graph.nodes}
+    every = {a.name: a for one in (plain, *plans) for a in one.activations}
+    activations = sorted(every.values(), key=lambda activation: order[activation.name])
     return {
         **SCHEMA,
         "model": record.config["model"],
@@ -55,9 +60,9 @@ def explorer(graph, profile, record) -> dict:
         "least_bytes": front(graph, profile, auto.candidates)[-1].peak_bytes,
         "events_in_bucket": width,
         "categories": names,
-        "activations": [{"name": a.name, "module": a.module, "bytes": a.bytes} for a in plain.activations],
+        "activations": [{"name": a.name, "module": a.module, "bytes": a.bytes} for a in activations],
         "budgets": budgets,
-        "plans": [_shown(one, names, width) for one in plans],
+        "plans": [_shown(one, [a.name for a in activations], names, width) for one in plans],
         "front": record.metrics["front"],
         "peers": [
             {
@@ -87,14 +92,14 @@ def _plans(graph, profile) -> tuple[list[dict], list[Plan]]:
     return budgets[::-1], [found for _, found in plans.values()]
 
 
-def _shown(found: Plan, names: list[str], width: int) -> dict:
+def _shown(found: Plan, activations: list[str], names: list[str], width: int) -> dict:
     kept, boundary = _highest(found.timeline, width)
     return {
         "peak_bytes": found.dynamic_peak_bytes,
         "saved_bytes": found.saved_bytes,
         "recompute_flops": found.recompute_flops,
         "cost": found.cost,
-        "fates": "".join("s" if a.fate == SAVED else "r" for a in found.activations),
+        "fates": "".join(_LETTERS[found.fates.get(name)] for name in activations),
         "boundary": boundary,
         "live": {name: [found.timeline.categories[name][event] for event in kept] for name in names},
     }

@@ -133,9 +133,9 @@
     data.activations.forEach((activation, index) => {
       const part = partOf(activation.module);
       if (!rows.has(part)) {
-        element("span", grid, part, { class: "module" });
+        const name = element("span", grid, part, { class: "module" });
         const strip = element("div", grid, "", { class: "strip", role: "img" });
-        rows.set(part, { strip, kept: element("span", grid, "", { class: "kept" }), cells: [] });
+        rows.set(part, { name, strip, kept: element("span", grid, "", { class: "kept" }), cells: [] });
       }
       const row = rows.get(part);
       const cell = element("span", row.strip, "", { style: `flex-grow:${activation.bytes}` });
@@ -154,7 +154,7 @@
       answer.textContent = refused
         ? `Refused: the smallest dynamic peak that policy auto can plan is ${mib(data.least_bytes)}, ` +
           `${percent(data.least_bytes / data.plain.peak_bytes)} of the plain step's. Below is the plan for the smallest budget shown that it keeps.`
-        : `The plan saves ${kept} of ${plan.fates.length} activations and runs ${percent(plan.recompute_flops / data.plain.flops)} ` +
+        : `The plan saves ${kept} of ${plan.fates.replaceAll("-", "").length} activations and runs ${percent(plan.recompute_flops / data.plain.flops)} ` +
           `of the step's FLOPs again.`;
       const gap = row.lower_bound === null ? null : (1 + plan.cost) / (1 + row.lower_bound) - 1;
       const texts = {
@@ -171,15 +171,18 @@
       }
       drawTimeline(timeline, data, plan, limit);
       drawFront(front, data, plan, limit);
-      for (const [part, { strip, kept: label, cells }] of rows) {
+      for (const [part, { name, strip, kept: label, cells }] of rows) {
         let bytes = 0, all = 0;
         for (const { cell, activation, index } of cells) {
-          const fate = plan.fates[index] === "s" ? "saved" : "recomputed";
-          cell.className = fate;
+          const fate = { s: "saved", r: "recomputed" }[plan.fates[index]];
+          cell.className = fate ?? "";
+          cell.hidden = !fate; // not needed by this plan's backward
+          if (!fate) continue;
           cell.title = `${activation.name}${activation.module ? ` in ${activation.module}` : ""}: ${mib(activation.bytes)}, ${fate}`;
           all += activation.bytes;
           bytes += fate === "saved" ? activation.bytes : 0;
         }
+        for (const part of [name, strip, label]) part.hidden = !all;
         label.textContent = `${(bytes / MIB).toFixed(1)} / ${mib(all)}`;
         strip.setAttribute("aria-label", `${part}: ${mib(bytes)} of ${mib(all)} saved`);
       }
