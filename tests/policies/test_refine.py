@@ -1,0 +1,53 @@
+"""Plans from which runs are spared: within their limit, cheaper, and sound."""
+
+from __future__ import annotations
+
+import pytest
+from planned_models import MODELS, SKIPS, line, traced
+
+import ackpt
+from ackpt.graph import simulate
+from ackpt.graph.schedule import everything, lower, recomputed
+from ackpt.policies import front, rotor_chain
+from ackpt.policies.costs import added_cost, costs
+from ackpt.policies.full import segmentations
+from ackpt.policies.refine import keeping, spared
+
+TRIES = 200
+
+
+@pytest.mark.parametrize("name", [*MODELS, *SKIPS])
+def test_what_is_spared_costs_less_and_keeps_the_limit(name):
+    graph, profile = traced(name)
+    cost, workspace = costs(graph, profile), profile.workspace_bytes
+    plain = simulate(graph, profile, everything(graph)).peak_bytes
+    for schedule in [lower(graph, saved) for saved in segmentations(graph)][-2:]:
+        peak, before = simulate(graph, profile, schedule).peak_bytes, added_cost(graph, schedule, cost)
+        for limit in (peak, (peak + plain) // 2, max(peak, plain)):
+            less, left = spared(graph, schedule, cost, workspace, limit, TRIES)
+            assert simulate(graph, profile, less).peak_bytes <= limit
+            assert added_cost(graph, less, cost) <= before and 0 <= left <= TRIES
+        if peak < plain:  # there is room for everything
+            assert added_cost(graph, less, cost) == 0
+
+
+@pytest.mark.parametrize("name", [*MODELS, *SKIPS])
+def test_what_is_kept_runs_once(name):
+    graph, profile = traced(name)
+    schedule = lower(graph, segmentations(graph)[-1])
+    cost, results = costs(graph, profile), {storage.producer for storage in graph.storages}
+    for place in sorted(results.intersection(recomputed(graph, schedule)), key=lambda place: -cost[place])[:4]:
+        kept = keeping(graph, schedule, place)
+        simulate(graph, profile, kept)
+        assert place not in recomputed(graph, kept)
+
+
+def test_at_the_lowest_peak_of_a_recursion_much_of_it_can_be_spared():
+    model, inputs = line(pairs=6, width=16)
+    graph = ackpt.trace(model, *inputs)
+    profile = ackpt.profile(graph)
+    lowest = front.front(graph, profile, rotor_chain.candidates)[-1]
+    cost = costs(graph, profile)
+    less, _ = spared(graph, lowest.schedule, cost, profile.workspace_bytes, lowest.peak_bytes, TRIES)
+    assert simulate(graph, profile, less).peak_bytes <= lowest.peak_bytes
+    assert added_cost(graph, less, cost) < lowest.cost / 2
