@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ackpt.results import environment
+from ackpt.results import Record, environment
 
 from .batch_size import record, step_metrics
 from .settings import record_config
@@ -78,7 +78,12 @@ def run_bert(config: BertStepConfig = CPU, command: str = "", timed_rounds: int 
     """
     yield _records(config, command, timed_rounds, predict_only)
     if config.device == "cpu" and not predict_only:
-        yield _records(replace(GPU, methods=config.methods), command, 0, True)
+        yield predicted(replace(GPU, methods=config.methods), command)
+
+
+def predicted(config: BertStepConfig = GPU, command: str = "") -> list[Record]:
+    """One Record per method, from shapes alone."""
+    return _records(config, command, 0, True)
 
 
 def _records(config: BertStepConfig, command: str, timed_rounds: int, predict_only: bool):
