@@ -78,6 +78,20 @@ def _row(record, plain, printed) -> dict:
     return row
 
 
+def peaks(records) -> tuple[list[int], dict[str, list], dict[str, list]]:
+    """Batch sizes in order, and peaks by method at each of them, measured and predicted: None where there is none."""
+    steps = [r for r in records if r.experiment.startswith(EXPERIMENT) and "not_run" not in r.metrics]
+    sizes = sorted({r.config["batch_size"] for r in steps})
+    measured: dict[str, list] = {r.config["method"]: [None] * len(sizes) for r in steps}
+    predicted: dict[str, list] = {method: [None] * len(sizes) for method in measured}
+    for record in steps:
+        method, place = record.config["method"], sizes.index(record.config["batch_size"])
+        if how(record) == "measured":
+            measured[method][place] = record.metrics["peak_bytes"]
+        predicted[method][place] = record.metrics.get("predicted_peak_bytes", record.metrics["peak_bytes"])
+    return sizes, measured, predicted
+
+
 def largest_rows(records) -> list[dict]:
     """One row per record of a largest batch, with the keys of `LARGEST_COLUMNS`."""
     found = [record for record in records if record.experiment.startswith(LARGEST)]

@@ -1,6 +1,6 @@
 """The largest batch whose step stays within a limit of memory: found by search, checked by running it.
 
-On the CPU a batch fits if its predicted peak does, and the largest is run once: the measured peak decides. On a GPU
+On the CPU a batch that should fit by its prediction is run, and the measured peak decides. On a GPU
 every batch that is asked for is run, with `torch.cuda.set_per_process_memory_fraction` as the limit.
 """
 
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
+
+from ackpt.errors import BudgetError
 
 from .step_shapes import Shapes, does_not_fit
 from .steps import Method, NotRun, RunStep, Setting, needs_limit
@@ -76,24 +78,37 @@ def largest_predicted(method: Method, limit_bytes: int, shapes: Callable[[int], 
 
 
 def largest_on_cpu(method: Method, limit_bytes: int, shapes: Callable[[int], Shapes], known: Iterable[int]) -> Largest:
-    """By prediction, then run: as long as the measured peak is over the limit, one less.
+    """By prediction, then run; where that is over the limit, by running, from where the peak says that it may fit.
 
     What operations take within themselves is in the measured peak and not in the prediction.
     """
     found = largest_predicted(method, limit_bytes, shapes, known)
-    for batch in range(found.batch, 0, -1):
-        predicted = shapes(batch).least_bytes(method)
-        if reason := does_not_fit(limit_bytes if needs_limit(method.name) else predicted, "cpu"):
-            return Largest(batch, predicted, None, reason)
-        run = RunStep(shapes(batch).setting)
-        try:
-            run.prepare(method)
-        except NotRun:
-            continue
-        measured = run.measure(method)["peak_bytes"]
-        if measured <= limit_bytes:
-            return Largest(batch, predicted, measured)
-    return Largest(0, None, None)
+    if found.least_peak_bytes is None:
+        return Largest(0, None, None)
+    if reason := does_not_fit(limit_bytes if needs_limit(method.name) else found.least_peak_bytes, "cpu"):
+        return replace(found, not_measured=reason)
+    peaks: dict[int, int] = {}
+
+    def fits(batch: int) -> bool:
+        peaks[batch] = _peak_on_cpu(shapes(batch).setting, method)
+        return peaks[batch] <= limit_bytes
+
+    if fits(found.batch):
+        return Largest(found.batch, found.least_peak_bytes, peaks[found.batch])
+    batch = search(fits, found.batch * limit_bytes // peaks[found.batch], found.batch - 1)
+    return Largest(batch, shapes(batch).least_bytes(method) if batch else None, peaks.get(batch))
+
+
+def _peak_on_cpu(setting: Setting, method: Method) -> int:
+    """The measured peak; if no plan keeps the method's budget, the least that it says it could keep."""
+    run = RunStep(setting)
+    try:
+        run.prepare(method)
+    except NotRun as refused:
+        error = refused.__cause__
+        assert isinstance(error, BudgetError) and error.least_bytes is not None
+        return error.least_bytes
+    return run.measure(method)["peak_bytes"]
 
 
 def largest_on_cuda(setting: Setting, method: Method, limit_bytes: int, guess: int = 1) -> Largest:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from ackpt.cli import main
 from ackpt.experiments import batch_report as report
 from ackpt.experiments import batch_size as experiment
 from ackpt.experiments.batch_size import SIZES, BatchSizeConfig, configuration, run_batch_size
-from ackpt.experiments.largest_batch import extrapolated, search
+from ackpt.experiments.largest_batch import Largest, extrapolated, largest_on_cpu, search
 from ackpt.experiments.offload import GradientsDiffer
 from ackpt.experiments.plan_models import training_step
 from ackpt.experiments.steps import Method, RunStep, method, require_equal
@@ -86,6 +87,17 @@ def test_tables_say_what_was_measured_and_stand_beside_the_published_figures(rec
     assert report.file_name(records[2]) == "batch-size-transformer-B4-auto-0.7.json"
 
 
+def test_peaks_by_method_keep_measured_and_predicted_apart(records):
+    config = {**records[0].config, "batch_size": 2}
+    other = Record("batch-size-predicted", config, {"peak_bytes": 7}, records[0].environment)
+    sizes, measured, predicted = report.peaks([*records, other])
+    found = steps(records)
+    assert sizes == [2, 4, 8] and list(measured) == list(predicted) == ["plain", "per-block", "auto@0.7"]
+    assert measured["plain"] == [None, *(found[batch, "plain"]["peak_bytes"] for batch in (4, 8))]
+    assert predicted["plain"] == [7, *(found[batch, "plain"]["predicted_peak_bytes"] for batch in (4, 8))]
+    assert predicted["auto@0.7"][0] is None
+
+
 def test_a_measured_figure_is_never_compared_with_a_predicted_one(records):
     plain, planned = records[0], records[2]
     other = Record("batch-size-predicted", planned.config, planned.metrics, planned.environment)
@@ -138,6 +150,23 @@ def test_the_search_finds_the_largest_from_any_guess(wanted, guess, at_most):
 def test_a_good_guess_costs_two_questions():
     asked = []
     assert search(lambda n: asked.append(n) or n <= 1000, 1000) == 1000 and asked == [1000, 1001]
+
+
+def test_where_measured_peaks_are_over_the_limit_few_batches_are_run(monkeypatch):
+    run = []
+
+    def measured(setting, method):
+        run.append(setting.batch_size)
+        return 1000 + 120 * setting.batch_size
+
+    predicted = Largest(40, 1000 + 100 * 40, None)
+    monkeypatch.setattr("ackpt.experiments.largest_batch.largest_predicted", lambda *arguments: predicted)
+    monkeypatch.setattr("ackpt.experiments.largest_batch._peak_on_cpu", measured)
+    shapes = lambda batch: SimpleNamespace(setting=TINY.setting(batch), least_bytes=lambda _: 1000 + 100 * batch)  # noqa: E731
+    found = largest_on_cpu(Method("plain"), 5000, shapes, (4, 8))
+    assert found == Largest(33, 4300, 1000 + 120 * 33)
+    assert 34 in run and len(run) <= 5
+    assert largest_on_cpu(Method("plain"), 1000, shapes, (4, 8)) == Largest(0, None, None)
 
 
 def test_a_line_through_two_peaks():

@@ -8,6 +8,7 @@ from torch import nn
 
 import ackpt
 from ackpt.experiments.mu_two import along_paths, choices, decided, found, name_of, printed_overhead
+from ackpt.experiments.mu_two_plots import ratio_plot
 from ackpt.graph import simulate
 from ackpt.models import LanguageModel, TransformerConfig
 from ackpt.policies.costs import costs
@@ -111,3 +112,10 @@ def test_the_loop_of_the_paper(language_model):
         if share == 1.0:
             assert (mended.swapped, mended.dropped) == (0, 0) and printed.swapped + printed.dropped == 1
     assert decided(graph, profile, 1) is None
+
+
+def test_the_figure_names_its_kinds_and_its_line():
+    figure = ratio_plot({"wide": [(0.1, 20.0), (0.2, 30.0)], "narrow": [(0.0, 2.0)]}, 8.0, "What is found")
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["wide", "narrow", "the link, both ways"]
+    assert axes.get_yscale() == "log" and "GB/s" in axes.get_ylabel()
