@@ -33,7 +33,7 @@ def add_frontier(commands) -> None:
     add("--model", help="transformer (default; 8 layers, 4 x 512 tokens) or resnet50 (8 images of 128 x 128)")
     for name in SIZES:
         add(f"--{name.replace('_', '-')}", type=int, metavar="N", help="a size of the model or its batch")
-    add("--policy", nargs="+", metavar="POLICY", help="auto full chen-sqrt chen-log revolve rotor min-cut ilp")
+    add("--policy", nargs="+", metavar="POLICY", help="auto full chen-sqrt chen-log revolve rotor min-cut ilp mu-two")
     add(
         "--budget", nargs="+", type=float, metavar="SHARE", help="shares of the plain step's peak (default 0.8 ... 0.1)"
     )
