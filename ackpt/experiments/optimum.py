@@ -21,11 +21,10 @@ from ..policies import auto, full, ilp_graph, mu_two, rotor_chain
 from ..policies.blocks import chain
 from ..policies.chain import ChainTable
 from ..policies.costs import costs, step_cost
-from ..policies.front import Point, pareto
+from ..policies.front import Point, front, pareto
 from ..policies.full import segmentations
 from ..policies.levels import stages
 from ..policies.planner import plan
-from ..policies.refine import refined
 from ..policies.skips import long_skips
 
 
@@ -111,20 +110,19 @@ def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
     found += _by_blocks(graph, profile, None)
     fronts["levels"] = pareto(graph, profile, found)
     found += [*rotor_chain.candidates(graph, profile), *mu_two.evictions(graph, replace(profile, swap_seconds=None))]
-    fronts["policies"] = points = pareto(graph, profile, found)
-    between = refined(graph, points, costs(graph, profile), profile.workspace_bytes)
-    fronts["refined"] = pareto(graph, profile, [*(point.schedule for point in points), *between])
+    fronts["policies"] = pareto(graph, profile, found)
+    fronts["refined"] = front(graph, profile, auto.candidates)
     return fronts
 
 
-def least_costs(graph, profile, front: list[Point], budgets) -> dict[float, float | None]:
+def least_costs(graph, profile, points: list[Point], budgets) -> dict[float, float | None]:
     """``{budget: cost of the cheapest point of a front that fits}``; None if none does."""
     unit = step_cost(everything(graph), costs(graph, profile)) or 1.0
     peak = peak_of(graph, everything(graph), profile.workspace_bytes)
     found: dict[float, float | None] = {}
     for budget in budgets:
         limit = math.floor(budget * peak)
-        cost = min((point.cost for point in front if point.peak_bytes <= limit), default=None)
+        cost = min((point.cost for point in points if point.peak_bytes <= limit), default=None)
         found[budget] = None if cost is None else cost / unit
     return found
 

@@ -9,7 +9,9 @@ import ackpt
 from ackpt.experiments import optimum, sublinear
 from ackpt.experiments.frontier_models import checked_sizes, workload
 from ackpt.policies import auto
-from ackpt.policies.front import front
+from ackpt.policies.costs import costs as costs_of
+from ackpt.policies.front import front, pareto
+from ackpt.policies.refine import refined
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +49,10 @@ def test_the_parts_of_auto_end_in_its_front_and_none_makes_it_worse():
     parts = optimum.parts_of_auto(graph, profile)
     assert [*parts] == ["segments", "blocks", "levels", "policies", "refined"]
     points = front(graph, profile, auto.candidates)
-    assert [point[:2] for point in parts["refined"]] == [point[:2] for point in points]
+    assert parts["refined"] == points
+    again = refined(graph, parts["policies"], costs_of(graph, profile), profile.workspace_bytes)
+    before = [point.schedule for point in parts["policies"]]
+    assert [point[:2] for point in pareto(graph, profile, [*before, *again])] == [point[:2] for point in points]
     budgets = (0.8, 0.6)
     costs = [optimum.least_costs(graph, profile, part, budgets) for part in parts.values()]
     for budget in budgets:
