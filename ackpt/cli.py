@@ -107,15 +107,10 @@ def _add_experiment(commands, name, summary, run):
     add("--ff-dim", type=int, help="width of the MLP")
     add("--layers", type=int, help="number of blocks")
     add("--head-dim", type=int, help="width of an attention head; divides --dim")
-    add("--device", help="cpu or cuda")
-    add("--dtype", help="float32, or autocast to bfloat16 or float16")
     add("--lr", type=float, help="AdamW's learning rate")
-    add("--seed", type=int)
-    add("--timed-rounds", type=int, default=5, metavar="N", help="interleaved rounds for the times (0: none)")
-    add("--predict", action="store_true", help="peaks from shapes alone; needs neither a GPU nor the memory")
     add("--profile-dir", metavar="FOLDER", help="torch profiler trace and TensorBoard scalars")
     add("--out", metavar="FOLDER", help="write one JSON record per method and sequence length")
-    add("--json", action="store_true", help="print the records as JSON instead of the table")
+    add_common(add, "bfloat16 or float16", 5)
     parser.set_defaults(run=run)
     return parser
 
@@ -143,14 +138,20 @@ def _add_offload(commands):
     add("--ff-dim", type=int, help="width of the MLP")
     add("--steps", type=int, help="steps whose gradients are compared with the plain model's")
     add("--min-bytes", type=int, metavar="BYTES", help="smaller storages stay on the device")
-    add("--device", help="cpu or cuda")
-    add("--dtype", help="float32, or autocast to bfloat16 or float16")
-    add("--seed", type=int)
-    add("--timed-rounds", "--repeats", type=int, default=5, metavar="N", help="interleaved rounds (0: no times)")
-    add("--predict", action="store_true", help="peaks from shapes alone; needs neither a GPU nor the memory")
     add("--out", metavar="FOLDER", help="write one JSON record per method, and figures if matplotlib is installed")
-    add("--json", action="store_true", help="print the records as JSON instead of the table")
+    add_common(add, "bfloat16 or float16", 5, "--repeats")
     parser.set_defaults(run=run_offload_experiment)
+
+
+def add_common(add, autocast: str, rounds: int, *also_rounds: str) -> None:
+    """The options that every experiment has: `autocast` are its dtypes, `rounds` its default of timed rounds."""
+    add("--device", help="cpu or cuda")
+    add("--dtype", help=f"float32, or autocast to {autocast}")
+    add("--seed", type=int)
+    timed = "interleaved rounds for the times (0: none)"
+    add("--timed-rounds", *also_rounds, type=int, default=rounds, metavar="N", help=timed)
+    add("--predict", action="store_true", help="peaks from shapes alone; needs neither a GPU nor the memory")
+    add("--json", action="store_true", help="print the records as JSON instead of the table")
 
 
 OPTIONS = {"seq_len": "seq_lens", "method": "methods", "lr": "learning_rate"}

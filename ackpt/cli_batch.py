@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-TIERS = ("cpu", "gpu")
+from .cli import TIERS, UsageError, _check_device, _printed, _writable, add_common
 
 
 def add_batch_size(commands) -> None:
@@ -24,7 +24,7 @@ def add_batch_size(commands) -> None:
         help="memory of the whole peak, such as 6GiB, or auto (default): what the plain step takes at the middle batch",
     )
     add("--image-size", type=int, metavar="N", help="height and width of images")
-    _add_common(add, "plain,per-block,auto@0.5,auto; auto without a budget keeps the limit")
+    _add_options(add, "plain,per-block,auto@0.5,auto; auto without a budget keeps the limit")
     parser.set_defaults(run=run_batch_size_command)
 
 
@@ -39,11 +39,11 @@ def add_bert(commands) -> None:
     )
     add = parser.add_argument
     add("--batch-size", type=int, metavar="N", help="sequences of a batch")
-    _add_common(add, "plain,per-block,auto@0.5 and other budgets")
+    _add_options(add, "plain,per-block,auto@0.5 and other budgets")
     parser.set_defaults(run=run_bert_command)
 
 
-def _add_common(add, methods: str) -> None:
+def _add_options(add, methods: str) -> None:
     add("--tier", choices=TIERS, help="default sizes: cpu is small, gpu as published; as --device if left out")
     add("--methods", type=_names, metavar="M,M,...", help=f"{methods}; any policy of ackpt.plan, @ and a budget")
     add("--seq-len", type=int, metavar="N", help="tokens of a sequence")
@@ -55,14 +55,9 @@ def _add_common(add, methods: str) -> None:
         metavar="FIELD=VALUE",
         help="fields of the model's configuration, values as in JSON: width=32 layers=2",
     )
-    add("--device", help="cpu or cuda")
-    add("--dtype", help="float32, or autocast to bfloat16")
     add("--lr", type=float, help="AdamW's learning rate")
-    add("--seed", type=int)
-    add("--timed-rounds", type=int, default=3, metavar="N", help="interleaved rounds for the times (0: none)")
-    add("--predict", action="store_true", help="from shapes alone; needs neither a GPU nor the memory")
     add("--out", metavar="FOLDER", help="write one JSON record per run")
-    add("--json", action="store_true", help="print the records as JSON instead of the table")
+    add_common(add, "bfloat16", 3)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -112,8 +107,6 @@ def _changes(arguments, *names: str) -> dict[str, Any]:
 
 def _checked(config, arguments):
     """The folder for records; what cannot work is refused before any work."""
-    from ackpt.cli import UsageError, _check_device, _writable
-
     _check_device(config, arguments)
     if arguments.timed_rounds < 0:
         raise UsageError(f"--timed-rounds must be at least 0, got {arguments.timed_rounds}")
@@ -122,8 +115,6 @@ def _checked(config, arguments):
 
 def _saved(groups, report, folder, arguments) -> int:
     """Write each record as soon as it is there, then print all."""
-    from ackpt.cli import _printed
-
     records = []
     for group in groups:
         for record in group:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -66,17 +66,8 @@ class BatchSizeConfig:
             self.setting(batch_size)
 
     def setting(self, batch_size: int) -> Setting:
-        return Setting(
-            self.model,
-            batch_size,
-            self.seq_len,
-            self.image_size,
-            self.fields,
-            self.device,
-            self.dtype,
-            self.learning_rate,
-            self.seed,
-        )
+        shared = (each.name for each in fields(Setting) if each.name != "batch_size")
+        return Setting(batch_size=batch_size, **{name: getattr(self, name) for name in shared})
 
 
 SMALL = {"dim": 128, "ff_dim": 512, "layers": 4}
