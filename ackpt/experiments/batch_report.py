@@ -66,16 +66,26 @@ def _row(record, plain, printed) -> dict:
     row["published_peak"], row["published_ms"] = other.get("peak"), other.get("milliseconds")
     if "not_run" in metrics:
         return row
-    row["peak"] = round(metrics["peak_bytes"] / MIB, 1)
-    if plain is not None and plain is not record and how(plain) == row["how"]:
-        row["vs_plain"] = change(metrics["peak_bytes"], plain.metrics["peak_bytes"])
-        if metrics["flops"] is not None and plain.metrics["flops"]:
-            row["flops"] = change(metrics["flops"], plain.metrics["flops"])
+    return row | figures(record, plain)
+
+
+def figures(record, plain) -> dict:
+    """Peak, FLOPs and time of a step that was run or predicted: MiB, ms, and differences to `plain` in per cent.
+
+    ``peak``, and where there is such a figure ``vs_plain``, ``flops``, ``ms`` and ``time``.
+    """
+    metrics = record.metrics
+    found = {"peak": round(metrics["peak_bytes"] / MIB, 1)}
+    other = None if plain is record else plain
+    if other is not None and how(other) == how(record):
+        found["vs_plain"] = change(metrics["peak_bytes"], other.metrics["peak_bytes"])
+        if metrics["flops"] is not None and other.metrics["flops"]:
+            found["flops"] = change(metrics["flops"], other.metrics["flops"])
     if "seconds_step" in metrics:
-        row["ms"] = round(1e3 * metrics["seconds_step"]["median"], 1)
-        if plain is not None and plain is not record and metrics["seconds_ratio"]["reference"] == PLAIN:
-            row["time"] = round(100 * (metrics["seconds_ratio"]["median"] - 1), 1)
-    return row
+        found["ms"] = round(1e3 * metrics["seconds_step"]["median"], 1)
+        if other is not None and metrics["seconds_ratio"]["reference"] == PLAIN:
+            found["time"] = round(100 * (metrics["seconds_ratio"]["median"] - 1), 1)
+    return found
 
 
 def peaks(records) -> tuple[list[int], dict[str, list], dict[str, list]]:
@@ -119,11 +129,11 @@ def text_table(records) -> str:
         return "no records"
     table = rows(records, _published(records[0].config))
     names = [name for name in COLUMNS if name == "peak" or any(row[name] is not None for row in table)]
-    lines = aligned([[COLUMNS[n] for n in names], *([_cell(n, row[n]) for n in names] for row in table)])
+    lines = aligned([[COLUMNS[n] for n in names], *([cell(n, row[n]) for n in names] for row in table)])
     limit = records[0].config["limit_bytes"]
     lines += ["", f"largest batch within {memory_format(limit)} ({limit} bytes)"]
     names = list(LARGEST_COLUMNS)
-    found = ([_cell("times" if n == "vs_plain" else n, row[n]) for n in names] for row in largest_rows(records))
+    found = ([cell("times" if n == "vs_plain" else n, row[n]) for n in names] for row in largest_rows(records))
     lines += aligned([[LARGEST_COLUMNS[n] for n in names], *found], left=1)
     return "\n".join([*lines, "", *_notes(records)])
 
@@ -138,10 +148,11 @@ def _published(config):
         return None
 
 
-def _cell(name: str, value) -> str:
+def cell(name: str, value) -> str:
+    """A figure as the table for a terminal shows it: a difference in per cent with its sign."""
     if value is None:
         return "-"
-    if name in ("vs_plain", "flops", "time"):
+    if name in ("vs_plain", "dynamic_vs_plain", "flops", "time"):
         return f"{value:+.1f} %"
     if name == "times":
         return f"x{value:.2f}"
@@ -165,11 +176,15 @@ def _notes(records) -> list[str]:
             )
     reasons = {record.metrics["not_measured"] for record in records if "not_measured" in record.metrics}
     notes += [f"predicted: {reason}" for reason in sorted(reasons)]
-    compared = [r for r in records if r.metrics.get("gradients_difference") is not None]
-    if compared:
-        equal = "equal to the last bit" if config["device"] == "cpu" else "equal within tolerance"
-        notes.append(f"gradients of all measured methods and of the plain model: {equal} (checked)")
-    return notes
+    return [*notes, *gradients_note(records)]
+
+
+def gradients_note(records) -> list[str]:
+    """The line that says what was found of gradients; none where none were compared."""
+    if all(record.metrics.get("gradients_difference") is None for record in records):
+        return []
+    equal = "equal to the last bit" if records[0].config["device"] == "cpu" else "equal within tolerance"
+    return [f"gradients of all measured methods and of the plain model: {equal} (checked)"]
 
 
 def _budgets(methods) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ackpt.results import RecordError, load_reference
 
-from .batch_report import change, how
+from .batch_report import cell, change, figures, gradients_note, how
 from .report import aligned
 from .steps import PER_BLOCK, PLAIN
 
@@ -44,18 +44,11 @@ def _row(record, plain) -> dict:
     row = {**dict.fromkeys(COLUMNS), "method": record.config["method"], "how": how(record)}
     if "not_run" in metrics:
         return row
-    row["peak"] = round(metrics["peak_bytes"] / MIB, 1)
+    row |= figures(record, plain)
     row["dynamic"] = round(metrics["dynamic_peak_bytes"] / MIB, 1)
     row |= {part: round(metrics["categories"].get(part, 0) / MIB, 1) for part in PARTS}
     if plain is not None and plain is not record and how(plain) == row["how"]:
-        row["vs_plain"] = change(metrics["peak_bytes"], plain.metrics["peak_bytes"])
         row["dynamic_vs_plain"] = change(metrics["dynamic_peak_bytes"], plain.metrics["dynamic_peak_bytes"])
-        if metrics["flops"] is not None and plain.metrics["flops"]:
-            row["flops"] = change(metrics["flops"], plain.metrics["flops"])
-    if "seconds_step" in metrics:
-        row["ms"] = round(1e3 * metrics["seconds_step"]["median"], 1)
-        if plain is not None and plain is not record and metrics["seconds_ratio"]["reference"] == PLAIN:
-            row["time"] = round(100 * (metrics["seconds_ratio"]["median"] - 1), 1)
     return row
 
 
@@ -134,20 +127,9 @@ def _table(records) -> list[str]:
     lines = [
         f"{config['model']}{fields}: {config['batch_size']} x {config['seq_len']} tokens, {config['dtype']}, AdamW; "
         f"{kind}; torch {where['torch']}; sizes in MiB = 2^20 bytes",
-        *aligned([[COLUMNS[n] for n in names], *([_cell(n, row[n]) for n in names] for row in table)], left=1),
+        *aligned([[COLUMNS[n] for n in names], *([cell(n, row[n]) for n in names] for row in table)], left=1),
     ]
     for record in records:
         if "not_run" in record.metrics:
             lines.append(f"not run: {record.config['method']}: {record.metrics['not_run']}")
-    if any(record.metrics.get("gradients_difference") is not None for record in records):
-        equal = "equal to the last bit" if config["device"] == "cpu" else "equal within tolerance"
-        lines.append(f"gradients of all methods and of the plain model: {equal} (checked)")
-    return lines
-
-
-def _cell(name: str, value) -> str:
-    if value is None:
-        return "-"
-    if name in ("vs_plain", "dynamic_vs_plain", "flops", "time"):
-        return f"{value:+.1f} %"
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
+    return [*lines, *gradients_note(records)]
