@@ -333,11 +333,12 @@ def wide_graph(width):
 
 
 wide = {width: wide_graph(width) for width in (256, 1024)}
-rates = {(width, name): ackpt.profile(graph, name) for width, graph in wide.items() for name in ("t4", "h200")}
+DEVICES = "t4", "h200"
+rates = {(width, name): ackpt.profile(wide[width], name) for width in wide for name in DEVICES}
 
 # %% tags=["hide-input"]
 rows = []
-for name in ("t4", "h200"):
+for name in DEVICES:
     g, costs_there = wide[256], rates[256, name]
     plain = simulate(g, costs_there, ackpt.plan(g, policy="none", profile=costs_there).schedule)
     for share in (1.0, 0.8, 0.6, 0.5):
@@ -495,12 +496,14 @@ path = write_text_atomic("results/tables/08_before_after.md", table)
 # ```
 #
 # The measured peaks are the planned ones, to the byte (the cell above would have stopped). Which operations run again?
+# They move more bytes than they compute FLOPs: the cost below weighs both, as the policy does.
 
 # %%
 for name, (_, _, plan) in measurements.items():
     again = [a.name for a in plan.activations if a.fate == "recomputed"]
     again = Counter(name.rstrip("_0123456789") for name in again)
-    print(f"{name}: {again.total()} of {len(plan.activations)} are recomputed")
+    of_all = f"{again.total()} of {len(plan.activations)}"
+    print(f"{name}: {of_all} are recomputed, which costs {plan.cost:.1%} of the step")
     print("   ", ", ".join(f"{count} {kind}" for kind, count in again.most_common(6)))
 
 # %% [markdown]
@@ -588,7 +591,8 @@ figure
 # What users want to know is the other way round: not how small the peak gets, but how large a batch fits. In a terminal,
 #
 # ```
-# ackpt batch-size --model resnet50 --batches 4,8,16,32,64 --methods plain,per-block,mu-two@0.7,mu-two
+# ackpt batch-size --model resnet50 --batches 4,8,16,32,64 \
+#     --methods plain,per-block,mu-two@0.7,mu-two
 # ```
 #
 # runs a step of forward, backward and AdamW at every batch size, without checkpointing, with a checkpoint around each
@@ -645,7 +649,7 @@ for name, batches in between.items():
 def batch_plot(name, planned):
     sizes, found, expected = batch_report.peaks(records[name])
     saves = 1 - found[planned][-1] / found["plain"][-1]
-    title = f"{name}: at a batch of {sizes[-1]} the plan saves {saves:.0%} of the whole peak"
+    title = f"{name}, batch {sizes[-1]}: the plan saves {saves:.0%} of the whole peak"
     return plots.line_plot(sizes, found, expected, title, xlabel="batch size")
 
 
