@@ -26,6 +26,7 @@ from .levels import stages
 from .refine import refined
 from .skips import long_skips
 
+_LONGEST = 4  # times the plain backward: longer ones cost more than a step, and long to look at
 _SMALL = 800  # nodes of a graph for which there is time for every candidate of `rotor` and `mu_two`, too
 
 
@@ -36,7 +37,12 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
 def candidates(graph: JointGraph, profile) -> list[Schedule]:
     """Solutions of the chain for every amount of memory, what the simpler policies find, and what lies between."""
     cost, plain = costs(graph, profile), everything(graph)
-    found = [plain, full.schedule(graph, profile, None), *(lower(graph, saved) for saved in segmentations(graph))]
+    found = [plain, full.schedule(graph, profile, None)]
+    for saved in segmentations(graph):
+        found.append(lower(graph, saved))
+        alone = mu_two.each_for_itself(facts(graph), saved)
+        if len(alone.backward) <= _LONGEST * len(plain.backward):
+            found.append(alone)
     memory_bytes = peak_of(graph, plain, profile.workspace_bytes)
     for beside in {frozenset(): None, long_skips(graph): None}:
         found += _chain_schedules(graph, chain(graph, beside), profile, cost, memory_bytes)
