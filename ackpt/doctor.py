@@ -14,6 +14,8 @@ OPTIONAL = (
     ("tensorboard", "profile", "--profile-dir"),
     ("matplotlib", "plots", "figures"),
     ("seaborn", "plots", "figures"),
+    ("scipy", "plan", "policy ilp, and the lower bound of a plan's cost"),
+    ("transformers", "hf", "ackpt plan hf:..."),
 )
 
 

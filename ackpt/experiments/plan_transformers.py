@@ -53,7 +53,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ValueError(
-            f"{TRANSFORMERS} models need the package transformers, which is not here: pip install transformers"
+            f"{TRANSFORMERS} models need the package transformers, which is not here: pip install 'ackpt[hf]'"
         ) from error
     transformers.logging.set_verbosity_error()
     return transformers
