@@ -335,7 +335,7 @@ def test_a_file_that_is_no_configuration(text, words, tmp_path, capsys):
 def test_without_transformers_the_error_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["plan", "hf:GPT2Config", "--seq-len", "8"]) == 2
-    assert "pip install transformers" in capsys.readouterr().err
+    assert "pip install 'ackpt[hf]'" in capsys.readouterr().err
 
 
 def test_an_output_that_cannot_be_written_is_found_before_the_work(tmp_path, capsys):
