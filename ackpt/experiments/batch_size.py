@@ -7,6 +7,7 @@ measured where it fits the machine, else predicted from shapes; a record says wh
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -124,6 +125,12 @@ def run_batch_size(config: BatchSizeConfig, command: str = "", timed_rounds: int
     for each in tqdm(searched, desc="largest batches", unit="method", disable=None, leave=False):
         answer = _largest(config, each, limit, shapes, predict_only)
         yield [record(LARGEST, {**_settings(config, limit), "method": each.name}, _answer(answer), where)]
+
+
+def predicted(config: BatchSizeConfig, command: str = "") -> list[Record]:
+    """The Records of all batch sizes from shapes alone; the largest batches are not searched."""
+    groups = run_batch_size(config, command, predict_only=True)
+    return [found for group in itertools.islice(groups, len(config.batches)) for found in group]
 
 
 def record(experiment: str, settings: dict, metrics: dict, where: dict) -> Record:

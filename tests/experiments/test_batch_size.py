@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ackpt.cli import main
 from ackpt.experiments import batch_report as report
 from ackpt.experiments import batch_size as experiment
-from ackpt.experiments.batch_size import SIZES, BatchSizeConfig, configuration, run_batch_size
+from ackpt.experiments.batch_size import SIZES, BatchSizeConfig, configuration, predicted, run_batch_size
 from ackpt.experiments.largest_batch import Largest, extrapolated, largest_on_cpu, search
 from ackpt.experiments.offload import GradientsDiffer
 from ackpt.experiments.plan_models import training_step
@@ -115,6 +115,13 @@ def test_what_does_not_fit_the_machine_is_predicted_and_says_so(records, monkeyp
         assert "of free memory" in record.metrics["not_measured"] and "seconds_step" not in record.metrics
         beyond = measured[4, record.config["method"]]["peak_bytes"] - record.metrics["peak_bytes"]
         assert abs(beyond) < SCRATCH  # the plan that runs knows of the scratch, and may be another
+
+
+def test_predictions_are_of_batches_alone(records):
+    found = predicted(replace(TINY, methods=("plain", "auto")))
+    assert [(r.experiment, r.config["batch_size"]) for r in found] == [("batch-size-predicted", b) for b in (4, 8)]
+    wanted = steps(records)[8, "plain"]["predicted_peak_bytes"]
+    assert found[1].metrics["peak_bytes"] == wanted and "not_measured" in found[1].metrics
 
 
 def test_a_method_that_cannot_keep_its_budget_says_why():
