@@ -30,7 +30,7 @@ def add_frontier(commands) -> None:
         description=f"{summary}. Status 1 if a plan was not kept to the byte or its gradients are not bit-equal.",
     )
     add = parser.add_argument
-    add("--model", help="transformer (default; 8 layers, 4 x 512 tokens) or resnet50 (8 images of 128 x 128)")
+    add("--model", help="transformer (default; 6 layers, 2 x 512 tokens) or resnet50 (8 images of 128 x 128)")
     for name in SIZES:
         add(f"--{name.replace('_', '-')}", type=int, metavar="N", help="a size of the model or its batch")
     add("--policy", nargs="+", metavar="POLICY", help="auto full chen-sqrt chen-log revolve rotor min-cut ilp mu-two")

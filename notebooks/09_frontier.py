@@ -271,8 +271,8 @@ print(f"worst gap: {max(gaps):.0%}, at {furthest['budget']}")
 # - **memory budget**: `activation_memory_budget` of `torch._functorch.config`, under `torch.compile`, at five settings.
 #
 # Every step starts from the same parameters and the same batch. Its bytes come from the allocator, its FLOPs are
-# counted as they run. The command `ackpt frontier` does the same; without options its model has eight layers of four
-# times the width, and takes a while.
+# counted as they run. The command `ackpt frontier` does the same; without options its model has six layers of four
+# times the width, and takes about two minutes.
 
 # %%
 record = run_frontier(config, SOURCE)

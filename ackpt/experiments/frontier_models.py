@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ackpt.models import ResNet, ResNetConfig
 
 TRANSFORMER = {
-    "batch_size": 4,
+    "batch_size": 2,
     "seq_len": 512,
-    "layers": 8,
+    "layers": 6,
     "dim": 256,
     "heads": 4,
     "ff_dim": 1024,

@@ -13,7 +13,7 @@ from PIL import Image
 from ackpt.cli import main
 from ackpt.experiments import frontier_report as report
 from ackpt.experiments.frontier import FrontierConfig, run_frontier
-from ackpt.experiments.frontier_models import checked_sizes, workload
+from ackpt.experiments.frontier_models import RESNET50, TRANSFORMER, checked_sizes, workload
 from ackpt.plots import png
 from ackpt.results import Record
 
@@ -160,6 +160,15 @@ def test_bad_input_is_one_line_before_any_work(arguments, message, capsys):
     assert main(["frontier", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("ackpt frontier: ") and message in err and err.count("\n") == 1
+
+
+def test_the_help_names_the_default_sizes(capsys):
+    with pytest.raises(SystemExit):
+        main(["frontier", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "{layers} layers, {batch_size} x {seq_len} tokens".format(**TRANSFORMER) in told
+    assert "{batch_size} images of {image_size} x {image_size}".format(**RESNET50) in told
+    assert FrontierConfig().sizes == TRANSFORMER and FrontierConfig("resnet50").sizes == RESNET50
 
 
 def test_the_resnet_has_its_blocks_and_the_same_numbers_every_time():
