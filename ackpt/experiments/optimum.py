@@ -98,13 +98,17 @@ def distances(graph, profile, budgets, policies, *, exact: bool = False) -> list
 def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
     """The front of ``auto`` as it grows with each part of the search; the last is the front that it plans from.
 
-    ``segments``: the plain step and whole segments kept or run again; ``blocks``: every block by the best of its own
-    options, and dynamic programming over the chain; ``levels``: the same with blocks of which a part stays when they
-    are run for a later one; ``policies``: and the plans of rotor and mu-TWO; ``refined``: and what lies between two
-    neighbours.
+    ``segments``: the plain step, and segments run again as a whole or value by value; ``blocks``: every block by the
+    best of its own options, and dynamic programming over the chain; ``levels``: the same with blocks of which a part
+    stays when they are run for a later one; ``policies``: and the plans of rotor and mu-TWO; ``refined``: and what lies
+    between two neighbours.
     """
-    found = [everything(graph), full.schedule(graph, profile, None)]
-    found += [lower(graph, saved) for saved in segmentations(graph)]
+    plain = everything(graph)
+    found = [plain, full.schedule(graph, profile, None)]
+    for saved in segmentations(graph):
+        alone = mu_two.each_for_itself(facts(graph), saved)
+        is_short = len(alone.backward) <= auto._LONGEST * len(plain.backward)
+        found += [lower(graph, saved), alone] if is_short else [lower(graph, saved)]
     fronts = {"segments": pareto(graph, profile, found)}
     fronts["blocks"] = pareto(graph, profile, [*found, *_by_blocks(graph, profile, 1)])
     found += _by_blocks(graph, profile, None)
