@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from ..errors import BudgetError
 from ..graph.facts import facts
-from ..graph.schedule import everything, lower
+from ..graph.schedule import everything
 from ..graph.simulate import peak_of
 from ..policies import auto, full, ilp_graph, mu_two, rotor_chain
 from ..policies.blocks import chain
 from ..policies.chain import ChainTable
 from ..policies.costs import costs, step_cost
 from ..policies.front import Point, front, pareto
-from ..policies.full import segmentations
 from ..policies.levels import stages
 from ..policies.planner import plan
 from ..policies.skips import long_skips
@@ -103,12 +102,7 @@ def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
     stays when they are run for a later one; ``policies``: and the plans of rotor and mu-TWO; ``refined``: and what lies
     between two neighbours.
     """
-    plain = everything(graph)
-    found = [plain, full.schedule(graph, profile, None)]
-    for saved in segmentations(graph):
-        alone = mu_two.each_for_itself(facts(graph), saved)
-        is_short = len(alone.backward) <= auto._LONGEST * len(plain.backward)
-        found += [lower(graph, saved), alone] if is_short else [lower(graph, saved)]
+    found = [everything(graph), full.schedule(graph, profile, None), *auto.segments(graph)]
     fronts = {"segments": pareto(graph, profile, found)}
     fronts["blocks"] = pareto(graph, profile, [*found, *_by_blocks(graph, profile, 1)])
     found += _by_blocks(graph, profile, None)
@@ -143,7 +137,7 @@ def _by_blocks(graph, profile, levels: int | None) -> list:
             for stage in stages(known, found, cost, profile.workspace_bytes)
         ]
         table = ChainTable(rows, memory_bytes)
-        slots = [slot for slot in range(table.slots, -1, -1) if not np.isinf(table.costs()[slot])]
+        slots = [slot for slot in range(table.slots, -1, -2) if not np.isinf(table.costs()[slot])]
         orders = dict.fromkeys(tuple(table.operations(slot)) for slot in slots)
         schedules += [auto._lowered(known, found, operations) for operations in orders]
     return schedules

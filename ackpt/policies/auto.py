@@ -26,6 +26,7 @@ from .levels import stages
 from .refine import refined
 from .skips import long_skips
 
+_ALONE = 40_000  # nodes of graphs whose segments are looked at value for value: for a large graph fewer segments
 _LONGEST = 4  # times the plain backward: longer ones cost more than a step, and long to look at
 _SMALL = 800  # nodes of a graph for which there is time for every candidate of `rotor` and `mu_two`, too
 
@@ -37,12 +38,7 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
 def candidates(graph: JointGraph, profile) -> list[Schedule]:
     """Solutions of the chain for every amount of memory, what the simpler policies find, and what lies between."""
     cost, plain = costs(graph, profile), everything(graph)
-    found = [plain, full.schedule(graph, profile, None)]
-    for saved in segmentations(graph):
-        found.append(lower(graph, saved))
-        alone = mu_two.each_for_itself(facts(graph), saved)
-        if len(alone.backward) <= _LONGEST * len(plain.backward):
-            found.append(alone)
+    found = [plain, full.schedule(graph, profile, None), *segments(graph)]
     memory_bytes = peak_of(graph, plain, profile.workspace_bytes)
     for beside in {frozenset(): None, long_skips(graph): None}:
         found += _chain_schedules(graph, chain(graph, beside), profile, cost, memory_bytes)
@@ -53,12 +49,24 @@ def candidates(graph: JointGraph, profile) -> list[Schedule]:
     return [*(point.schedule for point in points), *refined(graph, points, cost, profile.workspace_bytes)]
 
 
+def segments(graph: JointGraph) -> list[Schedule]:
+    """Segments run again as a whole, and value by value."""
+    found = segmentations(graph)
+    some = found[:: -(-len(found) // max(4, _ALONE // len(graph.nodes)))] if found else []
+    alone = (mu_two.each_for_itself(facts(graph), saved) for saved in some)
+    longest = _LONGEST * len(everything(graph).backward)
+    return [
+        *(lower(graph, saved) for saved in found),
+        *(schedule for schedule in alone if len(schedule.backward) <= longest),
+    ]
+
+
 def _chain_schedules(graph: JointGraph, found: Chain, profile, cost, memory_bytes: int) -> list[Schedule]:
     known = facts(graph)
     table = ChainTable(stages(known, found, cost, profile.workspace_bytes), memory_bytes)
     schedules = []
     previous = None
-    for slot in range(table.slots, -1, -1):
+    for slot in range(table.slots, -1, -2):  # between them little is gained
         if np.isinf(table.costs()[slot]):
             break
         operations = tuple(table.operations(slot))

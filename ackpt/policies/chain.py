@@ -85,7 +85,7 @@ class _Solved:
 class ChainTable:
     """Least added cost of every stretch of the chain for every number of memory slots."""
 
-    def __init__(self, stages: list[Stage], memory_bytes: int, slots: int = 300):
+    def __init__(self, stages: list[Stage], memory_bytes: int, slots: int = 600):
         self.stages, self.slots = stages, slots
         self.slot_bytes = max(1.0, memory_bytes / slots)
         n = len(stages)
