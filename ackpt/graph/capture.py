@@ -193,12 +193,17 @@ def capture(model, args, kwargs, differentiate="loss"):
     model, leaves, spec = _off_meta(model, leaves, spec)
     with contextlib.ExitStack() as stack:
         stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
-        yield _captured(stack, model, leaves, spec, differentiate)
+        try:
+            captured = _captured(stack, model, leaves, spec, differentiate)
+        except TraceError:  # many models look at values unless they are compiled
+            with _compiling():
+                captured = _captured(stack, model, leaves, spec, differentiate)
+        yield captured
 
 
 def _captured(stack, model, leaves, spec, differentiate) -> Capture:
     """Captured once; once more if that finds tensors which the model's code holds, now with these as inputs."""
-    with explained(), _compiling(), Where(model), torch.inference_mode(False), torch.enable_grad():
+    with explained(), Where(model), torch.inference_mode(False), torch.enable_grad():
         try:
             return _exported(stack, _Flat(model, leaves, spec, differentiate, ()), leaves, ())
         except _HoldsTensors as error:
