@@ -20,7 +20,8 @@ _SHARES = (0, 1 / 2, 1)  # of the room between two plans that a plan may take
 class Run(NamedTuple):
     """A forward node that runs in backward, at `place` of its order.
 
-    Without the run its results, `size` bytes, would live on from compute step `start` of the whole step to `stop`.
+    Without the run its results, `size` bytes, would live on from compute step `start` of the whole step to `stop`, and
+    the runs at the places `views`, of views of them, would go, too.
     """
 
     node: int
@@ -28,6 +29,7 @@ class Run(NamedTuple):
     start: int
     stop: int
     size: int
+    views: tuple[int, ...]
 
 
 def refined(graph: JointGraph, points, cost, workspace_bytes) -> list[Schedule]:
@@ -66,7 +68,7 @@ def spared(
         trials = [sure, sure[:1]] if sure else [[run] for run in unsure[: max(0, guesses)]]
         for skipped in trials:
             tries -= 1
-            less = without(graph, order, skipped)
+            less = _scheduled(graph, order, {place for run in skipped for place in (run.place, *run.views)})
             if peak_of(graph, less, workspace_bytes) <= limit_bytes:
                 schedule = less
                 break
@@ -82,17 +84,16 @@ def runs(graph: JointGraph, schedule: Schedule, order: list[int], workspace_byte
     """Dynamic bytes at every compute step, int64[steps], and what runs again in backward, whose nodes are `order`."""
     known = facts(graph)
     forward, backward = step_peaks(graph, schedule, workspace_bytes)
-    views = _views(graph, order)
     places = (step.id for step in schedule.forward if step.kind == COMPUTE)
     last = {s: place for place, node in enumerate(places) for s in known.born.get(node, ())}
     touched, found = known.touched[BACKWARD], []
-    for place, node in enumerate(order, len(forward)):
+    for place, (node, views) in enumerate(zip(order, _views(graph, order)), len(forward)):
         born = known.born.get(node)
         # A view is no result that could be kept.
-        if born and graph.nodes[node].phase == FORWARD and views[place - len(forward)] is not None:
+        if born and graph.nodes[node].phase == FORWARD and views is not None:
             size = sum(known.bytes[s] for s in known.storages(node, again=True) if s in born)
             start = max((last[s] for s in born if s in last), default=place)
-            found.append(Run(node, place - len(forward), start, place, size))
+            found.append(Run(node, place - len(forward), start, place, size, views))
         last.update(dict.fromkeys(touched[node], place))
     return np.array([*forward, *backward]), found
 
@@ -105,12 +106,6 @@ def _together(found: list[Run], live: np.ndarray, limit_bytes: int) -> list[Run]
             live[run.start : run.stop] += run.size
             chosen[run.node] = run
     return list(chosen.values())
-
-
-def without(graph: JointGraph, order: list[int], skipped: list[Run]) -> Schedule:
-    """Backward as `order` without these runs, of which no two are of one node."""
-    views = _views(graph, order)
-    return _scheduled(graph, order, {at for run in skipped for at in (run.place, *(views[run.place] or ()))})
 
 
 def _views(graph: JointGraph, order: list[int]) -> list[tuple[int, ...] | None]:
