@@ -183,8 +183,6 @@ def given_places(leaves) -> tuple[int, ...]:
 @contextlib.contextmanager
 def capture(model, args, kwargs, differentiate="loss"):
     """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_differentiate(differentiate)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TraceError("no parameter of the model requires grad, so there is no backward to plan")

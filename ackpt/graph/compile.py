@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_flatten
 from .attributes import attributes, every_module, plain
 from .capture import Capture, capture, given_places, is_tensor
 from .joint import JointGraph, TraceError
+from .models import check_model
+from .optimizer import check_optimizer
 from .outputs import depends_on, differentiable_once, leave_undefined
 from .rewrite import boxed, rewrite
 from .trace import joint_graph
@@ -32,8 +34,8 @@ class PlannedStep(nn.Module):
     """
 
     def __init__(self, model: nn.Module, planner, differentiate: str = "loss", optimizer=None):
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_model(model)
+        check_optimizer(model, optimizer)
         self.__dict__["_ackpt"] = _Planned(model, planner, differentiate, optimizer)
         training = model.training
         super().__init__()

@@ -19,6 +19,25 @@ from .joint import TraceError
 _CUDA_BLOCK = 512
 
 
+def check_optimizer(model: torch.nn.Module, optimizer) -> None:
+    """Refuse what is no optimizer, or one of another model; None is fine.
+
+    Raises:
+        TypeError: if it is no ``torch.optim.Optimizer``.
+        ValueError: if it has none of the parameters of `model`.
+    """
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    own = set(map(id, model.parameters()))
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            f"this {type(optimizer).__name__} has none of the model's parameters: give the optimizer that was made of "
+            "this model's parameters(), after whatever replaces them"
+        )
+
+
 def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tuple[int, int]:
     """Bytes of the state of `optimizer` after its first step, and the most its step takes beyond gradients and state.
 
@@ -28,11 +47,8 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tu
             host memory, and torch takes all parameters at once (``foreach``) unless the optimizer says otherwise.
 
     Raises:
-        TypeError: if it is no ``torch.optim.Optimizer``.
         TraceError: if its step needs the values of tensors or more than gradients, as LBFGS does.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     stand_in = copy.copy(optimizer)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):

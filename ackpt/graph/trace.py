@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 from .capture import capture
 from .gradients import move_tangents, own_gradients
 from .joint import BACKWARD, FORWARD, JointGraph, Node, Storage, TraceError
-from .optimizer import optimizer_bytes
+from .models import check_model
+from .optimizer import check_optimizer, optimizer_bytes
 from .recurrent import keep_for_backward
 
 
@@ -24,14 +25,16 @@ def trace(model, *args, differentiate="loss", optimizer=None, **kwargs) -> Joint
         differentiate: of which outputs the gradient is planned. ``"loss"``: if exactly one output that requires grad
             is a scalar, of that one alone, as in ``model(**batch).loss.backward()``; otherwise, and with ``"all"``,
             of all outputs that require grad.
-        optimizer: if given, its state counts as resident, and what its step takes for a while is part of the peak.
+        optimizer: of the model's parameters; if given, its state counts as resident, and what its step takes for a
+            while is part of the peak.
 
     Returns:
         The graph from parameters and inputs to outputs and gradients of the parameters. The gradients of the outputs
         that require one are inputs of its backward part.
 
     Raises:
-        TypeError: if `model` is no module.
+        TypeError: if `model` is no module, or one that is compiled, scripted, parallel or planned already.
+        ValueError: if `optimizer` has none of the model's parameters.
         TraceError: if no parameter or no output requires grad, or if the model decides by the values of tensors
             (``if x.sum() > 0``, ``.item()``, ``nonzero``), naming the line.
 
@@ -43,6 +46,8 @@ def trace(model, *args, differentiate="loss", optimizer=None, **kwargs) -> Joint
         >>> [node.target for node in graph.nodes if node.phase == "forward" and node.inputs]
         ['aten.t.default', 'aten.addmm.default']
     """
+    check_model(model)
+    check_optimizer(model, optimizer)
     with capture(model, args, kwargs, differentiate) as captured:
         graph = joint_graph(captured.joint.graph_module, optimizer)
     tensors = tree_leaves((list(model.parameters()), list(model.buffers()), args, kwargs))

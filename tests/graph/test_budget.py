@@ -6,7 +6,10 @@ import doctest
 import importlib
 import math
 import re
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -63,6 +66,10 @@ def test_a_size_of_nothing_is_refused(text):
         ("1300", 1000),
         ("1kB", 700),
         (100, -200),
+        (np.float32(0.5), 500),
+        (np.float64(0.5), 500),
+        (np.int64(1300), 1000),
+        (Fraction(1, 2), 500),
     ],
 )
 def test_what_a_budget_leaves_for_dynamic_bytes(budget, limit):
@@ -80,9 +87,19 @@ NO_BUDGETS = [
     (True, TypeError, "got bool"),
     (2j, TypeError, "got complex"),
     ([1], TypeError, "got list"),
-    ("6 parsecs", ValueError, "is no size in bytes"),
-    ("150%", ValueError, r"in \(0, 1\], got 1.5"),
-    ("0", ValueError, r"in \(0, 1\], got 0.0"),
+    (np.True_, TypeError, "got bool"),
+    (np.float32(1.5), ValueError, r"in \(0, 1\], got .*1.5"),
+    (np.int64(0), ValueError, "must be positive"),
+    (Decimal("0.5"), TypeError, "got Decimal"),
+    (torch.tensor(0.5), TypeError, "got Tensor"),
+    ("6 parsecs", ValueError, "'6 parsecs' is no budget: write bytes with a unit, as in '6GiB'.*or a fraction.*'50%'"),
+    ("%", ValueError, "'%' is no budget"),
+    ("", ValueError, "'' is no budget"),
+    ("0,5", ValueError, "'0,5' is no budget"),
+    ("1e6", ValueError, r"in \(0, 1\], got '1e6'; for bytes give an int or a string such as '6GiB'"),
+    ("150%", ValueError, r"in \(0, 1\], got '150%'"),
+    ("0", ValueError, r"in \(0, 1\], got '0'"),
+    ("0B", ValueError, "must be positive, got '0B'"),
 ]
 
 

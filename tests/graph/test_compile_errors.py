@@ -67,6 +67,41 @@ def test_what_is_no_module_is_refused(model):
         ackpt.compile(model, X)
 
 
+def in_place(model):
+    model.compile()
+    return model
+
+
+def distributed(model):
+    """What needs no process group: the refusal comes before anything runs."""
+    wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.module = model
+    return wrapper
+
+
+WRAPPERS = {
+    "compiled": (torch.compile, "torch.compile has compiled it.*_orig_mod.*'compiler': 'inductor'"),
+    "compiled in place": (in_place, r"its compile\(\) was called. Leave that out.*'compiler': 'inductor'"),
+    "scripted": (torch.jit.script, "TorchScript cannot be captured"),
+    "parallel": (nn.DataParallel, "it runs copies of a module. .*DistributedDataParallel"),
+    "distributed": (distributed, "the planned step belongs into it.*DistributedDataParallel"),
+    "planned": (lambda model: ackpt.compile(model, X), "it is planned already"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_module_that_runs_in_its_own_way_is_refused_with_the_way_out(name):
+    wrap, message = WRAPPERS[name]
+    model = wrap(nn.Linear(4, 4))
+    for call in (ackpt.trace, ackpt.compile):
+        with raises_cleanly(TypeError, rf"the model \(\w+\) cannot be planned: {message}"):
+            call(model, X)
+        with raises_cleanly(TypeError, rf"module '1' \(\w+\) cannot be planned: {message}"):
+            call(nn.Sequential(nn.Linear(4, 4), model), X)
+
+
 def test_arguments_that_do_not_fit_are_refused_at_the_call():
     step = ackpt.compile(Net(), X)
     for args, message in [

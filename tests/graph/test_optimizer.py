@@ -98,8 +98,18 @@ def test_on_a_gpu_blocks_count(kind, options, state, step):
 
 
 def test_what_is_no_optimizer_is_refused():
-    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, got list"):
-        optimizer_bytes(parameters())
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    for call in (ackpt.trace, ackpt.compile):
+        with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, got list"):
+            call(model, x, optimizer=parameters())
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    for call in (ackpt.trace, ackpt.compile):
+        with pytest.raises(ValueError, match="this SGD has none of the model's parameters"):
+            call(model, x, optimizer=torch.optim.SGD(parameters()))
+        call(model, x, optimizer=torch.optim.SGD([model.bias, *parameters()]))  # a head of its own, say
 
 
 @pytest.mark.parametrize(
