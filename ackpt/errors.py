@@ -1,5 +1,7 @@
 """The errors of the package: each message names a cause and a way out."""
 
+from difflib import get_close_matches
+
 
 class CheckpointError(RuntimeError):
     """A checkpointed region cannot give the gradients of the plain model.
@@ -21,3 +23,15 @@ class BudgetError(ValueError):
     def __init__(self, message: str = "", least_bytes: int | None = None):
         super().__init__(message)
         self.least_bytes = least_bytes
+
+
+def did_you_mean(name, known) -> str:
+    """A question to append to a message that lists the `known` names; empty where none of them is like `name`.
+
+    Example:
+        >>> did_you_mean("ful", ["none", "full"])
+        " (did you mean 'full'?)"
+    """
+    asked = str(name).lower()
+    close = [one for one in known if asked and one.startswith(asked)] or get_close_matches(asked, list(known), 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -11,6 +11,7 @@ from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
+from ..errors import BudgetError
 from .attributes import attributes, every_module, plain
 from .capture import Capture, capture, given_places, is_tensor
 from .joint import JointGraph, TraceError
@@ -120,7 +121,7 @@ class _Planned:
         return self.plan
 
     def captured_for(self, args, kwargs, key) -> tuple[Any, Capture]:
-        found = self.captures.pop(key, None) or self._capture(args, kwargs)
+        found = self.captures.pop(key, None) or self._planned(args, kwargs)
         self.captures[key] = found  # as the latest
         if len(self.captures) > _KEPT:
             self.captures.pop(next(iter(self.captures)))
@@ -141,6 +142,19 @@ class _Planned:
             *_autocast(),
         )
 
+    def _planned(self, args, kwargs):
+        try:
+            return self._capture(args, kwargs)
+        except BudgetError as error:
+            if not self.captures:
+                raise
+            raise BudgetError(
+                f"{error} It was kept for the arguments planned before. A fraction is one of what the plain step "
+                "allocates with the arguments at hand, so that a smaller batch has a smaller bound: give bytes, such "
+                "as '6GiB', or a larger fraction, or leave the batch out, as a DataLoader with drop_last=True does.",
+                error.least_bytes,
+            ) from None
+
     def _capture(self, args, kwargs):
         # What captures and plans is no part of the step: a mode that watches the step sees nothing of it.
         with _disable_current_modes(), capture(self.model, args, kwargs, self.differentiate) as captured:
@@ -154,8 +168,16 @@ class _Planned:
                 bw_compiler=run_boxed,
             )
         depends = depends_on(graph)
+        own = (*self.model.parameters(), *self.model.buffers())
+        given = filter(is_tensor, tree_flatten((args, kwargs))[0])
+        lacks_data = any(tensor.is_meta for tensor in own) and not all(tensor.is_meta for tensor in given)
 
         def run(*inputs):
+            if lacks_data:
+                raise TraceError(
+                    "the model is on the meta device, so that it can be planned, but not run on data: call "
+                    "model.to_empty(device=...) and load its state first"
+                )
             outputs = compiled(*inputs)
             differentiable_once(outputs)
             leave_undefined(outputs, depends)

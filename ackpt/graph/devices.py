@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..errors import did_you_mean
+
 
 @dataclass(frozen=True)
 class Device:
@@ -105,5 +107,7 @@ def device(name: str) -> Device:
         141000000000
     """
     if name not in DEVICES:
-        raise ValueError(f"no rates are known for device {name!r}, only for {', '.join(DEVICES)}")
+        raise ValueError(
+            f"no rates are known for device {name!r}{did_you_mean(name, DEVICES)}, only for {', '.join(DEVICES)}"
+        )
     return DEVICES[name]

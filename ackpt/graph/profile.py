@@ -147,6 +147,7 @@ def profile(
             `ackpt.graph.workspace.workspace_bytes`; ``"given"`` leaves it at 0.
 
     Raises:
+        TypeError: if `graph` is no graph.
         ValueError: for an unknown mode, device or workspace, or a device without a rate for the graph's dtype.
         MeterError: if something cannot be measured here, or `inputs` do not fit the graph.
 
@@ -157,6 +158,8 @@ def profile(
         >>> sum(found.flops), found.origin["seconds"]
         (256, 'analytic')
     """
+    if not isinstance(graph, JointGraph):
+        raise TypeError(f"graph must come from ackpt.trace(model, *args), got {type(graph).__name__}")
     if mode not in ("analytic", "measured"):
         raise ValueError(f"mode must be 'analytic' or 'measured', got {mode!r}")
     if workspace not in ("measured", "given"):

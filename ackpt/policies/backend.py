@@ -11,6 +11,7 @@ cannot be told apart here: `ackpt.compile`, which captures without dynamo, is ri
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ COMPILERS = ("eager", "inductor")
 _FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
 
 
-def backend(gm: fx.GraphModule, example_inputs, options=None):
+def backend(gm: fx.GraphModule, example_inputs, options=None, mode=None):
     """The dynamo backend ``"ackpt"``.
 
     Args:
@@ -51,12 +52,22 @@ def backend(gm: fx.GraphModule, example_inputs, options=None):
         options: ``budget``, ``policy`` and the options of the policy, as in `ackpt.plan`; ``differentiate``, as in
             `ackpt.trace`; ``compiler``: ``"eager"`` runs the planned operations one by one, ``"inductor"`` compiles
             them; ``on_plan``, a function that is called with every `Plan`.
+        mode: of ``torch.compile``, which is Inductor's own: refused.
 
     Raises:
         TraceError: at a graph break, naming the line: a part of a step cannot keep the budget of the whole.
         BudgetError: if the budget cannot be kept.
     """
+    if mode is not None:
+        raise ValueError(
+            f"mode {mode!r} is one of Inductor's: leave it out; options={{'compiler': 'inductor'}} uses it"
+        )
+    if not isinstance(options, (Mapping, type(None))):
+        raise TypeError(f"options must be a dict such as {{'budget': '6GiB'}}, got {type(options).__name__}")
     options = dict(options or {})
+    on_plan = options.get("on_plan")
+    if on_plan is not None and not callable(on_plan):
+        raise TypeError(f"on_plan must be a function of a plan, got {type(on_plan).__name__}")
     compiler = options.pop("compiler", "eager")
     if compiler not in COMPILERS:
         raise ValueError(f"compiler {compiler!r} is not known; the compilers are {', '.join(COMPILERS)}")

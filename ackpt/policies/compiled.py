@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..errors import did_you_mean
+from ..graph.budget import dynamic_limit
 from ..graph.compile import PlannedStep
+from ..graph.joint import TraceError
 from ..graph.plan import Plan, PlanError
 from .planner import POLICIES, check_runs
 from .planner import plan as make_plan
@@ -27,7 +31,8 @@ def compile(
         model: an ``nn.Module``; its parameters and buffers are shared, not copied.
         args, kwargs: what it will be called with; the plan is made for them now, before anything runs. Called with
             other shapes later, the step is captured and planned anew under the same budget.
-        budget, policy, options: as in `ackpt.plan`; `options` is a dict.
+        budget, policy: as in `ackpt.plan`: ``0.5`` or ``"50%"``, ``"6GiB"``.
+        options: a dict of options of the policy, such as ``{"fates": {"relu": "recomputed"}}`` for ``"manual"``.
         plan: a `Plan` to run instead, made for this model and these arguments.
         differentiate: ``"loss"`` or ``"all"``, as in `ackpt.trace`.
         optimizer: what trains the model; its state and step are then part of the budget.
@@ -58,12 +63,34 @@ def compile(
         raise ValueError("give either a budget or a plan; a plan has its budget")
     if plan is not None and policy not in ("auto", plan.policy):
         raise ValueError(f"give either a policy or a plan; this plan was made by policy {plan.policy!r}")
-    if policy not in POLICIES:
-        raise ValueError(f"policy {policy!r} is not known; the policies are {', '.join(POLICIES)}")
-
+    if policy not in list(POLICIES):
+        close = did_you_mean(policy, POLICIES)
+        raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
+    _check_options(options, plan)
+    dynamic_limit(budget, 0, 0)  # what is no budget is found before the work
     step = PlannedStep(model, _Planner(budget, policy, options or {}, plan), differentiate, optimizer)
-    step.prepare(*args, **kwargs)
+    try:
+        step.prepare(*args, **kwargs)
+    except TraceError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise TraceError(
+            f"{error}. The model is called with all keywords but those of ackpt.compile: budget, policy, plan, "
+            "differentiate, optimizer, and options, a dict of options of the policy."
+        ) from error
     return step
+
+
+def _check_options(options, plan) -> None:
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(
+            f"options must be a dict of options of the policy, such as {{'time_limit': 60}}, got "
+            f"{type(options).__name__}"
+        )
+    if own := sorted({"budget", "policy", "graph"} & set(options or ())):
+        raise TypeError(f"{own[0]!r} is no option of a policy: give it beside the options")
+    if options and plan is not None:
+        raise ValueError("give either options or a plan; a plan is made already")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..errors import did_you_mean
 from ..graph.facts import facts
 from ..graph.plan import OFFLOADED, RECOMPUTED, SAVED
 from ..graph.schedule import Schedule, everything, lower
@@ -14,16 +15,20 @@ def schedule(graph, profile, limit_bytes, *, fates: Mapping[str, str]) -> Schedu
     """Save what `fates` says; what it does not name is saved if backward reads it, or if it cannot be recomputed.
 
     Raises:
+        TypeError: if `fates` is no mapping.
         ValueError: for unknown names and fates, for siblings of one operation of which only some are recomputed, and
             for what cannot be recomputed or offloaded.
     """
+    if not isinstance(fates, Mapping):
+        raise TypeError(f"fates must be a dict {{name of an activation: fate}}, got {type(fates).__name__}")
     known = facts(graph)
     names = {graph.nodes[known.cover[storage]].name: storage for storage in known.savable}
-    if unknown := sorted(set(fates) - set(names)):
+    if unknown := [name for name in fates if name not in names]:
         raise ValueError(
-            f"no activation is called {unknown[0]!r}; the names are those of plan.fates under policy 'none'"
+            f"no activation is called {unknown[0]!r}{did_you_mean(unknown[0], names)}; the names are those of "
+            "plan.fates under policy 'none'"
         )
-    if wrong := sorted({fate for fate in fates.values() if fate not in (SAVED, RECOMPUTED, OFFLOADED)}):
+    if wrong := [fate for fate in fates.values() if fate not in (SAVED, RECOMPUTED, OFFLOADED)]:
         raise ValueError(f"a fate is 'saved', 'recomputed' or 'offloaded', got {wrong[0]!r}")
     kept = {names[name] for name, fate in fates.items() if fate != RECOMPUTED}
     saved = known.pinned.union(everything(graph).saved, kept)

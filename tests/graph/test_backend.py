@@ -94,12 +94,26 @@ def test_the_budget_is_kept_or_refused():
         ({"policy": "best"}, "policy 'best' is not known"),
         ({"differentiate": "some"}, "differentiate must be 'loss' or 'all'"),
         ({"policy": "none", "fuel": 3}, "fuel"),
+        ({"on_plan": 3}, "on_plan must be a function of a plan, got int"),
     ],
 )
 def test_unknown_options_are_refused(options, message):
     _, model = pair()
     with pytest.raises(BackendCompilerFailed, match=message):
         compiled(model, **options)(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mode": "max-autotune"}, "mode 'max-autotune' is one of Inductor's: leave it out"),
+        ({"options": "budget"}, r"options must be a dict such as \{'budget': '6GiB'\}, got str"),
+    ],
+)
+def test_other_arguments_of_torch_compile_are_refused(given, message):
+    _, model = pair()
+    with pytest.raises(BackendCompilerFailed, match=message):
+        torch.compile(model, backend="ackpt", **given)(torch.randn(4, 8))
 
 
 def test_a_graph_break_is_refused_with_its_line():

@@ -137,6 +137,24 @@ def test_a_budget_that_cannot_be_kept_names_those_that_can(policy, budget):
     step(x).sum().backward()
 
 
+def test_a_later_batch_that_is_too_small_for_the_fraction_says_so():
+    model, x = layers()
+    least = float(re.search(r"or ([0-9.]+) of", refusal(model, x))[1])
+    assert float(re.search(r"or ([0-9.]+) of", refusal(model, x[:1]))[1]) > least
+    step = ackpt.compile(model, x, budget=least, policy="full")
+    with pytest.raises(ackpt.BudgetError, match="kept for the arguments planned before. .*drop_last=True") as raised:
+        step(x[:1])
+    assert raised.value.least_bytes < step.plan.peak_bytes
+    step(x).sum().backward()
+
+
+def refusal(model, x) -> str:
+    with pytest.raises(ackpt.BudgetError) as raised:
+        ackpt.compile(model, x, budget=0.01, policy="full")
+    assert "drop_last" not in str(raised.value)
+    return str(raised.value)
+
+
 def test_a_budget_is_kept_by_the_measured_step():
     model, x = layers()
     step = ackpt.compile(model, x, budget=0.8, policy="full")

@@ -114,6 +114,17 @@ def test_arguments_that_do_not_fit_are_refused_at_the_call():
     step(X).sum().backward()
 
 
+def test_a_model_without_data_is_planned_and_runs_when_it_has_some():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    step = ackpt.compile(model, X)
+    with raises_cleanly(TraceError, "on the meta device.*to_empty.*load its state"):
+        step(X)
+    step.to_empty(device="cpu")
+    step.load_state_dict({name: torch.ones_like(value) for name, value in step.state_dict().items()})
+    step(X).sum().backward()
+
+
 def test_an_output_that_was_planned_without_a_gradient_refuses_one():
     step = ackpt.compile(Net(lambda y: {"loss": y.sum(), "logits": y}), X)
     step(X)["loss"].backward()

@@ -133,9 +133,10 @@ def test_a_plan_for_another_graph_is_refused(graph, change):
         step(X[:3])
 
 
-def test_either_a_plan_or_a_budget(graph):
-    with pytest.raises(ValueError, match="either a budget or a plan"):
-        ackpt.compile(model(), X, plan=ackpt.plan(graph), budget=0.5)
+@pytest.mark.parametrize(("what", "value"), [("budget", 0.5), ("policy", "full"), ("options", {"fates": {}})])
+def test_either_a_plan_or_what_makes_one(graph, what, value):
+    with pytest.raises(ValueError, match=f"either (a )?{what} or a plan"):
+        ackpt.compile(model(), X, plan=ackpt.plan(graph), **{what: value})
 
 
 def test_an_unknown_policy_is_refused_with_those_there_are(graph):
@@ -143,6 +144,31 @@ def test_an_unknown_policy_is_refused_with_those_there_are(graph):
     for call in (lambda: ackpt.plan(graph, policy="magic"), lambda: ackpt.compile(model(), X, policy="magic")):
         with pytest.raises(ValueError, match=f"policy 'magic' is not known; the policies are {names}"):
             call()
+    for name, message in [
+        ("ful", r"'ful' is not known \(did you mean 'full'\?\); the"),
+        (["full"], r"\['full'\] is not"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ackpt.compile(model(), X, policy=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ([1], TypeError, "options must be a dict of options of the policy.*got list"),
+        ("time_limit", TypeError, "options must be a dict of options of the policy.*got str"),
+        ({"budget": 0.5}, TypeError, "'budget' is no option of a policy: give it beside the options"),
+        ({"fuel": 3}, TypeError, "'fuel' is no option of a plan"),
+    ],
+)
+def test_what_are_no_options_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        ackpt.compile(model(), X, options=options)
+
+
+def test_a_keyword_that_the_model_does_not_take_is_refused_with_those_of_compile():
+    with pytest.raises(ackpt.TraceError, match="'time_limit'.* but those of ackpt.compile: .*options, a dict"):
+        ackpt.compile(model(), X, policy="ilp", budget=0.9, time_limit=3)
 
 
 def test_manual_fates(graph):
@@ -154,9 +180,15 @@ def test_manual_fates(graph):
     bad = [
         ({"nobody": "saved"}, "no activation is called 'nobody'"),
         ({names[0]: "lost"}, "a fate is 'saved', 'recomputed' or 'offloaded', got 'lost'"),
+        ({names[0]: ["saved"], names[1]: 3}, r"a fate is 'saved', 'recomputed' or 'offloaded', got \['saved'\]"),
+        ({3: "saved", "gleu": "saved"}, "no activation is called 3; the names"),
+        ({"gleu": "saved"}, r"no activation is called 'gleu' \(did you mean 'gelu'\?\)"),
     ]
     for fates, message in bad:
         with pytest.raises(ValueError, match=message):
+            ackpt.plan(graph, policy="manual", fates=fates)
+    for fates in ([names[0]], None, "saved", 3):
+        with pytest.raises(TypeError, match="fates must be a dict {name of an activation: fate}, got"):
             ackpt.plan(graph, policy="manual", fates=fates)
     with pytest.raises(TypeError, match="fates"):
         ackpt.plan(graph, policy="manual")
@@ -201,5 +233,6 @@ def test_random_fates_take_what_they_say(seed):
 
 
 def test_a_model_is_no_graph():
-    with pytest.raises(TypeError, match=r"graph must come from ackpt.trace\(model, \*args\), got Linear"):
-        ackpt.plan(torch.nn.Linear(2, 2), 0.5)
+    for call in (ackpt.plan, ackpt.profile):
+        with pytest.raises(TypeError, match=r"graph must come from ackpt.trace\(model, \*args\), got Linear"):
+            call(torch.nn.Linear(2, 2))

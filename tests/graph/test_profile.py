@@ -128,8 +128,11 @@ def test_every_device_has_rates(name, linear):
 
 
 def test_what_is_asked_for_wrongly(linear):
-    with pytest.raises(ValueError, match="no rates are known for device 'h300', only for h100-80g, h200, a100-40g, t4"):
-        profile(linear, "h300")
+    with pytest.raises(ValueError, match="no rates are known for device 'b300', only for h100-80g, h200, a100-40g, t4"):
+        profile(linear, "b300")
+    for name, close in [("h100", "h100-80g"), ("H200", "h200")]:
+        with pytest.raises(ValueError, match=rf"device '{name}' \(did you mean '{close}'\?\)"):
+            profile(linear, name)
     with pytest.raises(ValueError, match="the rates of 'cpu' are not known: .* or use mode=\"measured\""):
         profile(linear, "cpu")
     with pytest.raises(TypeError, match="device must be a name or a Device, got int"):
