@@ -290,7 +290,7 @@ def test_what_fits_nowhere_is_planned_here(capsys):
         ([*BERT, "--policy", "manual"], "'manual' is no policy"),
         ([*BERT, "--device-profile", "h300"], "'h300'"),
         ([*BERT, "--device-profile", "t4", "--autocast", "bfloat16"], "'bfloat16' is no dtype of t4"),
-        ([*BERT, "--budget", "6 apples"], "is no size in bytes"),
+        ([*BERT, "--budget", "6 apples"], "is no budget"),
         ([*BERT, "--budget", "1.5"], "in (0, 1]"),
         ([*BERT, "--budget", "nan"], "in (0, 1]"),
         ([*BERT, "--output", "."], "is a folder"),

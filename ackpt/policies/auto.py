@@ -3,7 +3,8 @@
 Each block's choices are solved once for all blocks of one structure, the chain is solved by dynamic programming for
 every amount of memory, and every solution is lowered and simulated. What no other solution beats in both peak and cost
 is the front; a budget takes from it the cheapest plan that fits. So a lower budget never gives a higher peak, and
-never a lower cost. Recursion and options: see `chain` and `options`.
+never a lower cost. Where the device has a link to the host, what copies may hide behind computing is offloaded instead.
+Recursion and options: see `chain` and `options`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .costs import costs
 from .front import cheapest, pareto
 from .full import segmentations
 from .levels import stages
+from .offloads import offloads
 from .refine import refined
 from .skips import long_skips
 
@@ -46,7 +48,8 @@ def candidates(graph: JointGraph, profile) -> list[Schedule]:
         found += rotor_chain.candidates(graph, profile)
         found += mu_two.evictions(graph, replace(profile, swap_seconds=None))
     points = pareto(graph, profile, found)
-    return [*(point.schedule for point in points), *refined(graph, points, cost, profile.workspace_bytes)]
+    found = [*(point.schedule for point in points), *refined(graph, points, cost, profile.workspace_bytes)]
+    return [*found, *offloads(graph, profile, found)]
 
 
 def segments(graph: JointGraph) -> list[Schedule]:

@@ -43,7 +43,8 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
         budget: None for no bound; a float in (0, 1], that fraction of the dynamic peak without checkpointing; an int
             or a string such as ``"6GiB"``, bytes of the whole peak: parameters, buffers, inputs, optimizer state and
             everything the step allocates.
-        policy: ``"auto"`` recomputes least within the budget, ``"none"`` saves what backward needs, ``"full"`` keeps
+        policy: ``"auto"`` recomputes least within the budget, and offloads where `profile` has times of copies to the
+            host that hide behind computing, ``"none"`` saves what backward needs, ``"full"`` keeps
             one tensor between two blocks, ``"manual"`` takes ``fates={name of a node: "saved" | "recomputed"}``, or
             ``"offloaded"`` where `profile` has times of copies to the host. After their sources, on the chain of blocks
             between single tensors: ``"chen-sqrt"`` cuts it into segments, ``"chen-log"`` into halves of halves,
@@ -90,7 +91,8 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
     found = simulate(graph, profile, schedule)
     if limit is not None and found.peak_bytes > limit:
         least = found.peak_bytes + found.resident_bytes
-        raise BudgetError(_refusal(policy, budget, limit, found, baseline), least)
+        cost = _cost(graph, schedule, found, every, profile)
+        raise BudgetError(_refusal(policy, budget, limit, found, baseline, cost), least)
     return _plan(graph, policy, limit, schedule, found, baseline, every, profile)
 
 
@@ -122,7 +124,7 @@ def _check_options(policy: str, decide, options) -> None:
 def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulation, every: Schedule, profile) -> Plan:
     known = facts(graph)
     cost = costs(graph, profile)
-    plain_cost = step_cost(every, cost) or 1.0
+    plain_cost = _plain_cost(every, cost)
     node = None if found.peak_node is None else graph.nodes[found.peak_node]
     where = "the optimizer's step"
     if node is not None:
@@ -146,13 +148,23 @@ def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulatio
         ),
         schedule=schedule,
         timeline=found.timeline,
-        cost=(added_cost(graph, schedule, cost) + (found.exposed_seconds or 0.0)) / plain_cost,
+        cost=_cost(graph, schedule, found, every, profile),
         # The bound is that of schedules that recompute alone.
         lower_bound=None if limit is None or copies(schedule) else _bound(graph, cost, plain_cost, profile, limit),
         decisions=decisions(graph, schedule, cost, plain_cost, profile),
         host_bytes=found.host_bytes,
         exposed_seconds=found.exposed_seconds,
     )
+
+
+def _cost(graph, schedule: Schedule, found: Simulation, every: Schedule, profile) -> float:
+    """What runs again and is waited for, as a share of the plain step."""
+    cost = costs(graph, profile)
+    return (added_cost(graph, schedule, cost) + (found.exposed_seconds or 0.0)) / _plain_cost(every, cost)
+
+
+def _plain_cost(every: Schedule, cost) -> float:
+    return step_cost(every, cost) or 1.0
 
 
 def _bound(graph, cost, plain_cost: float, profile, limit: int) -> float | None:
@@ -165,7 +177,7 @@ def _bound(graph, cost, plain_cost: float, profile, limit: int) -> float | None:
     return None if bound is None else bound / plain_cost
 
 
-def _refusal(policy, budget, limit, found: Simulation, baseline: Simulation) -> str:
+def _refusal(policy, budget, limit, found: Simulation, baseline: Simulation, cost: float) -> str:
     least = (
         f"{memory_format(found.peak_bytes + found.resident_bytes)} ({found.peak_bytes + found.resident_bytes} bytes)"
     )
@@ -175,7 +187,7 @@ def _refusal(policy, budget, limit, found: Simulation, baseline: Simulation) -> 
         f"step allocates, beside {memory_format(found.resident_bytes)} of parameters, buffers, inputs and optimizer "
         "state. "
         f"The smallest budget that this policy keeps is {least}, or {_rounded_up(share)} of the plain step's dynamic "
-        "peak."
+        f"peak; it makes the step {cost:.0%} longer."
     )
 
 
