@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
@@ -173,6 +174,7 @@ class Plan:
             "replayed": list(schedule.replayed),
         }
         data["timeline"] = self.timeline.to_json()
+        data["digest"] = _digest(data)
         return write_text_atomic(path, json.dumps(data) + "\n")
 
     @classmethod
@@ -180,9 +182,10 @@ class Plan:
         """The plan that `save` wrote.
 
         Raises:
-            PlanError: if the file is no plan, is truncated, or was written by another version.
+            PlanError: if the file is no plan, is truncated, was written by another version, or changed after that.
         """
         data = read_json(path, "plan", PlanError)
+        is_changed = isinstance(data, dict) and "digest" in data and data["digest"] != _digest(data)
         found = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
         if found != _SCHEMA:
             raise PlanError(f"{path} is no plan of this version: expected {_SCHEMA}, found {found}; plan again")
@@ -200,9 +203,20 @@ class Plan:
             data["timeline"] = Timeline.from_json(data["timeline"])
             # A plan that offloads nothing may lack what was added for offload.
             given = (field for field in fields(cls) if field.default is MISSING or field.name in data)
-            return cls(**{field.name: data[field.name] for field in given})
+            plan = cls(**{field.name: data[field.name] for field in given})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError(f"{path} is no whole plan ({error!r} while reading it); plan again") from error
+        if is_changed:
+            raise PlanError(
+                f"{path} was changed after it was saved, so that its figures may not be the plan's; plan again"
+            )
+        return plan
+
+
+def _digest(data: dict) -> str:
+    """SHA-256 of what a file says, but for the digest itself."""
+    said = {key: value for key, value in data.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _packed(steps) -> list:

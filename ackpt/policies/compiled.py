@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import did_you_mean
+from ..graph.applied import check_applies
 from ..graph.budget import dynamic_limit
 from ..graph.compile import PlannedStep
 from ..graph.joint import TraceError
-from ..graph.plan import Plan, PlanError
+from ..graph.plan import Plan
 from .planner import POLICIES, check_runs
 from .planner import plan as make_plan
 
@@ -105,10 +106,5 @@ class _Planner:
     def __call__(self, graph) -> Plan:
         if self.plan is None:
             return check_runs(graph, make_plan(graph, self.budget, self.policy, **self.options))
-        made_for = self.plan.schedule.graph
-        if made_for != graph.hash:
-            raise PlanError(
-                f"this plan was made for another graph ({made_for[:12]}, not {graph.hash[:12]}): model, arguments, "
-                "dtypes or torch differ. Plan anew for this model and these arguments."
-            )
+        check_applies(graph, self.plan)
         return check_runs(graph, self.plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from random_fates import planned
 from torch import nn
 
 import ackpt
-from ackpt.graph import PlanError
+from ackpt.graph import PlanError, Step
 from ackpt.policies import POLICIES
 
 
@@ -107,6 +108,45 @@ def test_a_file_that_is_no_plan_is_refused(graph, tmp_path, change, message):
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     with pytest.raises(PlanError, match=message):
         ackpt.Plan.load(path)
+
+
+@pytest.mark.parametrize("name", ["peak_bytes", "limit_bytes", "flops", "cost", "policy", "digest"])
+def test_a_file_that_was_changed_by_hand_is_refused(graph, tmp_path, name):
+    path = ackpt.plan(graph).save(tmp_path / "plan.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: 1}))
+    with pytest.raises(PlanError, match="plan.json was changed after it was saved.*plan again"):
+        ackpt.Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"saved_bytes": 1}, r"its saved_bytes are 1, but .* they are \d+\. Plan anew"),
+        ({"resident_bytes": 1}, r"its resident_bytes are 1, but .* at least \d+"),
+        ({"peak_bytes": 10**4}, r"its peak_bytes are 10000, but .* at least \d+"),
+        ({"limit_bytes": 10}, r"its peak_bytes are \d+, but .* at most \d+"),
+    ],
+)
+def test_a_plan_that_says_other_bytes_than_its_schedule_is_refused(graph, change, message):
+    with pytest.raises(PlanError, match=message):
+        ackpt.compile(model(), X, plan=replace(ackpt.plan(graph), **change))
+
+
+@pytest.mark.parametrize("steps", [(), (Step("compute", 10**6),), (Step("free", 0),), (Step("compute", "x"),)])
+def test_a_plan_whose_schedule_cannot_run_is_refused(graph, steps):
+    plan = ackpt.plan(graph)
+    with pytest.raises(PlanError, match="the schedule of this plan cannot run"):
+        ackpt.compile(model(), X, plan=replace(plan, schedule=replace(plan.schedule, forward=steps)))
+
+
+def test_a_plan_without_the_optimizer_s_state_is_refused_with_it(graph):
+    own = model()
+    adam = torch.optim.Adam(own.parameters())
+    with pytest.raises(PlanError, match="its resident_bytes are .* and the optimizer if one is given"):
+        ackpt.compile(own, X, plan=ackpt.plan(graph), optimizer=adam)
+    plan = ackpt.plan(ackpt.trace(own, X, optimizer=adam))
+    for optimizer in (adam, None):
+        assert ackpt.compile(own, X, plan=plan, optimizer=optimizer).plan is plan
 
 
 def test_a_file_that_is_not_there_is_said_so(tmp_path):
