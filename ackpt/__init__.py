@@ -15,7 +15,7 @@ from .timeline import MeterError
 from .wrap import apply_activation_checkpointing, checkpoint_sequential, remove_activation_checkpointing
 
 if TYPE_CHECKING:
-    from .graph import Plan, PlanError, TraceError, profile, trace
+    from .graph import Plan, PlanError, ScheduleError, TraceError, profile, trace
     from .policies import compile, plan
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ __all__ = [
     "OffloadError",
     "Plan",
     "PlanError",
+    "ScheduleError",
     "TraceError",
     "apply_activation_checkpointing",
     "checkpoint",
@@ -51,6 +52,7 @@ __all__ = [
 _LATER = {
     "Plan": ("ackpt.graph", "Plan"),
     "PlanError": ("ackpt.graph", "PlanError"),
+    "ScheduleError": ("ackpt.graph", "ScheduleError"),
     "TraceError": ("ackpt.graph", "TraceError"),
     "colab": ("ackpt.colab", None),
     "compile": ("ackpt.policies", "compile"),
