@@ -17,6 +17,7 @@ from .wrap import apply_activation_checkpointing, checkpoint_sequential, remove_
 if TYPE_CHECKING:
     from .graph import Plan, PlanError, ScheduleError, TraceError, profile, trace
     from .policies import compile, plan
+    from .results import RecordError
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "OffloadError",
     "Plan",
     "PlanError",
+    "RecordError",
     "ScheduleError",
     "TraceError",
     "apply_activation_checkpointing",
@@ -52,6 +54,7 @@ __all__ = [
 _LATER = {
     "Plan": ("ackpt.graph", "Plan"),
     "PlanError": ("ackpt.graph", "PlanError"),
+    "RecordError": ("ackpt.results", "RecordError"),
     "ScheduleError": ("ackpt.graph", "ScheduleError"),
     "TraceError": ("ackpt.graph", "TraceError"),
     "colab": ("ackpt.colab", None),

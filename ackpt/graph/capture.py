@@ -187,7 +187,7 @@ def capture(model, args, kwargs, differentiate="loss"):
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TraceError("no parameter of the model requires grad, so there is no backward to plan")
     leaves, spec = tree_flatten((args, kwargs))
-    _require_devices((*model.parameters(), *model.buffers(), *leaves))
+    _require_traceable((*model.parameters(), *model.buffers(), *leaves))
     model, leaves, spec = _off_meta(model, leaves, spec)
     with contextlib.ExitStack() as stack:
         stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
@@ -236,9 +236,12 @@ def _shape_of(tensor):
     return nn.Parameter(shape, needs_grad) if isinstance(tensor, nn.Parameter) else shape.requires_grad_(needs_grad)
 
 
-def _require_devices(tensors) -> None:
-    """Fake tensors can lie on devices that are not there; torch would crash on them."""
-    types = {tensor.device.type for tensor in tensors if is_tensor(tensor)}
+def _require_traceable(leaves) -> None:
+    """Tensors of one shape, on devices that are there: fake ones need not be, and torch would crash on them."""
+    tensors = [leaf for leaf in leaves if is_tensor(leaf)]
+    if any(tensor.is_nested for tensor in tensors):
+        raise TraceError("a nested tensor cannot be planned: give a padded one, by tensor.to_padded_tensor(0.0)")
+    types = {tensor.device.type for tensor in tensors}
     if "cuda" in types and not torch.cuda.is_available():
         raise TraceError(
             "the model or its inputs lie on a CUDA device, but there is none here. To plan for it without one, put "

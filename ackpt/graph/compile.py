@@ -62,6 +62,13 @@ class PlannedStep(nn.Module):
     def training(self, mode: bool):
         self.__dict__["_ackpt"].model.training = mode
 
+    def __setattr__(self, name: str, value):
+        if not hasattr(self, name) and hasattr(self.__dict__["_ackpt"].model, name):
+            raise AttributeError(
+                f"{name!r} is an attribute of the model: set it there, where the planned step reads it"
+            )
+        super().__setattr__(name, value)
+
     def prepare(self, *args, **kwargs):
         """Capture and plan for these arguments without running anything; the plan."""
         return self.__dict__["_ackpt"].prepared(args, kwargs)
@@ -230,7 +237,13 @@ def _shared(tensors) -> tuple:
     found = []
     for place, tensor in enumerate(tensors):
         if tensor.layout is torch.strided:
-            earlier = first.setdefault(tensor.untyped_storage()._cdata, place)
+            try:
+                storage = tensor.untyped_storage()._cdata
+            except NotImplementedError as error:
+                raise RuntimeError(
+                    f"a planned step takes plain tensors; in torch.func and torch.vmap call the model itself ({error})"
+                ) from None
+            earlier = first.setdefault(storage, place)
             if earlier != place:
                 found.append((place, earlier, tensor.storage_offset() - tensors[earlier].storage_offset()))
     return tuple(found)

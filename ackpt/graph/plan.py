@@ -159,7 +159,11 @@ class Plan:
         return timeline_plot(self.timeline.thinned(1000), title, self.resident_bytes)
 
     def save(self, path) -> Path:
-        """Write the plan as JSON, whole or not at all."""
+        """Write the plan as JSON, whole or not at all.
+
+        Raises:
+            RecordError: if it cannot be written there.
+        """
         data: dict = dict(_SCHEMA)
         for field in fields(self):
             data[field.name] = getattr(self, field.name)

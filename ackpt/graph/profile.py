@@ -81,7 +81,11 @@ class Profile:
         return cls(**values)
 
     def save(self, path) -> Path:
-        """Write the profile as JSON, whole or not at all."""
+        """Write the profile as JSON, whole or not at all.
+
+        Raises:
+            RecordError: if it cannot be written there.
+        """
         return write_text_atomic(path, json.dumps(self.to_json()) + "\n")
 
     @classmethod

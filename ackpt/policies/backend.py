@@ -65,6 +65,8 @@ def backend(gm: fx.GraphModule, example_inputs, options=None, mode=None):
     if not isinstance(options, (Mapping, type(None))):
         raise TypeError(f"options must be a dict such as {{'budget': '6GiB'}}, got {type(options).__name__}")
     options = dict(options or {})
+    if foreign := sorted({"plan", "optimizer"} & set(options)):
+        raise TypeError(f"{foreign[0]!r} is no option of this backend: use ackpt.compile(model, ..., {foreign[0]}=...)")
     on_plan = options.get("on_plan")
     if on_plan is not None and not callable(on_plan):
         raise TypeError(f"on_plan must be a function of a plan, got {type(on_plan).__name__}")

@@ -90,6 +90,8 @@ def _check_options(options, plan) -> None:
         )
     if own := sorted({"budget", "policy", "graph"} & set(options or ())):
         raise TypeError(f"{own[0]!r} is no option of a policy: give it beside the options")
+    if foreign := sorted({"compiler", "on_plan"} & set(options or ())):
+        raise TypeError(f"{foreign[0]!r} is an option of torch.compile(model, backend='ackpt', options=...)")
     if options and plan is not None:
         raise ValueError("give either options or a plan; a plan is made already")
 

@@ -94,6 +94,7 @@ def test_the_budget_is_kept_or_refused():
         ({"policy": "best"}, "policy 'best' is not known"),
         ({"differentiate": "some"}, "differentiate must be 'loss' or 'all'"),
         ({"policy": "none", "fuel": 3}, "fuel"),
+        ({"optimizer": None}, r"no option of this backend: use ackpt.compile\(model, ..., optimizer=...\)"),
         ({"on_plan": 3}, "on_plan must be a function of a plan, got int"),
     ],
 )

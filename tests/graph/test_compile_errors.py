@@ -125,6 +125,33 @@ def test_a_model_without_data_is_planned_and_runs_when_it_has_some():
     step(X).sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_is_refused():
+    nested = torch.nested.nested_tensor([X, X[:1]], layout=torch.jagged)
+    for call in (ackpt.trace, ackpt.compile):
+        with raises_cleanly(TraceError, "a nested tensor cannot be planned: give a padded one"):
+            call(nn.Linear(4, 4), nested)
+
+
+def test_function_transforms_are_refused():
+    step = ackpt.compile(Net(), X)
+    for call in (torch.vmap(step, randomness="same"), lambda x: torch.func.vjp(step, x)):
+        with raises_cleanly(RuntimeError, "a planned step takes plain tensors; in torch.func and torch.vmap"):
+            call(X.expand(2, 3, 4))
+
+
+def test_an_attribute_of_the_model_is_set_on_the_model():
+    model = Net()
+    step = ackpt.compile(model, X)
+    with pytest.raises(AttributeError, match="'after' is an attribute of the model: set it there"):
+        step.after = torch.sin
+    step.note = "of the step"
+    step.a = nn.Linear(4, 4, bias=False)
+    assert model.a is step.a and step.note == "of the step" and not hasattr(model, "note")
+    model.after = torch.sin
+    assert torch.equal(step(X), model(X))
+
+
 def test_an_output_that_was_planned_without_a_gradient_refuses_one():
     step = ackpt.compile(Net(lambda y: {"loss": y.sum(), "logits": y}), X)
     step(X)["loss"].backward()

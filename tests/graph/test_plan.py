@@ -149,7 +149,9 @@ def test_a_plan_without_the_optimizer_s_state_is_refused_with_it(graph):
         assert ackpt.compile(own, X, plan=plan, optimizer=optimizer).plan is plan
 
 
-def test_a_file_that_is_not_there_is_said_so(tmp_path):
+def test_a_file_that_is_not_there_is_said_so(graph, tmp_path):
+    with pytest.raises(ackpt.RecordError, match="cannot write"):
+        ackpt.plan(graph).save(tmp_path)
     with pytest.raises(FileNotFoundError):
         ackpt.Plan.load(tmp_path / "none.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
@@ -198,6 +200,7 @@ def test_an_unknown_policy_is_refused_with_those_there_are(graph):
         ([1], TypeError, "options must be a dict of options of the policy.*got list"),
         ("time_limit", TypeError, "options must be a dict of options of the policy.*got str"),
         ({"budget": 0.5}, TypeError, "'budget' is no option of a policy: give it beside the options"),
+        ({"compiler": "inductor"}, TypeError, "'compiler' is an option of torch.compile"),
         ({"fuel": 3}, TypeError, "'fuel' is no option of a plan"),
     ],
 )
