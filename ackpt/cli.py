@@ -1,4 +1,4 @@
-"""The command line: ``ackpt synthetic | lm | offload | frontier | plan | doctor``, also ``python -m ackpt``.
+"""The command line: ``ackpt synthetic | lm | offload | ... | plan | gpu-suite | doctor``, also ``python -m ackpt``.
 
 Bad input ends in one line on standard error and exit status 2; a broken promise (losses or gradients that differ,
 an offload that failed) in status 1.
@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     from ackpt.cli_batch import add_batch_size, add_bert
     from ackpt.cli_frontier import add_frontier
     from ackpt.cli_plan import add_plan
+    from ackpt.cli_suite import add_gpu_suite
 
     parser = _Parser(prog="ackpt", description="Activation checkpointing in PyTorch: experiments and checks.")
     parser.add_argument("--version", action="version", version=f"ackpt {ackpt.__version__}")
@@ -85,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add_batch_size(commands)
     add_bert(commands)
     add_plan(commands)
+    add_gpu_suite(commands)
     doctor = commands.add_parser("doctor", help="what this machine can run, and what is missing")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=run_doctor)

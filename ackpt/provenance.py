@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
+import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -15,8 +17,9 @@ def environment(device="cpu", command: str = "") -> dict:
     """Where a record is made: device, versions, threads, commit, day and command.
 
     ``commit`` is that of the checkout the package lies in, with ``-dirty`` behind it when ``ackpt/``, ``notebooks/``
-    or ``pyproject.toml`` have changes, or None for an installed package. ``date`` is the day in UTC: two runs on one
-    day give the same bytes.
+    or ``pyproject.toml`` have changes. Where git cannot say, as in a copy without its history, it is that of the
+    environment variable ``ACKPT_COMMIT``, or None. ``date`` is the day in UTC: two runs on one day give the same bytes.
+    A GPU adds ``capability``, ``device_bytes``, ``driver``, ``cuda`` and ``cudnn``.
 
     Example:
         >>> from ackpt.provenance import environment
@@ -34,7 +37,34 @@ def environment(device="cpu", command: str = "") -> dict:
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "command": command,
+        **(_cuda(device) if device.type == "cuda" and torch.cuda.is_available() else {}),
     }
+
+
+def _cuda(device) -> dict:
+    """What a record of a GPU says beside the device's name."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "capability": f"{properties.major}.{properties.minor}",
+        "device_bytes": properties.total_memory,
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver, if the system or its tool says."""
+    version = Path("/proc/driver/nvidia/version")
+    found = re.search(r"Module[^\d]*([\d.]+)", version.read_text()) if version.is_file() else None
+    if found:
+        return found[1]
+    try:
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None
 
 
 def _package_version() -> str:
@@ -58,7 +88,7 @@ def _commit() -> str | None:
     root = Path(__file__).parent.parent
     # A package installed into a virtual environment inside somebody's checkout is not part of that.
     if _git(root, "ls-files", "--error-unmatch", str(Path(__file__))) is None:
-        return None
+        return os.environ.get("ACKPT_COMMIT") or None
     commit = _git(root, "rev-parse", "HEAD")
     changes = _git(root, "status", "--porcelain", "--", "ackpt", "notebooks", "pyproject.toml")
     return f"{commit}-dirty" if commit and changes else commit

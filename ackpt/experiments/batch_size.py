@@ -19,7 +19,8 @@ from ackpt.graph.budget import parse_bytes
 from ackpt.meter import compare_seconds
 from ackpt.results import Record, environment
 
-from .largest_batch import Largest, largest_on_cpu, largest_on_cuda, largest_predicted
+from .failures import STRICT
+from .largest_batch import Largest, extrapolated, largest_on_cpu, largest_on_cuda, largest_predicted
 from .settings import record_config
 from .step_shapes import Shapes, does_not_fit
 from .steps import PLAIN, Method, NotRun, RunStep, Setting, method, needs_limit, require_equal
@@ -112,19 +113,47 @@ def run_batch_size(config: BatchSizeConfig, command: str = "", timed_rounds: int
 
     Raises `GradientsDiffer` if a method's gradients are not the plain model's: to the last bit on the CPU.
     """
-    shapes = functools.lru_cache(maxsize=4)(lambda batch_size: Shapes(config.setting(batch_size)))
+    shapes = _shapes(config)
     limit = _limit(config, shapes, predict_only)
-    methods = [method(name, limit) for name in dict.fromkeys(config.methods)]
+    yield from _compared(config, limit, shapes, command, timed_rounds, predict_only, STRICT)
+    yield from _searched(config, limit, shapes, command, predict_only, STRICT)
+
+
+def compare_steps(config: BatchSizeConfig, command: str = "", timed_rounds: int = 3, failures=STRICT):
+    """The lists of `run_batch_size` that hold the steps, without the search; limit auto is predicted, not measured."""
+    shapes = _shapes(config)
+    yield from _compared(config, _limit(config, shapes, True), shapes, command, timed_rounds, False, failures)
+
+
+def search_largest(config: BatchSizeConfig, command: str = "", failures=STRICT):
+    """The lists of `run_batch_size` that hold the largest batches, one per method; only the guess needs the batches."""
+    shapes = _shapes(config)
+    yield from _searched(config, _limit(config, shapes, False), shapes, command, False, failures)
+
+
+def _shapes(config: BatchSizeConfig):
+    return functools.lru_cache(maxsize=4)(lambda batch_size: Shapes(config.setting(batch_size)))
+
+
+def _compared(config, limit, shapes, command, timed_rounds, predict_only, failures):
     where = environment("cpu" if predict_only else config.device, command)
-    compared = [each for each in methods if not needs_limit(each.name)]
+    compared = [method(name, limit) for name in dict.fromkeys(config.methods) if not needs_limit(name)]
     for batch_size in tqdm(config.batches, desc="batch sizes", unit="batch", disable=None, leave=False):
-        found = step_metrics(shapes(batch_size), compared, timed_rounds, predict_only)
+        found = step_metrics(shapes(batch_size), compared, timed_rounds, predict_only, failures)
         settings = _settings(config, limit, batch_size=batch_size)
-        yield [record(EXPERIMENT, {**settings, "method": e.name}, found[e.name], where) for e in compared]
-    searched = [each for each in methods if "@" not in each.name]
+        names = [each.name for each in compared if each.name in found]
+        yield [record(EXPERIMENT, {**settings, "method": name}, found[name], where) for name in names]
+
+
+def _searched(config, limit, shapes, command, predict_only, failures):
+    where = environment("cpu" if predict_only else config.device, command)
+    searched = [method(name, limit) for name in dict.fromkeys(config.methods) if "@" not in name]
     for each in tqdm(searched, desc="largest batches", unit="method", disable=None, leave=False):
-        answer = _largest(config, each, limit, shapes, predict_only)
-        yield [record(LARGEST, {**_settings(config, limit), "method": each.name}, _answer(answer), where)]
+        settings = {**_settings(config, limit), "method": each.name}
+        found = []
+        with failures.of(each.name):
+            found.append(record(LARGEST, settings, _answer(_largest(config, each, limit, shapes, predict_only)), where))
+        yield found
 
 
 def predicted(config: BatchSizeConfig, command: str = "") -> list[Record]:
@@ -138,9 +167,15 @@ def record(experiment: str, settings: dict, metrics: dict, where: dict) -> Recor
     return Record(experiment + (PREDICTED if "not_measured" in metrics else ""), settings, metrics, where)
 
 
-def step_metrics(shapes: Shapes, methods, timed_rounds: int, predict_only: bool = False) -> dict[str, dict]:
-    """Metrics of one size by the methods' names: measured where the step fits the machine, else predicted."""
+def step_metrics(
+    shapes: Shapes, methods, timed_rounds: int, predict_only: bool = False, failures=STRICT
+) -> dict[str, dict]:
+    """Metrics of one size by the methods' names: measured where the step fits the machine, else predicted.
+
+    `failures` takes methods that failed while they ran; they are not among the answers.
+    """
     setting = shapes.setting
+    methods = [shapes.resolved(each) for each in methods]
     found: dict[str, dict] = {}
     plain = shapes.predicted(Method(PLAIN))
     plain_fits = not predict_only and does_not_fit(plain["peak_bytes"], setting.device) is None
@@ -161,32 +196,36 @@ def step_metrics(shapes: Shapes, methods, timed_rounds: int, predict_only: bool 
         else:
             found[each.name] = {**metrics, "not_measured": reason}
     if runs:
-        found |= _measured(shapes, runs, plain_fits, timed_rounds)
-    return found
+        found |= _measured(shapes, runs, plain_fits, timed_rounds, failures)
+    return {name: found[name] for name in failures.without(found)}
 
 
-def _measured(shapes: Shapes, methods, plain_fits: bool, timed_rounds: int) -> dict[str, dict]:
+def _measured(shapes: Shapes, methods, plain_fits: bool, timed_rounds: int, failures) -> dict[str, dict]:
     """Check gradients, measure and time the methods in one process, on one model."""
     run, found = RunStep(shapes.setting), {}
     ready = []
     for each in methods:
-        try:
-            run.prepare(each)
-            ready.append(each)
-        except NotRun as error:
-            found[each.name] = {"not_run": str(error)}
+        with failures.of(each.name):
+            try:
+                run.prepare(each)
+                ready.append(each)
+            except NotRun as error:
+                found[each.name] = {"not_run": str(error)}
     wanted = run.gradients(Method(PLAIN)) if plain_fits else None
     exact = shapes.setting.device == "cpu"
     for each in ready:
-        difference = None if wanted is None else require_equal(each.name, run.gradients(each), wanted, exact)
-        found[each.name] = {"gradients_difference": difference}
+        with failures.of(each.name):
+            difference = None if wanted is None else require_equal(each.name, run.gradients(each), wanted, exact)
+            found[each.name] = {"gradients_difference": difference}
     wanted = None
-    for each in ready:
-        planned = run.planned.get(each)
-        predicted = planned.plan.peak_bytes if planned else shapes.predicted(each)["peak_bytes"]
-        found[each.name] |= run.measure(each) | {"predicted_peak_bytes": predicted}
-        if planned:
-            found[each.name]["cost"] = planned.plan.cost
+    for each in (each for each in ready if each.name not in failures.reasons):
+        with failures.of(each.name):
+            planned = run.planned.get(each)
+            predicted = planned.plan.peak_bytes if planned else shapes.predicted(each)["peak_bytes"]
+            found[each.name] |= run.measure(each) | {"predicted_peak_bytes": predicted}
+            if planned:
+                found[each.name]["cost"] = planned.plan.cost
+    ready = [each for each in ready if each.name not in failures.reasons]
     if timed_rounds and ready:
         steps = {each.name: functools.partial(run.step, each) for each in ready}
         comparison = compare_seconds(steps, timed_rounds, device=shapes.setting.device)
@@ -214,8 +253,8 @@ def _largest(config: BatchSizeConfig, each: Method, limit: int, shapes, predict_
         return largest_predicted(each, limit, shapes, config.batches)
     if config.device == "cpu":
         return largest_on_cpu(each, limit, shapes, config.batches)
-    guess = largest_predicted(each, limit, shapes, config.batches).batch
-    return largest_on_cuda(config.setting(1), each, limit, guess)
+    known = {batch_size: shapes(batch_size).least_bytes(each) for batch_size in config.batches}
+    return largest_on_cuda(config.setting(1), each, limit, extrapolated(known, limit))
 
 
 def _answer(found: Largest) -> dict:

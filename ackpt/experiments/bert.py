@@ -15,6 +15,7 @@ import torch
 from ackpt.results import Record, environment
 
 from .batch_size import record, step_metrics
+from .failures import STRICT
 from .settings import record_config
 from .step_shapes import Shapes
 from .steps import PER_BLOCK, PLAIN, Setting, method, needs_limit
@@ -68,7 +69,13 @@ def configuration(tier: str = "cpu", **changes) -> BertStepConfig:
     return replace(base, **changes)
 
 
-def run_bert(config: BertStepConfig = CPU, command: str = "", timed_rounds: int = 3, predict_only: bool = False):
+def run_bert(
+    config: BertStepConfig = CPU,
+    command: str = "",
+    timed_rounds: int = 3,
+    predict_only: bool = False,
+    failures=STRICT,
+):
     """Run the experiment; yields lists of Records, one per method.
 
     The first list is that of the configuration, measured if it fits the machine and not `predict_only`. The small
@@ -76,7 +83,7 @@ def run_bert(config: BertStepConfig = CPU, command: str = "", timed_rounds: int 
 
     Raises `GradientsDiffer` if a method's gradients are not the plain model's: to the last bit on the CPU.
     """
-    yield _records(config, command, timed_rounds, predict_only)
+    yield _records(config, command, timed_rounds, predict_only, failures)
     if config.device == "cpu" and not predict_only:
         yield predicted(replace(GPU, methods=config.methods), command)
 
@@ -86,10 +93,11 @@ def predicted(config: BertStepConfig = GPU, command: str = "") -> list[Record]:
     return _records(config, command, 0, True)
 
 
-def _records(config: BertStepConfig, command: str, timed_rounds: int, predict_only: bool):
+def _records(config: BertStepConfig, command: str, timed_rounds: int, predict_only: bool, failures=STRICT):
     methods = [method(name) for name in dict.fromkeys(config.methods)]
-    found = step_metrics(Shapes(config.setting()), methods, timed_rounds, predict_only)
+    found = step_metrics(Shapes(config.setting()), methods, timed_rounds, predict_only, failures)
     settings = record_config(replace(config, fields=dict(config.fields)), model=MODEL, seq_len=config.seq_len)
     settings["threads"] = torch.get_num_threads()
     where = environment("cpu" if predict_only else config.device, command)
-    return [record(EXPERIMENT, {**settings, "method": each.name}, found[each.name], where) for each in methods]
+    names = [each.name for each in methods if each.name in found]
+    return [record(EXPERIMENT, {**settings, "method": name}, found[name], where) for name in names]

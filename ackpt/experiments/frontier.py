@@ -7,10 +7,12 @@ one step more before, in which ``torch.compile`` compiles.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 from dataclasses import asdict, dataclass, field
 
+from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
 import ackpt
@@ -20,11 +22,14 @@ from ackpt.graph.schedule import recomputed
 from ackpt.policies import auto
 from ackpt.policies.front import front
 from ackpt.policies.planner import POLICIES, plan
+from ackpt.predict import predict
 from ackpt.results import Record, environment
 
+from .failures import STRICT
 from .frontier_models import Workload, checked_sizes, workload
 from .frontier_runs import Runs
-from .peers import MEMORY_BUDGET, PEERS, peer
+from .peers import INDUCTOR, MEMORY_BUDGET, PEERS, peer
+from .step_shapes import kernels_of_a_gpu
 
 EXPERIMENT = "frontier"
 OURS = "auto"
@@ -38,7 +43,7 @@ _TOO_LITTLE = 1e-9  # of the plain step's peak: what every policy refuses, namin
 @dataclass(frozen=True)
 class FrontierConfig:
     """What is compared: `sizes` change those of the model, `settings` are of the peer ``memory-budget``, the seed
-    draws weights and batch.
+    draws weights and batch. ``inductor``: torch's code for a GPU takes part, too.
     """
 
     model: str = "transformer"
@@ -48,8 +53,15 @@ class FrontierConfig:
     peers: tuple[str, ...] = PEERS
     settings: tuple[float, ...] = SETTINGS
     seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    inductor: bool = False
 
     def __post_init__(self):
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"unknown device {self.device!r}: choose cpu or cuda")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype {self.dtype!r} is not supported here: choose float32, or autocast to bfloat16")
         object.__setattr__(self, "sizes", checked_sizes(self.model, self.sizes))
         for what, given, known in (("policy", self.policies, PLANNED), ("peer", self.peers, PEERS)):
             for name in given:
@@ -65,25 +77,29 @@ class FrontierConfig:
                 raise ValueError(f"a setting of {MEMORY_BUDGET} is a number between 0 and 1, got {setting}")
 
 
-def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 0) -> Record:
+def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 0, failures=STRICT) -> Record:
     """Plan and run everything; one Record with all points.
 
     Its metrics: ``baseline``, the step of policy none; ``eager``, that of the plain model; ``rounding``, the
     differences that last bits of the parameters make; ``points``, one per policy and budget
     (None: the smallest that the policy keeps), where a refused budget has ``least_bytes`` and nothing measured;
     ``not_run``, the reason per policy; ``front``, all plans that policy auto chooses from, not run, if it takes part;
-    ``bounds``, the least FLOPs that must run again within a limit; ``peers``.
-    Peaks are dynamic, in bytes. With `timed_rounds` every run has ``seconds_ratio`` to the plain model's step.
+    ``bounds``, the least FLOPs that must run again within a limit; ``peers``, and ``inductor``, where that took part.
+    Peaks are dynamic, in bytes. With `timed_rounds` every run has ``seconds_ratio`` to the plain model's step. On a GPU
+    there are no bounds, since these say nothing about it, and runs have the allocator's figures and ``seconds_step``.
+    `failures` takes runs that failed, which have no point.
     """
-    work = workload(config.model, config.sizes, config.seed)
-    graph = ackpt.trace(work.model, *work.args)
-    costs = ackpt.profile(graph, workspace="measured")
+    on_cpu = config.device == "cpu"
+    work = workload(config.model, config.sizes, config.seed, config.device, config.dtype)
+    with work.autocast():
+        graph = ackpt.trace(work.model, *work.args)
+    costs = ackpt.profile(graph, workspace="measured" if on_cpu else "given")
     none = plan(graph, policy="none", profile=costs)
     runs = Runs(work, config.seed, timed_rounds)
     baseline = runs.first(none)
     eager = runs.of(work.model)
-    points, not_run = _points(config, graph, costs, runs)
-    peers = [_beside(row, graph, costs, none.resident_bytes) for row in _peers(config, work, runs)]
+    points, not_run = _points(config, graph, costs, runs, failures)
+    peers = [_beside(row, graph, costs, none.resident_bytes) for row in _peers(config, work, runs, failures)]
     shares = (*config.budgets, *(step / _BOUNDED for step in range(1, _BOUNDED)))
     limits = [math.floor(share * none.dynamic_peak_bytes) for share in shares]
     limits += [point["predicted_peak_bytes"] for point in points if point["budget"] is None]
@@ -99,15 +115,30 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
         "points": points,
         "not_run": not_run,
         "front": _front(graph, costs) if OURS in config.policies else [],
-        "bounds": _bounds(graph, costs, sorted({*limits}, reverse=True)),
+        "bounds": _bounds(graph, costs, sorted({*limits}, reverse=True)) if on_cpu else [],
         "peers": peers,
     }
+    if config.inductor:
+        metrics["inductor"] = _generated(config, work, runs, failures)
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
-    where = environment("cpu", command)
+    where = environment(config.device, command)
     return Record(EXPERIMENT, {**settings, "threads": where["threads"]}, metrics, where)
 
 
-def _points(config, graph, costs, runs: Runs) -> tuple[list[dict], dict[str, str]]:
+def predict_frontier(config: FrontierConfig) -> dict[str, int]:
+    """The peak of the plain step in bytes, parameters included, as on the configuration's device, from shapes alone."""
+    with FakeTensorMode():
+        work = workload(config.model, config.sizes, config.seed, "cpu", config.dtype)
+
+    def step():
+        with kernels_of_a_gpu() if config.device == "cuda" else contextlib.nullcontext():
+            work.step(work.model, config.seed)
+
+    found = predict(step, resident=(work.model, *work.args), device=config.device, warmup=0)
+    return {config.model: found.peak_bytes}
+
+
+def _points(config, graph, costs, runs: Runs, failures) -> tuple[list[dict], dict[str, str]]:
     points, not_run = [], {}
     for policy in _progress(dict.fromkeys(config.policies), "policy"):
         try:
@@ -122,6 +153,7 @@ def _points(config, graph, costs, runs: Runs) -> tuple[list[dict], dict[str, str
             if isinstance(planned, BudgetError):
                 points.append({**point, "least_bytes": planned.least_bytes})
                 continue
+            name = f"{policy} {'least' if budget is None else budget}"
             promised = {
                 "limit_bytes": planned.limit_bytes,
                 "predicted_peak_bytes": planned.dynamic_peak_bytes,
@@ -129,7 +161,8 @@ def _points(config, graph, costs, runs: Runs) -> tuple[list[dict], dict[str, str
                 "cost": planned.cost,
                 "lower_bound": planned.lower_bound,
             }
-            points.append({**point, **promised, **runs.planned(planned)})
+            with failures.of(name):
+                points.append({**point, **promised, **runs.planned(planned)})
     return points, not_run
 
 
@@ -168,13 +201,25 @@ def _bounds(graph, costs, limits: list[int]) -> list[dict]:
     return [{"limit_bytes": limit, "recompute_flops": bound} for limit, bound in found]
 
 
-def _peers(config, work: Workload, runs: Runs):
+def _peers(config, work: Workload, runs: Runs, failures):
     asked = [
         (name, setting) for name in config.peers for setting in (config.settings if name == MEMORY_BUDGET else (None,))
     ]
     for name, setting in _progress(dict.fromkeys(asked), "peers"):
-        with peer(name, work, setting) as call:
-            yield {"peer": name, "setting": setting, **runs.of(call, compiles=name == MEMORY_BUDGET)}
+        found = {}
+        with failures.of(f"{name} {setting}"), peer(name, work, setting) as call:
+            found = runs.of(call, compiles=name == MEMORY_BUDGET)
+        if found:
+            yield {"peer": name, "setting": setting, **found}
+
+
+def _generated(config, work: Workload, runs: Runs, failures) -> list[dict]:
+    """The runs of `INDUCTOR`; at setting 1 it is what ``torch.compile`` does by itself."""
+    rows = []
+    for setting in _progress(config.settings, INDUCTOR):
+        with failures.of(f"{INDUCTOR} {setting}"), peer(INDUCTOR, work, setting) as call:
+            rows.append({"peer": INDUCTOR, "setting": setting, **runs.generated(call)})
+    return rows
 
 
 def _beside(row: dict, graph, costs, resident_bytes: int) -> dict:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ackpt.models import ResNet, ResNetConfig
+
+from .methods import autocast
 
 TRANSFORMER = {
     "batch_size": 2,
@@ -25,23 +27,40 @@ RESNET50 = {"batch_size": 8, "image_size": 128, "width": 64, "num_classes": 1000
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, the tensors it is called with, and the blocks that a user would checkpoint one by one."""
+    """A model, the tensors it is called with, and the blocks that a user would checkpoint one by one.
+
+    ``dtype``: that of autocast around the forward; none with float32.
+    """
 
     model: nn.Module
     args: tuple[Tensor, ...]
     blocks: tuple[nn.Module, ...]
+    dtype: str = "float32"
+
+    @property
+    def device(self) -> str:
+        return self.args[0].device.type
+
+    def autocast(self):
+        """What the forward runs under, and every capture of it."""
+        return autocast(self.device, self.dtype)
 
     def step(self, call, seed: int) -> None:
         """One forward and backward through `call`, which takes the arguments and returns the loss."""
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(seed)
-        call(*self.args).backward()
+        with self.autocast():
+            loss = call(*self.args)
+        loss.backward()
 
 
-def workload(model: str, sizes: dict[str, int], seed: int) -> Workload:
-    """The model of that name with `sizes`, on the CPU, its weights and batch drawn from `seed`."""
+def workload(model: str, sizes: dict[str, int], seed: int, device: str = "cpu", dtype: str = "float32") -> Workload:
+    """The model of that name with `sizes`, on a device, its weights and batch drawn from `seed` on the CPU."""
     torch.manual_seed(seed)
-    return MODELS[model].build(**sizes)
+    made = replace(MODELS[model].build(**sizes), dtype=dtype)
+    if device == "cpu":
+        return made
+    return replace(made, model=made.model.to(device), args=tuple(each.to(device) for each in made.args))
 
 
 def checked_sizes(model: str, changes: dict[str, int]) -> dict[str, int]:

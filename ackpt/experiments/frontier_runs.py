@@ -29,9 +29,14 @@ class Runs:
 
     def first(self, planned: Plan) -> dict:
         """The run that all others are compared with."""
+        if self.work.device == "cuda":  # libraries take their workspaces at their first call, and keep them
+            self._step(self.work.model)
         found = self._measured(self._compiled(planned))
         self.flops = found.pop("flops")
-        self.wanted = self._left()
+        gradients, buffers = self._left()
+        if self.work.device == "cuda":  # what lies beside the GPU counts in no peak
+            gradients, buffers = [each.cpu() for each in gradients], [each.cpu() for each in buffers]
+        self.wanted = gradients, buffers
         return found
 
     def planned(self, planned: Plan) -> dict:
@@ -44,14 +49,24 @@ class Runs:
         """Peak, FLOPs that run again, differences of gradients and buffers, and, if asked for, the ratio of seconds."""
         found = self._measured(call, compiles)
         again = found.pop("flops") - self.flops
-        found |= {"recompute_flops": again, **self._differences()}
-        if self.timed_rounds:
-            steps = {"plain": partial(self._step, self.work.model), "this": partial(self._step, call)}
-            found["seconds_ratio"] = compare_seconds(steps, self.timed_rounds).to_json()["seconds_ratio"]["this"]
-        return found
+        return found | {"recompute_flops": again, **self._differences(), **self._times(call)}
+
+    def generated(self, call) -> dict:
+        """As `of`, of a step whose code Inductor writes at the first call: its FLOPs cannot be counted."""
+        self._step(call)
+        return self._peaks(partial(self._step, call)) | self._differences() | self._times(call)
+
+    def _times(self, call) -> dict:
+        if not self.timed_rounds:
+            return {}
+        steps = {"plain": partial(self._step, self.work.model), "this": partial(self._step, call)}
+        times = compare_seconds(steps, self.timed_rounds, device=self.work.device).to_json()
+        found = {"seconds_ratio": times["seconds_ratio"]["this"]}
+        return found if self.work.device == "cpu" else found | {"seconds_step": times["seconds"]["this"]}
 
     def _compiled(self, planned: Plan):
-        return ackpt.compile(self.work.model, *self.work.args, plan=planned)
+        with self.work.autocast():
+            return ackpt.compile(self.work.model, *self.work.args, plan=planned)
 
     def _step(self, call) -> None:
         self.work.step(call, self.seed)
@@ -65,25 +80,26 @@ class Runs:
 
         if compiles:
             step()
+        found = self._peaks(partial(self._step, call) if compiles else step)
+        return found | {"flops": counted[0]}
+
+    def _peaks(self, step) -> dict:
+        """Of one step; a GPU adds what its allocator says."""
         self._restart()
-        measured = measure(
-            partial(self._step, call) if compiles else step,
-            "cpu",
-            resident=(self.work.model, *self.work.args),
-            warmup=0,
-            repeats=0,
-        )
-        return {"measured_peak_bytes": measured.dynamic_peak_bytes, "flops": counted[0]}
+        resident = (self.work.model, *self.work.args)
+        measured = measure(step, self.work.device, resident=resident, warmup=0, repeats=0)
+        return {"measured_peak_bytes": measured.dynamic_peak_bytes, **measured.allocator}
 
     def rounding(self) -> dict:
         """The differences that rounding makes: of a plain step whose parameters are off by their last bits."""
         parameters = list(self.work.model.parameters())
         before = [parameter.detach().clone() for parameter in parameters]
-        noise = torch.Generator().manual_seed(self.seed)
+        noise = torch.Generator(self.work.device).manual_seed(self.seed)
         self._restart()
         with torch.no_grad():
             for parameter in parameters:
-                parameter.mul_(1 + _LAST_BITS * torch.randn(parameter.shape, generator=noise))
+                draws = torch.randn(parameter.shape, generator=noise, device=parameter.device)
+                parameter.mul_(1 + _LAST_BITS * draws)
         self._step(self.work.model)
         with torch.no_grad():
             for parameter, value in zip(parameters, before, strict=True):
@@ -110,6 +126,7 @@ def difference(mine, wanted) -> float:
     """The largest difference of two lists of tensors, relative to each tensor's largest element; 0.0: to the bit."""
     worst = 0.0
     for one, other in zip(mine, wanted, strict=True):
+        other = other.to(one.device)
         if not torch.equal(one, other):
             one, other = one.double(), other.double()
             off = float((one - other).abs().max() / other.abs().max().clamp_min(1e-300))

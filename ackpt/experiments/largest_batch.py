@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,8 @@ from .step_shapes import Shapes, does_not_fit
 from .steps import Method, NotRun, RunStep, Setting, needs_limit
 
 AT_MOST = 65_536
+# What libraries say where torch's allocator has nothing left for their workspaces.
+_NO_MEMORY = re.compile("out of memory|ALLOC_FAILED|valid cuDNN (algorithm|engine)|engine to execute", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,9 @@ def _peak_within(setting: Setting, method: Method, limit_bytes: int) -> int | No
             run.step(method)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
-    except (torch.OutOfMemoryError, NotRun):
+    except (RuntimeError, NotRun) as error:
+        if not isinstance(error, (torch.OutOfMemoryError, NotRun)) and not _NO_MEMORY.search(str(error)):
+            raise
         return None
     finally:
         run = None

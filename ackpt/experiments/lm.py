@@ -14,11 +14,13 @@ import torch
 from ackpt.data import DATASETS, Batch, packed_batches, token_stream
 from ackpt.models.transformer import LanguageModel, TransformerConfig
 
-from .methods import METHODS, check_methods, chunks_loss
+from .failures import STRICT
+from .methods import METHODS, OFFLOADED, PLANNED, check_methods, chunks_loss
 from .settings import require_lengths, require_positive
 from .training import Task, run_lengths
 
 EXPERIMENT = "lm"
+KNOWN = (*METHODS, OFFLOADED, PLANNED)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class LMConfig:
     methods: tuple[str, ...] = METHODS
 
     def __post_init__(self):
-        check_methods(self.methods)
+        check_methods(self.methods, KNOWN)
         require_positive(self, "batch_size", "steps", "loss_chunks")
         require_lengths(self)
         if self.dataset not in DATASETS:
@@ -107,13 +109,15 @@ def task(config: LMConfig, seq_len: int) -> Task:
     def tensors(batch):
         return batch.tokens, batch.targets, batch.cu_seqlens
 
-    def loss(model, batch, method):
-        chunks = config.loss_chunks if chunks_loss(method) else None
-        return model(batch.tokens, batch.cu_seqlens, seq_len, targets=batch.targets, loss_chunks=chunks)
+    def arguments(batch, method):
+        call = {"tokens": batch.tokens, "cu_seqlens": batch.cu_seqlens, "max_seqlen": seq_len, "targets": batch.targets}
+        return {**call, "loss_chunks": config.loss_chunks if chunks_loss(method) else None}
 
-    return Task(EXPERIMENT, build, batch, example, tensors, loss, config.learning_rate, config.device, config.dtype)
+    return Task(
+        EXPERIMENT, build, batch, example, tensors, arguments, config.learning_rate, config.device, config.dtype
+    )
 
 
-def run_lm(config: LMConfig = CPU, command: str = "", timed_rounds: int = 5, profiles=None):
+def run_lm(config: LMConfig = CPU, command: str = "", timed_rounds: int = 5, profiles=None, failures=STRICT):
     """Run the experiment; yields a list of Records, one per method, for each sequence length."""
-    return run_lengths(task, config, command, timed_rounds, profiles)
+    return run_lengths(task, config, command, timed_rounds, profiles, failures)

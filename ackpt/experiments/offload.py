@@ -22,6 +22,7 @@ from ackpt.offload import MIN_BYTES
 from ackpt.predict import predict
 from ackpt.results import Record, environment
 
+from .failures import STRICT
 from .methods import autocast
 from .offload_methods import KEEPS_ALL, METHODS, OURS, Method, cannot_run, make_method
 from .settings import record_config, record_metrics, require_positive
@@ -100,11 +101,12 @@ def one_step(config: OffloadConfig, model, method: Method, batch) -> None:
         loss.backward()
 
 
-def run_offload(config: OffloadConfig = CPU, command: str = "", timed_rounds: int = 5) -> list[Record]:
+def run_offload(config: OffloadConfig = CPU, command: str = "", timed_rounds: int = 5, failures=STRICT) -> list[Record]:
     """Check, measure and time every method of the configuration; one Record each, in order.
 
     A method that could not run has a Record whose metrics hold nothing but ``not_run``, the reason. Times are in
-    fields named ``seconds...``, sizes in bytes. On the CPU one core is left to the copies.
+    fields named ``seconds...``, sizes in bytes. `failures` takes methods that failed, which have no Record. On the CPU
+    one core is left to the copies.
 
     Raises `GradientsDiffer` if an ackpt method's gradients are not the baseline's: to the last bit on the CPU, within
     `TOLERANCE` on a GPU, at any step.
@@ -122,12 +124,17 @@ def run_offload(config: OffloadConfig = CPU, command: str = "", timed_rounds: in
                 if 2 * needed > room:  # buffers are pooled, and page-locked memory comes in powers of two
                     reasons[name] = f"its store needs {needed >> 20} MiB, too much for {room >> 20} MiB of free memory"
         names = [name for name, reason in reasons.items() if not reason]
-        methods = {name: make_method(name, model, config.device, config.min_bytes) for name in names}
-        checked = _check(config, model, methods)
-        for name, method in _progress(methods.items(), "measure"):
-            metrics[name] = (metrics.get(name) or _measure(config, model, method)) | checked[name]
-            if name not in OURS:
-                metrics[name]["store_peak_bytes"] = None  # theirs is not known
+        methods = {}
+        for name in names:
+            with failures.of(name):
+                methods[name] = make_method(name, model, config.device, config.min_bytes)
+        checked = _check(config, model, methods, failures)
+        for name, method in _progress([(name, methods[name]) for name in failures.without(methods)], "measure"):
+            with failures.of(name):
+                metrics[name] = (metrics.get(name) or _measure(config, model, method)) | checked[name]
+                if name not in OURS:
+                    metrics[name]["store_peak_bytes"] = None  # theirs is not known
+        methods = {name: methods[name] for name in failures.without(methods)}
         for name, times in _time(config, model, methods, timed_rounds).items():
             metrics[name].update(times)
         settings = record_config(config, threads=torch.get_num_threads())
@@ -135,6 +142,7 @@ def run_offload(config: OffloadConfig = CPU, command: str = "", timed_rounds: in
     return [
         Record(EXPERIMENT, {**settings, "method": name}, {"not_run": reason} if reason else metrics[name], where)
         for name, reason in reasons.items()
+        if name not in failures.reasons
     ]
 
 
@@ -187,7 +195,7 @@ def _measure(config, model, method) -> dict:
 COUNTED = ("copies_out", "copies_in", "bytes_out", "bytes_in", "shared", "found", "just_in_time", "pageable_bytes")
 
 
-def _check(config, model, methods) -> dict[str, dict]:
+def _check(config, model, methods, failures) -> dict[str, dict]:
     """Gradients of every step against those of the plain model on the same batch; what the engine counted meanwhile.
 
     Batches differ from step to step, so that a stale buffer would be seen.
@@ -200,14 +208,15 @@ def _check(config, model, methods) -> dict[str, dict]:
         one_step(config, model, plain, batch)
         wanted = {name: parameter.grad.cpu().clone() for name, parameter in model.named_parameters()}
         _require_finite(wanted)
-        for name, method in _progress(methods.items(), f"check step {step + 1}"):
-            stats = _one_counted_step(config, model, method, batch)
-            if stats is not None:
-                found[name] |= {key: stats[key] for key in COUNTED}
-                if step:
-                    found[name]["pool_misses"] = found[name].get("pool_misses", 0) + stats["pool_misses"]
-            worst = _difference(model, wanted, name, exact=config.device == "cpu" and name in OURS)
-            found[name]["gradients_difference"] = max(found[name]["gradients_difference"], worst)
+        for name in _progress(failures.without(methods), f"check step {step + 1}"):
+            with failures.of(name):
+                stats = _one_counted_step(config, model, methods[name], batch)
+                if stats is not None:
+                    found[name] |= {key: stats[key] for key in COUNTED}
+                    if step:
+                        found[name]["pool_misses"] = found[name].get("pool_misses", 0) + stats["pool_misses"]
+                worst = _difference(model, wanted, name, exact=config.device == "cpu" and name in OURS)
+                found[name]["gradients_difference"] = max(found[name]["gradients_difference"], worst)
     return found
 
 

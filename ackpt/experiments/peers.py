@@ -20,6 +20,7 @@ from .frontier_models import Workload
 
 CHECKPOINT, SELECTIVE, MEMORY_BUDGET = "checkpoint", "selective", "memory-budget"
 PEERS = (CHECKPOINT, SELECTIVE, MEMORY_BUDGET)
+INDUCTOR = "memory-budget-inductor"  # the same, with the code that Inductor writes for a GPU
 _ATEN = torch.ops.aten
 KEPT = [
     _ATEN.mm.default,
@@ -37,10 +38,11 @@ def peer(name: str, workload: Workload, setting: float | None = None) -> Iterato
     """What to call instead of the model, inside of the context only; the model is then as before.
 
     Args:
-        setting: of ``memory-budget``, between 0 and 1; the others have none.
+        setting: of ``memory-budget`` and `INDUCTOR`, between 0 and 1; the others have none.
     """
-    if name == MEMORY_BUDGET:
-        with _memory_budget(workload.model, setting) as call:
+    if name in (MEMORY_BUDGET, INDUCTOR):
+        backend = "inductor" if name == INDUCTOR else "aot_eager_decomp_partition"
+        with _memory_budget(workload.model, setting, backend) as call:
             yield call
     else:
         options = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if name == SELECTIVE else {}
@@ -59,13 +61,13 @@ def _checkpointed(workload: Workload, options, *args):
 
 
 @contextlib.contextmanager
-def _memory_budget(model, setting):
+def _memory_budget(model, setting, backend):
     from torch._functorch import config
 
     # What dynamo compiled stays with the code of the model, whatever the setting was.
     torch._dynamo.reset()
     try:
         with config.patch(activation_memory_budget=setting):
-            yield torch.compile(model, backend="aot_eager_decomp_partition")
+            yield torch.compile(model, backend=backend)
     finally:
         torch._dynamo.reset()

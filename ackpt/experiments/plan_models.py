@@ -133,7 +133,7 @@ def _changed(config, request: StepRequest):
         raise ValueError(f"--set: {error}") from error
 
 
-class _Autoencoder(Transformer):
+class Autoencoder(Transformer):
     """The synthetic experiment's step as a call: the mean squared error between output and input."""
 
     def forward(self, x, cu_seqlens, max_seqlen):
@@ -166,7 +166,7 @@ def _padded_tokens(model, request):
 
 # name -> a model with the configuration that --set changes, the model of a configuration, its inputs
 BUILT_IN = {
-    "transformer": (lambda: Transformer(TransformerConfig()), _Autoencoder, _packed_floats),
+    "transformer": (lambda: Transformer(TransformerConfig()), Autoencoder, _packed_floats),
     "lm": (lambda: LanguageModel(TransformerConfig()), LanguageModel, _packed_tokens),
     "resnet18": (resnet18, ResNet, _images),
     "resnet50": (resnet50, ResNet, _images),

@@ -5,7 +5,7 @@ The very step of the experiment runs on tensors without data; ``ackpt.predict`` 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,8 +15,10 @@ from ackpt.predict import predict
 from ackpt.results import Record, environment
 
 from . import lm, synthetic
-from .methods import configure
+from .methods import PLANNED, configure
 from .settings import record_config, record_metrics
+from .step_shapes import Shapes
+from .steps import Method, Setting
 from .training import adamw, one_step
 
 
@@ -24,7 +26,8 @@ def predict_experiment(config, command: str = ""):
     """Predict every sequence length and method of a configuration; yields a list of Records per length.
 
     The records' experiment is named ``<experiment>-predicted``; their metrics hold bytes and FLOPs, no losses and no
-    times. The step is one of training: forward, backward, AdamW with its states in place.
+    times. The step is one of training: forward, backward, AdamW with its states in place. The budget of a plan is the
+    predicted peak of checkpoint.
     """
     make: Any = lm.task if isinstance(config, lm.LMConfig) else synthetic.task
     for seq_len in config.seq_lens:
@@ -32,11 +35,22 @@ def predict_experiment(config, command: str = ""):
         settings = record_config(config, seq_len=seq_len)
         where = environment("cpu", command)
         methods = tqdm(config.methods, desc=f"predict L={seq_len}", unit="method", disable=None, leave=False)
-        yield [
-            Record(f"{task.experiment}-predicted", {**settings, "method": method}, peaks, where)
-            for method in methods
-            for peaks in [_predict(task, config.device, method)]
-        ]
+        peaks: dict[str, dict] = {}
+        for method in methods:
+            if method == PLANNED:
+                peaks[method] = _predict_plan(config, seq_len, peaks["checkpoint"]["peak_bytes"])
+            else:
+                peaks[method] = _predict(task, config.device, method)
+        name = f"{task.experiment}-predicted"
+        yield [Record(name, {**settings, "method": method}, found, where) for method, found in peaks.items()]
+
+
+def _predict_plan(config, seq_len: int, budget_bytes: int) -> dict:
+    """A plan of the same step within the budget."""
+    name = "lm" if isinstance(config, lm.LMConfig) else "transformer"
+    fields = {name: value for name, value in asdict(config.model()).items() if name != "causal"}
+    sizes = {"seq_len": seq_len, "fields": fields, "device": config.device, "dtype": config.dtype}
+    return Shapes(Setting(name, config.batch_size, **sizes)).predicted(Method(PLANNED, PLANNED, budget_bytes))
 
 
 def _predict(task, device, method) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from .plan import PlanConfig, captured
 from .plan_cuda import CapturedCudaChoices
 from .plan_models import training_step
 from .settings import record_metrics
-from .steps import UNBOUNDED, Method, NotRun, Setting, one_step, switch, tensors
+from .steps import PER_BLOCK, UNBOUNDED, Method, NotRun, Setting, one_step, switch, tensors
 from .training import adamw
 
 AS_ON = "h200"  # the GPU whose choice of kernels a prediction for CUDA follows
@@ -43,6 +44,12 @@ class Shapes:
             self._known[method] = self._eager(method) if method.policy is None else self._planned(method)
         return self._known[method]
 
+    def resolved(self, method: Method) -> Method:
+        """The method with its budget in bytes where that is the peak of per-block."""
+        if method.budget != PER_BLOCK:
+            return method
+        return replace(method, budget=self.predicted(Method(PER_BLOCK))["peak_bytes"])
+
     def least_bytes(self, method: Method) -> int:
         """The smallest peak that the method can have at this size; an eager one, or a policy without bound, has one."""
         if method.policy is None or method.policy in UNBOUNDED:
@@ -60,7 +67,7 @@ class Shapes:
         cuda = self.setting.device == "cuda"
 
         def step():
-            with _kernels_of_a_gpu() if cuda else contextlib.nullcontext():
+            with kernels_of_a_gpu() if cuda else contextlib.nullcontext():
                 one_step(made.model, made.inputs, self.setting, optimizer)
 
         resident = (made.model, optimizer, *tensors(made.inputs))
@@ -106,7 +113,7 @@ class Shapes:
 
 
 @contextlib.contextmanager
-def _kernels_of_a_gpu():
+def kernels_of_a_gpu():
     """Attention as a GPU runs it, in recomputes within backward as well; `predict` sees to the rest."""
     choices = partial(CapturedCudaChoices, "bfloat16" in device_rates(AS_ON).flops_per_second)
     with choices(), around_backward(choices):

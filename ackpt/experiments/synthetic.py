@@ -8,16 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from ackpt.models.transformer import Transformer, TransformerConfig
+from ackpt.models.transformer import TransformerConfig
 
-from .methods import METHODS, check_methods
+from .failures import STRICT
+from .methods import METHODS, OFFLOADED, PLANNED, check_methods
+from .plan_models import Autoencoder
 from .settings import require_lengths, require_positive
 from .training import Task, run_lengths
 
 EXPERIMENT = "synthetic"
-KNOWN = METHODS[:2]
+KNOWN = (*METHODS[:2], OFFLOADED, PLANNED)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class SyntheticConfig:
     dtype: str = "float32"
     learning_rate: float = 3e-4
     seed: int = 0
-    methods: tuple[str, ...] = KNOWN
+    methods: tuple[str, ...] = METHODS[:2]
 
     def __post_init__(self):
         check_methods(self.methods, KNOWN)
@@ -66,7 +67,7 @@ def task(config: SyntheticConfig, seq_len: int) -> Task:
 
     def build():
         torch.manual_seed(config.seed)
-        return Transformer(config.model())
+        return Autoencoder(config.model())
 
     def batch(step):
         generator = torch.Generator().manual_seed(config.seed * 100_003 + step)
@@ -79,13 +80,15 @@ def task(config: SyntheticConfig, seq_len: int) -> Task:
     def offsets():
         return torch.arange(config.batch_size + 1, dtype=torch.int32) * seq_len
 
-    def loss(model, batch, method):
+    def arguments(batch, method):
         x, cu_seqlens = batch
-        return F.mse_loss(model(x, cu_seqlens, seq_len).float(), x)
+        return {"x": x, "cu_seqlens": cu_seqlens, "max_seqlen": seq_len}
 
-    return Task(EXPERIMENT, build, batch, example, tuple, loss, config.learning_rate, config.device, config.dtype)
+    return Task(EXPERIMENT, build, batch, example, tuple, arguments, config.learning_rate, config.device, config.dtype)
 
 
-def run_synthetic(config: SyntheticConfig = CPU, command: str = "", timed_rounds: int = 5, profiles=None):
+def run_synthetic(
+    config: SyntheticConfig = CPU, command: str = "", timed_rounds: int = 5, profiles=None, failures=STRICT
+):
     """Run the experiment; yields a list of Records, one per method, for each sequence length."""
-    return run_lengths(task, config, command, timed_rounds, profiles)
+    return run_lengths(task, config, command, timed_rounds, profiles, failures)

@@ -17,16 +17,18 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+import ackpt
 from ackpt.meter import compare_seconds, measure
 from ackpt.results import Record, environment
 
-from .methods import autocast, configure
+from .failures import STRICT
+from .methods import PLANNED, autocast, chunks_loss, configure
 from .settings import record_config, record_metrics
 
 
 @dataclass(frozen=True)
 class Task:
-    """One model with its batches: ``loss(model, batch, method)`` is the forward of a step.
+    """One model with its batches: ``model(**arguments(batch, method))`` is the loss of a step.
 
     ``batch(i)`` is the batch of step i, ``example()`` one of the same shapes for which no data are needed.
     """
@@ -36,7 +38,7 @@ class Task:
     batch: Callable[[int], Any]
     example: Callable[[], Any]
     tensors: Callable[[Any], tuple]
-    loss: Callable
+    arguments: Callable[[Any, str], dict]
     learning_rate: float
     device: str
     dtype: str
@@ -54,7 +56,7 @@ def adamw(model, learning_rate: float):
 def one_step(task: Task, model, optimizer, batch, method: str, scaler=None):
     """Forward, backward, optimizer step; returns the loss, still on its device."""
     with autocast(task.device, task.dtype):
-        loss = task.loss(model, batch, method)
+        loss = model(**task.arguments(batch, method))
     if scaler is None:
         loss.backward()
         optimizer.step()
@@ -66,52 +68,78 @@ def one_step(task: Task, model, optimizer, batch, method: str, scaler=None):
     return loss.detach()
 
 
-def run(task: Task, methods, steps: int, config: dict, command: str, *, timed_rounds=5, profiles=None) -> list[Record]:
+def run(
+    task: Task, methods, steps: int, config: dict, command: str, *, timed_rounds=5, profiles=None, failures=STRICT
+) -> list[Record]:
     """Train, measure and time `task` by each of `methods`; one Record per method.
 
-    `profiles` (see ``profiling.Profiles``) takes a trace and scalars of each.
+    `profiles` (see ``profiling.Profiles``) takes a trace and scalars of each; `failures` what became of methods that
+    failed, which then have no Record.
 
-    Raises `LossesDiffer` if a method's losses are not the baseline's to the last bit where they must be (methods that
-    differ in checkpointing only, on the CPU) or not close (chunked loss; any method on a GPU).
+    Raises `LossesDiffer` if a method's losses are not the baseline's to the last bit where they must be (methods with
+    the same loss head on the CPU, or on a GPU that runs deterministic algorithms) or not close.
     """
     model = task.build().to(task.device)
-    start = {name: value.clone() for name, value in model.state_dict().items()}
+    # On the CPU: on a GPU they would count in every peak.
+    start = {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
+    optimizer = adamw(model, task.learning_rate)
     metrics: dict[str, dict] = {}
+    called: dict[str, Any] = {}
     for method in methods:
-        model.load_state_dict(start)
-        configure(model, method)
-        metrics[method] = _train_and_measure(task, model, method, steps, config, profiles)
+        with failures.of(method):
+            model.load_state_dict(start)
+            optimizer.state.clear()
+            configure(model, method)
+            calls = model
+            if method == PLANNED:
+                calls = _planned(task, model, optimizer, metrics["checkpoint"]["peak_bytes"])
+            metrics[method] = _train_and_measure(task, model, calls, optimizer, method, steps, config, profiles)
+            called[method] = calls
         model.zero_grad(set_to_none=True)
-    check_losses({method: values["losses"] for method, values in metrics.items()}, exact=task.device == "cpu")
-    for method, times in _time(task, model, start, methods, timed_rounds).items():
+    exact = task.device == "cpu" or torch.are_deterministic_algorithms_enabled()
+    losses = {method: values["losses"] for method, values in metrics.items()}
+    for method in losses:
+        with failures.of(method):
+            metrics[method] |= check_losses(losses, method, exact)
+    methods = failures.without(methods)
+    for method, times in _time(task, model, optimizer, called, start, methods, timed_rounds).items():
         metrics[method].update(times)
     where = environment(task.device, command)
     return [Record(task.experiment, {**config, "method": method}, metrics[method], where) for method in methods]
 
 
-def run_lengths(task_of, config, command: str, timed_rounds: int, profiles):
+def run_lengths(task_of, config, command: str, timed_rounds: int, profiles, failures=STRICT):
     """`run` for every sequence length of a configuration; yields the list of Records of each."""
+    more = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
     for seq_len in config.seq_lens:
-        settings = record_config(config, seq_len=seq_len)
-        task = task_of(config, seq_len)
-        yield run(task, config.methods, config.steps, settings, command, timed_rounds=timed_rounds, profiles=profiles)
+        settings = record_config(config, seq_len=seq_len, **more)
+        options = {"timed_rounds": timed_rounds, "profiles": profiles, "failures": failures}
+        yield run(task_of(config, seq_len), config.methods, config.steps, settings, command, **options)
 
 
-def _train_and_measure(task, model, method, steps, config, profiles) -> dict:
-    optimizer = adamw(model, task.learning_rate)
+def _planned(task, model, optimizer, budget_bytes: int):
+    """The model as policy auto plans its step within the budget, which is of the whole peak."""
+    with autocast(task.device, task.dtype):
+        arguments = task.arguments(task.batch(0), PLANNED)
+        return ackpt.compile(model, budget=budget_bytes, optimizer=optimizer, **arguments)
+
+
+def _train_and_measure(task, model, called, optimizer, method, steps, config, profiles) -> dict:
     scaler = torch.amp.GradScaler(task.device) if task.dtype == "float16" else None
-    losses, seconds = _train(task, model, optimizer, method, steps, scaler)
+    losses, seconds = _train(task, called, optimizer, method, steps, scaler)
     batch = task.batch(steps)
-    step = partial(one_step, task, model, optimizer, batch, method, scaler)
+    step = partial(one_step, task, called, optimizer, batch, method, scaler)
     measured = measure(step, task.device, resident=(model, optimizer, *task.tensors(batch)), warmup=1, repeats=0)
     if profiles is not None:
         name = f"{method}-L{config['seq_len']}"
         profiles.scalars(name, losses, measured.peak_bytes)
         profiles.trace(name, step)
+    planned = {} if called is model else {"predicted_peak_bytes": called.plan.peak_bytes, "cost": called.plan.cost}
     return {
         "losses": losses,
         "seconds_training": seconds,
         **record_metrics(measured),
+        **planned,
         "timeline": measured.timeline.thinned(400).to_json(),
     }
 
@@ -127,18 +155,18 @@ def _train(task, model, optimizer, method, steps, scaler):
     return losses, time.perf_counter() - began
 
 
-def _time(task, model, start, methods, rounds):
+def _time(task, model, optimizer, called, start, methods, rounds):
     """Interleaved seconds per step: one model, switched to the method just before its step."""
-    if not rounds:
+    if not (rounds and methods):
         return {}
     model.load_state_dict(start)
-    optimizer = adamw(model, task.learning_rate)
+    optimizer.state.clear()
     batch = task.batch(0)
 
     def step_of(method):
         def step():
             configure(model, method)
-            one_step(task, model, optimizer, batch, method)
+            one_step(task, called[method], optimizer, batch, method)
 
         return step
 
@@ -155,28 +183,35 @@ def _time(task, model, start, methods, rounds):
 
 # Chunks sum the loss in another order; a GPU's kernels may add in any order.
 TOLERANCE = {"chunked": 1e-4, "gpu": 1e-2}
+COMPARED = 20  # steps on a GPU that must be close; from there on training itself carries rounding ever further
 
 
-def check_losses(losses: dict[str, list[float]], exact: bool) -> None:
-    """Compare every method's losses with those of the first method of the same loss, and the two losses."""
-    reference = next(iter(losses))
-    for method, values in losses.items():
-        same_head = ("chunked" in method) == ("chunked" in reference)
-        twin = method.removeprefix("checkpoint+").replace("checkpoint", "baseline")
-        if exact and twin in losses and values != losses[twin]:
-            step = _first(values, lambda pair: pair[0] != pair[1], losses[twin])
+def check_losses(losses: dict[str, list[float]], method: str, exact: bool) -> dict:
+    """Compare the losses of `method` with those of the first method of the same loss head, and of the first of all.
+
+    Returns:
+        Where methods need not be equal to the last bit, the largest difference over all steps, relative to the first
+        method's loss, under ``losses_difference``.
+    """
+    values, reference = losses[method], next(iter(losses))
+    twin = next(name for name in losses if chunks_loss(name) == chunks_loss(method))
+    if exact and values != losses[twin]:
+        step = _first(values, lambda pair: pair[0] != pair[1], losses[twin])
+        raise LossesDiffer(
+            f"the losses of {method} and {twin} differ at step {step}: {values[step]!r} and {losses[twin][step]!r}; "
+            "checkpointing must not change a bit"
+        )
+    if exact and chunks_loss(method) == chunks_loss(reference):
+        return {}
+    tolerance = TOLERANCE["chunked"] if exact else TOLERANCE["gpu"]
+    differences = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(values, losses[reference], strict=True)]
+    for step, difference in enumerate(differences if exact else differences[:COMPARED]):
+        if difference > tolerance:
             raise LossesDiffer(
-                f"the losses of {method} and {twin} differ at step {step}: {values[step]!r} and "
-                f"{losses[twin][step]!r}; checkpointing must not change a bit"
+                f"the losses of {method} and {reference} differ by more than {tolerance:g} (relative) at step "
+                f"{step}: {values[step]!r} and {losses[reference][step]!r}"
             )
-        tolerance = TOLERANCE["chunked"] if exact else TOLERANCE["gpu"]
-        if not (exact and same_head):
-            for step, (a, b) in enumerate(zip(values, losses[reference])):
-                if abs(a - b) > tolerance * max(1.0, abs(b)):
-                    raise LossesDiffer(
-                        f"the losses of {method} and {reference} differ by more than {tolerance:g} (relative) at step "
-                        f"{step}: {a!r} and {b!r}"
-                    )
+    return {} if exact else {"losses_difference": max(differences)}
 
 
 def _first(values, wrong, others=None) -> int:

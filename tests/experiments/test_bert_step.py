@@ -42,7 +42,7 @@ def test_checkpointed_layers_run_their_forward_again(records):
 def test_the_small_tier_also_predicts_the_published_size(monkeypatch):
     asked = []
 
-    def metrics(shapes, methods, rounds, predict_only):
+    def metrics(shapes, methods, rounds, predict_only, failures):
         asked.append((shapes.setting.batch_size, shapes.setting.seq_len, shapes.setting.device, predict_only))
         return {each.name: {"peak_bytes": 1, "not_measured": "a test"} for each in methods}
 

@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from ackpt.experiments import report
+from ackpt.experiments import report, training
+from ackpt.experiments.failures import Failures
 from ackpt.experiments.lm import LMConfig, run_lm
 from ackpt.experiments.predicted import predict_experiment
 from ackpt.experiments.synthetic import SyntheticConfig, run_synthetic
-from ackpt.experiments.training import LossesDiffer, check_losses
+from ackpt.experiments.training import COMPARED, LossesDiffer, check_losses
 
 TINY = {"dim": 32, "ff_dim": 64, "layers": 3, "head_dim": 16, "seq_lens": (48,), "steps": 3}
 SYNTHETIC = SyntheticConfig(**TINY)
@@ -77,10 +78,45 @@ def test_bfloat16_autocast_is_equal_to_the_last_bit_too():
 
 def test_losses_that_differ_are_refused_with_the_step():
     with pytest.raises(LossesDiffer, match="differ at step 1"):
-        check_losses({"baseline": [1.0, 2.0], "checkpoint": [1.0, 2.0000002]}, exact=True)
+        check_losses({"baseline": [1.0, 2.0], "checkpoint": [1.0, 2.0000002]}, "checkpoint", exact=True)
     with pytest.raises(LossesDiffer, match="more than 0.0001"):
-        check_losses({"baseline": [1.0, 2.0], "chunked-loss": [1.0, 2.1]}, exact=True)
-    check_losses({"baseline": [1.0, 2.0], "checkpoint": [1.0, 2.0000002]}, exact=False)
+        check_losses({"baseline": [1.0, 2.0], "chunked-loss": [1.0, 2.1]}, "chunked-loss", exact=True)
+    found = check_losses({"baseline": [1.0, 2.0], "checkpoint": [1.0, 2.002]}, "checkpoint", exact=False)
+    assert found == {"losses_difference": pytest.approx(0.001)}
+
+
+def test_on_a_gpu_the_first_steps_are_compared_and_the_largest_difference_is_recorded():
+    plain = [1.0] * (COMPARED + 1)
+    late, early = [*plain[1:], 1.5], [1.5, *plain[1:]]
+    assert check_losses({"baseline": plain, "checkpoint": late}, "checkpoint", exact=False)["losses_difference"] == 0.5
+    with pytest.raises(LossesDiffer, match="more than 0.01"):
+        check_losses({"baseline": plain, "checkpoint": early}, "checkpoint", exact=False)
+
+
+def test_offload_and_a_plan_at_the_peak_of_checkpoint_change_no_bit_and_keep_it():
+    methods = ("baseline", "checkpoint", "checkpoint+offload", "auto")
+    (records,) = run_synthetic(dataclasses.replace(SYNTHETIC, methods=methods), timed_rounds=1)
+    metrics = {record.config["method"]: record.metrics for record in records}
+    assert all(each["losses"] == metrics["baseline"]["losses"] for each in metrics.values())
+    assert metrics["auto"]["peak_bytes"] <= metrics["checkpoint"]["peak_bytes"] < metrics["baseline"]["peak_bytes"]
+    assert metrics["auto"]["flops"] <= metrics["checkpoint"]["flops"]
+    assert set(metrics["auto"]) - set(metrics["checkpoint"]) == {"predicted_peak_bytes", "cost"}
+    with pytest.raises(ValueError, match="give checkpoint before it"):
+        SyntheticConfig(methods=("baseline", "auto"))
+
+
+def test_a_method_that_fails_leaves_the_others_records(monkeypatch):
+    def refuse(*arguments):
+        raise RuntimeError("no plan here")
+
+    monkeypatch.setattr(training, "_planned", refuse)
+    config = dataclasses.replace(SYNTHETIC, methods=("baseline", "checkpoint", "auto"))
+    failures = Failures()
+    (records,) = run_synthetic(config, timed_rounds=0, failures=failures)
+    assert [record.config["method"] for record in records] == ["baseline", "checkpoint"]
+    assert failures.reasons == {"auto": "RuntimeError: no plan here"}
+    with pytest.raises(RuntimeError, match="no plan here"):
+        list(run_synthetic(config, timed_rounds=0))
 
 
 def test_wrong_gradients_would_be_noticed(monkeypatch):

@@ -1,0 +1,215 @@
+"""The runner of the suite, with jobs that do next to nothing: what it skips, leaves, records and survives."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from ackpt.experiments import gpu_suite
+from ackpt.experiments.gpu_suite import (
+    CUT_OFF,
+    DONE,
+    FAILED,
+    WHOLE,
+    Job,
+    expected_minutes,
+    read_state,
+    records_of,
+    run_suite,
+)
+from ackpt.experiments.gpu_suite_report import text_outcome, text_table
+from ackpt.results import Record, RecordError, environment, load_records
+
+COMMIT = environment()["commit"]
+
+
+@dataclass(frozen=True)
+class Config:
+    size: int = 1
+
+
+def a_record(config, method, command="", **metrics):
+    return Record("fake", {"size": config.size, "method": method}, {"peak_bytes": 100 * config.size, **metrics}, WHERE)
+
+
+WHERE = environment(command="ackpt gpu-suite")
+
+
+def two_runs(config, command, failures):
+    yield [a_record(config, "plain"), a_record(config, "auto@0.5")]
+
+
+def job(name="one", run=two_runs, minutes=0.001, predict=lambda config: {"plain": 99}, **more):
+    return Job(name, "fake", Config(), minutes, run, predict, **more)
+
+
+def test_records_are_written_at_once_with_their_prediction_and_a_second_run_skips_them(tmp_path):
+    found = run_suite([job()], tmp_path)
+    assert (found.ran, found.skipped, found.left, found.failed) == (["one"], [], [], {})
+    names = ["one-00-plain.json", "one-01-auto-0.5.json"]
+    assert [path.name for path in sorted(tmp_path.glob("*.json"))] == names
+    plain, planned = load_records(tmp_path)
+    assert plain.metrics == {"peak_bytes": 100, "predicted_peak_bytes": 99} and planned.metrics == {"peak_bytes": 100}
+    before = {name: (tmp_path / name).stat().st_mtime_ns for name in names}
+    again = run_suite([job(run=None)], tmp_path)
+    assert (again.ran, again.skipped) == ([], ["one"])
+    assert {name: (tmp_path / name).stat().st_mtime_ns for name in names} == before
+
+
+def test_another_configuration_another_commit_and_a_record_that_is_gone_run_again(tmp_path, monkeypatch):
+    run_suite([job()], tmp_path)
+    other = replace(job(), config=Config(2))
+    assert run_suite([other], tmp_path).ran == ["one"] and run_suite([other], tmp_path).skipped == ["one"]
+    assert run_suite([replace(other, deterministic=True)], tmp_path).ran == ["one"]
+    assert run_suite([job()], tmp_path).ran == ["one"]
+    (tmp_path / "one-01-auto-0.5.json").unlink()
+    assert run_suite([job()], tmp_path).ran == ["one"] and run_suite([job()], tmp_path).ran == []
+    monkeypatch.setattr(gpu_suite, "environment", lambda **_: {"commit": "0" * 40})
+    assert run_suite([job()], tmp_path).ran == ["one"]
+
+
+def test_a_failed_job_leaves_its_error_and_no_figures_and_the_others_run(tmp_path):
+    def fails(config, command, failures):
+        yield [a_record(config, "plain")]
+        with failures.of("auto"):
+            raise ValueError("no\nplan")
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    jobs = [job("bad", fails), job("good")]
+    found = run_suite(jobs, tmp_path)
+    assert found.ran == ["bad", "good"]
+    assert found.failed == {"bad": {"auto": "ValueError: no plan", WHOLE: "OutOfMemoryError: CUDA out of memory"}}
+    state = json.loads((tmp_path / "jobs" / "bad.json").read_text())
+    assert state["state"] == FAILED and state["failed"] == found.failed["bad"]
+    assert [record.config["method"] for record in records_of(jobs, tmp_path, COMMIT)["bad"]] == ["plain"]
+    assert "failed: bad: auto: ValueError: no plan" in text_outcome(found)
+    order = []
+    noted = [job(name, lambda *_, name=name: order.append(name) or []) for name in ("bad", "new")]
+    run_suite(noted, tmp_path)
+    assert order == ["new", "bad"]
+
+
+def test_a_prediction_that_fails_is_a_failure_of_its_own_and_the_records_are_there(tmp_path):
+    found = run_suite([job(predict=lambda config: 1 / 0)], tmp_path)
+    assert found.failed == {"one": {gpu_suite.PREDICTION: "ZeroDivisionError: division by zero"}}
+    assert len(load_records(tmp_path)) == 2
+
+
+def test_predictions_are_kept_in_the_folder(tmp_path):
+    asked = []
+    each = job(predict=lambda config: asked.append(config) or {"plain": 7})
+    for _ in range(2):
+        assert gpu_suite.predicted_peaks(each, tmp_path, COMMIT) == {"plain": 7}
+    assert len(asked) == 1
+    gpu_suite.predicted_peaks(replace(each, config=Config(2)), tmp_path, COMMIT)
+    gpu_suite.predicted_peaks(each, None, COMMIT)
+    assert len(asked) == 3
+
+
+def test_nothing_begins_that_should_take_longer_than_what_is_left(tmp_path):
+    said = []
+    found = run_suite([job("long", run=None, minutes=5), job("short")], tmp_path, minutes=1, say=said.append)
+    assert found.left == ["long"] and found.ran == ["short"]
+    assert len(said) == 1 and said[0].startswith("[2/2] short: about 0.0 of ")
+    assert "left for want of time" in "\n".join(text_outcome(found))
+
+
+def test_estimates_follow_what_was_measured_for_the_job_and_for_its_experiment(tmp_path):
+    first, second = job("first", minutes=2.0), job("second", minutes=4.0)
+    assert expected_minutes(first, tmp_path) == 2.0
+    run_suite([first], tmp_path)
+    path = tmp_path / "jobs" / "first.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"minutes": 3.0}))
+    assert expected_minutes(first, tmp_path) == 3.0
+    assert expected_minutes(second, tmp_path) == 6.0
+    assert expected_minutes(replace(second, experiment="other"), tmp_path) == 4.0
+
+
+def test_a_job_that_takes_too_long_is_cut_off_and_its_next_estimate_is_longer(tmp_path):
+    def endless(config, command, failures):
+        yield [a_record(config, "plain")]
+        with failures.of("auto"):  # takes no end of time for its own error
+            time.sleep(60)
+
+    slow = job("slow", endless)
+    began = time.monotonic()
+    found = run_suite([slow, job("next", run=None)], tmp_path, minutes=0.02)
+    assert time.monotonic() - began < 30 and found.left == ["slow", "next"] and found.failed == {}
+    state = read_state(tmp_path, slow, COMMIT)
+    assert state["state"] == CUT_OFF and expected_minutes(slow, tmp_path) == 1.5 * state["minutes"]
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert run_suite([replace(slow, run=two_runs)], tmp_path, minutes=1).ran == ["slow"]
+    assert read_state(tmp_path, slow, COMMIT)["state"] == DONE
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from test_gpu_suite import a_record, job
+from ackpt.experiments.gpu_suite import run_suite
+
+def dies(config, command, failures):
+    yield [a_record(config, "plain")]
+    os.kill(os.getpid(), signal.SIGKILL)
+
+run_suite([job("whole"), job("killed", dies)], {folder!r})
+"""
+
+
+def test_after_a_kill_all_files_are_whole_and_only_the_killed_job_runs_again(tmp_path):
+    code = KILLED.format(tests=os.path.dirname(__file__), folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, env=os.environ)
+    assert done.returncode == -signal.SIGKILL
+    assert len(load_records(tmp_path)) == 3  # of these one of the job that was killed
+    found = run_suite([job("whole", run=None), job("killed")], tmp_path)
+    assert found.skipped == ["whole"] and found.ran == ["killed"]
+    assert len(load_records(tmp_path)) == 4
+
+
+def test_a_file_of_the_suite_that_is_broken_is_named(tmp_path):
+    run_suite([job()], tmp_path)
+    (tmp_path / "jobs" / "one.json").write_text("{")
+    with pytest.raises(RecordError, match=r"one\.json.*delete it"):
+        run_suite([job()], tmp_path)
+
+
+def test_deterministic_algorithms_are_on_for_their_jobs_only(tmp_path):
+    seen = []
+
+    def look(config, command, failures):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return []
+
+    run_suite([job("a", look), job("b", look, deterministic=True), job("c", look)], tmp_path)
+    assert seen == [False, True, False] and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_process_that_lost_its_gpu_stops(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_suite, "_free_all", lambda: "the GPU does not answer any more")
+    found = run_suite([job("one"), job("two", run=None)], tmp_path)
+    assert found.ran == ["one"] and found.left == ["two"] and "does not answer" in "\n".join(text_outcome(found))
+
+
+def test_the_table_has_ratios_to_the_plain_run_and_says_how_peaks_were_predicted():
+    def times(median):
+        return {"median": median, "low": median / 2, "high": 2 * median}
+
+    ratio = {"seconds_ratio": {"reference": "plain", "median": 1.25}}
+    gpu = {"reserved_peak_bytes": 2**20, "requested_peak_bytes": 2**19}
+    plain = a_record(Config(2**20), "plain", predicted_peak_bytes=99 * 2**20, seconds_step=times(0.1), **gpu)
+    other = a_record(Config(2**18), "auto", predicted_peak_bytes=26 * 2**20, seconds_step=times(0.2), **ratio)
+    refused = Record("fake", {"method": "auto@0.1"}, {"not_run": "too little"}, WHERE)
+    largest = Record("fake", {"method": "auto"}, {"largest_batch": 7, "peak_bytes": 1}, WHERE)
+    text = text_table({"steps": [plain, other, refused], "search": [largest]})
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[2] == ["steps", "plain", "100.0", "-", "0.5", "1.0", "-1.0", "%", "100.0", "50.0..200.0", "-"]
+    assert lines[3][:5] == ["steps", "auto", "25.0", "-75.0", "%"] and lines[3][-2:] == ["+25.0", "%"]
+    assert "not run" in text and "largest batch 7" in text
+    assert "predicted peaks of 2 runs are off by 2.50 % on average, 4.00 % at most (steps auto)" in text
+    assert text_table({}) == "no records"

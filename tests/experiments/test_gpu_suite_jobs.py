@@ -1,0 +1,129 @@
+"""The suite's jobs: all of them small on the CPU, and that those for a GPU stand and can be predicted."""
+
+import dataclasses
+import json
+
+import pytest
+
+from ackpt.cli import main
+from ackpt.experiments.failures import Failures
+from ackpt.experiments.gpu_suite import read_state, records_of
+from ackpt.experiments.gpu_suite_jobs import EXPERIMENTS, cpu_jobs, gpu_jobs, jobs
+from ackpt.experiments.gpu_suite_report import rows
+from ackpt.provenance import environment
+
+COMMIT = environment()["commit"]
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    """Everything once, as the command runs it."""
+    folder = tmp_path_factory.mktemp("suite")
+    assert main(["gpu-suite", "--tier", "cpu", "--out", str(folder), "--minutes", "9"]) == 0
+    return folder, records_of(cpu_jobs(), folder, COMMIT)
+
+
+def test_every_job_leaves_records_with_their_command_and_no_failure(suite):
+    folder, records = suite
+    assert list(records) == [job.name for job in cpu_jobs()]
+    assert {job.experiment for job in cpu_jobs()} == set(EXPERIMENTS)
+    for job in cpu_jobs():
+        state = read_state(folder, job, COMMIT)
+        assert state["state"] == "done" and state["failed"] == {} and state["records"]
+        assert all("gpu-suite" in record.environment["command"] for record in records[job.name])
+
+
+def test_peaks_are_predicted_and_what_saves_memory_does(suite):
+    _, records = suite
+    table = {(row["job"], row["method"]): row for job, found in records.items() for row in rows(job, found)}
+    off = [abs(row["off"]) for row in table.values() if row["off"] is not None]
+    assert len(off) >= 20 and max(off) <= 3.0 and sum(off) / len(off) <= 1.0
+    saves = {
+        "lm-L24": "checkpoint",
+        "synthetic-L48": "auto",
+        "bert-B2": "per-block",
+        "frontier-transformer": "auto 0.5",
+    }
+    assert all(table[key]["memory"] < 0 for key in saves.items())
+    times = {row["method"]: row["time"] for row in table.values() if row["job"] == "synthetic-L48"}
+    assert times.pop("baseline") is None and None not in times.values()
+
+
+def test_a_second_run_finds_everything_there(suite, capsys):
+    folder, records = suite
+    assert main(["gpu-suite", "--tier", "cpu", "--out", str(folder), "--only", "lm,bert"]) == 0
+    out = capsys.readouterr()
+    wanted = [job.name for job in jobs("cpu", ("lm", "bert"))]
+    assert f"already there, not run again: {', '.join(wanted)}" in out.out and out.err == ""
+    assert "synthetic-L48" not in out.out
+
+
+def test_jobs_for_a_gpu_are_of_their_own_and_the_published_ones_come_first():
+    found = gpu_jobs()
+    names = [job.name for job in found]
+    assert len(set(names)) == len({job.key for job in found}) == len(found)
+    first = ["offload-T12000", "lm-L8192", "synthetic-L16384", "bert-B8", "batch-size-resnet50-B64"]
+    assert names[:6] == [*first, "frontier-transformer"] and {job.experiment for job in found} == set(EXPERIMENTS)
+    for job in found:
+        assert job.config.device == "cuda" and json.dumps(dataclasses.asdict(job.config))
+
+
+def test_peaks_for_a_gpu_are_predicted_without_one():
+    by_name = {job.name: job for job in gpu_jobs()}
+    job = by_name["synthetic-L2048"]
+    peaks = job.predict(dataclasses.replace(job.config, methods=("baseline", "checkpoint")))
+    assert 2000 < peaks["checkpoint"] / 2**20 < peaks["baseline"] / 2**20 < 3603
+    job = by_name["frontier-transformer"]
+    (peak,) = job.predict(job.config).values()
+    assert peak > 4 * 150_000_000
+
+
+def test_a_job_of_one_method_that_fails_keeps_the_others(monkeypatch):
+    from ackpt.experiments import batch_size
+
+    def refuse(name, *rest):
+        if name == "per-block":
+            raise RuntimeError("not here")
+
+    monkeypatch.setattr(batch_size, "require_equal", refuse)
+    (job,) = (each for each in cpu_jobs() if each.name.startswith("batch-size"))
+    failures = Failures()
+    config = dataclasses.replace(job.config, methods=("plain", "per-block"))
+    ((record,),) = job.run(config, "", failures)
+    assert record.config["method"] == "plain" and failures.reasons == {"per-block": "RuntimeError: not here"}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--only", "lm,vision"], "unknown experiment 'vision': choose from synthetic, lm,"),
+        (["--minutes", "0"], "--minutes must be more than 0, got 0"),
+        (["--minutes", "nan"], "--minutes must be more than 0, got nan"),
+        (["--commit", "abc"], "--commit is a whole commit of 40 hexadecimal digits"),
+        ([], "give a folder for the records: --out FOLDER"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_and_status_2(options, message, capsys):
+    assert main(["gpu-suite", "--tier", "cpu", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ackpt gpu-suite: ") and message in error and error.count("\n") == 1
+
+
+def test_a_file_as_folder_and_a_gpu_that_is_not_there_are_refused(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "file"
+    path.touch()
+    assert main(["gpu-suite", "--tier", "cpu", "--out", str(path)]) == 2
+    assert "name another folder" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["gpu-suite", "--out", str(tmp_path / "new")]) == 2
+    assert "add --predict" in capsys.readouterr().err
+
+
+def test_predict_lists_the_jobs_and_a_failure(tmp_path, capsys, monkeypatch):
+    found = [dataclasses.replace(job, predict=lambda config: {"plain": 2**20}) for job in gpu_jobs()[:2]]
+    found[1] = dataclasses.replace(found[1], predict=lambda config: 1 / 0)
+    monkeypatch.setattr("ackpt.experiments.gpu_suite_jobs.jobs", lambda *_: found)
+    assert main(["gpu-suite", "--predict"]) == 1
+    out = capsys.readouterr()
+    assert "offload-T12000: about 1.5 minutes\n  plain                           1.0 MiB\nlm-L8192" in out.out
+    assert "lm-L8192: ZeroDivisionError" in out.err
