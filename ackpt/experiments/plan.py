@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 import ackpt
+from ackpt.errors import did_you_mean
 from ackpt.graph import JointGraph, Plan, Profile, simulate
 from ackpt.graph.devices import Device, device
 from ackpt.graph.optimizer import optimizer_bytes
@@ -120,4 +121,4 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
 
 def _require(option: str, value: str, known) -> None:
     if value not in known:
-        raise ValueError(f"{value!r} is no {option}: choose from {', '.join(known)}")
+        raise ValueError(f"{value!r} is no {option}{did_you_mean(value, known)}: choose from {', '.join(known)}")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from ackpt.errors import did_you_mean
 from ackpt.models import (
     BertForMaskedLM,
     LanguageModel,
@@ -93,8 +94,9 @@ def training_step(request: StepRequest, device="meta") -> TrainingStep:
                 return transformers_step(request)
             if request.model not in BUILT_IN:
                 raise ValueError(
-                    f"unknown model {request.model!r}: choose from {', '.join(BUILT_IN)}, or "
-                    f"{TRANSFORMERS}<configuration class of transformers, or path of a config.json>"
+                    f"unknown model {request.model!r}{did_you_mean(request.model, BUILT_IN)}: choose from "
+                    f"{', '.join(BUILT_IN)}, or {TRANSFORMERS}<configuration class of transformers, or path of a "
+                    "config.json>"
                 )
             _, make, inputs = BUILT_IN[request.model]
             model = make(_changed(_published(request.model), request))
