@@ -30,8 +30,9 @@ class PlannedStep(nn.Module):
     Called with other shapes, dtypes or switches than before, it captures and plans anew under the same budget.
     Switches are ``train`` and ``eval``, autocast, numbers and flags among the arguments, and what the attributes of
     the modules hold, such as a dropout's ``p``. The 64 plans that were used last are kept; pass what changes at every
-    step as a tensor. Where nothing requires grad the model itself runs. Copies and pickles have the model and the
-    planner, and plan anew.
+    step as a tensor. What else the model's code does, such as printing or calling hooks, it does while it is captured,
+    on tensors without values. Where nothing requires grad the model itself runs. Copies and pickles have the model and
+    the planner, and plan anew.
     """
 
     def __init__(self, model: nn.Module, planner, differentiate: str = "loss", optimizer=None):

@@ -105,4 +105,10 @@ def _explained(error) -> TraceError:
             "what is recomputed: take it off, by ackpt.remove_activation_checkpointing(model), "
             "model.gradient_checkpointing_disable() in transformers, or by calling the function without checkpoint()."
         )
+    if "backprop through mirrored meta" in reason:
+        return TraceError(
+            f"the model calls backward() in its forward{where}: return the loss, and call backward() on it"
+        )
+    if isinstance(error, LookupError):  # these say no more than what was looked up
+        reason = f"{type(error).__name__}: {reason}"
     return TraceError(f"the model fails when it is called like this{where}: {reason}")

@@ -39,11 +39,21 @@ def branch(y):
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 HERE = r"at .*test_compile_errors.py:\d+ "
+
+
+def backward_within(y):
+    loss = y.sum()
+    loss.backward()
+    return loss
+
+
 REFUSED = {
     "branch": (branch, HERE + r"\(return y \* 2"),
     "item": (lambda y: y * y.sum().item(), HERE),
     "nonzero": (lambda y: y[y > 0], HERE),
     "numpy": (lambda y: y.detach().numpy(), HERE),
+    "backward": (backward_within, rf"calls backward\(\) in its forward {HERE}.*: return the loss"),
+    "key": (lambda y: {"a": y}["b"], f"{HERE}.*: KeyError: 'b'"),
     "unregistered object": (Opaque, "returns a Opaque, which a captured step cannot rebuild"),
     "no gradient": (torch.Tensor.detach, "no output of the model that requires grad"),
 }
