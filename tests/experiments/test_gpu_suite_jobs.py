@@ -40,12 +40,8 @@ def test_peaks_are_predicted_and_what_saves_memory_does(suite):
     # Shapes do not show the buffers of CPU flash attention, some for every thread: the peaks here are below 2 MiB.
     scratch = [row["peak"] * 2**20 * abs(row["off"]) / 100 for row in table.values() if row["off"] is not None]
     assert len(off) >= 20 and max(scratch) < 64 * 1024 and sum(map(abs, off)) / len(off) <= 1.0
-    saves = {
-        "lm-L24": "checkpoint",
-        "synthetic-L48": "auto",
-        "bert-B2": "per-block",
-        "frontier-transformer": "auto 0.5",
-    }
+    saves = {"lm-L24": "checkpoint", "synthetic-L48": "auto", "bert-B2": "per-block"}
+    saves["frontier-transformer"] = "auto least"
     assert all(table[key]["memory"] < 0 for key in saves.items())
     times = {row["method"]: row["time"] for row in table.values() if row["job"] == "synthetic-L48"}
     assert times.pop("baseline") is None and None not in times.values()
