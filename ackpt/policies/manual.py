@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..errors import did_you_mean
 from ..graph.facts import facts
 from ..graph.plan import OFFLOADED, RECOMPUTED, SAVED
 from ..graph.schedule import Schedule, everything, lower
@@ -25,8 +24,7 @@ def schedule(graph, profile, limit_bytes, *, fates: Mapping[str, str]) -> Schedu
     names = {graph.nodes[known.cover[storage]].name: storage for storage in known.savable}
     if unknown := [name for name in fates if name not in names]:
         raise ValueError(
-            f"no activation is called {unknown[0]!r}{did_you_mean(unknown[0], names)}; the names are those of "
-            "plan.fates under policy 'none'"
+            f"no activation is called {unknown[0]!r}; the names are those of plan.fates under policy 'none'"
         )
     if wrong := [fate for fate in fates.values() if fate not in (SAVED, RECOMPUTED, OFFLOADED)]:
         raise ValueError(f"a fate is 'saved', 'recomputed' or 'offloaded', got {wrong[0]!r}")
