@@ -55,6 +55,8 @@ def run_gpu_suite(arguments, command: str) -> int:
             )
         if commit is None:
             raise UsageError("git cannot say which commit this is, and a record must: give --commit SHA")
+        if commit.endswith("-dirty"):
+            raise UsageError("this checkout has changes that no commit holds, so no record could name it: commit them")
     outcome = run_suite(chosen, folder, command, arguments.minutes, _say)
     print("\n".join([text_table(records_of(chosen, folder, commit)), *text_outcome(outcome)]))
     return 1 if outcome.failed or outcome.stopped else 0

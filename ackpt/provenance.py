@@ -56,15 +56,19 @@ def _cuda(device) -> dict:
 def _driver() -> str | None:
     """The version of NVIDIA's driver, if the system or its tool says."""
     version = Path("/proc/driver/nvidia/version")
-    found = re.search(r"Module[^\d]*([\d.]+)", version.read_text()) if version.is_file() else None
-    if found:
-        return found[1]
+    if version.is_file() and (found := _driver_in(version.read_text())):
+        return found
     try:
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None
+
+
+def _driver_in(text: str) -> str | None:
+    found = re.search(r"Module.*?\s(\d+\.[\d.]+)", text)
+    return found[1] if found else None
 
 
 def _package_version() -> str:

@@ -25,6 +25,7 @@ from .synthetic import SyntheticConfig
 EXPERIMENTS = ("synthetic", "lm", "offload", "batch-size", "bert", "frontier")
 STEPS = ("plain", "per-block", "auto@per-block", "auto@0.5", "auto@0.4", "auto@0.35")
 SEARCHED = ("plain", "per-block", "auto")
+BOUNDARIES = (*OURS[:4], "save_on_cpu", "offload_wrapper")  # the others keep all in host memory
 OFFLOADS = ("baseline", "ckpt_classic", "ckpt_async_offload", "save_on_cpu")
 TRANSFORMER = {"layers": 12, "dim": 1024, "heads": 16, "ff_dim": 4096, "vocab_size": 8192, "batch_size": 8}
 
@@ -42,7 +43,7 @@ def jobs(tier: str, only=EXPERIMENTS) -> list[Job]:
 
 
 def gpu_jobs() -> list[Job]:
-    shares = {"budgets": (0.6, 0.4, 0.3, 0.2), "settings": (1.0, 0.6, 0.3, 0.0)}
+    shares = {"budgets": (0.6, 0.4, 0.3, 0.25), "settings": (1.0, 0.5, 0.0)}
     front = {**shares, "policies": ("auto", "full", "chen-sqrt", "revolve", "rotor", "min-cut"), "device": "cuda"}
     deterministic = replace(lm.GPU, seq_lens=(2048,), steps=100, dtype="float32")
     return [
@@ -59,8 +60,8 @@ def gpu_jobs() -> list[Job]:
         _lm(replace(lm.GPU, seq_lens=(2048,)), 2.0),
         _lm(replace(lm.GPU, seq_lens=(4096,)), 2.5),
         replace(_lm(deterministic, 1.5, "-float32-deterministic"), deterministic=True),
-        _offload(replace(offload.GPU, total_tokens=48_000), 2.5),
-        _offload(replace(offload.GPU, total_tokens=96_000, methods=OURS), 3.0),
+        _offload(replace(offload.GPU, total_tokens=48_000, methods=BOUNDARIES), 1.5),
+        _offload(replace(offload.GPU, total_tokens=96_000, methods=BOUNDARIES), 2.0),
         _steps(batch_size.configuration("gpu", "resnet152", batches=(64,), methods=STEPS), 4.0),
         _steps(batch_size.configuration("gpu", "transformer", batches=(32,), methods=STEPS), 2.0),
         _largest(batch_size.configuration("gpu", "resnet50", batches=(16, 64), methods=SEARCHED), 3.0),

@@ -25,9 +25,11 @@ from ackpt.results import Record, environment
 from .failures import STRICT
 from .methods import autocast
 from .offload_methods import KEEPS_ALL, METHODS, OURS, Method, cannot_run, make_method
+from .overlap import traced
 from .settings import record_config, record_metrics, require_positive
 
 EXPERIMENT = "offload"
+PLAIN = ("baseline", "ckpt_classic")  # they copy nothing
 TOLERANCE = 1e-2  # of a parameter's largest gradient; a GPU's kernels may add in any order
 LOSS_SCALE = 2.0**16  # float16 only: the mean over all outputs has gradients that it cannot hold
 
@@ -135,7 +137,7 @@ def run_offload(config: OffloadConfig = CPU, command: str = "", timed_rounds: in
                 if name not in OURS:
                     metrics[name]["store_peak_bytes"] = None  # theirs is not known
         methods = {name: methods[name] for name in failures.without(methods)}
-        for name, times in _time(config, model, methods, timed_rounds).items():
+        for name, times in _time(config, model, methods, timed_rounds, failures).items():
             metrics[name].update(times)
         settings = record_config(config, threads=torch.get_num_threads())
         where = environment(config.device, command)
@@ -254,8 +256,8 @@ def _difference(model, wanted, method: str, exact: bool) -> float:
     return worst
 
 
-def _time(config, model, methods, rounds) -> dict[str, dict]:
-    """Seconds per step, interleaved, and of the copies in further steps."""
+def _time(config, model, methods, rounds, failures) -> dict[str, dict]:
+    """Seconds per step, interleaved, and of the copies in further steps; on a GPU as the profiler saw them, too."""
     if not rounds or not methods:
         return {}
     batch = make_batch(config, 0)
@@ -279,6 +281,9 @@ def _time(config, model, methods, rounds) -> dict[str, dict]:
         }
         if method.offload is not None:
             found[name] |= _copy_seconds([_one_counted_step(config, model, method, batch) for _ in range(rounds)])
+        if config.device == "cuda" and name not in PLAIN:
+            with failures.of(f"the trace of {name}"):
+                found[name]["seconds_traced"] = traced(steps[name])
     return found
 
 
