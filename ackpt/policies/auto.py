@@ -27,6 +27,7 @@ from .levels import stages
 from .offloads import offloads
 from .refine import refined
 from .skips import long_skips
+from .stand_ins import standing_in
 
 _ALONE = 40_000  # nodes of graphs whose segments are looked at value for value: for a large graph fewer segments
 _LONGEST = 4  # times the plain backward: longer ones cost more than a step, and long to look at
@@ -43,7 +44,9 @@ def candidates(graph: JointGraph, profile) -> list[Schedule]:
     found = [plain, full.schedule(graph, profile, None), *segments(graph)]
     memory_bytes = peak_of(graph, plain, profile.workspace_bytes)
     for beside in {frozenset(): None, long_skips(graph): None}:
-        found += _chain_schedules(graph, chain(graph, beside), profile, cost, memory_bytes)
+        blocks = chain(graph, beside)
+        found += _chain_schedules(graph, blocks, profile, cost, memory_bytes)
+        found += standing_in(graph, blocks, profile, cost)
     if len(graph.nodes) <= _SMALL:
         found += rotor_chain.candidates(graph, profile)
         found += mu_two.evictions(graph, replace(profile, swap_seconds=None))

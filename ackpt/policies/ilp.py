@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
+from numbers import Real
 
 from ..errors import BudgetError
 from .ilp_program import Found, rounded_up, run, solver
@@ -178,7 +179,7 @@ def _search(dag: Dag, budget: float, time_limit: float | None, cost: float | Non
 
 
 def check_time_limit(time_limit: float | None) -> None:
-    if time_limit is not None and not time_limit > 0:
+    if time_limit is not None and not (isinstance(time_limit, Real) and time_limit > 0):
         raise ValueError(f"time_limit is a positive number of seconds, or None; got {time_limit!r}")
 
 

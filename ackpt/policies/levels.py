@@ -61,19 +61,23 @@ def _bare(options: list[Option]) -> Option:
 def _chosen(ways: list[list[_Way]]) -> list[list[Option]]:
     """For some prices of a byte, the option of every block that is cheapest then; a price for every share."""
     everything = sum(max(way.option.saved_bytes for way in own) for own in ways)
-    highest = max((way.cost / max(1, way.option.saved_bytes) for own in ways for way in own), default=0.0)
-    found: dict[tuple[int, ...], list[Option]] = {}
-    for power in range(_PRICES):
-        price = highest * 2.0 ** (-power / 2)
-        row = [
-            min(own, key=lambda way: (way.cost + price * way.option.saved_bytes, way.option.saved_bytes))
-            for own in ways
-        ]
-        found[tuple(own.index(way) for own, way in zip(ways, row))] = [way.option for way in row]
-    sizes = [(sum(option.saved_bytes for option in row), row) for row in found.values()]
+    rows = by_price([[(way.cost, way.option.saved_bytes) for way in own] for own in ways])
+    found = [[own[index].option for own, index in zip(ways, row)] for row in rows]
+    sizes = [(sum(option.saved_bytes for option in row), row) for row in found]
     picked: dict[int, list[Option]] = {}
     for share in _SHARES:
         size, row = min(sizes, key=lambda pair: abs(pair[0] - share * everything))
         if 0 < size < everything:
             picked[size] = row
     return list(picked.values())
+
+
+def by_price(ways: list[list[tuple[float, int]]]) -> list[tuple[int, ...]]:
+    """For falling prices of a byte the way of every block that is cheapest then, of ways with a cost and bytes."""
+    price = max((cost / max(1, size) for own in ways for cost, size in own), default=0.0)
+    found: dict[tuple[int, ...], None] = {}
+    for _ in range(_PRICES):
+        worth = [[(cost + price * size, size, index) for index, (cost, size) in enumerate(own)] for own in ways]
+        found.setdefault(tuple(min(own)[-1] for own in worth))
+        price *= 2.0 ** (-1 / 2)
+    return list(found)

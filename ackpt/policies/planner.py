@@ -6,12 +6,13 @@ import importlib
 import importlib.util
 import inspect
 
-from ..errors import BudgetError
+from ..errors import BudgetError, did_you_mean
 from ..graph.budget import dynamic_limit
 from ..graph.facts import facts
 from ..graph.host import copies
 from ..graph.joint import JointGraph
 from ..graph.plan import Plan, PlanError, activations
+from ..graph.profile import Profile
 from ..graph.profile import profile as profiled
 from ..graph.schedule import Schedule, everything
 from ..graph.simulate import Simulation, simulate
@@ -40,12 +41,12 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
 
     Args:
         graph: from `ackpt.trace`.
-        budget: None for no bound; a float in (0, 1], that fraction of the dynamic peak without checkpointing; an int
-            or a string such as ``"6GiB"``, bytes of the whole peak: parameters, buffers, inputs, optimizer state and
-            everything the step allocates.
+        budget: None for no bound; a float in (0, 1] or a string such as ``"50%"``, that fraction of the dynamic peak
+            without checkpointing; an int or a string such as ``"6GiB"``, bytes of the whole peak: parameters, buffers,
+            inputs, optimizer state and everything the step allocates.
         policy: ``"auto"`` recomputes least within the budget, and offloads where `profile` has times of copies to the
-            host that hide behind computing, ``"none"`` saves what backward needs, ``"full"`` keeps
-            one tensor between two blocks, ``"manual"`` takes ``fates={name of a node: "saved" | "recomputed"}``, or
+            host that hide behind computing, ``"none"`` saves what backward needs, ``"full"`` keeps one tensor between
+            two blocks, ``"manual"`` takes ``fates={"relu": "recomputed", "addmm": "saved"}`` by the names of nodes, or
             ``"offloaded"`` where `profile` has times of copies to the host. After their sources, on the chain of blocks
             between single tensors: ``"chen-sqrt"`` cuts it into segments, ``"chen-log"`` into halves of halves,
             ``"revolve"`` by binomials, ``"rotor"`` by dynamic programming. On any graph: ``"min-cut"`` saves what
@@ -70,8 +71,11 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
     """
     if not isinstance(graph, JointGraph):
         raise TypeError(f"graph must come from ackpt.trace(model, *args), got {type(graph).__name__}")
-    if policy not in POLICIES:
-        raise ValueError(f"policy {policy!r} is not known; the policies are {', '.join(POLICIES)}")
+    if policy not in list(POLICIES):
+        close = did_you_mean(policy, POLICIES)
+        raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
+    if not isinstance(profile, (Profile, type(None))):
+        raise TypeError(f"profile must come from ackpt.profile(graph, ...), got {type(profile).__name__}")
     profile = (
         profiled(graph, workspace="measured" if graph.on_cpu and graph.has_data else "given")
         if profile is None
@@ -116,7 +120,8 @@ def _check_options(policy: str, decide, options) -> None:
     own = {name: p for name, p in inspect.signature(decide).parameters.items() if p.kind is p.KEYWORD_ONLY}
     if unknown := sorted(set(options) - set(own)):
         knows = f"knows {', '.join(own)}" if own else "knows no options"
-        raise TypeError(f"{unknown[0]!r} is no option of a plan; policy {policy!r} {knows}")
+        hint = ": give policy='manual'" if unknown[0] == "fates" else ""
+        raise TypeError(f"{unknown[0]!r} is no option of a plan; policy {policy!r} {knows}{hint}")
     if missing := [name for name, p in own.items() if p.default is p.empty and name not in options]:
         raise TypeError(f"policy {policy!r} needs the option {missing[0]!r}: see help(ackpt.plan)")
 

@@ -184,6 +184,8 @@ def test_bad_options():
     graph, profile = graph_of(Squares([2, 3]), torch.ones(32, 1))
     with pytest.raises(ValueError, match="time_limit is a positive number of seconds"):
         ackpt.plan(graph, 0.5, "ilp", profile=profile, time_limit=0)
+    with pytest.raises(ValueError, match="time_limit is a positive number of seconds"):
+        ackpt.plan(graph, 0.5, "ilp", profile=profile, time_limit="a minute")
 
 
 def test_without_scipy(monkeypatch):

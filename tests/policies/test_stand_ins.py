@@ -1,0 +1,123 @@
+"""Smaller values kept instead of larger ones: which they are, and that plans which keep them run as planned."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import assert_equal
+from torch import nn
+
+import ackpt
+from ackpt.experiments import bert as bert_step
+from ackpt.experiments.step_shapes import Shapes
+from ackpt.graph import profile
+from ackpt.graph.facts import facts
+from ackpt.graph.schedule import everything
+from ackpt.graph.simulate import peak_of
+from ackpt.models import BertConfig, BertForMaskedLM
+from ackpt.policies import auto
+from ackpt.policies.blocks import chain
+from ackpt.policies.costs import costs
+from ackpt.policies.front import pareto
+from ackpt.policies.stand_ins import smaller, standing_in
+
+SIZES = {"dim": 32, "ff_dim": 64, "layers": 3, "heads": 4, "vocab_size": 24}
+
+
+class Residual(nn.Module):
+    """Products in bfloat16, sums and norms in float32, as under autocast on a GPU."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.product = nn.Linear(16, 16, dtype=torch.bfloat16)
+        self.dropout, self.norm = nn.Dropout(dropout), nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.norm(x + self.dropout(self.product(x.to(torch.bfloat16))))
+
+
+def names(graph, storages):
+    return sorted(str(graph.nodes[graph.storages[s].producer].target).split(".")[1] for s in storages)
+
+
+def kept(model, price):
+    """What is saved plainly, and what is instead, by operation."""
+    graph = ackpt.trace(model, torch.ones(8, 16, requires_grad=True))
+    plain, figures = frozenset(everything(graph).saved), profile(graph)
+    found = smaller(facts(graph), plain, plain, figures.flops, costs(graph, figures), price)
+    return names(graph, plain), names(graph, found)
+
+
+def test_a_product_stands_in_for_the_sum_it_is_added_to():
+    before, after = kept(Residual(), price=1e9)
+    assert "add" in before and "addmm" not in before
+    assert "add" not in after and "addmm" in after
+
+
+def test_nothing_stands_in_at_no_price():
+    before, after = kept(Residual(), price=0)
+    assert before == after
+
+
+def test_masks_of_dropout_are_drawn_again_with_what_they_drop():
+    before, after = kept(Residual(dropout=0.5), price=1e9)
+    dropouts = [name for name in before if "dropout" in name]
+    assert dropouts and not [name for name in after if "dropout" in name]
+    assert "addmm" in after
+
+
+def test_sums_that_are_no_larger_than_their_product_stay():
+    before, after = kept(nn.Sequential(Residual(), Residual()).float(), price=1e9)
+    assert before.count("add") == after.count("add") == 2
+
+
+def bert():
+    """A small BERT and its tokens."""
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(positions=32, **SIZES))
+    tokens = torch.randint(24, (8, 32))
+    return model, tokens
+
+
+def test_a_wide_model_in_mixed_precision_costs_less():
+    shapes = Shapes(bert_step.configuration("gpu", fields={"layers": 6}).setting())
+    graph, figures = shapes._graph()
+    cost = costs(graph, figures)
+    blocks, plain = chain(graph), everything(graph)
+    base = peak_of(graph, plain, figures.workspace_bytes)
+    without = pareto(graph, figures, auto._chain_schedules(graph, blocks, figures, cost, base))
+    within = pareto(graph, figures, standing_in(graph, blocks, figures, cost))
+    lower = [
+        any(ours.peak_bytes <= theirs.peak_bytes and ours.cost < theirs.cost for ours in within) for theirs in without
+    ]
+    assert sum(lower) > len(lower) / 4
+
+
+@pytest.mark.parametrize("budget", [0.7, 0.5])
+def test_a_step_in_mixed_precision_keeps_its_budget_and_its_gradients(budget):
+    model, tokens = bert()
+    with torch.autocast("cpu", torch.bfloat16):
+        ways = [
+            (twin, ackpt.compile(twin, tokens, budget=limit, policy=policy, labels=tokens))
+            for twin, limit, policy in (
+                (copy.deepcopy(model), None, "none"),
+                (copy.deepcopy(model), budget, "auto"),
+            )
+        ]
+    for _ in range(2):
+        for _, step in ways:
+            torch.manual_seed(1)
+            with torch.autocast("cpu", torch.bfloat16):
+                step(tokens, labels=tokens).backward()
+        assert_equal(*([p.grad for p in twin.parameters()] for twin, _ in ways), "gradient")
+    twin, step = ways[1]
+
+    def fresh():
+        twin.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            step(tokens, labels=tokens).backward()
+
+    measured = ackpt.measure(fresh, "cpu", resident=(twin, tokens))
+    assert measured.dynamic_peak_bytes <= budget * step.plan.baseline_dynamic_peak_bytes
