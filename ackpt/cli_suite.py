@@ -37,9 +37,9 @@ def run_gpu_suite(arguments, command: str) -> int:
     from ackpt.experiments.gpu_suite_report import text_outcome, text_table
     from ackpt.results import environment
 
-    if not arguments.minutes > 0:
-        raise UsageError(f"--minutes must be more than 0, got {arguments.minutes:g}")
-    chosen = jobs(arguments.tier, arguments.only or EXPERIMENTS)
+    if not 0 < arguments.minutes < 1e6:
+        raise UsageError(f"--minutes must be more than 0 and less than a million, got {arguments.minutes:g}")
+    chosen = jobs(arguments.tier, EXPERIMENTS if arguments.only is None else arguments.only)
     if arguments.commit is not None:
         _take_commit(arguments.commit)
     folder = _writable(arguments.out, "--out")

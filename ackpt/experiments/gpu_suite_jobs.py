@@ -34,8 +34,10 @@ def jobs(tier: str, only=EXPERIMENTS) -> list[Job]:
     """The jobs of ``"gpu"`` or ``"cpu"`` that belong to the experiments named, most important first.
 
     Raises:
-        ValueError: for what is none of `EXPERIMENTS`.
+        ValueError: for what is none of `EXPERIMENTS`, and for no name at all.
     """
+    if not only:
+        raise ValueError(f"give at least one experiment: {', '.join(EXPERIMENTS)}")
     for name in only:
         if name not in EXPERIMENTS:
             raise ValueError(f"unknown experiment {name!r}: choose from {', '.join(EXPERIMENTS)}")

@@ -55,8 +55,9 @@ def _front(metrics):
 
 
 def _row(run: dict, plain: dict) -> dict:
-    if "not_run" in run:
-        return {"spread": "not run"}
+    for why in ("not_run", "not_measured"):  # the latter has figures, predicted ones
+        if why in run:
+            return {"spread": why.replace("_", " ")}
     if "largest_batch" in run:
         return {"spread": f"largest batch {run['largest_batch']}"}
     peak = run["peak_bytes"]

@@ -205,11 +205,12 @@ def test_the_table_has_ratios_to_the_plain_run_and_says_how_peaks_were_predicted
     plain = a_record(Config(2**20), "plain", predicted_peak_bytes=99 * 2**20, seconds_step=times(0.1), **gpu)
     other = a_record(Config(2**18), "auto", predicted_peak_bytes=26 * 2**20, seconds_step=times(0.2), **ratio)
     refused = Record("fake", {"method": "auto@0.1"}, {"not_run": "too little"}, WHERE)
+    predicted = Record("fake-predicted", {"method": "full"}, {"not_measured": "no room", "peak_bytes": 99}, WHERE)
     largest = Record("fake", {"method": "auto"}, {"largest_batch": 7, "peak_bytes": 1}, WHERE)
-    text = text_table({"steps": [plain, other, refused], "search": [largest]})
+    text = text_table({"steps": [plain, other, refused, predicted], "search": [largest]})
     lines = [line.split() for line in text.splitlines()]
     assert lines[2] == ["steps", "plain", "100.0", "-", "0.5", "1.0", "-1.0", "%", "100.0", "50.0..200.0", "-"]
     assert lines[3][:5] == ["steps", "auto", "25.0", "-75.0", "%"] and lines[3][-2:] == ["+25.0", "%"]
-    assert "not run" in text and "largest batch 7" in text
+    assert "not run" in text and "not measured" in text and "largest batch 7" in text
     assert "predicted peaks of 2 runs are off by 2.50 % on average, 4.00 % at most (steps auto)" in text
     assert text_table({}) == "no records"

@@ -95,8 +95,10 @@ def test_a_job_of_one_method_that_fails_keeps_the_others(monkeypatch):
     "options, message",
     [
         (["--only", "lm,vision"], "unknown experiment 'vision': choose from synthetic, lm,"),
-        (["--minutes", "0"], "--minutes must be more than 0, got 0"),
-        (["--minutes", "nan"], "--minutes must be more than 0, got nan"),
+        (["--minutes", "0"], "--minutes must be more than 0 and less than a million, got 0"),
+        (["--minutes", "nan"], "and less than a million, got nan"),
+        (["--minutes", "inf"], "and less than a million, got inf"),
+        (["--only", ","], "give at least one experiment: synthetic, lm,"),
         (["--commit", "abc"], "--commit is a whole commit of 40 hexadecimal digits"),
         ([], "give a folder for the records: --out FOLDER"),
     ],

@@ -85,7 +85,7 @@ def test_losses_that_differ_are_refused_with_the_step():
     assert found == {"losses_difference": pytest.approx(0.001)}
 
 
-def test_on_a_gpu_the_first_steps_are_compared_and_the_largest_difference_is_recorded():
+def test_without_equal_bits_the_first_steps_are_compared_and_the_largest_difference_is_recorded():
     plain = [1.0] * (COMPARED + 1)
     late, early = [*plain[1:], 1.5], [1.5, *plain[1:]]
     assert check_losses({"baseline": plain, "checkpoint": late}, "checkpoint", exact=False)["losses_difference"] == 0.5
