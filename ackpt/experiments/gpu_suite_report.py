@@ -48,6 +48,7 @@ def _runs(record: Record):
 
 
 def _front(metrics):
+    yield "eager", metrics["eager"]
     for point in metrics["points"]:
         yield f"{point['policy']} {'least' if point['budget'] is None else point['budget']}", point
     for peer in (*metrics["peers"], *metrics.get("inductor", ())):
