@@ -101,7 +101,10 @@ def _add_experiment(commands, name, summary, run):
     )
     add = parser.add_argument
     add("--tier", choices=TIERS, default="cpu", help="default sizes: cpu runs in minutes, gpu is as published")
-    add("--method", nargs="+", metavar="METHOD", help="baseline checkpoint chunked-loss checkpoint+chunked-loss")
+    methods = (
+        "baseline checkpoint chunked-loss checkpoint+chunked-loss checkpoint+offload auto (the peak of checkpoint)"
+    )
+    add("--method", nargs="+", metavar="METHOD", help=methods)
     add("--seq-len", nargs="+", type=int, metavar="TOKENS", help="tokens per sequence, one or several")
     add("--batch-size", type=int, help="sequences per batch")
     add("--steps", type=int, help="training steps per method")

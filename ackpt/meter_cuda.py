@@ -35,6 +35,8 @@ def trace(step_fn, warm_up, owned, device):
         return tensor.device.type == "cuda" and tensor.device.index == index
 
     with torch.cuda.device(index):
+        gc.collect()
+        torch.cuda.empty_cache()  # what is reserved from here on is reserved by the step, not by another before it
         warm_up()
         gc.collect()
         torch.cuda.synchronize()

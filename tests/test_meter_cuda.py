@@ -54,10 +54,12 @@ class Allocator:
 
     def __init__(self, patch):
         self.live, self.peak, self.events, self.history, self.recording = 1000, 1000, [0, 0], [], False
+        self.emptied: list[int] = []  # after how many allocations the cache was
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
         patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch.setattr(torch.cuda, "empty_cache", lambda: self.emptied.append(self.events[0]))
         patch.setattr(torch.cuda, "memory_allocated", lambda: self.live)
         patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: setattr(self, "peak", self.live))
         patch.setattr(torch.cuda, "memory_stats", self.statistics)
@@ -123,6 +125,7 @@ def test_measure_with_an_allocator_that_stands_in(monkeypatch):
     assert measured.categories["other"] == measured.resident_bytes == 1000
     assert (measured.categories["activations"], measured.categories["temporaries"]) == (4096, 2048)
     assert measured.allocator == {"requested_peak_bytes": 7143, "reserved_peak_bytes": 2 * 7144}
+    assert allocator.emptied == [0]  # what others left there would count as reserved
     assert measured.seconds.samples == (1.5, 1.5)
     assert torch.autograd._engine_run_backward is engine and not allocator.recording
 
