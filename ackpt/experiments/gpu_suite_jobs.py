@@ -82,15 +82,13 @@ def cpu_jobs() -> list[Job]:
     bert_fields = {"dim": 32, "ff_dim": 64, "layers": 2, "heads": 2, "vocab_size": 96}
     packed = {"seq_len": 16, "fields": sizes}
     front = {"layers": 2, "dim": 32, "heads": 2, "ff_dim": 64, "vocab_size": 64, "seq_len": 32}
-    shares = {"policies": ("auto",), "budgets": (0.5,), "peers": ("checkpoint", "selective")}
+    shares = {"policies": ("full",), "budgets": (0.9,), "peers": ("checkpoint", "selective")}
     return [
         _offload(OffloadConfig(**sizes, **small), 0.1, "cpu"),
         _lm(text, 0.1, tier="cpu"),
         _synthetic(SyntheticConfig((48,), 1, 3, **sizes, methods=synthetic.KNOWN), 0.1, tier="cpu"),
         _bert(BertStepConfig(2, 24, bert_fields, "cpu", "float32", methods=("plain", "per-block")), 0.1, "cpu"),
-        _steps(
-            BatchSizeConfig("transformer", (4,), **packed, methods=("plain", "per-block", "auto@per-block")), 0.1, "cpu"
-        ),
+        _steps(BatchSizeConfig("transformer", (4,), **packed, methods=("plain", "per-block", "full")), 0.1, "cpu"),
         _frontier(FrontierConfig("transformer", front, **shares), 0.2, "cpu"),
         replace(_lm(twice, 0.1, "-float32-deterministic", "cpu"), deterministic=True),
         _largest(BatchSizeConfig("transformer", (1, 4), **packed, methods=("plain",)), 0.1, "cpu"),
