@@ -23,7 +23,8 @@ from .predicted import predict_experiment
 from .synthetic import SyntheticConfig
 
 EXPERIMENTS = ("synthetic", "lm", "offload", "batch-size", "bert", "frontier")
-STEPS = ("plain", "per-block", "auto@per-block", "auto@0.5", "auto@0.4", "auto@0.35")
+STEPS = ("plain", "per-block", "auto@per-block", "auto@0.5", "auto@0.4", "auto@0.33")
+PUBLISHED_PEAK = "mu-two@4392MiB"  # of results/reference/mu-two-resnet.json, at 64 images
 SEARCHED = ("plain", "per-block", "auto")
 BOUNDARIES = (*OURS[:4], "save_on_cpu", "offload_wrapper")  # the others keep all in host memory
 OFFLOADS = ("baseline", "ckpt_classic", "ckpt_async_offload", "save_on_cpu")
@@ -64,7 +65,11 @@ def gpu_jobs() -> list[Job]:
         replace(_lm(deterministic, 1.5, "-float32-deterministic"), deterministic=True),
         _offload(replace(offload.GPU, total_tokens=48_000, methods=BOUNDARIES), 1.5),
         _offload(replace(offload.GPU, total_tokens=96_000, methods=BOUNDARIES), 2.0),
-        _steps(batch_size.configuration("gpu", "resnet152", batches=(64,), methods=STEPS), 4.0),
+        _steps(batch_size.configuration("gpu", "resnet152", batches=(64,), methods=(*STEPS, PUBLISHED_PEAK)), 4.5),
+        *(
+            _steps(batch_size.configuration("gpu", "resnet152", batches=(images,), methods=STEPS[:2]), 0.5)
+            for images in (4, 8, 16, 32)
+        ),
         _steps(batch_size.configuration("gpu", "transformer", batches=(32,), methods=STEPS), 2.0),
         _largest(batch_size.configuration("gpu", "resnet50", batches=(16, 64), methods=SEARCHED), 3.0),
         _largest(batch_size.configuration("gpu", "bert-large", batches=(4, 16), methods=SEARCHED), 4.0),
