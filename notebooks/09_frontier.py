@@ -273,7 +273,7 @@ print(f"worst gap: {max(gaps):.0%}, at {furthest['budget']}")
 #
 # Every step starts from the same parameters and the same batch. Its bytes come from the allocator, its FLOPs are
 # counted as they run. The command `ackpt frontier` does the same; without options its model has six layers of four
-# times the width, and takes about two minutes.
+# times the width.
 
 # %%
 record = run_frontier(config, SOURCE)
@@ -443,7 +443,7 @@ for row in standings:
 # %% [markdown]
 # ## What auto does
 #
-# The policy looks for its front once for a graph; a budget then picks from it. The search has five parts. What does
+# The policy looks for its front once for a graph; a budget then picks from it. The search has six parts. What does
 # each add? The least cost within some budgets, with the parts up to and including it:
 
 # %%
@@ -458,6 +458,7 @@ WHAT = {
     "segments": "segments, run again as a whole or value by value",
     "blocks": "each block by the best of its own options, combined over the chain",
     "levels": "blocks of which a part stays when they are run for a later one",
+    "instead": "smaller values kept instead: a product for a sum, nothing for a dropout's mask",
     "policies": "the plans of `rotor` and `mu-two`",
     "refined": "between two neighbours, what can be saved after all",
 }
@@ -482,6 +483,11 @@ path = write_text_atomic("results/tables/09_parts.md", table)
 # memory, with one difference: a block that runs only to reach a later one may leave a *part* of its insides behind, at
 # several levels, so that it need not run a second time for its own backward. Each solution becomes a schedule and is
 # simulated; what is beaten in both peak and cost is dropped.
+#
+# The recursion keeps what blocks hand on. Of a wide model in mixed precision that is too much: a residual sum is float32,
+# the product that it adds bfloat16, and to add again costs little. Here everything is float32, and keeping one instead of
+# the other gains nothing. Where the profile has a link to the host, there is a seventh part: what the link can copy
+# while the forward computes is offloaded, beginning with what waits longest (chapter 8).
 #
 # A plan can be asked why. At 0.4:
 

@@ -25,6 +25,7 @@ from ..policies.front import Point, front, pareto
 from ..policies.levels import stages
 from ..policies.planner import plan
 from ..policies.skips import long_skips
+from ..policies.stand_ins import standing_in
 
 
 class MLPBlock(nn.Module):
@@ -99,14 +100,17 @@ def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
 
     ``segments``: the plain step, and segments run again as a whole or value by value; ``blocks``: every block by the
     best of its own options, and dynamic programming over the chain; ``levels``: the same with blocks of which a part
-    stays when they are run for a later one; ``policies``: and the plans of rotor and mu-TWO; ``refined``: and what lies
-    between two neighbours.
+    stays when they are run for a later one; ``instead``: and smaller values saved instead, such as a product instead of
+    a sum; ``policies``: and the plans of rotor and mu-TWO; ``refined``: and what lies between two neighbours.
     """
     found = [everything(graph), full.schedule(graph, profile, None), *auto.segments(graph)]
     fronts = {"segments": pareto(graph, profile, found)}
     fronts["blocks"] = pareto(graph, profile, [*found, *_by_blocks(graph, profile, 1)])
     found += _by_blocks(graph, profile, None)
     fronts["levels"] = pareto(graph, profile, found)
+    for beside in {frozenset(): None, long_skips(graph): None}:
+        found += standing_in(graph, chain(graph, beside), profile, costs(graph, profile))
+    fronts["instead"] = pareto(graph, profile, found)
     found += [*rotor_chain.candidates(graph, profile), *mu_two.evictions(graph, replace(profile, swap_seconds=None))]
     fronts["policies"] = pareto(graph, profile, found)
     fronts["refined"] = front(graph, profile, auto.candidates)

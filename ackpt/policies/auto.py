@@ -47,12 +47,14 @@ def candidates(graph: JointGraph, profile) -> list[Schedule]:
         blocks = chain(graph, beside)
         found += _chain_schedules(graph, blocks, profile, cost, memory_bytes)
         found += standing_in(graph, blocks, profile, cost)
-    if len(graph.nodes) <= _SMALL:
+    small = len(graph.nodes) <= _SMALL
+    if small:
         found += rotor_chain.candidates(graph, profile)
         found += mu_two.evictions(graph, replace(profile, swap_seconds=None))
     points = pareto(graph, profile, found)
     found = [*(point.schedule for point in points), *refined(graph, points, cost, profile.workspace_bytes)]
-    return [*found, *offloads(graph, profile, found)]
+    away = offloads(graph, profile, found)
+    return [*found, *away, *(mu_two.evictions(graph, profile) if away and small else ())]
 
 
 def segments(graph: JointGraph) -> list[Schedule]:

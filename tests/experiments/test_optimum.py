@@ -47,7 +47,7 @@ def test_the_parts_of_auto_end_in_its_front_and_none_makes_it_worse():
     work = workload("transformer", checked_sizes("transformer", sizes), 0)
     graph, profile = traced(work.model, *work.args)
     parts = optimum.parts_of_auto(graph, profile)
-    assert [*parts] == ["segments", "blocks", "levels", "policies", "refined"]
+    assert [*parts] == ["segments", "blocks", "levels", "instead", "policies", "refined"]
     points = front(graph, profile, auto.candidates)
     assert parts["refined"] == points
     again = refined(graph, parts["policies"], costs_of(graph, profile), profile.workspace_bytes)
