@@ -8,21 +8,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import BudgetError
-from ..graph.facts import facts
 from ..graph.schedule import everything
 from ..graph.simulate import peak_of
 from ..policies import auto, full, ilp_graph, mu_two, rotor_chain
 from ..policies.blocks import chain
-from ..policies.chain import ChainTable
 from ..policies.costs import costs, step_cost
 from ..policies.front import Point, front, pareto
-from ..policies.levels import stages
 from ..policies.planner import plan
 from ..policies.skips import long_skips
 from ..policies.stand_ins import standing_in
@@ -131,17 +127,11 @@ def least_costs(graph, profile, points: list[Point], budgets) -> dict[float, flo
 
 def _by_blocks(graph, profile, levels: int | None) -> list:
     """The schedules of auto's dynamic programming, with at most so many ways for blocks to stay in part."""
-    known, cost = facts(graph), costs(graph, profile)
     memory_bytes = peak_of(graph, everything(graph), profile.workspace_bytes)
-    schedules = []
-    for beside in {frozenset(): None, long_skips(graph): None}:
-        found = chain(graph, beside)
-        rows = [
-            replace(stage, levels=stage.levels[:levels])
-            for stage in stages(known, found, cost, profile.workspace_bytes)
-        ]
-        table = ChainTable(rows, memory_bytes)
-        slots = [slot for slot in range(table.slots, -1, -2) if not np.isinf(table.costs()[slot])]
-        orders = dict.fromkeys(tuple(table.operations(slot)) for slot in slots)
-        schedules += [auto._lowered(known, found, operations) for operations in orders]
-    return schedules
+    return [
+        schedule
+        for beside in {frozenset(): None, long_skips(graph): None}
+        for schedule in auto.chain_schedules(
+            graph, chain(graph, beside), profile, costs(graph, profile), memory_bytes, levels
+        )
+    ]

@@ -45,7 +45,7 @@ def candidates(graph: JointGraph, profile) -> list[Schedule]:
     memory_bytes = peak_of(graph, plain, profile.workspace_bytes)
     for beside in {frozenset(): None, long_skips(graph): None}:
         blocks = chain(graph, beside)
-        found += _chain_schedules(graph, blocks, profile, cost, memory_bytes)
+        found += chain_schedules(graph, blocks, profile, cost, memory_bytes)
         found += standing_in(graph, blocks, profile, cost)
     small = len(graph.nodes) <= _SMALL
     if small:
@@ -69,9 +69,13 @@ def segments(graph: JointGraph) -> list[Schedule]:
     ]
 
 
-def _chain_schedules(graph: JointGraph, found: Chain, profile, cost, memory_bytes: int) -> list[Schedule]:
+def chain_schedules(
+    graph: JointGraph, found: Chain, profile, cost, memory_bytes: int, levels: int | None = None
+) -> list[Schedule]:
+    """The solutions of the chain for every amount of memory, with at most so many ways for blocks to stay in part."""
     known = facts(graph)
-    table = ChainTable(stages(known, found, cost, profile.workspace_bytes), memory_bytes)
+    rows = [replace(row, levels=row.levels[:levels]) for row in stages(known, found, cost, profile.workspace_bytes)]
+    table = ChainTable(rows, memory_bytes)
     schedules = []
     previous = None
     for slot in range(table.slots, -1, -2):  # between them little is gained

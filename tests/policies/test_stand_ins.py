@@ -87,7 +87,7 @@ def test_a_wide_model_in_mixed_precision_costs_less():
     cost = costs(graph, figures)
     blocks, plain = chain(graph), everything(graph)
     base = peak_of(graph, plain, figures.workspace_bytes)
-    without = pareto(graph, figures, auto._chain_schedules(graph, blocks, figures, cost, base))
+    without = pareto(graph, figures, auto.chain_schedules(graph, blocks, figures, cost, base))
     within = pareto(graph, figures, standing_in(graph, blocks, figures, cost))
     lower = [
         any(ours.peak_bytes <= theirs.peak_bytes and ours.cost < theirs.cost for ours in within) for theirs in without
