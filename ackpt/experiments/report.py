@@ -6,7 +6,7 @@ from ackpt.timeline import CATEGORIES, Timeline
 
 MIB = 2**20
 HIGHLIGHT = "#b5402f"  # in a stack of categories, whatever is none of them
-SIZES = ("seq_len", "method", "batch_size", "dim", "ff_dim", "layers")
+SIZES = ("seq_len", "method", "batch_size", "dim", "ff_dim", "layers", "dtype")
 
 
 def file_name(record) -> str:
@@ -56,7 +56,7 @@ def published_rows(reference, predicted, measured=()) -> list[dict]:
 
     Args:
         reference: what ``results.load_reference`` gives; its figures stay as they are printed there.
-        predicted, measured: records; two belong together if all their sizes and their method are equal.
+        predicted, measured: records; two belong together if their sizes, dtype and method are equal.
 
     Returns:
         Rows with the keys seq_len, method, published (as printed), predicted and measured (MiB); None where there is

@@ -34,8 +34,8 @@ def test_published_predicted_and_measured_stand_in_columns_of_their_own():
     ]
 
 
-@pytest.mark.parametrize("name", ["seq_len", "batch_size", "dim", "ff_dim", "layers"])
-def test_a_measurement_of_another_size_is_not_shown(name):
+@pytest.mark.parametrize("name", ["seq_len", "batch_size", "dim", "ff_dim", "layers", "dtype"])
+def test_a_measurement_of_another_size_or_dtype_is_not_shown(name):
     (row,) = published_rows(reference(), [record("baseline")], [record("baseline", **{name: 1024})])
     assert row["measured"] is None
 
