@@ -28,18 +28,18 @@
 # %%
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ackpt import plots
 from ackpt.experiments import report, synthetic
+from ackpt.experiments.gpu_records import gpu_records
 from ackpt.experiments.methods import configure
 from ackpt.experiments.predicted import predict_experiment
 from ackpt.experiments.training import one_step
 from ackpt.predict import predict
-from ackpt.results import load_records, load_reference, markdown_table, write_text_atomic
+from ackpt.results import load_reference, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
 SOURCE = "notebooks/03_synthetic_experiment.py"
@@ -322,7 +322,7 @@ for record in predicted:
     path = record.save(f"results/cpu/03_{report.file_name(record)}")
 
 # %% tags=["hide-input"]
-measured = load_records("results/gpu", "synthetic") if Path("results/gpu").is_dir() else []
+measured = gpu_records("synthetic")
 reference = load_reference("synthetic")
 rows = report.published_rows(reference, predicted, measured)
 columns = {

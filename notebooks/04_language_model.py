@@ -28,7 +28,6 @@
 import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -37,11 +36,12 @@ import ackpt
 from ackpt import plots
 from ackpt.data import corpus_fingerprint, embedded_corpus, token_stream, train_tokenizer
 from ackpt.experiments import lm, report
+from ackpt.experiments.gpu_records import gpu_records
 from ackpt.experiments.methods import configure
 from ackpt.experiments.predicted import predict_experiment
 from ackpt.experiments.training import adamw, one_step
 from ackpt.meter import measure
-from ackpt.results import load_records, load_reference, markdown_table, write_text_atomic
+from ackpt.results import load_reference, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
 SOURCE = "notebooks/04_language_model.py"
@@ -418,7 +418,7 @@ for record in predicted:
     path = record.save(f"results/cpu/04_{report.file_name(record)}")
 
 # %% tags=["hide-input"]
-gpu = load_records("results/gpu", "lm") if Path("results/gpu").is_dir() else []
+gpu = gpu_records("lm", dtype="bfloat16")
 reference = load_reference("lm")
 rows = report.published_rows(reference, predicted, gpu)
 for row in rows:

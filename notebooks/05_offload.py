@@ -41,9 +41,10 @@ from torch.autograd.graph import saved_tensors_hooks
 import ackpt
 from ackpt import offload_engine, plots, transport
 from ackpt.experiments import offload, offload_report
+from ackpt.experiments.gpu_records import gpu_records
 from ackpt.meter import compare_seconds, measure
 from ackpt.models import Block, TransformerConfig
-from ackpt.results import load_records, load_reference, markdown_table, write_text_atomic
+from ackpt.results import load_reference, markdown_table, write_text_atomic
 from ackpt.store import Pool, host_memory
 from ackpt.streams import Stream
 
@@ -894,11 +895,7 @@ for record in predicted:
 # %% tags=["hide-input"]
 reference = load_reference("offload")
 printed = {row["method"]: row for row in reference["rows"]}
-gpu = [
-    record
-    for record in (load_records("results/gpu", "offload") if os.path.isdir("results/gpu") else [])
-    if record.config["total_tokens"] == offload.GPU.total_tokens
-]
+gpu = gpu_records("offload", total_tokens=offload.GPU.total_tokens)
 on_gpu = {row["method"]: row for row in offload_report.rows(gpu)} if gpu else {}
 from_shapes = {row["method"]: row for row in offload_report.rows(predicted)}
 rows = [

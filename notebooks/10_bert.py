@@ -35,19 +35,19 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
 import ackpt
 from ackpt import models, plots
 from ackpt.experiments import batch_report, batch_size, bert, bert_block, bert_report
+from ackpt.experiments.gpu_records import gpu_records
 from ackpt.experiments.graph_profile import orders_plot
 from ackpt.experiments.report import stacked_plot
 from ackpt.experiments.steps import RunStep, one_step
 from ackpt.experiments.sublinear_plots import curves_plot
 from ackpt.experiments.training import adamw
-from ackpt.results import load_records, load_reference, markdown_table, write_text_atomic
+from ackpt.results import load_reference, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
 generator = torch.manual_seed(0)
@@ -524,7 +524,7 @@ path = write_text_atomic("results/tables/10_large.md", table)
 # The published figures come from a per-module switch as ours. Beside them:
 
 # %% tags=["hide-input"]
-on_gpu = load_records("results/gpu", "bert") if Path("results/gpu").is_dir() else []
+on_gpu = gpu_records("bert")
 reference = load_reference("bert")
 rows = bert_report.published_rows(large, on_gpu)
 columns = {"method": "method", "published": "published by others, average MB", "published_memory": "%"}
