@@ -25,7 +25,11 @@ MATHJAX = ("tex-chtml-full.js", "output/chtml/fonts/woff-v2")
 def set_addresses(app: Sphinx, config: Config) -> None:
     """Fill in what the theme and MathJax are told by address."""
     config["html_theme_options"].update(
-        repository_url=repository_address(), repository_branch=BRANCH, path_to_docs="book", use_repository_button=True
+        repository_url=repository_address(),
+        repository_branch=BRANCH,
+        path_to_docs="book",
+        use_repository_button=True,
+        use_edit_page_button=True,
     )
     config["mathjax_path"] = "mathjax/tex-chtml-full.js"
 
@@ -38,9 +42,7 @@ def without_thebe(app: Sphinx, config: Config) -> None:
                 app.disconnect(listener.id)
 
 
-def find_by_last_name(
-    app: Sphinx, environment: BuildEnvironment, node: pending_xref, text: Element
-) -> Element | None:
+def find_by_last_name(app: Sphinx, environment: BuildEnvironment, node: pending_xref, text: Element) -> Element | None:
     """Resolve `MeterError` to `ackpt.meter.MeterError`: docstrings name things as their own module does."""
     if node.get("refdomain") != "py":
         return None

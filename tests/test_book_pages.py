@@ -1,0 +1,120 @@
+"""Do the book's reference pages say what the package says? Errors and their messages, sources, links to Colab."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from address import colab_address, repository_address
+
+import ackpt
+from ackpt import data, errors, flops, graph
+
+ROOT = Path(__file__).parent.parent
+BOOK = ROOT / "book"
+GAP = "…"
+
+
+def error_classes(*modules):
+    return {
+        name
+        for module in modules
+        for name in (*getattr(module, "__all__", ()), *vars(module))
+        if isinstance(cls := getattr(module, name), type) and issubclass(cls, Exception) and is_ours(cls)
+    }
+
+
+def is_ours(cls):
+    return cls.__module__.split(".")[0] == "ackpt"
+
+
+@cache
+def quoted() -> tuple[str, ...]:
+    """The messages that the page quotes: what stands in backticks on lines before a definition."""
+    lines = (BOOK / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
+    terms = [line for line, following in zip(lines, lines[1:], strict=False) if following.startswith(": ")]
+    return tuple(text for line in terms for text in re.findall(r"`([^`]+)`", line))
+
+
+@cache
+def texts() -> dict[str, list[str]]:
+    """All texts of the code, a gap for whatever is filled in, by the function that is called with them ("": any)."""
+    found: dict[str, list[str]] = {"": []}
+    for path in sorted((ROOT / "ackpt").rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if id(node) not in docstrings and len(said := text(node)) >= 10:
+                found[""].append(said)
+            if isinstance(node, ast.Call) and node.args and (said := text(node.args[0])):
+                found.setdefault(ast.unparse(node.func).split(".")[-1], []).append(said)
+    return found
+
+
+def text(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text(part) or GAP for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return "".join(text(part) or GAP for part in (node.left, node.right))
+    return ""
+
+
+def is_quoted_from(message: str, source: str) -> bool:
+    """Whether the parts of `message` between gaps occur in `source`, in their order."""
+    parts = [part.strip() for part in message.split(GAP) if part.strip()]
+    return re.search(".*".join(map(re.escape, parts)), source, re.DOTALL) is not None
+
+
+OUR_ERRORS = error_classes(errors, ackpt, graph, flops, data)
+
+
+def test_every_error_class_is_on_the_page():
+    page = (BOOK / "troubleshooting.md").read_text(encoding="utf-8")
+    assert {"BudgetError", "CheckpointError", "RecordError", "TraceError"} <= OUR_ERRORS
+    assert sorted(name for name in OUR_ERRORS if not re.search(rf"\b{name}`", page)) == []
+
+
+def test_every_quoted_message_is_in_the_package():
+    assert len(quoted()) > 100
+    vague = [message for message in quoted() if max(map(len, message.split(GAP))) < 10]
+    gone = [message for message in quoted() if not any(is_quoted_from(message, source) for source in texts()[""])]
+    assert (vague, gone) == ([], [])
+
+
+@pytest.mark.parametrize("name", sorted(OUR_ERRORS))
+def test_every_message_of_an_error_is_quoted(name):
+    said = [message for message in texts().get(name, []) if len(re.sub(r"[^a-z]", "", message)) >= 8]
+    assert [message for message in said if not any(is_quoted_from(one, message) for one in quoted())] == []
+
+
+def test_a_message_with_another_wording_is_not_found():
+    assert is_quoted_from("the … has gone", "now the … cat has gone away")
+    assert not is_quoted_from("the … has gone", "has gone the cat")
+
+
+def test_every_cited_source_is_in_the_bibliography():
+    number = r"arXiv[:.]+(?:org/abs/)?(\d{4}\.\d{5})|doi(?::|\.org/)(10\.\d{4,}/[\d.]+\d)"
+    sources = [*(ROOT / "ackpt").rglob("*.py"), *(ROOT / "notebooks").glob("*.py")]
+    cited = {found for path in sources for found in re.findall(number, path.read_text(encoding="utf-8"), re.IGNORECASE)}
+    bibliography = (BOOK / "references.bib").read_text(encoding="utf-8")
+    assert len(cited) > 10
+    assert sorted(one for pair in cited for one in pair if one not in bibliography) == []
+
+
+def test_every_entry_of_the_bibliography_is_explained():
+    keys = re.findall(r"^@\w+\{(\w+),", (BOOK / "references.bib").read_text(encoding="utf-8"), re.MULTILINE)
+    page = (BOOK / "bibliography.md").read_text(encoding="utf-8")
+    assert keys
+    assert [key for key in keys if f"`{key}`" not in page] == []
+
+
+def test_every_chapter_opens_in_colab():
+    names = re.findall(r"file: (notebooks/\S+)", (BOOK / "_toc.yml").read_text(encoding="utf-8"))
+    assert names
+    for name in names:
+        path = f"book/{name}.ipynb"
+        assert (ROOT / path).is_file()
+        assert colab_address(repository_address(), path) in (ROOT / path).read_text(encoding="utf-8")
