@@ -55,8 +55,8 @@ class Storage:
     """Memory that is born and dies as one.
 
     ``bytes``: its size. ``producer``: the node that brings it along. ``nodes``: all nodes whose results lie in it.
-    ``last_fw_access``, ``first_bw_access``, ``last_bw_access``: nodes that read or write it, in the words of Zhang et
-    al. 2023, mu-TWO; None where there is none.
+    ``last_fw_access``, ``first_bw_access``, ``last_bw_access``: nodes that read or write it, in the words of
+    Purandare et al. 2023, mu-TWO; None where there is none.
     """
 
     id: int
