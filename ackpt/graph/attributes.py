@@ -118,13 +118,13 @@ def unchanged(model: nn.Module, is_same):
 
 
 def _containers(module: nn.Module):
-    """The module's own dict, those of its parameters, buffers and submodules, and what its attributes contain."""
+    """The module's own dict, those of its parameters, buffers, submodules and hooks, and what attributes contain."""
     yield "", vars(module)
-    for kind in _TENSORS:
-        yield kind, vars(module)[kind]
     for name, value in vars(module).items():
         if name not in _OF_EVERY_MODULE:
             yield from _nested(name, value)
+        elif isinstance(value, dict):
+            yield name, value
 
 
 def _nested(name: str, value):
@@ -186,6 +186,11 @@ def _refusal(name: str, attribute: str, key, was, now) -> str:
         return (
             f"the forward assigns {_TENSORS[attribute]} {key!r} {owner} anew, which a captured step cannot do. Change "
             "buffers in place, as in self.buffer.copy_(value), and make modules and parameters before."
+        )
+    if attribute in _OF_EVERY_MODULE:
+        return (
+            f"the forward adds or removes a hook {owner}, which a captured step would not do again. Register hooks "
+            "before; if the forward does it only once, call the model once before."
         )
     if isinstance(now, torch.Tensor):
         return (

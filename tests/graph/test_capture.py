@@ -274,3 +274,30 @@ def test_other_views_are_returned_with_their_gradients(function):
     expected = gradients(model, model)
     found = gradients(ackpt.compile(other, torch.ones(3, 4), policy="full"), other)
     assert all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(expected, found))
+
+
+class HooksLate(nn.Module):
+    """Registers a hook at its first call, as transformers does where hidden states are asked for."""
+
+    def __init__(self, remembers: bool):
+        super().__init__()
+        self.layer, self.remembers = nn.Linear(4, 4), remembers
+        self.is_ready = False
+
+    def forward(self, x):
+        if not self.is_ready:
+            self.layer.register_forward_hook(lambda module, args, output: 2 * output)
+            self.is_ready = self.remembers
+        return self.layer(x).sum()
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_refused_capture_leaves_no_hooks_behind(remembers):
+    model, x = HooksLate(remembers), torch.ones(2, 4)
+    what = "attribute 'is_ready'" if remembers else "adds or removes a hook of module 'layer'"
+    with pytest.raises(ackpt.TraceError, match=what):
+        ackpt.trace(model, x)
+    assert not model.layer._forward_hooks and not model.is_ready
+    if remembers:
+        expected = model(x)
+        assert torch.equal(ackpt.compile(model, x, policy="none")(x), expected)
