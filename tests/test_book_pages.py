@@ -84,7 +84,9 @@ def test_every_quoted_message_is_in_the_package():
     assert (vague, gone) == ([], [])
 
 
-@pytest.mark.parametrize("name", sorted(OUR_ERRORS))
+@pytest.mark.parametrize(
+    "name", [*sorted(OUR_ERRORS), "ValueError", "TypeError", "RuntimeError", "ImportError", "warn"]
+)
 def test_every_message_of_an_error_is_quoted(name):
     said = [message for message in texts().get(name, []) if len(re.sub(r"[^a-z]", "", message)) >= 8]
     assert [message for message in said if not any(is_quoted_from(one, message) for one in quoted())] == []
