@@ -36,6 +36,14 @@ def test_the_budget_is_kept_as_the_readme_says() -> None:
     assert result.stdout == printed
 
 
+def test_the_books_first_page_has_the_same_example() -> None:
+    (example, _, planned), (_, printed) = blocks("python"), blocks("text")
+    imports = "".join(line + "\n" for line in example.splitlines() if line.startswith("import "))
+    page = (ROOT / "book" / "index.md").read_text(encoding="utf-8")
+    assert f"```python\n{imports}\n{planned}```" in page
+    assert f"```text\n{printed}```" in page
+
+
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     reproduce, tests = (block.strip() for block in blocks("bash"))
     assert reproduce.endswith("nox -s reproduce")
