@@ -138,6 +138,7 @@ def test_a_device_that_is_too_small_and_one_that_is_not():
     plain, least = (f"{size / 2**30:.1f} GiB" for size in (small.plan.peak_bytes, full.plan.peak_bytes))
     last = plan_report.text(small).splitlines()[-1]
     assert last.startswith(f"does not fit t4: {plain} of 14.9 GiB; the smallest budget of policy full is {least}")
+    assert last.endswith("what is best within 14.9 GiB is asked for with --budget 16000000000B")
     data = plan_report.to_json(small)["device"]
     assert (data["fits"], data["smallest_budget_of_full"]) == (False, full.plan.peak_bytes)
     assert data["modelled_seconds"] > 0

@@ -100,11 +100,11 @@ def _verdict(found: Planned) -> list[str]:
     if found.least_bytes is None:
         return ["", f"fits {device.name}: {memory_format(found.plan.peak_bytes)} of {size}"]
     least = f"{memory_format(found.least_bytes)} ({found.least_bytes} bytes)"
-    verdict = "which fits" if found.least_bytes <= device.memory_bytes else "which does not fit either"
+    verdict = ", which fits" if found.least_bytes <= device.memory_bytes else ""
     return [
         "",
         f"does not fit {device.name}: {memory_format(found.plan.peak_bytes)} of {size}; the smallest budget of policy "
-        f"{FULL} is {least}, {verdict}",
+        f"{FULL} is {least}{verdict}; what is best within {size} is asked for with --budget {device.memory_bytes}B",
     ]
 
 
