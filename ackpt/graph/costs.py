@@ -76,7 +76,7 @@ def traffic(node: torch.fx.Node, args, kwargs, result) -> tuple[int, int]:
 
     What is expanded counts as often as it lies in memory, a table that is indexed as far as it is read.
     """
-    if not allocates(node):
+    if not allocates(node) or node.target is aten._unsafe_view.default:  # a view that is not called one
         return 0, 0
     given = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
     sizes = {key: min(_elements(tensor), tensor.untyped_storage().nbytes()) for key, tensor in given.items()}

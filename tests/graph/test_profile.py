@@ -106,6 +106,16 @@ def test_seconds_are_the_longer_of_computing_and_moving(linear):
     assert profile(linear, slow).device == "slow"
 
 
+def test_views_cost_nothing_also_those_that_are_not_called_so():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    graph = ackpt.trace(layer, torch.ones(2, 8, 16))
+    views = [node.id for node in graph.nodes if "_unsafe_view" in node.target]
+    found = profile(graph, "h200")
+    assert found.seconds is not None and views
+    assert {(found.seconds[i], found.bytes_in[i], found.bytes_out[i]) for i in views} == {(0, 0, 0)}
+    assert ackpt.plan(graph, policy="none", profile=found).cost == 0
+
+
 def test_the_dtype_decides_the_rate():
     rates = {"bfloat16": 1.0, "float32": 0.5}
     slow = devices.Device("slow", 1, rates, 1e9, 1.0, "made up")
