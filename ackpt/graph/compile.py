@@ -64,7 +64,8 @@ class PlannedStep(nn.Module):
         self.__dict__["_ackpt"].model.training = mode
 
     def __setattr__(self, name: str, value):
-        if not hasattr(self, name) and hasattr(self.__dict__["_ackpt"].model, name):
+        # Private ones are torch's marks, such as that a module was given to torch.compile.
+        if name[:1] != "_" and not hasattr(self, name) and hasattr(self.__dict__["_ackpt"].model, name):
             raise AttributeError(
                 f"{name!r} is an attribute of the model: set it there, where the planned step reads it"
             )

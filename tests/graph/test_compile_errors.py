@@ -162,6 +162,14 @@ def test_an_attribute_of_the_model_is_set_on_the_model():
     assert torch.equal(step(X), model(X))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
+def test_a_planned_step_of_a_model_that_was_compiled_elsewhere_can_be_compiled():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    torch.compile(model)
+    planned = ackpt.compile(model, x, policy="full")
+    assert torch.equal(torch.compile(planned, backend="eager")(x), model(x))
+
+
 def test_an_output_that_was_planned_without_a_gradient_refuses_one():
     step = ackpt.compile(Net(lambda y: {"loss": y.sum(), "logits": y}), X)
     step(X)["loss"].backward()
