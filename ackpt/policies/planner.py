@@ -95,8 +95,9 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
     found = simulate(graph, profile, schedule)
     if limit is not None and found.peak_bytes > limit:
         least = found.peak_bytes + found.resident_bytes
-        cost = _cost(graph, schedule, found, every, profile)
-        raise BudgetError(_refusal(policy, budget, limit, found, baseline, cost), least)
+        cost = costs(graph, profile)
+        longer = _added(graph, schedule, found, cost) / _plain_cost(every, cost)
+        raise BudgetError(_refusal(policy, budget, limit, found, baseline, longer), least)
     return _plan(graph, policy, limit, schedule, found, baseline, every, profile)
 
 
@@ -153,7 +154,7 @@ def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulatio
         ),
         schedule=schedule,
         timeline=found.timeline,
-        cost=_cost(graph, schedule, found, every, profile),
+        cost=_added(graph, schedule, found, cost) / plain_cost,
         # The bound is that of schedules that recompute alone.
         lower_bound=None if limit is None or copies(schedule) else _bound(graph, cost, plain_cost, profile, limit),
         decisions=decisions(graph, schedule, cost, plain_cost, profile),
@@ -162,10 +163,9 @@ def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulatio
     )
 
 
-def _cost(graph, schedule: Schedule, found: Simulation, every: Schedule, profile) -> float:
-    """What runs again and is waited for, as a share of the plain step."""
-    cost = costs(graph, profile)
-    return (added_cost(graph, schedule, cost) + (found.exposed_seconds or 0.0)) / _plain_cost(every, cost)
+def _added(graph, schedule: Schedule, found: Simulation, cost) -> float:
+    """Cost of what runs again, and the time that is waited for."""
+    return added_cost(graph, schedule, cost) + (found.exposed_seconds or 0.0)
 
 
 def _plain_cost(every: Schedule, cost) -> float:
