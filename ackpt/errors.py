@@ -18,11 +18,13 @@ class BudgetError(ValueError):
     """No plan keeps the step within the budget; the message names the smallest budget that works.
 
     ``least_bytes``: that budget of a whole step, resident bytes included; None where a solver knows no graph.
+    ``budget``: what was asked for, as it was given; None for a solver's bytes.
     """
 
-    def __init__(self, message: str = "", least_bytes: int | None = None):
+    def __init__(self, message: str = "", least_bytes: int | None = None, budget=None):
         super().__init__(message)
         self.least_bytes = least_bytes
+        self.budget = budget
 
 
 def did_you_mean(name, known) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 from numbers import Integral, Real
 
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _KNOWN = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
+_BINARY = ("KiB", "MiB", "GiB", "TiB")
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -36,6 +38,11 @@ def dynamic_limit(budget, baseline_bytes: int, resident_bytes: int) -> int | Non
         raise TypeError(f"a budget is a float, bytes or a string such as '6GiB', got {type(budget).__name__}")
     if not isinstance(bound, Integral):
         share = float(bound)
+        if not 0 < share <= 1 and isinstance(budget, str):
+            raise ValueError(
+                f"{budget!r} is no budget: a fraction of the plain step's dynamic peak is more than 0 and at most 1, "
+                "as in '0.5' or '50%'; bytes have a unit, as in '6GiB', or are written out, as in '6442450944'"
+            )
         if not 0 < share <= 1:
             raise ValueError(
                 f"a float budget is a fraction of the plain step's dynamic peak, in (0, 1], got {budget!r}; for bytes "
@@ -68,6 +75,48 @@ def from_text(text: str) -> float | int:
     return size
 
 
+def readable(size: int) -> str:
+    """`size` bytes for people, in binary units, rounded up to one decimal: as a budget it is no less than `size`.
+
+    Example:
+        >>> readable(1292076), from_text(readable(1292076))
+        ('1.3 MiB', 1363148)
+    """
+    power = min(len(_BINARY), max(0, (size.bit_length() - 1) // 10))
+    if not power:
+        return f"{size} B"
+    tenths = -(-10 * size // 2 ** (10 * power))
+    return f"{tenths // 10}.{tenths % 10} {_BINARY[power - 1]}"
+
+
+def least_share(peak_bytes: int, baseline_bytes: int) -> float | None:
+    """The smallest fraction with four decimals that leaves `peak_bytes`; None where that is more than the whole.
+
+    Example:
+        >>> least_share(334, 1000), least_share(1001, 1000)
+        (0.334, None)
+    """
+    if not 0 < peak_bytes <= baseline_bytes:
+        return None
+    share = -(-(10**4) * peak_bytes // baseline_bytes) / 10**4
+    kept = dynamic_limit(share, baseline_bytes, 0)
+    # What floats make of a share may fall short of it by a byte.
+    return share if kept is not None and kept >= peak_bytes else min(1.0, (round(share * 10**4) + 1) / 10**4)
+
+
+def unit_hint(budget) -> str:
+    """A sentence for a budget that is bytes because it has no unit, and so few that it may have meant another one."""
+    if isinstance(budget, str) and budget.strip().isdecimal():
+        number = int(budget)
+    elif isinstance(budget, Integral) and budget <= 100:
+        number = int(budget)
+    else:
+        return ""
+    share = f"{number}%" if 1 < number <= 100 else "50%"
+    unit = f"{number}GiB" if number <= 1024 else "6GiB"
+    return f"A whole number without a unit is bytes: write '{unit}' for another unit, '{share}' for a fraction. "
+
+
 def parse_bytes(text: str) -> int:
     """Bytes from a number with a unit, such as ``"6GiB"`` or ``"512 MB"``.
 
@@ -85,7 +134,7 @@ def _size(text: str) -> int | None:
     unit = found[2].lower() if found else ""
     if found is None or unit not in _UNITS:
         return None
-    size = math.floor(float(found[1]) * _UNITS[unit])
+    size = math.floor(Fraction(found[1]) * _UNITS[unit])  # a float may fall short of what is written
     if size <= 0:
         raise ValueError(f"a budget in bytes must be positive, got {text!r}")
     return size

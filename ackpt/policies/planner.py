@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 
 from ..errors import BudgetError, did_you_mean
-from ..graph.budget import dynamic_limit
+from ..graph.budget import dynamic_limit, least_share, readable, unit_hint
 from ..graph.facts import facts
 from ..graph.host import copies
 from ..graph.joint import JointGraph
@@ -34,6 +34,7 @@ POLICIES = {
     "ilp": "ilp_graph",
     "mu-two": "mu_two",
 }
+_KEYWORDS = ("budget", "policy", "profile")
 
 
 def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, **options) -> Plan:
@@ -88,16 +89,17 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
     _check_options(policy, decide, options)
     schedule = decide(graph, profile, limit, **options)
     if copies(schedule) and profile.swap_seconds is None:
+        what = "its profile" if profile.device == "any" else f"the profile of {profile.device!r}"
         raise PlanError(
-            f"policy {policy!r} offloads, but the profile of {profile.device!r} has no times of copies to the host: "
-            "give the profile of a device with a link, such as profile=ackpt.profile(graph, 'h200'), or offload nothing"
+            f"policy {policy!r} offloads, but {what} has no times of copies to the host: give the "
+            "profile of a device with a link, such as profile=ackpt.profile(graph, 'h200'), or offload nothing"
         )
     found = simulate(graph, profile, schedule)
     if limit is not None and found.peak_bytes > limit:
         least = found.peak_bytes + found.resident_bytes
         cost = costs(graph, profile)
         longer = _added(graph, schedule, found, cost) / _plain_cost(every, cost)
-        raise BudgetError(_refusal(policy, budget, limit, found, baseline, longer), least)
+        raise BudgetError(_refusal(policy, budget, limit, found, baseline, longer), least, budget)
     return _plan(graph, policy, limit, schedule, found, baseline, every, profile)
 
 
@@ -121,7 +123,7 @@ def _check_options(policy: str, decide, options) -> None:
     own = {name: p for name, p in inspect.signature(decide).parameters.items() if p.kind is p.KEYWORD_ONLY}
     if unknown := sorted(set(options) - set(own)):
         knows = f"knows {', '.join(own)}" if own else "knows no options"
-        hint = ": give policy='manual'" if unknown[0] == "fates" else ""
+        hint = ": give policy='manual'" if unknown[0] == "fates" else did_you_mean(unknown[0], [*own, *_KEYWORDS])
         raise TypeError(f"{unknown[0]!r} is no option of a plan; policy {policy!r} {knows}{hint}")
     if missing := [name for name, p in own.items() if p.default is p.empty and name not in options]:
         raise TypeError(f"policy {policy!r} needs the option {missing[0]!r}: see help(ackpt.plan)")
@@ -183,19 +185,17 @@ def _bound(graph, cost, plain_cost: float, profile, limit: int) -> float | None:
 
 
 def _refusal(policy, budget, limit, found: Simulation, baseline: Simulation, cost: float) -> str:
-    least = (
-        f"{memory_format(found.peak_bytes + found.resident_bytes)} ({found.peak_bytes + found.resident_bytes} bytes)"
+    least = found.peak_bytes + found.resident_bytes
+    share = least_share(found.peak_bytes, baseline.peak_bytes)
+    fraction = "" if share is None else f", or {share} of the plain step's dynamic peak"
+    step = (
+        " That peak is reached in the optimizer's step, which no checkpointing makes smaller: let it take one parameter "
+        "at a time (foreach=False) or none beside them (fused=True), or use another optimizer."
     )
-    share = found.peak_bytes / baseline.peak_bytes
     return (
         f"policy {policy!r} cannot keep the budget {budget!r}: it leaves {memory_format(max(0, limit))} for what the "
         f"step allocates, beside {memory_format(found.resident_bytes)} of parameters, buffers, inputs and optimizer "
-        "state. "
-        f"The smallest budget that this policy keeps is {least}, or {_rounded_up(share)} of the plain step's dynamic "
-        f"peak; it makes the step {cost:.0%} longer."
+        f"state. {unit_hint(budget)}"
+        f"The smallest budget that this policy keeps is {readable(least)} ({least} bytes){fraction}; it makes the step "
+        f"{cost:.0%} longer.{step if found.peak_node is None else ''}"
     )
-
-
-def _rounded_up(share: float) -> float:
-    """`share` with four decimals, never below it."""
-    return -(-share * 10**4 // 1) / 10**4

@@ -12,10 +12,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
 
 import ackpt
-from ackpt.graph.budget import dynamic_limit, parse_bytes
+from ackpt.graph.budget import dynamic_limit, from_text, least_share, parse_bytes, readable
 
 
 def test_examples_run():
@@ -33,6 +35,7 @@ def test_examples_run():
         (".5KiB", 512),
         ("2tib", 2 * 2**40),
         ("1.9B", 1),
+        ("4.35MB", 4_350_000),
     ],
 )
 def test_sizes_are_read(text, size):
@@ -96,9 +99,11 @@ NO_BUDGETS = [
     ("%", ValueError, "'%' is no budget"),
     ("", ValueError, "'' is no budget"),
     ("0,5", ValueError, "'0,5' is no budget"),
-    ("1e6", ValueError, r"in \(0, 1\], got '1e6'; for bytes give an int or a string such as '6GiB'"),
-    ("150%", ValueError, r"in \(0, 1\], got '150%'"),
-    ("0", ValueError, r"in \(0, 1\], got '0'"),
+    ("1e6", ValueError, r"'1e6' is no budget: a fraction .* at most 1, as in '0.5' or '50%'; bytes .*'6442450944'"),
+    ("150%", ValueError, r"'150%' is no budget: a fraction"),
+    ("0%", ValueError, r"'0%' is no budget: a fraction .* is more than 0"),
+    ("0", ValueError, r"'0' is no budget: a fraction"),
+    ("nan", ValueError, r"'nan' is no budget: a fraction"),
     ("0B", ValueError, "must be positive, got '0B'"),
 ]
 
@@ -110,6 +115,28 @@ def test_what_is_no_budget_is_refused_by_plan_and_compile(budget, error, message
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
     with pytest.raises(error, match=message):
         ackpt.compile(model, x, budget=budget)
+
+
+@given(size=st.integers(1, 2**52))
+@example(size=1292076)
+@example(size=2**20 - 1)
+def test_a_size_for_people_is_no_less_when_it_is_read(size):
+    read = parse_bytes(readable(size))
+    assert size <= read <= size + max(0, size // 10)
+
+
+@given(peak=st.integers(1, 2**44), more=st.integers(0, 2**44))
+@example(peak=5747, more=4253)  # 0.5747 * 10000 is 5746.999...
+def test_the_least_share_leaves_the_peak(peak, more):
+    share = least_share(peak, peak + more)
+    assert 0 < share <= 1 and dynamic_limit(share, peak + more, 0) >= peak
+    assert from_text(str(share)) == share
+    less = (round(share * 10**4) - 1) / 10**4
+    assert less <= 0 or dynamic_limit(less, peak + more, 0) < peak
+
+
+def test_no_share_leaves_more_than_the_whole():
+    assert least_share(1001, 1000) is None
 
 
 class Residual(nn.Linear):
@@ -129,12 +156,49 @@ def test_a_budget_that_cannot_be_kept_names_those_that_can(policy, budget):
         ackpt.compile(model, x, budget=budget, policy=policy)
     size = int(re.search(r"\((\d+) bytes\)", str(raised.value))[1])
     share = float(re.search(r"or ([0-9.]+) of the plain step", str(raised.value))[1])
-    for found in (size, f"{size}B", share):
+    text = re.search(r"this policy keeps is (\S+ \S+) \(", str(raised.value))[1]
+    assert text == readable(size)
+    for found in (size, f"{size}B", text, share):
         step = ackpt.compile(model, x, budget=found, policy=policy)
         assert step.plan.peak_bytes == size and step.plan.dynamic_peak_bytes <= step.plan.limit_bytes
     with pytest.raises(ackpt.BudgetError):
         ackpt.compile(model, x, budget=size - 1, policy=policy)
     step(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("budget", "hint"),
+    [
+        ("50", "without a unit is bytes: write '50GiB' for another unit, '50%' for a fraction"),
+        (50, "write '50GiB' for another unit, '50%' for a fraction"),
+        ("2000", "write '6GiB' for another unit, '50%' for a fraction"),
+        (2000, None),
+        ("50B", None),
+        (1e-6, None),
+    ],
+)
+def test_bytes_without_a_unit_that_may_have_meant_another_are_hinted_at(budget, hint):
+    model, x = layers()
+    with pytest.raises(ackpt.BudgetError) as raised:
+        ackpt.compile(model, x, budget=budget, policy="full")
+    assert hint is None or hint in str(raised.value)
+    assert ("without a unit" in str(raised.value)) == (hint is not None)
+    assert raised.value.budget == budget
+
+
+def test_a_peak_in_the_optimizers_step_says_that_recomputing_does_not_help():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    x = torch.ones(2, 64)
+
+    def least(**options):
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        with pytest.raises(ackpt.BudgetError) as raised:
+            ackpt.compile(model, x, budget=1, optimizer=optimizer)
+        return raised.value.least_bytes, "reached in the optimizer's step" in str(raised.value)
+
+    (together, says), (one, _), (fused, does_not) = least(foreach=True), least(foreach=False), least(fused=True)
+    assert says and not does_not
+    assert together > one > fused
 
 
 def test_a_later_batch_that_is_too_small_for_the_fraction_says_so():
