@@ -51,7 +51,15 @@ WAYS_OUT = (
 
 
 class DataError(RuntimeError):
-    """A corpus cannot be had here; the message says why and names the ways out."""
+    """A corpus cannot be had here; the message says why and names the ways out.
+
+    Example:
+        >>> try:
+        ...     wikitext_corpus("validation", path="/no/such/folder")
+        ... except DataError:
+        ...     print("no copy there, and the embedded corpus does not stand in for it")
+        no copy there, and the embedded corpus does not stand in for it
+    """
 
 
 def embedded_corpus() -> str:
@@ -60,8 +68,9 @@ def embedded_corpus() -> str:
     The same text in every process of one Python version; other versions hold other text, so results that
     depend on it record its `corpus_fingerprint`. Raises DataError where Python was installed without it.
 
-    >>> len(embedded_corpus()) > 400_000
-    True
+    Example:
+        >>> len(embedded_corpus()) > 400_000
+        True
     """
     try:
         from pydoc_data.topics import topics
@@ -76,8 +85,9 @@ def embedded_corpus() -> str:
 def corpus_fingerprint(text: str) -> str:
     """The sha256 of a corpus in UTF-8, 64 hexadecimal digits.
 
-    >>> corpus_fingerprint("")[:12]
-    'e3b0c44298fc'
+    Example:
+        >>> corpus_fingerprint("")[:12]
+        'e3b0c44298fc'
     """
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -90,6 +100,13 @@ def wikitext_corpus(
     Looked for in `path` (a parquet or arrow file, or a folder that holds some) if given, else in the cache of
     `datasets`, else streamed from the Hugging Face hub. Raises ValueError for an unknown split or a limit
     below 1, DataError when the text cannot be had. Source: Merity et al. 2016, arXiv:1609.07843.
+
+    Example:
+        >>> try:
+        ...     wikitext_corpus(path="/no/such/folder")
+        ... except DataError as error:
+        ...     print(error)
+        not a folder, a parquet file or an arrow file: /no/such/folder
     """
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
@@ -219,6 +236,11 @@ def train_tokenizer(text: str, vocab_size: int) -> Any:
     The same text gives the same tokenizer in every process; a text too short for `vocab_size` merges gives
     fewer ids. Raises ValueError for a vocabulary below the 256 bytes, DataError where `tokenizers` is
     missing. Source: Sennrich et al. 2016, arXiv:1508.07909.
+
+    Example:
+        >>> tokenizer = train_tokenizer("to be or not to be", vocab_size=260)
+        >>> tokenizer.get_vocab_size() <= 260, tokenizer.decode(tokenizer.encode("or not").ids)
+        (True, 'or not')
     """
     if vocab_size < BYTES:
         raise ValueError(f"vocab_size must be at least {BYTES}, one id per byte, got {vocab_size}")
@@ -246,9 +268,10 @@ def token_stream(
     The tokenizer is trained on the corpus itself. Raises ValueError for an unknown dataset, a `path` given
     with the embedded corpus, and whatever `wikitext_corpus` and `train_tokenizer` raise.
 
-    >>> stream = token_stream("embedded", vocab_size=512, limit_chars=10_000)
-    >>> stream.dtype, int(stream.max()) < 512
-    (torch.int64, True)
+    Example:
+        >>> stream = token_stream("embedded", vocab_size=512, limit_chars=10_000)
+        >>> stream.dtype, int(stream.max()) < 512
+        (torch.int64, True)
     """
     if dataset not in DATASETS:
         raise ValueError(f"unknown dataset {dataset!r}: choose one of {', '.join(DATASETS)}")
@@ -270,7 +293,13 @@ def token_stream(
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Packed windows of one length L: tokens [B*L], targets [B*L] (the next ones), cu_seqlens [B+1] int32."""
+    """Packed windows of one length L: tokens [B*L], targets [B*L] (the next ones), cu_seqlens [B+1] int32.
+
+    Example:
+        >>> batch = next(packed_batches(torch.arange(100), seq_len=4, batch_size=2, steps=1))
+        >>> batch.to("meta").tokens.shape, batch.max_seqlen
+        (torch.Size([8]), 4)
+    """
 
     tokens: Tensor
     targets: Tensor
@@ -290,9 +319,10 @@ def packed_batches(stream: Tensor, seq_len: int, batch_size: int, steps: int, se
     call for sizes below 1, a stream that is not one row of int64 ids, and a corpus with fewer than seq_len +
     1 tokens.
 
-    >>> batch = next(packed_batches(torch.arange(100), seq_len=4, batch_size=2, steps=1))
-    >>> batch.cu_seqlens.tolist(), torch.equal(batch.targets, batch.tokens + 1)
-    ([0, 4, 8], True)
+    Example:
+        >>> batch = next(packed_batches(torch.arange(100), seq_len=4, batch_size=2, steps=1))
+        >>> batch.cu_seqlens.tolist(), torch.equal(batch.targets, batch.tokens + 1)
+        ([0, 4, 8], True)
     """
     for name, value in (("seq_len", seq_len), ("batch_size", batch_size), ("steps", steps)):
         if value < 1:

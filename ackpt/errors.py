@@ -7,11 +7,32 @@ class CheckpointError(RuntimeError):
     """A checkpointed region cannot give the gradients of the plain model.
 
     Raised instead of a silently wrong result; nothing has been added to any ``.grad`` by the region that raises.
+
+    Example:
+        >>> import torch, ackpt
+        >>> layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+        >>> loss = ackpt.checkpoint(layer, x).sum()
+        >>> with torch.no_grad():  # an optimizer's step before backward
+        ...     _ = layer.weight.add_(1)
+        >>> try:
+        ...     loss.backward()
+        ... except ackpt.CheckpointError as error:
+        ...     print(str(error).split(",")[0])
+        parameter 'weight'
     """
 
 
 class OffloadError(RuntimeError):
-    """A tensor could not be taken to the store or brought back; nothing was replaced by something else silently."""
+    """A tensor could not be taken to the store or brought back; nothing was replaced by something else silently.
+
+    Example:
+        >>> import torch, ackpt
+        >>> try:
+        ...     ackpt.offload_saved_tensors(store="disk", folder="/no/such/folder")
+        ... except ackpt.OffloadError:
+        ...     print("nothing can be written there")
+        nothing can be written there
+    """
 
 
 class BudgetError(ValueError):
@@ -19,6 +40,16 @@ class BudgetError(ValueError):
 
     ``least_bytes``: that budget of a whole step, resident bytes included; None where a solver knows no graph.
     ``budget``: what was asked for, as it was given; None for a solver's bytes.
+
+    Example:
+        >>> import torch, ackpt
+        >>> graph = ackpt.trace(torch.nn.Linear(8, 8), torch.ones(4, 8))
+        >>> try:
+        ...     ackpt.plan(graph, budget=1)
+        ... except ackpt.BudgetError as error:
+        ...     least = error.least_bytes
+        >>> ackpt.plan(graph, budget=least).peak_bytes <= least
+        True
     """
 
     def __init__(self, message: str = "", least_bytes: int | None = None, budget=None):

@@ -28,7 +28,14 @@ _INDUCTOR = "torch._inductor.output_code"
 
 
 class UncountedFlops(MeterError):
-    """A step ran code whose FLOPs cannot be counted; the message says which, and what can be counted instead."""
+    """A step ran code whose FLOPs cannot be counted; the message says which, and what can be counted instead.
+
+    Example:
+        >>> import ackpt
+        >>> from ackpt.flops import UncountedFlops
+        >>> issubclass(UncountedFlops, ackpt.MeterError)
+        True
+    """
 
 
 def formula(operator):

@@ -61,6 +61,9 @@ def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: b
         >>> layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
         >>> with ackpt.guarantees(other_rng=False, unchanged=False):
         ...     y = ackpt.checkpoint(layer, x)
+        >>> y.sum().backward()
+        >>> layer.bias.grad
+        tensor([1., 1.])
     """
     previous = current()
     _local.guarantees = Guarantees(other_rng, unchanged, exact_graph)

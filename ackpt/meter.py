@@ -52,11 +52,24 @@ class Spread:
 
 
 class Seconds(Spread):
-    """Seconds of repeated runs."""
+    """Seconds of repeated runs.
+
+    Example:
+        >>> from ackpt.meter import Seconds
+        >>> Seconds.of([0.3, 0.1, 0.2]).median
+        0.2
+    """
 
 
 class Ratio(Spread):
-    """Ratios of the seconds of paired runs."""
+    """Ratios of the seconds of paired runs.
+
+    Example:
+        >>> from ackpt.meter import Ratio
+        >>> found = Ratio.of([1.2, 1.0, 1.1])
+        >>> found.low, found.high
+        (1.0, 1.2)
+    """
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,15 @@ class Measurement:
     highest; gradients count here also when they exist before the step. ``allocator`` holds what only CUDA knows,
     requested and reserved bytes at their peaks, and, where tensors were offloaded, the store's peak. ``seconds`` and
     ``flops`` are ``None`` where they were not measured, ``flops`` also where they cannot be counted.
+
+    Example:
+        >>> import torch, ackpt
+        >>> layer, x = torch.nn.Linear(256, 256), torch.ones(8, 256)
+        >>> found = ackpt.measure(lambda: layer(x).sum().backward(), resident=(layer, x), repeats=0)
+        >>> found.peak_bytes == found.resident_bytes + found.dynamic_peak_bytes == sum(found.categories.values())
+        True
+        >>> found.categories["gradients"], found.seconds
+        (263168, None)
     """
 
     device: str
@@ -177,7 +199,16 @@ def assemble(device, timeline, held, peak_bytes=None, **rest) -> Measurement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds of every function, and the ratio to the reference within each round."""
+    """Seconds of every function, and the ratio to the reference within each round.
+
+    Example:
+        >>> import ackpt
+        >>> found = ackpt.compare_seconds({"short": lambda: sum(range(10)), "long": lambda: sum(range(10_000))})
+        >>> found.reference, found.ratios["short"].median
+        ('short', 1.0)
+        >>> len(found.seconds["long"].samples)
+        5
+    """
 
     reference: str
     seconds: dict[str, Seconds]

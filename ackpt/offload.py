@@ -74,12 +74,23 @@ def offload_saved_tensors(
         >>> with ackpt.offload_saved_tensors():
         ...     loss = (x * 2).exp().sum()
         >>> loss.backward()
+        >>> torch.equal(x.grad, (x * 2).exp() * 2)
+        True
     """
     return Offload(mode, store, min_bytes, keep_last, lookahead_bytes, max_pinned_bytes, folder)
 
 
 class Offload:
-    """What :func:`offload_saved_tensors` returns."""
+    """What :func:`offload_saved_tensors` returns.
+
+    Example:
+        >>> import torch, ackpt
+        >>> offload = ackpt.offload_saved_tensors("sync", min_bytes=0)
+        >>> offload
+        <ackpt offload: sync, store='host'>
+        >>> layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+        >>> ackpt.checkpoint(layer, x * 2, offload=offload).sum().backward()
+    """
 
     def __init__(self, mode, store, min_bytes, keep_last, lookahead_bytes, max_pinned_bytes, folder):
         self._arguments = (mode, store, min_bytes, keep_last, lookahead_bytes, max_pinned_bytes, folder)

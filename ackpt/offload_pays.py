@@ -39,6 +39,14 @@ class OffloadPays:
     ``hidden_share``: of the copies' time, what computing hides (1.0: all); ``hidden``: whether that is all of it.
     ``hidden_from``: the length in tokens from which on all copies are hidden; 1: at any, None: from none on.
     ``bandwidth``: bytes per second, as given or measured.
+
+    Example:
+        >>> import ackpt
+        >>> found = ackpt.offload_pays(4096, {1024: 0.002}, bandwidth=16e9)
+        >>> found.copy_seconds, found.hidden
+        (0.000262144, True)
+        >>> str(found).split(":")[0]
+        'At 1024 tokens copies are hidden'
     """
 
     tokens: int

@@ -58,6 +58,15 @@ def timeline_plot(timeline: Timeline, title: str, resident_bytes: int = 0) -> Fi
 
     Returns:
         A Figure with the peak marked by its value, and a line where backward begins.
+
+    Example:
+        >>> from ackpt.plots import timeline_plot
+        >>> from ackpt.timeline import Timeline
+        >>> live = (0, 2**20, 2**21, 0)
+        >>> step = Timeline(live, {"activations": live}, boundary=2)
+        >>> figure = timeline_plot(step, "The peak is where backward begins")
+        >>> figure.axes[0].get_ylabel()
+        'live memory (MiB)'
     """
     with style.context("default"):
         figure, axes = _axes(title, "allocations and frees, in order", "live memory (MiB)")
@@ -99,6 +108,12 @@ def bar_plot(labels, series: dict, title: str, *, ylabel="peak memory (MiB)", xl
         series: ``{name: values}``, in `unit`; None where nothing was measured.
         title: the finding.
         unit: what one step of the axis is worth; bytes are drawn in MiB by default.
+
+    Example:
+        >>> from ackpt.plots import bar_plot
+        >>> figure = bar_plot(["plain", "planned"], {"peak": [2**21, 2**20]}, "A plan halves the peak")
+        >>> [float(bar.get_height()) for bar in figure.axes[0].patches]
+        [2.0, 1.0]
     """
     with style.context("default"):
         figure, axes = _axes(title, xlabel, ylabel)
@@ -140,6 +155,13 @@ def line_plot(
         x: positions, one tick each.
         measured, predicted: ``{name: values}``, in `unit`; None leaves a point out. Equal names share a colour.
         title: the finding.
+
+    Example:
+        >>> from ackpt.plots import line_plot
+        >>> measured, predicted = {"peak": [2**20, None]}, {"peak": [2**20, 2**21]}
+        >>> figure = line_plot([1, 2], measured, predicted, "The peak grows with the layers", xlabel="layers")
+        >>> [len(line.get_xdata()) for line in figure.axes[0].lines]
+        [2, 1]
     """
     with style.context("default"):
         figure, axes = _axes(title, xlabel, ylabel)
@@ -166,7 +188,16 @@ def line_plot(
 
 
 def save(figure: Figure, path) -> Path:
-    """Write a figure as PNG, in one step and with the same bytes every time; returns the path."""
+    """Write a figure as PNG, in one step and with the same bytes every time; returns the path.
+
+    Example:
+        >>> import tempfile
+        >>> from ackpt.plots import bar_plot, save
+        >>> figure = bar_plot(["plain"], {"peak": [2**20]}, "One bar")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(figure, f"{folder}/bar.png").read_bytes()[1:4]
+        b'PNG'
+    """
     return write_bytes_atomic(path, png(figure))
 
 

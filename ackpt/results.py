@@ -56,7 +56,17 @@ _REFERENCE = {
 
 
 class RecordError(ValueError):
-    """A record or reference file that cannot be read, written or trusted; the message names the file."""
+    """A record or reference file that cannot be read, written or trusted; the message names the file.
+
+    Example:
+        >>> import ackpt
+        >>> from ackpt.results import Record, environment
+        >>> try:
+        ...     Record("demo", {}, {"loss": float("nan")}, environment())
+        ... except ackpt.RecordError:
+        ...     print("JSON cannot hold it")
+        JSON cannot hold it
+    """
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,14 @@ def load_records(folder, experiment: str | None = None) -> list[Record]:
     """All records of a folder in the order of their file names, or those of one experiment.
 
     Raises RecordError if there is no such folder, or a ``.json`` file in it is no record.
+
+    Example:
+        >>> import tempfile
+        >>> from ackpt.results import Record, environment, load_records
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Record("demo", {"layers": 2}, {"peak_bytes": 4096}, environment()).save(f"{folder}/first.json")
+        ...     [record.config for record in load_records(folder, "demo")]
+        [{'layers': 2}]
     """
     if not Path(folder).is_dir():
         raise RecordError(f"there is no folder {folder}: run the experiment first, or name another folder")
@@ -125,6 +143,16 @@ def load_reference(name: str, folder=REFERENCES) -> dict:
     """Published figures of others: ``name``, ``source``, ``hardware``, ``units`` and ``rows``, a list of dicts.
 
     Raises RecordError for an unknown name or a file that does not have this form.
+
+    Example:
+        >>> import json, tempfile
+        >>> from ackpt.results import load_reference, write_text_atomic
+        >>> figures = {"schema": "ackpt.reference", "version": 1, "name": "demo", "source": "a paper, table 1"}
+        >>> figures |= {"hardware": None, "units": {"layers": "1", "peak": "MiB"}, "rows": [{"layers": 2, "peak": 8}]}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = write_text_atomic(f"{folder}/demo.json", json.dumps(figures))
+        ...     load_reference("demo", folder)["rows"]
+        [{'layers': 2, 'peak': 8}]
     """
     path = Path(folder, f"{name}.json")
     if not path.is_file():
@@ -182,12 +210,27 @@ def write_text_atomic(path, text: str) -> Path:
     """Write a text file in one step, UTF-8 with ``\\n``: readers see the old file or the new one, never a part.
 
     Folders on the way are made. Raises RecordError where the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from ackpt.results import write_text_atomic
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_text_atomic(f"{folder}/tables/peaks.md", "| layers |").read_text()
+        '| layers |'
     """
     return write_bytes_atomic(path, text.encode())
 
 
 def write_bytes_atomic(path, data: bytes) -> Path:
-    """Write a file in one step, as `write_text_atomic` does."""
+    """Write a file in one step, as `write_text_atomic` does.
+
+    Example:
+        >>> import tempfile
+        >>> from ackpt.results import write_bytes_atomic
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_bytes_atomic(f"{folder}/numbers.bin", bytes([1, 2])).stat().st_size
+        2
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:

@@ -24,7 +24,13 @@ _PRIVATE: dict = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mma
 
 
 def host_memory(size: int) -> torch.Tensor:
-    """`size` bytes of pageable host memory; raises `OffloadError` if there are none."""
+    """`size` bytes of pageable host memory; raises `OffloadError` if there are none.
+
+    Example:
+        >>> from ackpt.store import host_memory
+        >>> host_memory(4096).shape
+        torch.Size([4096])
+    """
     try:
         return torch.frombuffer(mmap.mmap(-1, size, **_PRIVATE), dtype=torch.uint8)
     except OSError as error:
@@ -106,7 +112,14 @@ def _reserve(file, size: int) -> None:
 
 
 class Buffer:
-    """Bytes of a store. Who uses them next must let the work that ends with `after` (events) come first."""
+    """Bytes of a store. Who uses them next must let the work that ends with `after` (events) come first.
+
+    Example:
+        >>> from ackpt.store import Pool, host_memory
+        >>> buffer = Pool(host_memory).take(4096)
+        >>> buffer.size, buffer.bytes.dtype, buffer.is_fallback
+        (4096, torch.uint8, False)
+    """
 
     __slots__ = ("after", "bytes", "is_fallback", "size")
 
@@ -128,6 +141,14 @@ class Pool:
 
     Sizes are rounded up by at most an eighth, and an idle buffer serves for half its size and more, so that lengths
     which vary share buffers. Idle buffers never hold more bytes than were in use at the highest point.
+
+    Example:
+        >>> from ackpt.store import Pool, host_memory
+        >>> pool = Pool(host_memory)
+        >>> buffer = pool.take(5000)  # rounded up to whole pages
+        >>> pool.give(buffer)
+        >>> pool.take(6000) is buffer, pool.bytes, pool.hits, pool.misses
+        (True, 8192, 1, 1)
     """
 
     def __init__(self, allocate, fallback=None, limit: int | None = None):

@@ -29,7 +29,16 @@ if hasattr(os, "register_at_fork"):
 
 
 class Event:
-    """The end of one piece of work: a future, and when the work ran (seconds of ``time.perf_counter``)."""
+    """The end of one piece of work: a future, and when the work ran (seconds of ``time.perf_counter``).
+
+    Example:
+        >>> from ackpt.streams import Stream
+        >>> copied = []
+        >>> event = Stream("copies").submit(copied.append, 1)
+        >>> event.wait()
+        >>> copied, event.done(), event.seconds() >= 0
+        ([1], True, True)
+    """
 
     __slots__ = ("_failure", "_forks", "_future", "began", "ended")
 

@@ -14,7 +14,16 @@ CATEGORIES = ("parameters", "buffers", "inputs", "optimizer", "gradients", "acti
 
 
 class MeterError(ValueError):
-    """A measurement that was asked for cannot be made here."""
+    """A measurement that was asked for cannot be made here.
+
+    Example:
+        >>> import ackpt
+        >>> try:
+        ...     ackpt.measure(lambda: None, "meta")
+        ... except ackpt.MeterError:
+        ...     print("use predict() for shapes")
+        use predict() for shapes
+    """
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,11 @@ class Copy:
 
     It was submitted after event number `begin`, and computing was made to wait for it after event number `end`; when
     it really ran in between is a matter of time, not of the order of events.
+
+    Example:
+        >>> from ackpt.timeline import Copy
+        >>> Copy("out", begin=3, end=7, bytes=4096).way
+        'out'
     """
 
     way: str
@@ -38,6 +52,14 @@ class Timeline:
     ``categories[name][i]`` splits ``live[i]``; ``boundary`` is the number of events before backward began, so that
     ``live[boundary]`` are the bytes the forward has left (``None`` if the step ran no backward). ``copies`` are those
     of offload, in the order of their submission.
+
+    Example:
+        >>> from ackpt.timeline import Timeline
+        >>> activations, temporaries = (0, 64, 64, 64, 0), (0, 0, 32, 0, 0)
+        >>> live = tuple(map(sum, zip(activations, temporaries)))
+        >>> step = Timeline(live, {"activations": activations, "temporaries": temporaries}, boundary=2)
+        >>> step.peak_bytes, step.peak_index, step.at(2)
+        (96, 2, {'activations': 64, 'temporaries': 32})
     """
 
     live: tuple[int, ...]

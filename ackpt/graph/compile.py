@@ -33,6 +33,17 @@ class PlannedStep(nn.Module):
     step as a tensor. What else the model's code does, such as printing or calling hooks, it does while it is captured,
     on tensors without values. Where nothing requires grad the model itself runs. Copies and pickles have the model and
     the planner, and plan anew.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> step = ackpt.compile(model, torch.ones(4, 8), budget="100%")
+        >>> step(torch.ones(4, 8)).sum().backward()
+        >>> model[0].weight.grad.shape, list(step.state_dict()) == list(model.state_dict())
+        (torch.Size([8, 8]), True)
+        >>> wider = step.prepare(torch.ones(16, 8))
+        >>> wider is step.plan, wider.saved_bytes
+        (True, 512)
     """
 
     def __init__(self, model: nn.Module, planner, differentiate: str = "loss", optimizer=None):

@@ -17,6 +17,11 @@ class Device:
     multiplies matrices unless told otherwise. ``memory_bytes_per_second``: of its own memory;
     ``link_bytes_per_second``: to and from the host, in one direction, half of what data sheets add up. ``source``:
     the document the figures are from.
+
+    Example:
+        >>> mine = Device("mine", 8 * 10**9, {"float32": 1e12}, 100e9, 10e9, source="a guess")
+        >>> mine.seconds(flops=10**9, bytes=10**6, dtype="float32")
+        0.001
     """
 
     name: str

@@ -27,7 +27,19 @@ CATEGORIES: tuple[str, ...] = (
 
 
 class TraceError(ValueError):
-    """A model cannot be captured as one graph; the message names the line or the cause, and the way out."""
+    """A model cannot be captured as one graph; the message names the line or the cause, and the way out.
+
+    Example:
+        >>> import torch, ackpt
+        >>> class Branches(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x) if x.sum() > 0 else x
+        >>> try:
+        ...     ackpt.trace(Branches(8, 8), torch.ones(4, 8))
+        ... except ackpt.TraceError:
+        ...     print("it decides by the values of a tensor")
+        it decides by the values of a tensor
+    """
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,14 @@ class Node:
     ``inputs``: ids of the nodes it reads, in the order of its arguments. ``storages``: ids of those its result lies
     in. ``module``: the qualified name of the module that called it (``""``: the model itself), ``source``: file and
     line; a backward node has those of the forward operation it belongs to. ``is_random``: it draws random numbers.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> (tanh,) = (node for node in graph.nodes if node.target == "aten.tanh.default")
+        >>> tanh.phase, tanh.module, [graph.nodes[place].target for place in tanh.inputs]
+        ('forward', '1', ['aten.addmm.default'])
     """
 
     id: int
@@ -57,6 +77,14 @@ class Storage:
     ``bytes``: its size. ``producer``: the node that brings it along. ``nodes``: all nodes whose results lie in it.
     ``last_fw_access``, ``first_bw_access``, ``last_bw_access``: nodes that read or write it, in the words of
     Purandare et al. 2023, mu-TWO; None where there is none.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> (kept,) = (storage for storage in graph.storages if storage.category == "activation")
+        >>> kept.bytes, graph.nodes[kept.producer].target
+        (128, 'aten.tanh.default')
     """
 
     id: int
@@ -78,6 +106,15 @@ class JointGraph:
     ``optimizer_step_bytes``: the most its step takes beside that and the gradients, 0 without an optimizer;
     ``has_data``: whether it was traced from real tensors, not fake or meta ones;
     ``replays_random``: whether what runs the graph can draw random numbers a second time.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> sorted(graph.gradients), graph.bytes()["parameter"]
+        (['0.bias', '0.weight', '2.bias', '2.weight'], 324)
+        >>> all(node.phase == "forward" for node in graph.nodes[: graph.boundary])
+        True
     """
 
     def __init__(self, module: torch.fx.GraphModule, nodes, storages, outputs, gradients):

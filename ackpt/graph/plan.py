@@ -20,12 +20,31 @@ _SCHEMA = {"schema": "ackpt.plan", "version": 2}
 
 
 class PlanError(ValueError):
-    """A plan that cannot be read, or that does not belong to the model it is used for."""
+    """A plan that cannot be read, or that does not belong to the model it is used for.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model, x = torch.nn.Linear(8, 8), torch.ones(4, 8)
+        >>> plan = ackpt.plan(ackpt.trace(model, x))
+        >>> try:
+        ...     ackpt.compile(model, torch.ones(5, 8), plan=plan)
+        ... except ackpt.PlanError:
+        ...     print("the plan is for other shapes")
+        the plan is for other shapes
+    """
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What backward needs of one operation's result: its fate, bytes, and where in the model it comes from."""
+    """What backward needs of one operation's result: its fate, bytes, and where in the model it comes from.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> (kept,) = ackpt.plan(ackpt.trace(model, torch.ones(4, 8))).activations
+        >>> kept.name, kept.fate, kept.bytes, kept.module
+        ('tanh', 'saved', 128, '1')
+    """
 
     name: str
     fate: str
@@ -40,6 +59,16 @@ class Decision:
 
     ``cost``: of all its ``runs`` in backward, as a share of the plain step's; ``bytes``: of its result;
     ``peak_if_kept_bytes``: the dynamic peak of the same plan with the result kept from the forward.
+
+    Example:
+        >>> import torch, ackpt
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+        >>> model = torch.nn.Sequential(block(), block(), block())
+        >>> plan = ackpt.plan(ackpt.trace(model, torch.ones(64, 8)), budget=0.7)
+        >>> dearest = plan.decisions[0]
+        >>> dearest.name, dearest.runs, dearest.bytes, dearest.peak_if_kept_bytes > plan.limit_bytes
+        ('tanh', 1, 16384, True)
     """
 
     name: str
@@ -64,6 +93,17 @@ class Plan:
     scipy is not there. ``decisions``: the most expensive ones. ``host_bytes``: the most that is offloaded at one time,
     no part of the peak. ``exposed_seconds``: of the step, in which computing stands still for copies; None where the
     profile has no times.
+
+    Example:
+        >>> import torch, ackpt
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+        >>> model = torch.nn.Sequential(block(), block(), block())
+        >>> plan = ackpt.plan(ackpt.trace(model, torch.ones(64, 8)), budget=0.7)
+        >>> plan.fates["tanh"], plan.fates["tanh_2"]
+        ('recomputed', 'saved')
+        >>> plan.dynamic_peak_bytes <= 0.7 * plan.baseline_dynamic_peak_bytes
+        True
     """
 
     policy: str

@@ -29,7 +29,16 @@ _TIMES = ("seconds", "swap_seconds")
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be read, or that was made for another graph."""
+    """A profile that cannot be read, or that was made for another graph.
+
+    Example:
+        >>> from ackpt.graph import Profile, ProfileError
+        >>> try:
+        ...     Profile.from_json({})
+        ... except ProfileError:
+        ...     print("this is no profile")
+        this is no profile
+    """
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,15 @@ class Profile:
     time, None where it is neither measured nor modelled. ``origin``: ``{field: "measured" | "analytic" | "given"}``.
     ``swap_seconds``: by storage id, one copy between device and host, None as for ``seconds``. ``graph``: the hash of
     the graph.
+
+    Example:
+        >>> import torch, ackpt
+        >>> graph = ackpt.trace(torch.nn.Linear(8, 2), torch.ones(4, 8))
+        >>> found = ackpt.profile(graph)
+        >>> sum(found.flops), found.seconds, found.origin["flops"]
+        (256, None, 'analytic')
+        >>> len(found.flops) == len(graph.nodes)
+        True
     """
 
     device: str

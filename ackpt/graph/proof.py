@@ -18,7 +18,12 @@ from .replay import run_again, run_and_save
 
 
 class RewriteError(RuntimeError):
-    """The rewritten modules do not take what was simulated: a fault of ackpt, never run silently."""
+    """The rewritten modules do not take what was simulated: a fault of ackpt, never run silently.
+
+    Example:
+        >>> issubclass(RewriteError, RuntimeError)
+        True
+    """
 
 
 def storages_in(value) -> list:

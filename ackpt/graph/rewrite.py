@@ -35,6 +35,14 @@ class Rewritten:
     ``forward`` takes the inputs of the graph and returns the model's outputs, then what is kept for backward;
     ``backward`` takes that and the gradients of the outputs, and returns the gradients. Both take one list, which
     they empty, so that every argument can be freed after its last use.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph import lower, rewrite
+        >>> graph = ackpt.trace(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.ones(4, 8))
+        >>> step = rewrite(graph, lower(graph, ()))
+        >>> isinstance(step.forward, torch.fx.GraphModule), step.num_outputs
+        (True, 1)
     """
 
     forward: fx.GraphModule
@@ -48,6 +56,15 @@ def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
     Raises:
         ScheduleError: if the schedule was made for another graph, or cannot run.
         RewriteError: if the modules take other bytes than `simulate` says, at any operation.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph import lower, rewrite
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> step = rewrite(graph, lower(graph, ()))
+        >>> torch.ops.aten.tanh.default in [node.target for node in step.backward.graph.nodes]
+        True
     """
     expected = follow(graph, schedule, [0] * len(graph.nodes)).after
     rewritten = _rewritten(graph, schedule)

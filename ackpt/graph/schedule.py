@@ -18,7 +18,20 @@ OFFLOAD, PREFETCH, WAIT = "offload", "prefetch", "wait"
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run: it reads what is not there, or repeats what must run once."""
+    """A schedule that cannot run: it reads what is not there, or repeats what must run once.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph import scheduled
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> found = scheduled(graph, forward=[], backward=range(graph.boundary + 1, len(graph.nodes)))
+        >>> try:
+        ...     ackpt.graph.simulate(graph, ackpt.profile(graph), found)
+        ... except ackpt.ScheduleError:
+        ...     print("backward reads what the forward did not compute")
+        backward reads what the forward did not compute
+    """
 
 
 class Step(NamedTuple):
@@ -27,6 +40,11 @@ class Step(NamedTuple):
     ``free`` it on the device; ``offload``: start its copy to the host, it stays on the device until it is freed;
     ``prefetch``: allocate it on the device and start its copy back; ``wait`` until the copy that was started is done.
     What is copied is freed, and what is brought back read, only after that.
+
+    Example:
+        >>> from ackpt.graph import Step
+        >>> Step("compute", 7)
+        Step(kind='compute', id=7)
     """
 
     kind: str
@@ -40,6 +58,16 @@ class Schedule:
     A forward node among the backward's steps is a recomputation; a node may be computed several times. ``saved``:
     storages that live on the device across the boundary, for backward; ``replayed``: random nodes that run again, with
     the state their first run began with.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph import lower
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> nothing = lower(graph, ())
+        >>> again = [step.id for step in nothing.backward if step.kind == "compute" and step.id < graph.boundary]
+        >>> nothing.saved, "aten.tanh.default" in [graph.nodes[place].target for place in again]
+        ((), True)
     """
 
     graph: str
@@ -62,6 +90,17 @@ def scheduled(graph: JointGraph, forward, backward) -> Schedule:
 
     Raises:
         ScheduleError: if a node would run again that must not.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph import lower, scheduled
+        >>> graph = ackpt.trace(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.ones(4, 8))
+        >>> found = lower(graph, ())
+        >>> forward, backward = (
+        ...     [step.id for step in steps if step.kind == "compute"] for steps in (found.forward, found.backward)
+        ... )
+        >>> scheduled(graph, forward, backward) == found
+        True
     """
     known = facts(graph)
     backward = list(backward)
@@ -92,6 +131,16 @@ def lower(graph: JointGraph, saved) -> Schedule:
 
     Raises:
         ScheduleError: if a value is not saved that cannot be recomputed.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph import lower, simulate
+        >>> from ackpt.graph.schedule import everything
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> profile = ackpt.profile(graph)
+        >>> [simulate(graph, profile, lower(graph, saved)).recompute_flops for saved in ((), everything(graph).saved)]
+        [512, 0]
     """
     known = facts(graph)
     # The caller holds the outputs anyway.
@@ -107,7 +156,18 @@ def lower(graph: JointGraph, saved) -> Schedule:
 
 
 def everything(graph: JointGraph) -> Schedule:
-    """The schedule of a step without checkpointing: all that backward needs is saved."""
+    """The schedule of a step without checkpointing: all that backward needs is saved.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph import simulate
+        >>> from ackpt.graph.schedule import everything
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> plain = simulate(graph, ackpt.profile(graph), everything(graph))
+        >>> plain.saved_bytes, plain.recompute_flops
+        (128, 0)
+    """
     return lower(graph, facts(graph).savable)
 
 

@@ -29,6 +29,17 @@ class Simulation:
     step, modelled or measured, and of these ``exposed_seconds``, in which computing stands still for copies; None where
     the profile has no times. ``host_live``: bytes of the copies in host memory, beside every entry of the
     timeline.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph import lower, simulate
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> found = simulate(graph, ackpt.profile(graph), lower(graph, ()))
+        >>> found.saved_bytes, found.flops, found.recompute_flops
+        (0, 1728, 512)
+        >>> found.peak_bytes == max(found.timeline.live), found.seconds
+        (True, None)
     """
 
     timeline: Timeline
@@ -64,6 +75,16 @@ def simulate(graph: JointGraph, profile, schedule: Schedule) -> Simulation:
     Raises:
         ScheduleError: if schedule or profile belong to another graph, or the schedule reads what is not there, or
             computes what is.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph import simulate
+        >>> from ackpt.graph.schedule import everything
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.ones(4, 8)
+        >>> graph = ackpt.trace(model, x)
+        >>> found = simulate(graph, ackpt.profile(graph, "h200"), everything(graph))
+        >>> found.resident_bytes == 4 * (8 * 8 + 8 + 4 * 8), found.seconds > 0
+        (True, True)
     """
     if profile.graph:  # one made by hand need not say it
         check_same(graph, profile.graph, "profile")

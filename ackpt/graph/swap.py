@@ -17,7 +17,17 @@ from .simulate import step_peaks
 
 
 def offloadable(graph: JointGraph, schedule: Schedule) -> list[int]:
-    """Storages that `schedule` saves and that could be offloaded instead."""
+    """Storages that `schedule` saves and that could be offloaded instead.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph.schedule import everything
+        >>> from ackpt.graph.swap import offloadable
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> [graph.storages[storage].bytes for storage in offloadable(graph, everything(graph))]
+        [128]
+    """
     return [storage for storage in schedule.saved if storage not in facts(graph).held]
 
 
@@ -29,6 +39,18 @@ def offloaded(graph: JointGraph, schedule: Schedule, storages, profile, limit_by
 
     Raises:
         ScheduleError: for storages that `schedule` does not save, that the caller holds, or if it offloads already.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph import simulate
+        >>> from ackpt.graph.schedule import everything
+        >>> from ackpt.graph.swap import offloadable, offloaded
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> profile, plain = ackpt.profile(graph), everything(graph)
+        >>> found = simulate(graph, profile, offloaded(graph, plain, offloadable(graph, plain), profile))
+        >>> found.saved_bytes, found.host_bytes, found.recompute_flops
+        (0, 128, 0)
     """
     storages = sorted(set(storages))
     if wrong := sorted(set(storages) - set(offloadable(graph, schedule))):

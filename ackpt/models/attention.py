@@ -28,9 +28,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: i
     ValueError for shapes, dtypes or offsets that do not fit (offsets are checked on CPU), and where only a
     materialised attention matrix would do. Source: Dao 2023, FlashAttention-2, arXiv:2307.08691.
 
-    >>> q = torch.randn(6, 2, 8)
-    >>> attention(q, q, q, torch.tensor([0, 2, 6], dtype=torch.int32), max_seqlen=4).shape
-    torch.Size([6, 2, 8])
+    Example:
+        >>> q = torch.randn(6, 2, 8)
+        >>> attention(q, q, q, torch.tensor([0, 2, 6], dtype=torch.int32), max_seqlen=4).shape
+        torch.Size([6, 2, 8])
     """
     lengths = _check_attention(q, k, v, cu_seqlens, max_seqlen)
     if _varlen_runs(q):

@@ -27,8 +27,9 @@ class BertConfig:
     Raises ValueError for a size that is not a positive integer, for a dim that heads does not divide, and for a
     dropout outside [0, 1).
 
-    >>> BertConfig(dim=64, ff_dim=256, layers=2, heads=4).head_dim
-    16
+    Example:
+        >>> BertConfig(dim=64, ff_dim=256, layers=2, heads=4).head_dim
+        16
     """
 
     dim: int = 768
@@ -62,9 +63,10 @@ class BertBlock(nn.Module):
     `mask` [batch, 1, 1, length] bool is False where nothing may be attended to. With dropout on, the attention
     weights are materialised wherever no fused kernel knows dropout, as on the CPU.
 
-    >>> block = BertBlock(BertConfig(dim=16, ff_dim=32, layers=1, heads=2))
-    >>> block(torch.randn(2, 4, 16)).shape
-    torch.Size([2, 4, 16])
+    Example:
+        >>> block = BertBlock(BertConfig(dim=16, ff_dim=32, layers=1, heads=2))
+        >>> block(torch.randn(2, 4, 16)).shape
+        torch.Size([2, 4, 16])
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -102,9 +104,10 @@ class Bert(nn.Module):
 
     Source: Devlin et al. 2018, arXiv:1810.04805, without the pooler.
 
-    >>> model = Bert(BertConfig(dim=16, ff_dim=32, layers=2, heads=2, vocab_size=10))
-    >>> model(torch.tensor([[1, 2, 3], [4, 5, 0]]), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]])).shape
-    torch.Size([2, 3, 16])
+    Example:
+        >>> model = Bert(BertConfig(dim=16, ff_dim=32, layers=2, heads=2, vocab_size=10))
+        >>> model(torch.tensor([[1, 2, 3], [4, 5, 0]]), attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]])).shape
+        torch.Size([2, 3, 16])
     """
 
     def __init__(self, config: BertConfig = BertConfig()) -> None:  # noqa: B008
@@ -160,11 +163,12 @@ class BertForMaskedLM(nn.Module):
 
     Source: Devlin et al. 2018, arXiv:1810.04805, section 3.1, task 1.
 
-    >>> model = BertForMaskedLM(BertConfig(dim=16, ff_dim=32, layers=2, heads=2, vocab_size=10))
-    >>> model(torch.tensor([[1, 2, 3]])).shape
-    torch.Size([1, 3, 10])
-    >>> model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[-100, 7, -100]])).shape
-    torch.Size([])
+    Example:
+        >>> model = BertForMaskedLM(BertConfig(dim=16, ff_dim=32, layers=2, heads=2, vocab_size=10))
+        >>> model(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 10])
+        >>> model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[-100, 7, -100]])).shape
+        torch.Size([])
     """
 
     def __init__(self, config: BertConfig = BertConfig()) -> None:  # noqa: B008
@@ -206,9 +210,10 @@ def _initialise(model: nn.Module) -> None:
 def bert_base(dropout: float = 0.1) -> BertForMaskedLM:
     """BERT-base with its masked-language-model head: 109 514 298 parameters.
 
-    >>> with torch.device("meta"):
-    ...     sum(parameter.numel() for parameter in bert_base().parameters())
-    109514298
+    Example:
+        >>> with torch.device("meta"):
+        ...     sum(parameter.numel() for parameter in bert_base().parameters())
+        109514298
     """
     return BertForMaskedLM(BertConfig(dropout=dropout))
 
@@ -216,8 +221,9 @@ def bert_base(dropout: float = 0.1) -> BertForMaskedLM:
 def bert_large(dropout: float = 0.1) -> BertForMaskedLM:
     """BERT-large with its masked-language-model head: 335 174 458 parameters.
 
-    >>> with torch.device("meta"):
-    ...     sum(parameter.numel() for parameter in bert_large().parameters())
-    335174458
+    Example:
+        >>> with torch.device("meta"):
+        ...     sum(parameter.numel() for parameter in bert_large().parameters())
+        335174458
     """
     return BertForMaskedLM(BertConfig(dim=1024, ff_dim=4096, layers=24, heads=16, dropout=dropout))

@@ -25,8 +25,9 @@ class ResNetConfig:
     `block` is "basic" or "bottleneck", `depths` the number of blocks in each of the four stages, `width` the channels
     of the stem: the stages work on 1, 2, 4 and 8 times as many. Raises ValueError for anything else.
 
-    >>> ResNetConfig(block="basic", depths=(3, 4, 6, 3)).features  # ResNet-34
-    512
+    Example:
+        >>> ResNetConfig(block="basic", depths=(3, 4, 6, 3)).features  # ResNet-34
+        512
     """
 
     block: str = "bottleneck"
@@ -67,9 +68,10 @@ def _shortcut(channels: int, out_channels: int, stride: int) -> nn.Sequential | 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and the shortcut: [batch, channels, h, w] -> [batch, width, h / stride, w / stride].
 
-    >>> import torch
-    >>> BasicBlock(4, 8, stride=2)(torch.randn(2, 4, 6, 6)).shape
-    torch.Size([2, 8, 3, 3])
+    Example:
+        >>> import torch
+        >>> BasicBlock(4, 8, stride=2)(torch.randn(2, 4, 6, 6)).shape
+        torch.Size([2, 8, 3, 3])
     """
 
     expansion = 1
@@ -93,9 +95,10 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """1x1 down to `width`, 3x3, 1x1 up: [batch, channels, h, w] -> [batch, 4 width, h / stride, w / stride].
 
-    >>> import torch
-    >>> Bottleneck(16, 8, stride=2)(torch.randn(2, 16, 6, 6)).shape
-    torch.Size([2, 32, 3, 3])
+    Example:
+        >>> import torch
+        >>> Bottleneck(16, 8, stride=2)(torch.randn(2, 16, 6, 6)).shape
+        torch.Size([2, 32, 3, 3])
     """
 
     expansion = 4
@@ -132,10 +135,11 @@ class ResNet(nn.Module):
     Source: He et al. 2015, arXiv:1512.03385, with the stride in the 3x3 convolution; weights as in He et al. 2015,
     arXiv:1502.01852, section 2.2 (fan-out).
 
-    >>> import torch
-    >>> model = ResNet(ResNetConfig(block="basic", depths=(2, 2, 2, 2), width=8, num_classes=10))
-    >>> model(torch.randn(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
+    Example:
+        >>> import torch
+        >>> model = ResNet(ResNetConfig(block="basic", depths=(2, 2, 2, 2), width=8, num_classes=10))
+        >>> model(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, config: ResNetConfig = ResNetConfig()) -> None:  # noqa: B008
@@ -181,8 +185,11 @@ class ResNet(nn.Module):
 def resnet18(num_classes: int = 1000) -> ResNet:
     """ResNet-18: 11 689 512 parameters with 1000 classes.
 
-    >>> sum(parameter.numel() for parameter in resnet18().parameters())
-    11689512
+    Example:
+        >>> import torch
+        >>> with torch.device("meta"):
+        ...     sum(parameter.numel() for parameter in resnet18().parameters())
+        11689512
     """
     return ResNet(ResNetConfig("basic", (2, 2, 2, 2), num_classes=num_classes))
 
@@ -190,8 +197,11 @@ def resnet18(num_classes: int = 1000) -> ResNet:
 def resnet50(num_classes: int = 1000) -> ResNet:
     """ResNet-50: 25 557 032 parameters with 1000 classes.
 
-    >>> resnet50(num_classes=10).fc
-    Linear(in_features=2048, out_features=10, bias=True)
+    Example:
+        >>> import torch
+        >>> with torch.device("meta"):
+        ...     resnet50(num_classes=10).fc
+        Linear(in_features=2048, out_features=10, bias=True)
     """
     return ResNet(ResNetConfig("bottleneck", (3, 4, 6, 3), num_classes=num_classes))
 
@@ -199,10 +209,11 @@ def resnet50(num_classes: int = 1000) -> ResNet:
 def resnet152(num_classes: int = 1000) -> ResNet:
     """ResNet-152: 60 192 808 parameters with 1000 classes.
 
-    >>> import torch
-    >>> with torch.device("meta"):
-    ...     model = resnet152()
-    >>> [len(stage) for stage in (model.layer1, model.layer2, model.layer3, model.layer4)]
-    [3, 8, 36, 3]
+    Example:
+        >>> import torch
+        >>> with torch.device("meta"):
+        ...     model = resnet152()
+        >>> [len(stage) for stage in (model.layer1, model.layer2, model.layer3, model.layer4)]
+        [3, 8, 36, 3]
     """
     return ResNet(ResNetConfig("bottleneck", (3, 8, 36, 3), num_classes=num_classes))

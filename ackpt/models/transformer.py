@@ -29,8 +29,9 @@ class TransformerConfig:
 
     Raises ValueError for a size that is not a positive integer and for a dim that head_dim does not divide.
 
-    >>> TransformerConfig(dim=64, ff_dim=256, layers=2, head_dim=32).heads
-    2
+    Example:
+        >>> TransformerConfig(dim=64, ff_dim=256, layers=2, head_dim=32).heads
+        2
     """
 
     dim: int = 1024
@@ -88,8 +89,9 @@ class RMSNorm(nn.Module):
     The output has the input's dtype under autocast too, on every device. Differentiable once.
     Source: Zhang & Sennrich 2019, arXiv:1910.07467.
 
-    >>> RMSNorm(2, eps=1e-6)(torch.tensor([[3.0, 4.0]])).shape
-    torch.Size([1, 2])
+    Example:
+        >>> RMSNorm(2, eps=1e-6)(torch.tensor([[3.0, 4.0]])).shape
+        torch.Size([1, 2])
     """
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -114,9 +116,10 @@ class Block(nn.Module):
     Queries and keys are RMS-normalised per head; the MLP is up, GELU, down; no biases.
     The last projection of each branch is named `out` and `down`.
 
-    >>> block = Block(TransformerConfig(dim=16, ff_dim=32, layers=1, head_dim=8))
-    >>> block(torch.randn(4, 16), torch.tensor([0, 4], dtype=torch.int32), 4).shape
-    torch.Size([4, 16])
+    Example:
+        >>> block = Block(TransformerConfig(dim=16, ff_dim=32, layers=1, head_dim=8))
+        >>> block(torch.randn(4, 16), torch.tensor([0, 4], dtype=torch.int32), 4).shape
+        torch.Size([4, 16])
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -155,9 +158,10 @@ class Transformer(nn.Module):
 
     Weights depend on torch's seed only. Raises ValueError for an input that is not [tokens, dim] floats.
 
-    >>> model = Transformer(TransformerConfig(dim=16, ff_dim=32, layers=2, head_dim=8))
-    >>> model(torch.randn(4, 16), torch.tensor([0, 1, 4], dtype=torch.int32), max_seqlen=3).shape
-    torch.Size([4, 16])
+    Example:
+        >>> model = Transformer(TransformerConfig(dim=16, ff_dim=32, layers=2, head_dim=8))
+        >>> model(torch.randn(4, 16), torch.tensor([0, 1, 4], dtype=torch.int32), max_seqlen=3).shape
+        torch.Size([4, 16])
     """
 
     def __init__(self, config: TransformerConfig = PUBLISHED) -> None:
@@ -183,9 +187,10 @@ class LanguageModel(nn.Module):
     whole. Embedding and head are not tied. Raises ValueError for token ids outside the vocabulary (checked on
     CPU) and for arguments that do not fit.
 
-    >>> model = LanguageModel(TransformerConfig(dim=16, ff_dim=32, layers=1, head_dim=8, vocab_size=10))
-    >>> model(torch.tensor([1, 2, 3]), torch.tensor([0, 3], dtype=torch.int32), max_seqlen=3).shape
-    torch.Size([3, 10])
+    Example:
+        >>> model = LanguageModel(TransformerConfig(dim=16, ff_dim=32, layers=1, head_dim=8, vocab_size=10))
+        >>> model(torch.tensor([1, 2, 3]), torch.tensor([0, 3], dtype=torch.int32), max_seqlen=3).shape
+        torch.Size([3, 10])
     """
 
     def __init__(self, config: TransformerConfig = PUBLISHED) -> None:

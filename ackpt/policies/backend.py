@@ -57,6 +57,16 @@ def backend(gm: fx.GraphModule, example_inputs, options=None, mode=None):
     Raises:
         TraceError: at a graph break, naming the line: a part of a step cannot keep the budget of the whole.
         BudgetError: if the budget cannot be kept.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> plans = []
+        >>> options = {"policy": "full", "on_plan": plans.append}
+        >>> step = torch.compile(model, backend="ackpt", options=options)
+        >>> step(torch.ones(4, 8)).sum().backward()
+        >>> plans[0].policy
+        'full'
     """
     if mode is not None:
         raise ValueError(

@@ -21,6 +21,15 @@ class Block:
     ``forward``, ``backward``: node ids in order. ``output``: the storages it hands to the next block, the cut and what
     the same operation brings along; empty at the end of the chain. ``units``: groups of storages of its inside that
     have one fate each, in order.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.policies import on_chain
+        >>> layers = (layer for _ in range(4) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh()))
+        >>> graph = ackpt.trace(torch.nn.Sequential(*layers), torch.ones(64, 8))
+        >>> first = on_chain.steps(graph).blocks[0]
+        >>> first.index, [graph.storages[storage].bytes for storage in first.output]
+        (0, [2048])
     """
 
     index: int
@@ -32,7 +41,16 @@ class Block:
 
 @dataclass(frozen=True)
 class Chain:
-    """The blocks of a graph, and the storages that several of them read: those are saved whatever is planned."""
+    """The blocks of a graph, and the storages that several of them read: those are saved whatever is planned.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.policies import on_chain
+        >>> layers = (layer for _ in range(4) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh()))
+        >>> chain = on_chain.steps(ackpt.trace(torch.nn.Sequential(*layers), torch.ones(64, 8)))
+        >>> [block.index for block in chain.blocks]
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    """
 
     blocks: tuple[Block, ...]
     pinned: frozenset[int]

@@ -28,6 +28,20 @@ def lower_bound(graph: JointGraph, cost, workspace_bytes, limit_bytes: int) -> f
         cost: of every node.
         workspace_bytes: of every node.
         limit_bytes: a bound on the dynamic peak.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.policies.bound import lower_bound
+        >>> from ackpt.policies.costs import costs
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+        >>> model = torch.nn.Sequential(block(), block(), block())
+        >>> graph = ackpt.trace(model, torch.ones(64, 8))
+        >>> profile = ackpt.profile(graph)
+        >>> plan = ackpt.plan(graph, budget=0.7, profile=profile)
+        >>> least = lower_bound(graph, costs(graph, profile), profile.workspace_bytes, plan.limit_bytes)
+        >>> 0 < least < sum(costs(graph, profile))
+        True
     """
     return _Program(facts(graph), cost, workspace_bytes).solve(limit_bytes)
 

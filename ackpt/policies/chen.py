@@ -16,7 +16,12 @@ from typing import NamedTuple
 
 
 class Counts(NamedTuple):
-    """``boundaries``: outputs kept between segments; ``extra_forwards``: layers run again; ``peak``: live outputs."""
+    """``boundaries``: outputs kept between segments; ``extra_forwards``: layers run again; ``peak``: live outputs.
+
+    Example:
+        >>> sqrt_counts(100).peak
+        19
+    """
 
     segments: int
     boundaries: int

@@ -10,7 +10,16 @@ _BYTES = 10  # cost of a byte that is read or written, in FLOPs: a processor tha
 
 
 def costs(graph: JointGraph, profile) -> list[float]:
-    """Cost of every node: its seconds where the profile has them, else FLOPs and traffic weighed against each other."""
+    """Cost of every node: its seconds where the profile has them, else FLOPs and traffic weighed against each other.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.policies.costs import costs
+        >>> graph = ackpt.trace(torch.nn.Linear(8, 2), torch.ones(4, 8))
+        >>> profile = ackpt.profile(graph, "h200")
+        >>> costs(graph, profile) == list(profile.seconds)
+        True
+    """
     known = facts(graph)
     if profile.seconds is not None:
         return list(profile.seconds)

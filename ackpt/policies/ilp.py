@@ -38,6 +38,11 @@ class Dag:
 
     Raises:
         ValueError: for lengths that differ, negative numbers, or an edge that does not lead forward.
+
+    Example:
+        >>> dag = Dag(costs=[1, 1, 2], bytes=[4, 4, 4], edges=[(0, 1), (0, 2), (1, 2)])
+        >>> dag.inputs, dag.readers
+        ([[], [0], [0, 1]], [[1, 2], [2], []])
     """
 
     costs: Sequence[float]
@@ -92,6 +97,13 @@ class Solution:
 
     ``cost``: of all its computations. ``lower_bound``: no schedule within the budget costs less. ``optimal``: whether
     they are equal. ``peak_bytes``: the most that lives at once.
+
+    Example:
+        >>> found = solve(Dag(costs=[1, 2], bytes=[4, 4], edges=[(0, 1)]), budget=8)
+        >>> found.schedule
+        (('compute', 0), ('compute', 1), ('free', 0), ('free', 1))
+        >>> found.peak_bytes, found.optimal
+        (8, True)
     """
 
     cost: float

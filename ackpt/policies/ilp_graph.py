@@ -36,7 +36,15 @@ class Contracted:
 
 @dataclass(frozen=True)
 class Best:
-    """``cost``: of what ``schedule`` runs again; ``lower_bound``: no plan of the program costs less."""
+    """``cost``: of what ``schedule`` runs again; ``lower_bound``: no plan of the program costs less.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.policies import ilp_graph
+        >>> graph = ackpt.trace(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.ones(4, 8))
+        >>> ilp_graph.solve(graph, ackpt.profile(graph), limit_bytes=10**6).cost
+        0.0
+    """
 
     schedule: Schedule
     cost: float
@@ -66,7 +74,20 @@ def schedule(graph, profile, limit_bytes, *, time_limit: float | None = 60.0) ->
 
 
 def solve(graph: JointGraph, profile, limit_bytes: int, time_limit: float | None = 60.0) -> Best:
-    """The cheapest plan within `limit_bytes` that is found in time; if there is none, that of the lowest peak."""
+    """The cheapest plan within `limit_bytes` that is found in time; if there is none, that of the lowest peak.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.policies import ilp_graph
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+        >>> model = torch.nn.Sequential(block(), block(), block())
+        >>> graph = ackpt.trace(model, torch.ones(64, 8))
+        >>> auto = ackpt.plan(graph, budget=0.8)
+        >>> found = ilp_graph.solve(graph, ackpt.profile(graph), auto.limit_bytes)
+        >>> found.cost == found.lower_bound
+        True
+    """
     ilp.check_time_limit(time_limit)
     solver()
 

@@ -34,6 +34,15 @@ class Intermediate:
     one copy, None without a link. ``recomp_nodes``: what runs to have it again, from ``recomp_srcs``, ranks of other
     intermediates. ``recomp_cnt``: how often it would be recomputed, once for itself and once for each recomputation
     that has it as a source. ``can_recompute``: whether all of it may run again.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.policies import mu_two
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> (found,) = next(mu_two.states(graph, ackpt.profile(graph))).candidates
+        >>> found.memory_size, found.recomp_cnt, found.total_recomp_time == found.recomp_time
+        (128, 1, True)
     """
 
     rank: int
@@ -121,6 +130,17 @@ def drop(chosen: Intermediate, recomps: list[Intermediate], kept: list[Intermedi
 
     What comes along anyway, since what makes it runs again on the way to `chosen`, goes with it: of a batch norm the
     saved mean, once its result is needed again.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.policies import mu_two
+        >>> layers = (layer for _ in range(3) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh()))
+        >>> graph = ackpt.trace(torch.nn.Sequential(*layers), torch.ones(64, 8))
+        >>> kept, recomps = list(next(mu_two.states(graph, ackpt.profile(graph))).kept), []
+        >>> first, second = kept[:2]
+        >>> drop(first, recomps, kept)
+        >>> first in kept, first in recomps, first.recomp_nodes < second.recomp_nodes
+        (False, True, True)
     """
     for gone in [each for each in kept if each is chosen or each.rank in chosen.recomp_nodes]:
         kept.remove(gone)

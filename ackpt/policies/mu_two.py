@@ -40,6 +40,15 @@ class State(NamedTuple):
 
     ``chosen``: the last choice, None at first, and whether it ``is_swap``; ``kept``: intermediates that are not
     dropped, ``swaps``, those of them that are swapped, ``candidates``, those that still may be chosen.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.policies import mu_two
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> begin = next(mu_two.states(graph, ackpt.profile(graph)))
+        >>> begin.chosen, [graph.nodes[each.rank].name for each in begin.candidates]
+        (None, ['tanh'])
     """
 
     chosen: Intermediate | None
@@ -50,7 +59,16 @@ class State(NamedTuple):
 
 
 def states(graph: JointGraph, profile) -> Iterator[State]:
-    """Algorithm B to its end: where it stands before the first choice and after each."""
+    """Algorithm B to its end: where it stands before the first choice and after each.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.policies import mu_two
+        >>> layers = (layer for _ in range(3) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh()))
+        >>> graph = ackpt.trace(torch.nn.Sequential(*layers), torch.ones(64, 8))
+        >>> [len(state.candidates) for state in mu_two.states(graph, ackpt.profile(graph))]
+        [2, 1, 0]
+    """
     known, run_time = facts(graph), costs(graph, profile)
     swap_seconds = None if profile.seconds is None else profile.swap_seconds
     kept = list(intermediates(known, everything(graph), run_time, swap_seconds).values())
@@ -83,7 +101,18 @@ def evictions(graph: JointGraph, profile) -> list[Schedule]:
 
 
 def schedules_of(graph: JointGraph, profile, state: State) -> list[Schedule]:
-    """Two that keep and swap what `state` says: whatever is dropped runs again once, or each for itself."""
+    """Two that keep and swap what `state` says: whatever is dropped runs again once, or each for itself.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.policies import mu_two
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> profile = ackpt.profile(graph)
+        >>> *_, end = mu_two.states(graph, profile)
+        >>> [schedule.saved for schedule in mu_two.schedules_of(graph, profile, end)]
+        [(), ()]
+    """
     known = facts(graph)
     saved = known.pinned.union(*(i.storages for i in state.kept))
     away = {storage for swap in state.swaps for storage in swap.storages}

@@ -12,6 +12,14 @@ def steps(graph: JointGraph, most: int | None = None) -> Chain:
     """`graph` cut at its single-tensor cut points; a block without an inside goes with one before it that has one.
 
     More than `most` blocks are joined, equally many neighbours at a time.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.policies import on_chain
+        >>> layers = (layer for _ in range(4) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh()))
+        >>> graph = ackpt.trace(torch.nn.Sequential(*layers), torch.ones(64, 8))
+        >>> len(on_chain.steps(graph).blocks), len(on_chain.steps(graph, most=2).blocks)
+        (8, 2)
     """
     cuts = inner_cuts(graph)
     found = cut_at(graph, cuts).blocks

@@ -40,6 +40,11 @@ class Chain:
     Raises:
         ValueError: for sequences of different lengths, no stage, negative values, or an output larger than what is
             saved with it.
+
+    Example:
+        >>> chain = Chain(forward=[2, 1], backward=[4, 2], output_bytes=[1, 2], saved_bytes=[2, 5])
+        >>> solve(chain, budget=100).time
+        9
     """
 
     forward: Sequence[float]
@@ -76,6 +81,10 @@ class Operation(NamedTuple):
 
     ``forward all``: keep what its backward reads; ``forward checkpoint``: keep its input and its output;
     ``forward none``: keep its output, the input is dropped; ``backward``: use up what was kept.
+
+    Example:
+        >>> solve(Chain([1], [2], [1], [1]), budget=10).operations
+        (Operation(kind='forward all', stage=0), Operation(kind='backward', stage=0))
     """
 
     kind: str
@@ -84,7 +93,13 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Solution:
-    """``time``: of all ``operations``, which are in order."""
+    """``time``: of all ``operations``, which are in order.
+
+    Example:
+        >>> found = solve(Chain([1] * 4, [1] * 4, [1] * 4, [1] * 4), budget=3)
+        >>> found.time, sum(kind.startswith("forward") for kind, stage in found.operations)
+        (13, 9)
+    """
 
     time: float
     operations: tuple[Operation, ...]
@@ -123,7 +138,12 @@ def solve(chain: Chain, budget: float, slots: int = 500) -> Solution:
 
 
 def front(chain: Chain, slots: int = 500) -> list[Solution]:
-    """The fastest schedules for every budget, from the one that keeps everything to the one that needs least bytes."""
+    """The fastest schedules for every budget, from the one that keeps everything to the one that needs least bytes.
+
+    Example:
+        >>> [found.time for found in front(Chain([1] * 4, [1] * 4, [1] * 4, [1] * 4))]
+        [8, 10, 13]
+    """
     least = Least(chain)
     table = Table(chain, inf, slots, least)
     times = table.costs[0][-1]

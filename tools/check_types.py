@@ -1,0 +1,60 @@
+"""Is every public name typed completely, for whoever checks types against the package?
+
+`pyright --verifytypes` looks at what is exported as a user's checker does. Its findings count for the names of the
+API page and their members; the modules behind them may say less.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from public_names import public_names
+
+PYRIGHT = ["pyright", "--verifytypes", "ackpt", "--ignoreexternal", "--outputjson"]
+
+
+def verified(python: str) -> list[dict]:
+    """What pyright says of every symbol of the package, which must be importable by the interpreter `python`."""
+    result = subprocess.run([*PYRIGHT, "--pythonpath", python], capture_output=True, text=True)
+    try:
+        return json.loads(result.stdout)["typeCompleteness"]["symbols"]
+    except (ValueError, KeyError) as error:
+        raise OSError(f"pyright did not verify the types: {result.stderr.strip() or result.stdout}") from error
+
+
+def incomplete(symbols: list[dict], names: list[str]) -> list[str]:
+    """`file:line: symbol: what is missing` for the public ones among `symbols`.
+
+    Raises:
+        ValueError: if one of `names` is not among them.
+    """
+    owners = {name: each["name"] for each in symbols for name in (each["name"], *each.get("alternateNames", ()))}
+    if unknown := [name for name in names if name not in owners]:
+        raise ValueError(f"pyright does not know {', '.join(unknown)}")
+    public = {owners[name] for name in names}
+    found: dict[str, None] = {}
+    for symbol in symbols:
+        name = symbol["name"]
+        if name not in public and name.rpartition(".")[0] not in public:
+            continue
+        if symbol["isTypeKnown"] and not symbol["isTypeAmbiguous"]:
+            continue
+        for diagnostic in symbol["diagnostics"]:
+            if diagnostic["severity"] == "error":
+                line = f":{diagnostic['range']['start']['line'] + 1}" if "range" in diagnostic else ""
+                found[f"{diagnostic['file']}{line}: {name}: {diagnostic['message']}"] = None
+    return list(found)
+
+
+def main() -> int:
+    """Command line: `python tools/check_types.py`."""
+    names = public_names()
+    found = incomplete(verified(sys.executable), names)
+    print("\n".join(found) or f"{len(names)} public names are typed completely")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
