@@ -34,10 +34,11 @@ def incomplete(symbols: list[dict], names: list[str]) -> list[str]:
     if unknown := [name for name in names if name not in owners]:
         raise ValueError(f"pyright does not know {', '.join(unknown)}")
     public = {owners[name] for name in names}
+    classes = public.intersection(symbol["name"] for symbol in symbols if symbol["category"] == "class")
     found: dict[str, None] = {}
     for symbol in symbols:
         name = symbol["name"]
-        if name not in public and name.rpartition(".")[0] not in public:
+        if name not in public and name.rpartition(".")[0] not in classes:
             continue
         if symbol["isTypeKnown"] and not symbol["isTypeAmbiguous"]:
             continue
