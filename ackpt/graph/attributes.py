@@ -17,7 +17,8 @@ from torch import nn
 
 from .joint import TraceError
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# fully_shard leaves marks on modules that it does not run itself.
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_is_fsdp_managed_module", "_fsdp_use_orig_params"})
 _TENSORS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 _LONGEST = 100  # of longer lists only their identity could be compared at every call, and it says little
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)

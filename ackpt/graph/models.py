@@ -9,6 +9,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 _INDUCTOR = "or use torch.compile(model, backend='ackpt', options={'compiler': 'inductor'}), which plans and compiles"
 _DDP = "DistributedDataParallel(ackpt.compile(model, ...))"
+_GATHERS = "FSDP gathers parameters while a step runs, which cannot be captured."
 
 # kind -> what is wrong with it, and what to do
 _WRAPPERS: dict[type, str] = {
@@ -20,9 +21,12 @@ _WRAPPERS: dict[type, str] = {
 if torch.distributed.is_available():
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    _WRAPPERS[FSDPModule] = _WRAPPERS[FullyShardedDataParallel] = (
-        "FSDP gathers parameters while a step runs, which cannot be captured. Leave FSDP out, or use "
-        "ackpt.apply_activation_checkpointing, which works with it."
+    _WRAPPERS[FullyShardedDataParallel] = (
+        f"{_GATHERS} Leave FSDP out, or use ackpt.apply_activation_checkpointing, which works with it."
+    )
+    _WRAPPERS[FSDPModule] = (
+        f"{_GATHERS} Plan first, fully_shard(ackpt.compile(model, ...)), which gathers the whole model, or shard block "
+        "by block and use ackpt.apply_activation_checkpointing before."
     )
 
 

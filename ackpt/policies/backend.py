@@ -20,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -55,7 +55,8 @@ def backend(gm: fx.GraphModule, example_inputs, options=None, mode=None):
         mode: of ``torch.compile``, which is Inductor's own: refused.
 
     Raises:
-        TraceError: at a graph break, naming the line: a part of a step cannot keep the budget of the whole.
+        TraceError: at a graph break, naming the line, and where DistributedDataParallel has the graph cut: a part of a
+            step cannot keep the budget of the whole.
         BudgetError: if the budget cannot be kept.
 
     Example:
@@ -85,6 +86,7 @@ def backend(gm: fx.GraphModule, example_inputs, options=None, mode=None):
         raise ValueError(f"compiler {compiler!r} is not known; the compilers are {', '.join(COMPILERS)}")
     differentiate = check_differentiate(options.pop("differentiate", "loss"))
     _refuse_breaks()
+    _refuse_pieces()
     _refuse_lost_gradients(gm)
     for value in example_inputs:
         # Bytes are planned for one shape: guard on it, so that another shape compiles and plans anew.
@@ -207,6 +209,16 @@ def _refuse_breaks() -> None:
             "for a whole step: remove the graph break. ackpt.compile captures the model without dynamo, but cannot "
             "look at values either: where the model branches on a tensor, use torch.where, or ackpt.checkpoint on its "
             "blocks."
+        )
+
+
+def _refuse_pieces() -> None:
+    """Within DistributedDataParallel, dynamo compiles a graph for each bucket of gradients, one after the other."""
+    if TracingContext.get().fakify_first_call:  # what torch asks of such a piece alone
+        raise TraceError(
+            "in DistributedDataParallel, torch.compile cuts the model where a bucket of gradients ends. A budget holds "
+            "for a whole step: set torch._dynamo.config.optimize_ddp = False, or use "
+            "DistributedDataParallel(ackpt.compile(model, ...))."
         )
 
 

@@ -1,13 +1,17 @@
-"""Planned steps under DistributedDataParallel: two gloo processes, bit-equal to the same without a plan."""
+"""Planned steps under DistributedDataParallel and fully_shard: two gloo processes, bit-equal to the same without."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from processes import in_two_processes
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ackpt
@@ -32,43 +36,92 @@ OPTIONS = {
     "bucket views": {"gradient_as_bucket_view": True},
     "static graph": {"static_graph": True},
     "unused": {"find_unused_parameters": True},
+    "fully_shard": None,
 }
 
 
 def trained(model, options, rank, accumulate):
-    """Gradients of three steps, then parameters and buffers."""
-    parallel = DistributedDataParallel(model, **options)
+    """Gradients of three steps, then parameters and buffers; of shards, the local ones."""
+    if options is None:
+        parallel, no_sync = fully_shard(model), without_reducing
+    else:
+        parallel, no_sync = DistributedDataParallel(model, **options), DistributedDataParallel.no_sync
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(rank)
     found = []
     for _ in range(3):
         optimizer.zero_grad()
         if accumulate:
-            with parallel.no_sync():
+            with no_sync(parallel):
                 parallel(torch.randn(3, 4)).sin().sum().backward()
         parallel(torch.randn(3, 4)).sin().sum().backward()
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
-    return [*found, *(value.clone() for value in model.state_dict().values())]
+    found += [value.clone() for value in model.state_dict().values()]
+    return [value.to_local() if isinstance(value, DTensor) else value for value in found]
+
+
+@contextlib.contextmanager
+def without_reducing(sharded):
+    sharded.set_requires_gradient_sync(False)
+    yield
+    sharded.set_requires_gradient_sync(True)
+
+
+class Wide(nn.Module):
+    """Two buckets of gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 2))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def by_torch_compile(model, x, plans):
+    """The gradients of one step of `model`, compiled by the backend within DistributedDataParallel."""
+    torch._dynamo.reset()
+    model.compile(backend="ackpt", options={"policy": "full", "on_plan": plans.append})
+    DistributedDataParallel(model)(x).sin().sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def buckets():
+    """What torch.compile would cut into one graph per bucket is refused, and can be had whole."""
+    torch.manual_seed(0)
+    model, x, plans = Wide(), torch.randn(3, 512), []
+    with pytest.raises(BackendCompilerFailed, match="cuts the model where a bucket of gradients ends"):
+        by_torch_compile(copy.deepcopy(model), x, plans)
+    assert plans == []
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        found = by_torch_compile(copy.deepcopy(model), x, plans)
+    assert len(plans) == 1
+    DistributedDataParallel(model)(x).sin().sum().backward()
+    assert all(torch.equal(one.grad, other) for one, other in zip(model.parameters(), found))
+    return "equal"
 
 
 def scenario(name, rank, folder):
+    if name == "torch.compile":
+        return buckets()
     options, policy, accumulate = name
     torch.manual_seed(0)
     eager = Net()
-    if not OPTIONS[options].get("find_unused_parameters"):
+    if not (OPTIONS[options] or {}).get("find_unused_parameters"):
         eager.unused = None
     model = copy.deepcopy(eager)
     step = ackpt.compile(model, torch.randn(3, 4), policy=policy)
     expected = trained(eager, OPTIONS[options], rank, accumulate)
     found = trained(step, OPTIONS[options], rank, accumulate)
     assert len(found) == len(expected)
+    assert len(step.__dict__["_ackpt"].captures) == 1
     assert all(torch.equal(one, other) for one, other in zip(found, expected))
     return "equal"
 
 
 NAMES = [(options, policy, False) for options in OPTIONS for policy in ("none", "full")]
-NAMES += [("plain", "full", True), ("bucket views", "full", True)]
+NAMES += [("plain", "full", True), ("bucket views", "full", True), ("fully_shard", "full", True), "torch.compile"]
 
 
 @pytest.fixture(scope="module")
