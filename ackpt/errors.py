@@ -2,6 +2,8 @@
 
 from difflib import get_close_matches
 
+_NEARLY = 0.85  # of difflib's ratio: a letter too many, too few or another one; "captions" are no "options"
+
 
 class CheckpointError(RuntimeError):
     """A checkpointed region cannot give the gradients of the plain model.
@@ -68,3 +70,21 @@ def did_you_mean(name, known) -> str:
     asked = str(name).lower()
     close = [one for one in known if asked and one.startswith(asked)] or get_close_matches(asked, list(known), 1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def check_misspelt(given, known, what: str) -> None:
+    """Refuse the first of the `given` names that is nearly one of the `known`, which are those of `what`.
+
+    Raises:
+        TypeError: naming both.
+
+    Example:
+        >>> check_misspelt(["budgt"], ["budget", "policy"], "ackpt.compile")
+        Traceback (most recent call last):
+            ...
+        TypeError: 'budgt' is no keyword of ackpt.compile: did you mean 'budget'?
+    """
+    for name in given:
+        close = get_close_matches(name.lower(), known, 1, _NEARLY)
+        if close and name not in known:
+            raise TypeError(f"{name!r} is no keyword of {what}: did you mean {close[0]!r}?")

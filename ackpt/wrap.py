@@ -32,7 +32,7 @@ def apply_activation_checkpointing(model, check_fn=None, *, preserve_rng_state=T
 
     Raises:
         ValueError: if nothing matches, a name does not exist, or a module has its ``forward`` replaced on the instance.
-        TypeError: if `check_fn` is none of the above.
+        TypeError: if `check_fn` is none of the above, or the model is planned by `ackpt.compile`.
 
     Forward hooks of a chosen module fire once per step; those of modules inside it fire again in the recompute (see
     :func:`is_recomputing`). Use it before ``fully_shard``, DDP and ``torch.compile``.
@@ -49,6 +49,12 @@ def apply_activation_checkpointing(model, check_fn=None, *, preserve_rng_state=T
         ['0', '1', '2']
     """
     _require_module(model)
+    for name, module in model.named_modules():
+        if "_ackpt" in vars(module):
+            raise TypeError(
+                f"{f'module {name!r}' if name else 'the model'} is a step planned by ackpt.compile, whose plan says "
+                "what is recomputed: use either that or activation checkpointing, not both"
+            )
     resolve(offload)
     chosen = _choose(model, check_fn)
     for name, module in chosen.items():

@@ -224,6 +224,14 @@ def test_errors_change_nothing(make, check_fn, error, message):
             remove(model)
 
 
+def test_a_step_that_is_planned_is_refused_at_once():
+    planned = ackpt.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), batch(), policy="full")
+    for model, name in [(planned, "the model"), (nn.Sequential(nn.Linear(4, 4), planned), "module '1'")]:
+        with pytest.raises(TypeError, match=f"{name} is a step planned by ackpt.compile.*either that or activation"):
+            apply(model)
+    planned(batch()).sum().backward()
+
+
 def test_a_forward_replaced_on_the_instance_is_refused():
     model = Model()
     model.blocks[1].forward = lambda x, **options: x

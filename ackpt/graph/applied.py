@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .calls import differences
 from .facts import facts
 from .joint import JointGraph
 from .live import follow
@@ -21,8 +22,8 @@ def check_applies(graph: JointGraph, plan: Plan) -> None:
     made_for = plan.schedule.graph
     if made_for != graph.hash:
         raise PlanError(
-            f"this plan was made for another graph ({made_for[:12]}, not {graph.hash[:12]}): model, arguments, "
-            "dtypes or torch differ. Plan anew for this model and these arguments."
+            f"this plan was made for another graph ({made_for[:12]}, not {graph.hash[:12]}): "
+            f"{_what_differs(graph, plan)}. Plan anew for this model and these arguments."
         )
     known = facts(graph)
     try:
@@ -45,3 +46,10 @@ def check_applies(graph: JointGraph, plan: Plan) -> None:
                 f"this plan says that its {name} are {said}, but with this model, and the optimizer if one is given, "
                 f"they are {true}. Plan anew."
             )
+
+
+def _what_differs(graph: JointGraph, plan: Plan) -> str:
+    if plan.made_for is None or graph.made_for is None:
+        return "model, arguments, dtypes or torch differ"
+    found = differences(plan.made_for, graph.made_for)
+    return "; ".join(found) or "the call is the same, so the model's code or configuration differs"

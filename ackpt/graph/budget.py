@@ -54,6 +54,12 @@ def dynamic_limit(budget, baseline_bytes: int, resident_bytes: int) -> int | Non
     return int(bound) - resident_bytes
 
 
+def is_share(budget) -> bool:
+    """Whether a budget is a fraction of the plain step's dynamic peak, not bytes."""
+    bound = from_text(budget) if isinstance(budget, str) else budget
+    return isinstance(bound, Real) and not isinstance(bound, Integral)
+
+
 def from_text(text: str) -> float | int:
     """``"6GiB"`` or ``"6442450944"`` are bytes; ``"0.5"`` and ``"50%"`` the same fraction.
 

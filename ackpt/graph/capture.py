@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from . import casts
 from .attributes import unchanged
 from .caches import flatten_outputs
+from .calls import described
 from .eager import like_eager
 from .held import Held
 from .joint import TraceError
@@ -38,6 +39,7 @@ class Capture:
     leaves of a call's arguments, each tensor once; ``held``: tensors that the model's code holds itself. ``spec``:
     structure of the model's outputs; ``constants``: ``{place in it: value}`` for outputs that are no tensors;
     ``refused``: places of outputs that were captured without a gradient although the model gives them one.
+    ``made_for``: the call in words, from `ackpt.graph.calls`.
     """
 
     joint: Any
@@ -46,6 +48,7 @@ class Capture:
     spec: TreeSpec
     constants: dict[int, Any]
     refused: tuple[int, ...]
+    made_for: dict[str, str] = field(default_factory=dict)
 
     def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
         """What the captured step takes when its model, of these `modules`, is called with `leaves`: its parameters and
@@ -188,6 +191,7 @@ def capture(model, args, kwargs, differentiate="loss"):
         raise TraceError("no parameter of the model requires grad, so there is no backward to plan")
     leaves, spec = tree_flatten((args, kwargs))
     _require_traceable((*model.parameters(), *model.buffers(), *leaves))
+    made_for = described(model, args, kwargs, differentiate)
     model, leaves, spec = _off_meta(model, leaves, spec)
     with contextlib.ExitStack() as stack:
         stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
@@ -196,6 +200,7 @@ def capture(model, args, kwargs, differentiate="loss"):
         except TraceError:  # many models look at values unless they are compiled
             with _compiling():
                 captured = _captured(stack, model, leaves, spec, differentiate)
+        captured.made_for = made_for
         yield captured
 
 

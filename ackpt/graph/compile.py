@@ -13,11 +13,13 @@ from torch.utils._pytree import tree_flatten
 
 from ..errors import BudgetError
 from .attributes import attributes, every_module, plain
+from .calls import another_plan, described, other_bytes
 from .capture import Capture, capture, given_places, is_tensor
 from .joint import JointGraph, TraceError
 from .models import check_model
 from .optimizer import check_optimizer
 from .outputs import depends_on, differentiable_once, leave_undefined
+from .plan import PlanError
 from .rewrite import boxed, rewrite
 from .trace import joint_graph
 
@@ -165,20 +167,21 @@ class _Planned:
     def _planned(self, args, kwargs):
         try:
             return self._capture(args, kwargs)
-        except BudgetError as error:
+        except (BudgetError, PlanError) as error:
             if not self.captures:
                 raise
-            raise BudgetError(
-                f"{error} It was kept for the arguments planned before. A fraction is one of what the plain step "
-                "allocates with the arguments at hand, so that a smaller batch has a smaller bound: give bytes, such "
-                "as '6GiB', or a larger fraction, or leave the batch out, as a DataLoader with drop_last=True does.",
-                error.least_bytes,
-            ) from None
+            (*_, (_, last, _)) = self.captures.values()
+            now = described(self.model, args, kwargs, self.differentiate)
+            if isinstance(error, PlanError):
+                raise PlanError(f"{error} {another_plan(last.made_for, now)}") from None
+            message = f"{error} {other_bytes(last.made_for, now, error.budget)}"
+            raise BudgetError(message, error.least_bytes, error.budget) from None
 
     def _capture(self, args, kwargs):
         # What captures and plans is no part of the step: a mode that watches the step sees nothing of it.
         with _disable_current_modes(), capture(self.model, args, kwargs, self.differentiate) as captured:
             graph = joint_graph(captured.joint.graph_module, self.optimizer)
+            graph.made_for = captured.made_for
             plan = self.planner(graph)
             captured.joint._aot_state.fw_metadata.bw_donated_idxs = []  # backward may run again (retain_graph)
             compiled = aot_compile_joint_with_descriptors(

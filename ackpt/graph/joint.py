@@ -105,7 +105,8 @@ class JointGraph:
     ``{parameter: id of the node that is its gradient}``. ``optimizer_bytes``: of the optimizer's state,
     ``optimizer_step_bytes``: the most its step takes beside that and the gradients, 0 without an optimizer;
     ``has_data``: whether it was traced from real tensors, not fake or meta ones;
-    ``replays_random``: whether what runs the graph can draw random numbers a second time.
+    ``replays_random``: whether what runs the graph can draw random numbers a second time. ``made_for``: what it was
+    captured for, in words, as `ackpt.graph.calls.described` gives them; None where that is not known.
 
     Example:
         >>> import torch, ackpt
@@ -127,6 +128,7 @@ class JointGraph:
         self.optimizer_step_bytes = 0
         self.replays_random = True
         self.has_data = True
+        self.made_for: dict[str, str] | None = None
 
     def __repr__(self):
         kinds = ", ".join(f"{sum(node.phase == phase for node in self.nodes)} {phase}" for phase in (FORWARD, BACKWARD))

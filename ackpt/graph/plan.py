@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -92,7 +94,7 @@ class Plan:
     budget that offloads nothing costs less, in the same unit; None where nothing bounds the plan, where it offloads, or
     scipy is not there. ``decisions``: the most expensive ones. ``host_bytes``: the most that is offloaded at one time,
     no part of the peak. ``exposed_seconds``: of the step, in which computing stands still for copies; None where the
-    profile has no times.
+    profile has no times. ``made_for``: the call it was made for, in words; None where that is not known.
 
     Example:
         >>> import torch, ackpt
@@ -123,6 +125,7 @@ class Plan:
     decisions: tuple[Decision, ...]
     host_bytes: int = 0
     exposed_seconds: float | None = None
+    made_for: Mapping[str, str] | None = field(default=None, compare=False)
 
     @property
     def dynamic_peak_bytes(self) -> int:
@@ -148,7 +151,7 @@ class Plan:
         """The promise, the price, the dearest decisions and the largest activations, as aligned text."""
         dynamic, baseline = self.dynamic_peak_bytes, self.baseline_dynamic_peak_bytes
         plain = max(1, self.flops - self.recompute_flops)
-        kept = sum(activation.fate == SAVED for activation in self.activations)
+        fates = Counter(activation.fate for activation in self.activations)
         lines = [
             f"policy            {self.policy}",
             f"peak              {memory_format(self.peak_bytes)}, of it {memory_format(self.resident_bytes)} resident",
@@ -157,7 +160,8 @@ class Plan:
             f"reached at        {self.peak_node}",
             f"recomputed        {self.recompute_flops / 1e9:.3f} GFLOP, {self.recompute_flops / plain:.1%} of the step",
             f"cost              {self.cost:.1%} of the step; {self._bound()}",
-            f"activations       {kept} of {len(self.activations)} saved, {memory_format(self.saved_bytes)}",
+            f"activations       {fates[SAVED]} of {len(self.activations)} saved, {memory_format(self.saved_bytes)}; "
+            f"{fates[RECOMPUTED]} recomputed, {fates[OFFLOADED]} offloaded",
             *self._offload(),
             "",
             "ten largest       fate        where",
@@ -205,8 +209,8 @@ class Plan:
             RecordError: if it cannot be written there.
         """
         data: dict = dict(_SCHEMA)
-        for field in fields(self):
-            data[field.name] = getattr(self, field.name)
+        for each in fields(self):
+            data[each.name] = getattr(self, each.name)
         data["activations"] = [asdict(activation) for activation in self.activations]
         data["decisions"] = [asdict(decision) for decision in self.decisions]
         schedule = self.schedule
@@ -245,9 +249,9 @@ class Plan:
             data["activations"] = tuple(Activation(**activation) for activation in data["activations"])
             data["decisions"] = tuple(Decision(**decision) for decision in data["decisions"])
             data["timeline"] = Timeline.from_json(data["timeline"])
-            # A plan that offloads nothing may lack what was added for offload.
-            given = (field for field in fields(cls) if field.default is MISSING or field.name in data)
-            plan = cls(**{field.name: data[field.name] for field in given})
+            # Files of earlier days lack what was added since.
+            given = (each.name for each in fields(cls) if each.default is MISSING or each.name in data)
+            plan = cls(**{name: data[name] for name in given})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError(f"{path} is no whole plan ({error!r} while reading it); plan again") from error
         if is_changed:

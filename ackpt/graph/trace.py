@@ -50,6 +50,7 @@ def trace(model, *args, differentiate="loss", optimizer=None, **kwargs) -> Joint
     check_optimizer(model, optimizer)
     with capture(model, args, kwargs, differentiate) as captured:
         graph = joint_graph(captured.joint.graph_module, optimizer)
+    graph.made_for = captured.made_for
     tensors = tree_leaves((list(model.parameters()), list(model.buffers()), args, kwargs))
     graph.has_data = not any(isinstance(t, FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors)
     return graph

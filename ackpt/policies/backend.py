@@ -20,11 +20,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
-from torch._guards import TracingContext, detect_fake_mode
+from torch._guards import CompileContext, TracingContext, detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from ..errors import BudgetError, check_misspelt
 from ..graph import casts
+from ..graph.budget import is_share
 from ..graph.compile import partitioner, run_boxed
 from ..graph.eager import like_eager
 from ..graph.joint import TraceError
@@ -78,6 +80,7 @@ def backend(gm: fx.GraphModule, example_inputs, options=None, mode=None):
     options = dict(options or {})
     if foreign := sorted({"plan", "optimizer"} & set(options)):
         raise TypeError(f"{foreign[0]!r} is no option of this backend: use ackpt.compile(model, ..., {foreign[0]}=...)")
+    check_misspelt(options, ("budget", "policy", "differentiate", "compiler", "on_plan"), "this backend")
     on_plan = options.get("on_plan")
     if on_plan is not None and not callable(on_plan):
         raise TypeError(f"on_plan must be a function of a plan, got {type(on_plan).__name__}")
@@ -158,7 +161,20 @@ class _Partition(CustomPartitionerFn):
         self.depends = depends_on(graph)
         options = dict(self.options)
         on_plan = options.pop("on_plan", None)
-        made = check_runs(graph, plan(graph, options.pop("budget", None), options.pop("policy", "auto"), **options))
+        budget, policy = options.pop("budget", None), options.pop("policy", "auto")
+        try:
+            made = check_runs(graph, plan(graph, budget, policy, **options))
+        except BudgetError as error:
+            if not (_compiled_before() and is_share(budget)):
+                raise
+            raise BudgetError(
+                f"{error} The model was compiled before, for other arguments or in another mode, and a fraction is one "
+                "of what the plain step allocates with those at hand: give bytes, such as '6GiB', or a larger "
+                "fraction, leave a smaller last batch out, as a DataLoader with drop_last=True does, and evaluate "
+                "under torch.no_grad().",
+                error.least_bytes,
+                budget,
+            ) from None
         if on_plan is not None:
             on_plan(made)
         return partitioner(graph, made.schedule)(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
@@ -169,6 +185,12 @@ class _Partition(CustomPartitionerFn):
 
     def uuid(self):
         return None
+
+
+def _compiled_before() -> bool:
+    """Whether dynamo compiles this code again, which it does for other shapes."""
+    known = CompileContext.current_compile_id()
+    return known is not None and bool(known.frame_compile_id)
 
 
 def _flat(joint_inputs):

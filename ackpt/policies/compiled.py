@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..errors import did_you_mean
+from ..errors import check_misspelt, did_you_mean
 from ..graph.applied import check_applies
 from ..graph.budget import dynamic_limit
 from ..graph.compile import PlannedStep
 from ..graph.joint import TraceError
 from ..graph.plan import Plan
-from .planner import POLICIES, check_runs
+from .planner import POLICIES, check_runs, options_of
 from .planner import plan as make_plan
+
+_KEYWORDS = ("budget", "policy", "plan", "differentiate", "optimizer", "options")
 
 
 def compile(
@@ -31,10 +34,13 @@ def compile(
     Args:
         model: an ``nn.Module``; its parameters and buffers are shared, not copied.
         args, kwargs: what it will be called with; the plan is made for them now, before anything runs. Called with
-            other shapes later, the step is captured and planned anew under the same budget.
+            other shapes later, as by a last batch that is smaller, or in another mode with gradients on, the step is
+            captured and planned anew under the same budget. A fraction is then one of what that call allocates.
         budget, policy: as in `ackpt.plan`: ``0.5`` or ``"50%"``, ``"6GiB"``.
         options: a dict of options of the policy, such as ``{"fates": {"relu": "recomputed"}}`` for ``"manual"``.
-        plan: a `Plan` to run instead, made for this model and these arguments.
+        plan: a `Plan` to run instead, made for this model and these arguments. It holds for no others: a last batch
+            that is smaller is a `PlanError` when it comes. Leave it out (``drop_last=True`` in a DataLoader), or make
+            a second step with a plan for it.
         differentiate: ``"loss"`` or ``"all"``, as in `ackpt.trace`.
         optimizer: what trains the model; its state and step are then part of the budget.
 
@@ -45,8 +51,9 @@ def compile(
     Raises:
         BudgetError: if the budget cannot be kept; names the smallest that can.
         TraceError: if the model cannot be captured as one graph.
+        TypeError: for keywords that are nearly those of `compile` and that the model's forward does not name.
         PlanError: if `plan` was made for another model, other arguments or another version of torch, or if the plan
-            offloads and the model is on the CPU.
+            offloads and the model is on the CPU; says what differs.
 
     Example:
         >>> import torch, ackpt
@@ -68,6 +75,7 @@ def compile(
         close = did_you_mean(policy, POLICIES)
         raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
     _check_options(options, plan)
+    _check_keywords(model, kwargs, policy)
     dynamic_limit(budget, 0, 0)  # what is no budget is found before the work
     step = PlannedStep(model, _Planner(budget, policy, options or {}, plan), differentiate, optimizer)
     try:
@@ -76,10 +84,27 @@ def compile(
         if "unexpected keyword argument" not in str(error):
             raise
         raise TraceError(
-            f"{error}. The model is called with all keywords but those of ackpt.compile: budget, policy, plan, "
-            "differentiate, optimizer, and options, a dict of options of the policy."
+            f"{error}. The model is called with all keywords but those of ackpt.compile: {', '.join(_KEYWORDS)}, "
+            "a dict of options of the policy."
         ) from error
     return step
+
+
+def _check_keywords(model, kwargs, policy: str) -> None:
+    """Refuse keywords that were hardly meant for the model; what its forward names is the model's."""
+    given = sorted(set(kwargs) - _named(model))
+    check_misspelt(given, _KEYWORDS, "ackpt.compile, and no parameter that the model's forward names")
+    if own := sorted(set(given) & set(options_of(policy))):
+        raise TypeError(f"{own[0]!r} is an option of policy {policy!r}: give it as options={{{own[0]!r}: ...}}")
+
+
+def _named(model) -> set[str]:
+    """Names of the parameters of the model's forward."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (AttributeError, TypeError, ValueError):  # no module, which is refused later, or no signature
+        return set()
+    return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def _check_options(options, plan) -> None:

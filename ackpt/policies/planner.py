@@ -85,9 +85,8 @@ def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, 
     every = everything(graph)
     baseline = simulate(graph, profile, every)
     limit = dynamic_limit(budget, baseline.peak_bytes, baseline.resident_bytes)
-    decide = importlib.import_module(f".{POLICIES[policy]}", __package__).schedule
-    _check_options(policy, decide, options)
-    schedule = decide(graph, profile, limit, **options)
+    _check_options(policy, options)
+    schedule = _decides(policy)(graph, profile, limit, **options)
     if copies(schedule) and profile.swap_seconds is None:
         what = "its profile" if profile.device == "any" else f"the profile of {profile.device!r}"
         raise PlanError(
@@ -119,8 +118,18 @@ def check_runs(graph: JointGraph, plan: Plan) -> Plan:
     return plan
 
 
-def _check_options(policy: str, decide, options) -> None:
-    own = {name: p for name, p in inspect.signature(decide).parameters.items() if p.kind is p.KEYWORD_ONLY}
+def _decides(policy: str):
+    return importlib.import_module(f".{POLICIES[policy]}", __package__).schedule
+
+
+def options_of(policy: str) -> dict[str, inspect.Parameter]:
+    """The options of a policy by their names."""
+    parameters = inspect.signature(_decides(policy)).parameters
+    return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+
+def _check_options(policy: str, options) -> None:
+    own = options_of(policy)
     if unknown := sorted(set(options) - set(own)):
         knows = f"knows {', '.join(own)}" if own else "knows no options"
         hint = ": give policy='manual'" if unknown[0] == "fates" else did_you_mean(unknown[0], [*own, *_KEYWORDS])
@@ -162,6 +171,7 @@ def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulatio
         decisions=decisions(graph, schedule, cost, plain_cost, profile),
         host_bytes=found.host_bytes,
         exposed_seconds=found.exposed_seconds,
+        made_for=graph.made_for,
     )
 
 
@@ -189,8 +199,8 @@ def _refusal(policy, budget, limit, found: Simulation, baseline: Simulation, cos
     share = least_share(found.peak_bytes, baseline.peak_bytes)
     fraction = "" if share is None else f", or {share} of the plain step's dynamic peak"
     step = (
-        " That peak is reached in the optimizer's step, which no checkpointing makes smaller: let it take one parameter "
-        "at a time (foreach=False) or none beside them (fused=True), or use another optimizer."
+        " That peak is reached in the optimizer's step, which no checkpointing makes smaller: let it take one "
+        "parameter at a time (foreach=False) or nothing beside them (fused=True), or use another optimizer."
     )
     return (
         f"policy {policy!r} cannot keep the budget {budget!r}: it leaves {memory_format(max(0, limit))} for what the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -87,6 +88,26 @@ def test_the_budget_is_kept_or_refused():
         compiled(model, policy="none", budget=0.1)(torch.randn(4, 8))
 
 
+def test_a_later_batch_that_cannot_keep_the_fraction_names_drop_last():
+    class Residual(nn.Linear):
+        def forward(self, x):
+            return x + super().forward(x).tanh().sin()
+
+    model, x = nn.Sequential(*(Residual(8, 8) for _ in range(6))), torch.ones(64, 8)
+
+    def refusal(call, *args):
+        with pytest.raises(BackendCompilerFailed, match="BudgetError.*cannot keep the budget") as raised:
+            call(*args)
+        torch._dynamo.reset()
+        return str(raised.value)
+
+    first = refusal(compiled(model, policy="full", budget=1e-6), x)
+    fraction = float(re.search(r"or ([0-9.]+) of", first)[1])
+    call = compiled(model, policy="full", budget=fraction)
+    call(x).sum().backward()
+    assert "drop_last" in refusal(call, x[:2]) and "drop_last" not in first
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -96,6 +117,8 @@ def test_the_budget_is_kept_or_refused():
         ({"policy": "none", "fuel": 3}, "fuel"),
         ({"optimizer": None}, r"no option of this backend: use ackpt.compile\(model, ..., optimizer=...\)"),
         ({"on_plan": 3}, "on_plan must be a function of a plan, got int"),
+        ({"budgt": 0.5}, "'budgt' is no keyword of this backend: did you mean 'budget'"),
+        ({"compilr": "inductor"}, "'compilr' is no keyword of this backend: did you mean 'compiler'"),
     ],
 )
 def test_unknown_options_are_refused(options, message):

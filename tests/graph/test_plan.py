@@ -210,8 +210,8 @@ def test_what_are_no_options_is_refused(options, error, message):
 
 
 def test_a_keyword_that_the_model_does_not_take_is_refused_with_those_of_compile():
-    with pytest.raises(ackpt.TraceError, match="'time_limit'.* but those of ackpt.compile: .*options, a dict"):
-        ackpt.compile(model(), X, policy="ilp", budget=0.9, time_limit=3)
+    with pytest.raises(ackpt.TraceError, match="'fuel'.* but those of ackpt.compile: .*options, a dict"):
+        ackpt.compile(model(), X, policy="full", fuel=3)
 
 
 def test_manual_fates(graph):
