@@ -32,6 +32,7 @@ import torch.nn.functional as F
 
 import ackpt
 from ackpt import plots
+from ackpt.experiments import explorer, memory_bars
 from ackpt.meter import measure, memory_format
 from ackpt.models import PUBLISHED, Block, Transformer, TransformerConfig
 from ackpt.results import Record, environment, markdown_table, write_text_atomic
@@ -319,6 +320,44 @@ figure
 
 # %%
 print(f"checkpointed / plain = {checkpointed.flops / measured.flops:.4f} in FLOPs")
+
+# %% [markdown]
+# ## Other models, other lengths
+#
+# Nothing of this depends on running the step: shapes are enough to count its bytes. Here are more steps, none of which
+# runs, under four policies that Part II derives. `none` is the plain step and `full` a checkpoint around blocks;
+# `auto` recomputes the least that a budget asks for, and its lowest budget is the floor.
+
+# %%
+data = memory_bars.memory_bars()
+path = explorer.save(data, "results/explorer/01_memory_bars.json")
+steps = [each for one in data["models"] for each in one["steps"]]
+exact = all(each["kept"]["bytes"] == each["plans"]["none"]["kept"]["bytes"] for each in steps)
+print(f"{len(steps)} steps; what their forwards keep is what the formula says: {exact}")
+
+# %% tags=["hide-input"]
+bars = data["models"][0]["steps"][1]
+shown = {data["policies"][name][0]: found["at_peak"] for name, found in bars["plans"].items() if found}
+names = [name for name in data["categories"] if any(found.get(name) for found in shown.values())]
+figure = plots.bar_plot(
+    names,
+    {label: [found.get(name, 0) for name in names] for label, found in shown.items()},
+    "At the peak, policies differ in what is saved and in what is temporary",
+    ylabel="memory at the peak (MiB)",
+)
+path = plots.save(figure, "results/figures/01_memory_bars.png")
+
+# %% [markdown]
+# Choose a model, a size and a policy; with a selector in focus, the arrow keys do. $T$ are the tokens of the whole batch,
+# $V$ the words of the vocabulary, and $n$ the tensors among the parameters: AdamW counts the steps of each.
+#
+# ```{memory-explorer} ../../results/explorer/01_memory_bars.json
+# :image: ../../results/figures/01_memory_bars.png
+# :alt: Bars of the bytes at the peak by category, for the Transformer of this chapter at 1024 tokens per sequence, under four policies. Parameters, inputs and optimizer are equal; activations are largest with none, smaller with auto at half, and smallest with full and with the least of auto.
+# ```
+#
+# Things to try. The Transformer from 256 to 4096 tokens: which part of the bar grows, and which does not? The language
+# model: why does half of its peak need more recomputation, or why is it refused? ResNet-18: which parts of it keep most?
 
 # %% [markdown]
 # What was measured goes into records, with the place where it was measured.
