@@ -357,7 +357,8 @@ path = plots.save(figure, "results/figures/01_memory_bars.png")
 # ```
 #
 # Things to try. The Transformer from 256 to 4096 tokens: which part of the bar grows, and which does not? The language
-# model: why does half of its peak need more recomputation, or why is it refused? ResNet-18: which parts of it keep most?
+# model at half of its peak: why must more of its FLOPs run again than of the Transformer's? ResNet-18: which part keeps
+# most, and why is half of the plain step refused?
 
 # %% [markdown]
 # What was measured goes into records, with the place where it was measured.

@@ -56,6 +56,7 @@ def test_reproducing_twice_gives_the_same_bytes_but_for_measured_times(checkout:
     assert written(tmp_path / "first") == {
         "book/notebooks/01_first.ipynb",
         "results/cpu/run.json",
+        "results/runs/01_first.json",
         "results/tables/sum.md",
     }
     assert check_same.differences(tmp_path / "first", tmp_path / "second") == []

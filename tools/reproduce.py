@@ -17,10 +17,10 @@ from pathlib import Path
 import nbformat
 import papermill
 from address import ROOT
-from chapter import NotebookError, normalise, prepare, refuse_accidents, to_text
+from chapter import NotebookError, normalise, prepare, refuse_accidents, source_hash, to_text
 from papermill.exceptions import PapermillExecutionError
 
-MADE = ("cpu", "tables", "figures", "explorer")  # the folders of results/ that only notebooks write
+MADE = ("cpu", "tables", "figures", "explorer", "runs")  # the folders of results/ that only notebooks write
 # One setting for every machine: sums in another order of threads are other numbers.
 FIXED = {
     "OMP_NUM_THREADS": "2",
@@ -71,6 +71,15 @@ def execute(source: Path, stage: Path) -> None:
     refuse_accidents(notebook, source.name, private_paths(stage))
     target.write_text(to_text(notebook), encoding="utf-8")
     raw.unlink()
+
+
+def record_run(source: Path, stage: Path, seconds: float) -> None:
+    """Record how long a notebook took, and where: the book's status page says so."""
+    from ackpt.results import Record, environment  # here, as torch reads FIXED when it is imported
+
+    config = {"source": f"notebooks/{source.name}", "sha256": source_hash(source)}
+    run = Record("notebook", config, {"seconds": seconds}, environment("cpu", "nox -s reproduce"))
+    run.save(stage / "results" / "runs" / f"{source.stem}.json")
 
 
 def private_paths(stage: Path) -> list[str]:
@@ -128,7 +137,9 @@ def reproduce(root: Path, out: Path, only: list[str]) -> None:
         for source in sources:
             start = time.perf_counter()
             execute(source, stage)
-            print(f"{source.stem}: {time.perf_counter() - start:.0f} s", flush=True)
+            seconds = time.perf_counter() - start
+            record_run(source, stage, seconds)
+            print(f"{source.stem}: {seconds:.0f} s", flush=True)
         for gone in move_into_place(stage, out, untouched, everything=not only):
             print(f"removed {gone}: no notebook writes it")
     finally:

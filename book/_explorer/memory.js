@@ -57,10 +57,13 @@ const build = (root, data) => {
   for (const [name, [short, does]] of Object.entries(data.policies)) option(policy.select, name, `${short}: ${does}`);
 
   const answer = element("p", root, "", { class: "answer", "aria-live": "polite" });
-  const svg = drawing(element("div", root), "What is alive when the step is largest");
+  const charts = element("div", root, "", { class: "charts" });
+  const svg = drawing(element("div", charts), "What is alive when the step is largest");
+  const beside = element("div", charts);
+  element("h4", beside, "The bar of the policy");
+  const numbers = element("dl", beside);
   const legend = element("ul", root, "", { class: "legend" });
   for (const name of [...data.categories].reverse()) key(legend, name, { style: `background:${COLORS[name]}` });
-  const numbers = element("dl", root);
   element("h4", root, "The formula, with its numbers");
   const formula = element("dl", root, "", { class: "formula" });
 

@@ -1,0 +1,195 @@
+"""What the book's status page says: each notebook's last run, and what each table's figures were measured on.
+
+Everything is read from committed files: the records of runs that tools/reproduce.py writes, the tables, the notebooks'
+sources, and the records made on a GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from address import ROOT
+from chapter import source_hash
+
+from ackpt.experiments.gpu_records import gpu_columns
+from ackpt.results import Record, load_records, markdown_table
+
+RUN = "notebook"  # the experiment of a run's record
+MISSING = "*not yet measured*"
+NOTHING = "no such column"
+READERS = ("gpu_records", "gpu_rows")  # what a notebook reads records of a GPU with, by experiment
+KINDS = {  # of figures, beside those that were measured on a CPU
+    "published by others": re.compile("published"),
+    "predicted": re.compile("predicted|simulated|from shapes alone"),
+}
+NOTEBOOKS = {
+    "notebook": "notebook",
+    "seconds": "run time, s",
+    "machine": "machine",
+    "versions": "versions",
+    "date": "date (UTC)",
+    "commit": "commit",
+    "source": "its source",
+}
+TABLES = {"table": "table", "cpu": "made on a CPU", "also": "also holds figures", "gpu": "measured on a GPU"}
+MISSING_CELLS = {"table": "table", "column": "column", "cells": "cells not yet measured"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file of results/tables: its caption and label, the headings of its columns, and the rows below them."""
+
+    path: Path
+    caption: str
+    label: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    @property
+    def on_gpu(self) -> tuple[str, ...]:
+        """The columns of what is measured on a GPU."""
+        line = f"| {' | '.join(self.columns)} |"
+        return tuple(self.columns[place] for place in gpu_columns(line))
+
+    def missing(self) -> dict[str, int]:
+        """How many cells of each column were not measured; only columns that have such."""
+        counts = {name: sum(MISSING in row[place] for row in self.rows) for place, name in enumerate(self.columns)}
+        return {name: count for name, count in counts.items() if count}
+
+
+def read_table(path: Path) -> Table:
+    """Raises ValueError for a file that is not one that `ackpt.results.markdown_table` wrote."""
+    text = path.read_text(encoding="utf-8")
+    label = re.match(r":::\{table\} (.*)\n:name: (\S+)\n", text)
+    lines = [
+        tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
+        for line in text.splitlines()
+        if line[:1] == "|"
+    ]
+    if label is None or len(lines) < 2 or any(len(line) != len(lines[0]) for line in lines):
+        raise ValueError(f"{path} is no table of ackpt.results.markdown_table: write it with that")
+    return Table(path, label[1], label[2], lines[0], tuple(lines[2:]))
+
+
+def tables(root: Path = ROOT) -> list[Table]:
+    return [read_table(path) for path in sorted((root / "results" / "tables").glob("*.md"))]
+
+
+def runs(root: Path = ROOT) -> dict[str, Record]:
+    """``{stem of the notebook: the record of its last run}``."""
+    folder = root / "results" / "runs"
+    found = load_records(folder, RUN) if folder.is_dir() else []
+    return {Path(record.config["source"]).stem: record for record in found}
+
+
+def sources(root: Path = ROOT) -> list[Path]:
+    return sorted((root / "notebooks").glob("[0-9][0-9]_*.py"))
+
+
+def chapter_of(table: Table, root: Path = ROOT) -> Path:
+    """The source of the notebook that writes the table; ValueError if none, or more than one, names it."""
+    found = [path for path in sources(root) if f"results/tables/{table.path.name}" in path.read_text(encoding="utf-8")]
+    if len(found) != 1:
+        raise ValueError(f"{table.path.name} is named by {len(found)} notebooks, not by one")
+    return found[0]
+
+
+def gpu_experiments(source: Path) -> set[str]:
+    """The experiments whose records of a GPU the notebook reads."""
+    calls = (node for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+    named = (call.args[0] for call in calls if ast.unparse(call.func).split(".")[-1] in READERS and call.args)
+    return {str(ast.literal_eval(argument)) for argument in named}
+
+
+def on_gpu(table: Table, root: Path = ROOT) -> str | None:
+    """Where the table's figures of a GPU come from; None if it has no column for them."""
+    if not table.on_gpu:
+        return None
+    places = [table.columns.index(name) for name in table.on_gpu]
+    if not any(row[place] and MISSING not in row[place] for row in table.rows for place in places):
+        return MISSING
+    folder = root / "results" / "gpu"
+    wanted = gpu_experiments(chapter_of(table, root))
+    found = [r for r in (load_records(folder) if folder.is_dir() else []) if r.experiment in wanted]
+    if not found:
+        raise ValueError(f"{table.path.name} has figures of a GPU, and {folder} has no record of {', '.join(wanted)}")
+    return "; ".join(dict.fromkeys(where(record.environment) for record in found))
+
+
+def where(environment: dict) -> str:
+    """Machine, commit and day of a record."""
+    return f"{environment['device_name']}, {_commit(environment)}, {environment['date']}"
+
+
+def _commit(environment: dict) -> str:
+    commit, changed, _ = (environment["commit"] or "no commit").partition("-dirty")
+    return commit[:9] + (" and changes" if changed else "")
+
+
+def notebook_rows(root: Path = ROOT) -> list[dict]:
+    """A row for every notebook; what was not recorded is said to be so."""
+    found, rows = runs(root), []
+    for source in sources(root):
+        row = {"notebook": f"{{doc}}`{source.stem} <notebooks/{source.stem}>`", "seconds": "not recorded"}
+        if record := found.get(source.stem):
+            at = record.environment
+            is_current = record.config["sha256"] == source_hash(source)
+            row |= {
+                "seconds": round(record.metrics["seconds"]),
+                "machine": f"{at['device_name']}, {at['threads']} threads",
+                "versions": f"torch {at['torch']}, Python {at['python']}, ackpt {at['ackpt']}",
+                "date": at["date"],
+                "commit": _commit(at),
+                "source": "this one" if is_current else "an older one",
+            }
+        rows.append({name: row.get(name, "") for name in NOTEBOOKS})
+    return rows
+
+
+def table_rows(root: Path = ROOT) -> list[dict]:
+    """A row for every table: what kinds of figures it holds, and from where."""
+    found, rows = runs(root), []
+    for table in tables(root):
+        source = chapter_of(table, root)
+        run = found.get(source.stem)
+        said = [table.caption, *(name for name in table.columns if name not in table.on_gpu)]
+        also = [kind for kind, word in KINDS.items() if any(word.search(text) for text in said)]
+        rows.append(
+            {
+                "table": f"{{ref}}`{table.path.stem} <{table.label}>`",
+                "also": ", ".join(also),
+                "cpu": where(run.environment) if run else "not recorded",
+                "gpu": on_gpu(table, root) or NOTHING,
+            }
+        )
+    return rows
+
+
+def missing_rows(root: Path = ROOT) -> list[dict]:
+    """A row for every column of a table with cells that were not measured."""
+    return [
+        {
+            "table": f"{{ref}}`{table.path.stem} <{table.label}>`",
+            "column": name,
+            "cells": f"{count} of {len(table.rows)}",
+        }
+        for table in tables(root)
+        for name, count in table.missing().items()
+    ]
+
+
+PARTS = {
+    "notebooks": (notebook_rows, NOTEBOOKS, "The last run of every notebook."),
+    "tables": (table_rows, TABLES, "Every table of the book: where its figures come from."),
+    "missing": (missing_rows, MISSING_CELLS, "What is not yet measured."),
+}
+
+
+def page(part: str, root: Path = ROOT) -> str:
+    """One of `PARTS` as Markdown."""
+    rows, columns, caption = PARTS[part]
+    found = rows(root)
+    return markdown_table(found, columns, caption, f"status-{part}") if found else "Nothing is missing.\n"
