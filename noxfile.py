@@ -93,6 +93,13 @@ def book(session: nox.Session) -> None:
 
 
 @shared
+def single(session: nox.Session) -> None:
+    """Build the book as one HTML page and, where Chromium is installed, as a PDF; nothing is executed."""
+    run(session, "jupyter-book", "build", "book", "--builder", "singlehtml", "--all", "-n", "-W", "--keep-going", "-q")
+    run(session, "python", "tools/single_page.py")
+
+
+@shared
 def check(session: nox.Session) -> None:
     """Reproduce twice and compare the bytes; arguments go to both reproductions."""
     run(session, "python", "tools/check_address.py")

@@ -1,0 +1,39 @@
+"""The book as one page: what is missing from it is found, and what is folded is open on paper."""
+
+from __future__ import annotations
+
+import pytest
+import single_page
+from single_page import PageError, chromium, problems, problems_of_formulas, unfolded
+
+PAGE = '<img alt="a" src="_images/a%20b.png"><img src="data:image/png;base64,"><details class="hide"></details>'
+
+
+def test_missing_pictures_and_what_comes_from_elsewhere_are_found(tmp_path):
+    page = tmp_path / "index.html"
+    page.write_text(PAGE)
+    assert problems(tmp_path) == ["no such picture: _images/a%20b.png"]
+    (tmp_path / "_images").mkdir()
+    (tmp_path / "_images" / "a b.png").write_bytes(b"")
+    assert problems(tmp_path) == []
+    page.write_text('<script src="https://cdn.example/mathjax.js"></script>')
+    assert problems(tmp_path) == ["comes from elsewhere: index.html: https://cdn.example/mathjax.js"]
+
+
+def test_formulas_that_are_not_typeset_are_counted():
+    source = '<div class="math notranslate nohighlight">x</div>' * 3
+    done = '<mjx-container class="MathJax">x</mjx-container>'
+    assert problems_of_formulas(source, 3 * done) == []
+    assert problems_of_formulas(source, 2 * done) == ["1 of 3 formulas are not typeset"]
+    assert problems_of_formulas(source, 3 * done + "<mjx-merror>") == ["1 formulas are wrong"]
+
+
+def test_what_is_folded_is_open():
+    assert unfolded(PAGE).endswith('<details open class="hide"></details>')
+    assert unfolded(unfolded(PAGE)) == unfolded(PAGE)
+
+
+def test_a_browser_that_fails_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(single_page, "PATIENCE", 30)
+    with pytest.raises(PageError, match="false failed with 1"):
+        chromium("false", tmp_path / "index.html")
