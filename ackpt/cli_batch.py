@@ -24,7 +24,11 @@ def add_batch_size(commands) -> None:
         help="memory of the whole peak, such as 6GiB, or auto (default): what the plain step takes at the middle batch",
     )
     add("--image-size", type=int, metavar="N", help="height and width of images")
-    _add_options(add, "plain,per-block,auto@0.5,auto; auto without a budget keeps the limit")
+    _add_options(
+        add,
+        "plain,per-block,auto@0.5,auto; auto without a budget keeps the limit",
+        "width=32 for a resnet, dim=256 layers=2 for the others",
+    )
     parser.set_defaults(run=run_batch_size_command)
 
 
@@ -39,11 +43,11 @@ def add_bert(commands) -> None:
     )
     add = parser.add_argument
     add("--batch-size", type=int, metavar="N", help="sequences of a batch")
-    _add_options(add, "plain,per-block,auto@0.5 and other budgets")
+    _add_options(add, "plain,per-block,auto@0.5 and other budgets", "dim=256 layers=2")
     parser.set_defaults(run=run_bert_command)
 
 
-def _add_options(add, methods: str) -> None:
+def _add_options(add, methods: str, fields: str) -> None:
     add("--tier", choices=TIERS, help="default sizes: cpu is small, gpu as published; as --device if left out")
     add("--methods", type=_names, metavar="M,M,...", help=f"{methods}; any policy of ackpt.plan, @ and a budget")
     add("--seq-len", type=int, metavar="N", help="tokens of a sequence")
@@ -53,7 +57,7 @@ def _add_options(add, methods: str) -> None:
         action="extend",
         default=[],
         metavar="FIELD=VALUE",
-        help="fields of the model's configuration, values as in JSON: width=32 layers=2",
+        help=f"fields of the model's configuration, values as in JSON: {fields}",
     )
     add("--lr", type=float, help="AdamW's learning rate")
     add("--out", metavar="FOLDER", help="write one JSON record per run")

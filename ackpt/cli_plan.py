@@ -87,6 +87,8 @@ def run_plan_command(arguments, command: str) -> int:
     if output is not None:
         found.plan.save(output)
     print(json.dumps(report.to_json(found), indent=1) if arguments.json else report.text(found))
+    if output is not None and not arguments.json:
+        print(f"\n{report.how_it_runs(found, str(output))}")
     return 0
 
 

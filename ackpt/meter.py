@@ -100,6 +100,14 @@ class Measurement:
     flops: int | None = None
     allocator: dict[str, int] = field(default_factory=dict)
 
+    def __repr__(self):
+        seconds = "" if self.seconds is None else f", {1e3 * self.seconds.median:.3g} ms"
+        flops = "" if self.flops is None else f", {self.flops / 1e9:.3g} GFLOP"
+        return (
+            f"<Measurement on {self.device}: peak {memory_format(self.peak_bytes)}, of it "
+            f"{memory_format(self.resident_bytes)} resident{seconds}{flops}>"
+        )
+
     @property
     def peak_bytes(self) -> int:
         return self.resident_bytes + self.dynamic_peak_bytes

@@ -118,6 +118,23 @@ def test_the_written_plan_is_the_model_s_own(tmp_path, capsys):
         ackpt.compile(model, input_ids=x[:, :8], labels=y[:, :8], plan=plan)
 
 
+def test_the_call_that_takes_a_written_plan_is_printed(tmp_path, capsys):
+    """With all arguments, also those that a user may not think of, and a call that forgets one is told so."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {name: int(size) for name, _, size in (text.partition("=") for text in GPT2[4:])}
+    path = tmp_path / "plan.json"
+    assert main(["plan", *GPT2, "--output", str(path)]) == 0
+    call = f"ackpt.compile(model, plan=ackpt.Plan.load({str(path)!r}), input_ids=..., labels=..., use_cache=False)"
+    assert capsys.readouterr().out.splitlines()[-1] == f"written to {path}; it is taken by {call}"
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).train()
+    plan = Plan.load(path)
+    x = torch.randint(0, 100, (1, 16))
+    y = x.clone()
+    assert ackpt.compile(model, plan=plan, input_ids=x, labels=y, use_cache=False).plan is plan
+    with pytest.raises(PlanError, match="argument use_cache then False, now not given"):
+        ackpt.compile(model, plan=plan, input_ids=x, labels=y)
+
+
 def test_a_budget_is_kept_by_the_policy_auto_or_by_the_one_that_is_named(capsys):
     sizes = ["transformer", "--seq-len", "64", "--set", "dim=32", "ff_dim=128", "layers=6", "head_dim=16"]
     sizes += ["--optimizer", "none"]

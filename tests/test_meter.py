@@ -1,7 +1,9 @@
 """Bytes are asserted as whole numbers: counted by hand, by the allocator's own counter, by storages."""
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -228,6 +230,16 @@ def test_seconds_and_flops(mlp):
     data = measured.to_json()
     assert data["peak_bytes"] == measured.peak_bytes == data["resident_bytes"] + data["dynamic_peak_bytes"]
     assert [name for name in data if "second" in name] == ["seconds"]
+
+
+def test_a_measurement_is_printed_without_its_timeline(mlp):
+    model, x = mlp
+    measured = measure(lambda: model(x).sum().backward(), resident=(model, x), repeats=1)
+    sizes = memory_format(measured.peak_bytes), memory_format(measured.resident_bytes)
+    said = re.fullmatch(r"<Measurement on cpu: peak (.+), of it (.+) resident, \S+ ms, \S+ GFLOP>", repr(measured))
+    assert said and said.groups() == sizes
+    plain = replace(measured, seconds=None, flops=None)
+    assert repr(plain) == f"<Measurement on cpu: peak {sizes[0]}, of it {sizes[1]} resident>"
 
 
 def test_says_nothing():

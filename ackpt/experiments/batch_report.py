@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ackpt.graph.budget import from_text
+from ackpt.graph.budget import from_text, readable
 from ackpt.meter import memory_format
 from ackpt.results import RecordError, load_reference
 
@@ -161,11 +161,10 @@ def cell(name: str, value) -> str:
 
 def _notes(records) -> list[str]:
     config, where = records[0].config, records[0].environment
-    fields = "".join(f", {name} {value}" for name, value in config["fields"].items())
     size = f"{config['image_size']} x {config['image_size']} pixels" if config["image_size"] else ""
     size = size or (f"{config['seq_len']} tokens each" if config["seq_len"] else "224 x 224 pixels")
     notes = [
-        f"{config['model']}{fields}, {size}, {config['dtype']}, AdamW; {where['device_name']}, "
+        f"{named(config)}, {size}, {config['dtype']}, AdamW; {where['device_name']}, "
         f"{where['threads']} threads; torch {where['torch']}; sizes in MiB = 2^20 bytes",
         *_budgets(dict.fromkeys(record.config["method"] for record in records)),
     ]
@@ -174,9 +173,19 @@ def _notes(records) -> list[str]:
             notes.append(
                 f"not run: {record.config['method']} at {record.config['batch_size']}: {record.metrics['not_run']}"
             )
+    for record in records:
+        if "one_peak_bytes" in record.metrics:
+            one = readable(record.metrics["one_peak_bytes"])
+            notes.append(f"no batch fits: {record.config['method']} takes at least {one} for a batch of 1")
     reasons = {record.metrics["not_measured"] for record in records if "not_measured" in record.metrics}
     notes += [f"predicted: {reason}" for reason in sorted(reasons)]
     return [*notes, *gradients_note(records)]
+
+
+def named(config) -> str:
+    """The model of a record, with what was changed of its configuration."""
+    fields = ", ".join(f"{name} {value}" for name, value in config["fields"].items())
+    return f"{config['model']} changed to {fields}" if fields else config["model"]
 
 
 def gradients_note(records) -> list[str]:

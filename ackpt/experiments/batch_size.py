@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ackpt.errors import did_you_mean
 from ackpt.graph.budget import parse_bytes
 from ackpt.meter import compare_seconds
 from ackpt.results import Record, environment
@@ -54,8 +55,7 @@ class BatchSizeConfig:
     methods: tuple[str, ...] = METHODS
 
     def __post_init__(self):
-        if self.model not in MODELS:
-            raise ValueError(f"unknown model {self.model!r}: choose from {', '.join(MODELS)}")
+        _require_known(self.model)
         if not self.batches:
             raise ValueError("give at least one batch size")
         if not self.methods:
@@ -95,13 +95,17 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 def configuration(tier: str = "cpu", model: str | None = None, **changes) -> BatchSizeConfig:
     """The configuration of a tier: cpu has small models, gpu the published sizes."""
     model = model or "resnet50"
-    if model not in MODELS:
-        raise ValueError(f"unknown model {model!r}: choose from {', '.join(MODELS)}")
+    _require_known(model)
     if "fields" in changes:
         changes["fields"] = {**SIZES[tier][model].get("fields", {}), **changes["fields"]}
     return BatchSizeConfig(
         **{"model": model, "device": "cpu" if tier == "cpu" else "cuda", **SIZES[tier][model], **changes}
     )
+
+
+def _require_known(model: str) -> None:
+    if model not in MODELS:
+        raise ValueError(f"unknown model {model!r}{did_you_mean(model, MODELS)}: choose from {', '.join(MODELS)}")
 
 
 def run_batch_size(config: BatchSizeConfig, command: str = "", timed_rounds: int = 3, predict_only: bool = False):
@@ -259,6 +263,8 @@ def _largest(config: BatchSizeConfig, each: Method, limit: int, shapes, predict_
 
 def _answer(found: Largest) -> dict:
     metrics: dict[str, Any] = {"largest_batch": found.batch, "least_peak_bytes": found.least_peak_bytes}
+    if found.one_peak_bytes is not None:
+        metrics["one_peak_bytes"] = found.one_peak_bytes
     if found.measured_peak_bytes is not None:
         metrics["peak_bytes"] = found.measured_peak_bytes
     elif found.not_measured:

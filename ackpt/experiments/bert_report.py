@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ackpt.results import RecordError, load_reference
 
-from .batch_report import cell, change, figures, gradients_note, how
+from .batch_report import cell, change, figures, gradients_note, how, named
 from .report import aligned
 from .steps import PER_BLOCK, PLAIN
 
@@ -120,12 +120,11 @@ def _table(records) -> list[str]:
     config, where = records[0].config, records[0].environment
     table = rows(records)
     names = [name for name in COLUMNS if any(row[name] is not None for row in table)]
-    fields = "".join(f", {name} {value}" for name, value in config["fields"].items())
     kind = f"{where['device_name']}, {where['threads']} threads"
     if how(records[0]) == "predicted":
         kind = f"predicted from shapes as on {config['device']}, nothing was run"
     lines = [
-        f"{config['model']}{fields}: {config['batch_size']} x {config['seq_len']} tokens, {config['dtype']}, AdamW; "
+        f"{named(config)}: {config['batch_size']} x {config['seq_len']} tokens, {config['dtype']}, AdamW; "
         f"{kind}; torch {where['torch']}; sizes in MiB = 2^20 bytes",
         *aligned([[COLUMNS[n] for n in names], *([cell(n, row[n]) for n in names] for row in table)], left=1),
     ]

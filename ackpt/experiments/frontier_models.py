@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ackpt.errors import did_you_mean
 from ackpt.models import ResNet, ResNetConfig
 
 from .methods import autocast
@@ -70,7 +71,7 @@ def checked_sizes(model: str, changes: dict[str, int]) -> dict[str, int]:
         ValueError: for an unknown model, a size that it does not have, and one that is no positive whole number.
     """
     if model not in MODELS:
-        raise ValueError(f"unknown model {model!r}: choose from {', '.join(MODELS)}")
+        raise ValueError(f"unknown model {model!r}{did_you_mean(model, MODELS)}: choose from {', '.join(MODELS)}")
     sizes = MODELS[model].sizes
     for name, value in changes.items():
         if name not in sizes:

@@ -164,9 +164,8 @@ def _notes(record) -> list[str]:
             f"smallest: auto {found['least']:.3f}, correct peers {found['peer_least']:.3f}, a ratio of {ratio:.2f}"
         )
     if found["at_checkpoint"] is not None:
-        notes.append(
-            f"at the peak of torch's checkpoint per block auto runs {found['at_checkpoint']:.2f} of its FLOPs again"
-        )
+        share = f"{found['at_checkpoint']:.2f} of the FLOPs" if found["at_checkpoint"] else "none of the FLOPs"
+        notes.append(f"at the peak of torch's checkpoint per block auto runs {share} again that checkpoint does")
     for key, what in (("beaten", "no better than auto"), ("ahead", "BETTER than auto"), ("wrong", "wrong results")):
         if found[key]:
             notes.append(f"{what}{'' if key == 'wrong' else f' at or below {TIGHT}'}: {', '.join(found[key])}")

@@ -29,13 +29,15 @@ class Largest:
     """`batch` fits and the next one does not; 0 if not even one does.
 
     ``least_peak_bytes``: the smallest predicted peak of the method at that batch; ``measured_peak_bytes`` None: it
-    was not run, for the reason `not_measured`.
+    was not run, for the reason `not_measured`. ``one_peak_bytes``: the smallest predicted peak of a batch of one, where
+    that does not fit.
     """
 
     batch: int
     least_peak_bytes: int | None
     measured_peak_bytes: int | None
     not_measured: str | None = None
+    one_peak_bytes: int | None = None
 
 
 def search(fits: Callable[[int], bool], guess: int = 1, at_most: int = AT_MOST) -> int:
@@ -77,7 +79,8 @@ def largest_predicted(method: Method, limit_bytes: int, shapes: Callable[[int], 
     least = functools.cache(lambda batch_size: shapes(batch_size).least_bytes(method))
     guess = extrapolated({batch_size: least(batch_size) for batch_size in {min(known), max(known)}}, limit_bytes)
     batch = search(lambda batch_size: least(batch_size) <= limit_bytes, guess)
-    return Largest(batch, least(batch) if batch else None, None, "only predicted, from shapes")
+    reason = "only predicted, from shapes"
+    return Largest(batch, least(batch), None, reason) if batch else Largest(0, None, None, reason, least(1))
 
 
 def largest_on_cpu(method: Method, limit_bytes: int, shapes: Callable[[int], Shapes], known: Iterable[int]) -> Largest:
@@ -87,7 +90,7 @@ def largest_on_cpu(method: Method, limit_bytes: int, shapes: Callable[[int], Sha
     """
     found = largest_predicted(method, limit_bytes, shapes, known)
     if found.least_peak_bytes is None:
-        return Largest(0, None, None)
+        return replace(found, not_measured=None)
     if reason := does_not_fit(limit_bytes if needs_limit(method.name) else found.least_peak_bytes, "cpu"):
         return replace(found, not_measured=reason)
     peaks: dict[int, int] = {}
@@ -99,7 +102,9 @@ def largest_on_cpu(method: Method, limit_bytes: int, shapes: Callable[[int], Sha
     if fits(found.batch):
         return Largest(found.batch, found.least_peak_bytes, peaks[found.batch])
     batch = search(fits, found.batch * limit_bytes // peaks[found.batch], found.batch - 1)
-    return Largest(batch, shapes(batch).least_bytes(method) if batch else None, peaks.get(batch))
+    if not batch:
+        return Largest(0, None, None, one_peak_bytes=peaks.get(1))
+    return Largest(batch, shapes(batch).least_bytes(method), peaks.get(batch))
 
 
 def _peak_on_cpu(setting: Setting, method: Method) -> int:

@@ -36,6 +36,17 @@ def text(found: Planned) -> str:
     return "\n".join([*lines, *_verdict(found)])
 
 
+def how_it_runs(found: Planned, path: str) -> str:
+    """Where the plan was written, and the call that takes it; a plan as on a GPU is none of a step on the CPU."""
+    if found.device is not None:
+        return f"written to {path}"
+    inputs = {name: "..." if isinstance(value, torch.Tensor) else value for name, value in found.step.inputs.items()}
+    given = ", ".join(f"{name}={value}" for name, value in inputs.items())
+    cast = found.config.autocast
+    where = "" if cast == "float32" else f", within torch.autocast('cpu', torch.{cast})"
+    return f"written to {path}; it is taken by ackpt.compile(model, plan=ackpt.Plan.load({path!r}), {given}){where}"
+
+
 def to_json(found: Planned) -> dict:
     """The same as plain data; sizes in bytes."""
     config, plan = found.config, found.plan

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import ackpt
-from ackpt.errors import BudgetError
+from ackpt.errors import BudgetError, did_you_mean
 from ackpt.meter import measure
 from ackpt.models import BasicBlock, BertBlock, BertForMaskedLM, Block, Bottleneck
 from ackpt.policies import POLICIES
@@ -51,7 +51,8 @@ class Setting:
 
     def __post_init__(self):
         if self.model not in BUILT_IN:
-            raise ValueError(f"unknown model {self.model!r}: choose from {', '.join(BUILT_IN)}")
+            close = did_you_mean(self.model, BUILT_IN)
+            raise ValueError(f"unknown model {self.model!r}{close}: choose from {', '.join(BUILT_IN)}")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype {self.dtype!r} is not supported here: choose float32, or autocast to bfloat16")
         self.request()
@@ -88,9 +89,10 @@ def method(name: str, limit_bytes: int | None = None) -> Method:
     policy, at, text = name.partition("@")
     known = [policy for policy in POLICIES if policy != NEEDS_FATES]
     if policy not in known:
+        close = did_you_mean(policy, [PLAIN, PER_BLOCK, *known])
         raise ValueError(
-            f"unknown method {name!r}: choose {PLAIN}, {PER_BLOCK} or a policy with its budget, such as auto@0.5; the "
-            f"policies are {', '.join(known)}"
+            f"unknown method {name!r}{close}: choose {PLAIN}, {PER_BLOCK} or a policy with its budget, such as "
+            f"auto@0.5; the policies are {', '.join(known)}"
         )
     if not at:
         return Method(name, policy, None if policy in UNBOUNDED else limit_bytes)

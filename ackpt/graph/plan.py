@@ -127,6 +127,13 @@ class Plan:
     exposed_seconds: float | None = None
     made_for: Mapping[str, str] | None = field(default=None, compare=False)
 
+    def __repr__(self):
+        share = self.dynamic_peak_bytes / max(1, self.baseline_dynamic_peak_bytes)
+        return (
+            f"<Plan of policy {self.policy!r}: peak {memory_format(self.peak_bytes)}, dynamic {share:.3f} of the plain "
+            f"step's; table() says more>"
+        )
+
     @property
     def dynamic_peak_bytes(self) -> int:
         """The peak without resident bytes."""

@@ -39,7 +39,7 @@ def standing_in(graph: JointGraph, found: Chain, profile, cost) -> list[Schedule
         saved = stays.union(*row)
         return lower(graph, smaller(known, saved, read, profile.flops, cost, share * dearest))
 
-    tries = _WALKED // len(graph.nodes)
+    tries = max(1, _WALKED // len(graph.nodes))
     rows = rows[:: -(-len(rows) * len(_DEARER) * 2 // tries)]
     whole = {(share, index): made(row, share) for share in _DEARER for index, row in enumerate(rows)}
     tries -= len(whole)

@@ -1,5 +1,6 @@
 """The batch-size experiment: measured peaks are the predicted ones, the largest batch is the largest."""
 
+import itertools
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from ackpt.experiments.largest_batch import Largest, extrapolated, largest_on_cp
 from ackpt.experiments.offload import GradientsDiffer
 from ackpt.experiments.plan_models import training_step
 from ackpt.experiments.steps import Method, RunStep, method, require_equal
+from ackpt.graph.budget import readable
 from ackpt.results import Record, load_reference
 
 FIELDS = {"dim": 32, "ff_dim": 64, "layers": 2, "head_dim": 16}
@@ -173,7 +175,7 @@ def test_where_measured_peaks_are_over_the_limit_few_batches_are_run(monkeypatch
     found = largest_on_cpu(Method("plain"), 5000, shapes, (4, 8))
     assert found == Largest(33, 4300, 1000 + 120 * 33)
     assert 34 in run and len(run) <= 5
-    assert largest_on_cpu(Method("plain"), 1000, shapes, (4, 8)) == Largest(0, None, None)
+    assert largest_on_cpu(Method("plain"), 1000, shapes, (4, 8)) == Largest(0, None, None, one_peak_bytes=1120)
 
 
 def test_a_line_through_two_peaks():
@@ -214,14 +216,27 @@ def test_the_command_predicts_without_running(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
+def test_a_limit_that_not_even_one_fits_says_what_one_takes():
+    sizes = {"batches": (1,), "methods": ("plain",), "seq_len": 8, "fields": FIELDS}
+    config = configuration(model="transformer", limit="20KiB", **sizes)
+    records = list(itertools.chain(*run_batch_size(config, predict_only=True)))
+    step, largest = (record.metrics for record in records)
+    assert largest["largest_batch"] == 0 and largest["one_peak_bytes"] == step["peak_bytes"] > 20 * 2**10
+    text = report.text_table(records)
+    assert f"no batch fits: plain takes at least {readable(step['peak_bytes'])} for a batch of 1" in text
+    assert "transformer changed to " in text
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--model", "vgg"], "unknown model 'vgg'"),
+        (["--model", "resnet5"], "unknown model 'resnet5' (did you mean 'resnet50'?): choose from resnet18"),
         (["--batches", "0"], "at least 1"),
         (["--batches", "four"], "no list of whole numbers"),
         (["--limit", "much"], "no size in bytes"),
         (["--methods", "magic"], "unknown method 'magic'"),
+        (["--methods", "autp@0.5"], "unknown method 'autp@0.5' (did you mean 'auto'?): choose plain"),
         (["--methods", ","], "at least one method"),
         (["--dtype", "float16"], "float16"),
         (["--device", "cuda"], "CUDA GPU"),

@@ -74,6 +74,12 @@ def test_auto_is_planned_within_the_peaks_of_the_peers(record):
     blocks = record.metrics["peers"][0]
     assert found["at_checkpoint"] == blocks["auto_recompute_flops"] / blocks["recompute_flops"] < 1
     assert found["least"] < found["peer_least"] and found["ahead"] == found["wrong"] == []
+    said = "at the peak of torch's checkpoint per block auto runs {} of the FLOPs again that checkpoint does"
+    share = f"{found['at_checkpoint']:.2f}" if found["at_checkpoint"] else "none"
+    assert said.format(share) in report.text_table(record)
+    free = copy.deepcopy(record)
+    free.metrics["peers"][0]["auto_recompute_flops"] = 0
+    assert said.format("none") in report.text_table(free)
 
 
 def test_a_peer_with_fewer_flops_or_wrong_results_is_named(record):

@@ -62,7 +62,9 @@ def test_the_table_names_the_promise_and_the_largest(graph):
     assert lines[0].split() == ["policy", "full"]
     assert plan.peak_node in plan.table()
     saved = sum(fate == "saved" for fate in plan.fates.values())
-    assert f"{saved} of {len(plan.fates)} saved" in plan.table()
+    again = sum(fate == "recomputed" for fate in plan.fates.values())
+    assert f"{saved} of {len(plan.fates)} saved, " in plan.table() and f"; {again} recomputed, 0 off" in plan.table()
+    assert repr(plan).startswith("<Plan of policy 'full': peak ") and len(repr(plan)) < 120
     assert len(lines) == 9 + min(10, len(plan.fates)) + 2 + len(plan.decisions)
 
 

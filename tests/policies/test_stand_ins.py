@@ -73,6 +73,15 @@ def test_sums_that_are_no_larger_than_their_product_stay():
     assert before.count("add") == after.count("add") == 2
 
 
+def test_a_graph_too_large_to_walk_through_often_is_walked_through_once(monkeypatch):
+    graph = ackpt.trace(nn.Sequential(*(Residual() for _ in range(3))), torch.ones(8, 16))
+    figures = profile(graph)
+    many = standing_in(graph, chain(graph), figures, costs(graph, figures))
+    monkeypatch.setattr("ackpt.policies.stand_ins._WALKED", len(graph.nodes) - 1)
+    few = standing_in(graph, chain(graph), figures, costs(graph, figures))
+    assert 0 < len(few) < len(many)
+
+
 def bert():
     """A small BERT and its tokens."""
     torch.manual_seed(0)
