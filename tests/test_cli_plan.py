@@ -17,6 +17,7 @@ from ackpt.experiments.plan import PlanConfig, run_plan
 from ackpt.experiments.plan_cuda import CapturedCudaChoices
 from ackpt.experiments.plan_models import StepRequest
 from ackpt.graph import Plan, PlanError
+from ackpt.graph.budget import readable
 from ackpt.models import BertConfig, BertForMaskedLM
 
 BERT = ["bert-base", "--seq-len", "16", "--set", "dim=32", "ff_dim=64", "layers=2", "heads=2", "vocab_size=100"]
@@ -152,7 +153,7 @@ def test_a_device_that_is_too_small_and_one_that_is_not():
     full = run_plan(PlanConfig(step, optimizer="none", device="t4", policy="full"))
     assert small.device is not None and small.device.memory_bytes == 16 * 10**9 < small.plan.peak_bytes
     assert full.plan.peak_bytes == small.least_bytes < small.plan.peak_bytes
-    plain, least = (f"{size / 2**30:.1f} GiB" for size in (small.plan.peak_bytes, full.plan.peak_bytes))
+    plain, least = f"{small.plan.peak_bytes / 2**30:.1f} GiB", readable(full.plan.peak_bytes)
     last = plan_report.text(small).splitlines()[-1]
     assert last.startswith(f"does not fit t4: {plain} of 14.9 GiB; the smallest budget of policy full is {least}")
     assert last.endswith("what is best within 14.9 GiB is asked for with --budget 16000000000B")

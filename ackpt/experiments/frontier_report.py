@@ -5,6 +5,7 @@ Peaks are shares of the dynamic peak of policy none, FLOPs that run again shares
 
 from __future__ import annotations
 
+from ackpt.graph.budget import readable
 from ackpt.meter import memory_format
 
 from .frontier import OURS
@@ -109,7 +110,7 @@ def rows(record) -> list[dict]:
         row = dict.fromkeys(HEADINGS) | {"name": point.get("policy") or point["peer"]}
         row["budget"] = None if budget is None else str(budget)
         if "measured_peak_bytes" not in point:
-            table.append({**row, "bytes": "refused", "off": f"least {memory_format(point['least_bytes'])} in all"})
+            table.append({**row, "bytes": "refused", "off": f"least {readable(point['least_bytes'])} in all"})
             continue
         peak = point["measured_peak_bytes"]
         row |= {"peak": f"{peak / baseline:.3f}", "bytes": memory_format(peak)}

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from ackpt.graph.budget import readable
 from ackpt.meter import memory_format
 
 from .plan import FULL, Planned
@@ -110,7 +111,7 @@ def _verdict(found: Planned) -> list[str]:
     device, size = found.device, memory_format(found.device.memory_bytes)
     if found.least_bytes is None:
         return ["", f"fits {device.name}: {memory_format(found.plan.peak_bytes)} of {size}"]
-    least = f"{memory_format(found.least_bytes)} ({found.least_bytes} bytes)"
+    least = f"{readable(found.least_bytes)} ({found.least_bytes} bytes)"
     verdict = ", which fits" if found.least_bytes <= device.memory_bytes else ""
     return [
         "",

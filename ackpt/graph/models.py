@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..errors import check_misspelt
 
 _INDUCTOR = "or use torch.compile(model, backend='ackpt', options={'compiler': 'inductor'}), which plans and compiles"
 _DDP = "DistributedDataParallel(ackpt.compile(model, ...))"
@@ -28,6 +32,25 @@ if torch.distributed.is_available():
         f"{_GATHERS} Plan first, fully_shard(ackpt.compile(model, ...)), which gathers the whole model, or shard block "
         "by block and use ackpt.apply_activation_checkpointing before."
     )
+
+
+def check_keywords(model, given, known, what: str) -> None:
+    """Refuse keywords for the model that are nearly one of `known`, those of `what`, and not named by its forward.
+
+    Raises:
+        TypeError: naming both.
+    """
+    unnamed = sorted(set(given) - forward_names(model))
+    check_misspelt(unnamed, known, f"{what}, and no parameter that the model's forward names")
+
+
+def forward_names(model) -> set[str]:
+    """Names of the parameters of the model's forward; none where it has no signature, or is no module."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (AttributeError, TypeError, ValueError):
+        return set()
+    return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def check_model(model) -> None:

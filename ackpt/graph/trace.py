@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from .capture import capture
 from .gradients import move_tangents, own_gradients
 from .joint import BACKWARD, FORWARD, JointGraph, Node, Storage, TraceError
-from .models import check_model
+from .models import check_keywords, check_model
 from .optimizer import check_optimizer, optimizer_bytes
 from .recurrent import keep_for_backward
 
@@ -33,7 +33,8 @@ def trace(model, *args, differentiate="loss", optimizer=None, **kwargs) -> Joint
         that require one are inputs of its backward part.
 
     Raises:
-        TypeError: if `model` is no module, or one that is compiled, scripted, parallel or planned already.
+        TypeError: if `model` is no module, or one that is compiled, scripted, parallel or planned already; for a
+            keyword that is nearly ``optimizer`` or ``differentiate`` and that the model's forward does not name.
         ValueError: if `optimizer` has none of the model's parameters.
         TraceError: if no parameter or no output requires grad, or if the model decides by the values of tensors
             (``if x.sum() > 0``, ``.item()``, ``nonzero``), naming the line.
@@ -47,6 +48,7 @@ def trace(model, *args, differentiate="loss", optimizer=None, **kwargs) -> Joint
         ['aten.t.default', 'aten.addmm.default']
     """
     check_model(model)
+    check_keywords(model, kwargs, ("differentiate", "optimizer"), "ackpt.trace")
     check_optimizer(model, optimizer)
     with capture(model, args, kwargs, differentiate) as captured:
         graph = joint_graph(captured.joint.graph_module, optimizer)

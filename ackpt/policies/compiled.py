@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..errors import check_misspelt, did_you_mean
+from ..errors import did_you_mean
 from ..graph.applied import check_applies
 from ..graph.budget import dynamic_limit
 from ..graph.compile import PlannedStep
 from ..graph.joint import TraceError
+from ..graph.models import check_keywords, forward_names
 from ..graph.plan import Plan
 from .planner import POLICIES, check_runs, options_of
 from .planner import plan as make_plan
@@ -92,19 +92,9 @@ def compile(
 
 def _check_keywords(model, kwargs, policy: str) -> None:
     """Refuse keywords that were hardly meant for the model; what its forward names is the model's."""
-    given = sorted(set(kwargs) - _named(model))
-    check_misspelt(given, _KEYWORDS, "ackpt.compile, and no parameter that the model's forward names")
-    if own := sorted(set(given) & set(options_of(policy))):
+    check_keywords(model, kwargs, _KEYWORDS, "ackpt.compile")
+    if own := sorted((set(kwargs) - forward_names(model)) & set(options_of(policy))):
         raise TypeError(f"{own[0]!r} is an option of policy {policy!r}: give it as options={{{own[0]!r}: ...}}")
-
-
-def _named(model) -> set[str]:
-    """Names of the parameters of the model's forward."""
-    try:
-        parameters = inspect.signature(model.forward).parameters.values()
-    except (AttributeError, TypeError, ValueError):  # no module, which is refused later, or no signature
-        return set()
-    return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def _check_options(options, plan) -> None:

@@ -157,6 +157,11 @@ def test_a_misspelt_keyword_is_not_handed_to_the_model(name):
             ackpt.compile(model, X, **{name: 0.5})
 
 
+def test_a_misspelt_keyword_of_trace_is_not_handed_to_the_model():
+    with pytest.raises(TypeError, match="'optimiser' is no keyword of ackpt.trace.*: did you mean 'optimizer'"):
+        ackpt.trace(Keywords(), X, optimiser=None)
+
+
 def test_an_option_of_the_policy_among_the_keywords_is_said_so():
     with pytest.raises(TypeError, match="'time_limit' is an option of policy 'ilp': give it as options=.'time_limit'"):
         ackpt.compile(Keywords(), X, budget=0.5, policy="ilp", time_limit=1)
