@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import single_page
-from single_page import PageError, chromium, problems, problems_of_formulas, unfolded
+from single_page import PageError, chromium, for_paper, problems, problems_of_formulas
 
 PAGE = '<img alt="a" src="_images/a%20b.png"><img src="data:image/png;base64,"><details class="hide"></details>'
 
@@ -28,9 +28,10 @@ def test_formulas_that_are_not_typeset_are_counted():
     assert problems_of_formulas(source, 3 * done + "<mjx-merror>") == ["1 formulas are wrong"]
 
 
-def test_what_is_folded_is_open():
-    assert unfolded(PAGE).endswith('<details open class="hide"></details>')
-    assert unfolded(unfolded(PAGE)) == unfolded(PAGE)
+def test_on_paper_what_is_folded_is_open_and_links_stay_within():
+    assert for_paper(PAGE).endswith('<details open class="hide"></details>')
+    assert for_paper(for_paper(PAGE)) == for_paper(PAGE)
+    assert for_paper('<a href="index.html#goals">') == '<a href="#goals">'
 
 
 def test_a_browser_that_fails_is_an_error(tmp_path, monkeypatch):

@@ -44,16 +44,16 @@ def problems_of_formulas(source: str, typeset: str) -> list[str]:
     return found + ([f"{wrong} formulas are wrong"] if (wrong := typeset.count("<mjx-merror")) else [])
 
 
-def unfolded(text: str) -> str:
-    """The page with every folded cell open: paper cannot be clicked on."""
-    return re.sub(r"<details(?! open)\b", "<details open", text)
+def for_paper(text: str) -> str:
+    """The page with every folded cell open, as paper cannot be clicked on, and with links that stay within it."""
+    return re.sub(r"<details(?! open)\b", "<details open", text).replace('href="index.html#', 'href="#')
 
 
 def print_page(folder: Path, browser: str, pdf: Path) -> list[str]:
     """Print the page in `folder`; returns what is wrong with its formulas."""
     source = (folder / "index.html").read_text(encoding="utf-8")
-    page = folder / "unfolded.html"
-    page.write_text(unfolded(source), encoding="utf-8")
+    page = folder / "for_paper.html"
+    page.write_text(for_paper(source), encoding="utf-8")
     try:
         wrong = problems_of_formulas(source, chromium(browser, page, "--dump-dom"))
         pdf.parent.mkdir(parents=True, exist_ok=True)
