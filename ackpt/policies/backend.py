@@ -59,7 +59,8 @@ def backend(gm: fx.GraphModule, example_inputs, options=None, mode=None):
     Raises:
         TraceError: at a graph break, naming the line, and where DistributedDataParallel has the graph cut: a part of a
             step cannot keep the budget of the whole.
-        BudgetError: if the budget cannot be kept.
+        BudgetError: if the budget cannot be kept. Other shapes, as of a last batch that is smaller, are compiled and
+            planned anew when they come, and a fraction is then one of what they allocate.
 
     Example:
         >>> import torch, ackpt

@@ -166,6 +166,28 @@ def test_a_budget_that_cannot_be_kept_names_those_that_can(policy, budget):
     step(x).sum().backward()
 
 
+@pytest.fixture(scope="module")
+def traced():
+    model, x = layers()
+    graph = ackpt.trace(model, x)
+    return graph, ackpt.profile(graph)
+
+
+POLICIES = ["auto", "full", "chen-sqrt", "chen-log", "revolve", "rotor", "min-cut", "mu-two"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_named_is_kept_when_it_is_typed_back(traced, policy):
+    graph, profile = traced
+    with pytest.raises(ackpt.BudgetError) as raised:
+        ackpt.plan(graph, "1B", policy, profile=profile)
+    said = re.search(r"keeps is (\S+ \S+) \((\d+) bytes\)(?:, or ([0-9.]+) of)?", str(raised.value))
+    assert int(said[2]) == raised.value.least_bytes
+    for text in filter(None, said.groups()):
+        plan = ackpt.plan(graph, text, policy, profile=profile)
+        assert plan.dynamic_peak_bytes <= plan.limit_bytes
+
+
 @pytest.mark.parametrize(
     ("budget", "hint"),
     [
