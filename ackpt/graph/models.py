@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from ..errors import check_misspelt
 
@@ -57,7 +58,8 @@ def check_model(model) -> None:
     """Refuse what is no module, and what cannot be captured as it runs.
 
     Raises:
-        TypeError: names the module that is compiled, scripted, parallel or planned already, and the way out.
+        TypeError: names the module that is compiled, scripted, parallel, planned already or without shapes, and the
+            way out.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -67,6 +69,8 @@ def check_model(model) -> None:
             reason = "it is planned already. Plan the whole model once, made of modules that are not."
         elif reason is None and module._compiled_call_impl is not None:
             reason = f"its compile() was called. Leave that out, {_INDUCTOR}."
+        elif reason is None and any(is_lazy(p) for p in module.parameters(recurse=False)):
+            reason = "its parameters have no shape yet. Call the model once on a batch, so that they get one."
         if reason is not None:
             where = f"module {name!r}" if name else "the model"
             raise TypeError(f"{where} ({type(module).__name__}) cannot be planned: {reason}")

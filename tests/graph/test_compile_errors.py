@@ -96,6 +96,7 @@ WRAPPERS = {
     "scripted": (torch.jit.script, "TorchScript cannot be captured"),
     "parallel": (nn.DataParallel, "it runs copies of a module. .*DistributedDataParallel"),
     "distributed": (distributed, "the planned step belongs into it.*DistributedDataParallel"),
+    "lazy": (lambda model: nn.LazyLinear(4), "its parameters have no shape yet. Call the model once"),
     "planned": (lambda model: ackpt.compile(model, X), "it is planned already"),
 }
 
