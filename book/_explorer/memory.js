@@ -75,18 +75,19 @@ const build = (root, data) => {
     element("b", element("span", box, "= "), `${count(bytes)} bytes, ${mib(bytes)}`);
   };
 
+  let wanted = data.models[0].steps[1].size;
   const chooseSizes = () => {
-    const chosen = data.models[+model.select.value];
-    const before = size.select.selectedIndex;
-    const [title, shown] = SIZES[chosen.option];
+    const { option: name, steps: all } = data.models[+model.select.value];
+    const [title, shown] = SIZES[name];
     size.label.textContent = title;
     size.select.replaceChildren();
-    chosen.steps.forEach((step, place) => option(size.select, place, shown(step.size)));
-    size.select.selectedIndex = before < 0 ? 1 : Math.min(before, chosen.steps.length - 1);
+    all.forEach((step, place) => option(size.select, place, shown(step.size)));
+    size.select.selectedIndex = Math.max(0, all.findIndex((step) => step.size === wanted));
   };
 
   const show = () => {
     const step = data.models[+model.select.value].steps[+size.select.value];
+    wanted = step.size;
     const name = policy.select.value;
     const refused = !step.plans[name];
     const plan = step.plans[name] ?? step.plans.least, plain = step.plans.none;
