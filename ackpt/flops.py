@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -82,7 +83,7 @@ _OWN = {
 }
 
 
-def count_flops(step_fn) -> int:
+def count_flops(step_fn: Callable[[], object]) -> int:
     """FLOPs of the matrix products, convolutions and attentions of one call of `step_fn` (a multiply-add is 2).
 
     The rules are those of ``torch.utils.flop_counter``, to which CPU flash attention is added; causal attention

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+from collections.abc import Iterator
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -42,7 +43,7 @@ _ALL = Guarantees()
 
 
 @contextlib.contextmanager
-def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: bool = True):
+def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: bool = True) -> Iterator[None]:
     """Choose, for the regions entered in this block, which guarantees beyond torch's own are given.
 
     All are on by default. What they cost depends on the number of a region's modules and tensors, not on their sizes
@@ -73,7 +74,7 @@ def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: b
         _local.guarantees = previous
 
 
-def version(tensor) -> int:
+def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -9,14 +9,24 @@ the logits are there; nothing is saved for backward but the two gradients, and n
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+from torch import Tensor
 
 from .errors import CheckpointError
 
 _REDUCTIONS = ("mean", "sum")
 
 
-def chunked_cross_entropy(hidden, weight, targets, chunks=8, reduction="mean", ignore_index=-100):
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunks: int = 8,
+    reduction: Literal["mean", "sum"] = "mean",
+    ignore_index: int = -100,
+) -> Tensor:
     """Cross-entropy of ``hidden @ weight.T`` against `targets`, computed in chunks of rows.
 
     Args:

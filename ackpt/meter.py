@@ -8,15 +8,20 @@ by category. The CPU's allocator events come from ``meter_cpu``, the caching all
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import meter_cpu, meter_cuda
 from .flops import UncountedFlops, count_flops
-from .resident import Resident
+from .resident import Item, Resident
 from .timeline import CATEGORIES, MeterError, Timeline
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "CATEGORIES",
@@ -43,11 +48,11 @@ class Spread:
     samples: tuple[float, ...]
 
     @classmethod
-    def of(cls, samples):
+    def of(cls, samples: Iterable[float]) -> Self:
         samples = tuple(samples)
         return cls(median(samples), min(samples), max(samples), samples)
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return {"median": self.median, "low": self.low, "high": self.high, "samples": list(self.samples)}
 
 
@@ -117,7 +122,7 @@ class Measurement:
         """Most bytes that were offloaded at one time; they are no part of the other sizes."""
         return self.allocator.get("store_peak_bytes", 0)
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         """Plain data without the timeline (``timeline.thinned(400).to_json()`` gives that); times only in seconds."""
         return {
             "device": self.device,
@@ -131,7 +136,14 @@ class Measurement:
         }
 
 
-def measure(step_fn, device=None, *, resident=(), warmup=1, repeats=3) -> Measurement:
+def measure(
+    step_fn: Callable[[], object],
+    device: torch.device | str | None = None,
+    *,
+    resident: Iterable[Item] = (),
+    warmup: int = 1,
+    repeats: int = 3,
+) -> Measurement:
     """Run a step `warmup` times, once more for its bytes, and `repeats` times for its seconds.
 
     Args:
@@ -222,7 +234,7 @@ class Comparison:
     seconds: dict[str, Seconds]
     ratios: dict[str, Ratio]
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         """Plain data; ratios of times stand in ``seconds_ratio``, since they differ from run to run."""
         return {
             "reference": self.reference,
@@ -231,7 +243,12 @@ class Comparison:
         }
 
 
-def compare_seconds(functions, repeats=5, reference=None, device=None) -> Comparison:
+def compare_seconds(
+    functions: Mapping[str, Callable[[], object]],
+    repeats: int = 5,
+    reference: str | None = None,
+    device: torch.device | str | None = None,
+) -> Comparison:
     """Time several functions against one another in one process, one after the other in every round.
 
     Args:
@@ -260,7 +277,7 @@ def compare_seconds(functions, repeats=5, reference=None, device=None) -> Compar
         function()
     samples = {name: [] for name in functions}
     for index in range(repeats):
-        for name in functions if index % 2 == 0 else reversed(functions):
+        for name in functions if index % 2 == 0 else reversed([*functions]):
             samples[name].append(clock(functions[name], device))
     return Comparison(
         reference,

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import weakref
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,14 +31,14 @@ _local = threading.local()
 
 
 def offload_saved_tensors(
-    mode="async",
-    store="host",
+    mode: Literal["sync", "async"] = "async",
+    store: Literal["host", "disk"] = "host",
     *,
-    min_bytes=MIN_BYTES,
-    keep_last=1,
-    lookahead_bytes=None,
-    max_pinned_bytes=None,
-    folder=None,
+    min_bytes: int = MIN_BYTES,
+    keep_last: int = 1,
+    lookahead_bytes: int | None = None,
+    max_pinned_bytes: int | None = None,
+    folder: str | os.PathLike[str] | None = None,
 ) -> Offload:
     """A context in which tensors saved for backward are offloaded; nothing is recomputed.
 
@@ -92,13 +93,22 @@ class Offload:
         >>> ackpt.checkpoint(layer, x * 2, offload=offload).sum().backward()
     """
 
-    def __init__(self, mode, store, min_bytes, keep_last, lookahead_bytes, max_pinned_bytes, folder):
+    def __init__(
+        self,
+        mode: Literal["sync", "async"],
+        store: Literal["host", "disk"],
+        min_bytes: int,
+        keep_last: int,
+        lookahead_bytes: int | None,
+        max_pinned_bytes: int | None,
+        folder: str | os.PathLike[str] | None,
+    ):
         self._arguments = (mode, store, min_bytes, keep_last, lookahead_bytes, max_pinned_bytes, folder)
         _one_of("mode", mode, MODES)
         _one_of("store", store, STORES)
-        self.min_bytes = _size("min_bytes", min_bytes)
-        self.keep_last = _size("keep_last", keep_last)
-        self.lookahead = None if lookahead_bytes is None else _size("lookahead_bytes", lookahead_bytes)
+        self.min_bytes: int = _size("min_bytes", min_bytes)
+        self.keep_last: int = _size("keep_last", keep_last)
+        self.lookahead: int | None = None if lookahead_bytes is None else _size("lookahead_bytes", lookahead_bytes)
         if max_pinned_bytes is not None:
             max_pinned_bytes = _size("max_pinned_bytes", max_pinned_bytes)
         if (store == "disk") != (folder is not None):
@@ -109,12 +119,12 @@ class Offload:
             )
         if mode == "sync":
             self.lookahead = 0
-        self.engine = _engine(store, None if folder is None else _path(folder), max_pinned_bytes)
+        self.engine: Engine = _engine(store, None if folder is None else _path(folder), max_pinned_bytes)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[Offload], tuple[Any, ...]]:
         return Offload, self._arguments
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         mode, store = self._arguments[:2]
         return f"<ackpt offload: {mode}, store={store!r}>"
 
@@ -124,7 +134,7 @@ class Offload:
         _entered().append(entry)
         return self.engine
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: Any) -> None:
         if not _entered():
             raise RuntimeError("this offload context was not entered in this thread: use it as `with offload: ...`")
         _entered().pop().hooks.__exit__(*exception)
@@ -138,7 +148,7 @@ class Offload:
         return entry
 
 
-def resolve(offload) -> Offload | None:
+def resolve(offload: Offload | str | None) -> Offload | None:
     """The Offload that an ``offload=`` argument names: None, a mode, or what ``offload_saved_tensors`` returned."""
     if offload is None or isinstance(offload, Offload):
         return offload
@@ -173,13 +183,13 @@ class _Entry:
         self._engine = offload.engine
         self._forward = Forward(offload.keep_last, offload.lookahead, of_regions)
         self._task = _task()
-        self._modules: dict[int, tuple[weakref.ref, frozenset]] = {}
-        self.hooks = saved_tensors_hooks(self.pack, unpack)
+        self._modules: dict[int, tuple[weakref.ref[nn.Module], frozenset[int]]] = {}
+        self.hooks: saved_tensors_hooks = saved_tensors_hooks(self.pack, unpack)
 
     def is_over(self) -> bool:
         return self._forward.over or self._forward.is_empty() or self._task != _task()
 
-    def pack(self, tensor: torch.Tensor):
+    def pack(self, tensor: torch.Tensor) -> Kept | Saved:
         if self._stays(tensor):
             return Kept(tensor)
         begin, size = extent(tensor)

@@ -15,13 +15,16 @@ import os
 import threading
 import weakref
 from collections import deque
+from typing import Any
+
+import torch
 
 from .errors import OffloadError
 from .guards import version
 from .offload_tally import Tally, observers
 from .store import Folder, Pool, host_memory, no_memory, pinned_memory
 from .stored import Forward, Stored, alive, root_of
-from .transport import ShapeTransport, has_no_data, transport_for
+from .transport import ShapeTransport, Transport, has_no_data, transport_for
 
 __all__ = ["Engine", "Lane", "observers"]
 
@@ -29,9 +32,10 @@ __all__ = ["Engine", "Lane", "observers"]
 class Lane:
     """One device's way to the store: its transport and its pool of buffers; `is_lost` where a fork has cut it off."""
 
-    def __init__(self, transport, pool: Pool):
-        self.transport, self.pool = transport, pool
-        self.is_lost = False
+    def __init__(self, transport: Transport, pool: Pool):
+        self.transport: Transport = transport
+        self.pool: Pool = pool
+        self.is_lost: bool = False
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -67,17 +71,17 @@ class Engine:
         0
     """
 
-    def __init__(self, store: str, folder=None, max_pinned_bytes: int | None = None):
+    def __init__(self, store: str, folder: str | None = None, max_pinned_bytes: int | None = None):
         self._max_pinned_bytes = max_pinned_bytes
         self._folder = Folder(folder) if store == "disk" else None
-        self._lanes: dict[tuple, Lane] = {}
+        self._lanes: dict[tuple[torch.device, bool], Lane] = {}
         self._known: dict[int, list[weakref.ref[Stored]]] = {}
         self._lock = threading.RLock()
-        self.returned: deque = deque()
+        self.returned: deque[tuple[Any, ...]] = deque()
         self._tally = Tally(self)
         _engines.add(self)
 
-    def put(self, tensor, forward: Forward, begin: int, size: int) -> tuple[Stored, tuple[int, int]]:
+    def put(self, tensor: torch.Tensor, forward: Forward, begin: int, size: int) -> tuple[Stored, tuple[int, int]]:
         """Take bytes `begin` to `begin + size` of a tensor's storage, and their place in the order of the forward.
 
         What was taken already is shared.
@@ -101,7 +105,9 @@ class Engine:
                 raise
             return stored, place
 
-    def fetch(self, stored: Stored, forward: Forward, place: tuple[int, int] | None):
+    def fetch(
+        self, stored: Stored, forward: Forward, place: tuple[int, int] | None
+    ) -> tuple[torch.UntypedStorage, int]:
         """``(storage, its first byte)`` on the device, ready for the current stream.
 
         What was saved before `place` is started on its way. Without a place, `bring_ahead` will be called later, and
@@ -139,7 +145,7 @@ class Engine:
             self._settle_returned()
             self._bring_ahead(forward, place)
 
-    def stats(self) -> dict:
+    def stats(self) -> dict[str, int | float]:
         """Counters since the last ``reset_stats``, and what is in the store now.
 
         ``store_bytes``, ``store_peak_bytes``, ``stored``: bytes and storages in the store. ``pool_*``: buffers that
@@ -176,7 +182,7 @@ class Engine:
             if self._folder is not None:
                 self._folder.clear()
 
-    def _find(self, tensor, begin, size):
+    def _find(self, tensor: torch.Tensor, begin: int, size: int) -> Stored | None:
         """The `Stored` that has these bytes already; versions can be compared between views of one root only."""
         key = tensor.untyped_storage()._cdata
         mark, root = version(tensor), root_of(tensor)
@@ -242,6 +248,7 @@ class Engine:
 
     def _release(self, stored: Stored) -> None:
         """Let go of the source: the copy to the store is complete for whoever computes from here on."""
+        assert stored.alias is not None
         self._hold(stored.lane, stored.left)
         stored.check(stored.alias)
         stored.alias = None
@@ -263,6 +270,7 @@ class Engine:
 
     def _arrive(self, stored: Stored) -> None:
         """What was loaded may be used, and lives as long as somebody does."""
+        assert stored.back is not None
         if stored.arriving:
             self._hold(stored.lane, stored.loaded, stored.back)
             stored.arriving = False

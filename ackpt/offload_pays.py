@@ -58,7 +58,7 @@ class OffloadPays:
     hidden_from: int | None
     bandwidth: float
 
-    def __str__(self):
+    def __str__(self) -> str:
         here = "are hidden" if self.hidden else f"are hidden to {math.floor(100 * self.hidden_share)} %"
         if self.hidden_from is None:
             where = "there is no length from which on all are"
@@ -72,7 +72,14 @@ class OffloadPays:
 
 
 def offload_pays(
-    bytes_per_token, seconds, *, backward_seconds=None, bandwidth=None, tokens=None, recompute=True, device="cpu"
+    bytes_per_token: float,
+    seconds: dict[int, float],
+    *,
+    backward_seconds: dict[int, float] | None = None,
+    bandwidth: float | None = None,
+    tokens: int | None = None,
+    recompute: bool = True,
+    device: torch.device | str = "cpu",
 ) -> OffloadPays:
     """Whether the copies of offloaded blocks can be hidden behind computing, and from which sequence length on.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 # Called as observer("out" or "in", event, bytes) when a copy is submitted, ("held", event, 0) where its memory may be
 # used or freed from then on, ("store", engine, bytes) with the bytes that the engine has in the store now.
-observers: list = []
+observers: list[Callable[[str, Any, int], object]] = []
 
 COUNTS = ("copies_out", "copies_in", "bytes_out", "bytes_in", "shared", "found", "just_in_time", "stalls")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -16,19 +17,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .errors import OffloadError
 from .guards import version
 
+if TYPE_CHECKING:
+    from .stored import Forward, Stored
+
 ALIGNMENT = 64  # bytes; a part of a storage begins at a multiple, so that any dtype may be viewed in it
 
 _local = threading.local()
 _NOTHING = contextlib.nullcontext()
 
 
-def extent(tensor) -> tuple[int, int]:
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """``(first byte, bytes)`` of the part of its storage that stands for a tensor: all of it, unless the tensor
     reaches over less than half."""
     if tensor.numel() == 0:
         return 0, 0
     whole = tensor.untyped_storage().nbytes()
-    first = tensor.storage_offset() * tensor.itemsize
+    first = int(tensor.storage_offset()) * tensor.itemsize
     last = sum(map(operator.mul, [size - 1 for size in tensor.shape], tensor.stride())) + 1
     end = first + last * tensor.itemsize
     if 2 * (end - first) >= whole:
@@ -42,12 +46,12 @@ class Kept:
 
     __slots__ = ("mark", "tensor")
 
-    def __init__(self, tensor):
+    def __init__(self, tensor: torch.Tensor):
         # An output would hold the node that holds it.
-        self.tensor = tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach()
-        self.mark = version(tensor)
+        self.tensor: torch.Tensor = tensor if tensor.requires_grad and tensor.is_leaf else tensor.detach()
+        self.mark: int = version(tensor)
 
-    def unpack(self):
+    def unpack(self) -> torch.Tensor:
         if version(self.tensor) != self.mark:
             raise OffloadError(
                 f"a tensor saved for backward (shape {list(self.tensor.shape)}) was modified by an in-place operation: "
@@ -62,14 +66,19 @@ class Saved:
 
     __slots__ = ("conjugate", "device", "dtype", "forward", "negative", "offset", "place", "shape", "stored", "stride")
 
-    def __init__(self, tensor, stored, forward, place):
-        self.stored, self.forward, self.place = stored, forward, place
-        self.dtype, self.device = tensor.dtype, tensor.device
-        self.shape, self.stride = tensor.shape, tensor.stride()
-        self.offset = tensor.storage_offset() * tensor.itemsize
-        self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()
+    def __init__(self, tensor: torch.Tensor, stored: Stored, forward: Forward, place: tuple[int, int]):
+        self.stored: Stored = stored
+        self.forward: Forward = forward
+        self.place: tuple[int, int] = place
+        self.dtype: torch.dtype = tensor.dtype
+        self.device: torch.device = tensor.device
+        self.shape: torch.Size = tensor.shape
+        self.stride: tuple[int, ...] = tensor.stride()
+        self.offset: int = int(tensor.storage_offset()) * tensor.itemsize
+        self.conjugate: bool = tensor.is_conj()
+        self.negative: bool = tensor.is_neg()
 
-    def unpack(self):
+    def unpack(self) -> torch.Tensor:
         later = getattr(_local, "later", None)
         engine = self.stored.engine
         storage, first = engine.fetch(self.stored, self.forward, self.place if later is None else None)
@@ -93,7 +102,7 @@ def _no_cache(mode):
         mode.cache_enabled = was
 
 
-def unpack(packed):
+def unpack(packed: Kept | Saved) -> torch.Tensor:
     return packed.unpack()
 
 

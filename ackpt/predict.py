@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from collections.abc import Callable, Iterable
 
 import torch
 from torch._guards import detect_fake_mode
@@ -27,14 +28,21 @@ from .meter import Measurement, assemble
 from .meter_cpu import no_collection
 from .meter_store import store_watched
 from .predict_cuda import cuda_choices
-from .resident import Resident, rounded, storages_of
+from .resident import Item, Resident, rounded, storages_of
 from .timeline import MeterError, build_timeline
 
 _LIFT = torch.ops.aten.lift_fresh.default
 _TO_COPY = torch.ops.aten._to_copy.default
 
 
-def predict(step_fn, *, resident=(), device="cpu", warmup=1, round_to=None) -> Measurement:
+def predict(
+    step_fn: Callable[[], object],
+    *,
+    resident: Iterable[Item] = (),
+    device: str = "cpu",
+    warmup: int = 1,
+    round_to: int | None = None,
+) -> Measurement:
     """Follow the bytes of one step on tensors without data.
 
     Args:

@@ -31,21 +31,30 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from .errors import CheckpointError
-from .offload import resolve
+from .offload import Offload, resolve
 from .packed import saved_tensors_of
 from .region import Region
 
 __all__ = ["checkpoint"]
 
 _NOTHING = contextlib.nullcontext()
+_Result = TypeVar("_Result")
 
 
-def checkpoint(function, /, *args, preserve_rng_state=True, offload=None, **kwargs):
+def checkpoint(
+    function: Callable[..., _Result],
+    /,
+    *args: object,
+    preserve_rng_state: bool = True,
+    offload: Offload | Literal["sync", "async"] | None = None,
+    **kwargs: object,
+) -> _Result:
     """Call ``function(*args, **kwargs)`` keeping only its input tensors; backward recomputes the rest.
 
     Args:
@@ -89,11 +98,11 @@ def checkpoint(function, /, *args, preserve_rng_state=True, offload=None, **kwar
         )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    run = _run if "torch._dynamo" not in sys.modules else _outside_dynamo()
+    run: Any = _run if "torch._dynamo" not in sys.modules else _outside_dynamo()
     return run(function, args, kwargs, preserve_rng_state, offload)
 
 
-def _run(function, args, kwargs, preserve_rng_state, offload):
+def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:
     region = Region(function, args, kwargs, preserve_rng_state)
     inputs, leaves = region.first_forward()
     if not region.own:

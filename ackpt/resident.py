@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeAlias
+
 import torch
 from torch.utils._pytree import tree_leaves
+
+Item: TypeAlias = torch.nn.Module | torch.optim.Optimizer | torch.Tensor
 
 
 def storages_of(tensor):
@@ -20,7 +25,7 @@ def storages_of(tensor):
 class Resident:
     """The modules, optimizers and tensors that a step works on; raises TypeError for anything else."""
 
-    def __init__(self, items):
+    def __init__(self, items: Iterable[Item]):
         if isinstance(items, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
             raise TypeError("resident must be an iterable of modules, optimizers and tensors, such as (model, batch)")
         self.items = tuple(items)

@@ -12,6 +12,8 @@ import os
 import tempfile
 import warnings
 from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -123,11 +125,11 @@ class Buffer:
 
     __slots__ = ("after", "bytes", "is_fallback", "size")
 
-    def __init__(self, data, size: int, is_fallback: bool):
-        self.bytes = data
-        self.size = size
-        self.is_fallback = is_fallback
-        self.after: tuple = ()
+    def __init__(self, data: Any, size: int, is_fallback: bool):
+        self.bytes: Any = data  # a tensor of bytes, or None for tensors without data
+        self.size: int = size
+        self.is_fallback: bool = is_fallback
+        self.after: tuple[Any, ...] = ()
 
 
 class Pool:
@@ -151,12 +153,22 @@ class Pool:
         (True, 8192, 1, 1)
     """
 
-    def __init__(self, allocate, fallback=None, limit: int | None = None):
-        self._allocate, self._fallback, self.limit = allocate, fallback, limit
+    def __init__(
+        self,
+        allocate: Callable[[int], torch.Tensor | None],
+        fallback: Callable[[int], torch.Tensor | None] | None = None,
+        limit: int | None = None,
+    ):
+        self._allocate, self._fallback = allocate, fallback
+        self.limit: int | None = limit
         self._idle: dict[int, deque[Buffer]] = {}
         self._warned = False
-        self.hits = self.misses = 0
-        self.bytes = self.fallback_bytes = self.idle_bytes = self._most_used = 0
+        self.hits: int = 0
+        self.misses: int = 0
+        self.bytes: int = 0
+        self.fallback_bytes: int = 0
+        self.idle_bytes: int = 0
+        self._most_used = 0
 
     def take(self, size: int) -> Buffer:
         """A buffer of at least `size` bytes; raises `OffloadError` if there is none to be had."""
@@ -171,7 +183,7 @@ class Pool:
         self._most_used = max(self._most_used, self.bytes - self.idle_bytes)
         return buffer
 
-    def give(self, buffer: Buffer, after=()) -> None:
+    def give(self, buffer: Buffer, after: Iterable[Any] = ()) -> None:
         """Take `buffer` back; copies from and to it may still be running until the events `after`."""
         buffer.after = tuple(after)
         idle = self._idle.pop(buffer.size, deque())

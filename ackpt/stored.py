@@ -9,19 +9,23 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .guards import version
 from .store import Buffer
 
+if TYPE_CHECKING:
+    from .offload_engine import Engine, Lane
+
 
 class Forward:
     """The storages saved in one forward, in their order, and how they leave."""
 
     def __init__(self, keep_last: int, lookahead: int | None, of_regions: bool):
-        self.keep_last = keep_last
+        self.keep_last: int = keep_last
         self._of_regions = of_regions
         self._lookahead = lookahead
         self._order: list[list[weakref.ref[Stored]]] = []  # by node of the graph
@@ -29,8 +33,8 @@ class Forward:
         self.staying: deque[weakref.ref[Stored]] = deque()
         self.leaving: list[weakref.ref[Stored]] = []
         self.ahead: list[weakref.ref[Stored]] = []  # on the device before they were asked for
-        self.largest = 0
-        self.over = False  # backward has begun
+        self.largest: int = 0
+        self.over: bool = False  # backward has begun
 
     @property
     def lookahead(self) -> int:
@@ -81,25 +85,30 @@ class Stored:
         *("storage", "buffer", "left", "loaded", "arriving", "back", "back_reference", "refused", "__weakref__"),
     )
 
-    def __init__(self, engine, lane, forward, tensor, begin: int, size: int):
-        self.engine, self.lane, self.forward = engine, lane, forward
-        self.begin, self.size = begin, size
-        self.mark = version(tensor)
-        self.alias = tensor.detach()  # shares storage and version counter, and knows no graph
-        self.owner = lane.transport.current()  # its memory goes back there
-        self.root = weakref.ref(root_of(tensor))
-        self.original = weakref.ref(tensor)
+    def __init__(self, engine: Engine, lane: Lane, forward: Forward, tensor: torch.Tensor, begin: int, size: int):
+        self.engine: Engine = engine
+        self.lane: Lane = lane
+        self.forward: Forward = forward
+        self.begin: int = begin
+        self.size: int = size
+        self.mark: int = version(tensor)
+        # Shares storage and version counter, and knows no graph.
+        self.alias: torch.Tensor | None = tensor.detach()
+        self.owner: Any = lane.transport.current()  # its memory goes back there
+        self.root: weakref.ref[torch.Tensor] = weakref.ref(root_of(tensor))
+        self.original: weakref.ref[torch.Tensor] = weakref.ref(tensor)
         storage = tensor.untyped_storage()
-        self.key, self.storage = storage._cdata, weakref.ref(storage)
+        self.key: int = storage._cdata
+        self.storage: weakref.ref[torch.UntypedStorage] = weakref.ref(storage)
         self.buffer: Buffer | None = None
         self.left: Any = None  # the event of the copy to the store
         self.loaded: Any = None  # the event of the last copy back
-        self.arriving = False
-        self.back: Any = None  # the storage on the device that nobody uses yet
-        self.back_reference: weakref.ref | None = None
+        self.arriving: bool = False
+        self.back: torch.UntypedStorage | None = None  # the storage on the device that nobody uses yet
+        self.back_reference: weakref.ref[torch.UntypedStorage] | None = None
         self.refused: str | None = None
 
-    def here(self):
+    def here(self) -> tuple[torch.UntypedStorage, int] | None:
         """``(storage, its first byte here)`` if the bytes are on the device, else None."""
         if self.alias is not None:
             self.check(self.alias)
@@ -110,34 +119,39 @@ class Stored:
         if storage is not None:
             return storage, self.begin
         original, storage = self.original(), self.storage()
-        if original is not None and storage is original.untyped_storage() and version(original) == self.mark:
+        if (
+            original is not None
+            and storage is not None
+            and storage is original.untyped_storage()
+            and version(original) == self.mark
+        ):
             return storage, 0
         return None
 
-    def is_back(self, storage) -> bool:
+    def is_back(self, storage: torch.UntypedStorage) -> bool:
         """Whether `storage` is what was loaded last."""
         return self.back_reference is not None and self.back_reference() is storage
 
-    def check(self, tensor) -> None:
+    def check(self, tensor: torch.Tensor) -> None:
         if version(tensor) != self.mark:
             self.refused = "modified in place after it was saved for backward, before its copy was complete"
 
-    def copies(self) -> list:
+    def copies(self) -> list[Any]:
         """The events of the copies from and to the buffer that may still be running."""
         return [event for event in (self.left, self.loaded) if event is not None]
 
-    def __del__(self):
+    def __del__(self) -> None:
         # Runs in any thread, in the middle of anything: only hand over what a copy may still read or write.
         alias = self.alias if self.left is not None else None
         back = self.back if self.arriving else None
         self.engine.returned.append((self.lane, self.key, self.size, alias, back, self.left, self.loaded, self.buffer))
 
 
-def root_of(tensor):
+def root_of(tensor: torch.Tensor) -> torch.Tensor:
     """What a tensor is a view of, or itself: views of one root, and only they, surely share a version counter."""
     return tensor if tensor._base is None else tensor._base
 
 
-def alive(references):
+def alive(references: Iterable[weakref.ref[Stored]]) -> Iterator[Stored]:
     """The `Stored` that still are, of weak references."""
     return (stored for reference in references if (stored := reference()) is not None)

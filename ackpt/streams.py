@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -46,7 +47,8 @@ class Event:
         self._future: Future
         self._failure: BaseException | None = None
         self._forks = _forks
-        self.began = self.ended = 0.0
+        self.began: float = 0.0
+        self.ended: float = 0.0
 
     def done(self) -> bool:
         return self._forks != _forks or self._future.done()
@@ -89,7 +91,7 @@ class Stream:
     def _start(self):
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"ackpt-{self._name}")
 
-    def submit(self, function, *args, after=()) -> Event:
+    def submit(self, function: Callable[..., object], *args: object, after: Iterable[Event] = ()) -> Event:
         """Run ``function(*args)`` once everything submitted before and the events `after` have ended, well or not."""
         event = Event()
         event._future = self._executor.submit(_run, event, function, args, tuple(after))

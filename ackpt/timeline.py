@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 CATEGORIES = ("parameters", "buffers", "inputs", "optimizer", "gradients", "activations", "temporaries")
 
@@ -97,14 +98,14 @@ class Timeline:
             ),
         )
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         data = {"boundary": self.boundary, "categories": {name: list(s) for name, s in self.categories.items()}}
         if self.copies:
             data["copies"] = [[copy.way, copy.begin, copy.end, copy.bytes] for copy in self.copies]
         return data
 
     @classmethod
-    def from_json(cls, data: dict) -> Timeline:
+    def from_json(cls, data: dict[str, Any]) -> Timeline:
         categories = {name: tuple(series) for name, series in data["categories"].items()}
         copies = tuple(Copy(*copy) for copy in data.get("copies", ()))
         return cls(tuple(map(sum, zip(*categories.values()))), categories, data["boundary"], copies)

@@ -8,12 +8,32 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import OffloadError
 from .streams import Event, Stream
+
+
+class Transport(Protocol):
+    """What the engine asks of a device; events are the transport's own kind."""
+
+    stall_seconds: float
+
+    def current(self) -> Any: ...
+
+    def copy_out(
+        self, source: Any, begin: int, buffer: Any, size: int, after: Iterable[Any], owner: Any = None
+    ) -> Any: ...
+
+    def copy_in(self, buffer: Any, target: Any, size: int, after: Iterable[Any]) -> Any: ...
+
+    def allocate(self, size: int) -> torch.UntypedStorage: ...
+
+    def hold(self, event: Any, used: Any = None) -> Any: ...
 
 
 class Waited:
@@ -124,7 +144,7 @@ def has_no_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def transport_for(device: torch.device):
+def transport_for(device: torch.device) -> Transport:
     """The transport of a device; raises `OffloadError` for one without streams."""
     if device.type == "cpu":
         return CpuTransport()

@@ -10,14 +10,26 @@ from __future__ import annotations
 import collections
 import functools
 import types
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Literal
 
 from torch import nn
 
-from .offload import resolve
+from .offload import Offload, resolve
 from .reentrant import checkpoint
 
 
-def apply_activation_checkpointing(model, check_fn=None, *, preserve_rng_state=True, offload=None) -> list[str]:
+def apply_activation_checkpointing(
+    model: nn.Module,
+    check_fn: Callable[[nn.Module], bool]
+    | type[nn.Module]
+    | Collection[type[nn.Module]]
+    | Collection[str]
+    | None = None,
+    *,
+    preserve_rng_state: bool = True,
+    offload: Offload | Literal["sync", "async"] | None = None,
+) -> list[str]:
     """Checkpoint chosen submodules of `model`, in place; each becomes one region.
 
     Args:
@@ -70,7 +82,7 @@ def apply_activation_checkpointing(model, check_fn=None, *, preserve_rng_state=T
     return list(chosen)
 
 
-def remove_activation_checkpointing(model) -> list[str]:
+def remove_activation_checkpointing(model: nn.Module) -> list[str]:
     """Undo :func:`apply_activation_checkpointing` on `model` and all its submodules; return their names.
 
     Example:
@@ -192,7 +204,14 @@ def _has(items) -> bool:
 _MISSING = object()
 
 
-def checkpoint_sequential(functions, segments=None, input=_MISSING, *, preserve_rng_state=True, offload=None):
+def checkpoint_sequential(
+    functions: Iterable[Callable[[Any], Any]],
+    segments: int | None = None,
+    input: Any = _MISSING,
+    *,
+    preserve_rng_state: bool = True,
+    offload: Offload | Literal["sync", "async"] | None = None,
+) -> Any:
     """Run a chain of functions on `input`, checkpointed in segments; the last segment is not recomputed.
 
     Args:
