@@ -60,9 +60,10 @@ def compat(session: nox.Session, torch: str) -> None:
 
 @shared
 def lint(session: nox.Session) -> None:
-    """ruff and pyright."""
+    """ruff, pyright, and pyright as a user of the package meets it."""
     run(session, "ruff", "check", ".")
     run(session, "pyright", "--pythonpath", str(BIN / "python"))
+    run(session, "python", "tools/check_types.py")
 
 
 @shared

@@ -7,11 +7,12 @@ attention, so packed sequences go through a memory-efficient kernel. Without a G
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
 
-def run_demo(device: str | None = None, *, timed_rounds: int = 3, **overrides) -> dict:
+def run_demo(device: str | None = None, *, timed_rounds: int = 3, **overrides: Any) -> dict[str, Any]:
     """Run the offload experiment, print its table and show its figures.
 
     Args:

@@ -54,10 +54,10 @@ class BudgetError(ValueError):
         True
     """
 
-    def __init__(self, message: str = "", least_bytes: int | None = None, budget=None):
+    def __init__(self, message: str = "", least_bytes: int | None = None, budget: float | str | None = None):
         super().__init__(message)
         self.least_bytes = least_bytes
-        self.budget = budget
+        self.budget: float | str | None = budget
 
 
 def did_you_mean(name, known) -> str:

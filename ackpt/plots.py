@@ -7,7 +7,9 @@ Sizes are given in bytes and drawn in MiB.
 from __future__ import annotations
 
 import io
+import os
 import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from .results import write_bytes_atomic
@@ -100,7 +102,15 @@ def stack(axes, events, layers: dict) -> dict:
     return handles
 
 
-def bar_plot(labels, series: dict, title: str, *, ylabel="peak memory (MiB)", xlabel="", unit=MIB) -> Figure:
+def bar_plot(
+    labels: Sequence[object],
+    series: Mapping[str, Iterable[float | None]],
+    title: str,
+    *,
+    ylabel: str = "peak memory (MiB)",
+    xlabel: str = "",
+    unit: float = MIB,
+) -> Figure:
     """Groups of bars side by side, each with its value on top.
 
     Args:
@@ -147,7 +157,14 @@ def bar_plot(labels, series: dict, title: str, *, ylabel="peak memory (MiB)", xl
 
 
 def line_plot(
-    x, measured: dict, predicted: dict, title: str, *, xlabel: str, ylabel="peak memory (MiB)", unit=MIB
+    x: Iterable[float],
+    measured: Mapping[str, Sequence[float | None]],
+    predicted: Mapping[str, Sequence[float | None]],
+    title: str,
+    *,
+    xlabel: str,
+    ylabel: str = "peak memory (MiB)",
+    unit: float = MIB,
 ) -> Figure:
     """Measured values as markers, predicted ones as lines of the same colour.
 
@@ -187,7 +204,7 @@ def line_plot(
         return _finished(figure, handles, [handle.get_label() for handle in handles])
 
 
-def save(figure: Figure, path) -> Path:
+def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Write a figure as PNG, in one step and with the same bytes every time; returns the path.
 
     Example:

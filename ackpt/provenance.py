@@ -9,11 +9,12 @@ import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
 
-def environment(device="cpu", command: str = "") -> dict:
+def environment(device: torch.device | str = "cpu", command: str = "") -> dict[str, Any]:
     """Where a record is made: device, versions, threads, commit, day and command.
 
     ``commit`` is that of the checkout the package lies in, with ``-dirty`` behind it when ``ackpt/``, ``notebooks/``

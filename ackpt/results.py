@@ -11,8 +11,10 @@ import json
 import math
 import os
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .provenance import environment
 
@@ -90,14 +92,14 @@ class Record:
     """
 
     experiment: str
-    config: dict
-    metrics: dict
-    environment: dict
+    config: dict[str, Any]
+    metrics: dict[str, Any]
+    environment: dict[str, Any]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_record(self.to_json(), "this record")
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
             "version": VERSION,
@@ -107,20 +109,20 @@ class Record:
             "environment": self.environment,
         }
 
-    def save(self, path) -> Path:
+    def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the record as JSON, keys sorted, in one step; returns the path."""
         text = json.dumps(self.to_json(), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
         return write_text_atomic(path, text + "\n")
 
     @classmethod
-    def load(cls, path) -> Record:
+    def load(cls, path: str | os.PathLike[str]) -> Record:
         """Read and check a record; raises RecordError for anything that is not a whole record of this version."""
         data = _read(path, SCHEMA)
         _check_record(data, str(path))
         return cls(data["experiment"], data["config"], data["metrics"], data["environment"])
 
 
-def load_records(folder, experiment: str | None = None) -> list[Record]:
+def load_records(folder: str | os.PathLike[str], experiment: str | None = None) -> list[Record]:
     """All records of a folder in the order of their file names, or those of one experiment.
 
     Raises RecordError if there is no such folder, or a ``.json`` file in it is no record.
@@ -139,7 +141,7 @@ def load_records(folder, experiment: str | None = None) -> list[Record]:
     return [record for record in records if experiment in (None, record.experiment)]
 
 
-def load_reference(name: str, folder=REFERENCES) -> dict:
+def load_reference(name: str, folder: str | os.PathLike[str] = REFERENCES) -> dict[str, Any]:
     """Published figures of others: ``name``, ``source``, ``hardware``, ``units`` and ``rows``, a list of dicts.
 
     Raises RecordError for an unknown name or a file that does not have this form.
@@ -170,7 +172,7 @@ def load_reference(name: str, folder=REFERENCES) -> dict:
     return data
 
 
-def markdown_table(rows, columns, caption: str, name: str) -> str:
+def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], caption: str, name: str) -> str:
     """A complete MyST table, ready to be included into a page.
 
     Args:
@@ -206,7 +208,7 @@ def markdown_table(rows, columns, caption: str, name: str) -> str:
     return "\n".join([f":::{{table}} {caption}", f":name: {name}", "", *lines, ":::", ""])
 
 
-def write_text_atomic(path, text: str) -> Path:
+def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:
     """Write a text file in one step, UTF-8 with ``\\n``: readers see the old file or the new one, never a part.
 
     Folders on the way are made. Raises RecordError where the file cannot be written.
@@ -221,7 +223,7 @@ def write_text_atomic(path, text: str) -> Path:
     return write_bytes_atomic(path, text.encode())
 
 
-def write_bytes_atomic(path, data: bytes) -> Path:
+def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
     """Write a file in one step, as `write_text_atomic` does.
 
     Example:

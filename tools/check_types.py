@@ -7,17 +7,21 @@ API page and their members; the modules behind them may say less.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 from public_names import public_names
 
 PYRIGHT = ["pyright", "--verifytypes", "ackpt", "--ignoreexternal", "--outputjson"]
 
 
-def verified(python: str) -> list[dict]:
-    """What pyright says of every symbol of the package, which must be importable by the interpreter `python`."""
-    result = subprocess.run([*PYRIGHT, "--pythonpath", python], capture_output=True, text=True)
+def verified() -> list[dict]:
+    """What pyright says of every symbol of the package, which must be importable here."""
+    # Not by --pythonpath: pyright 1.1.414 then looks for torch beside whatever `python` is on the PATH.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    result = subprocess.run(PYRIGHT, capture_output=True, text=True, env={**os.environ, "PATH": path})
     try:
         return json.loads(result.stdout)["typeCompleteness"]["symbols"]
     except (ValueError, KeyError) as error:
@@ -30,10 +34,11 @@ def incomplete(symbols: list[dict], names: list[str]) -> list[str]:
     Raises:
         ValueError: if one of `names` is not among them.
     """
-    owners = {name: each["name"] for each in symbols for name in (each["name"], *each.get("alternateNames", ()))}
-    if unknown := [name for name in names if name not in owners]:
-        raise ValueError(f"pyright does not know {', '.join(unknown)}")
-    public = {owners[name] for name in names}
+    wanted = set(names)
+    called = {symbol["name"]: {symbol["name"], *symbol.get("alternateNames", ())} for symbol in symbols}
+    if unknown := wanted.difference(*called.values()):
+        raise ValueError(f"pyright does not know {', '.join(sorted(unknown))}")
+    public = {name for name, known_as in called.items() if wanted & known_as}
     classes = public.intersection(symbol["name"] for symbol in symbols if symbol["category"] == "class")
     found: dict[str, None] = {}
     for symbol in symbols:
@@ -52,7 +57,7 @@ def incomplete(symbols: list[dict], names: list[str]) -> list[str]:
 def main() -> int:
     """Command line: `python tools/check_types.py`."""
     names = public_names()
-    found = incomplete(verified(sys.executable), names)
+    found = incomplete(verified(), names)
     print("\n".join(found) or f"{len(names)} public names are typed completely")
     return 1 if found else 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 
@@ -109,7 +110,7 @@ def compare(model, args, kwargs, policy: str, *, dtype: torch.dtype = torch.floa
 
     def planner(graph):
         graphs.append(graph)
-        options = {"fates": random_fates(graph, seed)} if policy == "manual" else {}
+        options: dict[str, Any] = {"fates": random_fates(graph, seed)} if policy == "manual" else {}
         return plan(graph, policy=policy, profile=profiled(graph), **options)
 
     def gradients(module):

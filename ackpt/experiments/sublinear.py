@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from math import isqrt, log2
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -214,7 +214,7 @@ def _step(chain: Chain, config: ChainConfig):
     return step
 
 
-def _planned(config: ChainConfig, graph):
+def _planned(config: ChainConfig, graph) -> Any:  # whatever has a schedule
     profile = profiled(graph)
     if config.snapshots is None:
         return plan(graph, policy=config.method, profile=profile)

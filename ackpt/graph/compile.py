@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,9 +20,12 @@ from .joint import JointGraph, TraceError
 from .models import check_model
 from .optimizer import check_optimizer
 from .outputs import depends_on, differentiable_once, leave_undefined
-from .plan import PlanError
+from .plan import Plan, PlanError
 from .rewrite import boxed, rewrite
 from .trace import joint_graph
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _KEPT = 64
 
@@ -48,7 +52,13 @@ class PlannedStep(nn.Module):
         (True, 512)
     """
 
-    def __init__(self, model: nn.Module, planner, differentiate: str = "loss", optimizer=None):
+    def __init__(
+        self,
+        model: nn.Module,
+        planner: Callable[[JointGraph], Plan],
+        differentiate: str = "loss",
+        optimizer: torch.optim.Optimizer | None = None,
+    ):
         check_model(model)
         check_optimizer(model, optimizer)
         self.__dict__["_ackpt"] = _Planned(model, planner, differentiate, optimizer)
@@ -63,7 +73,7 @@ class PlannedStep(nn.Module):
         )
 
     @property
-    def plan(self):
+    def plan(self) -> Plan:
         """The `Plan` of the last call, or of the last `prepare`."""
         return self.__dict__["_ackpt"].plan
 
@@ -73,10 +83,10 @@ class PlannedStep(nn.Module):
         return self.__dict__["_ackpt"].model.training
 
     @training.setter
-    def training(self, mode: bool):
+    def training(self, mode: bool) -> None:
         self.__dict__["_ackpt"].model.training = mode
 
-    def __setattr__(self, name: str, value):
+    def __setattr__(self, name: str, value: Any) -> None:
         # Private ones are torch's marks, such as that a module was given to torch.compile.
         if name[:1] != "_" and not hasattr(self, name) and hasattr(self.__dict__["_ackpt"].model, name):
             raise AttributeError(
@@ -84,24 +94,24 @@ class PlannedStep(nn.Module):
             )
         super().__setattr__(name, value)
 
-    def prepare(self, *args, **kwargs):
+    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture and plan for these arguments without running anything; the plan."""
         return self.__dict__["_ackpt"].prepared(args, kwargs)
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         planned = self.__dict__["_ackpt"]
         return planned(args, kwargs) if planned.keeps_gradients(args, kwargs) else planned.model(*args, **kwargs)
 
     # What a model may have its own way of doing.
 
-    def train(self, mode: bool = True):
+    def train(self, mode: bool = True) -> Self:
         self.__dict__["_ackpt"].model.train(mode)
         return self
 
-    def state_dict(self, *args, **kwargs):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.__dict__["_ackpt"].model.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args, **kwargs):
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_ackpt"].model.load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args, **kwargs):
@@ -111,7 +121,7 @@ class PlannedStep(nn.Module):
         self.__dict__["_ackpt"].model._apply(*args, **kwargs)
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[PlannedStep], tuple[Any, ...]]:
         planned = self.__dict__["_ackpt"]
         return PlannedStep, (planned.model, planned.planner, planned.differentiate, planned.optimizer)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -118,19 +120,26 @@ class JointGraph:
         True
     """
 
-    def __init__(self, module: torch.fx.GraphModule, nodes, storages, outputs, gradients):
-        self.module = module
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        nodes: Iterable[Node],
+        storages: Iterable[Storage],
+        outputs: Iterable[int],
+        gradients: Mapping[str, int],
+    ):
+        self.module: torch.fx.GraphModule = module
         self.nodes: tuple[Node, ...] = tuple(nodes)
         self.storages: tuple[Storage, ...] = tuple(storages)
         self.outputs: tuple[int, ...] = tuple(outputs)
         self.gradients: dict[str, int] = dict(gradients)
-        self.optimizer_bytes = 0
-        self.optimizer_step_bytes = 0
-        self.replays_random = True
-        self.has_data = True
+        self.optimizer_bytes: int = 0
+        self.optimizer_step_bytes: int = 0
+        self.replays_random: bool = True
+        self.has_data: bool = True
         self.made_for: dict[str, str] | None = None
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         kinds = ", ".join(f"{sum(node.phase == phase for node in self.nodes)} {phase}" for phase in (FORWARD, BACKWARD))
         return f"<JointGraph {self.hash[:12]}: {kinds} nodes, {len(self.storages)} storages>"
 
@@ -164,7 +173,7 @@ class JointGraph:
         text = json.dumps(identities, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         """Plain data: the hash, nodes, storages, outputs and gradients."""
         return {
             "schema": "ackpt.joint-graph",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..meter import memory_format
 from ..results import write_text_atomic
@@ -16,6 +18,9 @@ from ..timeline import Timeline
 from .files import read_json
 from .joint import JointGraph
 from .schedule import COMPUTE, FREE, Schedule, Step
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SAVED, RECOMPUTED, OFFLOADED = "saved", "recomputed", "offloaded"
 _SCHEMA = {"schema": "ackpt.plan", "version": 2}
@@ -201,7 +206,7 @@ class Plan:
         waits = "" if self.exposed_seconds is None else f", {1e3 * self.exposed_seconds:.3g} ms of waiting for copies"
         return [f"offloaded         {moved}, {memory_format(self.host_bytes)} in host memory{waits}"]
 
-    def plot(self, title: str | None = None):
+    def plot(self, title: str | None = None) -> Figure:
         """Live bytes over the steps of the plan, as `ackpt.plots.timeline_plot` draws them."""
         from ..plots import timeline_plot
 
@@ -209,7 +214,7 @@ class Plan:
         title = title or f"{self.policy}: {share:.2f} of the plain step's dynamic peak"
         return timeline_plot(self.timeline.thinned(1000), title, self.resident_bytes)
 
-    def save(self, path) -> Path:
+    def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as JSON, whole or not at all.
 
         Raises:
@@ -233,7 +238,7 @@ class Plan:
         return write_text_atomic(path, json.dumps(data) + "\n")
 
     @classmethod
-    def load(cls, path) -> Plan:
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
         """The plan that `save` wrote.
 
         Raises:

@@ -6,9 +6,11 @@ import csv
 import io
 import json
 import math
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -71,13 +73,13 @@ class Profile:
     swap_seconds: tuple[float, ...] | None = None
     graph: str = ""
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         """Plain data, from which `from_json` makes an equal profile."""
         data = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**_SCHEMA, **{key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}}
 
     @classmethod
-    def from_json(cls, data) -> Profile:
+    def from_json(cls, data: Any) -> Profile:
         """The profile that `to_json` wrote.
 
         Raises:
@@ -98,7 +100,7 @@ class Profile:
             values[field.name] = tuple(value) if isinstance(value, list) else value
         return cls(**values)
 
-    def save(self, path) -> Path:
+    def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the profile as JSON, whole or not at all.
 
         Raises:
@@ -107,7 +109,7 @@ class Profile:
         return write_text_atomic(path, json.dumps(self.to_json()) + "\n")
 
     @classmethod
-    def load(cls, path) -> Profile:
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
         """The profile that `save` wrote.
 
         Raises:
@@ -150,7 +152,12 @@ class Profile:
 
 
 def profile(
-    graph: JointGraph, device=None, *, mode: str = "analytic", inputs=None, workspace: str = "given"
+    graph: JointGraph,
+    device: str | torch.device | devices.Device | None = None,
+    *,
+    mode: Literal["analytic", "measured"] = "analytic",
+    inputs: tuple[torch.nn.Module, Sequence[Any], Mapping[str, Any]] | None = None,
+    workspace: Literal["given", "measured"] = "given",
 ) -> Profile:
     """Costs of every node.
 

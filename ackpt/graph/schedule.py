@@ -7,6 +7,7 @@ recompute; so every policy ends in one of these, and nothing else is simulated o
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,7 +84,7 @@ class Schedule:
         return tuple(sorted(left & {step.id for step in self.backward if step.kind == PREFETCH}))
 
 
-def scheduled(graph: JointGraph, forward, backward) -> Schedule:
+def scheduled(graph: JointGraph, forward: Iterable[int] | None, backward: Iterable[int]) -> Schedule:
     """The schedule that computes `forward` and then `backward`, lists of node ids, and frees at the earliest place.
 
     `forward` may be None: then it is what the outputs, the effects and `backward` need.
@@ -121,7 +122,7 @@ def scheduled(graph: JointGraph, forward, backward) -> Schedule:
     return Schedule(graph.hash, tuple(steps), bw, saved, tuple(sorted(random)))
 
 
-def lower(graph: JointGraph, saved) -> Schedule:
+def lower(graph: JointGraph, saved: Iterable[int]) -> Schedule:
     """The schedule that keeps the storages `saved` for backward and recomputes what else it needs: once, and late.
 
     What one operation brings along has one fate: with a saved storage, its siblings are saved as far as backward

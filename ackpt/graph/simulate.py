@@ -15,6 +15,7 @@ from .facts import facts
 from .host import clock
 from .joint import JointGraph
 from .live import check_same, follow, rng_state_bytes
+from .profile import Profile
 from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, Schedule, recomputed
 
 
@@ -64,7 +65,7 @@ class Simulation:
         return max(map(sum, zip(self.timeline.live, self.host_live)))
 
 
-def simulate(graph: JointGraph, profile, schedule: Schedule) -> Simulation:
+def simulate(graph: JointGraph, profile: Profile, schedule: Schedule) -> Simulation:
     """Follow `schedule` step by step.
 
     Args:

@@ -8,10 +8,12 @@ early enough to be done at the first use in backward, as far as the peak allows.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from itertools import accumulate
 
 from .facts import Facts, facts
 from .joint import BACKWARD, FORWARD, JointGraph
+from .profile import Profile
 from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, Schedule, ScheduleError, Step
 from .simulate import step_peaks
 
@@ -31,7 +33,9 @@ def offloadable(graph: JointGraph, schedule: Schedule) -> list[int]:
     return [storage for storage in schedule.saved if storage not in facts(graph).held]
 
 
-def offloaded(graph: JointGraph, schedule: Schedule, storages, profile, limit_bytes: int = 0) -> Schedule:
+def offloaded(
+    graph: JointGraph, schedule: Schedule, storages: Iterable[int], profile: Profile, limit_bytes: int = 0
+) -> Schedule:
     """`schedule` with `storages`, which it saves, in host memory between their uses in forward and backward.
 
     No place raises the dynamic peak above `limit_bytes`, or above the least that offloading these storages can give

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -16,7 +17,13 @@ from .optimizer import check_optimizer, optimizer_bytes
 from .recurrent import keep_for_backward
 
 
-def trace(model, *args, differentiate="loss", optimizer=None, **kwargs) -> JointGraph:
+def trace(
+    model: torch.nn.Module,
+    *args: Any,
+    differentiate: Literal["loss", "all"] = "loss",
+    optimizer: torch.optim.Optimizer | None = None,
+    **kwargs: Any,
+) -> JointGraph:
     """The graph of one training step of `model`, called with `args` and `kwargs`.
 
     Args:

@@ -72,15 +72,15 @@ class BertBlock(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.config = config
-        self.query = nn.Linear(config.dim, config.dim)
-        self.key = nn.Linear(config.dim, config.dim)
-        self.value = nn.Linear(config.dim, config.dim)
-        self.out = nn.Linear(config.dim, config.dim)
-        self.attention_norm = nn.LayerNorm(config.dim, config.eps)
-        self.up = nn.Linear(config.dim, config.ff_dim)
-        self.down = nn.Linear(config.ff_dim, config.dim)
-        self.mlp_norm = nn.LayerNorm(config.dim, config.eps)
-        self.dropout = nn.Dropout(config.dropout)
+        self.query: nn.Linear = nn.Linear(config.dim, config.dim)
+        self.key: nn.Linear = nn.Linear(config.dim, config.dim)
+        self.value: nn.Linear = nn.Linear(config.dim, config.dim)
+        self.out: nn.Linear = nn.Linear(config.dim, config.dim)
+        self.attention_norm: nn.LayerNorm = nn.LayerNorm(config.dim, config.eps)
+        self.up: nn.Linear = nn.Linear(config.dim, config.ff_dim)
+        self.down: nn.Linear = nn.Linear(config.ff_dim, config.dim)
+        self.mlp_norm: nn.LayerNorm = nn.LayerNorm(config.dim, config.eps)
+        self.dropout: nn.Dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.attention_norm(x + self.dropout(self._attend(x, mask)))
@@ -113,12 +113,12 @@ class Bert(nn.Module):
     def __init__(self, config: BertConfig = BertConfig()) -> None:  # noqa: B008
         super().__init__()
         self.config = config
-        self.tokens = nn.Embedding(config.vocab_size, config.dim)
-        self.positions = nn.Embedding(config.positions, config.dim)
-        self.token_types = nn.Embedding(config.token_types, config.dim)
-        self.norm = nn.LayerNorm(config.dim, config.eps)
-        self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.layers))
+        self.tokens: nn.Embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.positions: nn.Embedding = nn.Embedding(config.positions, config.dim)
+        self.token_types: nn.Embedding = nn.Embedding(config.token_types, config.dim)
+        self.norm: nn.LayerNorm = nn.LayerNorm(config.dim, config.eps)
+        self.dropout: nn.Dropout = nn.Dropout(config.dropout)
+        self.blocks: nn.ModuleList = nn.ModuleList(BertBlock(config) for _ in range(config.layers))
         _initialise(self)
 
     def forward(
@@ -174,10 +174,10 @@ class BertForMaskedLM(nn.Module):
     def __init__(self, config: BertConfig = BertConfig()) -> None:  # noqa: B008
         super().__init__()
         self.config = config
-        self.bert = Bert(config)
-        self.transform = nn.Linear(config.dim, config.dim)
-        self.norm = nn.LayerNorm(config.dim, config.eps)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.bert: Bert = Bert(config)
+        self.transform: nn.Linear = nn.Linear(config.dim, config.dim)
+        self.norm: nn.LayerNorm = nn.LayerNorm(config.dim, config.eps)
+        self.bias: nn.Parameter = nn.Parameter(torch.zeros(config.vocab_size))
         _initialise(self.transform)
 
     def forward(

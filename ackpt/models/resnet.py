@@ -78,12 +78,12 @@ class BasicBlock(nn.Module):
 
     def __init__(self, channels: int, width: int, stride: int = 1) -> None:
         super().__init__()
-        self.conv1 = _conv3x3(channels, width, stride)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = _conv3x3(width, width)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = _shortcut(channels, width, stride)
+        self.conv1: nn.Conv2d = _conv3x3(channels, width, stride)
+        self.bn1: nn.BatchNorm2d = nn.BatchNorm2d(width)
+        self.relu: nn.ReLU = nn.ReLU(inplace=True)
+        self.conv2: nn.Conv2d = _conv3x3(width, width)
+        self.bn2: nn.BatchNorm2d = nn.BatchNorm2d(width)
+        self.downsample: nn.Sequential | None = _shortcut(channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.relu(self.bn1(self.conv1(x)))
@@ -105,14 +105,14 @@ class Bottleneck(nn.Module):
 
     def __init__(self, channels: int, width: int, stride: int = 1) -> None:
         super().__init__()
-        self.conv1 = _conv1x1(channels, width)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = _conv3x3(width, width, stride)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = _conv1x1(width, 4 * width)
-        self.bn3 = nn.BatchNorm2d(4 * width)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = _shortcut(channels, 4 * width, stride)
+        self.conv1: nn.Conv2d = _conv1x1(channels, width)
+        self.bn1: nn.BatchNorm2d = nn.BatchNorm2d(width)
+        self.conv2: nn.Conv2d = _conv3x3(width, width, stride)
+        self.bn2: nn.BatchNorm2d = nn.BatchNorm2d(width)
+        self.conv3: nn.Conv2d = _conv1x1(width, 4 * width)
+        self.bn3: nn.BatchNorm2d = nn.BatchNorm2d(4 * width)
+        self.relu: nn.ReLU = nn.ReLU(inplace=True)
+        self.downsample: nn.Sequential | None = _shortcut(channels, 4 * width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.relu(self.bn1(self.conv1(x)))
@@ -145,16 +145,16 @@ class ResNet(nn.Module):
     def __init__(self, config: ResNetConfig = ResNetConfig()) -> None:  # noqa: B008
         super().__init__()
         self.config = config
-        self.conv1 = nn.Conv2d(config.channels, config.width, 7, stride=2, padding=3, bias=False)
-        self.bn1 = nn.BatchNorm2d(config.width)
-        self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
-        self.layer1 = self._stage(0)
-        self.layer2 = self._stage(1)
-        self.layer3 = self._stage(2)
-        self.layer4 = self._stage(3)
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(config.features, config.num_classes)
+        self.conv1: nn.Conv2d = nn.Conv2d(config.channels, config.width, 7, stride=2, padding=3, bias=False)
+        self.bn1: nn.BatchNorm2d = nn.BatchNorm2d(config.width)
+        self.relu: nn.ReLU = nn.ReLU(inplace=True)
+        self.maxpool: nn.MaxPool2d = nn.MaxPool2d(3, stride=2, padding=1)
+        self.layer1: nn.Sequential = self._stage(0)
+        self.layer2: nn.Sequential = self._stage(1)
+        self.layer3: nn.Sequential = self._stage(2)
+        self.layer4: nn.Sequential = self._stage(3)
+        self.avgpool: nn.AdaptiveAvgPool2d = nn.AdaptiveAvgPool2d(1)
+        self.fc: nn.Linear = nn.Linear(config.features, config.num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -97,7 +97,7 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight: nn.Parameter = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cuda":
@@ -125,14 +125,14 @@ class Block(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.attention_norm = RMSNorm(config.dim, config.eps)
-        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.eps)
-        self.k_norm = RMSNorm(config.head_dim, config.eps)
-        self.out = nn.Linear(config.dim, config.dim, bias=False)
-        self.mlp_norm = RMSNorm(config.dim, config.eps)
-        self.up = nn.Linear(config.dim, config.ff_dim, bias=False)
-        self.down = nn.Linear(config.ff_dim, config.dim, bias=False)
+        self.attention_norm: RMSNorm = RMSNorm(config.dim, config.eps)
+        self.qkv: nn.Linear = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.q_norm: RMSNorm = RMSNorm(config.head_dim, config.eps)
+        self.k_norm: RMSNorm = RMSNorm(config.head_dim, config.eps)
+        self.out: nn.Linear = nn.Linear(config.dim, config.dim, bias=False)
+        self.mlp_norm: RMSNorm = RMSNorm(config.dim, config.eps)
+        self.up: nn.Linear = nn.Linear(config.dim, config.ff_dim, bias=False)
+        self.down: nn.Linear = nn.Linear(config.ff_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         x = x + self._attend(x, cu_seqlens, max_seqlen)  # a method of its own: q, k and v die before the MLP
@@ -167,8 +167,8 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig = PUBLISHED) -> None:
         super().__init__()
         self.config = config
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.dim, config.eps)
+        self.blocks: nn.ModuleList = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm: RMSNorm = RMSNorm(config.dim, config.eps)
         _initialise(self, config.layers)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -195,11 +195,12 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: TransformerConfig = PUBLISHED) -> None:
         super().__init__()
-        self.config = config = dataclasses.replace(config, causal=True)
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.dim, config.eps)
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        config = dataclasses.replace(config, causal=True)
+        self.config: TransformerConfig = config
+        self.embedding: nn.Embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks: nn.ModuleList = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm: RMSNorm = RMSNorm(config.dim, config.eps)
+        self.head: nn.Linear = nn.Linear(config.dim, config.vocab_size, bias=False)
         _initialise(self, config.layers)
 
     def hidden(self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:

@@ -11,7 +11,7 @@ cannot be told apart here: `ackpt.compile`, which captures without dynamo, is ri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,12 @@ COMPILERS = ("eager", "inductor")
 _FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
 
 
-def backend(gm: fx.GraphModule, example_inputs, options=None, mode=None):
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
     """The dynamo backend ``"ackpt"``.
 
     Args:

@@ -10,6 +10,8 @@ operation and without the bytes that a recomputation itself takes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..graph.facts import Facts, facts
@@ -20,7 +22,9 @@ _INSTANTS = 256  # of backward at which the bytes are bounded
 _INFEASIBLE = 2  # scipy's word for how it ended
 
 
-def lower_bound(graph: JointGraph, cost, workspace_bytes, limit_bytes: int) -> float | None:
+def lower_bound(
+    graph: JointGraph, cost: Sequence[float], workspace_bytes: Sequence[int], limit_bytes: int
+) -> float | None:
     """The least cost of what runs again, in the unit of `cost`; None if nothing fits into `limit_bytes`.
 
     Args:

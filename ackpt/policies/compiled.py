@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
 
 from ..errors import did_you_mean
 from ..graph.applied import check_applies
@@ -19,15 +23,15 @@ _KEYWORDS = ("budget", "policy", "plan", "differentiate", "optimizer", "options"
 
 
 def compile(
-    model,
-    *args,
-    budget=None,
-    policy="auto",
-    plan=None,
-    differentiate="loss",
-    optimizer=None,
-    options=None,
-    **kwargs,
+    model: nn.Module,
+    *args: Any,
+    budget: float | str | None = None,
+    policy: str = "auto",
+    plan: Plan | None = None,
+    differentiate: Literal["loss", "all"] = "loss",
+    optimizer: torch.optim.Optimizer | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> PlannedStep:
     """`model` as a module whose training step runs as planned.
 
@@ -77,7 +81,7 @@ def compile(
     _check_options(options, plan)
     _check_keywords(model, kwargs, policy)
     dynamic_limit(budget, 0, 0)  # what is no budget is found before the work
-    step = PlannedStep(model, _Planner(budget, policy, options or {}, plan), differentiate, optimizer)
+    step = PlannedStep(model, _Planner(budget, policy, dict(options or {}), plan), differentiate, optimizer)
     try:
         step.prepare(*args, **kwargs)
     except TraceError as error:
@@ -115,9 +119,9 @@ def _check_options(options, plan) -> None:
 class _Planner:
     """What plans a graph that was captured, as `compile` was told to."""
 
-    budget: object
+    budget: float | str | None
     policy: str
-    options: dict
+    options: dict[str, Any]
     plan: Plan | None
 
     def __call__(self, graph) -> Plan:

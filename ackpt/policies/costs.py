@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from ..graph.facts import facts
 from ..graph.joint import JointGraph
+from ..graph.profile import Profile
 from ..graph.schedule import COMPUTE, Schedule, recomputed
 
 _BYTES = 10  # cost of a byte that is read or written, in FLOPs: a processor that is neither fast nor slow at memory
 
 
-def costs(graph: JointGraph, profile) -> list[float]:
+def costs(graph: JointGraph, profile: Profile) -> list[float]:
     """Cost of every node: its seconds where the profile has them, else FLOPs and traffic weighed against each other.
 
     Example:

@@ -54,7 +54,7 @@ class Dag:
     boundary: int = 0
     siblings: Mapping[int, int] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         count = len(self.costs)
         if not len(self.workspace):
             object.__setattr__(self, "workspace", (0,) * count)

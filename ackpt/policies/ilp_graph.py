@@ -16,6 +16,7 @@ from math import inf
 
 from ..graph.facts import Facts, facts
 from ..graph.joint import JointGraph
+from ..graph.profile import Profile
 from ..graph.schedule import COMPUTE, Schedule, everything, missing, scheduled
 from ..graph.simulate import peak_of
 from . import auto, ilp, rotor_chain
@@ -75,7 +76,7 @@ def schedule(graph, profile, limit_bytes, *, time_limit: float | None = 60.0) ->
     return found.schedule
 
 
-def solve(graph: JointGraph, profile, limit_bytes: int, time_limit: float | None = 60.0) -> Best:
+def solve(graph: JointGraph, profile: Profile, limit_bytes: int, time_limit: float | None = 60.0) -> Best:
     """The cheapest plan within `limit_bytes` that is found in time; if there is none, that of the lowest peak.
 
     Example:

@@ -60,7 +60,7 @@ class Intermediate:
     recomp_cnt: int = 1
     run_time: Sequence[float] = field(default=(), repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.recomp_time = sum(self.run_time[node] for node in sorted(self.recomp_nodes))
 
     @property

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from ..graph.facts import Facts, facts
 from ..graph.joint import FORWARD, JointGraph
+from ..graph.profile import Profile
 from ..graph.schedule import Schedule, at_hand, everything, lower, missing, needed_backward, scheduled
 from ..graph.swap import offloadable, offloaded
 from .costs import costs
@@ -58,7 +59,7 @@ class State(NamedTuple):
     candidates: list[Intermediate]
 
 
-def states(graph: JointGraph, profile) -> Iterator[State]:
+def states(graph: JointGraph, profile: Profile) -> Iterator[State]:
     """Algorithm B to its end: where it stands before the first choice and after each.
 
     Example:
@@ -100,7 +101,7 @@ def evictions(graph: JointGraph, profile) -> list[Schedule]:
     return schedules
 
 
-def schedules_of(graph: JointGraph, profile, state: State) -> list[Schedule]:
+def schedules_of(graph: JointGraph, profile: Profile, state: State) -> list[Schedule]:
     """Two that keep and swap what `state` says: whatever is dropped runs again once, or each for itself.
 
     Example:

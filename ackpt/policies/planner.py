@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+from typing import Any
 
 from ..errors import BudgetError, did_you_mean
 from ..graph.budget import dynamic_limit, least_share, readable, unit_hint
@@ -37,7 +38,14 @@ POLICIES = {
 _KEYWORDS = ("budget", "policy", "profile")
 
 
-def plan(graph: JointGraph, budget=None, policy: str = "auto", *, profile=None, **options) -> Plan:
+def plan(
+    graph: JointGraph,
+    budget: float | str | None = None,
+    policy: str = "auto",
+    *,
+    profile: Profile | None = None,
+    **options: Any,
+) -> Plan:
     """A plan of `graph` that keeps its peak within `budget`.
 
     Args:

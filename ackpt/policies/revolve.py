@@ -41,7 +41,7 @@ def advances(steps: int, snapshots: int) -> int:
     return repeats * steps - beta(snapshots + 1, repeats - 1)
 
 
-def schedule(steps: int, snapshots: int) -> list[tuple]:
+def schedule(steps: int, snapshots: int) -> list[tuple[str, int] | tuple[str, int, int]]:
     """The actions that reverse `steps` steps, in order; states are numbered from 0, the state before the first step.
 
     ``("save", i)``: keep state i, which is at hand; it replaces a snapshot that is not loaded again. ``("load", i)``:
@@ -53,7 +53,7 @@ def schedule(steps: int, snapshots: int) -> list[tuple]:
         [('save', 0), ('advance', 0, 1), ('step', 2), ('load', 0), ('step', 1)]
     """
     _check(steps, snapshots)
-    actions: list[tuple] = [("save", 0)]
+    actions: list[tuple[str, int] | tuple[str, int, int]] = [("save", 0)]
     at_hand: int | None = 0
     todo = [(0, steps, snapshots)]  # stretches from a saved state, and how many snapshots they have, that one included
     while todo:

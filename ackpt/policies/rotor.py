@@ -55,7 +55,7 @@ class Chain:
     backward_overhead: Sequence[float] = ()
     input_bytes: float = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         stages = len(self.forward)
         for name in ("forward_overhead", "backward_overhead"):
             if not len(getattr(self, name)):
