@@ -35,6 +35,7 @@ __all__ = [
     "wikitext_corpus",
 ]
 
+#: What `token_stream` takes.
 DATASETS = ("embedded", "wikitext")
 WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")  # "wikitext" redirects to the first
 SPLITS = ("train", "validation", "test")

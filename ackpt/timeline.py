@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+#: What live bytes are told apart as.
 CATEGORIES = ("parameters", "buffers", "inputs", "optimizer", "gradients", "activations", "temporaries")
 
 

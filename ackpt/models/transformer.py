@@ -55,6 +55,7 @@ class TransformerConfig:
         return self.dim // self.head_dim
 
 
+#: The sizes of the published experiments.
 PUBLISHED = TransformerConfig()
 
 

@@ -65,7 +65,7 @@ class Intermediate:
 
     @property
     def total_recomp_time(self) -> float:
-        """Algorithm D: the overhead of recomputing it."""
+        """The overhead of recomputing it, by algorithm D."""
         return self.recomp_time * self.recomp_cnt
 
     @property

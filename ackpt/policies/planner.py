@@ -21,7 +21,7 @@ from ..meter import memory_format
 from .costs import added_cost, costs, step_cost
 from .reasons import decisions
 
-# policy -> the module whose `schedule(graph, profile, limit_bytes, **options)` decides
+#: Policy -> the module in `ackpt.policies` whose `schedule(graph, profile, limit_bytes, **options)` decides
 POLICIES = {
     "none": "none",
     "full": "full",
