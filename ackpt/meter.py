@@ -105,7 +105,7 @@ class Measurement:
     flops: int | None = None
     allocator: dict[str, int] = field(default_factory=dict)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         seconds = "" if self.seconds is None else f", {1e3 * self.seconds.median:.3g} ms"
         flops = "" if self.flops is None else f", {self.flops / 1e9:.3g} GFLOP"
         return (

@@ -132,7 +132,7 @@ class Plan:
     exposed_seconds: float | None = None
     made_for: Mapping[str, str] | None = field(default=None, compare=False)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         share = self.dynamic_peak_bytes / max(1, self.baseline_dynamic_peak_bytes)
         return (
             f"<Plan of policy {self.policy!r}: peak {memory_format(self.peak_bytes)}, dynamic {share:.3f} of the plain "
