@@ -1,0 +1,43 @@
+"""The book's interactive figures: each names data, a picture for readers without scripts, and a script that exists."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+USED = re.compile(r"# ```\{(\w+)-explorer\} (\S+)\n# :image: (\S+)\n# :alt: (.+)\n# ```")
+
+
+def used():
+    found = []
+    for path in sorted((ROOT / "notebooks").glob("*.py")):
+        page = ROOT / "book" / "notebooks"
+        for name, data, image, alt in USED.findall(path.read_text(encoding="utf-8")):
+            found.append((name, (page / data).resolve(), (page / image).resolve(), alt))
+    return found
+
+
+def test_every_explorer_is_on_a_page_with_its_data_and_a_picture():
+    extension = ast.parse((ROOT / "book" / "_ext" / "explorers.py").read_text(encoding="utf-8"))
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in extension.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXPLORERS"
+    )
+    assert sorted(name for name, *_ in used()) == sorted(names)
+    for name, data, image, alt in used():
+        assert json.loads(data.read_text(encoding="utf-8"))["schema"].startswith("ackpt.")
+        assert image.is_file() and len(alt) > 40
+        for source in ("common", name):
+            assert all((ROOT / "book" / "_explorer" / f"{source}.{end}").is_file() for end in ("css", "js"))
+        script = (ROOT / "book" / "_explorer" / f"{name}.js").read_text(encoding="utf-8")
+        assert script.rstrip().endswith(f'start("{name}-explorer", build);')
+
+
+def test_no_script_or_style_of_them_is_loaded_from_elsewhere():
+    for path in (ROOT / "book" / "_explorer").iterdir():
+        text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?://|@import|\bfetch\(|\bimport\b", text), path.name
