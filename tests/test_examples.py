@@ -1,0 +1,66 @@
+"""Every script of `examples/` runs as its docstring says, keeps what it promises, and stands in a guide of the book."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+GUIDES = sorted((ROOT / "book" / "guides").glob("*.md"))
+
+
+def commands(script: Path) -> list[str]:
+    """What the docstring of a script says to type, without what needs several machines."""
+    docstring = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8")), clean=False) or ""
+    said = re.findall(r"^    ((?:python|torchrun) .*)$", docstring, re.MULTILINE)
+    return [command for command in said if "--nnodes" not in command]
+
+
+def run(command: str, folder: Path) -> list[str]:
+    """The lines that a command prints, if it succeeds, run in `folder`."""
+    program, *arguments = command.split()
+    start = [sys.executable, *(["-m", "torch.distributed.run"] if program == "torchrun" else [])]
+    arguments = [str(ROOT / one) if one.startswith("examples/") else one for one in arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([*start, *arguments], capture_output=True, text=True, cwd=folder, env=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_it_runs_as_it_says_and_prints_what_it_measured(script, tmp_path):
+    if script.stem == "inductor" and shutil.which("g++") is None:
+        pytest.skip("Inductor needs a C++ compiler")
+    assert len(script.read_text().splitlines()) < 100
+    assert commands(script)
+    for command in commands(script):
+        printed = run(command, tmp_path)
+        assert len([line for line in printed if re.search(r"\d MiB", line)]) >= 1, printed
+
+
+@pytest.mark.parametrize("start", ["python", "torchrun --standalone --nproc-per-node 2"])
+def test_a_promise_that_is_broken_fails(start, tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text("import os\nassert os.environ.get('RANK') == '0'\n")  # one of two ranks is enough
+    with pytest.raises(AssertionError, match="broken.py"):
+        run(f"{start} {script}", tmp_path)
+
+
+def test_every_script_stands_in_a_guide_and_every_guide_has_one():
+    shown = {}
+    for guide in GUIDES:
+        shown[guide.stem] = re.findall(r"^```\{literalinclude\} (\S+)$", guide.read_text(encoding="utf-8"), re.M)
+    paths = [(guide.parent / path).resolve() for guide in GUIDES for path in shown[guide.stem]]
+    assert sorted(paths) == SCRIPTS
+    assert [stem for stem, found in shown.items() if not found and stem != "index"] == []
+
+
+def test_every_guide_is_in_the_table_of_contents():
+    contents = re.findall(r"file: guides/(\S+)", (ROOT / "book" / "_toc.yml").read_text(encoding="utf-8"))
+    assert sorted(contents) == [guide.stem for guide in GUIDES]
