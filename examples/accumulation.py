@@ -1,4 +1,4 @@
-"""Gradients of several small batches in one optimizer step, and all of it within a limit.
+"""Gradients of several small batches in one optimizer step, within a limit.
 
 python examples/accumulation.py
 """
@@ -17,8 +17,10 @@ class Net(nn.Module):
 
     def __init__(self, width=64, depth=3):
         super().__init__()
-        sizes = [(width, 4 * width), (4 * width, width)] * depth
-        self.layers = nn.Sequential(*(layer for size in sizes for layer in (nn.Linear(*size), nn.GELU())))
+        self.layers = nn.Sequential()
+        for _ in range(depth):
+            self.layers.extend([nn.Linear(width, 4 * width), nn.GELU()])
+            self.layers.extend([nn.Linear(4 * width, width), nn.GELU()])
 
     def forward(self, x, targets):
         return nn.functional.mse_loss(self.layers(x), targets)
@@ -33,8 +35,12 @@ def accumulate(model, small_batches):
 def measured(model, small_batches):
     """The most bytes that this allocates, gradients among them."""
     resident = [model, *(tensor for batch in small_batches for tensor in batch)]
-    step = ackpt.measure(lambda: accumulate(model, small_batches), resident=resident, warmup=0, repeats=0)
-    return step.dynamic_peak_bytes
+
+    def step():
+        accumulate(model, small_batches)
+
+    measurement = ackpt.measure(step, resident=resident, warmup=0, repeats=0)
+    return measurement.dynamic_peak_bytes
 
 
 torch.manual_seed(0)
@@ -44,7 +50,8 @@ small_batches = [(torch.randn(512, 64), torch.randn(512, 64)) for _ in range(3)]
 before = measured(plain, small_batches)
 limit = int(0.75 * before)
 
-# A plan is for a step without gradients before it. From the second small batch on there are some: leave them room.
+# A plan is for a step without gradients before it. From the second small batch on
+# there are some: leave them room.
 gradients = sum(parameter.nbytes for parameter in model.parameters())
 resident = sum(tensor.nbytes for tensor in (*model.parameters(), *small_batches[0]))
 planned = ackpt.compile(model, *small_batches[0], budget=resident + limit - gradients)
@@ -53,8 +60,8 @@ accumulate(plain, small_batches)
 accumulate(planned, small_batches)
 for one, other in zip(plain.parameters(), model.parameters()):
     torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
-after = measured(planned, small_batches)
-assert planned.plan.dynamic_peak_bytes < after <= planned.plan.dynamic_peak_bytes + gradients <= limit
-print(f"plain {memory_format(before)}; limit {memory_format(limit)}, measured {memory_format(after)}, ", end="")
-print(f"with {memory_format(gradients)} of gradients of the small batches before")
+after, promised = measured(planned, small_batches), planned.plan.dynamic_peak_bytes
+assert promised < after <= promised + gradients <= limit
+print(f"plain {memory_format(before)}, limit {memory_format(limit)}")
+print(f"measured {memory_format(after)}, with {memory_format(gradients)} of gradients")
 print("gradients as without a plan, to the last bit")

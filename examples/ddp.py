@@ -2,9 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/ddp.py
 
-On two machines of eight GPUs, on each of them, HOST being the name of one:
-
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/ddp.py
+On several machines: see book/guides/ddp.md.
 """
 
 import copy
@@ -23,8 +21,10 @@ class Net(nn.Module):
 
     def __init__(self, width=64, depth=3):
         super().__init__()
-        sizes = [(width, 4 * width), (4 * width, width)] * depth
-        self.layers = nn.Sequential(*(layer for size in sizes for layer in (nn.Linear(*size), nn.GELU())))
+        self.layers = nn.Sequential()
+        for _ in range(depth):
+            self.layers.extend([nn.Linear(width, 4 * width), nn.GELU()])
+            self.layers.extend([nn.Linear(4 * width, width), nn.GELU()])
 
     def forward(self, x, targets):
         return nn.functional.mse_loss(self.layers(x), targets)
@@ -47,7 +47,8 @@ def measured(model, batch):
         model.zero_grad()
         model(*batch).backward()
 
-    return ackpt.measure(step, resident=[model, *batch], warmup=0, repeats=0).dynamic_peak_bytes
+    measurement = ackpt.measure(step, resident=[model, *batch], warmup=0, repeats=0)
+    return measurement.dynamic_peak_bytes
 
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
@@ -55,22 +56,25 @@ torch.manual_seed(0)
 plain = Net()
 model = copy.deepcopy(plain)
 torch.manual_seed(dist.get_rank())
-batches = [[(torch.randn(512, 64), torch.randn(512, 64)) for _ in range(2)] for _ in range(3)]
+batches = torch.randn(3, 2, 2, 512, 64)  # of two micro batches, of x and targets
+batch = batches[0, 0]
 
-planned = ackpt.compile(model, *batches[0][0], budget=0.7)  # plan first, then distribute
-parallel, plain = DistributedDataParallel(planned), DistributedDataParallel(plain)
+planned = ackpt.compile(model, *batch, budget=0.7)  # plan first, then distribute
+parallel = DistributedDataParallel(planned)
 train(parallel, batches)
 
+plain = DistributedDataParallel(plain)
 train(plain, batches)
-assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters()))
-before, after = measured(plain, batches[0][0]), measured(parallel, batches[0][0])
-plan = planned.plan
-assert after <= plan.dynamic_peak_bytes <= 0.7 * before
+for one, other in zip(plain.parameters(), model.parameters()):
+    assert torch.equal(one, other)
+before, after = measured(plain, batch), measured(parallel, batch)
+promised = planned.plan.dynamic_peak_bytes
+assert after <= promised <= 0.7 * before
 peaks = [None] * dist.get_world_size()
-dist.all_gather_object(peaks, (plan.dynamic_peak_bytes, after))
+dist.all_gather_object(peaks, (promised, after))
 assert len(set(peaks)) == 1  # equal shapes, equal plans
 if dist.get_rank() == 0:
-    print(f"each of {len(peaks)} ranks: plain {memory_format(before)}; ", end="")
-    print(f"planned {memory_format(plan.dynamic_peak_bytes)}, measured {memory_format(after)}")
+    print(f"plain {memory_format(before)}, planned {memory_format(promised)}")
+    print(f"measured {memory_format(after)}, on each of {len(peaks)} ranks")
     print("parameters as without a plan, to the last bit")
 dist.destroy_process_group()

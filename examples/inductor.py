@@ -19,7 +19,9 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.Sequential()
         for _ in range(depth):
-            self.layers.extend([nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)])
+            self.layers.extend(
+                [nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
+            )
 
     def forward(self, x, targets):
         return nn.functional.mse_loss(self.layers(x), targets)
@@ -33,7 +35,8 @@ def measured(model, batch):
         model(*batch).backward()
 
     step()  # compiles
-    return ackpt.measure(step, resident=[model, *batch], warmup=0, repeats=0).dynamic_peak_bytes
+    measurement = ackpt.measure(step, resident=[model, *batch], warmup=0, repeats=0)
+    return measurement.dynamic_peak_bytes
 
 
 torch.manual_seed(0)
@@ -49,7 +52,8 @@ before, after = measured(plain, batch), measured(compiled, batch)
 (plan,) = plans  # one graph, one plan
 for one, other in zip(plain.parameters(), model.parameters()):
     torch.testing.assert_close(one.grad, other.grad)  # fused kernels round differently
-assert after <= plan.dynamic_peak_bytes <= 0.7 * plan.baseline_dynamic_peak_bytes
-print(f"plain {memory_format(before)}; planned {memory_format(plan.dynamic_peak_bytes)}, ", end="")
+promised = plan.dynamic_peak_bytes
+assert after <= promised <= 0.7 * plan.baseline_dynamic_peak_bytes
+print(f"plain {memory_format(before)}, planned {memory_format(promised)}")
 print(f"measured {memory_format(after)}")
 print("gradients as without a plan, but for the last bits")

@@ -17,10 +17,10 @@ class Net(nn.Module):
 
     def __init__(self, width=64, depth=4, classes=16):
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            for _ in range(depth)
-        )
+        self.blocks = nn.ModuleList()
+        for _ in range(depth):
+            wide = [nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU()]
+            self.blocks.append(nn.Sequential(*wide, nn.Linear(4 * width, width)))
         self.head = nn.Linear(width, classes)
 
     def forward(self, x, targets):
@@ -44,7 +44,8 @@ def measured(model, batch):
         model.zero_grad()
         model(*batch).backward()
 
-    return ackpt.measure(step, resident=[model, *batch], warmup=0, repeats=0).dynamic_peak_bytes
+    measurement = ackpt.measure(step, resident=[model, *batch], warmup=0, repeats=0)
+    return measurement.dynamic_peak_bytes
 
 
 torch.manual_seed(0)
@@ -56,9 +57,11 @@ planned = ackpt.compile(model, *batches[0], budget=0.5)  # the line to add
 train(planned, batches)
 
 train(plain, batches)
-assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters()))
-before, after, plan = measured(plain, batches[0]), measured(planned, batches[0]), planned.plan
-assert after <= plan.dynamic_peak_bytes <= 0.5 * before
-print(f"plain {memory_format(before)}; planned {memory_format(plan.dynamic_peak_bytes)}, ", end="")
-print(f"measured {memory_format(after)}; {plan.cost:.1%} of the step runs again")
+for one, other in zip(plain.parameters(), model.parameters()):
+    assert torch.equal(one, other)
+before, after = measured(plain, batches[0]), measured(planned, batches[0])
+promised = planned.plan.dynamic_peak_bytes
+assert after <= promised <= 0.5 * before
+print(f"plain {memory_format(before)}, planned {memory_format(promised)}")
+print(f"measured {memory_format(after)}; {planned.plan.cost:.1%} runs again")
 print("parameters as without a plan, to the last bit")

@@ -18,22 +18,25 @@ class Net(nn.Module):
 
     def __init__(self, width=64, depth=3):
         super().__init__()
-        sizes = [(width, 4 * width), (4 * width, width)] * depth
-        self.layers = nn.Sequential(*(layer for size in sizes for layer in (nn.Linear(*size), nn.GELU())))
+        self.layers = nn.Sequential()
+        for _ in range(depth):
+            self.layers.extend([nn.Linear(width, 4 * width), nn.GELU()])
+            self.layers.extend([nn.Linear(4 * width, width), nn.GELU()])
 
     def forward(self, x, targets):
         return nn.functional.mse_loss(self.layers(x), targets)
 
 
 def make(path):
-    """Other weights and other data make the same plan; other shapes, dtypes, devices or code do not."""
-    planned = ackpt.compile(Net(), torch.randn(512, 64), torch.randn(512, 64), budget=0.7)
+    """Weights and data may be others; shapes, dtypes, devices and code may not."""
+    x, targets = torch.randn(2, 512, 64).unbind()
+    planned = ackpt.compile(Net(), x, targets, budget=0.7)
     planned.plan.save(path)
     print(f"planned {memory_format(planned.plan.dynamic_peak_bytes)}, saved to {path}")
 
 
 def train(path):
-    model, batch = Net(), (torch.randn(512, 64), torch.randn(512, 64))
+    model, batch = Net(), torch.randn(2, 512, 64).unbind()
     plan = ackpt.Plan.load(path)
     planned = ackpt.compile(model, *batch, plan=plan)  # nothing is searched for
 
@@ -41,13 +44,14 @@ def train(path):
         model.zero_grad()
         planned(*batch).backward()
 
-    measured = ackpt.measure(step, resident=[model, *batch], warmup=0, repeats=0).dynamic_peak_bytes
-    assert measured <= plan.dynamic_peak_bytes
+    measured = ackpt.measure(step, resident=[model, *batch], warmup=0, repeats=0)
+    assert measured.dynamic_peak_bytes <= plan.dynamic_peak_bytes
     found = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     model(*batch).backward()
-    torch.testing.assert_close(found, [parameter.grad for parameter in model.parameters()], rtol=0, atol=0)
-    print(f"planned {memory_format(plan.dynamic_peak_bytes)}, measured {memory_format(measured)}; gradients are equal")
+    expected = [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    print(f"measured {memory_format(measured.dynamic_peak_bytes)}; gradients are equal")
     try:
         planned(*(tensor[:256] for tensor in batch))
     except ackpt.PlanError as error:

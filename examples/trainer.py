@@ -22,11 +22,13 @@ class MeasuringTrainer(Trainer):
         if self.state.global_step < STEPS - 1:
             return super().training_step(model, inputs, *args, **kwargs)
         losses, run = [], super().training_step
+
+        def step():
+            losses.append(run(model, inputs, *args, **kwargs))
+
         resident = [model, *inputs.values()]
-        step = ackpt.measure(
-            lambda: losses.append(run(model, inputs, *args, **kwargs)), resident=resident, warmup=0, repeats=0
-        )
-        self.peak = step.dynamic_peak_bytes
+        measurement = ackpt.measure(step, resident=resident, warmup=0, repeats=0)
+        self.peak = measurement.dynamic_peak_bytes
         return losses[0]
 
 
@@ -36,7 +38,7 @@ def trained(model, data):
         arguments = TrainingArguments(
             folder,
             per_device_train_batch_size=4,
-            dataloader_drop_last=True,  # a smaller batch would be another step, with a plan of its own
+            dataloader_drop_last=True,  # a smaller batch would have a plan of its own
             max_steps=STEPS,
             report_to="none",
             save_strategy="no",
@@ -50,19 +52,27 @@ def trained(model, data):
 
 torch.manual_seed(0)
 config = LlamaConfig(
-    hidden_size=32, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, use_cache=False
+    hidden_size=32,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    vocab_size=64,
+    use_cache=False,
 )
 plain = LlamaForCausalLM(config)
 model = copy.deepcopy(plain)
-data = [{"input_ids": row, "labels": row} for row in torch.randint(64, (4 * STEPS, 128))]
+texts = torch.randint(64, (4 * STEPS, 128))
+data = [{"input_ids": row, "labels": row} for row in texts]
 
-plans = []
-model.compile(backend="ackpt", options={"budget": 0.6, "on_plan": plans.append})  # the line to add
+plans = []  # the next line is the one to add
+model.compile(backend="ackpt", options={"budget": 0.6, "on_plan": plans.append})
 before, after = trained(plain, data), trained(model, data)
 
 (plan,) = plans  # one graph, one plan
-assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters()))
-assert after <= plan.dynamic_peak_bytes <= 0.6 * plan.baseline_dynamic_peak_bytes
-print(f"plain {memory_format(before)}; planned {memory_format(plan.dynamic_peak_bytes)}, ", end="")
+for one, other in zip(plain.parameters(), model.parameters()):
+    assert torch.equal(one, other)
+promised = plan.dynamic_peak_bytes
+assert after <= promised <= 0.6 * plan.baseline_dynamic_peak_bytes
+print(f"plain {memory_format(before)}, planned {memory_format(promised)}")
 print(f"measured {memory_format(after)}")
 print(f"parameters after {STEPS} steps as without a plan, to the last bit")
