@@ -63,7 +63,6 @@ torch.manual_seed(dist.get_rank())
 batch = torch.randn(2, 1024, 64).unbind()
 
 expected, before = train(shard(plain), batch)
-
 ackpt.apply_activation_checkpointing(checkpointed)  # first the regions, then the shards
 found, regions = train(shard(checkpointed), batch)
 assert all(torch.equal(one, other) for one, other in zip(expected, found))
@@ -76,8 +75,6 @@ promised = planned.plan.dynamic_peak_bytes
 assert regions < before and after <= promised + whole
 if dist.get_rank() == 0:
     print(f"blocks: plain {memory_format(before)}, regions {memory_format(regions)}")
-    print(
-        f"as one: planned {memory_format(promised)}, parameters {memory_format(whole)}"
-    )
+    print(f"as one: planned {memory_format(promised)}, beside {memory_format(whole)}")
     print(f"measured {memory_format(after)}; parameters are equal to the last bit")
 dist.destroy_process_group()

@@ -64,10 +64,13 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, value):
+        ctx.set_materialize_grads(False)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx, *gradients):
+        if gradients == (None,):  # of an output that something, such as DDP, has handed on beside the loss
+            return None
         raise RuntimeError(
             "backward reaches an output other than the loss, which this step was planned without: it keeps nothing "
             'for that gradient. Plan it with differentiate="all", or detach what you compute from that output.'

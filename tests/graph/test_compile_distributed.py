@@ -102,9 +102,34 @@ def buckets():
     return "equal"
 
 
+class WithLoss(Net):
+    """Returns a hidden value beside its loss."""
+
+    def forward(self, x):
+        hidden = self.blocks(x)
+        return {"loss": hidden.sin().sum(), "hidden": hidden}
+
+
+def loss_and_more():
+    """DistributedDataParallel hands all outputs through one node of autograd, if it looks for unused parameters."""
+    torch.manual_seed(0)
+    model, x = WithLoss(), torch.randn(3, 4)
+    step = ackpt.compile(copy.deepcopy(model), x, policy="full")
+    found = []
+    for one in (model, step):
+        torch.manual_seed(1)
+        parallel = DistributedDataParallel(one, find_unused_parameters=True)
+        parallel(x)["loss"].backward()
+        found.append([parameter.grad for parameter in one.blocks.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found))
+    with pytest.raises(RuntimeError, match="an output other than the loss"):
+        parallel(x)["hidden"].sum().backward()
+    return "equal"
+
+
 def scenario(name, rank, folder):
-    if name == "torch.compile":
-        return buckets()
+    if isinstance(name, str):
+        return {"torch.compile": buckets, "loss and more": loss_and_more}[name]()
     options, policy, accumulate = name
     torch.manual_seed(0)
     eager = Net()
@@ -121,7 +146,13 @@ def scenario(name, rank, folder):
 
 
 NAMES = [(options, policy, False) for options in OPTIONS for policy in ("none", "full")]
-NAMES += [("plain", "full", True), ("bucket views", "full", True), ("fully_shard", "full", True), "torch.compile"]
+NAMES += [
+    ("plain", "full", True),
+    ("bucket views", "full", True),
+    ("fully_shard", "full", True),
+    "torch.compile",
+    "loss and more",
+]
 
 
 @pytest.fixture(scope="module")
