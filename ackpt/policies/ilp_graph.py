@@ -52,8 +52,11 @@ class Best:
     lower_bound: float
 
 
-def schedule(graph, profile, limit_bytes, *, time_limit: float | None = 60.0) -> Schedule:
-    """
+def schedule(
+    graph: JointGraph, profile: Profile, limit_bytes: int | None, *, time_limit: float | None = 60.0
+) -> Schedule:
+    """The cheapest schedule, as far as that is proved in time.
+
     Args:
         time_limit: seconds after which the best plan so far is returned, with a warning that says how far it may be
             from the cheapest; None: until that is proved.
@@ -61,6 +64,13 @@ def schedule(graph, profile, limit_bytes, *, time_limit: float | None = 60.0) ->
     Raises:
         ValueError: for a graph of more nodes than can be solved, or a time limit that is not positive.
         ImportError: without scipy.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> ackpt.plan(graph, "100%", "ilp", time_limit=10).recompute_flops
+        0
     """
     if limit_bytes is None:
         return everything(graph)

@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..graph.facts import facts
+from ..graph.joint import JointGraph
 from ..graph.plan import OFFLOADED, RECOMPUTED, SAVED
+from ..graph.profile import Profile
 from ..graph.schedule import Schedule, everything, lower
 from ..graph.swap import offloadable, offloaded
 
 
-def schedule(graph, profile, limit_bytes, *, fates: Mapping[str, str]) -> Schedule:
+def schedule(graph: JointGraph, profile: Profile, limit_bytes: int | None, *, fates: Mapping[str, str]) -> Schedule:
     """Save what `fates` says; what it does not name is saved if backward reads it, or if it cannot be recomputed.
 
     Raises:
         TypeError: if `fates` is no mapping.
         ValueError: for unknown names and fates, for siblings of one operation of which only some are recomputed, and
             for what cannot be recomputed or offloaded.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> ackpt.plan(graph, policy="manual", fates={"tanh": "recomputed"}).saved_bytes
+        0
     """
     if not isinstance(fates, Mapping):
         raise TypeError(f"fates must be a dict {{name of an activation: fate}}, got {type(fates).__name__}")

@@ -21,6 +21,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from ..graph.facts import facts
 from ..graph.joint import JointGraph
+from ..graph.profile import Profile
 from ..graph.schedule import Schedule, lower, missing, needed_backward, scheduled
 from .front import cheapest
 
@@ -34,14 +35,29 @@ class Partition(NamedTuple):
     backward: tuple[int, ...]
 
 
-def schedule(graph, profile, limit_bytes, *, order: str = "late", activation_memory_budget=None) -> Schedule:
-    """
+def schedule(
+    graph: JointGraph,
+    profile: Profile,
+    limit_bytes: int | None,
+    *,
+    order: str = "late",
+    activation_memory_budget: float | None = None,
+) -> Schedule:
+    """What torch's partitioner saves, at the cheapest of its settings that fits, or at one of them.
+
     Args:
         order: ``"late"`` or ``"torch"``, see above.
         activation_memory_budget: the one setting to take, whatever it needs.
 
     Raises:
         ValueError: for an unknown order, or a setting that is not between 0 and 1.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> ackpt.plan(graph, policy="min-cut", order="torch", activation_memory_budget=1).fates
+        {'tanh': 'saved'}
     """
     if order not in _ORDERS:
         raise ValueError(f"order must be {' or '.join(map(repr, _ORDERS))}, got {order!r}")
