@@ -1,17 +1,19 @@
 """The project's commands: `nox -s reproduce` is the main one, `nox -l` lists all.
 
-All sessions but `compat` share one virtual environment, so that a fresh machine installs torch once.
+All sessions but `compat` and `browser` share one virtual environment, so that a fresh machine installs torch once.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["lint", "tests", "notebooks"]
@@ -22,6 +24,15 @@ BIN = ROOT / ".nox" / "environment" / ("Scripts" if sys.platform == "win32" else
 # Exact bytes need one number of threads; pages and records are made with this one.
 THREADS = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
 PYTEST = ["-n", "2", "--dist", "loadfile"]
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# The second brings axe-core: other versions of it have other rules.
+BROWSER = [
+    "playwright==1.65.2",
+    "axe-playwright-python==0.1.8",
+    "pytest>=8",
+    "pytest-xdist",
+    "tomli; python_version < '3.11'",
+]
 
 shared = nox.session(python=False, requires=["environment"])
 
@@ -91,6 +102,38 @@ def reproduce(session: nox.Session) -> None:
 def book(session: nox.Session) -> None:
     """Build the book from the committed notebooks; nothing is executed."""
     build_book(session)
+
+
+@nox.session(reuse_venv=True, default=False, requires=["book"])
+def browser(session: nox.Session) -> None:
+    """Build the book and read it in a browser: links, errors, search, widgets, widths, colours, axe-core's rules."""
+    session.install(*BROWSER)
+    shutil.rmtree(ROOT / "book" / "_build" / "screenshots", ignore_errors=True)
+    options = [f"--chromium={chromium(session)}", "-n", "2", *session.posargs]
+    session.run("pytest", "tests_browser", *options)
+    session.log("pictures of the pages: book/_build/screenshots")
+
+
+def chromium(session: nox.Session) -> str:
+    """The path of a Chromium: the machine's own, else Debian's if it can be installed; "" for Playwright's own."""
+    installed = next(filter(None, map(shutil.which, CHROMIUM)), "")
+    if not installed and os.name == "posix" and os.geteuid() == 0 and shutil.which("apt-get"):
+        try:
+            session.run("apt-get", "update", "-q", external=True)
+            install = ["install", "-q", "-y", "--no-install-recommends", "chromium", "fonts-liberation"]
+            session.run("apt-get", *install, external=True)
+        except CommandFailed:
+            session.warn("apt-get cannot install chromium; trying Playwright's own")
+        installed = shutil.which("chromium") or ""
+    if not installed:
+        try:
+            session.run("playwright", "install", "chromium")
+        except CommandFailed:
+            session.skip(
+                "NOTHING WAS CHECKED: there is no Chromium, and neither apt-get (as root) nor `playwright install "
+                "chromium` could get one. Put chromium or google-chrome on PATH and run `nox -s browser` again."
+            )
+    return installed
 
 
 @shared

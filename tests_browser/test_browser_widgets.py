@@ -1,0 +1,91 @@
+"""Do the interactive figures react to keyboard and mouse, and is there a picture where scripts are off?"""
+
+import built_pages
+import pytest
+from browser_checks import watch
+from playwright.sync_api import Locator, expect
+
+# One key that every kind of control reacts to, and one that leads to another value from there.
+KEYS = {"range": ("Home", "End"), "select-one": ("Home", "End"), "radio": ("ArrowRight", "ArrowRight")}
+
+
+def react(widget: Locator, control: Locator) -> list[str]:
+    """Work a control by its keys; a problem if the widget stays as it is."""
+    kind = control.evaluate("element => element.type")
+    name = control.evaluate("element => element.id || element.name || element.textContent")
+    seen = set()
+    for key in KEYS.get(kind, ("Space", "Space")):
+        control.press(key)
+        seen.add(widget.inner_html())
+    return [] if len(seen) == 2 else [f"the {kind} {name!r} changes nothing"]
+
+
+def test_every_control_of_every_widget_reacts_to_keys(new_page, site, base, with_widgets):
+    page = new_page()
+    problems = watch(page, base)
+    page.goto(base + with_widgets)
+    widgets = built_pages.read(site / with_widgets).widgets
+    for name in set(widgets):
+        found = page.locator(f".{name}").all()
+        assert len(found) == widgets.count(name)
+        for widget in found:
+            controls = widget.locator("input, select, button").all()
+            assert controls
+            for control in controls:
+                problems += react(widget, control)
+    assert problems == []
+
+
+def test_widgets_are_pictures_where_scripts_are_off(new_page, site, base, with_widgets):
+    page = new_page(scripts=False)
+    page.goto(base + with_widgets)
+    widgets = built_pages.read(site / with_widgets).widgets
+    for name in set(widgets):
+        for picture in page.locator(f".{name} + noscript img").all():
+            picture.scroll_into_view_if_needed()
+            assert picture.evaluate("image => image.naturalWidth") > 0
+        assert page.locator(f".{name} + noscript img").count() == widgets.count(name)
+
+
+@pytest.fixture
+def explorer(new_page, base):
+    page = new_page()
+    page.goto(base + "notebooks/09_frontier.html")
+    return page.locator(".frontier-explorer")
+
+
+def shown(explorer: Locator) -> tuple[int, float, str]:
+    """Budget in percent, cost in percent, and the drawing of the timeline."""
+    cost = explorer.locator("dt", has_text="cost, FLOPs").locator("+ dd").inner_text()
+    timeline = explorer.locator("svg").first.inner_html()
+    return int(explorer.locator("output").inner_text().split()[0]), float(cost.split()[0]), timeline
+
+
+def test_a_lower_budget_costs_more_and_changes_the_timeline(explorer):
+    explorer.locator("input").press("End")
+    budget, cost, timeline = shown(explorer)
+    assert (budget, cost) == (100, 0)
+    for _ in range(10):
+        explorer.locator("input").press("ArrowLeft")
+    lower, higher_cost, other_timeline = shown(explorer)
+    assert lower < budget and higher_cost > cost and other_timeline != timeline
+
+
+def test_the_budget_can_be_dragged(explorer):
+    budget, cost, timeline = shown(explorer)
+    handle = explorer.locator("input")
+    handle.scroll_into_view_if_needed()
+    box, mouse = handle.bounding_box(), explorer.page.mouse
+    share = handle.evaluate("one => (one.value - one.min) / (one.max - one.min)")
+    height = box["y"] + box["height"] / 2
+    mouse.move(box["x"] + share * box["width"], height)
+    mouse.down()
+    mouse.move(box["x"] + 0.9 * box["width"], height, steps=5)
+    mouse.up()
+    higher, lower_cost, other_timeline = shown(explorer)
+    assert higher > budget and lower_cost < cost and other_timeline != timeline
+
+
+def test_a_budget_that_no_plan_keeps_is_refused(explorer):
+    explorer.locator("input").press("Home")
+    expect(explorer.locator(".answer")).to_contain_text("Refused: the smallest dynamic peak")
