@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from address import BRANCH, repository_address  # noqa: E402
 
+BACK = re.compile(r'(?P<start>id="(?P<name>[^"]+)">\n<a class="viewcode-back" href="[^"#]*#)(?P<anchor>[^"]+)')
 MATHJAX = ("tex-chtml-full.js", "output/chtml/fonts/woff-v2")
 
 
@@ -61,6 +63,20 @@ def name_list_items(app: Sphinx, page: str, template: str, context: dict, doctre
         context["body"] = context["body"].replace('role="doc-biblioentry"', 'role="listitem"')
 
 
+def link_back(app: Sphinx, page: str, template: str, context: dict, doctree: Element | None) -> None:
+    """Lead from a source page to where a thing is described; viewcode takes one module's name for all in a file."""
+    if not page.startswith("_modules/ackpt"):
+        return
+    anchors = {name: anchor for name, _, _, _, anchor, _ in app.env.get_domain("py").get_objects()}
+    module = page.split("/")[1:]
+
+    def back(link: re.Match) -> str:
+        names = [".".join([*module[:length], link["name"]]) for length in range(1, len(module) + 1)]
+        return link["start"] + next((anchors[name] for name in names if name in anchors), link["anchor"])
+
+    context["body"] = BACK.sub(back, context["body"])
+
+
 def copy_mathjax(app: Sphinx, error: Exception | None) -> None:
     """Copy the part of MathJax that the pages use from the installed package (named with dashes, so not importable)."""
     package = importlib.util.find_spec("sphinx-mathjax-offline")
@@ -77,5 +93,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("config-inited", without_thebe)
     app.connect("missing-reference", find_by_last_name)
     app.connect("html-page-context", name_list_items)
+    app.connect("html-page-context", link_back)
     app.connect("build-finished", copy_mathjax)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
