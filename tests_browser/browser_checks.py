@@ -20,13 +20,17 @@ WIDE = """() => {
     const width = document.documentElement.clientWidth;
     if (document.documentElement.scrollWidth <= width) return [];
     const scrolls = (element) => {
-        for (let up = element.parentElement; up && up !== document.body; up = up.parentElement)
+        for (let up = element; up && up !== document.body; up = up.parentElement)
             if (getComputedStyle(up).overflowX !== "visible") return true;
         return false;
     };
-    const wide = [...document.body.querySelectorAll("*")]
-        .filter((element) => element.getBoundingClientRect().right > width + 0.5 && !scrolls(element));
-    const names = wide.slice(-3).map((element) => element.outerHTML.slice(0, 80));
+    const right = (element) => {
+        const box = element.getBoundingClientRect();
+        return box.left + Math.max(box.width, element.scrollWidth);
+    };
+    const wide = [...document.body.querySelectorAll("*")].filter((one) => right(one) > width + 0.5 && !scrolls(one));
+    const inner = wide.filter((element) => !wide.some((other) => other !== element && element.contains(other)));
+    const names = inner.slice(0, 3).map((element) => element.outerHTML.slice(0, 80));
     return [`${document.documentElement.scrollWidth} of ${width} px: ${names.join(" ")}`];
 }"""
 
