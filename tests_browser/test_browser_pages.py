@@ -1,22 +1,27 @@
 """Every page, light and dark, wide and narrow: no error, nothing from elsewhere, nothing that axe-core finds."""
 
-import pytest
 from browser_checks import too_wide, unfold, violations, watch, wrong_ground
 from conftest import ROOT
 
-WIDTHS = {"light": 1440, "dark": 390}  # of the picture that is kept
+PICTURES = ROOT / "book/_build/screenshots"
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_page(new_page, base, path, theme):
-    page = new_page(theme)
+def test_page(new_page, base, path):
+    page = new_page("light")
     problems = watch(page, base)
     page.goto(base + path)
     unfold(page)
-    problems += wrong_ground(page, theme) + violations(page)
-    for width in (1440, 390):
-        problems += too_wide(page, width)
-        if width == WIDTHS[theme]:
-            name = f"{path.removesuffix('.html').replace('/', '-')}-{theme}-{width}.jpeg"
-            page.screenshot(path=ROOT / "book/_build/screenshots" / name, full_page=True, quality=80)
+    problems += wrong_ground(page, "light") + violations(page)
+    keep(page, path, "light-1440")
+    page.emulate_media(color_scheme="dark")
+    problems += wrong_ground(page, "dark") + violations(page, colours_only=True)
+    problems += too_wide(page, 1440) + too_wide(page, 390)
+    keep(page, path, "dark-390")
     assert problems == []
+
+
+def keep(page, path: str, name: str) -> None:
+    """Keep a picture of the page, for eyes to look at; pages of source code all look the same."""
+    if not path.startswith("_modules/"):
+        name = f"{path.removesuffix('.html').replace('/', '-')}-{name}.jpeg"
+        page.screenshot(path=PICTURES / name, full_page=True, quality=80)

@@ -35,6 +35,13 @@ def test_search_works_in_files_without_a_server(new_page, site):
     expect(page.locator("#search-results li a").first).to_be_visible()
 
 
+def test_the_page_opens_in_the_colours_of_the_system(new_page, base):
+    page = new_page("dark")
+    problems = watch(page, base)
+    page.goto(base + "index.html")
+    assert problems + wrong_ground(page, "dark") == []
+
+
 def test_the_theme_button_switches_and_is_remembered(new_page, base):
     page = new_page("light")
     page.goto(base + "index.html")
