@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from importlib.resources import files
 
-from playwright.sync_api import Page
+from playwright.sync_api import Page, TimeoutError
 
 AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
 
@@ -120,6 +121,13 @@ def violations(page: Page, colours_only: bool = False) -> list[str]:
     """What axe-core calls serious or critical; in a second theme only its rules on colours can say something new."""
     page.evaluate(AXE)
     return page.evaluate(VIOLATIONS, not colours_only)
+
+
+def darken(page: Page) -> None:
+    """Let the system turn dark while the page is open; the page follows a little later, or never."""
+    page.emulate_media(color_scheme="dark")
+    with contextlib.suppress(TimeoutError):
+        page.wait_for_function("document.documentElement.dataset.theme === 'dark'", timeout=5000)
 
 
 def wrong_ground(page: Page, theme: str) -> list[str]:

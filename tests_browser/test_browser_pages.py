@@ -1,6 +1,6 @@
 """Every page, light and dark, wide and narrow: no error, nothing from elsewhere, nothing that axe-core finds."""
 
-from browser_checks import too_wide, unfold, violations, watch, wrong_ground
+from browser_checks import darken, too_wide, unfold, violations, watch, wrong_ground
 from conftest import ROOT
 
 PICTURES = ROOT / "book/_build/screenshots"
@@ -13,7 +13,7 @@ def test_page(new_page, base, path):
     unfold(page)
     problems += wrong_ground(page, "light") + violations(page)
     keep(page, path, "light-1440")
-    page.emulate_media(color_scheme="dark")
+    darken(page)
     problems += wrong_ground(page, "dark") + violations(page, colours_only=True)
     problems += too_wide(page, 1440) + too_wide(page, 390)
     keep(page, path, "dark-390")
