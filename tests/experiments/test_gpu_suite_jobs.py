@@ -19,7 +19,7 @@ COMMIT = environment()["commit"]
 def suite(tmp_path_factory):
     """Everything once, as the command runs it."""
     folder = tmp_path_factory.mktemp("suite")
-    assert main(["gpu-suite", "--tier", "cpu", "--out", str(folder), "--minutes", "9"]) == 0
+    assert main(["gpu-suite", "--tier", "cpu", "--out", str(folder), "--minutes", "120"]) == 0
     return folder, records_of(cpu_jobs(), folder, COMMIT)
 
 
