@@ -210,6 +210,13 @@ def no_gc():
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_collect():
+    """What lives before the tests of a module is out of the collector's sight: measuring collects, often."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _leave_no_trace():
     before = surroundings()
