@@ -54,7 +54,7 @@ torch.manual_seed(0)
 config = LlamaConfig(
     hidden_size=32,
     intermediate_size=128,
-    num_hidden_layers=2,
+    num_hidden_layers=1,
     num_attention_heads=2,
     vocab_size=64,
     use_cache=False,
@@ -65,14 +65,14 @@ texts = torch.randint(64, (4 * STEPS, 128))
 data = [{"input_ids": row, "labels": row} for row in texts]
 
 plans = []  # the next line is the one to add
-model.compile(backend="ackpt", options={"budget": 0.6, "on_plan": plans.append})
+model.compile(backend="ackpt", options={"budget": 0.7, "on_plan": plans.append})
 before, after = trained(plain, data), trained(model, data)
 
 (plan,) = plans  # one graph, one plan
 for one, other in zip(plain.parameters(), model.parameters()):
     assert torch.equal(one, other)
 promised = plan.dynamic_peak_bytes
-assert after <= promised <= 0.6 * plan.baseline_dynamic_peak_bytes
+assert after <= promised <= 0.7 * plan.baseline_dynamic_peak_bytes
 print(f"plain {memory_format(before)}, planned {memory_format(promised)}")
 print(f"measured {memory_format(after)}")
 print(f"parameters after {STEPS} steps as without a plan, to the last bit")
