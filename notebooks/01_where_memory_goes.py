@@ -440,3 +440,8 @@ print("ReLU:", kept_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 # - From $\tfrac{8}{3} d$ tokens on, activations outweigh everything else. They are kept only to be read once more, and
 #   they can be computed again: that is the subject of the next chapters.
 # - A byte count that does not add up has a reason that can be found; here it was a loss in a storage as large as its input.
+#
+# ## Sources
+#
+# - {cite:t}`korthikanti2022` count what a block keeps in the same way.
+# - {cite:t}`zhang2019`: the norm of the blocks.

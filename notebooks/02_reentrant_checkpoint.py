@@ -1088,3 +1088,7 @@ print(f"wide:   {kept_by(wide):,} = 4 x {4 * number:,}")
 #   the parameters inputs of its node. The files `ackpt/reentrant.py` and `ackpt/region.py` hold it all; every part of
 #   them should now be familiar.
 # - The guarantees cost microseconds per region. A loss head needs no recompute at all, only chunks.
+#
+# ## Sources
+#
+# - {cite:t}`chen2016`: segments, their recursion, and the counts beside which ours are printed.

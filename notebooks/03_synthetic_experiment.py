@@ -577,3 +577,9 @@ for m, T in fits.items():
 #   memory.
 # - Published peaks can be taken apart by slope and floor: more copies per token, and an optimizer with a temporary as large
 #   as the model.
+#
+# ## Sources
+#
+# - {cite:t}`chen2016`: the checkpoint around every block.
+# - The published peaks and times are from a reference experiment without a paper; what is known of it stands in the files
+#   of `results/reference/`.

@@ -615,3 +615,8 @@ print(f"measured {peak(False) - peak(True):,}; 12 V d + 4 = {12 * V * d + 4:,}")
 # - Their gradient is known as soon as they are, so they can be had in chunks, for not one FLOP more.
 # - Checkpointed blocks and a chunked loss belong together. At the published size, 8192 tokens, they are predicted to need
 #   about a quarter of the published baseline, and most of that is weights, gradients and Adam states.
+#
+# ## Sources
+#
+# - {cite:t}`merity2016`: the text of the published runs, wikitext-103.
+# - {cite:t}`sennrich2016`: the tokenizer.

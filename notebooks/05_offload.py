@@ -20,7 +20,7 @@
 # | $n$ | checkpointed regions, one after the other |
 # | $S$ | bytes of one region's input |
 # | $T$ | tokens in the sequence; $S = s \, T$ with $s$ bytes per token |
-# | $B$ | bandwidth between device and store, bytes per second |
+# | $\rho$, $\lambda$ | FLOPs that the device does in a second, bytes that the link to the store carries in one, each way |
 # | $F(T)$, $R(T)$ | seconds of a block's forward, and of its backward without the recompute |
 #
 # The *device* is where the model computes, the *store* is where activations wait: host memory, or a disk.
@@ -682,11 +682,11 @@ path = write_text_atomic("results/tables/05_ways.md", table)
 # - **In.** It comes back half-way through the backward of the region behind it: $R / 2$, where backward is about two
 #   forwards, as each matrix product of the forward has two in backward. That is $F$ again.
 #
-# Both copies are hidden if $S / B \le F$. (Without recompute, what a block saves has $R$ to come back, but is much
-# more.) For a Transformer block with $f = 4 d$ in 2 bytes a number, on a device that does $P$ operations a second:
+# Both copies are hidden if $S / \lambda \le F$. (Without recompute, what a block saves has $R$ to come back, but is much
+# more.) For a Transformer block with $f = 4 d$ in 2 bytes a number, on a device that does $\rho$ FLOPs a second:
 #
-# $$ \frac{2 \, d \, T}{B} \le \frac{24 \, d^2 \, T + 4 \, d \, T^2}{P}
-#    \quad \Longleftrightarrow \quad T \ge T^* = \frac{P}{2 B} - 6 d . $$
+# $$ \frac{2 \, d \, T}{\lambda} \le \frac{24 \, d^2 \, T + 4 \, d \, T^2}{\rho}
+#    \quad \Longleftrightarrow \quad T \ge T^* = \frac{\rho}{2 \lambda} - 6 d . $$
 #
 # The wider the model and the longer the sequence, the easier it is; fast devices behind slow links have it hardest. The
 # first term of $F$ grows like the copy, so only attention, which grows faster, can catch up with a link that is too
@@ -807,7 +807,7 @@ print(pays_at(512))
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Inputs of regions are few bytes for much computing: $S / B \le F$ is easily met, and then offload costs memory
+# Inputs of regions are few bytes for much computing: $S / \lambda \le F$ is easily met, and then offload costs memory
 # traffic, not time. Whether it is met is a matter of two measured numbers, and not of the size of the model.
 # :::
 
@@ -1013,13 +1013,13 @@ print(f"{(found[0] - found[1]) / S:.0f} S; n - 1 = {8 - 1}")
 # :::
 
 # %% tags=["solution"]
-P, B, d = 4e14, 25e9, 1024
-print(f"d >= P / (12 B) = {P / (12 * B):.0f}; T* = {math.ceil(P / (2 * B) - 6 * d)}")
-seconds = {T: (24 * d**2 * T + 4 * d * T**2) / P for T in (1024, 2048, 4096)}
-print(ackpt.offload_pays(2 * d, seconds, bandwidth=B))
+rate, link, d = 4e14, 25e9, 1024
+print(f"d >= {rate / (12 * link):.0f} for any T; T* = {math.ceil(rate / (2 * link) - 6 * d)}")
+seconds = {T: (24 * d**2 * T + 4 * d * T**2) / rate for T in (1024, 2048, 4096)}
+print(ackpt.offload_pays(2 * d, seconds, bandwidth=link))
 
 # %% [markdown]
-# From $P / (12 B)$ on, the matrix products alone hide the copies. These are peak rates; a real GPU computes more
+# From $\rho / (12 \lambda)$ on, the matrix products alone hide the copies. These are peak rates; a real GPU computes more
 # slowly, which makes it easier.
 #
 # :::{admonition} Exercise 3: another way out of bug 1
@@ -1059,5 +1059,9 @@ race_with_clone(compute)
 # - Offloaded inputs take $(n - 1 - h) \, S$ off the peak of a checkpointed model, to the byte, whether copies wait or
 #   not.
 # - Backward brings things back in the reverse order of the forward, one ahead.
-# - Copies are hidden when $S / B \le F$. Attention's quadratic part makes that true for every sequence that is long
+# - Copies are hidden when $S / \lambda \le F$. Attention's quadratic part makes that true for every sequence that is long
 #   enough.
+#
+# ## Sources
+#
+# - {cite:t}`rhu2016`: copies to the host beside the computing, and when they are hidden.

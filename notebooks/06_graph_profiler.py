@@ -1078,3 +1078,8 @@ print(f"{share:.2f} of the plain peak, {frugal.flops - lm_step.flops} more FLOPs
 # - A plan is an order: one set of saved activations, three orders, three peaks.
 # - Every rewrite is proved on tensors without data before it runs. Random numbers are replayed, statistics are updated
 #   once.
+#
+# ## Sources
+#
+# - {cite:t}`williams2009`: the time of an operation from the rates of a device.
+# - {cite:t}`he2015residual`: ResNet-50.

@@ -20,6 +20,7 @@
 # | $n$ | blocks of a chain |
 # | $k$, $\ell$ | segments, and blocks in a segment |
 # | $S$ | bytes of what one block hands to the next; here also of what its backward reads |
+# | $c$ | outputs' worth that a block keeps for its backward |
 # | $s$, $r$ | snapshots; how often a step runs forward before its reversal |
 # | $P(n, s)$ | least advances that reverse $n$ steps with $s$ snapshots |
 # | $\beta(s, r)$ | the most steps for which $s$ snapshots and $r$ runs are enough |
@@ -628,3 +629,9 @@ print([revolve.advances(8, s) + 8 + 8 for s in range(1, 9)])
 #   1,024 blocks fits into the memory of a few.
 # - rotor weighs blocks that differ, and may keep their insides.
 # - On real models the formulas err in both directions. Bytes decide, not blocks; the largest block is the floor.
+#
+# ## Sources
+#
+# - {cite:t}`chen2016`: $\sqrt n$ segments, and halves of halves.
+# - {cite:t}`griewank2000`: Revolve.
+# - {cite:t}`beaumont2019`: rotor.

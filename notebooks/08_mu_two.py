@@ -21,7 +21,7 @@
 # | $b$ | `memory_size`, bytes of an intermediate |
 # | $t$ | `total_recomp_time`, the run time of what must run to have it again, as often as that happens |
 # | $b / t$ | `recompute_ratio`: bytes that are freed for a second |
-# | $F$, $L$ | FLOPs, and bytes over the link in one direction, of a device in a second |
+# | $\rho$, $\lambda$ | FLOPs that the device does in a second, bytes that the link to the host carries in one, each way |
 # | $T$, $d$ | tokens; width of a layer |
 #
 # {doc}`07_sublinear_memory` chose *which blocks* run again. mu-TWO (Purandare, Wasay, Idreos and Jain,
@@ -881,7 +881,7 @@ for name in ("t4", "h200"):
     print(f"{name:5} d = {enough:.0f}; of the step computing waits at width {shown}")
 
 # %% [markdown]
-# $4 T d / L \le 2 T d^2 / F$ means $d \ge 2 F / L$, whatever $T$. (Backward has two products for each copy back, and
+# $4 T d / \lambda \le 2 T d^2 / \rho$ means $d \ge 2 \rho / \lambda$, whatever $T$. (Backward has two products for each copy back, and
 # waits less.) What is left at large widths is the end: the last result of the forward is wanted at once.
 #
 # :::{admonition} Exercise 3: how much larger a batch
@@ -912,9 +912,12 @@ for B in SIZES[:-1]:
 # - Its printed pseudocode estimates that nothing can be gained, recomputes the wrong candidate, and counts ancestors
 #   twice. Mended, and simulated instead of estimated, it keeps budgets to the byte.
 # - The same set of fates runs in two orders: once, and cheaper, or each for itself, and lower.
-# - Whether a copy is hidden follows from $d \ge 2 F / L$: wide layers and slow devices swap, others recompute.
+# - Whether a copy is hidden follows from $d \ge 2 \rho / \lambda$: wide layers and slow devices swap, others recompute.
 # - The published table is that of a ResNet-152; its speed-ups cannot come from recomputing, and its last row was made
 #   in another way than the others.
 #
-# Sources: Purandare et al., [mu-TWO](https://mlsys.org/virtual/2023/poster/2467), MLSys 2023, algorithms A to H. The
-# published table is in `results/reference/mu-two-resnet.json`, with what is known of it.
+# ## Sources
+#
+# - {cite:t}`purandare2023`: algorithms A to H. The published table is in `results/reference/mu-two-resnet.json`, with
+#   what is known of it.
+# - {cite:t}`he2015residual`: ResNet-152.

@@ -20,8 +20,10 @@
 # | $B$ | the budget: bytes that may live at once beside what is resident |
 # | $b_s$ | bytes of the storage $s$ |
 # | $c_i$ | cost of the operation $i$: its FLOPs and its traffic, weighed against each other |
-# | $R_{t,i}$ | 1 if stage $t$ computes $i$, else 0; stage $t$ ends with the first computation of $t$ |
-# | $k_s$, $r_i$ | how much of $s$ is kept from forward to backward, and of $i$ runs again, between 0 and 1 |
+# | $R_{t,i}$, $S_{t,i}$ | 1 if stage $t$ computes $i$, if the result of $i$ is kept into it; else 0. It ends with the first computation of $t$ |
+# | $p(s)$ | the operation that makes the storage $s$ |
+# | $u_s$, $v_i$ | how much of $s$ is kept from forward to backward, and of $i$ runs again, between 0 and 1 |
+# | $a$ | bytes that live at an instant whatever is kept |
 # | *front* | the plans that no other plan beats both in peak and in cost |
 #
 # Costs are shares of the plain step's cost, peaks are shares of its dynamic peak.
@@ -95,17 +97,17 @@ for budget in (7, 6, 5, 4, 3):
 # ## The bound
 #
 # Leave out what makes the program hard. Do not ask in which order things run, nor where a recomputation has its own
-# bytes, and allow fractions: of the storage $s$ the share $k_s$ is kept, of the operation $i$ the share $r_i$ runs
+# bytes, and allow fractions: of the storage $s$ the share $u_s$ is kept, of the operation $i$ the share $v_i$ runs
 # again. What remains is a *linear* program with two unknowns per operation:
 #
 # $$ \begin{aligned}
-# \min \; & \sum_i c_i r_i \quad \text{where} \\
-# & k_s + r_{p(s)} \ge 1 && \text{if backward reads } s , \\
-# & k_s + r_{p(s)} \ge r_i && \text{if } i \text{ reads } s \text{ when it runs again,} \\
-# & \textstyle\sum b_s k_s \le B - L && \text{at every instant of backward.}
+# \min \; & \sum_i c_i v_i \quad \text{where} \\
+# & u_s + v_{p(s)} \ge 1 && \text{if backward reads } s , \\
+# & u_s + v_{p(s)} \ge v_i && \text{if } i \text{ reads } s \text{ when it runs again,} \\
+# & \textstyle\sum b_s u_s \le B - a && \text{at every instant of backward.}
 # \end{aligned} $$
 #
-# $p(s)$ is the operation that makes $s$. The sum runs over all storages that backward reads later, and $L$ are the bytes
+# $p(s)$ is the operation that makes $s$. The sum runs over all storages that backward reads later, and $a$ are the bytes
 # that live at that instant whatever is kept: gradients, and what the operation at hand reads and makes.
 #
 # Every plan that runs the operations of backward once and in the graph's order, as all of this package do, satisfies
@@ -626,11 +628,7 @@ except ackpt.BudgetError as error:
 #
 # ## Sources
 #
-# - Jain et al. 2020, *Checkmate: Breaking the memory wall with optimal tensor rematerialization*
-#   ([arXiv:1910.02653](https://arxiv.org/abs/1910.02653)): the integer program.
-# - Beaumont et al. 2019, *Optimal checkpointing for heterogeneous chains*
-#   ([arXiv:1911.13214](https://arxiv.org/abs/1911.13214)): the recursion over a chain, with whole blocks.
-# - Kirisame et al. 2021, *Dynamic tensor rematerialization* ([arXiv:2006.09616](https://arxiv.org/abs/2006.09616)): the
-#   greedy eviction from which the integer program starts.
-# - Purandare et al. 2023, *μ-TWO: 3x faster multi-model training with orchestration and memory optimization* (MLSys):
-#   the evictions of `mu-two`.
+# - {cite:t}`jain2020`: the integer program.
+# - {cite:t}`beaumont2019`: the recursion over a chain, with whole blocks; {cite:t}`zhao2023`: several ways to run each.
+# - {cite:t}`kirisame2021`: the greedy eviction from which the integer program starts.
+# - {cite:t}`purandare2023`: the evictions of `mu-two`.

@@ -633,11 +633,7 @@ for (a, cost_a), (b, cost_b) in zip(pairs, pairs[1:]):
 #
 # ## Sources
 #
-# - Devlin et al. 2018, *BERT*, [arXiv:1810.04805](https://arxiv.org/abs/1810.04805): model and task.
-# - Chen et al. 2016, *Training deep nets with sublinear memory cost*,
-#   [arXiv:1604.06174](https://arxiv.org/abs/1604.06174): the switch.
-# - Dao et al. 2022, *FlashAttention*, [arXiv:2205.14135](https://arxiv.org/abs/2205.14135): recomputing inside of
-#   attention.
-# - Korthikanti et al. 2022, *Reducing activation recomputation in large Transformer models*,
-#   [arXiv:2205.05198](https://arxiv.org/abs/2205.05198): recomputing attention's core alone, by hand; they count what
-#   a block keeps in the same way.
+# - {cite:t}`devlin2018`: model and task.
+# - {cite:t}`chen2016`: the switch.
+# - {cite:t}`dao2022`, {cite:t}`dao2023`: recomputing inside of attention.
+# - {cite:t}`korthikanti2022`: recomputing attention's core alone, by hand; they count what a block keeps in the same way.
