@@ -154,6 +154,14 @@ def check(session: nox.Session) -> None:
         run(session, "python", "tools/check_same.py", first, second)
 
 
+@nox.session(reuse_venv=True, default=False)
+def colab(session: nox.Session) -> None:
+    """Run the install cell and chapter 1 with no more than Colab brings; arguments: other chapters, such as 06."""
+    session.install("-c", "constraints.txt", "torch", "ipython", "pip")
+    env = {**THREADS, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    session.run("python", "tools/check_colab.py", *(session.posargs or ["01"]), env=env)
+
+
 def build_book(session: nox.Session) -> None:
     """Build `book/` with every warning an error, see that it loads nothing from elsewhere, say where it is."""
     run(session, "jupyter-book", "build", "book", "--all", "-n", "-W", "--keep-going", "-q")

@@ -28,7 +28,7 @@ import sys
 if "google.colab" in sys.modules and not os.path.exists("noxfile.py"):
     !git clone -q --depth 1 {address} ackpt
     %cd -q ackpt
-    %pip install -q ".[lm,plots]"
+    %pip install -q ".[lm,plots,plan]"
 elif os.path.exists("../_toc.yml"):  # opened where it is committed: work from the top of the checkout
     os.chdir("../..")'''
 
