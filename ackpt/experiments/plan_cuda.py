@@ -52,7 +52,8 @@ class CapturedCudaChoices(CudaChoices):
         heads = query.dim() == 4
         if heads and self._flash_runs(query, key, value, mask, is_causal):
             width = query.shape[-1]
-            query, key, value = (F.pad(tensor, (0, -width % 8)) for tensor in (query, key, value))
+            if width % 8:  # padding by nothing would be a copy
+                query, key, value = (F.pad(tensor, (0, -width % 8)) for tensor in (query, key, value))
             scale = width**-0.5 if scale is None else scale
             found = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
             return found[..., :width]
