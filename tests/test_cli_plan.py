@@ -209,6 +209,8 @@ def test_attention_runs_the_kernel_that_a_gpu_would(ampere, dtype, options, kern
     called = [node.target for node in graph.nodes if node.phase == "forward"]
     assert any(kernel in target for target in called)
     assert all(other not in target for other in {FLASH, EFFICIENT, MATH} - {kernel} for target in called)
+    padded = sum("constant_pad_nd" in target for target in called)
+    assert padded == {FLASH: 3 * bool(width % 8), EFFICIENT: int(masked)}.get(kernel, 0)
     assert graph.storages[graph.nodes[graph.outputs[0]].storages[0]].bytes == dtype.itemsize
 
 
