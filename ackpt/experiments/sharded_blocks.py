@@ -16,10 +16,20 @@ from functools import cached_property
 from ackpt.graph import JointGraph, Profile
 from ackpt.graph.facts import facts
 from ackpt.graph.joint import BACKWARD, FORWARD
-from ackpt.graph.schedule import COMPUTE, Schedule, Step, at_hand, everything, missing, needed_backward, recomputed, scheduled
+from ackpt.graph.schedule import (
+    COMPUTE,
+    Schedule,
+    Step,
+    at_hand,
+    everything,
+    missing,
+    needed_backward,
+    recomputed,
+    scheduled,
+)
 from ackpt.policies.blocks import cut_at, inner_cuts
 from ackpt.policies.costs import costs, step_cost
-from ackpt.policies.options import Local, Option
+from ackpt.policies.options import Local
 
 from .sharded_step import ROOT, ShardingError, Window, owners, step_windows
 from .sharding import Group, Sharding
@@ -68,11 +78,14 @@ class Blocks:
         for block in range(1, len(self.groups)):
             saved |= row[block].kept[block]
         live = at_hand(self.known, saved)
+        there = {storage for place in live for storage in self.graph.nodes[place].storages}
         order: list[int] = []
         begun = {ROOT}
         for place in needed_backward(self.known):
             block = self.owners[place]
-            again = [] if block in begun or not row[block].again else self.forward[block]
+            again: list[int] = []
+            if block not in begun and row[block].again:
+                again = [n for n in self.forward[block] if not self.known.born.get(n, frozenset()) & there]
             begun.add(block)
             for node in (*again, *missing(self.known, place, live | set(again))):
                 if node not in live:
@@ -107,6 +120,16 @@ class Blocks:
 
     def windows(self, schedule: Schedule, sharding: Sharding) -> list[Window]:
         return step_windows(self.graph, schedule, self.profile.workspace_bytes, self.groups, sharding)
+
+    def names(self, choice: Choice, block: int) -> list[str]:
+        """What the choice keeps of the inside of a block: the module within the block, and the operation."""
+        found = []
+        for storage in sorted(choice.kept[block]):
+            node = self.graph.nodes[self.graph.storages[storage].producer]
+            module = node.module.removeprefix(self.groups[block].name).lstrip(".")
+            operation = node.target.removeprefix("aten.").split(".")[0]
+            found.append(f"{module}.{operation}" if module else operation)
+        return found
 
     def added(self, schedule: Schedule) -> list[tuple[float, int]]:
         """Cost and FLOPs of what each block runs again."""
@@ -164,7 +187,7 @@ class Blocks:
         """From saving most to saving least; each block's options, found once for blocks that are alike."""
         if self._chain is None:
             return []
-        alike: dict[tuple, list[Option]] = {}
+        alike: dict[tuple, list[frozenset[int]]] = {}
         options: list[list[frozenset[int]]] = [[]]
         for block, group in zip(self._chain.blocks[1:], self.groups[1:]):
             units = [sorted(unit) for unit in block.units]

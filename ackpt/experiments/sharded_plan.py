@@ -1,4 +1,4 @@
-"""``ackpt plan --fsdp``: what each rank of a sharded model needs, which plan per block fits a budget, and at which cost.
+"""``ackpt plan --fsdp``: what each rank of a sharded model needs, and which plan per block fits a budget at which cost.
 
 A model of blocks that are alike is captured with a few of them; the others have the same windows, see `sharded_blocks`.
 The first blocks are treated in one way and the rest in another, which recomputes less: what backward reads first is
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import ackpt
 from ackpt.errors import BudgetError, did_you_mean
@@ -20,8 +19,8 @@ from ackpt.timeline import Timeline
 
 from .plan import CUDA_BLOCK, OPTIMIZERS, PlanConfig, captured
 from .plan_models import StepRequest, TrainingStep, training_step
-from .sharded_blocks import CAPTURED, Blocks, Choice, deep
-from .sharded_step import ROOT, ShardingError, Window, peak_bytes, timeline
+from .sharded_blocks import CAPTURED, Blocks, deep
+from .sharded_step import ROOT, ShardingError, Window, timeline
 from .sharding import Group, GroupBytes, Sharding, groups_of, sharded_optimizer
 
 POLICIES = ("none", "full", "auto")
@@ -39,13 +38,26 @@ class Communication:
 
 
 @dataclass(frozen=True)
+class Run:
+    """`count` blocks, one after the other, that are treated alike.
+
+    ``choice``: how; ``kept_bytes`` of the inside of each stay, by ``names``; ``flops``: of what each runs again.
+    """
+
+    count: int
+    choice: str
+    kept_bytes: int
+    flops: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ShardedPlan:
     """One rank's step.
 
     ``resident``: bytes by category that lie there all the time; ``timeline``: dynamic bytes after every event;
     ``baseline_bytes``: dynamic peak without checkpointing; ``flops``: of the whole step; ``recompute_flops``: of what
-    runs again; ``cost``: of that, as a share of the plain step's. ``runs``: how many blocks from the first on have
-    which choice, with the bytes that one of them keeps and the FLOPs that it runs again.
+    runs again; ``cost``: of that, as a share of the plain step's. ``runs``: the blocks from the first to the last.
     """
 
     sharding: Sharding
@@ -56,7 +68,7 @@ class ShardedPlan:
     flops: int
     recompute_flops: int
     cost: float
-    runs: tuple[tuple[int, Choice, int, int], ...]
+    runs: tuple[Run, ...]
     communication: Communication
 
     @property
@@ -88,6 +100,7 @@ class ShardedModel:
         self.step = training_step(config.step)
         self.groups = groups_of(self.step.model)
         self.stands_for = len(self.groups) - 1
+        self._tables: dict[Sharding, _Table] = {}
         short = None if whole else _shortened(config, self.groups)
         self.blocks = self._blocks(short or self.step)
         if short is not None:
@@ -111,9 +124,10 @@ class ShardedModel:
             )
         if self.device is not None:
             sharding = replace(sharding, block_bytes=CUDA_BLOCK)
-        resident, optimizer_step = self._resident(sharding)
-        self.blocks.graph.optimizer_step_bytes = optimizer_step
-        table = _Table(self, sharding)
+        if sharding not in self._tables:
+            self._tables[sharding] = _Table(self, sharding)
+        table = self._tables[sharding]
+        resident = table.resident
         baseline = table.peak(table.uniform(0))
         limit = dynamic_limit(budget, baseline, sum(resident.values()))
         row = {"none": lambda: table.uniform(0), "full": lambda: table.uniform(1), "auto": lambda: table.least(limit)}
@@ -121,19 +135,11 @@ class ShardedModel:
         peak = table.peak(chosen)
         if limit is not None and peak > limit:
             raise BudgetError(_refusal(budget, policy, limit, peak, resident), peak + sum(resident.values()))
-        return table.found(chosen, policy, resident, baseline)
+        return table.found(chosen, policy, baseline)
 
     def _blocks(self, step: TrainingStep) -> Blocks:
         graph = captured(step, replace(self.config, optimizer="none"), self.device)
         return Blocks(graph, ackpt.profile(graph, self.device), groups_of(step.model))
-
-    def _resident(self, sharding: Sharding) -> tuple[dict[str, int], int]:
-        sizes = self.blocks.graph.bytes()
-        kind = OPTIMIZERS[self.config.optimizer]
-        state, step = sharded_optimizer(kind, self.groups, sharding, on_cpu=self.device is None)
-        shards = sum(GroupBytes(group, sharding).shards for group in self.groups)
-        kept = {"parameters": shards, "buffers": sizes["buffer"], "inputs": sizes["input"], "optimizer": state}
-        return kept, step
 
 
 class _Table:
@@ -142,13 +148,27 @@ class _Table:
     def __init__(self, model: ShardedModel, sharding: Sharding):
         self.model, self.sharding, self.blocks = model, sharding, model.blocks
         self.count = model.stands_for
+        kind, graph = OPTIMIZERS[model.config.optimizer], self.blocks.graph
+        state, step = sharded_optimizer(kind, model.groups, sharding, on_cpu=model.device is None)
+        graph.optimizer_step_bytes = step
+        shards = sum(GroupBytes(group, sharding).shards for group in model.groups)
+        sizes = graph.bytes()
+        self.resident = {"parameters": shards, "buffers": sizes["buffer"], "inputs": sizes["input"], "optimizer": state}
         here = len(self.blocks.groups) - 1
         schedules = [self.blocks.uniform(choice) for choice in self.blocks.choices]
         rows = [self.blocks.windows(schedule, sharding) for schedule in schedules]
         self.rows = [row if here == self.count else deep(row, self.count) for row in rows]
         middle = CAPTURED // 2
         self.stands = [
-            block if here == self.count else 0 if not block else 1 if block == 1 else here if block == self.count else middle
+            block
+            if here == self.count
+            else 0
+            if not block
+            else 1
+            if block == 1
+            else here
+            if block == self.count
+            else middle
             for block in range(self.count + 1)
         ]
         self.added = [self.blocks.added(schedule) for schedule in schedules]
@@ -176,16 +196,19 @@ class _Table:
         for first, rest in itertools.permutations(numbers, 2):
             for length in range(1, self.count + 1):
                 rows[(0, *[first] * length, *[rest] * (self.count - length))] = None
-        found = sorted((self.cost(row), row) for row in rows)
-        for _, row in found:
+        single = [self.cost(self.uniform(number)) for number in numbers]
+        # At equal cost, up to rounding, the blocks that backward reaches first keep more.
+        found = [(float(f"{self.cost(row):.12g}"), single[row[1]] < single[row[-1]], row) for row in rows]
+        found.sort()
+        for _, _, row in found:
             if limit is None or self.peak(row) <= limit:
                 return row
-        return min(found, key=lambda pair: (self.peak(pair[1]), pair[0]))[1]
+        return min(found, key=lambda one: (self.peak(one[-1]), *one))[-1]
 
     def windows(self, row) -> list[Window]:
         return [self.rows[row[group]][place] for place, group in enumerate(self.group)]
 
-    def found(self, row, policy: str, resident, baseline: int) -> ShardedPlan:
+    def found(self, row, policy: str, baseline: int) -> ShardedPlan:
         plain = self.blocks.plain_flops()
         again = [self.added[row[block]][self.stands[block]] for block in range(1, self.count + 1)]
         base = sum(plain[self.stands[block]] for block in range(self.count + 1))
@@ -195,12 +218,13 @@ class _Table:
             length, choice = len(list(same)), self.blocks.choices[number]
             stands = self.stands[start]
             kept = sum(sizes[storage] for storage in choice.kept[stands])
-            runs.append((length, choice, kept, self.added[number][stands][1]))
+            names = tuple(self.blocks.names(choice, stands))
+            runs.append(Run(length, choice.name, kept, self.added[number][stands][1], names))
             start += length
         return ShardedPlan(
             sharding=self.sharding,
             policy=policy,
-            resident=resident,
+            resident=self.resident,
             timeline=timeline(self.windows(row)),
             baseline_bytes=baseline,
             flops=base + sum(flops for _, flops in again),
@@ -250,6 +274,6 @@ def _refusal(budget, policy: str, limit: int, peak: int, resident) -> str:
     return (
         f"policy {policy!r} cannot keep the budget {budget!r} on a rank: it leaves {memory_format(max(0, limit))} for "
         f"what the step allocates, beside {memory_format(kept)} of shards, buffers, inputs and optimizer state. The "
-        f"smallest budget that this policy keeps is {memory_format(peak + kept)} ({peak + kept} bytes): shard over more "
-        "ranks, or take a smaller batch"
+        f"smallest budget that this policy keeps is {memory_format(peak + kept)} ({peak + kept} bytes): shard over "
+        "more ranks, or take a smaller batch"
     )

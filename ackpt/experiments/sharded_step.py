@@ -119,7 +119,7 @@ class _Walk:
             last -= 1
         self._gather(ROOT)
         for size, kind, group in events[: live.boundary]:
-            self._forward_of(group)
+            self._forward_of(ROOT if group is None else group)
             self._add(size, kind)
         self._forward_of(ROOT)
         self._add(-self.buffer, _COMMUNICATION)

@@ -10,7 +10,7 @@ Source: ``torch/distributed/fsdp/_fully_shard`` of torch 2.13, ``_fsdp_param_gro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -147,29 +147,44 @@ def groups_of(model: nn.Module) -> tuple[Group, ...]:
         block = next((block for block in blocks if _within(name, block)), "")
         if id(parameter) in owner:
             if owner[id(parameter)] != block:
+                one, other = (found or "the model" for found in (block, owner[id(parameter)]))
                 raise ValueError(
-                    f"--fsdp: parameter {name} is shared by {block or 'the model'} and {owner[id(parameter)] or 'the model'}"
-                    ", which are sharded apart; FSDP refuses that, too"
+                    f"--fsdp: parameter {name} is shared by {one} and {other}, which are sharded apart; FSDP refuses "
+                    "that, too"
                 )
             continue
         owner[id(parameter)] = block
         if not parameter.dim():
-            raise ValueError(f"--fsdp: parameter {name} is a single number, which FSDP cannot shard: give it a dimension")
+            raise ValueError(
+                f"--fsdp: parameter {name} is a single number, which FSDP cannot shard: give it a dimension"
+            )
         weights[block].append(Weight(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad))
     return tuple(Group(name, tuple(own)) for name, own in weights.items())
 
 
-def sharded_optimizer(kind, groups, sharding: Sharding, on_cpu: bool) -> tuple[int, int]:
-    """Bytes of one rank's state of an optimizer of the class `kind`, and the most that its step takes beside that."""
+def sharded_optimizer(kind, groups: tuple[Group, ...], sharding: Sharding, on_cpu: bool) -> tuple[int, int]:
+    """Bytes of one rank's state of an optimizer of the class `kind`, and the most that its step takes beside that.
+
+    Every further block of many that are alike adds the same, so that two and three of them say it for all.
+    """
     if kind is None:
         return 0, 0
-    shards = []
-    for weight in (weight for group in groups for weight in group.weights):
-        shape = (weight.rows(sharding.ranks), *weight.shape[1:])
-        shard = torch.empty(shape, dtype=sharding.parameters or weight.dtype, device="meta")
-        shards.append(nn.Parameter(shard, weight.trained))
-    return optimizer_bytes(kind(shards), on_cpu=on_cpu)
 
+    def of(some: tuple[Group, ...]) -> tuple[int, int]:
+        weights = [weight for group in some for weight in group.weights]
+        return optimizer_bytes(kind([_shard(weight, sharding) for weight in weights]), on_cpu=on_cpu)
+
+    blocks = len(groups) - 1
+    if blocks < 4 or len({group.shapes() for group in groups[1:]}) > 1:
+        return of(groups)
+    two, three = of(groups[:3]), of(groups[:4])
+    state, step = (fewer + (blocks - 2) * (more - fewer) for fewer, more in zip(two, three))
+    return state, step
+
+
+def _shard(weight: Weight, sharding: Sharding) -> nn.Parameter:
+    shape = (weight.rows(sharding.ranks), *weight.shape[1:])
+    return nn.Parameter(torch.empty(shape, dtype=sharding.parameters or weight.dtype, device="meta"), weight.trained)
 
 
 def _within(name: str, module: str) -> bool:
