@@ -382,7 +382,8 @@ def test_a_rank_of_many_has_its_share(capsys):
     found = planned(capsys, *LM, "--fsdp", "2", "8", "--dtype", "bfloat16", "--shard-dtype", "float32")
     assert (found["blocks"], [own["ranks"] for own in found["ranks"]]) == (2, [2, 8])
     two, eight = (own["at_peak"] for own in found["ranks"])
-    assert two["parameters"] == 4 * eight["parameters"] == 2 * found["parameters"]
+    assert two["parameters"] == 2 * found["parameters"]
+    assert 8 * eight["parameters"] > 4 * found["parameters"]  # padded: eight do not divide a hundred words
     for own in found["ranks"]:
         assert own["peak_bytes"] == sum(own["at_peak"].values()) == own["resident_bytes"] + own["dynamic_peak_bytes"]
         assert (own["all_gathers"], own["reduce_scatters"], own["recompute_flops"]) == (5, 3, 0)
