@@ -102,15 +102,16 @@ class Blocks:
         nodes, fx = self.graph.nodes, self.known.fx
         steps: list[Step] = []
         late: list[Step] = []
-        here, born = None, set()
+        here, owner, born = None, ROOT, set()
         for step in schedule.backward:
             if step.kind == COMPUTE:
                 node = nodes[step.id]
                 of_model = node.phase == BACKWARD and (node.module or node.source) and eager[self.owners[node.id]]
                 function = fx[node.id].meta.get("seq_nr") if of_model else None
-                if function is None or function != here:
+                is_view = node.phase == FORWARD and node.id not in self.known.born and self.owners[node.id] == owner
+                if not is_view and (function is None or function != here):
                     steps += late
-                    late, here, born = [], function, set()
+                    late, here, owner, born = [], function, self.owners[node.id], set()
                 born |= self.known.born.get(node.id, frozenset())
             elif here is not None and step.id not in born:
                 late.append(step)
