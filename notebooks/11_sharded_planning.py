@@ -42,6 +42,7 @@ from ackpt.experiments.sharding import GroupBytes, Sharding
 from ackpt.results import markdown_table, write_text_atomic
 
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not draw
 torch.set_num_threads(2)
 GIB = 2**30
 
@@ -109,7 +110,8 @@ for size, model in large.items():
 # ## Measured
 #
 # Is that how FSDP2 behaves? We run it: two processes on this machine, which talk over gloo, and a Llama of three small
-# blocks. Each process measures its own step with `ackpt.measure`. The same step is predicted from shapes: the captured
+# blocks, plain and with each block in torch's `checkpoint_wrapper`. Each process measures its own step with
+# `ackpt.measure`. The same step is predicted from shapes: the captured
 # graph, as in chapter 6, with the events above between its own.
 
 # %%
@@ -236,7 +238,8 @@ path = write_text_atomic("results/tables/11_llama.md", table)
 # ```{include} ../../results/tables/11_llama.md
 # ```
 #
-# For 8B there is nothing to plan: the plain step fits from 8 GPUs on. For 70B no number of GPUs makes it fit, since its
+# For 8B with one sequence there is nothing to plan: the plain step keeps the budget from 8 GPUs on, there only just. For
+# 70B no number of GPUs makes it fit, since its
 # activations are not sharded. Checkpointing every block fits, and pays a third of the FLOPs whatever is left over. The
 # plan pays for what is missing:
 
@@ -291,8 +294,10 @@ for size, ranks in (("8B", 64), ("70B", 64)):
 #
 # The plain step and checkpointed blocks are what `fully_shard` runs today, after
 # `ackpt.apply_activation_checkpointing` on the blocks. A block with a plan of its own is
-# `fully_shard(ackpt.compile(block, ...))`, block by block, and the model last. What `ackpt plan --fsdp` does not yet do
-# is to write such plans for you: it names what each block keeps.
+# `fully_shard(ackpt.compile(block, ...))`, block by block, and the model last. Two things to know: `ackpt plan --fsdp`
+# names what each block keeps, but does not write such plans for you; and measured above were the plain step and
+# checkpointed blocks. Blocks with a plan of their own are counted as chapter 6 counts plans, where they were equal on one
+# machine, and were not measured sharded.
 #
 # ## Exercises
 #
