@@ -157,14 +157,14 @@ for found in checked:
 #   operation. Eager blocks are predicted so.
 # - *A checkpointed block holds its arguments*, among them `position_ids`, 8 bytes for each position, which it never reads.
 #
-# Here is the step, with the same events, for a deeper model:
+# Here is the step, with the same events, for a deeper model. *Buffers* are what is gathered and what collectives work in:
 
 # %%
 deep = ShardedModel(PlanConfig(StepRequest("hf:LlamaConfig", 4, 64, None, tiny | {"num_hidden_layers": 8})))
 plans = {policy: deep.plan(Sharding(4), policy=policy) for policy in ("none", "full")}
 plans["auto"] = deep.plan(Sharding(4), budget=plans["full"].peak_bytes)
 
-# %% alt="Live memory of one rank in three steps side by side. Plain: a ramp of activations in the forward and down in backward. Per block: a nearly flat forward and eight equal teeth in backward. Auto: within the same height, a low ramp with smaller teeth. In all three gathered parameters are a band that rises and falls with every block."
+# %% alt="Live memory of one rank in three steps side by side. Plain: a ramp of activations in the forward and down in backward. Per block: a nearly flat forward and eight equal teeth in backward. Auto: within the same height, a low ramp with smaller teeth. In all three what is gathered is a band of equal height that dips between blocks."
 figure = orders_plot(
     {name: sharded_llama.drawn(plan.timeline) for name, plan in plans.items()},
     f"Within the peak of checkpointed blocks a plan runs {sharded_llama.again(plans['auto']):.0f} % of the FLOPs again, "
@@ -223,7 +223,7 @@ rows = {
 }
 
 # %% tags=["hide-input"]
-columns = {"size": "Llama 3", "ranks": "GPUs", "resident": "resident, GiB", "plain": "peak, plain, GiB"}
+columns = {"size": "Llama 3", "ranks": "ranks, a GPU each", "resident": "resident, GiB", "plain": "peak, plain, GiB"}
 columns |= {"full": "peak, each block again, GiB", "full_flops": "FLOPs again, %"}
 columns |= {"auto": "peak, planned, GiB", "auto_flops": "FLOPs again, % "}
 table = markdown_table(

@@ -84,8 +84,8 @@ def layers(plan: ShardedPlan) -> dict[str, int]:
 
 
 def drawn(timeline: Timeline) -> Timeline:
-    """The timeline by the categories that figures know: what is gathered as parameters, all gradients as one."""
-    names = {GATHERED: "parameters", COMMUNICATION: "parameters", REDUCED: "gradients", UNREDUCED: "gradients"}
+    """The timeline by the categories that figures know: what is gathered as buffers, all gradients as one."""
+    names = {GATHERED: "buffers", COMMUNICATION: "buffers", REDUCED: "gradients", UNREDUCED: "gradients"}
     found: dict[str, list[int]] = {}
     for name, series in timeline.categories.items():
         known = found.setdefault(names.get(name, name), [0] * len(series))
