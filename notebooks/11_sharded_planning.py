@@ -223,13 +223,13 @@ rows = {
 }
 
 # %% tags=["hide-input"]
-columns = {"size": "Llama 3", "ranks": "ranks, a GPU each", "resident": "resident, GiB", "plain": "peak, plain, GiB"}
+columns = {"size": "Llama 3", "ranks": "ranks", "resident": "resident, GiB", "plain": "peak, plain, GiB"}
 columns |= {"full": "peak, each block again, GiB", "full_flops": "FLOPs again, %"}
 columns |= {"auto": "peak, planned, GiB", "auto_flops": "FLOPs again, % "}
 table = markdown_table(
     [{"size": size, **row} for size, own in rows.items() for row in own],
     columns,
-    f"One rank's step with 8192 tokens, sharded over so many GPUs; planned within {BUDGET}. Simulated, not measured.",
+    f"One rank's step with 8192 tokens, sharded over so many ranks; planned within {BUDGET}. Simulated, not measured.",
     "tab-sharded-llama",
 )
 path = write_text_atomic("results/tables/11_llama.md", table)
