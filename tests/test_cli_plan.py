@@ -393,7 +393,7 @@ def test_a_rank_of_many_has_its_share(capsys):
 def test_what_a_sharded_plan_says(capsys):
     assert main(["plan", *LM, "--fsdp", "2", "8", "--budget", "1GiB", "--device-profile", "h100-80g"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "blocks            2: transformer.blocks.0 to transformer.blocks.1"
+    assert lines[1] == "blocks            2: blocks.0 to blocks.1"
     assert sum(line.endswith(", all that backward reads") for line in lines) == 2
     assert lines[-1] == "fewest that fit   2 ranks"
 
