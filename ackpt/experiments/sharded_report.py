@@ -137,7 +137,7 @@ def _lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
 def _again(run) -> str:
     if not run.flops:
         return ", all that backward reads"
-    kept = f": {', '.join(run.names)};" if run.names else " beside their inputs;"
+    kept = f": {', '.join(dict.fromkeys(run.names))};" if run.names else " beside their inputs;"
     return f"{kept} the rest runs again, {run.flops:.3g} FLOPs"
 
 
