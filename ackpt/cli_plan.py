@@ -11,6 +11,7 @@ EXAMPLES = """examples:
   ackpt plan bert-large --batch-size 16 --seq-len 512 --autocast float16 --device-profile t4
   ackpt plan hf:GPT2Config --set n_layer=48 n_embd=1600 n_head=25 --seq-len 1024 --budget 24GiB
   ackpt plan hf:path/to/config.json --batch-size 1 --seq-len 8192 --dtype bfloat16 --device-profile h200
+  ackpt plan hf:path/to/config.json --seq-len 8192 --dtype bfloat16 --fsdp 16 64 --shard-dtype float32 --budget 80GiB
 """
 
 
@@ -68,6 +69,20 @@ def add_plan(commands) -> None:
         "least that the budget asks for; default: none without a budget, auto with one",
     )
     add(
+        "--fsdp",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="plan one rank of N over which FSDP2 shards parameters, gradients and the optimizer's state; the batch is "
+        "that of a rank; of several N the fewest that fit are named",
+    )
+    add(
+        "--shard-dtype",
+        metavar="DTYPE",
+        help="with --fsdp, of shards and of what the optimizer keeps (default: --dtype)",
+    )
+    add("--reduce-dtype", metavar="DTYPE", help="with --fsdp, in which gradients are reduced (default: --dtype)")
+    add(
         "--output",
         metavar="FILE",
         help="write the plan as JSON for ackpt.graph.Plan.load; planned without --device-profile, it is what "
@@ -82,6 +97,15 @@ def run_plan_command(arguments, command: str) -> int:
     from ackpt.experiments.plan import run_plan
 
     config = configuration(arguments)
+    if shardings := _shardings(arguments):
+        from ackpt.experiments import sharded_report
+
+        model, plans = sharded_report.run(config, shardings)
+        if arguments.json:
+            print(json.dumps(sharded_report.to_json(model, shardings, plans), indent=1))
+        else:
+            print(sharded_report.text(model, shardings, plans))
+        return 0
     output = _writable_file(arguments.output)
     found = run_plan(config)
     if output is not None:
@@ -117,6 +141,26 @@ def configuration(arguments):
         budget=arguments.budget,
         policy=arguments.policy,
     )
+
+
+def _shardings(arguments) -> list:
+    """What --fsdp and the options beside it ask for; empty without it."""
+    from ackpt.cli import UsageError
+    from ackpt.experiments.methods import DTYPES
+    from ackpt.experiments.sharding import Sharding
+
+    names = {"--shard-dtype": arguments.shard_dtype, "--reduce-dtype": arguments.reduce_dtype}
+    for option, name in names.items():
+        if name is not None and arguments.fsdp is None:
+            raise UsageError(f"{option} says how --fsdp shards: give --fsdp as well")
+        if name is not None and name not in DTYPES:
+            raise ValueError(f"{option} {name!r} is no dtype: choose from {', '.join(DTYPES)}")
+    if arguments.fsdp is None:
+        return []
+    if arguments.output is not None:
+        raise UsageError("--output: with --fsdp there is a plan for each block, not one of the whole step; use --json")
+    parameters, reduction = (None if name is None else DTYPES[name] for name in names.values())
+    return [Sharding(ranks, parameters, reduction) for ranks in arguments.fsdp]
 
 
 def _field(text: str) -> tuple[str, Any]:

@@ -1,0 +1,120 @@
+"""The step that FSDP2 really runs, in processes that talk over gloo, measured on each of them.
+
+The same small step is predicted by `ackpt.experiments.sharded_plan`. What gloo copies for itself is counted; it does
+some of that in threads of its own, which free their copies when they are done, so of several steps the lowest peak is
+taken.
+"""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, multiprocessing
+
+import ackpt
+
+from .plan import PlanConfig
+from .plan_models import TRANSFORMERS, StepRequest, training_step
+from .sharded_plan import ShardedModel
+from .sharding import Sharding, groups_of
+from .steps import tensors, with_data
+
+LIMIT = datetime.timedelta(seconds=120)
+STEPS = 3
+METHODS = ("none", "full")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Bytes of one rank's step: measured, in order of the ranks, and predicted.
+
+    ``arguments``: of ``predicted_bytes``, what checkpointed blocks hold of their arguments beside what they read.
+    """
+
+    method: str
+    sharding: Sharding
+    measured_bytes: tuple[int, ...]
+    resident_bytes: tuple[int, ...]
+    predicted_bytes: int
+    predicted_resident_bytes: int
+    arguments: int
+
+
+def check(request: StepRequest, sharding: Sharding, methods=METHODS) -> list[Checked]:
+    """Run the step of `request` sharded, without checkpointing and with checkpointed blocks, and predict it."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_work, (request, sharding, methods, folder), nprocs=sharding.ranks)
+        ranks = [torch.load(Path(folder) / str(rank)) for rank in range(sharding.ranks)]
+    model = ShardedModel(PlanConfig(request, optimizer="none"))
+    found = []
+    for number, method in enumerate(methods):
+        plan = model.plan(sharding, policy=method)
+        # Checkpointed blocks of transformers are given position_ids, which only rotary embeddings before them read.
+        arguments = 8 * request.tokens()[1] if method == "full" and request.model.startswith(TRANSFORMERS) else 0
+        found.append(
+            Checked(
+                method=method,
+                sharding=sharding,
+                measured_bytes=tuple(own[number][0] for own in ranks),
+                resident_bytes=tuple(own[number][1] for own in ranks),
+                predicted_bytes=plan.dynamic_peak_bytes + arguments,
+                predicted_resident_bytes=plan.resident_bytes,
+                arguments=arguments,
+            )
+        )
+    return found
+
+
+def _work(rank: int, request: StepRequest, sharding: Sharding, methods, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=sharding.ranks, timeout=LIMIT
+    )
+    torch.save([_measured(request, sharding, method) for method in methods], f"{folder}/{rank}")
+    distributed.destroy_process_group()
+
+
+def _measured(request: StepRequest, sharding: Sharding, method: str) -> tuple[int, int]:
+    """Dynamic peak and resident bytes of this process."""
+    model, inputs = _sharded(request, sharding, method)
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        outputs = model(**inputs)  # held during backward
+        getattr(outputs, "loss", outputs).backward()
+
+    step()  # the first step pads the shards
+    model.zero_grad(set_to_none=True)
+    shards = [parameter.to_local() for parameter in model.parameters()]
+    resident = (*shards, *model.buffers(), *tensors(inputs))
+    found = [ackpt.measure(step, "cpu", resident=resident, repeats=0) for _ in range(STEPS)]
+    return min(one.dynamic_peak_bytes for one in found), found[0].resident_bytes
+
+
+def _sharded(request: StepRequest, sharding: Sharding, method: str) -> tuple[Any, dict]:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    computed = request.dtype
+    kept = StepRequest(**{**vars(request), "dtype": sharding.parameters or computed})
+    step = training_step(kept, "cpu")
+    torch.manual_seed(0)
+    for parameter in step.model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    inputs = with_data(step.model, step.inputs, seed=0)
+    mixed = MixedPrecisionPolicy(computed, sharding.reduction or computed)
+    for group in groups_of(step.model)[1:]:
+        block = step.model.get_submodule(group.name)
+        if method == "full":
+            parent, _, last = group.name.rpartition(".")
+            block = checkpoint_wrapper(block, preserve_rng_state=False)
+            setattr(step.model.get_submodule(parent), last, block)
+        fully_shard(block, mp_policy=mixed)
+    return fully_shard(step.model, mp_policy=mixed), inputs
