@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ackpt.errors import did_you_mean
+
 TIERS = ("cpu", "gpu")
 
 
@@ -59,6 +61,14 @@ def _status(error) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args=None, namespace=None):
+        """What a command does not know is said by the command, which has the help that lists what it knows."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            hint = did_you_mean(unknown[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
+
     def error(self, message):
         """One line instead of the whole usage."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

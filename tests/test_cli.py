@@ -185,6 +185,22 @@ def test_unparsable_arguments_are_one_line(arguments, capsys):
     assert stop.value.code == 2 and err.count("\n") == 1 and "--help" in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "lm", "--budgt", "0.5"], "ackpt plan: unrecognized arguments: --budgt 0.5 (did you mean '--budget'?)"),
+        (["frontier", "--polices", "auto"], "ackpt frontier: unrecognized arguments: --polices auto (did you mean '--policy"),
+        (["--verbose", "doctor"], "ackpt: unrecognized arguments: --verbose"),
+    ],
+)
+def test_a_misspelt_option_is_said_by_its_command(arguments, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.startswith(words) and err.count("\n") == 1
+    assert f"(see {words.partition(':')[0]} --help)" in err
+
+
 def test_module_and_help_run_as_a_program():
     done = subprocess.run([sys.executable, "-m", "ackpt", "lm", "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "--loss-chunks" in done.stdout

@@ -119,6 +119,15 @@ def test_the_written_plan_is_the_model_s_own(tmp_path, capsys):
         ackpt.compile(model, input_ids=x[:, :8], labels=y[:, :8], plan=plan)
 
 
+def test_a_plan_as_on_a_device_says_that_it_is_none_of_this_machine(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert main(["plan", *BERT, "--device-profile", "t4", "--output", str(path)]) == 0
+    assert "a plan as t4 runs the step" in capsys.readouterr().out.splitlines()[-1]
+    x = torch.randint(0, 100, (1, 16))
+    with pytest.raises(PlanError, match=r"machine then t4 by its data sheet \(--device-profile\), now this one"):
+        ackpt.compile(bert(), input_ids=x, labels=x.clone(), plan=Plan.load(path))
+
+
 def test_the_call_that_takes_a_written_plan_is_printed(tmp_path, capsys):
     """With all arguments, also those that a user may not think of, and a call that forgets one is told so."""
     transformers = pytest.importorskip("transformers")

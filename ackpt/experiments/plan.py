@@ -15,6 +15,7 @@ import torch
 import ackpt
 from ackpt.errors import did_you_mean
 from ackpt.graph import JointGraph, Plan, Profile, simulate
+from ackpt.graph.calls import MACHINE
 from ackpt.graph.devices import Device, device
 from ackpt.graph.optimizer import optimizer_bytes
 from ackpt.policies import POLICIES
@@ -112,6 +113,7 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
     with autocast("cpu", config.autocast), choices:
         graph = ackpt.trace(step.model, optimizer=optimizer if where is None else None, **step.inputs)
     if where is not None:
+        graph.made_for = {**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"}
         graph.storages = tuple(dataclasses.replace(s, bytes=rounded(s.bytes, CUDA_BLOCK)) for s in graph.storages)
         graph.on_cpu = False
         if optimizer is not None:

@@ -40,7 +40,10 @@ def text(found: Planned) -> str:
 def how_it_runs(found: Planned, path: str) -> str:
     """Where the plan was written, and the call that takes it; a plan as on a GPU is none of a step on the CPU."""
     if found.device is not None:
-        return f"written to {path}"
+        return (
+            f"written to {path}: a plan as {found.device.name} runs the step, to be read and compared; ackpt.compile "
+            "does not take it, but one that is written without --device-profile"
+        )
     inputs = {name: "..." if isinstance(value, torch.Tensor) else value for name, value in found.step.inputs.items()}
     given = ", ".join(f"{name}={value}" for name, value in inputs.items())
     cast = found.config.autocast

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from .budget import is_share
 
 _MODE, _TRAINING, _EVALUATION = "mode", "training", "evaluation"
+MACHINE = "machine"  # given only where it is not the one that plans
 _LONGEST = 60  # characters of an argument that is no tensor
 _EVALUATE = (
     "The model was in training mode then and is not now, but gradients are on: run evaluation under torch.no_grad(), "
@@ -50,7 +51,8 @@ def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) ->
         return []
     found = []
     for what in {**was, **now}:
-        before, after = was.get(what, "not given"), now.get(what, "not given")
+        without = "this one" if what == MACHINE else "not given"
+        before, after = was.get(what, without), now.get(what, without)
         if before != after:
             found.append(f"{what} then {before}, now {after}")
     return found

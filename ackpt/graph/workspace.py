@@ -197,10 +197,10 @@ def _run(node, target, call) -> tuple[Taken, Any]:
         except RuntimeError as error:
             reasons.append(error)
     raise MeterError(
-        f"the workspace of {node.name} ({node.target}) of module {node.module or 'the model itself'!r} cannot be "
-        f"measured, because it does not run on made-up arguments: {str(reasons[0]).splitlines()[0]}. If the plain "
-        'model fails so too, mend its arguments; else profile with real inputs, mode="measured", or without '
-        'workspaces, workspace="given".'
+        f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r} does not run on arguments of its "
+        f"shapes and dtypes: {str(reasons[0]).splitlines()[0]}. If the plain model fails so too, mend the model or "
+        "what it is called with; else its workspace cannot be measured alone: profile with real inputs, "
+        'mode="measured", or without workspaces, workspace="given".'
     ) from reasons[0]
 
 
