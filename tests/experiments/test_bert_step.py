@@ -110,7 +110,7 @@ def test_fields_are_put_over_those_of_the_tier():
     [
         (["--methods", "auto"], "needs a budget"),
         (["--batch-size", "0"], "at least 1"),
-        (["--methods", "auto@7.0"], "(0, 1]"),
+        (["--methods", "auto@7.0"], "at most 1, as in"),
     ],
 )
 def test_bad_options_of_bert_are_one_line(capsys, options, words):
