@@ -17,7 +17,7 @@ from ackpt.policies import auto
 from ackpt.policies.front import front
 from ackpt.timeline import CATEGORIES
 
-from .plan import PlanConfig, captured
+from .plan import PlanConfig, at_peak, captured
 from .plan_models import StepRequest, training_step
 
 SCHEMA = {"schema": "ackpt.memory-bars", "version": 1}
@@ -102,17 +102,10 @@ def _step(model: Bars, size: int) -> dict:
 
 
 def _shown(graph: JointGraph, plan: Plan, plain: Plan) -> dict:
-    sizes = graph.bytes()
-    resident = {
-        "parameters": sizes["parameter"],
-        "buffers": sizes["buffer"],
-        "inputs": sizes["input"],
-        "optimizer": graph.optimizer_bytes,
-    }
     saved, every = set(plan.schedule.saved), set(plain.schedule.saved)
     return {
         "peak_bytes": plan.peak_bytes,
-        "at_peak": {**resident, **plan.timeline.at(plan.timeline.peak_index)},
+        "at_peak": at_peak(graph, plan),
         "kept": {
             "all": plain.saved_bytes,
             "dropped": _bytes(graph, every - saved),

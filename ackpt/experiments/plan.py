@@ -71,19 +71,23 @@ class Planned:
 
     def at_peak(self) -> dict[str, int]:
         """Bytes by category at the peak; the resident ones first."""
-        sizes = self.graph.bytes()
-        resident = {
-            "parameters": sizes["parameter"],
-            "buffers": sizes["buffer"],
-            "inputs": sizes["input"],
-            "optimizer": self.graph.optimizer_bytes,
-        }
-        timeline = self.plan.timeline
-        return {**resident, **timeline.at(timeline.peak_index)}
+        return at_peak(self.graph, self.plan)
 
     def seconds(self) -> float | None:
         """The least run time of forward and backward at the device's rates; None without a device."""
         return simulate(self.graph, self.profile, self.plan.schedule).seconds
+
+
+def at_peak(graph: JointGraph, plan: Plan) -> dict[str, int]:
+    """Bytes by category at the peak of a plan of `graph`; the resident ones first."""
+    sizes = graph.bytes()
+    resident = {
+        "parameters": sizes["parameter"],
+        "buffers": sizes["buffer"],
+        "inputs": sizes["input"],
+        "optimizer": graph.optimizer_bytes,
+    }
+    return {**resident, **plan.timeline.at(plan.timeline.peak_index)}
 
 
 def run_plan(config: PlanConfig) -> Planned:

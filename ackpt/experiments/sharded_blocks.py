@@ -28,7 +28,7 @@ from ackpt.graph.schedule import (
     scheduled,
 )
 from ackpt.policies.blocks import cut_at, inner_cuts
-from ackpt.policies.costs import costs, step_cost
+from ackpt.policies.costs import costs
 from ackpt.policies.options import Local
 
 from .sharded_step import ROOT, ShardingError, Window, owners, step_windows
@@ -147,9 +147,6 @@ class Blocks:
             found[self.owners[place]] += flops
         return found
 
-    def plain_cost(self) -> float:
-        return step_cost(self.plain, self.cost)
-
     @cached_property
     def _saved_plainly(self) -> tuple[frozenset[int], ...]:
         found: list[set[int]] = [set() for _ in self.groups]
@@ -207,6 +204,11 @@ class Blocks:
         return rows
 
 
+def stand_in_for(block: int, blocks: int) -> int:
+    """The one of `CAPTURED` blocks that stands for the given one of more: the first, the last, or one between."""
+    return 1 if block == 1 else CAPTURED if block == blocks else CAPTURED // 2
+
+
 def deep(row: list[Window], blocks: int) -> list[Window]:
     """The windows of a step with so many blocks, from those of a step with `CAPTURED` ones.
 
@@ -217,15 +219,14 @@ def deep(row: list[Window], blocks: int) -> list[Window]:
     keys += [(BACKWARD, block) for block in range(CAPTURED, ROOT, -1)] + [(BACKWARD, ROOT)]
     if [(window.phase, window.group) for window in row] != keys:
         raise ShardingError("the blocks do not run one after the other")
-    middle = CAPTURED // 2
+    middle = stand_in_for(2, blocks)
     by_key = {(window.phase, window.group): window for window in row if window.group != ROOT}
     for phase in (FORWARD, BACKWARD):
         if by_key[phase, middle].events != by_key[phase, middle + 1].events:
             raise ShardingError("the blocks are not alike")
 
     def of(phase: str, block: int) -> Window:
-        stands = 1 if block == 1 else CAPTURED if block == blocks else middle
-        return Window(phase, block, by_key[phase, stands].events)
+        return Window(phase, block, by_key[phase, stand_in_for(block, blocks)].events)
 
     start, end, back, last = (window for window in row if window.group == ROOT)
     forward = [of(FORWARD, block) for block in range(1, blocks + 1)]

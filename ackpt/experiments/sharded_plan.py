@@ -19,7 +19,7 @@ from ackpt.timeline import Timeline
 
 from .plan import CUDA_BLOCK, OPTIMIZERS, PlanConfig, captured
 from .plan_models import StepRequest, TrainingStep, training_step
-from .sharded_blocks import CAPTURED, Blocks, deep
+from .sharded_blocks import CAPTURED, Blocks, deep, stand_in_for
 from .sharded_step import ROOT, ShardingError, Window, timeline
 from .sharding import Group, GroupBytes, Sharding, groups_of, sharded_optimizer
 
@@ -158,19 +158,9 @@ class _Table:
         schedules = [self.blocks.uniform(choice) for choice in self.blocks.choices]
         rows = [self.blocks.windows(schedule, sharding) for schedule in schedules]
         self.rows = [row if here == self.count else deep(row, self.count) for row in rows]
-        middle = CAPTURED // 2
-        self.stands = [
-            block
-            if here == self.count
-            else 0
-            if not block
-            else 1
-            if block == 1
-            else here
-            if block == self.count
-            else middle
-            for block in range(self.count + 1)
-        ]
+        captured_whole = here == self.count
+        inner = (block if captured_whole else stand_in_for(block, self.count) for block in range(1, self.count + 1))
+        self.stands = [ROOT, *inner]
         self.added = [self.blocks.added(schedule) for schedule in schedules]
         self.sizes = [[(window.highest, window.net) for window in row] for row in self.rows]
         self.group = [window.group for window in self.rows[0]]
