@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import ackpt
 from ackpt.errors import BudgetError, did_you_mean
-from ackpt.graph.budget import dynamic_limit
+from ackpt.graph.budget import dynamic_limit, readable
 from ackpt.graph.devices import device
 from ackpt.meter import memory_format
 from ackpt.timeline import Timeline
@@ -264,6 +264,6 @@ def _refusal(budget, policy: str, limit: int, peak: int, resident) -> str:
     return (
         f"policy {policy!r} cannot keep the budget {budget!r} on a rank: it leaves {memory_format(max(0, limit))} for "
         f"what the step allocates, beside {memory_format(kept)} of shards, buffers, inputs and optimizer state. The "
-        f"smallest budget that this policy keeps is {memory_format(peak + kept)} ({peak + kept} bytes): shard over "
+        f"smallest budget that this policy keeps is {readable(peak + kept)} ({peak + kept} bytes): shard over "
         "more ranks, or take a smaller batch"
     )

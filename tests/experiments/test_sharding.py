@@ -13,6 +13,7 @@ from ackpt.experiments.sharded_check import check
 from ackpt.experiments.sharded_plan import ShardedModel
 from ackpt.experiments.sharded_step import ShardingError, peak_bytes, step_windows, timeline
 from ackpt.experiments.sharding import Group, GroupBytes, Sharding, Weight, blocks_of, groups_of, sharded_optimizer
+from ackpt.graph.budget import from_text
 from ackpt.graph.optimizer import optimizer_bytes
 from ackpt.graph.schedule import scheduled
 
@@ -104,6 +105,8 @@ def test_a_budget_is_kept_at_the_least_cost_of_its_mixes(whole):
     with pytest.raises(BudgetError, match="smallest budget that this policy keeps") as error:
         whole.plan(sharding, 0.01)
     assert whole.plan(sharding, error.value.least_bytes).peak_bytes == error.value.least_bytes
+    typed = str(error.value).split("policy keeps is ")[1].split(" (")[0]
+    assert whole.plan(sharding, typed).peak_bytes <= from_text(typed)
 
 
 def test_every_block_is_gathered_twice_and_all_is_reduced_once(whole):
