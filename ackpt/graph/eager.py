@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from unittest import mock
 
 import torch
-import torch._dynamo.config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 
 from .casts import kept_casts
 from .draws import eager_draws
-from .kernels import true_results
+from .kernels import LOCK, true_results
 from .recurrent import eager_layers
 
 # Backward runs without the forward's autocast, as it does when the user calls it, and leaves what it was given alone.
 # Incoming gradients keep their strides, so that sums over them run in eager's order: the default from torch 2.13 on.
 _FUNCTORCH = {"backward_pass_autocast": "off", "donated_buffer": False, "guess_tangent_strides_as_outputs": True}
-_LOCK = threading.RLock()  # these settings are the process's
-_DYNAMO = {"fake_tensor_cache_enabled": False}  # for modes that capturing makes, see `true_results`
 
 
 @contextlib.contextmanager
 def like_eager(fake_mode=None):
     """Inside, a model is captured and compiled as eager computes it; `fake_mode`: one that its inputs have already."""
-    with _LOCK, functorch_config.patch(_FUNCTORCH), dynamo_config.patch(_DYNAMO):
+    with LOCK, functorch_config.patch(_FUNCTORCH):
         with eager_draws(), eager_layers(), kept_casts(), true_results(fake_mode), _strides_that_gradients_can_have():
             yield
 

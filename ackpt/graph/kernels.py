@@ -8,33 +8,28 @@ for tensors without data know none of this.
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import torch
 from torch._decomp import meta_table
 from torch._subclasses import fake_impls
 
 from ..cpu_losses import LOSSES, in_whole_memory
+from .fake_cache import exact_cache
 from .recurrent import with_kept, with_own_biases
 
 aten = torch.ops.aten
+LOCK = threading.RLock()  # torch's tables and settings are the process's
 
 
 @contextlib.contextmanager
 def true_results(fake_mode=None):
     """Inside, operations on tensors without data return the dtypes and storages that the kernels return.
 
-    ``fake_mode``: one that exists already. It is kept from torch's cache of results: what comes from there has lost
-    the size of its storage, and a copy of a slice is as large as the whole.
+    ``fake_mode``: one that exists already.
     """
-    uses_cache = fake_mode is not None and fake_mode.cache_enabled
-    if fake_mode is not None:
-        fake_mode.cache_enabled = False
-    try:
-        with _rules([_OURS] * 2):
-            yield
-    finally:
-        if fake_mode is not None:
-            fake_mode.cache_enabled = uses_cache
+    with LOCK, _rules([_OURS] * 2), exact_cache(fake_mode):
+        yield
 
 
 @contextlib.contextmanager

@@ -66,8 +66,38 @@ def test_results_are_described_as_the_kernels_return_them(case, dtypes):
 
 def test_torchs_own_rules_are_put_back():
     rules = dict(fake_impls.op_implementations_dict)
+    cache, make = FakeTensorMode.cache, FakeTensorMode._make_cache_entry
     mode = FakeTensorMode()
     with pytest.raises(ZeroDivisionError), true_results(mode):
-        assert not mode.cache_enabled
+        assert FakeTensorMode.cache == {}
         1 // 0  # noqa: B018
-    assert fake_impls.op_implementations_dict == rules and mode.cache_enabled
+    assert fake_impls.op_implementations_dict == rules
+    assert FakeTensorMode.cache is cache and FakeTensorMode._make_cache_entry is make
+
+
+def again_and_again(operation, *args, **options):
+    """What an operation on tensors without data returns three times, and how many of these come from the cache."""
+    mode = FakeTensorMode()
+    with mode, true_results(mode):
+        given = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        hits = FakeTensorMode.cache_hits
+        return given, [operation(*given, **options) for _ in range(3)], FakeTensorMode.cache_hits - hits
+
+
+def test_results_come_from_the_cache_where_nothing_of_them_is_lost():
+    _, sums, hits = again_and_again(aten.add.Tensor, torch.ones(3, 4), torch.ones(3, 4))
+    assert hits == 2 and len({value.untyped_storage()._cdata for value in sums}) == 3
+    (x, *_), views, hits = again_and_again(aten.slice.Tensor, torch.ones(3, 4), 0, 1, 2)
+    assert hits == 2 and {value.untyped_storage()._cdata for value in views} == {x.untyped_storage()._cdata}
+    (x, _), same, hits = again_and_again(aten.add_.Tensor, torch.ones(3, 4), 1)
+    assert hits == 2 and all(value is x for value in same)
+
+
+def test_a_result_in_the_memory_of_another_is_none_for_the_cache():
+    (x, _), pieces, _ = again_and_again(aten.split.Tensor, torch.ones(4, 4), 2)
+    assert {piece.untyped_storage()._cdata for piece in sum(map(tuple, pieces), ())} == {x.untyped_storage()._cdata}
+    with FakeTensorMode() as mode, true_results(mode):
+        x, out = torch.ones(4), torch.empty(4)
+        assert all(aten.add.out(x, x, out=out) is out for _ in range(3))
+        copies = [aten.clone.default(torch.ones(4, 4)[1:]) for _ in range(2)]
+    assert [value.untyped_storage().nbytes() for value in copies] == [48, 48]
