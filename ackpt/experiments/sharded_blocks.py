@@ -23,7 +23,6 @@ from ackpt.graph.schedule import (
     at_hand,
     everything,
     missing,
-    needed_backward,
     recomputed,
     scheduled,
 )
@@ -81,7 +80,7 @@ class Blocks:
         there = {storage for place in live for storage in self.graph.nodes[place].storages}
         order: list[int] = []
         begun = {ROOT}
-        for place in needed_backward(self.known):
+        for place in self.known.needed_backward:
             block = self.owners[place]
             again: list[int] = []
             if block not in begun and row[block].again:

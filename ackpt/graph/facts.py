@@ -82,6 +82,25 @@ class Facts:
         forward = (s for s in self.graph.storages if self.graph.nodes[s.producer].phase == FORWARD)
         return frozenset(s.id for s in forward if s.id not in self.resident and s.id in self.cover)
 
+    def ancestors(self, roots) -> list[int]:
+        """The nodes `roots` and what they are computed from, in order."""
+        found = set()
+        todo = list(roots)
+        while todo:
+            node = todo.pop()
+            if node not in found:
+                found.add(node)
+                todo += self.graph.nodes[node].inputs
+        return sorted(found)
+
+    @cached_property
+    def needed_backward(self) -> tuple[int, ...]:
+        """Backward nodes that the gradients depend on, in order."""
+        nodes, given = self.graph.nodes, set(self.given)
+        roots = [place for place in self.bw_outputs if place is not None]
+        roots += [place for place in self.effects if nodes[place].phase == BACKWARD]
+        return tuple(n for n in self.ancestors(roots) if nodes[n].phase == BACKWARD and n not in given)
+
     @cached_property
     def effects(self) -> set[int]:
         """Nodes that change something outside of the graph, or the state of a random generator."""
@@ -149,6 +168,19 @@ class Facts:
         for storage in self.graph.storages:
             found.setdefault(storage.producer, set()).add(storage.id)
         return {place: frozenset(storages) for place, storages in found.items()}
+
+    @cached_property
+    def born_bytes(self) -> list[int]:
+        """Bytes that a node allocates for its results, by its number."""
+        return [sum(self.bytes[s] for s in self.born.get(place, ())) for place in range(len(self.graph.nodes))]
+
+    @cached_property
+    def born_again_bytes(self) -> list[int]:
+        """The same in backward: a batch norm of the forward that runs again makes no statistics."""
+        found = list(self.born_bytes)
+        for place in self._batch_norms:
+            found[place] = sum(self.bytes[s] for s in self.storages(place, again=True) if s in self.born[place])
+        return found
 
     @cached_property
     def touched(self) -> dict[str, list[tuple[int, ...]]]:

@@ -149,7 +149,7 @@ def lower(graph: JointGraph, saved: Iterable[int]) -> Schedule:
     saved = {*saved, *(outputs - known.dropped)}
     live = at_hand(known, saved)
     backward: list[int] = []
-    for place in needed_backward(known):
+    for place in known.needed_backward:
         for node in missing(known, place, live):
             backward.append(node)
             live.add(node)
@@ -187,6 +187,10 @@ def at_hand(known: Facts, saved) -> set[int]:
 
 def missing(known: Facts, place: int, live) -> list[int]:
     """`place` and what has to run before it, in order, when the values in `live` are at hand."""
+    if place in live:
+        return []
+    if live.issuperset(known.reads(place, again=known.graph.nodes[place].phase == FORWARD)):
+        return [place]
     return missing_for(known, [place], live)
 
 
@@ -203,15 +207,6 @@ def missing_for(known: Facts, places, live) -> list[int]:
     return sorted(found)
 
 
-def needed_backward(known: Facts) -> list[int]:
-    """Backward nodes that the gradients depend on, in order."""
-    graph = known.graph
-    roots = [place for place in known.bw_outputs if place is not None]
-    roots += [place for place in known.effects if graph.nodes[place].phase == BACKWARD]
-    given = set(known.given)
-    return [n for n in _ancestors(known, roots) if graph.nodes[n].phase == BACKWARD and n not in given]
-
-
 def needed_forward(known: Facts, saved) -> list[int]:
     """Forward nodes that the outputs, the `saved` storages and the effects depend on, in order."""
     graph = known.graph
@@ -219,18 +214,7 @@ def needed_forward(known: Facts, saved) -> list[int]:
     roots += [place for place in known.effects if graph.nodes[place].phase == FORWARD]
     roots += [known.cover[storage] for storage in saved]
     given = set(known.given)
-    return [node for node in _ancestors(known, roots) if node not in given]
-
-
-def _ancestors(known: Facts, roots) -> list[int]:
-    found = set()
-    todo = list(roots)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += known.graph.nodes[node].inputs
-    return sorted(found)
+    return [node for node in known.ancestors(roots) if node not in given]
 
 
 def _with_frees(known: Facts, order, kept, is_backward: bool):

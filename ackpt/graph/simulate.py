@@ -16,7 +16,7 @@ from .host import clock
 from .joint import JointGraph
 from .live import check_same, follow, rng_state_bytes
 from .profile import Profile
-from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, Schedule, recomputed
+from .schedule import COMPUTE, FREE, PREFETCH, Schedule, recomputed
 
 
 @dataclass(frozen=True)
@@ -112,41 +112,41 @@ def peak_of(graph: JointGraph, schedule: Schedule, workspace_bytes) -> int:
     return max(0, *forward, *backward)
 
 
-_CHANGE = {FREE: -1, OFFLOAD: 0, PREFETCH: 1, WAIT: 0}  # of the device's bytes by a step, in sizes of its storage
-
-
 def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[list[int], list[int]]:
     """Dynamic bytes while every compute step of the forward and of the backward runs, with what was prefetched for it.
 
     The last entry of the backward is that of the optimizer's step.
     """
     known = facts(graph)
-    size, born = known.bytes, known.born
+    size, born, again = known.bytes, known.born_bytes, known.born_again_bytes
     state, replayed = rng_state_bytes(graph), set(schedule.replayed)
     total = most = 0
     forward, backward = [], []
     for kind, place in schedule.forward:
-        if kind != COMPUTE:
-            total += _CHANGE[kind] * size[place]
-            most = max(most, total) if kind == PREFETCH else most
-            continue
-        total += sum(size[s] for s in born.get(place, ())) + (state if place in replayed else 0)
-        forward.append(max(most, total + workspace_bytes[place]))
-        most = 0
+        if kind == FREE:
+            total -= size[place]
+        elif kind == COMPUTE:
+            total += born[place] + (state if place in replayed else 0)
+            now = total + workspace_bytes[place]
+            forward.append(most if most > now else now)
+            most = 0
+        elif kind == PREFETCH:
+            total += size[place]
+            most = max(most, total)
     total += known.incoming_bytes + sum(size[s] for place in known.tangents for s in graph.nodes[place].storages)
-    last = {step.id: at for at, step in enumerate(schedule.backward) if step.kind == COMPUTE and step.id in replayed}
+    again_at = enumerate(schedule.backward) if replayed else ()
+    last = {step.id: at for at, step in again_at if step.kind == COMPUTE and step.id in replayed}
     for at, (kind, place) in enumerate(schedule.backward):
-        if kind != COMPUTE:
-            total += _CHANGE[kind] * size[place]
-            most = max(most, total) if kind == PREFETCH else most
-            continue
-        own = born.get(place, ())
-        if place < graph.boundary:
-            own = known.storages(place, again=True) if own else ()
-            own = [s for s in own if s in born[place]]
-        total += sum(size[s] for s in own)
-        backward.append(max(most, total + workspace_bytes[place] + (state if place in replayed else 0)))
-        if last.get(place) == at:
-            total -= state
-        most = 0
+        if kind == FREE:
+            total -= size[place]
+        elif kind == COMPUTE:
+            total += again[place]
+            now = total + workspace_bytes[place] + (state if place in replayed else 0)
+            backward.append(most if most > now else now)
+            if last.get(place) == at:
+                total -= state
+            most = 0
+        elif kind == PREFETCH:
+            total += size[place]
+            most = max(most, total)
     return forward, [*backward, total + graph.optimizer_step_bytes]

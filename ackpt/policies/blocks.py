@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..graph.facts import Facts, facts
 from ..graph.joint import FORWARD, JointGraph
-from ..graph.schedule import needed_backward, needed_forward
+from ..graph.schedule import needed_forward
 from .cuts import cut_points
 
 _LONG_RUN = 8  # blocks of single operations that are more than the beginning or the end of a model
@@ -143,7 +143,7 @@ def _outputs(known: Facts) -> frozenset[int]:
 def _backward_blocks(known: Facts, block_of, pinned, last: int) -> list[list[int]]:
     """Backward nodes by block: each belongs to the highest block that it or a later node still reads."""
     graph = known.graph
-    order = needed_backward(known)
+    order = known.needed_backward
     highest = 0
     found: list[list[int]] = [[] for _ in range(last + 1)]
     for place in reversed(order):

@@ -16,7 +16,6 @@ import numpy as np
 
 from ..graph.facts import Facts, facts
 from ..graph.joint import BACKWARD, JointGraph
-from ..graph.schedule import needed_backward
 
 _INSTANTS = 256  # of backward at which the bytes are bounded
 _INFEASIBLE = 2  # scipy's word for how it ended
@@ -56,7 +55,7 @@ class _Program:
     def __init__(self, known: Facts, cost, workspace_bytes):
         self.known, self.cost = known, cost
         graph = known.graph
-        self.order = needed_backward(known)
+        self.order = known.needed_backward
         free = {s for s in known.held if s in known.savable}  # outputs, which the caller holds anyway
         self.kept = {storage: number for number, storage in enumerate(sorted(known.savable - free))}
         births = sorted({graph.storages[storage].producer for storage in self.kept})

@@ -22,7 +22,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from ..graph.facts import facts
 from ..graph.joint import JointGraph
 from ..graph.profile import Profile
-from ..graph.schedule import Schedule, lower, missing, needed_backward, scheduled
+from ..graph.schedule import Schedule, lower, missing, scheduled
 from .front import cheapest
 
 _SETTINGS = [tenth / 10 for tenth in range(11)]
@@ -110,7 +110,7 @@ def _as_torch(graph: JointGraph, found: Partition) -> Schedule:
     for producer in {graph.storages[storage].producer for storage in found.saved | _there_anyway(graph)}:
         live |= {known.cover[storage] for storage in known.born[producer] if storage in known.cover}
     order: list[int] = []
-    for place in (*found.backward, *needed_backward(known)):
+    for place in (*found.backward, *known.needed_backward):
         for node in missing(known, place, live):
             order.append(node)
             live.add(node)

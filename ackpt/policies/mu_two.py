@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ..graph.facts import Facts, facts
 from ..graph.joint import FORWARD, JointGraph
 from ..graph.profile import Profile
-from ..graph.schedule import Schedule, at_hand, everything, lower, missing, needed_backward, scheduled
+from ..graph.schedule import Schedule, at_hand, everything, lower, missing, scheduled
 from ..graph.swap import offloadable, offloaded
 from .costs import costs
 from .front import cheapest
@@ -144,7 +144,7 @@ def each_for_itself(known: Facts, saved) -> Schedule:
     saved = {*saved, *(s for s in known.held if nodes[graph.storages[s].producer].phase == FORWARD)}
     live = at_hand(known, saved)
     backward: list[int] = []
-    for place in needed_backward(known):
+    for place in known.needed_backward:
         chain = missing(known, place, live)
         backward += chain
         read = {storage for source in nodes[place].inputs for storage in nodes[source].storages}

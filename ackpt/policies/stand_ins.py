@@ -7,6 +7,7 @@ drawn again. A recursion over blocks sees none of this, since it keeps what they
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 from ..graph.facts import Facts, facts
@@ -35,9 +36,16 @@ def standing_in(graph: JointGraph, found: Chain, profile, cost) -> list[Schedule
     dearest = max((cost / size for own in numbers for cost, size in own if size), default=0.0)
     read = frozenset(everything(graph).saved)
 
+    @functools.cache  # many prices and rows come to the same
+    def lowered(saved: frozenset[int]) -> Schedule:
+        return lower(graph, saved)
+
+    @functools.cache
+    def kept(saved: frozenset[int], share: float) -> frozenset[int]:
+        return frozenset(smaller(known, saved, read, profile.flops, cost, share * dearest))
+
     def made(row, share: float) -> Schedule:
-        saved = stays.union(*row)
-        return lower(graph, smaller(known, saved, read, profile.flops, cost, share * dearest))
+        return lowered(kept(stays.union(*row), share))
 
     tries = max(1, _WALKED // len(graph.nodes))
     rows = rows[:: -(-len(rows) * len(_DEARER) * 2 // tries)]
@@ -79,7 +87,8 @@ def smaller(known: Facts, saved, read, flops, cost, price: float) -> set[int]:
             freed = sum(known.bytes[s] for s in gone) - sum(known.bytes[s] for s in new)
             if freed > 0 and sum(cost[node] for node in sorted(again)) <= price * freed:
                 saved = (saved - gone) | new
-                live = (live - {known.cover[s] for s in gone}) | {known.cover[s] for s in new}
+                live.difference_update(known.cover[s] for s in gone)
+                live.update(known.cover[s] for s in new)
     return saved
 
 
@@ -91,13 +100,13 @@ def _instead(known: Facts, saved: set[int], live: set[int], unit, flops):
     graph = known.graph
     gone = set(unit)
     while True:
-        there = live - {known.cover[storage] for storage in gone}
+        away = {known.cover[storage] for storage in gone}
         again: set[int] = set()
         new: set[int] = set()
-        todo = [known.cover[storage] for storage in gone]
+        todo = list(away)
         while todo:
             node = todo.pop()
-            if node in there or node in again:
+            if node in again or (node in live and node not in away):
                 continue
             own = {s for s in known.storages(node, again=True) if known.cover.get(s) == node}
             makers = {node, *(graph.storages[s].producer for s in own)}

@@ -17,7 +17,7 @@ import ackpt
 from ackpt.graph import PlannedStep
 from ackpt.graph.facts import facts
 from ackpt.graph.profile import profile
-from ackpt.graph.schedule import COMPUTE, lower, missing, needed_backward, scheduled
+from ackpt.graph.schedule import COMPUTE, lower, missing, scheduled
 from ackpt.graph.simulate import peak_of, simulate
 from ackpt.graph.swap import offloadable, offloaded
 
@@ -60,7 +60,7 @@ def computed_often(graph, number: int):
     live = set(known.given)
     for producer in {graph.storages[storage].producer for storage in saved}:
         live |= {known.cover[storage] for storage in known.born[producer] if storage in known.cover}
-    order, backward = needed_backward(known), []
+    order, backward = known.needed_backward, []
     for at, place in enumerate(order):
         for node in missing(known, place, live):
             backward.append(node)

@@ -14,7 +14,7 @@ import ackpt
 from ackpt.graph import PlannedStep, RewriteError, lower, rewrite
 from ackpt.graph.facts import facts
 from ackpt.graph.replay import run_again, run_and_save
-from ackpt.graph.schedule import missing, needed_backward, scheduled
+from ackpt.graph.schedule import missing, scheduled
 
 
 def model():
@@ -110,7 +110,7 @@ def for_every_use(graph):
     known = facts(graph)
     live = {*known.given, *(place for place in known.outputs if place is not None)}
     backward = []
-    for place in needed_backward(known):
+    for place in known.needed_backward:
         backward += missing(known, place, live)
         live.add(place)
     return scheduled(graph, None, backward)
