@@ -121,6 +121,15 @@ def require_known(fields, known, model: str) -> None:
             raise ValueError(f"--set {name}: the configuration of {model} has no such field; {hint}")
 
 
+def require_positions(length: int, positions: int, field: str) -> None:
+    """ValueError for a sequence that is longer than the positions in `field` of the configuration."""
+    if length > positions:
+        raise ValueError(
+            f"--seq-len {length} is longer than the {positions} positions of this configuration: give "
+            f"--set {field}={length}, or a shorter sequence"
+        )
+
+
 def ids(*shape: int) -> Tensor:
     """Tokens or classes: int64 of `shape`, without values."""
     return torch.empty(shape, dtype=torch.int64)
@@ -163,7 +172,9 @@ def _images(model, request):
 
 
 def _padded_tokens(model, request):
-    return {"input_ids": ids(*request.tokens()), "labels": ids(*request.tokens())}
+    batch, length = request.tokens()
+    require_positions(length, model.config.positions, "positions")
+    return {"input_ids": ids(batch, length), "labels": ids(batch, length)}
 
 
 # name -> a model with the configuration that --set changes, the model of a configuration, its inputs

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .plan_models import TRANSFORMERS, StepRequest, TrainingStep, ids, require_known
+from .plan_models import TRANSFORMERS, StepRequest, TrainingStep, ids, require_known, require_positions
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,8 @@ def transformers_step(request: StepRequest) -> TrainingStep:
     config = _config(transformers, request)
     task, name = _head(config)
     limit = getattr(config, "max_position_embeddings", None)
-    if task is not IMAGES and isinstance(limit, int) and 0 < limit < request.tokens()[1]:
-        raise ValueError(
-            f"--seq-len {request.seq_len} is longer than the {limit} positions of this configuration: give "
-            f"--set max_position_embeddings={request.seq_len}, or a shorter sequence"
-        )
+    if task is not IMAGES and isinstance(limit, int) and limit > 0:
+        require_positions(request.tokens()[1], limit, "max_position_embeddings")
     inputs = _inputs(config, task, request)
     model = _made(name, lambda: getattr(transformers, name)(config))
     return TrainingStep(model.train(), inputs)
