@@ -85,7 +85,7 @@ def add_plan(commands) -> None:
     add(
         "--output",
         metavar="FILE",
-        help="write the plan as JSON for ackpt.graph.Plan.load; planned without --device-profile, it is what "
+        help="write the plan as JSON for ackpt.Plan.load; planned without --device-profile, it is what "
         "ackpt.compile(..., plan=) takes for the model called with such inputs, each a tensor of its own",
     )
     add("--json", action="store_true", help="print JSON")

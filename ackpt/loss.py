@@ -43,6 +43,7 @@ def chunked_cross_entropy(
 
     Raises:
         ValueError, TypeError: for shapes, dtypes or options that do not fit.
+        IndexError: for a target that is no row of `weight` (on a GPU torch stops the program instead).
         CheckpointError: in a backward with ``create_graph=True``.
 
     Loss and gradients are those of ``F.cross_entropy`` up to the order of summation (about 1e-6 relative in fp32).
@@ -119,7 +120,15 @@ def _chunk(inputs, head, targets, counted, precise):
     logits = (inputs @ head.T).to(precise)
     normaliser = torch.logsumexp(logits, dim=1)
     index = targets.where(counted, 0).unsqueeze(1)  # any other index outside the vocabulary is an error of gather
-    losses = normaliser - logits.gather(1, index).squeeze(1)
+    try:
+        losses = normaliser - logits.gather(1, index).squeeze(1)
+    except RuntimeError as error:
+        if "out of bounds" not in str(error):
+            raise
+        raise IndexError(
+            f"targets holds classes from {int(targets[counted].min())} to {int(targets[counted].max())}, outside of "
+            f"the {head.shape[0]} rows of weight; rows that do not count hold ignore_index"
+        ) from error
     probabilities = logits.sub_(normaliser.unsqueeze(1)).exp_()
     probabilities.scatter_add_(1, index, torch.full_like(index, -1, dtype=precise))
     probabilities.mul_(counted.unsqueeze(1))

@@ -225,9 +225,9 @@ ERRORS = {
     "fraction": (lambda h, w, t: (h, w, t), {"chunks": 1.5}, ValueError, "whole number .* got 1.5"),
     "truth": (lambda h, w, t: (h, w, t), {"chunks": True}, ValueError, "got True"),
     "reduction": (lambda h, w, t: (h, w, t), {"reduction": "none"}, ValueError, "one of mean, sum, got 'none'"),
-    "too large": (lambda h, w, t: (h, w, t.where(t < 0, 11)), {}, RuntimeError, "index 11 is out of bounds"),
-    "below zero": (lambda h, w, t: (h, w, t.where(t >= 0, -1)), {}, RuntimeError, "index -1 is out of bounds"),
-    "other ignored": (lambda h, w, t: (h, w, t), {"ignore_index": -1}, RuntimeError, "index -100 is out of bounds"),
+    "too large": (lambda h, w, t: (h, w, t.where(t < 0, 11)), {}, IndexError, "from 11 to 11, outside of the 11 rows"),
+    "below zero": (lambda h, w, t: (h, w, t.where(t >= 0, -1)), {}, IndexError, "classes from -1 to 9"),
+    "other ignored": (lambda h, w, t: (h, w, t), {"ignore_index": -1}, IndexError, "-100 to .*hold ignore_index"),
 }
 
 

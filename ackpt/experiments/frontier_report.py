@@ -250,6 +250,6 @@ def _above(axes, record) -> float:
         if share > highest
     )
     if above:
-        at = {"xycoords": "axes fraction", "ha": "right", "va": "top"}
-        axes.annotate(f"above the edge:\n{above}", (1, 1), fontsize=8, color=TEXT, **at)
+        below_the_legend = {"xycoords": "axes fraction", "ha": "left", "va": "bottom"}
+        axes.annotate(f"above the edge:\n{above}", (1.03, 0), fontsize=8, color=TEXT, **below_the_legend)
     return highest

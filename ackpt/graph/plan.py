@@ -164,13 +164,14 @@ class Plan:
         dynamic, baseline = self.dynamic_peak_bytes, self.baseline_dynamic_peak_bytes
         plain = max(1, self.flops - self.recompute_flops)
         fates = Counter(activation.fate for activation in self.activations)
+        again = f"{self.recompute_flops / 1e9:.3f} GFLOP, {self.recompute_flops / plain:.1%} of the step's"
         lines = [
             f"policy            {self.policy}",
             f"peak              {memory_format(self.peak_bytes)}, of it {memory_format(self.resident_bytes)} resident",
             f"dynamic peak      {memory_format(dynamic)} = {dynamic / max(1, baseline):.3f} of the plain step's "
             f"{memory_format(baseline)}",
             f"reached at        {self.peak_node}",
-            f"recomputed        {self.recompute_flops / 1e9:.3f} GFLOP, {self.recompute_flops / plain:.1%} of the step",
+            f"recomputed        {again}",
             f"cost              {self.cost:.1%} of the step; {self._bound()}",
             f"activations       {fates[SAVED]} of {len(self.activations)} saved, {memory_format(self.saved_bytes)}; "
             f"{fates[RECOMPUTED]} recomputed, {fates[OFFLOADED]} offloaded",

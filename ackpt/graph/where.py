@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 
 import torch
 import torch.fx.traceback
@@ -73,7 +74,11 @@ def line() -> str:
 def _of(frames) -> str:
     calls = [place for place, frame in enumerate(frames) if frame.filename == _CAPTURE]
     found = [frame for frame in frames[calls[-1] if calls else 0 :] if _is_users(frame.filename)]
-    return f" at {found[-1].filename}:{found[-1].lineno} ({found[-1].line})" if found else ""
+    if not found:
+        return ""
+    code = found[-1].line or ""
+    # What a line raises is the message that follows.
+    return f" at {found[-1].filename}:{found[-1].lineno}" + (f" ({code})" if not code.startswith("raise ") else "")
 
 
 @contextlib.contextmanager
@@ -81,7 +86,9 @@ def explained():
     """Errors of the model's code and of torch's capture leave as one TraceError; torch logs nothing beside it."""
     was, _LOG.disabled = _LOG.disabled, True
     try:
-        yield
+        with warnings.catch_warnings():  # torch captures in its anomaly mode, which warns of what is raised
+            warnings.filterwarnings("ignore", "Error detected in")
+            yield
     except TraceError:
         raise
     except Exception as error:  # whatever the model's code raises

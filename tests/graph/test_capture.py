@@ -166,6 +166,22 @@ def test_what_is_refused_leaves_the_model_as_it_was(case):
     assert random.getstate() == states[0] and np.random.get_state()[1].tobytes() == states[1]  # noqa: NPY002
 
 
+def test_a_refusal_is_an_error_and_no_warning(recwarn):
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    ackpt.apply_activation_checkpointing(blocks)
+    with pytest.raises(TraceError, match="remove_activation_checkpointing"):
+        trace(blocks, torch.randn(3, 4))
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_what_the_model_raises_is_said_once():
+    def refuses(self, x):
+        raise ValueError("three columns at least")
+
+    with pytest.raises(TraceError, match=r"like this at [^ ]*test_capture.py:\d+: three columns at least$"):
+        trace(Model(refuses), torch.randn(3, 4))
+
+
 def test_sparse_gradients_are_refused():
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
     with pytest.raises(TraceError, match="sparse tensor, which cannot be planned.*sparse=False"):
