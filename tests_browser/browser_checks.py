@@ -127,7 +127,7 @@ def darken(page: Page) -> None:
     """Let the system turn dark while the page is open; the page follows a little later, or never."""
     page.emulate_media(color_scheme="dark")
     with contextlib.suppress(TimeoutError):
-        page.wait_for_function("document.documentElement.dataset.theme === 'dark'", timeout=5000)
+        page.wait_for_function("document.documentElement.dataset.theme === 'dark'", timeout=15_000)
 
 
 def wrong_ground(page: Page, theme: str) -> list[str]:

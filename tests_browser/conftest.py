@@ -11,12 +11,14 @@ from pathlib import Path
 
 import built_pages
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
 # No sandbox: containers run it as root. The rest keeps the browser from talking to anyone.
 FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
     --disable-component-update --disable-sync""".split()
+PATIENCE = 60_000  # milliseconds: a machine may have much else to do
+expect.set_options(timeout=PATIENCE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,7 +82,7 @@ def new_page(browser: Browser) -> Iterator[Callable[..., Page]]:
             size = {"width": 1440, "height": 900}
             context = browser.new_context(color_scheme=theme, java_script_enabled=scripts, viewport=size)
             stack.callback(context.close)
-            context.set_default_timeout(60_000)
+            context.set_default_timeout(PATIENCE)
             return context.new_page()
 
         yield new_page
