@@ -1,8 +1,8 @@
 """Operations on tensors without data, as torch's CPU kernels do them: where torch's own rules say something else.
 
-Given half-precision values and float32 weights, the norms of the CPU keep their statistics in float32, batch norm's
-backward makes no gradient that nobody needs, and some losses leave their scalar in memory for all elements; the rules
-for tensors without data know none of this.
+Given half-precision values and float32 weights, the norms of the CPU keep their statistics in float32, batch norm
+returns no strides but contiguous ones and those of channels last, its backward makes no gradient that nobody needs, and
+some losses leave their scalar in memory for all elements; the rules for tensors without data know none of this.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 
 import torch
 from torch._decomp import meta_table
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_impls
 
 from ..cpu_losses import LOSSES, in_whole_memory
@@ -75,12 +76,24 @@ def _group_norm(results, x, weight, bias, *rest):
 
 
 def _batch_norm(results, x, weight, bias, mean, variance, *rest):
-    *results, new_mean, new_variance = _statistics(results, x, weight, bias, mean, variance)
-    return *results, new_mean.to(mean.dtype), new_variance.to(variance.dtype)
+    result, *others, new_mean, new_variance = _statistics(results, x, weight, bias, mean, variance)
+    return _laid_out(result, x), *others, new_mean.to(mean.dtype), new_variance.to(variance.dtype)
+
+
+def _batch_norm_again(results, x, weight, bias, *rest):
+    result, *others = _statistics(results, x, weight, bias)
+    return _laid_out(result, x), *others
 
 
 def _batch_norm_in_eval(results, x, weight, bias, mean, variance, *rest):
-    return _statistics(results, x, weight, bias, mean, variance)
+    result, *others = _statistics(results, x, weight, bias, mean, variance)
+    return _laid_out(result, x), *others
+
+
+def _laid_out(result, x):
+    """The kernels of batch norm write channels last or contiguously, as fits `x`, whatever other order that has."""
+    shape = torch.empty_like(x, memory_format=suggest_memory_format(x))
+    return result if result.stride() == shape.stride() else torch.empty_like(shape, dtype=result.dtype)
 
 
 def _group_norm_backward(results, gradient, x, *rest):
@@ -90,7 +103,7 @@ def _group_norm_backward(results, gradient, x, *rest):
 def _batch_norm_backward(results, gradient, x, *rest):
     """The kernel makes no gradient of an input that needs none."""
     *_, mask = rest
-    return results[0] if mask[0] else None, *results[1:]
+    return _laid_out(results[0], x) if mask[0] else None, *results[1:]
 
 
 _OURS = {
@@ -98,7 +111,7 @@ _OURS = {
     aten.native_layer_norm.default: _corrected(_layer_norm),
     aten.native_group_norm.default: _corrected(_group_norm),
     aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm),
-    aten._native_batch_norm_legit.no_stats: _corrected(_group_norm),
+    aten._native_batch_norm_legit.no_stats: _corrected(_batch_norm_again),
     aten._native_batch_norm_legit_no_training.default: _corrected(_batch_norm_in_eval),
     aten.native_batch_norm_backward.default: _corrected(_batch_norm_backward),
     aten.native_group_norm_backward.default: _corrected(_group_norm_backward),

@@ -1,0 +1,26 @@
+"""Operations that torch's capture takes apart by Python code, which rounds another way: in C++, as in eager, they stay
+whole.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .python_kernels import put
+
+aten = torch.ops.aten
+_KEYS = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd
+_RESIZED = (aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_bicubic2d, aten.upsample_trilinear3d)
+_RESIZED += (aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa)
+_WHOLE = [
+    *(overload for packet in _RESIZED for overload in (packet.default, packet.vec)),
+    aten.hardshrink.default,
+    aten.softshrink.default,
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
+]
+
+
+def whole_operations():
+    """Inside, capturing leaves these operations as they are."""
+    return put({(operation, key): None for operation in _WHOLE for key in _KEYS})

@@ -1,0 +1,88 @@
+"""Operations that torch's capture would take apart: captured, they round as eager does, forward and backward."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import assert_equal
+from torch import nn
+
+import ackpt
+
+CLASS = torch.arange(8) % 5
+LABELS = torch.tensor([[3, 0, -1, 1, 1]] * 8)
+CASES = {
+    "linear": (nn.Conv1d(3, 4, 3), (2, 3, 9), lambda y: F.interpolate(y, scale_factor=1.7, mode="linear")),
+    "trilinear": (nn.Conv3d(3, 4, 2), (2, 3, 4, 5, 4), lambda y: F.interpolate(y, size=(4, 7, 5), mode="trilinear")),
+    "hardshrink": (nn.Linear(6, 5), (8, 6), lambda y: F.hardshrink(y, 0.1)),
+    "softshrink": (nn.Linear(6, 5), (8, 6), lambda y: F.softshrink(y, 0.1)),
+    "multi margin": (nn.Linear(6, 5), (8, 6), lambda y: F.multi_margin_loss(y, CLASS, p=2, reduction="none")),
+    "multilabel margin": (nn.Linear(6, 5), (8, 6), lambda y: F.multilabel_margin_loss(y, LABELS)),
+}
+for mode in ("bilinear", "bicubic"):
+    for name, options in {
+        "up": {"scale_factor": 2},
+        "corners": {"size": (13, 21), "align_corners": True},
+        "antialiased": {"size": (5, 4), "antialias": True},
+    }.items():
+        CASES[f"{mode} {name}"] = (
+            nn.Conv2d(3, 4, 3),
+            (2, 3, 12, 12),
+            lambda y, mode=mode, options=options: F.interpolate(y, mode=mode, **options),
+        )
+
+
+class Model(nn.Module):
+    def __init__(self, layer, function):
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("case", CASES)
+def test_as_eager_to_the_last_bit(case, policy, dtype, one_thread):
+    layer, shape, function = CASES[case]
+    if dtype == torch.bfloat16 and ("margin" in case or "antialiased" in case):
+        pytest.skip("torch's CPU has no such kernel in bfloat16")
+    torch.manual_seed(0)
+    plain, x = copy.deepcopy(Model(layer, function)).to(dtype), torch.randn(shape).to(dtype)
+    captured = copy.deepcopy(plain)
+    results = []
+    for model, step in ((plain, plain), (captured, ackpt.compile(captured, x, policy=policy))):
+        outputs = step(x)
+        outputs.backward(torch.linspace(-1, 2, outputs.numel()).reshape(outputs.shape).to(dtype))
+        results.append([outputs.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert_equal(*results, policy)
+
+
+class Transposed(nn.Module):
+    """As speech models have it: channels come last, and batch norm wants them second."""
+
+    def __init__(self, contiguous: bool):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.contiguous = contiguous
+
+    def forward(self, x):
+        x = self.first(x).transpose(1, 2)
+        return self.last(self.norm(x.contiguous() if self.contiguous else x).transpose(1, 2))
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_batch_norm_of_what_is_transposed(policy, contiguous, train, one_thread):
+    plain, x = Transposed(contiguous), torch.randn(4, 8, 6)
+    plain.norm.train(train)
+    captured = copy.deepcopy(plain)
+    results = []
+    for model, step in ((plain, plain), (captured, ackpt.compile(captured, x, policy=policy))):
+        outputs = step(x)
+        outputs.square().sum().backward()
+        results.append([outputs.detach(), *(p.grad for p in model.parameters()), *model.buffers()])
+    assert_equal(*results, policy)
