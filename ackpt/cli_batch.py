@@ -79,6 +79,8 @@ def run_batch_size_command(arguments, command: str) -> int:
     from ackpt.experiments import batch_report as report
     from ackpt.experiments.batch_size import configuration, run_batch_size
 
+    if arguments.batches and min(arguments.batches) < 1:
+        raise UsageError(f"--batches must be at least 1, got {min(arguments.batches)}")
     config = configuration(_tier(arguments), arguments.model, **_changes(arguments, "batches", "limit", "image_size"))
     folder = _checked(config, arguments)
     records = run_batch_size(config, command, arguments.timed_rounds, arguments.predict)

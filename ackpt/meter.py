@@ -174,6 +174,7 @@ def measure(
         >>> step.resident_bytes == 4 * (256 * 256 + 256 + 8 * 256)
         True
     """
+    check_step(step_fn)
     _check_count("warmup", warmup, least=0)
     _check_count("repeats", repeats, least=0)
     owned = Resident(resident)
@@ -317,6 +318,15 @@ def _device(device, owned) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise MeterError("device 'cuda' was asked for, but torch sees no CUDA GPU: use device='cpu', or predict()")
     return device
+
+
+def check_step(step_fn) -> None:
+    """TypeError for what is no function of a step."""
+    if not callable(step_fn):
+        raise TypeError(
+            "step_fn must be a function without arguments that runs one step, as in "
+            f"lambda: model(x).sum().backward(); got {type(step_fn).__name__}"
+        )
 
 
 def _check_count(name: str, value: int, least: int) -> None:

@@ -5,7 +5,8 @@ that an output brings along is born there, and dies when its last tensor does. T
 tensors at the same moments as in a real step, so births and deaths come in the real order.
 
 What it does not see: memory that an operation takes and gives back inside itself (CPU flash attention's buffers per
-thread, cuBLAS workspaces, the sorting in an embedding's backward), and what an allocator adds beyond `round_to`.
+thread, cuBLAS workspaces, the sorting in an embedding's backward), what an allocator adds beyond `round_to`, and the
+states of random numbers that checkpointed regions with dropout keep (5 kB each).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from .cpu_losses import LOSSES, in_whole_memory
 from .flops import UncountedFlops, count_flops
-from .meter import Measurement, assemble
+from .meter import Measurement, assemble, check_step
 from .meter_cpu import no_collection
 from .meter_store import store_watched
 from .predict_cuda import cuda_choices
@@ -69,6 +70,7 @@ def predict(
     """
     if device not in ("cpu", "cuda"):
         raise MeterError(f"device {device!r} cannot be predicted; 'cpu' and 'cuda' can")
+    check_step(step_fn)
     round_to = (512 if device == "cuda" else 1) if round_to is None else round_to
     owned = Resident(resident)
     for category, tensor in owned.tensors():

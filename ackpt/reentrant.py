@@ -30,6 +30,7 @@ by the engine. The transient memory of a region's first forward never exceeds th
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -91,6 +92,8 @@ def checkpoint(
                 [1., 1.]])
     """
     offload = resolve(offload)
+    if not callable(function) or not _TORCHS.isdisjoint(kwargs):
+        _check_call(function, kwargs)
     if torch._C._are_functorch_transforms_active():
         raise CheckpointError(
             "checkpoint() was called inside a torch.func transform (grad, vmap, jvp, ...), which cannot look into a "
@@ -100,6 +103,28 @@ def checkpoint(
         return function(*args, **kwargs)
     run: Any = _run if "torch._dynamo" not in sys.modules else _outside_dynamo()
     return run(function, args, kwargs, preserve_rng_state, offload)
+
+
+_TORCHS = frozenset({"use_reentrant", "context_fn", "determinism_check", "early_stop"})  # torch's checkpoint has these
+
+
+def _check_call(function, kwargs) -> None:
+    if not callable(function):
+        raise TypeError(
+            f"checkpoint() takes a function and its arguments, got {type(function).__name__}: write "
+            "checkpoint(layer, x), not checkpoint(layer(x))"
+        )
+    try:
+        taken = inspect.signature(getattr(function, "forward", function)).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
+        return
+    if foreign := sorted(_TORCHS & kwargs.keys() - {parameter.name for parameter in taken}):
+        raise TypeError(
+            f"{foreign[0]!r} is an option of torch's checkpoint; ackpt.checkpoint has one implementation and no such "
+            "option: drop it"
+        )
 
 
 def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:

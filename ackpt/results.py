@@ -242,6 +242,8 @@ def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if path.is_dir():
+            raise RecordError(f"{path} is a folder: name a file in it") from error
         reason = error.strerror or error
         raise RecordError(f"cannot write {path}: {reason}; name a folder that can be written") from error
     return path

@@ -153,6 +153,7 @@ def test_doctor_says_what_is_missing(capsys, monkeypatch):
         (["offload", "--num-layers", "0"], "layers must be"),
         (["offload", "--hidden-dim", "100"], "multiple of head_dim"),
         (["offload", "--batch-size", "0"], "batch_size must be at least 1"),
+        (["batch-size", "--batches", "4,0"], "--batches must be at least 1, got 0"),
         (["offload", "--steps", "0"], "steps must be at least 1"),
         (["offload", "--min-bytes", "-1"], "min_bytes must be 0 or more"),
         (["offload", *OFFLOAD, "--repeats", "-1"], "--timed-rounds"),

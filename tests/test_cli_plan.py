@@ -329,7 +329,7 @@ def test_what_fits_nowhere_is_planned_here(capsys):
         ([*BERT, "--output", "."], "is a folder"),
         (["hf:GPT5Config", "--seq-len", "8"], "no configuration class 'GPT5Config'"),
         (["hf:GPT2Model", "--seq-len", "8"], "no configuration class 'GPT2Model'"),
-        (["hf:no-such.json", "--seq-len", "8"], "no-such.json"),
+        (["hf:no-such.json", "--seq-len", "8"], "no-such.json cannot be read (No such file or directory): write hf:"),
         (["hf:GPT2Config"], "give --seq-len"),
         (["hf:GPT2Config", "--seq-len", "2048"], "longer than the 1024 positions"),
         ([*GPT2, "n_layers=2"], "did you mean n_layer"),

@@ -315,3 +315,9 @@ class TestErrors:
 )
 def test_memory_format(size, text):
     assert memory_format(size) == text
+
+
+@pytest.mark.parametrize("function", [ackpt.measure, ackpt.predict])
+def test_a_loss_is_no_step(function):
+    with pytest.raises(TypeError, match=r"as in lambda: model\(x\).sum\(\).backward\(\); got Tensor"):
+        function(torch.ones(()))

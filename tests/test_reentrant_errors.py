@@ -280,3 +280,19 @@ def test_a_recompute_with_other_outputs(first, second, message):
     with raises_cleanly(Error, message):
         loss.backward()
     assert x.grad is None
+
+
+@pytest.mark.parametrize("option", ["use_reentrant", "context_fn", "determinism_check", "early_stop"])
+def test_options_of_torchs_checkpoint_are_named(option):
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    for function in (layer, lambda x: layer(x)):
+        with raises_cleanly(TypeError, f"'{option}' is an option of torch's checkpoint.*drop it"):
+            ackpt.checkpoint(function, x, **{option: False})
+    assert ackpt.checkpoint(lambda x, **options: x + len(options), x, **{option: False}).sum() == 4
+    assert ackpt.checkpoint(lambda x, use_reentrant: x, x, use_reentrant=False) is not None
+
+
+def test_a_result_is_no_function():
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with raises_cleanly(TypeError, r"got Tensor: write checkpoint\(layer, x\), not"):
+        ackpt.checkpoint(layer(x), x)

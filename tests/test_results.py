@@ -233,3 +233,10 @@ class TestEnvironment:
         import ackpt
 
         assert environment()["ackpt"] == ackpt.__version__
+
+
+def test_a_folder_is_no_file(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(RecordError, match="name a file in it"):
+        write_text_atomic(tmp_path / "folder", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

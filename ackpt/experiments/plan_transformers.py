@@ -85,6 +85,10 @@ def _read(path: Path) -> dict:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): write hf:GPT2Config, or hf: and the path of a config.json"
+        ) from error
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise ValueError(f"{path} is no configuration of transformers: it has no model_type")
     return found
