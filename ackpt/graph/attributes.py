@@ -11,6 +11,7 @@ import random
 import sys
 import weakref
 from collections import deque
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -71,6 +72,10 @@ def _comparable(value):
         return id(value)
     if isinstance(value, (list, tuple)) and len(value) <= _LONGEST:
         return type(value), tuple(map(_comparable, value))
+    if type(value) is SimpleNamespace:
+        value = vars(value)
+    if isinstance(value, dict) and len(value) <= _LONGEST:
+        return type(value), tuple((_comparable(key), _comparable(item)) for key, item in value.items())
     return plain(value)
 
 
@@ -116,6 +121,23 @@ def unchanged(model: nn.Module, is_same):
             f"the forward draws random numbers of {drawn[0]}, which a captured step would repeat for ever. Draw them "
             "with torch, as in torch.rand(()), or outside of the model and pass them as tensors."
         )
+
+
+@contextlib.contextmanager
+def arguments_unchanged(arguments):
+    """Inside, a forward runs with `arguments`, whose lists and dicts are copies of those that the caller holds.
+
+    Raises:
+        TraceError: if it changes one of them, which the caller would never see.
+    """
+    before = [(container, _copied(container)) for _, container in _nested("", arguments)]
+    yield
+    for container, copy in before:
+        if any(_changes(container, copy, lambda was, now: False)):
+            raise TraceError(
+                f"the forward changes a {type(container).__name__} that it is given as an argument, which a captured "
+                "step would not do. Return what it collects as an output of the model."
+            )
 
 
 def _containers(module: nn.Module):

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from . import casts
-from .attributes import unchanged
+from .attributes import arguments_unchanged, unchanged
 from .caches import flatten_outputs
 from .calls import described
 from .eager import like_eager
@@ -114,7 +114,8 @@ class _Flat(nn.Module):
             real = (*(leaf for leaf in leaves), *(own for _, _, own in self.__dict__["own"]))
             weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
             once = casts.once(weights if self.__dict__["casts_once"] else ())
-            with unchanged(model, held.is_same), once, held, found_packed():
+            same_arguments = arguments_unchanged([*args, *kwargs.values()])
+            with unchanged(model, held.is_same), same_arguments, once, held, found_packed():
                 found, out_spec = flatten_outputs(model(*args, **kwargs))
         if held.found:
             raise _HoldsTensors(held.found.values())

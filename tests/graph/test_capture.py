@@ -317,3 +317,20 @@ def test_a_refused_capture_leaves_no_hooks_behind(remembers):
     if remembers:
         expected = model(x)
         assert torch.equal(ackpt.compile(model, x, policy="none")(x), expected)
+
+
+@pytest.mark.parametrize("make", [list, dict], ids=["list", "dict"])
+def test_an_argument_that_the_forward_fills_is_refused(make):
+    def collects(self, x, found):
+        found.append(x.mean()) if isinstance(found, list) else found.update(loss=x.mean())
+        return self.first(x)
+
+    found = make()
+    with pytest.raises(TraceError, match=f"changes a {make.__name__} that it is given as an argument.*Return what"):
+        trace(Model(collects), torch.randn(3, 4), found)
+    assert not found
+
+
+def test_an_argument_that_the_forward_reads_is_fine():
+    graph = trace(Model(lambda self, x, more: self.first(x) + more["list"][0]), torch.randn(3, 4), {"list": [1.0, [2]]})
+    assert len(graph.nodes)

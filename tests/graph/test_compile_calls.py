@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -262,3 +263,28 @@ def test_backward_hooks_that_come_later_are_followed():
     model.zero_grad()
     step(x()).sum().backward()
     assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), expected))
+
+
+@pytest.mark.parametrize("make", [lambda scale: {"scale": scale}, lambda scale: SimpleNamespace(scale=scale)])
+def test_numbers_that_a_module_keeps_in_a_dict_or_a_namespace_are_looked_at(make):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.settings = nn.Linear(4, 2), make(1.0)
+
+        def forward(self, x):
+            found = self.settings
+            return self.layer(x) * (found["scale"] if isinstance(found, dict) else found.scale)
+
+    model, inputs = Scaled(), torch.randn(3, 4)
+    step = ackpt.compile(model, inputs, policy="full")
+    for change in (lambda: None, lambda: vars(model).update(settings=make(3.0)), lambda: set_scale(model.settings, 5.0)):
+        change()
+        assert torch.equal(step(inputs), model(inputs))
+
+
+def set_scale(settings, scale):
+    if isinstance(settings, dict):
+        settings["scale"] = scale
+    else:
+        settings.scale = scale
