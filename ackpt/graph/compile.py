@@ -38,8 +38,8 @@ class PlannedStep(nn.Module):
     the modules hold, such as a dropout's ``p``, also in lists, dicts and a ``SimpleNamespace``. The 64 plans that were
     used last are kept; pass what changes at every step as a tensor. Numbers in globals, closures and other objects stay
     as they were captured. What else the model's code does, such as printing or calling hooks, it does while it is
-    captured, on tensors without values. Where nothing requires grad the model itself runs. Copies and pickles have the model and
-    the planner, and plan anew.
+    captured, on tensors without values. Where nothing requires grad the model itself runs. Copies and pickles have the
+    model and the planner, and plan anew.
 
     Example:
         >>> import torch, ackpt
