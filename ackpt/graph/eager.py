@@ -12,7 +12,6 @@ from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from .casts import kept_casts
 from .draws import eager_draws
 from .kernels import LOCK, true_results
-from .recurrent import eager_layers
 from .whole import whole_operations
 
 # Backward runs without the forward's autocast, as it does when the user calls it, and leaves what it was given alone.
@@ -24,7 +23,7 @@ _FUNCTORCH = {"backward_pass_autocast": "off", "donated_buffer": False, "guess_t
 def like_eager(fake_mode=None):
     """Inside, a model is captured and compiled as eager computes it; `fake_mode`: one that its inputs have already."""
     with LOCK, functorch_config.patch(_FUNCTORCH):
-        with eager_draws(), eager_layers(), whole_operations(), kept_casts(), true_results(fake_mode):
+        with eager_draws(), whole_operations(), kept_casts(), true_results(fake_mode):
             with _strides_that_gradients_can_have():
                 yield
 

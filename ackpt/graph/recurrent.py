@@ -1,7 +1,8 @@
 """Recurrent layers as eager computes them: captured, torch would take them apart step by step, and drop no values.
 
 Its Python code for ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` leaves out the dropout between layers, rounds another way,
-and runs oneDNN's LSTM as in inference where the input requires no grad; its C++ does what it does in eager.
+and runs oneDNN's LSTM as in inference where the input requires no grad; its C++, which `whole` puts in its place, does
+what it does in eager.
 OneDNN's LSTM keeps what its backward needs only where autograd records. A captured step runs without, so there the
 layer is an operation of its own that keeps it. A GRU is equal to the last bit where its width is a multiple of 32:
 eager computes its gates in place, in slices, and at their ends torch's kernels round another way.
@@ -12,19 +13,10 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .python_kernels import put
-
 aten = torch.ops.aten
-_KEYS = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd
-_LAYERS = aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input
 _ONEDNN = aten.mkldnn_rnn_layer.default
 
 torch.library.define("ackpt_graph::rnn_layer", str(_ONEDNN._schema).partition("mkldnn_rnn_layer")[2])
-
-
-def eager_layers():
-    """Inside, capturing takes recurrent layers apart as eager does."""
-    return put({(layer, key): None for layer in _LAYERS for key in _KEYS})
 
 
 def keep_for_backward(graph: torch.fx.Graph) -> None:

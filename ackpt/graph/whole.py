@@ -1,6 +1,4 @@
-"""Operations that torch's capture takes apart by Python code, which rounds another way: in C++, as in eager, they stay
-whole.
-"""
+"""Operations that torch's capture takes apart by Python code, which rounds another way: left to C++, as in eager."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ _RESIZED = (aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_bicu
 _RESIZED += (aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa)
 _WHOLE = [
     *(overload for packet in _RESIZED for overload in (packet.default, packet.vec)),
+    *(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input),
     aten.hardshrink.default,
     aten.softshrink.default,
     aten.multi_margin_loss.default,
@@ -22,5 +21,5 @@ _WHOLE = [
 
 
 def whole_operations():
-    """Inside, capturing leaves these operations as they are."""
+    """Inside, capturing leaves these operations to C++, which keeps them or takes them apart as eager does."""
     return put({(operation, key): None for operation in _WHOLE for key in _KEYS})
