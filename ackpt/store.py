@@ -90,18 +90,23 @@ class Folder:
         except OSError as error:
             raise OffloadError(
                 f"store='disk' cannot hold {size} more bytes in folder {self.path!r}: {error.strerror}. Nothing was "
-                f"left there. {_CURES.get(error.errno or 0, _ROOM)}, or train without offload."
+                f"left there. {_cure(error.errno or 0, self.path)}, or train without offload."
             ) from error
 
 
 _ROOM = "Name a folder with more room, raise min_bytes"
+_WRITABLE = "Name a folder that you may write to"
 _CURES = {
-    errno.ENOENT: "Make that folder first",
     errno.ENOTDIR: "Name a folder, not a file",
-    errno.EACCES: "Name a folder that you may write to",
-    errno.EROFS: "Name a folder that you may write to",
+    errno.EACCES: _WRITABLE,
+    errno.EROFS: _WRITABLE,
+    errno.ENOENT: _WRITABLE,  # of a folder that is there, such as /proc
     errno.EMFILE: "Raise the limit of open files (ulimit -n), call engine.release_buffers()",
 }
+
+
+def _cure(number: int, folder: str) -> str:
+    return _CURES.get(number, _ROOM) if os.path.exists(folder) else "Make that folder first"
 
 
 def _reserve(file, size: int) -> None:

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from .offload import Offload, resolve
@@ -224,7 +225,7 @@ def checkpoint_sequential(
 
     Raises:
         ValueError: if `segments` is not between 1 and the number of functions, or there is no function.
-        TypeError: if `input` is missing.
+        TypeError: if `input` is missing, or given in place of `functions`.
 
     Source: Chen et al. 2016 (arXiv:1604.06174), section 3.
 
@@ -237,6 +238,8 @@ def checkpoint_sequential(
     if input is _MISSING:
         raise TypeError("checkpoint_sequential needs an input: checkpoint_sequential(functions, segments, input)")
     resolve(offload)
+    if isinstance(functions, torch.Tensor):
+        raise TypeError("the functions come first, not the input: checkpoint_sequential(functions, segments, input)")
     functions = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
     if not functions:
         raise ValueError("checkpoint_sequential got no functions")

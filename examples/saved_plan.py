@@ -60,4 +60,6 @@ def train(path):
         raise AssertionError("a plan was used for a step that it was not made for")
 
 
+if len(sys.argv) != 3 or sys.argv[1] not in ("plan", "train"):
+    sys.exit(__doc__)
 {"plan": make, "train": train}[sys.argv[1]](sys.argv[2])

@@ -60,6 +60,7 @@ def test_checkpoint_sequential_with_functions_of_all_kinds_and_no_grad():
 SEQUENTIAL_ERRORS = [
     (lambda: ackpt.checkpoint_sequential([], None, batch()), ValueError, "got no functions"),
     (lambda: ackpt.checkpoint_sequential(chain(), 2), TypeError, "needs an input"),
+    (lambda: ackpt.checkpoint_sequential(torch.ones(2), 2, chain()), TypeError, "functions come first"),
     (lambda: ackpt.checkpoint_sequential(chain(), 0, batch()), ValueError, "from 1 to 7 .* got 0"),
     (lambda: ackpt.checkpoint_sequential(chain(), 8, batch()), ValueError, "from 1 to 7 .* got 8"),
     (lambda: ackpt.checkpoint_sequential(chain(), -1, batch()), ValueError, "got -1"),

@@ -309,6 +309,15 @@ def test_a_missing_folder_is_named(tmp_path):
     assert not missing.exists()
 
 
+def test_a_folder_that_holds_no_files_is_not_to_be_made_first(tmp_path, monkeypatch):
+    def not_there(**_):
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", not_there)  # as in /proc
+    with pytest.raises(OffloadError, match="Name a folder that you may write to"):
+        Folder(tmp_path)
+
+
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("kept")
     with pytest.raises(OffloadError, match="Not a directory"):

@@ -207,7 +207,7 @@ def capture(model, args, kwargs, differentiate="loss"):
 
 def _captured(stack, model, leaves, spec, differentiate) -> Capture:
     """Captured once; once more if that finds tensors which the model's code holds, now with these as inputs."""
-    with explained(), Where(model), torch.inference_mode(False), torch.enable_grad():
+    with explained(), torch.inference_mode(False), torch.enable_grad():
         try:
             return _exported(stack, _Flat(model, leaves, spec, differentiate, ()), leaves, ())
         except _HoldsTensors as error:
@@ -229,9 +229,10 @@ def _captured(stack, model, leaves, spec, differentiate) -> Capture:
 def _exported(stack, flat: _Flat, leaves, held) -> Capture:
     given = given_places(leaves)
     tensors = tuple(leaves[place] for place in given)
-    with contextlib.ExitStack() as inner:
+    with contextlib.ExitStack() as inner, Where(flat.__dict__["call"][0]) as where:
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
+    where.require_none_kept()
     return Capture(joint, given, held, *flat.__dict__["returned"])
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import sys
 import traceback
 import warnings
+import weakref
 
 import torch
 import torch.fx.traceback
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
@@ -23,6 +26,7 @@ _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, G
 _GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
 _CALL = nn.Module._call_impl.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_LAYERS = os.path.dirname(os.path.abspath(nn.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(_OWN, "models") + os.sep  # which are as any user's
 _GRAPH = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -48,6 +52,7 @@ class Where(TorchFunctionMode):
     def __init__(self, model):
         super().__init__()
         self._names = {id(module): name for name, module in model.named_modules()}
+        self._made: list[tuple[weakref.ref, str]] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         module = source = None
@@ -63,7 +68,27 @@ class Where(TorchFunctionMode):
                 return None  # torch asks for all arguments, and warns of some
             return func(*args, **(kwargs or {}))
         with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, FunctionalTensor):
+                self._made.append((weakref.ref(tensor), f"at {source}" if source else f"in module {module!r}"))
+        return result
+
+    def require_none_kept(self) -> None:
+        """To be called after the capture, which holds none of the tensors that the model's code has computed.
+
+        Raises:
+            TraceError: if something else does, such as a hook's list: a captured step would not renew it.
+        """
+        if any(tensor() is not None for tensor, _ in self._made):
+            gc.collect()  # a model may make cycles
+        for tensor, place in self._made:
+            if tensor() is not None:
+                raise TraceError(
+                    f"the model's code keeps a tensor that it computes {place}: in a hook, a global or another object. "
+                    "A captured step would not renew it. Return what is needed as an output of the model, or take the "
+                    "hook off, by the remove() of what registered it."
+                )
 
 
 def line() -> str:
@@ -72,13 +97,32 @@ def line() -> str:
 
 
 def _of(frames) -> str:
-    calls = [place for place, frame in enumerate(frames) if frame.filename == _CAPTURE]
-    found = [frame for frame in frames[calls[-1] if calls else 0 :] if _is_users(frame.filename)]
+    found = [frame for frame in _after_capture(frames) if _is_users(frame.filename)]
     if not found:
         return ""
-    code = found[-1].line or ""
+    return _said(found[-1])
+
+
+def _after_capture(frames):
+    """The calls that capture.py's call of the model led to."""
+    calls = [place for place, frame in enumerate(frames) if frame.filename == _CAPTURE]
+    return frames[calls[-1] if calls else 0 :]
+
+
+def _said(frame) -> str:
+    code = frame.line or ""
     # What a line raises is the message that follows.
-    return f" at {found[-1].filename}:{found[-1].lineno}" + (f" ({code})" if not code.startswith("raise ") else "")
+    return f" at {frame.filename}:{frame.lineno}" + (f" ({code})" if not code.startswith("raise ") else "")
+
+
+def _in_torch(frames) -> str:
+    """The innermost line of torch.nn that runs for the model's code; nothing where that runs an operation itself."""
+    found = [frame for frame in _after_capture(frames) if _is_users(frame.filename) or _is_of_layers(frame)]
+    return f", in torch's own code{_said(found[-1])}" if found and _is_of_layers(found[-1]) else ""
+
+
+def _is_of_layers(frame) -> bool:
+    return frame.filename.startswith(_LAYERS) and frame.name not in ("_call_impl", "_wrapped_call_impl")
 
 
 @contextlib.contextmanager
@@ -98,11 +142,13 @@ def explained():
 
 
 def _explained(error) -> TraceError:
-    where = _of(traceback.extract_tb(error.__traceback__))
+    frames = traceback.extract_tb(error.__traceback__)
+    where = _of(frames)
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, _LOOKS_AT_VALUES):
         return TraceError(
-            f"the model cannot be captured as one graph: it looks at the values of a tensor{where}, by {reason}. "
+            f"the model cannot be captured as one graph: it looks at the values of a tensor{where}"
+            f"{_in_torch(frames)}, by {reason}. "
             "Control flow and shapes must not depend on values: move such code out of the model, or use "
             "ackpt.checkpoint on its blocks."
         )

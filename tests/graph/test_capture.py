@@ -334,3 +334,28 @@ def test_an_argument_that_the_forward_fills_is_refused(make):
 def test_an_argument_that_the_forward_reads_is_fine():
     graph = trace(Model(lambda self, x, more: self.first(x) + more["list"][0]), torch.randn(3, 4), {"list": [1.0, [2]]})
     assert len(graph.nodes)
+
+
+def kept_by_hook(model, found):
+    return model.first.register_forward_hook(lambda module, args, output: found.append(output)).remove
+
+
+def test_a_tensor_that_a_hook_keeps_is_refused_and_its_removal_mends_it():
+    model, x, found = Model(lambda self, x: self.first(x).relu()), torch.randn(3, 4), []
+    remove = kept_by_hook(model, found)
+    with pytest.raises(TraceError, match="keeps a tensor that it computes at .*capture.py:.*: in a hook.*hook off"):
+        trace(model, x)
+    remove()
+    assert trace(model, x).nodes
+
+
+def test_a_hook_that_keeps_nothing_and_cycles_of_the_forward_are_fine():
+    def cyclic(self, x):
+        found = {"x": self.first(x)}
+        found["self"] = found
+        return found["x"].relu()
+
+    sizes = []
+    model = Model(cyclic)
+    model.first.register_forward_hook(lambda module, args, output: sizes.append(output.numel()))
+    assert trace(model, torch.randn(3, 4)).nodes and sizes

@@ -208,6 +208,12 @@ class Detached(nn.Linear):
 
 BAD = [
     (Looks(4, 4), (torch.randn(2, 4),), TraceError, r"values of a tensor at .*test_trace.py:\d+ \(return y"),
+    (
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)),
+        (torch.randn(2, 4),),
+        TraceError,
+        r"values of a tensor, in torch's own code at .*batchnorm.py:\d+ \(exponential_average_factor",
+    ),
     (Detached(4, 4), (torch.randn(2, 4),), TraceError, "no output of the model that requires grad is computed"),
     (nn.ReLU(), (torch.randn(2, 4),), TraceError, "no parameter of the model requires grad"),
     (nn.Linear(4, 4), (torch.randn(2, 5),), TraceError, "fails when it is called like this.*same reduction dim"),
