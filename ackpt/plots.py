@@ -41,6 +41,7 @@ COLORS = {
 }
 SERIES = tuple(color_palette("colorblind").as_hex()[:6])
 MARKERS = "osD^vP"
+DASHES = (0, (4, 2))
 
 
 class _Figure(Figure):
@@ -187,15 +188,18 @@ def line_plot(
         for place, name in enumerate(names):
             color, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
             for values, looks in (
-                (predicted.get(name), {"linestyle": (0, (4, 2)), "linewidth": 1.6}),
+                (predicted.get(name), {"linestyle": DASHES, "linewidth": 1.6, "clip_on": False}),
                 (measured.get(name), {"linestyle": "none", "marker": marker, "markersize": 6.5}),
             ):
                 points = [(a, b / unit) for a, b in zip(x, values or ()) if b is not None]
                 if points:
                     axes.plot(*zip(*points), color=color, **looks)
-            handles.append(Line2D([], [], color=color, marker=marker, markersize=6, linewidth=1.6, label=name))
+            handle = Line2D([], [], color=color, marker=marker, markersize=6, linewidth=1.6, label=name)
+            if not any(measured.values()):
+                handle.set(marker="", linestyle=DASHES)
+            handles.append(handle)
         if any(predicted.values()) and any(measured.values()):
-            handles.append(Line2D([], [], color=TEXT, linestyle=(0, (4, 2)), linewidth=1.6, label="predicted"))
+            handles.append(Line2D([], [], color=TEXT, linestyle=DASHES, linewidth=1.6, label="predicted"))
             handles.append(Line2D([], [], color=TEXT, linestyle="none", marker="o", markersize=6, label="measured"))
         axes.xaxis.set_major_locator(FixedLocator(list(x)))
         axes.xaxis.set_minor_locator(NullLocator())

@@ -396,6 +396,10 @@ print("16 P =", memory_format(16 * P1))
 print("left behind by 8192 tokens:", memory_format(4 * 8192 * (L1 * A1 + d1 + 1)))
 
 # %% [markdown]
+# The activations: they are several times as much, they grow with every token, and they can be made again. Parameters,
+# gradients and the optimizer's state are what the training is for.
+
+# %% [markdown]
 # :::{admonition} Exercise 2: another optimizer
 # :class: note
 # Replace AdamW by plain SGD, without momentum. Which bytes of the step vanish, and by how much does the peak fall?

@@ -374,6 +374,10 @@ for n in lengths:
     print(f"  chunking adds {chunking} FLOPs, checkpointing {checkpointing:,}")
     print(f"  which is one forward of the blocks: {checkpointing == forward}")
 
+# %% [markdown]
+# And time, on this machine: the median of the steps, and median, lowest and highest of the ratios to the plain step of the
+# same round. (The median of ratios need not be the ratio of the medians.)
+
 # %% tags=["measured-time", "nbval-ignore-output"]
 for m in methods:
     for n in lengths:

@@ -19,6 +19,7 @@
 # |:--:|---|
 # | $n$ | checkpointed regions, one after the other |
 # | $S$ | bytes of one region's input |
+# | $h$ | regions' inputs that somebody else holds anyway |
 # | $T$ | tokens in the sequence; $S = s \, T$ with $s$ bytes per token |
 # | $\rho$, $\lambda$ | FLOPs that the device does in a second, bytes that the link to the store carries in one, each way |
 # | $F(T)$, $R(T)$ | seconds of a block's forward, and of its backward without the recompute |
@@ -553,7 +554,9 @@ def watch(mode):
 
 # %% [markdown]
 # A bar is where backward begins; the backward of region 5, behind its recompute, goes from `(5` to `5)`. Of five
-# regions the first one's input is the caller's and the last one's stays. That leaves 2, 3 and 4 to travel:
+# regions the first one's input is the caller's and the last one's stays. That leaves 2, 3 and 4 to travel. (Here the
+# caller's input requires grad, so it stays as a parameter does. Of one that does not, a batch, nobody can say who holds
+# it: it is copied out, too, and not copied back if it is still there. So $n - 1$ copies leave and $n - 2$ return.)
 
 # %%
 for mode in ("sync", "async"):
@@ -954,7 +957,7 @@ for name, unit in {"10^6": 10**6, "2^20": 2**20}.items():
 
 # %% [markdown]
 # Ten and a little, with boundaries in fp32. Then their times tell more: what `sync` takes longer than `classic` is the
-# time of 20 copies, ten each way, and what `async` takes longer is the part of it that was not hidden.
+# time of some 20 copies, ten each way, and what `async` takes longer is the part of it that was not hidden.
 
 # %%
 ms = {method: row["milliseconds"] for method, row in printed.items()}

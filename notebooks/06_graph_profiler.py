@@ -1059,10 +1059,17 @@ def save_products(graph):
 
 
 step = PlannedStep(lm, save_products)
-plan = step.prepare(*lm_call[0], **lm_call[1])
+step.prepare(*lm_call[0], **lm_call[1])
 frugal = measured(step, lm, *lm_call[0], **lm_call[1])
 share = frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes
 print(f"{share:.2f} of the plain peak, {frugal.flops - lm_step.flops} more FLOPs")
+again = collections.Counter()
+for again_id in [one.id for one in save_products(lm_graph).schedule.backward if one.kind == "compute"]:
+    node = lm_graph.nodes[again_id]
+    makes_memory = any(lm_graph.storages[key].producer == node.id for key in node.storages)
+    if node.phase == "forward" and makes_memory:  # views make none
+        again[node.target.split(".")[1]] += 1
+print(", ".join(f"{count} {name}" for name, count in again.most_common()))
 
 # %% [markdown]
 # More than a third of the memory, and not one FLOP for it, though some time: what is recomputed moves bytes. This is

@@ -81,7 +81,8 @@ print(f"{len(on_chain.steps(graph).blocks)} blocks between single tensors")
 #
 # How much runs again? All blocks but those of the last segment, $n - n / k$, if segments run as a whole, as they do in
 # a checkpoint. But the last block of a segment only makes the boundary, which was kept. Without these,
-# $n - n / k - (k - 1) = (\sqrt n - 1)^2$: less than one more forward, for any $n$.
+# $n - n / k - (k - 1) = (\sqrt n - 1)^2$: less than one more forward, for any $n$. Where $k$ does not divide $n$, the
+# longer segments stand in front: when they run again a boundary less is kept, so their block more costs no memory.
 
 # %%
 [chen.sqrt_counts(n) for n in (16, 64, 256, 1024)]
@@ -91,10 +92,10 @@ print(f"{len(on_chain.steps(graph).blocks)} blocks between single tensors")
 #
 # Why stop there? A segment is a chain, and can be cut again. In the extreme: keep the one tensor in the middle, treat
 # the right half in the same way, then the left one. The memory $g$ of $n$ blocks is one kept tensor and the memory of a
-# half, and every level runs nearly half of all blocks once more:
+# half. Every level runs half of all blocks once more, but again not those that only make what was kept, $n - 1$ in all:
 #
 # $$ g(n) = 1 + g\Bigl(\frac{n - 1}{2}\Bigr) \approx \log_2 n , \qquad
-# \text{extra forwards} \approx \frac{n}{2} \log_2 n . $$
+# \text{extra forwards} \approx \frac{n}{2} \log_2 n - (n - 1) . $$
 
 # %%
 for n in (16, 64, 256, 1024):
@@ -168,9 +169,9 @@ len(records)
 # %% [markdown]
 # What runs again is what theory says, to the FLOP. Of the peak theory gives the tensors that are kept. What lives *beside
 # them* Chen et al. do not count, and it is not derived here either: it was read off such chains, two to four tensors
-# whatever the length (gradients that arrive and are being made, what a recomputed segment returns), and two a level for
-# nested checkpoints, which enter the engine within the engine, so that each level holds its result and its gradient
-# until it is done. With that the peaks are right to the byte, at every length measured. The lengths are squares and
+# whatever the length (gradients that arrive and are being made, what a recomputed segment returns), and for nested
+# checkpoints two and one more a level: they enter the engine within the engine, where each level holds a tensor until it
+# is done. With that the peaks are right to the byte, at every length measured. The lengths are squares and
 # powers of two; at others the formulas can be off by a tensor and by a few runs.
 
 # %% alt="Peak memory in activations over the number of blocks, both axes logarithmic. Measured points lie on predicted lines. Plain rises straight to a thousand; sqrt, falling and chen-sqrt rise half as steeply, to between 49 and 66; halves and chen-log rise least, to 22 and 13."
@@ -529,11 +530,12 @@ for name, (model, args, kwargs) in cases.items():
 
 # %% tags=["hide-input"]
 columns = {"model": "model", "blocks": "blocks $n$"}
-columns |= {"sqrt": "$(2 \\sqrt n - 1) / n$", "log": "$\\log_2(n) / n$"} | {
-    policy: f"`{policy}`" for policy in POLICIES
-}
+columns |= {"sqrt": "equal segments", "log": "halves of halves"} | {policy: f"`{policy}`" for policy in POLICIES}
 shown = [{key: round(100 * v, 1) if isinstance(v, float) else v for key, v in row.items()} for row in rows]
-caption = "Lowest dynamic peaks in per cent of the plain step's: by the formulas for unit blocks, and by the policies."
+caption = (
+    "Lowest dynamic peaks in per cent of the plain step's: counted for as many unit blocks in $\\sqrt n$ equal segments "
+    "and in halves of halves, and simulated for the policies."
+)
 table = markdown_table(shown, columns, caption, "tab-models")
 path = write_text_atomic("results/tables/07_models.md", table)
 
@@ -541,8 +543,9 @@ path = write_text_atomic("results/tables/07_models.md", table)
 # ```{include} ../../results/tables/07_models.md
 # ```
 #
-# On equal blocks the policies do what the formulas say, and *revolve* and *rotor* go below the logarithm: with a single
-# snapshot $P(n, 1)$ is quadratic, and any chain fits. On the others the formulas are wrong in both directions:
+# On equal blocks *chen-sqrt* comes to what is counted, and *chen-log* stays above it by what lives beside the kept
+# tensors. *revolve* and *rotor* go below *chen-log*, since they may run a block more often: with a single snapshot
+# $P(n, 1)$ is quadratic, and any chain fits. On the others the formulas are wrong in both directions:
 #
 # - The narrowing chain and ResNet-18 need *more*. Their first blocks are the largest. Whatever is done with the rest,
 #   one of them must be there in full, with its gradients: no number of blocks changes that.
@@ -608,7 +611,7 @@ fewest, falling, [revolve.beta(s, 2) == (s + 1) * (s + 2) // 2 for s in (1, 10, 
 # :::{admonition} Exercise 3: keep or run
 # :class: note
 # Eight equal stages, everything of size 1 and cost 1. How long do rotor's schedules take for budgets from 3 to 10, and
-# Revolve's for as many snapshots? Count every forward and every backward. Why is rotor faster?
+# Revolve's for 1 to 8 snapshots? Count every forward and every backward. Why is rotor faster?
 # :::
 
 # %% tags=["solution"]
@@ -624,7 +627,7 @@ print([revolve.advances(8, s) + 8 + 8 for s in range(1, 9)])
 #
 # - $\sqrt n$ segments keep $2 \sqrt n - 1$ activations for less than one more forward; halves of halves keep
 #   $\log_2 n$ for half a forward per doubling. Measured chains lie on both curves, to the byte and to the FLOP.
-# - Beside them the allocator sees a few tensors more, as many at every length; nested checkpoints add two a level.
+# - Beside them the allocator sees a few tensors more, as many at every length; nested checkpoints add one a level.
 # - Revolve is the optimum where only states are kept: $\beta(s, r)$ steps for $s$ snapshots and $r$ runs. A chain of
 #   1,024 blocks fits into the memory of a few.
 # - rotor weighs blocks that differ, and may keep their insides.

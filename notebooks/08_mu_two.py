@@ -161,13 +161,13 @@ path = write_text_atomic("results/tables/08_attributes.md", table)
 # `recompute_ratio` frees most bytes for a second of computing: first candidate for recomputing. How do they lie in the
 # language model?
 
-# %% alt="Scatter of the language model's intermediates: idle milliseconds to the right, gigabytes freed per second of recomputing upwards, logarithmic. Products and elementwise results lie between ten and two hundred, above the dashed line of the link at eight gigabytes per second; the small results of norms and sums lie below it."
+# %% alt="Scatter of the language model's intermediates: idle milliseconds to the right, gigabytes freed per second of recomputing upwards, logarithmic. Products and elementwise results lie between ten and two hundred, above the dashed line of the link at eight gigabytes per second; the small results of norms and sums lie below it, the loss lowest."
 graph, profile = graphs["language model"], profiles["language model"]
 kinds = {"products and attention": [], "sums and norms": [], "other elementwise": []}
 for i in intermediates["language model"]:
     target = graph.nodes[i.rank].target
     kind = "products and attention" if any(profile.flops[n] for n in i.recomp_nodes) else "other elementwise"
-    if kind != "products and attention" and any(word in target for word in ("mean", "rsqrt", "sum", "softmax")):
+    if kind != "products and attention" and any(word in target for word in ("mean", "rsqrt", "sum", "softmax", "loss")):
         kind = "sums and norms"
     kinds[kind].append((1e3 * i.inactive_time, i.recompute_ratio / 1e9))
 both_ways = t4.link_bytes_per_second / 2 / 1e9
@@ -576,7 +576,7 @@ figure = graph_profile.orders_plot(
 path = plots.save(figure, "results/figures/08_swapped.png")
 figure
 
-# %% alt="How much longer the step gets over the budget, four lines for width 256 and 1024 on T4 and H200 with the link. Width 1024 on the T4 costs nothing down to the lowest budget; width 256 on the H200 costs most."
+# %% alt="How much longer the step gets over the budget, four lines for width 256 and 1024 on T4 and H200 with the link. Width 1024 on the T4 costs nothing down to the lowest budget, its line is the axis; width 256 on the H200 costs most."
 budgets = sorted(cost[256, "t4", "yes"])
 lines = {
     f"{name}, width {width}": [points[budget] for budget in budgets]
@@ -712,7 +712,8 @@ path = write_text_atomic("results/tables/08_batch.md", table)
 # do not tell; the plan was made with it, and its points lie on its line.) Checkpointing acts on the slope alone; with small batches there is little to gain, whatever the
 # method.
 #
-# And the latency? Milliseconds of this machine, medians of interleaved rounds, and as a ratio to the plain step:
+# And the latency? Milliseconds of this machine, medians of interleaved rounds, and the median of the ratios to the plain
+# step of the same round, which need not be the ratio of the two medians:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for row in rows:

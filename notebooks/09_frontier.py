@@ -306,7 +306,8 @@ figure
 
 # %% [markdown]
 # The line is the whole front of `auto`: all plans that it chooses from. Its dots were run, and so was every other
-# mark. Does anything lie below the line? For every measured point: is there a plan of `auto` with no higher peak and no
+# mark. The broken line is the bound of above with FLOPs for the cost. Operations without FLOPs are free in it, so it lies
+# lower than the bound of the table. Does anything lie below the line of `auto`? For every measured point: is there a plan of `auto` with no higher peak and no
 # more FLOPs?
 
 # %%
@@ -434,6 +435,8 @@ for row in standings:
 #   products. Much of a block costs next to nothing to make again: norms, activations, sums. They pay for all of it.
 # - **revolve** keeps states only; with memory to spare it does not know what to do with it.
 # - **rotor** keeps a block as a whole, or not at all.
+# - **mu-two** gives up one value at a time. That is level with `auto` at one of its points, between 0.58 and 0.60. The more
+#   is given up, the more of it is made again for something else that was given up, each time anew.
 # - **checkpoint** is *full* without a planner: one point, whatever the budget.
 # - **min-cut** and the **memory budget** choose well what to save, but count saved bytes: from some budget on they
 #   cannot go down, and the latter goes up.

@@ -268,7 +268,7 @@ path = write_text_atomic("results/tables/10_block.md", table)
 # ```{include} ../../results/tables/10_block.md
 # ```
 #
-# The noise, the weights behind dropout and GELU's result go first: large, and without a product. Only then a block's
+# The noise on the weights, the weights behind dropout and GELU's result go first: large, and without a product. Only then a block's
 # weights follow, for which $q$ and $k$ are multiplied again, and the up-projection at the very end. What they cost:
 
 # %%
@@ -355,7 +355,7 @@ for percent in range(100, 0, -2):
     share = 100 * plan.dynamic_peak_bytes / plan.baseline_dynamic_peak_bytes
     line[share] = 100 * plan.recompute_flops / (plan.flops - plan.recompute_flops)
 
-# %% alt="FLOPs that run again over the dynamic peak, both in per cent of the plain step. The line of the plans stays at nothing from a hundred down to sixty per cent, rises slowly to forty and steeply below thirty; measured plans lie on it. The switch is a single point, far above the line."
+# %% alt="FLOPs that run again over the dynamic peak, both in per cent of the plain step. The line of the plans stays at nothing from a hundred down to little more than fifty per cent, rises slowly to forty and steeply below thirty; measured plans lie on it. The switch is a single point, far above the line."
 base = runs["plain"]
 points = {
     name: (
@@ -544,7 +544,7 @@ path = write_text_atomic("results/tables/10_published.md", table)
 #   two agree about what a switch costs.
 # - *Memory.* Theirs is an average over a run, ours the peak of one step, and they print neither a precision with it nor
 #   what an MB is. That the first row looks alike may be chance. The second depends on what stands beside the activations.
-# - *The method.* The plans have no published counterpart. A budget of 0.3 comes near the switch's peak, for three quarters
+# - *The method.* The plans have no published counterpart. A budget of 0.3 comes near the switch's peak, for three fifths
 #   of what it runs again; whoever needs less room pays a small part of that. The switch has one price.
 #
 # :::{admonition} With a GPU

@@ -103,8 +103,8 @@ for size, model in large.items():
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Sharding divides what is resident by $N$. What is gathered it does not divide: the root, and about three times a block.
-# That is the floor, below which no number of GPUs takes a rank.
+# Sharding divides what is resident by $N$. What is gathered it does not divide: the root, a block, the next one's buffer,
+# and a reduction's, here in float32 and so twice a block in bf16: four blocks' worth. That is the floor, below which no number of GPUs takes a rank.
 # :::
 #
 # ## Measured
@@ -240,15 +240,15 @@ path = write_text_atomic("results/tables/11_llama.md", table)
 #
 # For 8B with one sequence there is nothing to plan: the plain step keeps the budget from 8 GPUs on, there only just. For
 # 70B no number of GPUs makes it fit, since its
-# activations are not sharded. Checkpointing every block fits, and pays a third of the FLOPs whatever is left over. The
-# plan pays for what is missing:
+# activations are not sharded. Checkpointing every block fits from 32 GPUs on, and pays a third of the FLOPs whatever is
+# left over. The plan pays for what is missing:
 
 # %%
 plan = large["70B"].plan(sharded_llama.mixed(64), BUDGET)
 for run in plan.runs:
     print(f"{run.count} blocks keep {run.kept_bytes / GIB:.2f} GiB each: {', '.join(dict.fromkeys(run.names))}")
 
-# %% alt="Stacked bars of what stands at the peak of one rank of Llama 3 70B on 64 GPUs. Plain is far above 200 GiB, nearly all of it activations. With each block run again hardly any activations are left, and the peak is half of the budget. The plan lies between, just below 80 GiB. Shards, optimizer, gathered parameters and temporaries are equally thick layers in all three."
+# %% alt="Stacked bars of what stands at the peak of one rank of Llama 3 70B on 64 GPUs. Plain is far above 200 GiB, nearly all of it activations. With each block run again activations are a small part of that and still the thickest layer, and the peak is half of the budget. The plan lies between, just below 80 GiB. Shards, optimizer, gathered parameters and temporaries are equally thick layers in all three."
 at_64 = {"plain": "none", "each block again": "full"}
 chosen = {name: large["70B"].plan(sharded_llama.mixed(64), policy=policy) for name, policy in at_64.items()}
 chosen["planned"] = plan
@@ -303,13 +303,14 @@ for size, ranks in (("8B", 64), ("70B", 64)):
 #
 # :::{admonition} Exercise 1: what stays
 # :class: note
-# How much does a rank of Llama 3 8B need in the limit of many GPUs, when every block is run again? What is most of it?
+# How much does a rank of Llama 3 8B need, in all, in the limit of many GPUs, when every block is run again? What is most of it?
 # :::
 
 # %% tags=["solution"]
 many = large["8B"].plan(sharded_llama.mixed(8192), policy="full")
 for name, part in sharded_llama.layers(many).items():
     print(f"{name:22} {part / GIB:5.2f} GiB")
+print(f"{'in all':22} {many.peak_bytes / GIB:5.2f} GiB")
 logits = 8192 * 128256 / GIB
 print(f"{'logits in bf16':22} {2 * logits:5.2f} GiB, in float32 {4 * logits:.2f} GiB")
 
@@ -343,7 +344,7 @@ for budget in ("40GiB", "24GiB"):
 # %% [markdown]
 # ## What we have seen
 #
-# - A rank keeps $16 P / N$ bytes, and gathers the root and about three blocks beside that, for any $N$.
+# - A rank keeps $16 P / N$ bytes, and gathers the root and about four blocks' worth beside that, for any $N$.
 # - What FSDP2 does between a step's operations can be counted: two processes measured what was predicted, to the byte.
 # - Blocks that are alike have the same windows, so four captured blocks say exactly what eighty do.
 # - Activations are not sharded. Llama 3 70B does not fit 80 GiB on any number of GPUs without running something again; a

@@ -92,8 +92,10 @@ def test_a_table_gets_the_gpu_record_that_its_notebook_reads(book):
 
 def test_kinds_of_figures_come_from_captions_and_headings(book):
     assert [row["also"] for row in status.table_rows(book)] == ["predicted", "predicted"]
-    write(book, "01_one", [{"n": 1}], {"n": "as published, MB"})
+    write(book, "01_one", [{"n": 1}], {"n": "Published, MB"})
     assert status.table_rows(book)[0]["also"] == "published by others"
+    write(book, "01_one", [{"n": 1}], {"n": "by the data sheet, ms"})
+    assert status.table_rows(book)[0]["also"] == "predicted"
 
 
 def test_a_table_without_a_notebook_or_another_form_is_an_error(book):

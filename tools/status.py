@@ -22,8 +22,8 @@ MISSING = "*not yet measured*"
 NOTHING = "no such column"
 READERS = ("gpu_records", "gpu_rows")  # what a notebook reads records of a GPU with, by experiment
 KINDS = {  # of figures, beside those that were measured on a CPU
-    "published by others": re.compile("published"),
-    "predicted": re.compile("predicted|simulated|from shapes alone"),
+    "published by others": re.compile("published", re.I),
+    "predicted": re.compile("predicted|simulated|from shapes alone|data sheet", re.I),
 }
 NOTEBOOKS = {
     "notebook": "notebook",
