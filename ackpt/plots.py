@@ -188,7 +188,7 @@ def line_plot(
         for place, name in enumerate(names):
             color, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
             for values, looks in (
-                (predicted.get(name), {"linestyle": DASHES, "linewidth": 1.6, "clip_on": False}),
+                (predicted.get(name), {"linestyle": DASHES, "linewidth": 1.6, "clip_on": False, "zorder": 3}),
                 (measured.get(name), {"linestyle": "none", "marker": marker, "markersize": 6.5}),
             ):
                 points = [(a, b / unit) for a, b in zip(x, values or ()) if b is not None]
