@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from typing import Any
@@ -35,7 +36,11 @@ def add_frontier(commands) -> None:
         add(f"--{name.replace('_', '-')}", type=int, metavar="N", help="a size of the model or its batch")
     add("--policy", nargs="+", metavar="POLICY", help="auto full chen-sqrt chen-log revolve rotor min-cut ilp mu-two")
     add(
-        "--budget", nargs="+", type=float, metavar="SHARE", help="shares of the plain step's peak (default 0.8 ... 0.1)"
+        "--budget",
+        nargs="+",
+        type=_share,
+        metavar="SHARE",
+        help="shares of the plain step's peak (default 0.8 ... 0.1)",
     )
     add("--peer", nargs="*", metavar="PEER", help="checkpoint selective memory-budget; without a name none")
     add("--setting", nargs="+", type=float, metavar="F", help="values of activation_memory_budget (default 1 ... 0)")
@@ -44,6 +49,15 @@ def add_frontier(commands) -> None:
     add("--out", metavar="FOLDER", help="write the JSON record, and the figure if matplotlib is installed")
     add("--json", action="store_true", help="print the record as JSON instead of the table")
     parser.set_defaults(run=run_frontier_command)
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no share of the plain step's peak, such as 0.5; a budget in bytes is one of ackpt plan"
+        ) from None
 
 
 def configuration(arguments):

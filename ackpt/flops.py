@@ -8,6 +8,7 @@ operations to count.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from unittest import mock
@@ -142,6 +143,20 @@ class _Mode(_FlopCounterMode):
         For other modes it runs the model itself instead, before torch 2.15 also when the mode is over.
         """
         return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # The counter takes apart what it has no formula for. What a device runs as one kernel is none of that: it has
+        # no products inside, and apart it would take other bytes.
+        if _is_one_kernel(func) and formula(func.overloadpacket) is None:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@functools.cache
+def _is_one_kernel(operator) -> bool:
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CPU")
 
 
 @contextlib.contextmanager

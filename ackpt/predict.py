@@ -34,6 +34,7 @@ from .timeline import MeterError, build_timeline
 
 _LIFT = torch.ops.aten.lift_fresh.default
 _TO_COPY = torch.ops.aten._to_copy.default
+_MATH_ATTENTION = torch.ops.aten._safe_softmax.default  # of attention that no fused kernel computes
 
 
 def predict(
@@ -49,17 +50,20 @@ def predict(
     Args:
         step_fn: called without arguments; one forward and backward, with or without an optimizer step.
         resident: modules, optimizers and tensors, all made under ``FakeTensorMode`` on its CPU, or on ``"meta"``.
+            Prefer the first: on ``"meta"`` torch takes a few operations apart, and then predicts too much for them.
         device: the device whose step is predicted. ``"cuda"`` makes torch choose as it does on a GPU (fused kernels,
             autocast's rules), so that no GPU and no CUDA build is needed; see ``predict_cuda``.
         warmup: steps before, so that gradients and optimizer state exist as they would in the measured step.
         round_to: bytes to which every block is rounded up; by default 512 on CUDA, 1 on the CPU.
 
     Returns:
-        A `Measurement` without seconds; all sizes in bytes.
+        A `Measurement` without seconds; all sizes in bytes. Not in it is what an operation takes only while it runs,
+        as convolutions do on a CPU: `ackpt.plan` measures that, with a graph captured from a model that has data.
 
     Raises:
         MeterError: for a device other than CPU and CUDA, for resident tensors that have data or lie on a fake GPU,
-            for autocast on meta tensors, which it does not touch, and for code that Inductor generated.
+            for autocast on meta tensors, which it does not touch, for attention on them, which is not fused there, for
+            a step that fails on them, and for code that Inductor generated.
 
     Example:
         >>> import torch
@@ -79,7 +83,7 @@ def predict(
     storages = _Storages(round_to, follow_real=device == "cpu")
     fake_mode = detect_fake_mode([tensor for _, tensor in owned.tensors()])
     choices = cuda_choices() if device == "cuda" else contextlib.nullcontext()
-    with fake_mode or contextlib.nullcontext(), _NoAutocastOnMeta(), choices, storages:
+    with fake_mode or _explained_on_meta(), _NoAutocastOnMeta(), choices, storages:
         for _ in range(warmup):
             step_fn()
         gc.collect()
@@ -124,6 +128,21 @@ def settled(actions, casts):
     yield from in_order()
 
 
+_FAKE = "make the model, its inputs and the optimizer under FakeTensorMode instead"
+
+
+@contextlib.contextmanager
+def _explained_on_meta():
+    """What torch cannot do on a meta device leaves as an error that names the way out."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, MeterError) or "meta" not in str(error):
+            raise
+        said = str(error).splitlines()[0].rstrip(".!")
+        raise MeterError(f"the step does not run on meta tensors, {_FAKE}. Torch says: {said}") from error
+
+
 def _check(category, tensor):
     if isinstance(tensor, FakeTensor):
         if tensor.device.type != "cpu":
@@ -159,6 +178,8 @@ class _Storages(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func is _MATH_ATTENTION and any(tensor.is_meta for tensor in given):
+            raise MeterError(f"attention on meta tensors is not that of any device: {_FAKE}")
         if self.active and not self.backward and torch._C._current_graph_task_id() != -1:
             self.backward = True
             self.actions.append(("backward",))
@@ -232,5 +253,5 @@ class _NoAutocastOnMeta(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             leaves = tree_leaves((args, kwargs))
             if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
-                raise MeterError("autocast does nothing to meta tensors: make the model under FakeTensorMode instead")
+                raise MeterError(f"autocast does nothing to meta tensors: {_FAKE}")
         return func(*args, **(kwargs or {}))

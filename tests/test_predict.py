@@ -227,6 +227,35 @@ class TestErrors:
         with pytest.raises(MeterError, match="autocast does nothing to meta"):
             predict(step, resident=(x,))
 
+    @pytest.mark.parametrize(
+        ("forward", "said"),
+        [
+            (lambda x: x + torch.arange(4), "does not run on meta tensors, make the model, .*on device cpu"),
+            (lambda x: x * float(x.sum().item()), "does not run on meta tensors.* under FakeTensorMode"),
+            (lambda x: F.scaled_dot_product_attention(x, x, x), "attention on meta tensors is not that of any device"),
+        ],
+    )
+    def test_what_is_otherwise_on_meta(self, forward, said):
+        x = torch.empty(1, 1, 4, 4, device="meta", requires_grad=True)
+        with pytest.raises(MeterError, match=said):
+            predict(lambda: forward(x).sum().backward(), resident=(x,))
+
+
+@pytest.mark.parametrize("activation", [F.silu, F.mish, F.gelu, torch.tanh, F.hardswish])
+def test_an_operation_is_one_kernel_also_where_its_flops_are_counted(activation):
+    def made():
+        return torch.nn.Linear(64, 64), torch.randn(256, 64)
+
+    def step():
+        layer.zero_grad()
+        activation(layer(x)).square().mean().backward()
+
+    layer, x = made()
+    measured = measure(step, resident=(layer, x), repeats=0).dynamic_peak_bytes
+    with FakeTensorMode():
+        layer, x = made()
+        assert predict(step, resident=(layer, x)).dynamic_peak_bytes == measured
+
 
 def test_casts_that_die_in_a_row_have_one_order():
     births = [("alloc", 7, 10), ("alloc", 5, 20), ("alloc", 6, 30), ("alloc", 8, 40)]

@@ -19,7 +19,7 @@ from .capture import Capture, capture, given_places, is_tensor
 from .joint import JointGraph, TraceError
 from .models import check_model
 from .optimizer import check_optimizer
-from .outputs import depends_on, differentiable_once, leave_undefined
+from .outputs import depends_on, differentiable_once, leave_undefined, read_later, unchanged_until_backward
 from .plan import Plan, PlanError
 from .rewrite import boxed, rewrite
 from .trace import joint_graph
@@ -201,7 +201,7 @@ class _Planned:
                 fw_compiler=run_boxed,
                 bw_compiler=run_boxed,
             )
-        depends = depends_on(graph)
+        depends, read = depends_on(graph), read_later(graph, plan.schedule)
         own = (*self.model.parameters(), *self.model.buffers())
         given = filter(is_tensor, tree_flatten((args, kwargs))[0])
         lacks_data = any(tensor.is_meta for tensor in own) and not all(tensor.is_meta for tensor in given)
@@ -214,6 +214,7 @@ class _Planned:
                 )
             outputs = compiled(*inputs)
             differentiable_once(outputs)
+            unchanged_until_backward(outputs, inputs, read)
             leave_undefined(outputs, depends)
             return outputs
 

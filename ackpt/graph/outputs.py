@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import weakref
+
 import torch
 
+from ..errors import CheckpointError
 from .facts import facts
-from .joint import JointGraph, TraceError
+from .joint import FORWARD, JointGraph, TraceError
+from .schedule import COMPUTE, Schedule
 
 _DIFFERENTIATE = ("loss", "all")
+_KINDS = {"Param": "parameter", "Buffer": "buffer"}
 _ALWAYS = -1  # stands for an output that backward always reaches
 
 
@@ -116,6 +122,41 @@ def differentiable_once(outputs) -> None:
     """Refuse ``create_graph=True`` for the step that has returned the tensors `outputs`, where it is asked for."""
     if (node := _node_of(outputs)) is not None:
         node.register_prehook(_refuse_create_graph)
+
+
+def read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str], ...]:
+    """(place, what it is) of the step's inputs that its backward reads as they were in its forward."""
+    runs = (graph.nodes[step.id] for step in schedule.backward if step.kind == COMPUTE)
+    read = {storage for node in runs for source in node.inputs for storage in graph.nodes[source].storages}
+    inputs = [node for node in map(graph.nodes.__getitem__, facts(graph).placeholders) if node.phase == FORWARD]
+    return tuple((place, _called(node)) for place, node in enumerate(inputs) if read & set(node.storages))
+
+
+def _called(node) -> str:
+    found = re.match(r"(Param|Buffer)AOTInput\(target=(.*)\)", node.target)
+    return f"{_KINDS[found[1]]} {found[2]}" if found else "an argument"
+
+
+def unchanged_until_backward(outputs, inputs, read) -> None:
+    """Name what was changed in place between the step's forward and its backward; torch would not say what it was.
+
+    ``outputs``: what the step returned for ``inputs``; ``read``: from `read_later`.
+    """
+    if (node := _node_of(outputs)) is None:
+        return
+    marks = [(weakref.ref(inputs[place]), inputs[place]._version, what) for place, what in read]
+
+    def check(gradients) -> None:
+        for reference, version, what in marks:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                raise CheckpointError(
+                    f"{what} of shape {list(tensor.shape)} was changed between the forward of this planned step and "
+                    "its backward, which reads it. Run backward before the change (before optimizer.step(), "
+                    "load_state_dict() or any in-place operation), or change a clone instead."
+                )
+
+    node.register_prehook(check)
 
 
 def _node_of(outputs):

@@ -160,7 +160,11 @@ class Plan:
         return {activation.name: activation.fate for activation in self.activations}
 
     def table(self) -> str:
-        """The promise, the price, the dearest decisions and the largest activations, as aligned text."""
+        """The promise, the price, the dearest decisions and the largest activations, as aligned text.
+
+        A plan is one of a front that serves every budget, so that something small may be recomputed although it would
+        still fit: "within the budget".
+        """
         dynamic, baseline = self.dynamic_peak_bytes, self.baseline_dynamic_peak_bytes
         plain = max(1, self.flops - self.recompute_flops)
         fates = Counter(activation.fate for activation in self.activations)

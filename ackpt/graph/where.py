@@ -26,7 +26,8 @@ _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, G
 _GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
 _CALL = nn.Module._call_impl.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_LAYERS = os.path.dirname(os.path.abspath(nn.__file__)) + os.sep
+_DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
+_LAYERS = os.path.join(_TORCH, "nn") + os.sep, _DISTRIBUTIONS
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(_OWN, "models") + os.sep  # which are as any user's
 _GRAPH = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -146,9 +147,11 @@ def _explained(error) -> TraceError:
     where = _of(frames)
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, _LOOKS_AT_VALUES):
+        inside = _in_torch(frames)
+        checks = " torch.distributions look at their arguments unless validate_args=False."
         return TraceError(
             f"the model cannot be captured as one graph: it looks at the values of a tensor{where}"
-            f"{_in_torch(frames)}, by {reason}. "
+            f"{inside}, by {reason}.{checks if _DISTRIBUTIONS in inside else ''} "
             "Control flow and shapes must not depend on values: move such code out of the model, or use "
             "ackpt.checkpoint on its blocks."
         )

@@ -199,8 +199,8 @@ def _run(node, target, call) -> tuple[Taken, Any]:
     raise MeterError(
         f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r} does not run on arguments of its "
         f"shapes and dtypes: {str(reasons[0]).splitlines()[0]}. If the plain model fails so too, mend the model or "
-        "what it is called with; else its workspace cannot be measured alone: profile with real inputs, "
-        'mode="measured", or without workspaces, workspace="given".'
+        "what it is called with; else its workspace cannot be measured alone: give ackpt.plan a profile, of "
+        'ackpt.profile(graph, inputs=..., mode="measured") or, without workspaces, of workspace="given".'
     ) from reasons[0]
 
 

@@ -76,9 +76,11 @@ def chain(graph: JointGraph, beside: frozenset[int] = frozenset()) -> Chain:
 
 
 def inner_cuts(graph: JointGraph, beside: frozenset[int] = frozenset()) -> list[int]:
-    """The single-tensor cut points of `graph` that the caller does not hold anyway, in their order."""
-    held = _outputs(facts(graph))
-    return [cut for cut in cut_points(graph, beside) if cut not in held]
+    """The single-tensor cut points of `graph` that can run again and that the caller does not hold, in their order."""
+    known = facts(graph)
+    held = _outputs(known)
+    found = (cut for cut in cut_points(graph, beside) if graph.storages[cut].producer not in known.fixed)
+    return [cut for cut in found if cut not in held]
 
 
 def cut_at(graph: JointGraph, cuts: list[int], beside: frozenset[int] = frozenset()) -> Chain:

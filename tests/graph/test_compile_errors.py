@@ -180,6 +180,35 @@ def test_an_output_that_was_planned_without_a_gradient_refuses_one():
             loss(step(X)).backward()
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model, x: model.b.weight.mul_(2), r"parameter 'b.weight' of shape \[4, 4\] was changed between"),
+        (lambda model, x: model.table.mul_(2), "buffer 'table' of shape"),
+        (lambda model, x: x.mul_(2), r"an argument of shape \[3, 4\] was changed"),
+    ],
+)
+def test_what_backward_reads_must_be_as_it_was(change, said):
+    model, x = Net(), X.clone()
+    planned = ackpt.compile(model, x)
+    loss = planned(x).sum()
+    with torch.no_grad():
+        change(model, x)
+    with pytest.raises(ackpt.CheckpointError, match=f"{said}.*Run backward before the change"):
+        loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    planned(x).sum().backward()  # the next step is as ever
+
+
+def test_what_backward_does_not_read_may_change():
+    model = Net()
+    loss = ackpt.compile(model, X)(X).sum()
+    with torch.no_grad():
+        model.b.bias.mul_(2)
+    loss.backward()
+    assert model.b.weight.grad is not None
+
+
 def test_two_backwards_without_retain_graph_are_refused():
     loss = ackpt.compile(Net(), X)(X).sum()
     loss.backward()

@@ -201,6 +201,11 @@ class Looks(nn.Linear):
         return y * 2 if y.sum() > 0 else y
 
 
+class Draws(nn.Linear):
+    def forward(self, x):
+        return torch.distributions.Normal(super().forward(x), 1.0).rsample()
+
+
 class Detached(nn.Linear):
     def forward(self, x):
         return super().forward(x).detach()
@@ -214,6 +219,7 @@ BAD = [
         TraceError,
         r"values of a tensor, in torch's own code at .*batchnorm.py:\d+ \(exponential_average_factor",
     ),
+    (Draws(4, 4), (torch.randn(2, 4),), TraceError, r"in torch's own code at .*distributions.* unless validate_args"),
     (Detached(4, 4), (torch.randn(2, 4),), TraceError, "no output of the model that requires grad is computed"),
     (nn.ReLU(), (torch.randn(2, 4),), TraceError, "no parameter of the model requires grad"),
     (nn.Linear(4, 4), (torch.randn(2, 5),), TraceError, "fails when it is called like this.*same reduction dim"),

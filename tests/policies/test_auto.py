@@ -125,3 +125,39 @@ def test_a_long_chain_of_single_operations_is_cut_into_so_many_blocks():
     layers = [layer for _ in range(150) for layer in (nn.Linear(2, 2), nn.Tanh())]
     graph = ackpt.trace(nn.Sequential(*layers), torch.ones(1, 2), differentiate="all")
     assert 64 < len(chain(graph).blocks) <= 130
+
+
+class Codebook(nn.Module):
+    """A layer whose result is replaced by the nearest row of a buffer, which then changes: that cannot run again."""
+
+    def __init__(self):
+        super().__init__()
+        self.front, self.back = (nn.Sequential(*(self.block() for _ in range(3))) for _ in range(2))
+        self.gate = nn.Linear(16, 4)
+        self.register_buffer("rows", torch.randn(32, 16))
+
+    def block(self):
+        return nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 16))
+
+    def forward(self, x):
+        z = self.front(x)
+        nearest = self.rows[torch.cdist(z.detach(), self.rows).argmin(-1)]
+        with torch.no_grad():
+            self.rows.mul_(0.9)
+        q = z + (nearest - z).detach()
+        gates = nn.functional.gumbel_softmax(self.gate(q), hard=True)
+        result = self.back(q * gates.sum(-1, keepdim=True))
+        weights = q.detach().sigmoid()
+        spread = (result.sum(-1, keepdim=True) * weights).mean()
+        loss = nn.functional.mse_loss(result, x) + gates[:, 0].mean() + 1e-3 * spread
+        return loss + 0.25 * nn.functional.mse_loss(z, nearest.detach())
+
+
+def test_what_cannot_run_again_is_no_cut_of_the_chain():
+    graph = ackpt.trace(Codebook(), torch.randn(128, 16))
+    known = facts(graph)
+    fixed = {storage for node in known.fixed for storage in graph.nodes[node].storages} & known.savable
+    chains = [chain(graph, beside) for beside in (frozenset(), long_skips(graph))]
+    assert fixed and not any(fixed & block.output for each in chains for block in each.blocks)
+    least = min(point.peak_bytes for point in front_of(graph, ackpt.profile(graph)))
+    assert least < 0.9 * ackpt.plan(graph).dynamic_peak_bytes
