@@ -85,11 +85,7 @@ class Where(TorchFunctionMode):
             gc.collect()  # a model may make cycles
         for tensor, place in self._made:
             if tensor() is not None:
-                raise TraceError(
-                    f"the model's code keeps a tensor that it computes {place}: in a hook, a global or another object. "
-                    "A captured step would not renew it. Return what is needed as an output of the model, or take the "
-                    "hook off, by the remove() of what registered it."
-                )
+                raise _kept(place)
 
 
 def line() -> str:
@@ -142,6 +138,15 @@ def explained():
         _LOG.disabled = was
 
 
+def _kept(how: str) -> TraceError:
+    return TraceError(
+        f"the model's code keeps a tensor that it computes {how}: in a hook, a global or another object. A captured "
+        "step would not renew it. Return what is needed as an output of the model, or take the hook off, by the "
+        "remove() of what registered it; if it is kept only once, as in a cache, call the model once before it is "
+        "captured."
+    )
+
+
 def _explained(error) -> TraceError:
     frames = traceback.extract_tb(error.__traceback__)
     where = _of(frames)
@@ -161,6 +166,8 @@ def _explained(error) -> TraceError:
             "what is recomputed: take it off, by ackpt.remove_activation_checkpointing(model), "
             "model.gradient_checkpointing_disable() in transformers, or by calling the function without checkpoint()."
         )
+    if "Mixing fake modes" in reason:  # torch calls the model several times
+        return _kept(f"and reads again{where}")
     if "backprop through mirrored meta" in reason:
         return TraceError(
             f"the model calls backward() in its forward{where}: return the loss, and call backward() on it"

@@ -349,6 +349,22 @@ def test_a_tensor_that_a_hook_keeps_is_refused_and_its_removal_mends_it():
     assert trace(model, x).nodes
 
 
+def test_a_tensor_that_is_kept_once_is_refused_until_it_is_there():
+    found = {}
+
+    def cached(self, x):
+        if not found:
+            found["scale"] = torch.arange(4.0) * 2
+        return self.first(x) * found["scale"]
+
+    model, x = Model(cached), torch.randn(3, 4)
+    with pytest.raises(TraceError, match="keeps a tensor .* call the model once before it is captured"):
+        trace(model, x)
+    found.clear()
+    model(x)
+    assert trace(model, x).nodes
+
+
 def test_a_hook_that_keeps_nothing_and_cycles_of_the_forward_are_fine():
     def cyclic(self, x):
         found = {"x": self.first(x)}
