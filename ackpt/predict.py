@@ -34,7 +34,9 @@ from .timeline import MeterError, build_timeline
 
 _LIFT = torch.ops.aten.lift_fresh.default
 _TO_COPY = torch.ops.aten._to_copy.default
-_MATH_ATTENTION = torch.ops.aten._safe_softmax.default  # of attention that no fused kernel computes
+# Attention that no fused kernel computes; on a CPU that with dropout, which is what follows it then.
+_MATH_ATTENTION = torch.ops.aten._safe_softmax.default
+_DROPOUT = (torch.ops.aten.native_dropout.default, torch.ops.aten.empty_like.default, torch.ops.aten.detach.default)
 
 
 def predict(
@@ -169,6 +171,7 @@ class _Storages(TorchDispatchMode):
         self.casts: set[int] = set()  # places of allocations in `actions`
         self.before: dict[int, tuple[str, int]] = {}
         self._followed: dict[int, tuple[weakref.ref, int]] = {}
+        self._follows_attention = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -178,8 +181,10 @@ class _Storages(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if func is _MATH_ATTENTION and any(tensor.is_meta for tensor in given):
+        if self._follows_attention and (func not in _DROPOUT or not self.follow_real):
             raise MeterError(f"attention on meta tensors is not that of any device: {_FAKE}")
+        is_attention = func is _MATH_ATTENTION and any(tensor.is_meta for tensor in given)
+        self._follows_attention = is_attention or (self._follows_attention and func is _DROPOUT[-1])
         if self.active and not self.backward and torch._C._current_graph_task_id() != -1:
             self.backward = True
             self.actions.append(("backward",))

@@ -34,12 +34,12 @@ class PlannedStep(nn.Module):
     """A model that runs as planned; it has the model's parameters, buffers, submodules and state_dict.
 
     Called with other shapes, dtypes or switches than before, it captures and plans anew under the same budget.
-    Switches are ``train`` and ``eval``, autocast, numbers and flags among the arguments, and what the attributes of
-    the modules hold, such as a dropout's ``p``, also in lists, dicts and a ``SimpleNamespace``. The 64 plans that were
-    used last are kept; pass what changes at every step as a tensor. Numbers in globals, closures and other objects stay
-    as they were captured. What else the model's code does, such as printing or calling hooks, it does while it is
-    captured, on tensors without values. Where nothing requires grad the model itself runs. Copies and pickles have the
-    model and the planner, and plan anew.
+    Switches are ``train`` and ``eval``, ``requires_grad`` of parameters, autocast, numbers and flags among the
+    arguments, and what the attributes of the modules hold, such as a dropout's ``p``, also in lists, dicts and a
+    ``SimpleNamespace``. The 64 plans that were used last are kept; pass what changes at every step as a tensor.
+    Numbers in globals, closures and other objects stay as they were captured. What else the model's code does, such
+    as printing or calling hooks, it does while it is captured, on tensors without values. Where nothing requires
+    grad the model itself runs. Copies and pickles have the model and the planner, and plan anew.
 
     Example:
         >>> import torch, ackpt

@@ -29,7 +29,8 @@ def stages(known: Facts, found: Chain, cost, workspace) -> list[Stage]:
         [_Way(option, option.cost + local.run_cost(option.saved, frozenset())) for option in map(local.stays, own)]
         for local, own in zip(locals_, options)
     ]
-    rows = [[_bare(own) for own in options], *_chosen(ways)]
+    # Empty results, as batch norms save in evaluation, are saved for nothing, but must not be there twice either.
+    rows = [[local.stays(_bare(own)) for local, own in zip(locals_, options)], *_chosen(ways)]
     return [
         Stage(
             levels=tuple(_level(local, row[index], options[index]) for row in rows),

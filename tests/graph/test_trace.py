@@ -203,7 +203,7 @@ class Looks(nn.Linear):
 
 class Draws(nn.Linear):
     def forward(self, x):
-        return torch.distributions.Normal(super().forward(x), 1.0).rsample()
+        return torch.distributions.Normal(super().forward(x), 1.0, validate_args=True).rsample()
 
 
 class Detached(nn.Linear):

@@ -161,3 +161,30 @@ def test_what_cannot_run_again_is_no_cut_of_the_chain():
     assert fixed and not any(fixed & block.output for each in chains for block in each.blocks)
     least = min(point.peak_bytes for point in front_of(graph, ackpt.profile(graph)))
     assert least < 0.9 * ackpt.plan(graph).dynamic_peak_bytes
+
+
+class Frozen(nn.Module):
+    """Residual blocks with batch norms whose statistics stay as they are: then torch saves two empty tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = self.block(3)
+        self.blocks = nn.ModuleList(self.block(8) for _ in range(3))
+
+    def block(self, width):
+        return nn.Sequential(nn.Conv2d(width, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+
+    def forward(self, x):
+        h = self.stem(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return h.square().mean()
+
+
+def test_results_without_bytes_are_not_there_twice():
+    torch.manual_seed(0)
+    graph = ackpt.trace(Frozen().eval(), torch.randn(6, 3, 16, 16))
+    profile = ackpt.profile(graph, workspace="measured")
+    assert any(storage.bytes == 0 for storage in graph.storages)
+    for schedule in auto.candidates(graph, profile):
+        simulate(graph, profile, schedule)  # or a ScheduleError
