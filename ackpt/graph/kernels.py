@@ -14,6 +14,7 @@ import torch
 from torch._decomp import meta_table
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_impls
+from torch.utils._pytree import tree_map
 
 from ..cpu_losses import LOSSES, in_whole_memory
 from .fake_cache import exact_cache
@@ -106,8 +107,33 @@ def _batch_norm_backward(results, gradient, x, *rest):
     return _laid_out(results[0], x) if mask[0] else None, *results[1:]
 
 
+def _contiguous(results, *args):
+    """These kernels write contiguously, whatever order what they read has."""
+    return tree_map(lambda result: torch.empty_like(result, memory_format=torch.contiguous_format), results)
+
+
+def _like_input(result, x, *rest):
+    return torch.empty_like(x, dtype=result.dtype) if result.dim() else result
+
+
+def _binary_cross_entropy(result, x, target, *rest):
+    return in_whole_memory(_like_input(result, x), x, target, *rest)
+
+
+def _elementwise(result, gradient, *rest):
+    """The order of an elementwise result is that of the first operand which has one: here of the gradient."""
+    x = next(value for value in rest if isinstance(value, torch.Tensor))
+    return torch.empty_like(torch.add(gradient, x), dtype=result.dtype)
+
+
+_CONTIGUOUS = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward)
+_CONTIGUOUS += (aten.log_sigmoid_forward, aten._log_softmax_backward_data)
+_ELEMENTWISE = (aten.elu_backward, aten.hardswish_backward, aten.softplus_backward, aten.hardtanh_backward)
 _OURS = {
+    **{operation.default: _corrected(_contiguous) for operation in _CONTIGUOUS},
+    **{operation.default: _corrected(_elementwise) for operation in _ELEMENTWISE},
     **{loss: _corrected(in_whole_memory) for loss in LOSSES},
+    aten.binary_cross_entropy.default: _corrected(_binary_cross_entropy),
     aten.native_layer_norm.default: _corrected(_layer_norm),
     aten.native_group_norm.default: _corrected(_group_norm),
     aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm),

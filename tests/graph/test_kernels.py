@@ -131,3 +131,46 @@ def test_batch_norm_has_the_strides_of_the_kernels(layout, train):
     with mode, true_results(mode):
         fake = strides(mode.from_tensor(x))
     assert fake == strides(x)
+
+
+def elementwise(operation, *rest):
+    return lambda gradient, a, b: [operation(gradient, a, *rest)]
+
+
+def loss_backward(operation, *rest):
+    return lambda gradient, a, b: [operation(gradient, a, b, 1, *rest), operation(gradient.sum(), a, b, 1, *rest)]
+
+
+WRITES = {
+    "mse": loss_backward(aten.mse_loss_backward),
+    "smooth l1": loss_backward(aten.smooth_l1_loss_backward, 1.0),
+    "huber": loss_backward(aten.huber_loss_backward, 1.0),
+    "cross entropy": lambda gradient, a, b: [aten.binary_cross_entropy(a, b, None, 0)],
+    "log sigmoid": lambda gradient, a, b: aten.log_sigmoid_forward(a),
+    "log softmax": lambda gradient, a, b: [aten._log_softmax_backward_data(gradient, a, 1, torch.float32)],
+    "elu": lambda gradient, a, b: [aten.elu_backward(gradient, 1.0, 1.0, 1.0, False, a)],
+    "hardswish": elementwise(aten.hardswish_backward),
+    "softplus": elementwise(aten.softplus_backward, 1.0, 20.0),
+    "hardtanh": elementwise(aten.hardtanh_backward, -1, 1),
+}
+
+
+ORDERS = "nchw nhwc nchw", "nhwc nchw nhwc", "nhwc nhwc nchw", "nchw turned nhwc", "one nhwc nchw"
+
+
+@pytest.mark.parametrize("orders", ORDERS)
+@pytest.mark.parametrize("name", WRITES)
+def test_what_losses_and_activations_write_has_the_strides_of_the_kernels(name, orders):
+    def made(order):
+        if order == "one":
+            return torch.rand(1).expand(3, 8, 4, 4)
+        places = {"nchw": (0, 1, 2, 3), "nhwc": (0, 3, 1, 2), "turned": (3, 1, 0, 2)}[order]
+        shape = {"nchw": (3, 8, 4, 4), "nhwc": (3, 4, 4, 8), "turned": (4, 8, 4, 3)}[order]
+        return torch.rand(shape).permute(places)
+
+    def strides():
+        return [result.stride() for result in WRITES[name](*map(made, orders.split()))]
+
+    real = strides()
+    with true_results(), FakeTensorMode():
+        assert strides() == real
