@@ -95,11 +95,16 @@ class Watch:
                 raise changed_between(f"{_kind(tensor)} {name or 'without a name'!r}, {describe(tensor)},", how)
 
 
+BACKWARD_FIRST = (
+    "Run backward before the change (before optimizer.step(), load_state_dict() or any in-place operation), or change "
+    "a clone instead."
+)
+
+
 def changed_between(what: str, how: str = "changed") -> CheckpointError:
     return CheckpointError(
         f"{what} was {how} between the forward of this checkpointed region and its backward, so the recompute would "
-        "not repeat the forward. Run backward before the change (before optimizer.step(), load_state_dict() or any "
-        "in-place operation), or change a clone instead."
+        f"not repeat the forward. {BACKWARD_FIRST}"
     )
 
 

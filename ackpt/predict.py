@@ -36,7 +36,8 @@ _LIFT = torch.ops.aten.lift_fresh.default
 _TO_COPY = torch.ops.aten._to_copy.default
 # Attention that no fused kernel computes; on a CPU that with dropout, which is what follows it then.
 _MATH_ATTENTION = torch.ops.aten._safe_softmax.default
-_DROPOUT = (torch.ops.aten.native_dropout.default, torch.ops.aten.empty_like.default, torch.ops.aten.detach.default)
+_DROPOUT = torch.ops.aten.native_dropout.default, torch.ops.aten.empty_like.default
+_DETACH = torch.ops.aten.detach.default  # between them, of what autograd saves
 
 
 def predict(
@@ -138,8 +139,8 @@ def _explained_on_meta():
     """What torch cannot do on a meta device leaves as an error that names the way out."""
     try:
         yield
-    except (RuntimeError, NotImplementedError) as error:
-        if isinstance(error, MeterError) or "meta" not in str(error):
+    except RuntimeError as error:
+        if "meta" not in str(error):
             raise
         said = str(error).splitlines()[0].rstrip(".!")
         raise MeterError(f"the step does not run on meta tensors, {_FAKE}. Torch says: {said}") from error
@@ -181,10 +182,10 @@ class _Storages(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self._follows_attention and (func not in _DROPOUT or not self.follow_real):
+        if self._follows_attention and (func not in (*_DROPOUT, _DETACH) or not self.follow_real):
             raise MeterError(f"attention on meta tensors is not that of any device: {_FAKE}")
         is_attention = func is _MATH_ATTENTION and any(tensor.is_meta for tensor in given)
-        self._follows_attention = is_attention or (self._follows_attention and func is _DROPOUT[-1])
+        self._follows_attention = is_attention or (self._follows_attention and func is _DETACH)
         if self.active and not self.backward and torch._C._current_graph_task_id() != -1:
             self.backward = True
             self.actions.append(("backward",))

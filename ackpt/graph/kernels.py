@@ -1,8 +1,9 @@
 """Operations on tensors without data, as torch's CPU kernels do them: where torch's own rules say something else.
 
 Given half-precision values and float32 weights, the norms of the CPU keep their statistics in float32, batch norm
-returns no strides but contiguous ones and those of channels last, its backward makes no gradient that nobody needs, and
-some losses leave their scalar in memory for all elements; the rules for tensors without data know none of this.
+returns no strides but contiguous ones and those of channels last, its backward makes no gradient that nobody needs,
+losses and activations have an order of their own in which they write, and some losses leave their scalar in memory for
+all elements; the rules for tensors without data know none of this.
 """
 
 from __future__ import annotations
@@ -62,33 +63,21 @@ def _corrected(correct):
     return rule
 
 
-def _statistics(results, x, *parameters):
-    result, mean, rstd, *rest = results
-    dtype = next((p.dtype for p in parameters if p is not None), x.dtype)
-    return result, mean.to(dtype), rstd.to(dtype), *rest
+def _norm(results, x, *rest):
+    """Statistics have the dtype of the first parameter that there is."""
+    result, mean, rstd, *others = results
+    dtype = next((value.dtype for value in rest if isinstance(value, torch.Tensor)), x.dtype)
+    return result, mean.to(dtype), rstd.to(dtype), *others
 
 
-def _layer_norm(results, x, shape, weight, bias, eps):
-    return _statistics(results, x, weight, bias)
-
-
-def _group_norm(results, x, weight, bias, *rest):
-    return _statistics(results, x, weight, bias)
-
-
-def _batch_norm(results, x, weight, bias, mean, variance, *rest):
-    result, *others, new_mean, new_variance = _statistics(results, x, weight, bias, mean, variance)
-    return _laid_out(result, x), *others, new_mean.to(mean.dtype), new_variance.to(variance.dtype)
-
-
-def _batch_norm_again(results, x, weight, bias, *rest):
-    result, *others = _statistics(results, x, weight, bias)
+def _batch_norm(results, x, *rest):
+    result, *others = _norm(results, x, *rest)
     return _laid_out(result, x), *others
 
 
-def _batch_norm_in_eval(results, x, weight, bias, mean, variance, *rest):
-    result, *others = _statistics(results, x, weight, bias, mean, variance)
-    return _laid_out(result, x), *others
+def _batch_norm_with_new_statistics(results, x, weight, bias, mean, variance, *rest):
+    *others, new_mean, new_variance = _batch_norm(results, x, weight, bias, mean, variance)
+    return *others, new_mean.to(mean.dtype), new_variance.to(variance.dtype)
 
 
 def _laid_out(result, x):
@@ -112,12 +101,8 @@ def _contiguous(results, *args):
     return tree_map(lambda result: torch.empty_like(result, memory_format=torch.contiguous_format), results)
 
 
-def _like_input(result, x, *rest):
-    return torch.empty_like(x, dtype=result.dtype) if result.dim() else result
-
-
-def _binary_cross_entropy(result, x, target, *rest):
-    return in_whole_memory(_like_input(result, x), x, target, *rest)
+def _binary_cross_entropy(result, x, *rest):
+    return torch.empty_like(x, dtype=result.dtype) if result.dim() else in_whole_memory(result, x, *rest)
 
 
 def _elementwise(result, gradient, *rest):
@@ -134,11 +119,11 @@ _OURS = {
     **{operation.default: _corrected(_elementwise) for operation in _ELEMENTWISE},
     **{loss: _corrected(in_whole_memory) for loss in LOSSES},
     aten.binary_cross_entropy.default: _corrected(_binary_cross_entropy),
-    aten.native_layer_norm.default: _corrected(_layer_norm),
-    aten.native_group_norm.default: _corrected(_group_norm),
-    aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm),
-    aten._native_batch_norm_legit.no_stats: _corrected(_batch_norm_again),
-    aten._native_batch_norm_legit_no_training.default: _corrected(_batch_norm_in_eval),
+    aten.native_layer_norm.default: _corrected(_norm),
+    aten.native_group_norm.default: _corrected(_norm),
+    aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm_with_new_statistics),
+    aten._native_batch_norm_legit.no_stats: _corrected(_batch_norm),
+    aten._native_batch_norm_legit_no_training.default: _corrected(_batch_norm),
     aten.native_batch_norm_backward.default: _corrected(_batch_norm_backward),
     aten.native_group_norm_backward.default: _corrected(_group_norm_backward),
     aten.mkldnn_rnn_layer.default: _corrected(with_kept),

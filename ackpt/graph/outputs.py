@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 
 import torch
 
 from ..errors import CheckpointError
+from ..guards import BACKWARD_FIRST, version
 from .facts import facts
-from .joint import FORWARD, JointGraph, TraceError
+from .joint import FORWARD, JointGraph, Node, TraceError
 from .schedule import COMPUTE, Schedule
 
 _DIFFERENTIATE = ("loss", "all")
-_KINDS = {"Param": "parameter", "Buffer": "buffer"}
 _ALWAYS = -1  # stands for an output that backward always reaches
 
 
@@ -129,12 +128,12 @@ def read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str], 
     runs = (graph.nodes[step.id] for step in schedule.backward if step.kind == COMPUTE)
     read = {storage for node in runs for source in node.inputs for storage in graph.nodes[source].storages}
     inputs = [node for node in map(graph.nodes.__getitem__, facts(graph).placeholders) if node.phase == FORWARD]
-    return tuple((place, _called(node)) for place, node in enumerate(inputs) if read & set(node.storages))
+    return tuple((place, _called(graph, node)) for place, node in enumerate(inputs) if read & set(node.storages))
 
 
-def _called(node) -> str:
-    found = re.match(r"(Param|Buffer)AOTInput\(target=(.*)\)", node.target)
-    return f"{_KINDS[found[1]]} {found[2]}" if found else "an argument"
+def _called(graph: JointGraph, node: Node) -> str:
+    name = getattr(facts(graph).fx[node.id].meta["desc"], "target", None)
+    return "an argument" if name is None else f"{graph.storages[node.storages[0]].category} {name!r}"
 
 
 def unchanged_until_backward(outputs, inputs, read) -> None:
@@ -144,16 +143,15 @@ def unchanged_until_backward(outputs, inputs, read) -> None:
     """
     if (node := _node_of(outputs)) is None:
         return
-    marks = [(weakref.ref(inputs[place]), inputs[place]._version, what) for place, what in read]
+    marks = [(weakref.ref(inputs[place]), version(inputs[place]), what) for place, what in read]
 
     def check(gradients) -> None:
-        for reference, version, what in marks:
+        for reference, before, what in marks:
             tensor = reference()
-            if tensor is not None and tensor._version != version:
+            if tensor is not None and version(tensor) != before:
                 raise CheckpointError(
                     f"{what} of shape {list(tensor.shape)} was changed between the forward of this planned step and "
-                    "its backward, which reads it. Run backward before the change (before optimizer.step(), "
-                    "load_state_dict() or any in-place operation), or change a clone instead."
+                    f"its backward, which reads it. {BACKWARD_FIRST}"
                 )
 
     node.register_prehook(check)
