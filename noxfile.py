@@ -30,6 +30,7 @@ BROWSER = [
     "playwright==1.65.2",
     "axe-playwright-python==0.1.8",
     "pytest>=8",
+    "pytest-timeout",
     "pytest-xdist",
     "tomli; python_version < '3.11'",
 ]

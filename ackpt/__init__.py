@@ -11,8 +11,9 @@ from .offload_pays import offload_pays
 from .phases import is_recomputing
 from .predict import predict
 from .reentrant import checkpoint
+from .sequential import checkpoint_sequential
 from .timeline import MeterError
-from .wrap import apply_activation_checkpointing, checkpoint_sequential, remove_activation_checkpointing
+from .wrap import apply_activation_checkpointing, remove_activation_checkpointing
 
 if TYPE_CHECKING:
     from .graph import Plan, PlanError, ScheduleError, TraceError, profile, trace

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import CheckpointError
 
+_LONGEST = 100  # of a container that is looked through
 _SMALL = 1 << 20  # bytes up to which a buffer is always copied before the region runs
 _ABSENT = object()
 _STEADY: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # larger buffers that a region left alone
@@ -51,8 +52,8 @@ def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: b
 
     Args:
         other_rng: replay Python's ``random``, numpy and generator objects as well as torch's own streams.
-        unchanged: raise if a parameter, a buffer or a closed-over tensor changed between forward and recompute, and
-            let buffers change once per step.
+        unchanged: raise if a parameter, a buffer or a closed-over tensor changed between forward and recompute, or if
+            the recompute takes another path; let buffers change once per step.
         exact_graph: outputs require grad exactly where the plain function's do, and parameters get their gradients
             through the outer graph (hooks fire once, DDP's bookkeeping holds, sums have the plain model's order). Off,
             the forward runs without a graph and gradients accumulate inside, as in torch's reentrant checkpoint.
@@ -125,14 +126,19 @@ def storage(tensor):
     return None
 
 
+def memory(tensor):
+    """The identity of the storage whatever the tensor's class; None where a layout has none."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
 class State:
     """Buffers of a region: copied before it runs, so that the recompute starts from the values the forward saw."""
 
-    __slots__ = ("_before", "_bindings", "_changed", "_parameters", "_statistics")
+    __slots__ = ("_before", "_bindings", "_changed", "_namespaces", "_parameters")
 
     def __init__(self, reach):
-        self._statistics = reach.statistics
         self._bindings = reach.bindings
+        self._namespaces = reach.namespaces
         self._parameters = [
             (tensor, name, version(tensor))
             for tensor, name in reach.tensors.values()
@@ -145,8 +151,10 @@ class State:
             if not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter) and not tensor.is_inference()
         ]
 
-    def after_forward(self, leaves) -> set[int]:
+    def after_forward(self, leaves, written) -> set[int]:
         """Keep the old values of what the forward changed; return the ids of those buffers.
+
+        `written`: storages that may have changed although their version counters have not, None if any may.
 
         Of tensors with a history, names are kept for those among `leaves` only: a module that remembers its last output
         would else keep the graphs of all its steps alive.
@@ -155,6 +163,11 @@ class State:
         self._bindings = [
             binding for binding in self._bindings if not _has_history(binding[2]) or id(binding[2]) in used
         ]
+        for attributes, names in self._namespaces:
+            if len(attributes) > len(names):
+                new = [(name, value) for name, value in attributes.items() if name not in names]
+                self._bindings += [(attributes, name, _ABSENT) for name, value in new if _is_state(value)]
+        self._namespaces = []
         for tensor, name, mark in self._parameters:
             if version(tensor) != mark:
                 raise CheckpointError(
@@ -163,7 +176,8 @@ class State:
                 )
         self._parameters = []
         for tensor, name, mark, copy in self._before:
-            if version(tensor) == mark:
+            silently = copy is not None if written is None else memory(tensor) in written
+            if version(tensor) == mark and not silently:
                 if _bytes(tensor) > _SMALL:
                     _STEADY[tensor] = True
                 continue
@@ -185,7 +199,7 @@ class State:
         The backward of the recomputed graph belongs inside as well: it may read a buffer that the region has updated.
         """
         rebound = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
-        tensors = [*self._statistics, *(tensor for tensor, _ in self._changed)]
+        tensors = [tensor for tensor, _ in self._changed]
         if not tensors and not rebound:
             yield
             return
@@ -206,23 +220,37 @@ class State:
 
 
 def _has_history(value) -> bool:
-    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+    """Whether `value` is or may hold a tensor that a graph has computed."""
+    if isinstance(value, torch.Tensor):
+        return value.grad_fn is not None
+    if not isinstance(value, (list, tuple, dict, set)):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return len(value) > _LONGEST or any(map(_has_history, items))
+
+
+def _is_state(value) -> bool:
+    """Whether an attribute that a forward has made is a tensor or number of its own."""
+    return isinstance(value, (torch.Tensor, int, float)) and not _has_history(value)
 
 
 @contextlib.contextmanager
 def _bound_again(bindings):
     """Names as they were: ``namespace[name] = value`` inside, what they are now afterwards."""
     now = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name, _ in bindings]
-    for namespace, name, value in bindings:
-        namespace[name] = value
+    _bind(bindings)
     try:
         yield
     finally:
-        for namespace, name, value in now:
-            if value is _ABSENT:
-                namespace.pop(name, None)
-            else:
-                namespace[name] = value
+        _bind(now)
+
+
+def _bind(bindings) -> None:
+    for namespace, name, value in bindings:
+        if value is _ABSENT:
+            namespace.pop(name, None)
+        else:
+            namespace[name] = value
 
 
 def _bytes(tensor) -> int:

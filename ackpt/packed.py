@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 64  # bytes; a part of a storage begins at a multiple, so that any dtype may be viewed in it
 
 _local = threading.local()
+_current_node = torch._C._current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
 _NOTHING = contextlib.nullcontext()
 
 
@@ -79,6 +80,7 @@ class Saved:
         self.negative: bool = tensor.is_neg()
 
     def unpack(self) -> torch.Tensor:
+        _refuse_written_later()
         later = getattr(_local, "later", None)
         engine = self.stored.engine
         storage, first = engine.fetch(self.stored, self.forward, self.place if later is None else None)
@@ -90,6 +92,20 @@ class Saved:
                 tensor.set_(storage, (self.offset - first) // tensor.itemsize, self.shape, self.stride)
             tensor = tensor.conj() if self.conjugate else tensor
             return torch._neg_view(tensor) if self.negative else tensor
+
+
+def _refuse_written_later() -> None:
+    """Refuse what autograd saves before the kernel writes it, without a new version: the noise of ``rrelu``.
+
+    No other operator of torch saves such an argument and reads it in backward.
+    """
+    node = _current_node()
+    if node is not None and node.name().startswith("RreluWithNoise") and getattr(node, "_saved_training", True):
+        raise OffloadError(
+            "F.rrelu in training fills its noise after autograd has saved it, so the offloaded copy has no values yet. "
+            "Compute it in a region, ackpt.checkpoint(torch.nn.functional.rrelu, x, training=True), or outside of the "
+            "offload."
+        )
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from .meter import Measurement, assemble, check_step
 from .meter_cpu import no_collection
 from .meter_store import store_watched
 from .predict_cuda import cuda_choices
+from .predict_sums import EngineSums
 from .resident import Item, Resident, rounded, storages_of
 from .timeline import MeterError, build_timeline
 
@@ -93,7 +94,7 @@ def predict(
         held = owned.bytes(storages.counts, round_to)
         with store_watched(storages.actions.append) as store, storages.recording(owned), no_collection():
             try:
-                flops = count_flops(step_fn)
+                flops = count_flops(storages.after_learning(step_fn))
             except UncountedFlops as error:
                 raise MeterError(
                     "a step that Inductor compiled cannot be predicted: its code allocates by itself. Predict the "
@@ -173,6 +174,7 @@ class _Storages(TorchDispatchMode):
         self.before: dict[int, tuple[str, int]] = {}
         self._followed: dict[int, tuple[weakref.ref, int]] = {}
         self._follows_attention = False
+        self._sums = EngineSums()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -182,13 +184,16 @@ class _Storages(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self._follows_attention and (func not in (*_DROPOUT, _DETACH) or not self.follow_real):
+        if self._follows_attention and func not in (*_DROPOUT, _DETACH):
             raise MeterError(f"attention on meta tensors is not that of any device: {_FAKE}")
-        is_attention = func is _MATH_ATTENTION and any(tensor.is_meta for tensor in given)
+        # Where a GPU is imitated, attention is its own choice.
+        is_attention = self.follow_real and func is _MATH_ATTENTION and any(tensor.is_meta for tensor in given)
         self._follows_attention = is_attention or (self._follows_attention and func is _DETACH)
         if self.active and not self.backward and torch._C._current_graph_task_id() != -1:
             self.backward = True
             self.actions.append(("backward",))
+        if self.active and self._sums.in_place(func, args):
+            func = torch.ops.aten.add_.Tensor
         if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
             # A random number state, an optimizer's count of steps: values that the step reads, so they stay real.
             with unset_fake_temporarily():
@@ -216,6 +221,7 @@ class _Storages(TorchDispatchMode):
                 if key not in known and size:
                     self.actions.append(("alloc", key, size))
                     self._follow(storage, size)
+                    self._sums.born(key)
             elif self._followed[key][1] != size:  # resized in place
                 self.actions += [("free", key), ("alloc", key, size)]
                 self._follow(storage, size)
@@ -228,7 +234,19 @@ class _Storages(TorchDispatchMode):
 
     def _died(self, key):
         del self._followed[key]
+        self._sums.died(key)
         self.actions.append(("free", key))
+
+    def after_learning(self, step_fn):
+        """`step_fn`, preceded by what `EngineSums` learns under the same modes; that leaves no actions."""
+
+        def step():
+            self._sums.learn()
+            self.actions.clear()
+            self.backward = False
+            return step_fn()
+
+        return step
 
     @contextlib.contextmanager
     def recording(self, owned):

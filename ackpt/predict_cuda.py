@@ -3,16 +3,19 @@
 Where torch has no CUDA, backward on fake CUDA tensors ends the process. So the step runs on fake *CPU* tensors, with
 ``torch.autocast("cpu", dtype)`` where the GPU's step would have ``torch.autocast("cuda", dtype)``, and this function
 mode puts right what differs on a GPU in the bytes that stay: autocast's rules for what runs in fp32 (the list is that
-of the CUDA backend in torch's ``autocast_mode.h``), and the fused kernels of RMSNorm and dropout.
+of the CUDA backend in torch's ``autocast_mode.h``), the fused kernels of RMSNorm and dropout, and the kernel of
+attention (`predict_attention`), which is chosen as on a GPU of compute capability 8.0 or later.
 
 Not imitated: optimizers choose ``foreach`` by themselves only on a GPU (give ``foreach=True`` or ``fused=True``), and
-what is invisible on any device, such as workspaces.
+what is invisible on any device, such as workspaces: those of attention's backward are floats as large as the queries.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from .engine import around_backward
+from .predict_attention import scaled_dot_product_attention
 
 
 def _functions(names: str) -> set:
@@ -41,6 +45,7 @@ _UNTOUCHED = _functions("cat concat concatenate stack index_copy")
 _RMS_NORM = _functions("rms_norm")
 _DROPOUT = _functions("dropout")
 _CROSS_ENTROPY = _functions("cross_entropy")
+_ATTENTION = _functions("scaled_dot_product_attention")
 _imitating = threading.local()
 
 
@@ -58,7 +63,11 @@ def imitates_cuda() -> bool:
 
 
 class CudaChoices(TorchFunctionMode):
-    """What `cuda_choices` does to calls outside of backward."""
+    """What `cuda_choices` does to calls outside of backward; `ampere`: as a GPU of capability 8.0 or later does."""
+
+    def __init__(self, ampere: bool = True):
+        super().__init__()
+        self.ampere = ampere
 
     def __enter__(self):
         _imitating.depth = getattr(_imitating, "depth", 0) + 1
@@ -75,6 +84,12 @@ class CudaChoices(TorchFunctionMode):
             return _rms_norm(autocast, *args, **kwargs)
         if func in _DROPOUT:
             return _dropout(func, *args, **kwargs)
+        if func in _ATTENTION:
+            return scaled_dot_product_attention(*args, **kwargs, ampere=self.ampere)
+        if func is F.multi_head_attention_forward:  # Python, within which no mode is asked
+            attention = functools.partial(scaled_dot_product_attention, ampere=self.ampere)
+            with mock.patch.object(F, "scaled_dot_product_attention", attention):
+                return func(*args, **kwargs)
         if autocast and func in _FP32:
             args, kwargs = tree_map_only(torch.Tensor, _to_fp32, (args, kwargs))
         elif autocast and func in _FP32_RESULT:

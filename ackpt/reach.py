@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
+import os
 import random
 import sys
 import types
@@ -28,23 +30,26 @@ _DEPTH = 4  # helper functions and plain objects are followed this far
 
 
 class Reach:
-    """Tensors, running statistics and generators reachable from a function and its non-tensor arguments.
+    """Tensors and generators reachable from a function and its non-tensor arguments.
 
-    ``tensors``: all of them but running statistics, ``{id: (tensor, name)}``. ``statistics``: buffers that a
-    normalisation layer in training mode updates but does not read. ``streams``: generator objects. ``bindings``:
-    names that could come to mean something else, ``(namespace, name, value)``: parameters, buffers, tensor and number
-    attributes of modules, tensors in containers, objects and rebound cells, globals of functions. ``sharded``:
-    whether a module inside is managed by FSDP, whose hooks expect gradients to arrive inside the region.
+    ``tensors``: ``{id: (tensor, name)}``. ``streams``: generator objects. ``bindings``: names that could come to mean
+    something else, ``(namespace, name, value)``: parameters, buffers, tensor and number attributes of modules, tensors
+    in containers, objects and rebound cells, globals of functions. ``sharded``: whether a module inside is managed by
+    FSDP, whose hooks expect gradients to arrive inside the region. ``opaque``: whether a module inside runs in C++
+    where its calls cannot be recorded: it is scripted, or takes another path when they are. ``unread``: ids of buffers
+    that a norm of torch's updates in training and does not read. ``namespaces``: the attributes of every module, with
+    their names.
     """
 
-    __slots__ = ("tensors", "statistics", "streams", "bindings", "sharded", "walked", "_seen")
+    __slots__ = ("tensors", "streams", "bindings", "sharded", "opaque", "unread", "walked", "namespaces", "_seen")
 
     def __init__(self, function=None, template=()):
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
-        self.statistics: list[torch.Tensor] = []
         self.streams: list = []
         self.bindings: list[tuple[Any, Any, object]] = []
-        self.sharded = False
+        self.namespaces: list[tuple[dict[str, Any], frozenset[str]]] = []
+        self.sharded = self.opaque = False
+        self.unread: set[int] = set()
         self.walked = function is not None
         self._seen: set[int] = set()
         if function is None:
@@ -96,23 +101,25 @@ class Reach:
             return
         self._seen.add(id(module))
         prefix = f"{name}." if name else ""
+        if isinstance(module, torch.jit.ScriptModule):  # its attributes live in C++ and cannot be bound again
+            self.opaque = True
+            for key, value in (*module.named_parameters(), *module.named_buffers()):
+                self.tensors.setdefault(id(value), (value, prefix + key))
+            return
         attributes = vars(module)
         bindings = self.bindings
         bindings.append((attributes, "training", module.training))
+        self.namespaces.append((attributes, frozenset(attributes)))
         for key, value in module._parameters.items():
             if value is not None:
                 self.tensors.setdefault(id(value), (value, prefix + key))
                 bindings.append((module._parameters, key, value))
         if module._buffers:
-            updates = isinstance(module, _NormBase) and module.training and module.track_running_stats
-            updates = updates and type(module).forward.__module__.startswith("torch.nn.")  # others may read them
+            if isinstance(module, _NormBase) and module.training and _is_torchs(type(module).forward):
+                self.unread.update(map(id, module._buffers.values()))
             for key, value in module._buffers.items():
-                if value is None:
-                    continue
-                bindings.append((module._buffers, key, value))
-                if updates:
-                    self.statistics.append(value)
-                else:
+                if value is not None:
+                    bindings.append((module._buffers, key, value))
                     self.tensors.setdefault(id(value), (value, prefix + key))
         for key, value in attributes.items():
             kind = type(value)
@@ -124,15 +131,38 @@ class Reach:
                 self.tensors.setdefault(id(value), (value, prefix + key))
                 bindings.append((attributes, key, value))
             elif isinstance(value, _CONTAINERS):
+                bindings.append((attributes, key, value))
                 if value and type(next(iter(value.values() if isinstance(value, dict) else value))) not in _ATOMS:
                     self._visit(value, prefix + key, 1)
             else:
                 self._generator(value)
+        self._globals_of(type(module).forward)
+        if isinstance(module, FUSED) and not module.training:
+            self.opaque = True
         if own_hooks and not self.sharded:
             self.sharded = any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
         for key, child in module._modules.items():
             if child is not None:
                 self._module(child, prefix + key)
+
+    def _globals_of(self, forward) -> None:
+        """Tensors and generators that a module's forward, or a helper of it in the same file, reads as globals."""
+        function = inspect.unwrap(forward)
+        code = getattr(function, "__code__", None)
+        if code is None or code.co_filename.startswith(_TORCH) or id(code) in self._seen:
+            return
+        self._seen.add(id(code))
+        namespace = function.__globals__
+        for key in _global_names(code)[0]:
+            value = namespace.get(key)
+            if isinstance(value, torch.Tensor):
+                self.tensors.setdefault(id(value), (value, key))
+                self.bindings.append((namespace, key, value))
+            elif isinstance(value, types.FunctionType):
+                if value.__module__ == forward.__module__:
+                    self._globals_of(value)
+            else:
+                self._generator(value)
 
     def _function(self, function, name, depth):
         if id(function) in self._seen or depth > _DEPTH:
@@ -170,6 +200,10 @@ class Reach:
                     self._function(value, key, depth + 1)
             else:
                 self._generator(value)
+
+
+def _is_torchs(function) -> bool:
+    return function.__module__.startswith("torch.nn.")
 
 
 class _Items:
@@ -235,7 +269,10 @@ def _is_plain_object(obj) -> bool:
 _NUMBERS = frozenset((bool, int, float, type(None)))
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _ABSENT = object()
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _MODULE_FIELDS = frozenset(vars(nn.Module()))
+# In evaluation, without gradients, these have a fused kernel that torch leaves when a TorchFunctionMode is active.
+FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def _generator_types():
@@ -271,16 +308,17 @@ _ACCUMULATE_GRAD = _accumulate_grad_type()
 
 
 def graph_inputs(outputs, aliases, tensors, started: int):
-    """The tensors besides `aliases` in which the graph of `outputs` ends: ``(tensors, unreachable node or None)``.
+    """Where the graph of `outputs` ends besides in `aliases`: ``(tensors, unreachable node or None, nodes)``.
 
-    `started` is the autograd sequence number at the start of the region: an older node belongs to the history of a
-    closed-over tensor and is not entered. If it belongs to none of `tensors` the node is returned, because no
-    gradient could be handed on through it.
+    `nodes` are those of the graph in the order of the walk, which is the same for equal graphs. `started` is the
+    autograd sequence number at the start of the region: an older node belongs to the history of a closed-over tensor
+    and is not entered. If it belongs to none of `tensors` the node is returned, because no gradient could be handed on
+    through it.
     """
     closed_over = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in tensors if tensor.grad_fn is not None}
     found: list = []
-    seen = set()
-    stack = [output.grad_fn for output in outputs]
+    seen = dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
+    stack = list(seen)
     while stack:
         for edge in stack.pop().next_functions:
             node = edge[0]
@@ -291,9 +329,9 @@ def graph_inputs(outputs, aliases, tensors, started: int):
             elif closed_over and edge in closed_over:
                 found.append(closed_over[edge])
             elif node._sequence_nr() < started:
-                return [], node
+                return [], node, seen
             else:
-                seen.add(node)
+                seen[node] = None
                 stack.append(node)
     own = {id(alias) for alias in aliases}
-    return [tensor for tensor in dict.fromkeys(found) if id(tensor) not in own], None
+    return [tensor for tensor in dict.fromkeys(found) if id(tensor) not in own], None, seen

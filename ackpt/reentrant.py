@@ -16,9 +16,9 @@ again, now keep the graph, and send the gradient through:
             return None, *torch.autograd.grad(y, [x], grad)
 
 The rest is what makes these lines give the plain model's gradients bit for bit, or an error: here the call and its
-autograd node, in ``region.py`` what happens in the two runs of the function, in ``reach.py``, ``guards.py``, ``rng.py``
-and ``autocast.py`` what must be the same in both. The inner backward runs inside the outer one, hence *reentrant*; the
-idea is Chen et al. 2016 (arXiv:1604.06174), section 3.
+autograd node, in ``region.py`` what happens in the two runs of the function, in ``reach.py``, ``guards.py``,
+``recorder.py``, ``rng.py`` and ``autocast.py`` what must be the same in both. The inner backward runs inside the outer
+one, hence *reentrant*; the idea is Chen et al. 2016 (arXiv:1604.06174), section 3.
 
 Two decisions differ from ``torch.utils.checkpoint(use_reentrant=True)``. The first forward runs with grad mode on and
 its graph is dropped when the region ends: the same kernels run as in the plain model, and it is known exactly which
@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -40,6 +41,7 @@ import torch
 from .errors import CheckpointError
 from .offload import Offload, resolve
 from .packed import saved_tensors_of
+from .phases import phase
 from .region import Region
 
 __all__ = ["checkpoint"]
@@ -70,9 +72,10 @@ def checkpoint(
         What `function` returns, bit for bit.
 
     Raises:
-        CheckpointError: in forward, if the region changes its own inputs or parameters in place; in backward, for
-            ``create_graph=True``, ``torch.autograd.grad`` and ``backward(inputs=...)``, if a parameter, a buffer, an
-            input or a closed-over tensor changed since the forward, or if the recompute returns other outputs.
+        CheckpointError: in forward, if the region changes its own inputs or parameters in place, or puts tensors into
+            an object that it got as an argument; in backward, for ``create_graph=True``, ``torch.autograd.grad`` and
+            ``backward(inputs=...)``, if a parameter, a buffer, an input or a closed-over tensor changed since the
+            forward, or if the recompute takes another path: other operations, other numbers, other outputs.
 
     With grad mode off the function is simply called. Regions nest. What a module keeps (buffers, tensors and numbers
     as attributes) changes once per step, as in the plain model; other side effects of the function, such as appending
@@ -127,7 +130,12 @@ def _check_call(function, kwargs) -> None:
         )
 
 
+_ran: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose forward has run as a region
+
+
 def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:
+    if isinstance(owner := getattr(function, "__self__", None), torch.nn.Module):
+        _ran.add(owner)
     region = Region(function, args, kwargs, preserve_rng_state)
     inputs, leaves = region.first_forward()
     if not region.own:
@@ -137,6 +145,8 @@ def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:
     needed = [tensor for tensor, needs_grad in zip(inputs, region.needs_grad) if needs_grad]
     with offload.for_region().hooks if offload is not None else _NOTHING:
         made = _apply(region, inputs, leaves, anchor, *needed, *leaves)
+    if phase.recorder is not None and region.path is not None:
+        phase.recorder.record_region(region.path, made[0])
     return region.result(made)
 
 
@@ -182,7 +192,8 @@ class _Recompute(torch.autograd.Function):
                 return None, None, None, None, *(start.grad for start in starts)
             hooked = [leaf for leaf in ctx.leaves if leaf.grad_fn is None and leaf._backward_hooks]
             with _silenced(hooked) if hooked else _NOTHING:
-                return None, None, None, None, *_gradients(outputs, grad_outputs, starts)
+                found = _gradients(outputs, grad_outputs, [*starts, *region.left])
+            return None, None, None, None, *found[: len(starts)]
 
 
 # Without the Python wrapper around ``apply``, which looks for functorch transforms: checkpoint() has done that.

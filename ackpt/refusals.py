@@ -1,8 +1,9 @@
-"""What a region refuses, in words: each error names the cause and the way out."""
+"""The errors for what a region refuses; each message names the cause and what to do instead."""
 
 from __future__ import annotations
 
 from .errors import CheckpointError
+from .phases import phase
 
 
 def unreachable(node) -> CheckpointError:
@@ -45,13 +46,17 @@ def changes_argument(holders) -> CheckpointError:
     names = ", ".join(sorted({type(holder).__name__ for holder in holders}))
     return CheckpointError(
         f"this checkpointed region changes an object that it got as an argument (one of: {names}): it puts tensors "
-        "into it or replaces some, and its recompute did so again, on what the forward had left. Do not pass it "
+        "into it or replaces some, and its recompute would do so again, on what the forward has left. Do not pass it "
         "(transformers: use_cache=False), or return the tensors instead."
     )
 
 
 def other_outputs(count: int, expected: dict, found: list) -> CheckpointError:
-    """`expected`: signatures of the forward's outputs by place, of `count` tensors; `found`: all of the recompute."""
+    """The error for outputs that differ from the forward's.
+
+    `count`: how many tensors the forward returned; `expected`: signatures, by position, of those that the region
+    computed; `found`: signatures of all outputs of the recomputation.
+    """
     different = [
         f"output {place}: {_describe(signature)} in forward, {_describe(found[place])} in recompute"
         for place, signature in expected.items()
@@ -67,8 +72,14 @@ def other_outputs(count: int, expected: dict, found: list) -> CheckpointError:
     )
 
 
-def leak(grad):
-    """A gradient hook of the inputs in the first forward's graph."""
+def refuse_gradient_of(tensor) -> None:
+    """Make backward raise if it reaches `tensor`, which belongs to a first forward's graph that should be gone."""
+    tensor.register_hook(_leak)
+    if phase.recomputing:
+        phase.left.append(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _leak(grad):
     raise CheckpointError(
         "a tensor computed inside a checkpointed region left it other than through its return value (kept as an "
         "attribute, in a list, or in a returned object that is no list, tuple, dict or dataclass) and takes part in "

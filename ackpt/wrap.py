@@ -1,8 +1,9 @@
-"""Checkpointing switched on from outside: for the blocks of a model, or for a chain of functions.
+"""Checkpointing switched on from outside, for chosen modules of a model.
 
 ``apply_activation_checkpointing`` gives each chosen module a class that differs in ``forward`` only. Parameters,
 buffers, hooks, attributes and names stay where they are, so ``state_dict``, ``named_parameters`` and optimizers see
-no difference; the class keeps its name, and pickles and copies of the model stay checkpointed.
+no difference; the class keeps its name, and pickles and copies of the model stay checkpointed. The first forward with
+gradients checks that what was chosen ran.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from __future__ import annotations
 import collections
 import functools
 import types
-from collections.abc import Callable, Collection, Iterable
+import warnings
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from .errors import CheckpointError
 from .offload import Offload, resolve
-from .reentrant import checkpoint
+from .reach import graph_inputs
+from .reentrant import _ran, checkpoint
+from .tree import strip_result
 
 
 def apply_activation_checkpointing(
@@ -36,8 +41,8 @@ def apply_activation_checkpointing(
     Args:
         check_fn: which modules: a predicate ``module -> bool``, a module class or several, or qualified names
             (``"blocks.0"``, or several). ``None`` takes the repeated blocks: members of an ``nn.ModuleList`` or
-            ``nn.Sequential`` that share their class with a sibling, have submodules and parameters, and lie in no other
-            such block.
+            ``nn.Sequential`` that share their class with a sibling, have submodules and parameters, and belong to no
+            other such block. A list inside a list is never called, so its members count as members of the outer one.
         offload: as in :func:`checkpoint`: where the inputs of the chosen modules wait for backward.
 
     Returns:
@@ -46,6 +51,11 @@ def apply_activation_checkpointing(
     Raises:
         ValueError: if nothing matches, a name does not exist, or a module has its ``forward`` replaced on the instance.
         TypeError: if `check_fn` is none of the above, or the model is planned by `ackpt.compile`.
+        CheckpointError: in the first forward with gradients, if the parameters of a chosen module take part but the
+            module itself was not called, so that its region saves nothing.
+
+    Warns:
+        UserWarning: if a model of transformers has ``config.use_cache`` on, which no region can recompute.
 
     Forward hooks of a chosen module fire once per step; those of modules inside it fire again in the recompute (see
     :func:`is_recomputing`). Use it before ``fully_shard``, DDP and ``torch.compile``.
@@ -79,7 +89,12 @@ def apply_activation_checkpointing(
     for module in chosen.values():
         if not isinstance(module, _Checkpointed):
             module.__class__ = _checkpointed_class(type(module))
-        vars(module)["_checkpoint_options"] = {"preserve_rng_state": preserve_rng_state, "offload": offload}
+        options = {"preserve_rng_state": preserve_rng_state, "offload": offload}
+        vars(module)["_checkpoint_options"] = options
+        _ran.discard(module)
+    _stop_checking(model)
+    model.register_forward_hook(_check_regions_ran)
+    _warn_of_cache(model)
     return list(chosen)
 
 
@@ -94,6 +109,7 @@ def remove_activation_checkpointing(model: nn.Module) -> list[str]:
     _require_module(model)
     names = []
     for name, module in model.named_modules():
+        _stop_checking(module)
         if isinstance(module, _Checkpointed):
             _replace_class(module)
             del module._checkpoint_options
@@ -190,111 +206,78 @@ def _repeated_blocks(model) -> dict[str, nn.Module]:
             continue
         if any(name == block or name.startswith(block + ".") for block in chosen):
             continue
-        siblings = collections.Counter(type(child) for child in module.children())
-        for key, child in module.named_children():
+        members = dict(_called(module, name))
+        siblings = collections.Counter(map(type, members.values()))
+        for path, child in members.items():
             # A module without children is one operation: its region would save what the operation saves anyway.
             if siblings[type(child)] > 1 and _has(child.children()) and _has(child.parameters()):
-                chosen[f"{name}.{key}" if name else key] = child
+                chosen.setdefault(path, child)
     return chosen
+
+
+def _called(module, name):
+    """Members that can be called, ``(path, module)``: those of a container without a forward stand for it."""
+    for key, child in module.named_children():
+        path = f"{name}.{key}" if name else key
+        if type(child).forward is nn.Module.forward:
+            yield from _called(child, path)
+        else:
+            yield path, child
 
 
 def _has(items) -> bool:
     return any(True for _ in items)
 
 
-_MISSING = object()
+def _warn_of_cache(model) -> None:
+    config = getattr(model, "config", None)
+    generates = getattr(model, "can_generate", None)
+    if getattr(config, "use_cache", False) and callable(generates) and generates():
+        warnings.warn(
+            "model.config.use_cache is on: every block then puts its keys and values into a cache, which a region "
+            "cannot recompute, and the first training step raises. Set model.config.use_cache = False, or call the "
+            "model with use_cache=False.",
+            stacklevel=3,
+        )
 
 
-def checkpoint_sequential(
-    functions: Iterable[Callable[[Any], Any]],
-    segments: int | None = None,
-    input: Any = _MISSING,
-    *,
-    preserve_rng_state: bool = True,
-    offload: Offload | Literal["sync", "async"] | None = None,
-) -> Any:
-    """Run a chain of functions on `input`, checkpointed in segments; the last segment is not recomputed.
+def _stop_checking(model) -> None:
+    for key in [key for key, hook in model._forward_hooks.items() if hook is _check_regions_ran]:
+        del model._forward_hooks[key]
 
-    Args:
-        functions: an ``nn.Sequential`` or a sequence of callables, each called with the output of the one before.
-        segments: how many segments of equal length (within one), or ``None`` for the lengths of least peak where each
-            function keeps as much as its input: see :func:`segment_lengths`. Functions that keep much more, such as
-            whole Transformer layers, need less as a segment each: ``segments=len(functions)``.
-        input: what the first function is called with.
-        offload: as in :func:`checkpoint`: where the inputs of the segments wait for backward.
 
-    Raises:
-        ValueError: if `segments` is not between 1 and the number of functions, or there is no function.
-        TypeError: if `input` is missing, or given in place of `functions`.
+def _check_regions_ran(model, args, result) -> None:
+    """Check, as a hook of the first forward with gradients, that every chosen module that took part ran as a region.
 
-    Source: Chen et al. 2016 (arXiv:1604.06174), section 3.
-
-    Example:
-        >>> import torch, ackpt
-        >>> chain = torch.nn.Sequential(*(torch.nn.Tanh() for _ in range(16)))
-        >>> ackpt.checkpoint_sequential(chain, 4, torch.zeros(2)).shape
-        torch.Size([2])
+    A module that is skipped (LayerDrop, an expert without tokens) takes no part: its parameters are not in the graph.
     """
-    if input is _MISSING:
-        raise TypeError("checkpoint_sequential needs an input: checkpoint_sequential(functions, segments, input)")
-    resolve(offload)
-    if isinstance(functions, torch.Tensor):
-        raise TypeError("the functions come first, not the input: checkpoint_sequential(functions, segments, input)")
-    functions = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
-    if not functions:
-        raise ValueError("checkpoint_sequential got no functions")
-    lengths = segment_lengths(len(functions), segments)
-    start = 0
-    for length in lengths[:-1]:
-        part = _Chain(functions[start : start + length])
-        input = checkpoint(part, input, preserve_rng_state=preserve_rng_state, offload=offload)
-        start += length
-    return _Chain(functions[start:])(input)
+    if torch.compiler.is_dynamo_compiling():
+        return
+    outputs = [tensor for tensor in strip_result(result)[0] if tensor.grad_fn is not None]
+    if not outputs or any(type(output) is not torch.Tensor for output in outputs):  # such as a captured one
+        return
+    _stop_checking(model)
+    regions: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, _Checkpointed)}
+    covered = {id(p) for module in regions.values() if module in _ran for p in module.parameters()}
+    reached = {id(leaf) for leaf in graph_inputs(outputs, [], [], started=0)[0]} - covered
+    unused = [
+        name
+        for name, module in regions.items()
+        if module not in _ran and any(id(parameter) in reached for parameter in module.parameters())
+    ]
+    if unused:
+        raise CheckpointError(_not_run(unused, regions))
 
 
-class _Chain:
-    """Functions called one after the other."""
-
-    def __init__(self, functions):
-        self.functions = functions
-
-    def __call__(self, value):
-        for function in self.functions:
-            value = function(value)
-        return value
-
-
-def segment_lengths(layers: int, segments: int | None = None) -> list[int]:
-    """Lengths of the segments of a chain of `layers` equal layers, first to last.
-
-    While segment i is recomputed, the i - 1 boundaries before it are alive besides its own activations, so with equal
-    lengths the last segment alone sets the peak: ``(segments - 1) + length`` activations. ``segments=None`` lets
-    earlier segments use the room that the missing boundaries leave: lengths fall by one per segment, which needs
-    ``p`` live activations for up to ``p (p + 1) / 2`` layers, about ``sqrt(2 n)`` instead of ``2 sqrt(n)``. Among
-    plans of that peak it takes the one that recomputes least (the longest last segment, which is not recomputed).
-
-    Example:
-        >>> segment_lengths(16, 4)
-        [4, 4, 4, 4]
-        >>> segment_lengths(16)
-        [4, 5, 4, 3]
-    """
-    if segments is not None:
-        if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= layers:
-            raise ValueError(
-                f"segments must be a whole number from 1 to {layers} (the number of functions), got {segments!r}"
-            )
-        short, extra = divmod(layers, segments)
-        return [short + 1] * extra + [short] * (segments - extra)
-    peak = 1
-    while peak * (peak + 1) // 2 < layers:
-        peak += 1
-    count = 1
-    while sum(peak - i for i in range(count)) < layers:
-        count += 1
-    lengths: list[int] = []
-    left = layers
-    for i in reversed(range(count)):
-        lengths.insert(0, min(peak - i, left - i))
-        left -= lengths[0]
-    return lengths
+def _not_run(names, regions) -> str:
+    first = regions[names[0]]
+    inside = sorted({type(child).__name__ for _, child in _called(first, "") if _has(child.parameters())})
+    better = (
+        f"check_fn=lambda module: type(module).__name__ in {inside!r}" if inside else "check_fn= with other modules"
+    )
+    return (
+        f"{len(names)} of {len(regions)} chosen modules were not called in this forward although their parameters took "
+        f"part in it, so they are not checkpointed: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} "
+        f"({type(first).__name__}). The model calls what is inside of them. Choose modules that are called: "
+        f"ackpt.apply_activation_checkpointing(model, {better}), after ackpt.remove_activation_checkpointing(model)."
+    )

@@ -41,7 +41,7 @@ from ackpt import plots
 from ackpt.meter import compare_seconds, measure, memory_format
 from ackpt.models import Block, Transformer, TransformerConfig
 from ackpt.results import Record, environment, markdown_table, write_text_atomic
-from ackpt.wrap import segment_lengths
+from ackpt.sequential import segment_lengths
 
 torch.set_num_threads(2)
 generator = torch.manual_seed(0)
@@ -682,10 +682,10 @@ def another_function(checkpoint):
 compare("recompute returns another shape", another_function)
 
 # %% [markdown]
-# ### What stays your duty
+# ### A value is read from elsewhere
 #
-# No checkpoint can watch everything. What a region reads from elsewhere is read anew by the recompute: an entry of a dict,
-# an attribute of an object of yours, a file, the clock.
+# What a region reads from outside is read again by the recompute: an entry of a dict, an attribute of your own object, a
+# file, the clock. If it has changed, the recompute computes another function.
 
 # %%
 def plain_python(checkpoint):
@@ -699,7 +699,27 @@ def plain_python(checkpoint):
 compare("plain Python value changed", plain_python)
 
 # %% [markdown]
-# The cure is to pass the value itself as an argument: arguments are kept.
+# `ackpt` records the operations of both runs, with the numbers that reach them, and raises where they differ. So a branch
+# that turns the other way and an operation that is missing are errors, too.
+#
+# ### What stays your duty
+#
+# A number that first becomes a constant tensor does not reach an operation of the graph as a number. No checkpoint sees
+# that it has changed.
+
+# %%
+def constant_tensor(checkpoint):
+    x, settings = ones(1), {"scale": 2.0}
+    y = checkpoint(lambda t: (t * torch.tensor(settings["scale"])).sin(), x)
+    settings["scale"] = 20.0
+    y.backward()
+    return round(x.grad.item(), 4)
+
+
+compare("constant tensor from a changed value", constant_tensor)
+
+# %% [markdown]
+# Pass the value itself as an argument: the region keeps its arguments.
 
 # %%
 def passed_as_argument(checkpoint):

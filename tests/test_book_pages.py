@@ -120,3 +120,13 @@ def test_every_chapter_opens_in_colab():
         path = f"book/{name}.ipynb"
         assert (ROOT / path).is_file()
         assert colab_address(repository_address(), path) in (ROOT / path).read_text(encoding="utf-8")
+
+
+def test_every_guarantee_names_a_test_that_exists():
+    page = (BOOK / "guarantees.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| guarantee")]
+    named = [re.findall(r"`((?:tests|tools)/[\w/]+\.py)(?:::(\w+))?`", row) for row in rows]
+    assert len(rows) > 30 and all(named)
+    for path, test in (each for row in named for each in row):
+        code = (ROOT / path).read_text(encoding="utf-8")
+        assert path.startswith("tools/") or f"\ndef {test}(" in code, f"{path}::{test}"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import Case, assert_equal, assert_same_step, assert_same_training, plain_call, raises_cleanly, seed, total
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -109,7 +113,98 @@ class Renorm(nn.BatchNorm1d):
         return out * self.weight + self.bias
 
 
+class BatchNormAndReLU(nn.BatchNorm1d):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class FunctionalBatchNorm(nn.BatchNorm1d):
+    """A subclass that calls the function instead."""
+
+    def forward(self, x):
+        training = self.training or self.running_mean is None
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, training, 0.1)
+
+
+class OwnStatistics(nn.Module):
+    """An ordinary module that normalises with its own buffers; both are views of one where `stacked`."""
+
+    def __init__(self, function=F.batch_norm, stacked=False, grad=True):
+        super().__init__()
+        self.function, self.stacked, self.grad = function, stacked, grad
+        self.register_buffer("stats", torch.stack([torch.zeros(4), torch.ones(4)]))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        mean, var = (self.stats[0], self.stats[1]) if self.stacked else (self.mean, self.var)
+        shaped = x if self.function is F.batch_norm else x.unflatten(1, (4, 1)).expand(-1, -1, 3)
+        with torch.set_grad_enabled(self.grad):
+            out = self.function(shaped, mean, var, None, None, True, 0.1)
+        return x + (out if self.function is F.batch_norm else out.mean(-1)) + mean * var
+
+
+class ReadsStatistics(nn.Module):
+    """Its result depends on the running statistics that its own batch norm has just updated.
+
+    It clones them: autograd saves them, and does not see that the next forward's kernel writes them.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(x) * self.norm.running_var.clone() + (x * self.norm.running_mean.clone()).sin()
+
+
+class PastAutograd(nn.Module):
+    """A code book that is updated through ``.data`` or numpy, as older libraries do."""
+
+    def __init__(self, through):
+        super().__init__()
+        self.through = through
+        self.register_buffer("book", torch.ones(4))
+
+    def forward(self, x):
+        out = x * self.book.clone()
+        if self.through == "data":
+            self.book.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        else:
+            self.book.detach().numpy()[:] += 1
+        return out
+
+
+class FakeQuantized(nn.Module):
+    """Quantization-aware training: an observer's range moves in the kernel."""
+
+    def __init__(self):
+        super().__init__()
+        for name, value in {"low": [0.0], "high": [0.0], "scale": [1.0], "ones": [1]}.items():
+            self.register_buffer(name, torch.tensor(value))
+        self.register_buffer("zero", torch.tensor([0], dtype=torch.int32))
+
+    def forward(self, x):
+        on = self.ones, self.ones, self.low, self.high, self.scale, self.zero
+        return torch.fused_moving_avg_obs_fake_quant(x, *on, 0.1, 0, 255, 0)
+
+
 LAYERS = {
+    "batch norm subclass": lambda: BatchNormAndReLU(4),
+    "cumulative batch norm subclass": lambda: BatchNormAndReLU(4, momentum=None),
+    "batch norm subclass without statistics": lambda: BatchNormAndReLU(4, track_running_stats=False),
+    "frozen batch norm subclass": lambda: BatchNormAndReLU(4).eval(),
+    "functional batch norm subclass": lambda: FunctionalBatchNorm(4),
+    "functional batch norm": lambda: OwnStatistics(),
+    "functional batch norm on views": lambda: OwnStatistics(stacked=True),
+    "functional batch norm without gradients": lambda: OwnStatistics(grad=False),
+    "functional instance norm": lambda: OwnStatistics(F.instance_norm),
+    "statistics that are read": ReadsStatistics,
+    "buffer changed through data": lambda: PastAutograd("data"),
+    "buffer changed through numpy": lambda: PastAutograd("numpy"),
+    "fake quantization": FakeQuantized,
     "batch norm": lambda: nn.BatchNorm1d(4),
     "cumulative batch norm": lambda: nn.BatchNorm1d(4, momentum=None),
     "batch norm without statistics": lambda: nn.BatchNorm1d(4, track_running_stats=False),
@@ -132,12 +227,44 @@ LAYERS = {
 }
 
 
+def nested(function, *args):
+    return ackpt.checkpoint(lambda *given: ackpt.checkpoint(function, *given), *args)
+
+
+CALLS = {"region": ackpt.checkpoint, "nested": nested, "offload": partial(ackpt.checkpoint, offload="sync")}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-def test_buffers_change_once_per_step(make):
+def test_buffers_change_once_per_step(make, call):
     def build():
         return Case(with_layer(make()), (batch(),))
 
+    assert_same_step(build, call=call)
+
+
+def test_buffers_of_a_scripted_module_change_once_per_step():
+    def build():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.jit is deprecated
+            return Case(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), (batch(),))
+
     assert_same_step(build)
+
+
+def test_a_norm_that_is_evaluated_in_the_region_and_trained_before_its_backward():
+    """The recompute reads the statistics of its own forward. (Plain autograd reads those of now: it saves no copy.)"""
+
+    def run(call, trains):
+        seed()
+        norm, x = FunctionalBatchNorm(4), batch()
+        loss = total(call(norm.eval(), x))
+        if trains:
+            norm.train()(batch())
+        loss.backward()
+        return [x.grad, norm.weight.grad]
+
+    assert_equal(run(plain_call, False), run(ackpt.checkpoint, True), "gradient")
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
@@ -208,3 +335,52 @@ def test_what_another_operation_saved_of_a_buffer_stays_usable():
         return [x.grad, layer.mean]
 
     assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+
+
+class _State(nn.Module):
+    """Keeps statistics in an attribute, as `step` computes them from the old ones and a new value."""
+
+    def __init__(self, start, step, read):
+        super().__init__()
+        self.linear, self.step, self.read = nn.Linear(4, 4), step, read
+        start(self)
+
+    def forward(self, x):
+        h = self.linear(x)
+        self.step(self, h.detach().mean(0))
+        return torch.tanh(h - self.read(self))
+
+
+def _set(name, value):
+    return lambda module: setattr(module, name, value())
+
+
+STATES = {
+    "tuple": (_set("m", lambda: (torch.zeros(4),)), lambda s, v: setattr(s, "m", (s.m[0] + v,)), lambda s: s.m[0]),
+    "list": (_set("m", list), lambda s, v: setattr(s, "m", [*s.m, v][-2:]), lambda s: sum(s.m)),
+    "dict": (_set("m", dict), lambda s, v: setattr(s, "m", {**s.m, "k": v + s.m.get("k", 0)}), lambda s: s.m["k"]),
+    "made": (lambda s: None, lambda s, v: setattr(s, "m", v + getattr(s, "m", 0.0)), lambda s: s.m),
+    "counter": (lambda s: None, lambda s, v: setattr(s, "m", getattr(s, "m", 0) + 1), lambda s: 0.1 * s.m),
+    "data": (
+        lambda s: s.register_buffer("m", torch.zeros(4)),
+        lambda s, v: setattr(s.m, "data", s.m * 0.9 + v),
+        lambda s: s.m,
+    ),
+}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name", STATES)
+def test_attributes_that_a_forward_makes_or_replaces_change_once(name, depth):
+    def train(depth):
+        torch.manual_seed(0)
+        model, x, found = _State(*STATES[name]), torch.randn(3, 4), []
+        call = model
+        for _ in range(depth):
+            call = partial(ackpt.checkpoint, call)
+        for _ in range(2):
+            call(x).sum().backward()
+            found.append(model.linear.weight.grad.clone())
+        return [*found, torch.as_tensor(model.read(model))]
+
+    assert all(map(torch.equal, train(0), train(depth)))

@@ -282,3 +282,14 @@ def test_a_disk_store_takes_few_files(tmp_path):
     buffers = [engine._folder.allocate(4096) for _ in range(2000)]
     assert len(os.listdir("/proc/self/fd")) - before <= 12
     assert len({buffer.data_ptr() for buffer in buffers}) == 2000
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_noise_that_is_written_after_it_was_saved_is_refused(in_place):
+    x = torch.randn(8, 8, requires_grad=True)
+    with ackpt.offload_saved_tensors("sync", min_bytes=0, keep_last=0):
+        loss = torch.nn.functional.rrelu(x * 2, training=True, inplace=in_place).sin().sum()
+    with pytest.raises(ackpt.OffloadError, match="rrelu"):
+        loss.backward()
+    with ackpt.offload_saved_tensors("sync", min_bytes=0, keep_last=0):
+        torch.nn.functional.rrelu(x * 2, inplace=in_place).sin().sum().backward()

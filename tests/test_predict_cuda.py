@@ -123,3 +123,99 @@ def test_cuda_step():
     assert step_bytes("cpu", False)[0] > 2 * sum(saved.values())  # composed operations, and a mask of floats
     assert step_bytes("cuda", True)[0] == 2 * 4
     assert step_bytes("cuda", True)[1] < step_bytes("cpu", True)[1]
+
+
+class Heads(torch.nn.Module):
+    def __init__(self, heads, width, dtype=torch.float32, **options):
+        super().__init__()
+        self.heads, self.options = heads, options
+        self.qkv = torch.nn.Linear(heads * width, 3 * heads * width, bias=False, dtype=dtype)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, mask, **self.options)
+
+
+BATCH, LENGTH, HEADS, WIDTH = 2, 100, 4, 16
+OUTPUT = BATCH * LENGTH * HEADS * WIDTH  # elements
+ROWS = BATCH * HEADS * LENGTH
+FLASH_STATE, EFFICIENT_STATE = 16 + 8, 8 + 8  # of the random generator: flash_api.cpp; seed and offset
+
+
+def attention_saves(dtype, masked=False, context=contextlib.nullcontext, **options):
+    """Bytes at the end of forward, without queries, keys and values."""
+    with FakeTensorMode():
+        model = Heads(HEADS, WIDTH, dtype, **options)
+        x = torch.empty(BATCH, LENGTH, HEADS * WIDTH, dtype=dtype)
+        mask = torch.empty(LENGTH, LENGTH, dtype=torch.bool) if masked else None
+
+    def step():
+        with context():
+            model(x, mask).sum().backward()
+
+    resident = (model, x) if mask is None else (model, x, mask)
+    found = predict(step, resident=resident, device="cuda", warmup=0, round_to=1)
+    boundary = found.timeline.live[found.timeline.boundary]
+    inputs = 3 * OUTPUT * dtype.itemsize
+    return boundary - inputs - 2 * dtype.itemsize  # the loss and its gradient
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_flash_attention_saves_output_and_sums_of_rows(dropout):
+    saved = OUTPUT * 2 + ROWS * 4 + FLASH_STATE
+    assert attention_saves(torch.bfloat16, dropout_p=dropout, is_causal=True) == saved
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_efficient_attention_pads_the_sums_of_rows_and_the_mask(dropout):
+    padded_rows = BATCH * HEADS * 128 * 4
+    saved = OUTPUT * 4 + padded_rows + EFFICIENT_STATE
+    assert attention_saves(torch.float32, dropout_p=dropout) == saved
+    mask = LENGTH * 104 * 4  # numbers instead of bools, in rows of a multiple of 8
+    assert attention_saves(torch.float32, masked=True, dropout_p=dropout) == saved + mask
+
+
+def test_attention_that_no_kernel_fuses_saves_weights_and_a_mask_of_bytes():
+    def math():
+        return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+
+    # Scaled queries and keys and a copy of the values replace the three; the softmax, its dropout and mask are added.
+    weights = ROWS * LENGTH
+    assert attention_saves(torch.float32, dropout_p=0.1, context=math) == 2 * weights * 4 + weights
+
+
+def test_attention_in_a_region_runs_the_same_kernel():
+    def peak(checkpointed, dropout):
+        with FakeTensorMode():
+            model = Heads(HEADS, WIDTH, dropout_p=dropout)
+            x = torch.empty(BATCH, LENGTH, HEADS * WIDTH, requires_grad=True)
+        run = (lambda: ackpt.checkpoint(model, x)) if checkpointed else (lambda: model(x))
+        return predict(lambda: run().sum().backward(), resident=(model, x), device="cuda", round_to=1).peak_bytes
+
+    weights = ROWS * LENGTH * 4
+    for checkpointed in (False, True):
+        assert 0 <= peak(checkpointed, 0.1) - peak(checkpointed, 0.0) < weights / 4
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attention_of_multi_head_attention(autocast):
+    """It is called by Python of torch's own, within which no mode is asked."""
+    with FakeTensorMode():
+        layer = torch.nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
+        x = torch.empty(2, 1024, 64)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+            out = layer(x, x, x, need_weights=False)[0]
+        out.sum().backward()
+
+    matrix = 2 * 4 * 1024 * 1024
+    found = predict(step, resident=(layer, x), device="cuda", round_to=1)
+    assert found.dynamic_peak_bytes < matrix
+    assert predict(step, resident=(layer, x), round_to=1).dynamic_peak_bytes > 4 * matrix
+
+
+def test_attention_on_meta_tensors():
+    x = torch.empty(2, 4, 100, 16, device="meta", requires_grad=True)
+    found = predict(lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1).sum().backward(), device="cuda")
+    assert found.dynamic_peak_bytes < 2 * 4 * 100 * 100 * 4

@@ -253,3 +253,51 @@ def test_a_backward_of_its_own_inside_of_the_region():
         return Case(function, (batch(),))
 
     assert_same_step(build)
+
+
+def test_a_loss_left_in_an_attribute_is_refused_where_the_input_is_closed_over_too():
+    """Its gradient went on through the graph of the first forward, which was kept, and was added at another place."""
+    found = {}
+
+    def function(x):
+        y = x * 1.3
+        found["side"] = y.square().mean()
+        return y
+
+    x = torch.randn(4, 8, requires_grad=True).sin()
+    y = ackpt.checkpoint(lambda: function(x))
+    with pytest.raises(ackpt.CheckpointError, match="other than through its return value"):
+        (y.sum() + found["side"]).backward()
+
+
+def test_what_is_left_in_an_attribute_may_be_looked_at():
+    found = {}
+
+    def function():
+        found["y"] = x * 1.3
+        return found["y"].sin()
+
+    x = torch.randn(4, 8, requires_grad=True).sin()
+    ackpt.checkpoint(function).sum().backward()
+    assert torch.equal(found["y"], x * 1.3)
+
+
+class _Keeps(torch.nn.Module):
+    """A hook on the block keeps its result, which is used beside what the block returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.kept = torch.nn.Sequential(torch.nn.Tanh()), {}
+        self.block[-1].register_forward_hook(lambda module, args, output: self.kept.update(last=output))
+
+    def forward(self, x):
+        return self.block(x) + self.kept.pop("last").mean()
+
+
+@pytest.mark.parametrize("choice", [["1.block"], ["1", "1.block"]], ids=["alone", "nested"])
+def test_what_a_hook_keeps_is_refused_in_the_loss_inside_of_another_region_too(choice):
+    """There its gradient was dropped: the recompute asks the engine for the gradients of its own inputs alone."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), _Keeps())
+    ackpt.apply_activation_checkpointing(model, choice)
+    with pytest.raises(ackpt.CheckpointError, match="other than through its return value"):
+        model(torch.randn(4, 8)).sum().backward()

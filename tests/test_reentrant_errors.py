@@ -179,11 +179,8 @@ OBJECTS = {
 
 @pytest.mark.parametrize(("function", "make"), OBJECTS.values(), ids=OBJECTS)
 def test_an_argument_object_that_the_region_changes_each_time(function, make):
-    x = batch()
-    loss = ackpt.checkpoint(function, x, make()).sum()
     with raises_cleanly(Error, "changes an object that it got as an argument .*use_cache=False"):
-        loss.backward()
-    assert x.grad is None
+        ackpt.checkpoint(function, batch(), make())
 
 
 def test_an_argument_object_that_the_region_completes_once_is_fine():

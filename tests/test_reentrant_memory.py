@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import ackpt
-from ackpt.wrap import segment_lengths
+from ackpt.sequential import segment_lengths
 
 KIB = 1024
 SIZE = 64 * KIB  # bytes of one tensor here: 16384 numbers in fp32

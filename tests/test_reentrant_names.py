@@ -201,3 +201,40 @@ def test_tensors_that_a_function_replaces_each_time(make):
         return [x.grad, last]
 
     assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+
+
+noise = torch.Generator()
+scale = torch.ones(4)
+
+
+def draw(x):
+    return torch.rand(x.shape, generator=noise)
+
+
+class ReadsGlobals(torch.nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.linear, self.way = torch.nn.Linear(4, 4), way
+
+    def forward(self, x):
+        if self.way == "generator":
+            return self.linear(x) * torch.rand(x.shape, generator=noise)
+        return self.linear(x) * (draw(x) if self.way == "helper" else scale)
+
+
+@pytest.mark.parametrize("way", ["generator", "helper", "tensor"])
+def test_globals_of_a_modules_forward_are_what_the_forward_saw(way):
+    def run(checkpointed):
+        global scale
+        scale = torch.ones(4)
+        torch.manual_seed(0)
+        noise.manual_seed(0)
+        model = torch.nn.Sequential(ReadsGlobals(way), ReadsGlobals(way))
+        if checkpointed:
+            ackpt.apply_activation_checkpointing(model, ReadsGlobals)
+        loss = model(torch.ones(3, 4)).sum()
+        scale = scale * 3
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert_equal(run(False), run(True), "gradient")

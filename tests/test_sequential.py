@@ -8,7 +8,7 @@ from conftest import Case, assert_same, assert_same_step, run_step
 from torch import nn
 
 import ackpt
-from ackpt.wrap import segment_lengths
+from ackpt.sequential import segment_lengths
 
 
 def batch():

@@ -256,3 +256,105 @@ def test_models_without_grad_run_their_blocks_directly():
     with torch.inference_mode():
         model(batch())
     assert model.blocks[0].calls == 2
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(self.norm(x)).tanh()
+
+
+class FeedForward(Attention):
+    pass
+
+
+class ListsInAList(nn.Module):
+    """Layers as lists of parts: the lists are never called."""
+
+    def __init__(self, container=nn.ModuleList):
+        super().__init__()
+        parts = [[nn.ModuleList([nn.LayerNorm(4)]), Attention(), FeedForward()] for _ in range(3)]
+        if container is nn.ModuleDict:
+            parts = [dict(zip(("norms", "attention", "forward_part"), layer)) for layer in parts]
+        self.layers = nn.ModuleList(map(container, parts))
+
+    def forward(self, x):
+        for layer in self.layers:
+            norms, attention, feed_forward = layer.values() if isinstance(layer, nn.ModuleDict) else layer
+            x = x + attention(norms[0](x))
+            x = x + feed_forward(x)
+        return x
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict])
+def test_the_parts_of_lists_in_a_list_are_chosen(container):
+    seed()
+    model = ListsInAList(container)
+    names = apply(copy.deepcopy(model))
+    assert len(names) == 6 and all(isinstance(model.get_submodule(name), Attention) for name in names)
+    assert_same_training(model, (batch(),))
+    apply(model)
+    assert {name.rpartition(".")[0] for name in modules_run_as_regions(model, batch())} == set(names)
+
+
+class CallsInside(nn.Module):
+    """Calls the members of its blocks, or uses their weights, and never the blocks."""
+
+    def __init__(self, uses_weights=False, skips=()):
+        super().__init__()
+        self.uses_weights, self.skips = uses_weights, skips
+        self.blocks = nn.ModuleList(nn.Sequential(Attention(), FeedForward()) for _ in range(3))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        for place, block in enumerate(self.blocks):
+            if place in self.skips:
+                continue
+            if self.uses_weights:
+                x = x + nn.functional.linear(x, block[0].linear.weight)
+            elif self.skips:
+                x = block(x)
+            else:
+                for part in block:
+                    x = part(x)
+        return {"x": (self.head(x),)}
+
+
+@pytest.mark.parametrize("uses_weights", [False, True])
+def test_a_chosen_module_that_is_not_called_is_an_error_at_the_first_step(uses_weights):
+    model = CallsInside(uses_weights)
+    apply(model)
+    with torch.no_grad():
+        model(batch())
+    with pytest.raises(ackpt.CheckpointError, match=r"3 of 3 .*blocks\.0, blocks\.1.*Attention.*FeedForward"):
+        model(batch())
+    remove(model)
+    model(batch())
+
+
+def test_the_choice_that_the_error_suggests_works():
+    model = CallsInside()
+    apply(model, lambda module: type(module).__name__ in {"Attention", "FeedForward"})
+    total(model(batch())).backward()
+
+
+def test_a_chosen_module_that_a_forward_skips_is_no_error():
+    model = CallsInside(skips=(1,))
+    assert len(apply(model)) == 3
+    total(model(batch())).backward()
+    assert model.blocks[1][0].linear.weight.grad is None
+
+
+def test_the_check_of_the_first_forward_leaves_nothing_behind():
+    model = Model()
+    hooks = dict(model._forward_hooks)
+    apply(model)
+    apply(model)
+    other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    for each in (model, other):
+        total(each(batch())).backward()
+        assert dict(each._forward_hooks) == hooks
+    assert dict(remove(model) and model._forward_hooks) == hooks

@@ -47,12 +47,16 @@ def llama():
     return transformers.LlamaForCausalLM(config)
 
 
-def step(model, call=None, masked=True):
+def forward(model, call=None, masked=True):
     tokens = torch.arange(16).view(2, 8) + 3
     mask = torch.ones_like(tokens)
     mask[0, 5:] = 0 if masked else 1
     seed(1)
-    out = (call or model)(input_ids=tokens, attention_mask=mask, labels=tokens)
+    return (call or model)(input_ids=tokens, attention_mask=mask, labels=tokens)
+
+
+def step(model, call=None, masked=True):
+    out = forward(model, call, masked)
     out.loss.backward()
     return out, [out.loss.detach(), out.logits.detach(), *(p.grad for p in model.parameters())]
 
@@ -84,9 +88,10 @@ def test_a_whole_model_as_one_region_returns_its_model_output(make):
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_key_value_cache_is_refused_and_the_message_says_how_to_go_on(masked):
     model = gpt2(use_cache=True).train()
-    ackpt.apply_activation_checkpointing(model)
+    with pytest.warns(UserWarning, match="use_cache"):
+        ackpt.apply_activation_checkpointing(model)
     with raises_cleanly(ackpt.CheckpointError, r"changes an object .*DynamicCache.*use_cache=False"):
-        step(model, masked=masked)
+        forward(model, masked=masked)
     model.config.use_cache = False
     step(model)
     assert all(parameter.grad is not None for parameter in model.parameters())

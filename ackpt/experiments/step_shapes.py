@@ -114,7 +114,7 @@ class Shapes:
 
 @contextlib.contextmanager
 def kernels_of_a_gpu():
-    """Attention as a GPU runs it, in recomputes within backward as well; `predict` sees to the rest."""
+    """What a captured step has of a GPU, in recomputes within backward as well: RMS norms are taken apart."""
     choices = partial(CapturedCudaChoices, "bfloat16" in device_rates(AS_ON).flops_per_second)
     with choices(), around_backward(choices):
         yield

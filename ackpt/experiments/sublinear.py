@@ -25,7 +25,7 @@ from ..policies import chen, revolve, revolve_chain
 from ..policies.planner import plan
 from ..reentrant import checkpoint
 from ..results import Record, environment
-from ..wrap import checkpoint_sequential, segment_lengths
+from ..sequential import checkpoint_sequential, segment_lengths
 from .settings import record_metrics, require_positive
 
 EXPERIMENT = "sublinear"
@@ -80,7 +80,7 @@ class ChainConfig:
     """``blocks`` equal blocks on fp32 [rows, width], at least 16: in less, what theory does not count sets the peak.
 
     ``method``: ``"plain"``; ``"sqrt"`` and ``"falling"``, sqrt(n) equal segments and those of
-    `ackpt.wrap.segment_lengths`, in checkpoints; ``"halves"``, checkpoints of halves within halves; or one of the
+    `ackpt.sequential.segment_lengths`, in checkpoints; ``"halves"``, checkpoints of halves within halves; or one of the
     policies in `PLANNED`, of which ``"revolve"`` takes `snapshots`. Square roots need square numbers of blocks, halves
     powers of two.
 

@@ -4,7 +4,7 @@
 """
 
 from .compile import PlannedStep
-from .joint import JointGraph, Node, Storage, TraceError
+from .joint import AsCompiled, JointGraph, Node, Storage, TraceError
 from .plan import Activation, Plan, PlanError
 from .profile import Profile, ProfileError, profile
 from .proof import RewriteError
@@ -15,6 +15,7 @@ from .trace import trace
 
 __all__ = [
     "Activation",
+    "AsCompiled",
     "JointGraph",
     "Node",
     "Plan",

@@ -7,8 +7,10 @@ when it is captured; nothing of it stays.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
+import types
 import weakref
 from collections import deque
 from types import SimpleNamespace
@@ -19,12 +21,13 @@ from torch import nn
 from .joint import TraceError
 
 # fully_shard leaves marks on modules that it does not run itself.
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_is_fsdp_managed_module", "_fsdp_use_orig_params"})
+OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_is_fsdp_managed_module", "_fsdp_use_orig_params"})
 _TENSORS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
-_LONGEST = 100  # of longer lists only their identity could be compared at every call, and it says little
+LONGEST = 100  # of longer lists only their identity could be compared at every call, and it says little
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
+_FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, functools.partial
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -59,7 +62,7 @@ def attributes(modules) -> tuple:
     found = []
     for module in modules:
         own = vars(module)
-        found += [(name, _comparable(own[name])) for name in own if name not in _OF_EVERY_MODULE]
+        found += [(name, _comparable(own[name])) for name in own if name not in OF_EVERY_MODULE]
         found += [(name, *own[name]) for name in _HOOKS if own[name]]
         found.append(None)
     return tuple(found)
@@ -68,13 +71,13 @@ def attributes(modules) -> tuple:
 def _comparable(value):
     if type(value) in (int, bool, str):
         return type(value), value
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, *_FUNCTIONS)):
         return id(value)
-    if isinstance(value, (list, tuple)) and len(value) <= _LONGEST:
+    if isinstance(value, (list, tuple)) and len(value) <= LONGEST:
         return type(value), tuple(map(_comparable, value))
     if type(value) is SimpleNamespace:
         value = vars(value)
-    if isinstance(value, dict) and len(value) <= _LONGEST:
+    if isinstance(value, dict) and len(value) <= LONGEST:
         return type(value), tuple((_comparable(key), _comparable(item)) for key, item in value.items())
     return plain(value)
 
@@ -92,7 +95,7 @@ def unchanged(model: nn.Module, is_same):
     """
     modules = dict(model.named_modules())
     before = [
-        (name, attribute, container, _copied(container))
+        (name, attribute, container, copied(container))
         for name, module in modules.items()
         for attribute, container in _containers(module)
     ]
@@ -104,23 +107,27 @@ def unchanged(model: nn.Module, is_same):
         changes = [
             (name, attribute, key, was, now)
             for name, attribute, container, copy in before
-            for key, was, now in _changes(container, copy, is_same)
+            for key, was, now in changed_items(container, copy, is_same)
             if key not in derived.get(id(container), ())
         ]
         drawn = [name for name, (state, _) in _random_states().items() if state != states[name][0]]
     finally:
         for _, _, container, copy in before:
-            if any(_changes(container, copy, lambda was, now: False)):
-                _restore(container, copy)
-        for _, restore in states.values():
-            restore()
+            if any(changed_items(container, copy, lambda was, now: False)):
+                restore(container, copy)
+        for _, reset in states.values():
+            reset()
     if changes:
         raise TraceError(_refusal(*changes[0]))
     if drawn:
-        raise TraceError(
-            f"the forward draws random numbers of {drawn[0]}, which a captured step would repeat for ever. Draw them "
-            "with torch, as in torch.rand(()), or outside of the model and pass them as tensors."
-        )
+        raise repeated_draws(drawn[0])
+
+
+def repeated_draws(source: str) -> TraceError:
+    return TraceError(
+        f"the forward draws random numbers of {source}, which a captured step would repeat for ever. Draw them "
+        "with torch, as in torch.rand(()), or outside of the model and pass them as tensors."
+    )
 
 
 @contextlib.contextmanager
@@ -130,10 +137,10 @@ def arguments_unchanged(arguments):
     Raises:
         TraceError: if it changes one of them, which the caller would never see.
     """
-    before = [(container, _copied(container)) for _, container in _nested("", arguments)]
+    before = [(container, copied(container)) for _, container in _nested("", arguments)]
     yield
     for container, copy in before:
-        if any(_changes(container, copy, lambda was, now: False)):
+        if any(changed_items(container, copy, lambda was, now: False)):
             raise TraceError(
                 f"the forward changes a {type(container).__name__} that it is given as an argument, which a captured "
                 "step would not do. Return what it collects as an output of the model."
@@ -144,7 +151,7 @@ def _containers(module: nn.Module):
     """The module's own dict, those of its parameters, buffers, submodules and hooks, and what attributes contain."""
     yield "", vars(module)
     for name, value in vars(module).items():
-        if name not in _OF_EVERY_MODULE:
+        if name not in OF_EVERY_MODULE:
             yield from _nested(name, value)
         elif isinstance(value, dict):
             yield name, value
@@ -160,16 +167,16 @@ def _nested(name: str, value):
             yield from _nested(name, item)
 
 
-def _copied(container):
+def copied(container):
     return dict(container) if isinstance(container, dict) else list(container)
 
 
-def _restore(container, copy) -> None:
+def restore(container, copy) -> None:
     container.clear()
     (container.extend if isinstance(container, (list, deque)) else container.update)(copy)
 
 
-def _changes(container, copy, is_same):
+def changed_items(container, copy, is_same):
     """(key, value before, value now) of what is not as it was; None stands for no value."""
     if isinstance(container, dict):
         pairs = [(key, copy.get(key), container.get(key)) for key in {**copy, **container}]
@@ -210,7 +217,7 @@ def _refusal(name: str, attribute: str, key, was, now) -> str:
             f"the forward assigns {_TENSORS[attribute]} {key!r} {owner} anew, which a captured step cannot do. Change "
             "buffers in place, as in self.buffer.copy_(value), and make modules and parameters before."
         )
-    if attribute in _OF_EVERY_MODULE:
+    if attribute in OF_EVERY_MODULE:
         return (
             f"the forward adds or removes a hook {owner}, which a captured step would not do again. Register hooks "
             "before; if the forward does it only once, call the model once before."

@@ -71,7 +71,8 @@ def another_plan(was, now) -> str:
 def other_bytes(was, now, budget) -> str:
     """What to do where a later call cannot keep the budget that an earlier one has kept."""
     changes = (
-        "; ".join(differences(was, now)) or "since then an attribute of the model or the layout of a tensor changed"
+        "; ".join(differences(was, now))
+        or "since then an attribute of the model, a value that its code reads, or the layout of a tensor changed"
     )
     said = f"It was kept for the arguments planned before: {changes}."
     if not is_share(budget):
@@ -107,17 +108,22 @@ def _autocast() -> str:
 
 def _arguments(args, kwargs) -> Iterator[tuple[str, str]]:
     first: dict[int, str] = {}
+    for where, leaf in named_leaves(args, kwargs):
+        if not isinstance(leaf, torch.Tensor):
+            yield where, _value(leaf)
+        elif id(leaf) in first:
+            yield where, f"the tensor that is {first[id(leaf)]}, too"
+        else:
+            first[id(leaf)] = where
+            needs_grad = ", requires grad" if leaf.requires_grad else ""
+            yield where, f"{_dtype(leaf)} {list(leaf.shape)}{_device(leaf)}{needs_grad}"
+
+
+def named_leaves(args, kwargs) -> Iterator[tuple[str, object]]:
+    """(name, leaf) of every leaf of a call's arguments: ``"0"``, or ``"batch[2]"`` in a container."""
     for name, value in (*enumerate(args), *kwargs.items()):
         for place, leaf in enumerate(tree_leaves(value)):
-            where = str(name) if leaf is value else f"{name}[{place}]"
-            if not isinstance(leaf, torch.Tensor):
-                yield where, _value(leaf)
-            elif id(leaf) in first:
-                yield where, f"the tensor that is {first[id(leaf)]}, too"
-            else:
-                first[id(leaf)] = where
-                needs_grad = ", requires grad" if leaf.requires_grad else ""
-                yield where, f"{_dtype(leaf)} {list(leaf.shape)}{_device(leaf)}{needs_grad}"
+            yield str(name) if leaf is value else f"{name}[{place}]", leaf
 
 
 def _value(leaf) -> str:

@@ -6,26 +6,28 @@ Nothing is computed: parameters and inputs stand for their shapes, so a model th
 from __future__ import annotations
 
 import contextlib
-import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from . import casts
+from .as_compiled import compiling
 from .attributes import arguments_unchanged, unchanged
 from .caches import flatten_outputs
 from .calls import described
 from .eager import like_eager
+from .fused_attention import fused_attention_refused
 from .held import Held
 from .joint import TraceError
 from .outputs import check_differentiate, no_gradient, refuse_overlaps, without_gradient
 from .packed import found_packed
+from .reads import Reads
+from .tensors import has_data, is_tensor, off_meta, require_traceable, shape_of
 from .where import Where, explained
 
 _HELD = "held by the model's code"  # no attribute can be called so
@@ -39,7 +41,9 @@ class Capture:
     leaves of a call's arguments, each tensor once; ``held``: tensors that the model's code holds itself. ``spec``:
     structure of the model's outputs; ``constants``: ``{place in it: value}`` for outputs that are no tensors;
     ``refused``: places of outputs that were captured without a gradient although the model gives them one.
-    ``made_for``: the call in words, from `ackpt.graph.calls`.
+    ``made_for``: the call in words, from `ackpt.graph.calls`; ``has_data``: whether all tensors of the call and of the
+    model have values, so that none is fake or on the meta device; ``reads``: values outside of its modules that the
+    model's code has read. ``reason``: why the model was captured as ``torch.compile`` runs it; empty if it was not.
     """
 
     joint: Any
@@ -48,7 +52,10 @@ class Capture:
     spec: TreeSpec
     constants: dict[int, Any]
     refused: tuple[int, ...]
-    made_for: dict[str, str] = field(default_factory=dict)
+    made_for: dict[str, str]
+    has_data: bool
+    reads: Reads
+    reason: str
 
     def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
         """What the captured step takes when its model, of these `modules`, is called with `leaves`: its parameters and
@@ -78,7 +85,7 @@ class Capture:
 class _Flat(nn.Module):
     """`model` as a function of tensors that returns a tuple of tensors; with the model's own names of parameters."""
 
-    def __init__(self, model, leaves, spec, differentiate, held):
+    def __init__(self, model, leaves, spec, differentiate, held, reads):
         super().__init__()
         buffers = nn.Module()
         for place, tensor in enumerate(held):
@@ -87,6 +94,7 @@ class _Flat(nn.Module):
             _parameters=model._parameters, _buffers=model._buffers, _modules={**model._modules, _HELD: buffers}
         )
         self.__dict__["call"] = (model, leaves, spec, differentiate)
+        self.__dict__["reads"] = reads
         self.__dict__["casts_once"] = torch.is_autocast_cache_enabled()  # not while torch captures
         self.__dict__["ties"] = [*_ties(model, "_parameters"), *_ties(model, "_buffers")]
         self.__dict__["own"] = [
@@ -110,13 +118,15 @@ class _Flat(nn.Module):
         args, kwargs = tree_unflatten([traced[id(leaf)] if is_tensor(leaf) else leaf for leaf in leaves], spec)
         with _tied(self.__dict__["ties"]):
             stands_for = {id(own): named[name] for named, name, own in self.__dict__["own"]}
-            held = Held({**traced, **stands_for})
+            reads = self.__dict__["reads"]
+            held = Held({**traced, **stands_for}, reads)
             real = (*(leaf for leaf in leaves), *(own for _, _, own in self.__dict__["own"]))
             weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
             once = casts.once(weights if self.__dict__["casts_once"] else ())
             same_arguments = arguments_unchanged([*args, *kwargs.values()])
-            with unchanged(model, held.is_same), same_arguments, once, held, found_packed():
-                found, out_spec = flatten_outputs(model(*args, **kwargs))
+            with unchanged(model, held.is_same), same_arguments, once, held, found_packed(), reads.watched():
+                with fused_attention_refused():
+                    found, out_spec = flatten_outputs(model(*args, **kwargs))
         if held.found:
             raise _HoldsTensors(held.found.values())
         for value in found:
@@ -171,10 +181,6 @@ def _tied(ties):
             named[name] = was
 
 
-def is_tensor(value) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def given_places(leaves) -> tuple[int, ...]:
     """Where each tensor stands first among `leaves`."""
     first: dict[int, int] = {}
@@ -191,33 +197,67 @@ def capture(model, args, kwargs, differentiate="loss"):
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TraceError("no parameter of the model requires grad, so there is no backward to plan")
     leaves, spec = tree_flatten((args, kwargs))
-    _require_traceable((*model.parameters(), *model.buffers(), *leaves))
-    made_for = described(model, args, kwargs, differentiate)
-    model, leaves, spec = _off_meta(model, leaves, spec)
+    require_traceable(model, args, kwargs)
+    about = {
+        "made_for": described(model, args, kwargs, differentiate),
+        "has_data": has_data(model, leaves),
+        "reads": Reads(model, leaves),
+        "reason": "",
+    }
+    model, leaves, spec = off_meta(model, leaves, spec)
     with contextlib.ExitStack() as stack:
         stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
         try:
-            captured = _captured(stack, model, leaves, spec, differentiate)
-        except TraceError:  # many models look at values unless they are compiled
-            with _compiling():
-                captured = _captured(stack, model, leaves, spec, differentiate)
-        captured.made_for = made_for
+            captured = _settled(stack, model, leaves, spec, differentiate, about)
+        except TraceError as error:  # many models look at values unless they are compiled
+            about["reason"] = error.reason or f"the capture of the model as it is fails ({error})"
+            try:
+                with compiling():
+                    captured = _settled(stack, model, leaves, spec, differentiate, about)
+            except TraceError as again:
+                if str(again) == str(error):
+                    raise
+                raise TraceError(
+                    f"{error} Many models look at values only unless torch.compiler.is_compiling(); captured with that "
+                    f"this one fails, too: {again}"
+                ) from error
+        captured.reads.finish()
         yield captured
 
 
-def _captured(stack, model, leaves, spec, differentiate) -> Capture:
+def _settled(stack, model, leaves, spec, differentiate, about) -> Capture:
+    """Captured once; once more if the first call of the model changes a value that its code reads."""
+    reads = about["reads"]
+    with contextlib.ExitStack() as first:
+        captured = _captured(first, model, leaves, spec, differentiate, about)
+        if reads.is_settled:
+            stack.enter_context(first.pop_all())
+            return captured
+        code = captured.joint.graph_module.code
+    with reads.settle() as refused:
+        captured = _captured(stack, model, leaves, spec, differentiate, about)
+        if captured.joint.graph_module.code != code:
+            raise refused
+    return captured
+
+
+def _captured(stack, model, leaves, spec, differentiate, about) -> Capture:
     """Captured once; once more if that finds tensors which the model's code holds, now with these as inputs."""
-    with explained(), torch.inference_mode(False), torch.enable_grad():
+
+    def flat(held):
+        return _Flat(model, leaves, spec, differentiate, held, about["reads"])
+
+    with explained(model), torch.inference_mode(False), torch.enable_grad():
         try:
-            return _exported(stack, _Flat(model, leaves, spec, differentiate, ()), leaves, ())
+            return _exported(stack, flat(()), leaves, (), about)
         except _HoldsTensors as error:
             held = tuple(tensor for tensor, _ in error.found)
         fake_mode = detect_fake_mode([*model.parameters(), *leaves])
         if fake_mode is not None:
             with fake_mode:
-                held = tuple(_shape_of(tensor) if tensor.is_meta else tensor for tensor in held)
+                held = tuple(shape_of(tensor) if tensor.is_meta else tensor for tensor in held)
         try:
-            return _exported(stack, _Flat(model, leaves, spec, differentiate, held), leaves, held)
+            return _exported(stack, flat(held), leaves, held, about)
         except _HoldsTensors as error:
             _, line = error.found[0]
             raise TraceError(
@@ -226,62 +266,11 @@ def _captured(stack, model, leaves, spec, differentiate) -> Capture:
             ) from error
 
 
-def _exported(stack, flat: _Flat, leaves, held) -> Capture:
+def _exported(stack, flat: _Flat, leaves, held, about) -> Capture:
     given = given_places(leaves)
     tensors = tuple(leaves[place] for place in given)
     with contextlib.ExitStack() as inner, Where(flat.__dict__["call"][0]) as where:
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
     where.require_none_kept()
-    return Capture(joint, given, held, *flat.__dict__["returned"])
-
-
-def _shape_of(tensor):
-    """A tensor, a parameter if it is one, that only has a shape: to be made where tensors have no data."""
-    shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    needs_grad = tensor.requires_grad
-    return nn.Parameter(shape, needs_grad) if isinstance(tensor, nn.Parameter) else shape.requires_grad_(needs_grad)
-
-
-def _require_traceable(leaves) -> None:
-    """Tensors of one shape, on devices that are there: fake ones need not be, and torch would crash on them."""
-    tensors = [leaf for leaf in leaves if is_tensor(leaf)]
-    if any(tensor.is_nested for tensor in tensors):
-        raise TraceError("a nested tensor cannot be planned: give a padded one, by tensor.to_padded_tensor(0.0)")
-    types = {tensor.device.type for tensor in tensors}
-    if "cuda" in types and not torch.cuda.is_available():
-        raise TraceError(
-            "the model or its inputs lie on a CUDA device, but there is none here. To plan for it without one, put "
-            "them on the meta device."
-        )
-
-
-def _off_meta(model, leaves, spec):
-    """On a meta device torch chooses other kernels, so what lies there is replaced by tensors that only have shapes."""
-    tensors = [*model.parameters(), *model.buffers(), *leaves]
-    if not any(is_tensor(tensor) and tensor.is_meta for tensor in tensors):
-        return model, leaves, spec
-    replaced: dict[int, torch.Tensor] = {}  # tied parameters stay tied
-
-    def off_meta(tensor):
-        if id(tensor) not in replaced:
-            replaced[id(tensor)] = _shape_of(tensor)
-        return replaced[id(tensor)]
-
-    # A copy of the modules, without one of the tensors.
-    model = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for module in model.modules():
-            for named in (module._parameters, module._buffers):
-                named.update({name: off_meta(tensor) for name, tensor in named.items() if tensor is not None})
-        return model, [off_meta(leaf) if is_tensor(leaf) else leaf for leaf in leaves], spec
-
-
-@contextlib.contextmanager
-def _compiling():
-    """Inside, ``torch.compiler.is_compiling()`` holds: models ask it before they look at values."""
-    was, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = was
+    return Capture(joint, given, held, *flat.__dict__["returned"], **about)

@@ -15,14 +15,23 @@ from torch.utils._pytree import tree_flatten
 from ..errors import BudgetError
 from .attributes import attributes, every_module, plain
 from .calls import another_plan, described, other_bytes
-from .capture import Capture, capture, given_places, is_tensor
+from .capture import Capture, capture, given_places
 from .joint import JointGraph, TraceError
 from .models import check_model
 from .optimizer import check_optimizer
-from .outputs import depends_on, differentiable_once, leave_undefined, read_later, unchanged_until_backward
+from .outputs import (
+    depends_on,
+    differentiable_once,
+    gradient_strides,
+    gradients_as_planned,
+    leave_undefined,
+    read_later,
+    unchanged_until_backward,
+)
 from .plan import Plan, PlanError
 from .rewrite import boxed, rewrite
-from .trace import joint_graph
+from .tensors import is_tensor
+from .trace import captured_graph
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,10 +45,12 @@ class PlannedStep(nn.Module):
     Called with other shapes, dtypes or switches than before, it captures and plans anew under the same budget.
     Switches are ``train`` and ``eval``, ``requires_grad`` of parameters, autocast, numbers and flags among the
     arguments, and what the attributes of the modules hold, such as a dropout's ``p``, also in lists, dicts and a
-    ``SimpleNamespace``. The 64 plans that were used last are kept; pass what changes at every step as a tensor.
-    Numbers in globals, closures and other objects stay as they were captured. What else the model's code does, such
-    as printing or calling hooks, it does while it is captured, on tensors without values. Where nothing requires
-    grad the model itself runs. Copies and pickles have the model and the planner, and plan anew.
+    ``SimpleNamespace``, and the plain values that the model's code reads from globals, closures, environment variables
+    and attributes of objects, such as ``SCALE`` or ``cfg.model.scale``. The 64 plans that were used last are kept; pass
+    what changes at every step as a tensor. Longer chains of attributes, objects in containers, and what properties and
+    extensions in C return stay as they were captured. What else the model's code does, such as printing or calling
+    hooks, it does while it is captured, on tensors without values. Where nothing requires grad the model itself runs.
+    Copies and pickles have the model and the planner, and replan.
 
     Example:
         >>> import torch, ackpt
@@ -99,6 +110,7 @@ class PlannedStep(nn.Module):
         """Capture and plan for these arguments without running anything; the plan."""
         return self.__dict__["_ackpt"].prepared(args, kwargs)
 
+    @torch._dynamo.disable  # inside another compiled function Dynamo would inline the model, without its plan
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         planned = self.__dict__["_ackpt"]
         return planned(args, kwargs) if planned.keeps_gradients(args, kwargs) else planned.model(*args, **kwargs)
@@ -132,7 +144,8 @@ class _Planned:
 
     def __init__(self, model: nn.Module, planner, differentiate: str, optimizer):
         self.model, self.planner, self.differentiate, self.optimizer = model, planner, differentiate, optimizer
-        self.captures: dict[Any, tuple[Any, Capture, Any]] = {}
+        # For one key the latest first; they differ in the values that the model's code read.
+        self.captures: dict[Any, list[tuple[Any, Capture, Plan]]] = {}
         self.plan: Any = None
 
     def __call__(self, args, kwargs):
@@ -154,10 +167,15 @@ class _Planned:
         return self.plan
 
     def captured_for(self, args, kwargs, key) -> tuple[Any, Capture]:
-        found = self.captures.pop(key, None) or self._planned(args, kwargs)
-        self.captures[key] = found  # as the latest
-        if len(self.captures) > _KEPT:
-            self.captures.pop(next(iter(self.captures)))
+        known = self.captures.get(key, [])
+        found = next((each for each in known if each[1].reads.are_same()), None) or self._planned(args, kwargs)
+        self.captures.pop(key, None)
+        self.captures[key] = [found, *(each for each in known if each is not found)]  # as the latest
+        if sum(map(len, self.captures.values())) > _KEPT:
+            oldest = next(iter(self.captures))
+            self.captures[oldest].pop()
+            if not self.captures[oldest]:
+                self.captures.pop(oldest)
         run, captured, self.plan = found
         return run, captured
 
@@ -181,7 +199,7 @@ class _Planned:
         except (BudgetError, PlanError) as error:
             if not self.captures:
                 raise
-            (*_, (_, last, _)) = self.captures.values()
+            _, last, _ = list(self.captures.values())[-1][0]
             now = described(self.model, args, kwargs, self.differentiate)
             if isinstance(error, PlanError):
                 raise PlanError(f"{error} {another_plan(last.made_for, now)}") from None
@@ -191,8 +209,7 @@ class _Planned:
     def _capture(self, args, kwargs):
         # What captures and plans is no part of the step: a mode that watches the step sees nothing of it.
         with _disable_current_modes(), capture(self.model, args, kwargs, self.differentiate) as captured:
-            graph = joint_graph(captured.joint.graph_module, self.optimizer)
-            graph.made_for = captured.made_for
+            graph = captured_graph(captured, self.model, args, kwargs, self.differentiate, self.optimizer)
             plan = self.planner(graph)
             captured.joint._aot_state.fw_metadata.bw_donated_idxs = []  # backward may run again (retain_graph)
             compiled = aot_compile_joint_with_descriptors(
@@ -201,7 +218,7 @@ class _Planned:
                 fw_compiler=run_boxed,
                 bw_compiler=run_boxed,
             )
-        depends, read = depends_on(graph), read_later(graph, plan.schedule)
+        depends, read, strides = depends_on(graph), read_later(graph, plan.schedule), gradient_strides(graph)
         own = (*self.model.parameters(), *self.model.buffers())
         given = filter(is_tensor, tree_flatten((args, kwargs))[0])
         lacks_data = any(tensor.is_meta for tensor in own) and not all(tensor.is_meta for tensor in given)
@@ -214,6 +231,7 @@ class _Planned:
                 )
             outputs = compiled(*inputs)
             differentiable_once(outputs)
+            gradients_as_planned(outputs, strides)
             unchanged_until_backward(outputs, inputs, read)
             leave_undefined(outputs, depends)
             return outputs
@@ -256,7 +274,7 @@ def _leaf(leaf):
 
 
 def _meta(tensor):
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _shared(tensors) -> tuple:

@@ -11,6 +11,7 @@ from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 
 from .casts import kept_casts
 from .draws import eager_draws
+from .in_place import noted_writes
 from .kernels import LOCK, true_results
 from .whole import whole_operations
 
@@ -23,7 +24,7 @@ _FUNCTORCH = {"backward_pass_autocast": "off", "donated_buffer": False, "guess_t
 def like_eager(fake_mode=None):
     """Inside, a model is captured and compiled as eager computes it; `fake_mode`: one that its inputs have already."""
     with LOCK, functorch_config.patch(_FUNCTORCH):
-        with eager_draws(), whole_operations(), kept_casts(), true_results(fake_mode):
+        with noted_writes(), eager_draws(), whole_operations(), kept_casts(), true_results(fake_mode):
             with _strides_that_gradients_can_have():
                 yield
 

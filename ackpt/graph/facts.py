@@ -12,7 +12,7 @@ from .joint import BACKWARD, FORWARD, JointGraph
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 _RESULTS_WITHOUT_STATISTICS = 3  # of its five; the others are the new running statistics
-_RESIDENT = ("parameter", "buffer", "input")
+RESIDENT = ("parameter", "buffer", "input")
 
 
 class Facts:
@@ -33,7 +33,7 @@ class Facts:
         count = sum(what is not None and not hasattr(what, "grad_of") for what in output.meta["desc"])
         self.outputs: tuple[int | None, ...] = tuple(places[:count])
         self.bw_outputs: tuple[int | None, ...] = tuple(places[count:])
-        self.resident = {s.id for s in graph.storages if s.category in _RESIDENT}
+        self.resident = {s.id for s in graph.storages if s.category in RESIDENT}
         self.placeholders = [n.id for n in graph.nodes if self.fx[n.id].op == "placeholder"]
         self.given = [n.id for n in graph.nodes if self.fx[n.id].op in ("placeholder", "get_attr")]
         self.tangents = [place for place in self.placeholders if graph.nodes[place].phase == BACKWARD]
@@ -73,7 +73,8 @@ class Facts:
         for node in self.graph.nodes:
             if isinstance(self.fx[node.id].meta.get("val"), torch.Tensor):
                 for storage in node.storages:
-                    found.setdefault(storage, node.id)
+                    if storage not in found or node.id in self.graph.overwriting:
+                        found[storage] = node.id
         return found
 
     @cached_property

@@ -9,6 +9,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from .joint import TraceError
+from .reads import Reads
+from .tensors import require_plain
 from .where import in_model, line
 
 
@@ -16,17 +18,19 @@ class Held(TorchFunctionMode):
     """Inside, operations on a tensor of the model's code are operations on the traced one that stands for it.
 
     ``traced``: ``{id of a tensor: what stands for it}``. ``found``: ``{id: (tensor, line)}`` of those that nothing
-    stood for; they are to be captured again, as inputs.
+    stood for; they are to be captured again, as inputs. ``reads``: what watches the model's code, and not torch's.
     """
 
-    def __init__(self, traced: dict[int, torch.Tensor]):
+    def __init__(self, traced: dict[int, torch.Tensor], reads: Reads):
         super().__init__()
+        self.reads = reads
         self.traced = traced
         self.found: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         args, kwargs = tree_map_only(torch.Tensor, self._stand_in, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        with self.reads.paused():
+            return func(*args, **kwargs)
 
     def is_same(self, tensor, other) -> bool:
         """Whether `other` stands for `tensor`."""
@@ -38,6 +42,7 @@ class Held(TorchFunctionMode):
         is_traced = torch._is_functional_tensor(tensor) or is_functorch_wrapped_tensor(tensor)
         if isinstance(tensor, FunctionalTensor) or is_traced or not in_model():
             return tensor
+        require_plain(f"a tensor used{line()}", tensor)
         if tensor.requires_grad:
             raise TraceError(
                 f"a tensor of shape {tuple(tensor.shape)} that requires grad is used{line()}, and is no parameter of "

@@ -43,6 +43,35 @@ class TraceError(ValueError):
         it decides by the values of a tensor
     """
 
+    reason: str = ""  # where a model looks at values, for what is captured in another way instead
+
+
+@dataclass(frozen=True)
+class AsCompiled:
+    """Why a step was captured as ``torch.compile`` runs the model, and how it differs from the model's own step.
+
+    ``reason``: where the model looks at values. ``baseline_bytes``: the dynamic peak of the model's own step, measured;
+    None where there are no data. ``difference``: what differs most, empty where outputs, gradients and buffers are
+    bit-equal; None where they were not compared, as on a CUDA device.
+
+    Example:
+        >>> print(AsCompiled("module 'head' looks at values", 1024, ""))
+        module 'head' looks at values; its results are bit-equal to the model's own
+    """
+
+    reason: str
+    baseline_bytes: int | None = None
+    difference: str | None = None
+
+    def __str__(self) -> str:
+        if self.baseline_bytes is None:
+            return f"{self.reason}; without data it cannot be compared with the model's own step"
+        if self.difference is None:
+            return f"{self.reason}; perhaps not bit-equal: it was not compared with the model's own step on this device"
+        if self.difference:
+            return f"{self.reason}; not bit-equal: {self.difference}"
+        return f"{self.reason}; its results are bit-equal to the model's own"
+
 
 @dataclass(frozen=True)
 class Node:
@@ -109,6 +138,8 @@ class JointGraph:
     ``has_data``: whether it was traced from real tensors, not fake or meta ones;
     ``replays_random``: whether what runs the graph can draw random numbers a second time. ``made_for``: what it was
     captured for, in words, as `ackpt.graph.calls.described` gives them; None where that is not known.
+    ``overwriting``: nodes whose result is a new content of its storage, as eager writes in place.
+    ``as_compiled``: an `AsCompiled` where the model could only be captured as ``torch.compile`` runs it.
 
     Example:
         >>> import torch, ackpt
@@ -127,6 +158,10 @@ class JointGraph:
         storages: Iterable[Storage],
         outputs: Iterable[int],
         gradients: Mapping[str, int],
+        *,
+        has_data: bool = True,
+        made_for: dict[str, str] | None = None,
+        as_compiled: AsCompiled | None = None,
     ):
         self.module: torch.fx.GraphModule = module
         self.nodes: tuple[Node, ...] = tuple(nodes)
@@ -136,8 +171,10 @@ class JointGraph:
         self.optimizer_bytes: int = 0
         self.optimizer_step_bytes: int = 0
         self.replays_random: bool = True
-        self.has_data: bool = True
-        self.made_for: dict[str, str] | None = None
+        self.has_data: bool = has_data
+        self.made_for: dict[str, str] | None = made_for
+        self.as_compiled: AsCompiled | None = as_compiled
+        self.overwriting: frozenset[int] = frozenset()
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{sum(node.phase == phase for node in self.nodes)} {phase}" for phase in (FORWARD, BACKWARD))
@@ -207,3 +244,42 @@ def _identity(node) -> list:
     ]
     target = str(node.meta.get("desc", "")) if node.op == "placeholder" else str(node.target)
     return [node.op, target, argument(node.args), argument(node.kwargs), shapes]
+
+
+_INPUTS = {"ParamAOTInput": "parameter", "BufferAOTInput": "buffer", "TangentAOTInput": "gradient"}
+
+
+def with_accesses(nodes, sizes, ordered, returned, gradients):
+    """The storages of these `sizes`, with what touches them; ``ordered``: the fx node of each id."""
+    touched: dict[int, list[int]] = {key: [] for key in sizes}
+    members: dict[int, list[int]] = {key: [] for key in sizes}
+    for node in nodes:
+        for key in node.storages:
+            members[key].append(node.id)
+        read = {key for place in node.inputs for key in nodes[place].storages}
+        for key in {*read, *node.storages}:
+            touched[key].append(node.id)
+    given_back = {key for place in gradients.values() for key in nodes[place].storages}
+    kept = {key for place in returned for key in nodes[place].storages}
+    for key in sorted(sizes):
+        producer = members[key][0]
+        forward = [place for place in touched[key] if nodes[place].phase == FORWARD]
+        backward = [place for place in touched[key] if nodes[place].phase == BACKWARD]
+        if ordered[producer].op == "placeholder":
+            category = _INPUTS.get(type(ordered[producer].meta["desc"]).__name__, "input")
+        elif ordered[producer].op == "get_attr":  # a constant of the model's code, held by the graph
+            category = "buffer"
+        elif key in given_back:
+            category = "gradient"
+        else:
+            category = "activation" if forward and (backward or key in kept) else "temporary"
+        yield Storage(
+            id=key,
+            bytes=sizes[key],
+            category=category,
+            producer=producer,
+            nodes=tuple(members[key]),
+            last_fw_access=forward[-1] if forward else None,
+            first_bw_access=backward[0] if backward else None,
+            last_bw_access=backward[-1] if backward else None,
+        )

@@ -2,8 +2,9 @@
 
 Given half-precision values and float32 weights, the norms of the CPU keep their statistics in float32, batch norm
 returns no strides but contiguous ones and those of channels last, its backward makes no gradient that nobody needs,
-losses and activations have an order of their own in which they write, and some losses leave their scalar in memory for
-all elements; the rules for tensors without data know none of this.
+losses, activations, padding and rolling have an order of their own in which they write, some losses leave their scalar
+in memory for all elements, and `F.fold` its image in memory for all columns; the rules for tensors without data know
+none of this.
 """
 
 from __future__ import annotations
@@ -81,9 +82,17 @@ def _batch_norm_with_new_statistics(results, x, weight, bias, mean, variance, *r
 
 
 def _laid_out(result, x):
-    """The kernels of batch norm write channels last or contiguously, as fits `x`, whatever other order that has."""
+    """Several kernels write channels last or contiguously, as fits `x`, whatever other order that has."""
     shape = torch.empty_like(x, memory_format=suggest_memory_format(x))
     return result if result.stride() == shape.stride() else torch.empty_like(shape, dtype=result.dtype)
+
+
+def _rolled(result, x, *rest):
+    return _laid_out(result, x)
+
+
+def _padding_backward(result, gradient, x, *rest):
+    return _laid_out(result, x)
 
 
 def _group_norm_backward(results, gradient, x, *rest):
@@ -98,11 +107,22 @@ def _batch_norm_backward(results, gradient, x, *rest):
 
 def _contiguous(results, *args):
     """These kernels write contiguously, whatever order what they read has."""
-    return tree_map(lambda result: torch.empty_like(result, memory_format=torch.contiguous_format), results)
+
+    def written(result):
+        return None if result is None else torch.empty_like(result, memory_format=torch.contiguous_format)
+
+    return tree_map(written, results)
 
 
 def _binary_cross_entropy(result, x, *rest):
     return torch.empty_like(x, dtype=result.dtype) if result.dim() else in_whole_memory(result, x, *rest)
+
+
+def _fold(result, x, *rest):
+    """The kernel makes its result in memory for the columns, of which there are more where they overlap."""
+    if not x.numel() > result.numel() > 0:
+        return result
+    return torch.empty(x.numel(), dtype=result.dtype, device=result.device).resize_(result.shape)
 
 
 def _elementwise(result, gradient, *rest):
@@ -112,13 +132,19 @@ def _elementwise(result, gradient, *rest):
 
 
 _CONTIGUOUS = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward)
-_CONTIGUOUS += (aten.log_sigmoid_forward, aten._log_softmax_backward_data)
+_CONTIGUOUS += (aten.log_sigmoid_forward, aten._log_softmax_backward_data, aten.native_layer_norm_backward)
+_CONTIGUOUS += (aten.glu_backward,)
 _ELEMENTWISE = (aten.elu_backward, aten.hardswish_backward, aten.softplus_backward, aten.hardtanh_backward)
+_ELEMENTWISE += (aten.hardsigmoid_backward, aten.logit_backward)
 _OURS = {
     **{operation.default: _corrected(_contiguous) for operation in _CONTIGUOUS},
     **{operation.default: _corrected(_elementwise) for operation in _ELEMENTWISE},
     **{loss: _corrected(in_whole_memory) for loss in LOSSES},
     aten.binary_cross_entropy.default: _corrected(_binary_cross_entropy),
+    aten.col2im.default: _corrected(_fold),
+    aten.roll.default: _corrected(_rolled),
+    aten.reflection_pad2d_backward.default: _corrected(_padding_backward),
+    aten.replication_pad2d_backward.default: _corrected(_padding_backward),
     aten.native_layer_norm.default: _corrected(_norm),
     aten.native_group_norm.default: _corrected(_norm),
     aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm_with_new_statistics),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 
@@ -88,14 +89,18 @@ def no_gradient(value):
 
 
 def depends_on(graph: JointGraph) -> tuple[frozenset[int] | None, ...]:
-    """For every input of the step, the outputs whose gradients its own is computed from; None if it has none."""
+    """For every input of the step, the outputs whose gradients its own is computed from; None if it has none.
+
+    A gradient that is zero whatever comes in, as that of `torch.copysign` for the sign, is computed from all.
+    """
     known = facts(graph)
     found: dict[int, frozenset[int]] = {}
     for node in graph.nodes:
         # What is no output of its own, such as the memory that several outputs are views of, has a gradient always.
         own = getattr(getattr(known.fx[node.id].meta.get("desc"), "output", None), "idx", _ALWAYS)
         found[node.id] = frozenset({own} if node.id in known.tangents else ()).union(*(found[i] for i in node.inputs))
-    return tuple(None if place is None else found[place] for place in known.bw_outputs)
+    everything = frozenset().union(*(found[place] for place in known.bw_outputs if place is not None))
+    return tuple(None if place is None else found[place] or everything for place in known.bw_outputs)
 
 
 def leave_undefined(outputs, depends) -> None:
@@ -121,6 +126,51 @@ def differentiable_once(outputs) -> None:
     """Refuse ``create_graph=True`` for the step that has returned the tensors `outputs`, where it is asked for."""
     if (node := _node_of(outputs)) is not None:
         node.register_prehook(_refuse_create_graph)
+
+
+def gradient_strides(graph: JointGraph) -> dict[int, tuple[int, ...]]:
+    """By output number, the strides with which its gradient was captured; torch copies all other gradients anyway."""
+    known = facts(graph)
+    found = {}
+    for place in known.tangents:
+        output: Any = getattr(known.fx[place].meta["desc"], "output", None)
+        if place not in known.restrided and type(output).__name__ == "PlainAOTOutput":
+            found[output.idx] = known.fx[place].meta["val"].stride()
+    return found
+
+
+def gradients_as_planned(outputs, strides: dict[int, tuple[int, ...]]) -> None:
+    """Refuse gradients that arrive in a different memory layout than the captured one.
+
+    Torch would copy them into the captured layout. The copy would exceed the plan's peak, and sums over it would round
+    differently than in eager. ``outputs``: what the step returned; ``strides``: from `gradient_strides`.
+    """
+    if (node := _node_of(outputs)) is None:
+        return
+    planned = {
+        outputs[at].output_nr: wanted
+        for at, wanted in strides.items()
+        if isinstance(outputs[at], torch.Tensor) and outputs[at].grad_fn is node
+    }
+
+    def check(gradients) -> None:
+        for number, wanted in planned.items():
+            gradient = gradients[number]
+            if gradient is not None and not _in_one_order(gradient, wanted):
+                raise RuntimeError(
+                    f"the gradient of an output of shape {list(gradient.shape)} has the strides {gradient.stride()}, "
+                    f"but this step was planned for {wanted}: a copy would take memory beyond the plan's peak and "
+                    "change the last bits. Compute the loss in the model, or let it return output.contiguous()."
+                )
+
+    node.register_prehook(check)
+
+
+def _in_one_order(gradient, wanted) -> bool:
+    """Whether the strides are equal where they matter; what is expanded has no order of its own."""
+    return all(
+        size <= 1 or not its or its == stride for size, its, stride in zip(gradient.shape, gradient.stride(), wanted)
+    )
 
 
 def read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str], ...]:

@@ -99,7 +99,8 @@ class Plan:
     budget that offloads nothing costs less, in the same unit; None where nothing bounds the plan, where it offloads, or
     scipy is not there. ``decisions``: the most expensive ones. ``host_bytes``: the most that is offloaded at one time,
     no part of the peak. ``exposed_seconds``: of the step, in which computing stands still for copies; None where the
-    profile has no times. ``made_for``: the call it was made for, in words; None where that is not known.
+    profile has no times. ``made_for``: the call it was made for, in words; None where that is not known. ``note``:
+    how a step that was captured as ``torch.compile`` runs the model differs from the model's own; None for others.
 
     Example:
         >>> import torch, ackpt
@@ -131,6 +132,7 @@ class Plan:
     host_bytes: int = 0
     exposed_seconds: float | None = None
     made_for: Mapping[str, str] | None = field(default=None, compare=False)
+    note: str | None = None
 
     def __repr__(self) -> str:
         share = self.dynamic_peak_bytes / max(1, self.baseline_dynamic_peak_bytes)
@@ -180,6 +182,7 @@ class Plan:
             f"activations       {fates[SAVED]} of {len(self.activations)} saved, {memory_format(self.saved_bytes)}; "
             f"{fates[RECOMPUTED]} recomputed, {fates[OFFLOADED]} offloaded",
             *self._offload(),
+            *([] if self.note is None else [f"as compiled       {self.note}"]),
             "",
             "ten largest       fate        where",
         ]

@@ -6,12 +6,11 @@ import operator
 from typing import Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
-from .capture import capture
+from .as_compiled import compared
+from .capture import Capture, capture
 from .gradients import move_tangents, own_gradients
-from .joint import BACKWARD, FORWARD, JointGraph, Node, Storage, TraceError
+from .joint import BACKWARD, FORWARD, JointGraph, Node, TraceError, with_accesses
 from .models import check_keywords, check_model
 from .optimizer import check_optimizer, optimizer_bytes
 from .recurrent import keep_for_backward
@@ -27,7 +26,9 @@ def trace(
     """The graph of one training step of `model`, called with `args` and `kwargs`.
 
     Args:
-        model: an ``nn.Module`` with real, fake or meta parameters; it is not changed and nothing of it is computed.
+        model: an ``nn.Module`` with real, fake or meta parameters; it is not changed. Nothing of it is computed, unless
+            it can only be captured as ``torch.compile`` runs it: then its own step runs once to be compared, everything
+            is put back, and a ``UserWarning`` names module and line.
         args, kwargs: what the model is called with; tensors may be real, fake or meta, nested in containers.
         differentiate: of which outputs the gradient is planned. ``"loss"``: if exactly one output that requires grad
             is a scalar, of that one alone, as in ``model(**batch).loss.backward()``; otherwise, and with ``"all"``,
@@ -58,15 +59,19 @@ def trace(
     check_keywords(model, kwargs, ("differentiate", "optimizer"), "ackpt.trace")
     check_optimizer(model, optimizer)
     with capture(model, args, kwargs, differentiate) as captured:
-        graph = joint_graph(captured.joint.graph_module, optimizer)
-    graph.made_for = captured.made_for
-    tensors = tree_leaves((list(model.parameters()), list(model.buffers()), args, kwargs))
-    graph.has_data = not any(isinstance(t, FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors)
-    return graph
+        return captured_graph(captured, model, args, kwargs, differentiate, optimizer)
 
 
-def joint_graph(module, optimizer=None) -> JointGraph:
-    """Mint the ids, in the order of execution, and derive phases and storages."""
+def captured_graph(captured: Capture, model, args, kwargs, differentiate: str, optimizer=None) -> JointGraph:
+    """The graph of a captured step, with what the capture knows about the call."""
+    known: dict[str, Any] = {"has_data": captured.has_data, "made_for": captured.made_for}
+    if captured.reason:
+        known["as_compiled"] = compared(captured, model, args, kwargs, differentiate)
+    return joint_graph(captured.joint.graph_module, optimizer, **known)
+
+
+def joint_graph(module, optimizer=None, **known) -> JointGraph:
+    """Mint the ids, in the order of execution, and derive phases and storages; `known`: keywords of `JointGraph`."""
     _without_running_statistics(module.graph)
     keep_for_backward(module.graph)
     _require_dense(module.graph.nodes)
@@ -102,8 +107,8 @@ def joint_graph(module, optimizer=None) -> JointGraph:
         for place, node in enumerate(ordered)
     ]
     sizes = {keys[storage._cdata]: storage.nbytes() for node in ordered for storage in _storages(node)}
-    storages = _with_accesses(nodes, sizes, ordered, returned, gradients)
-    graph = JointGraph(module, nodes, storages, returned, gradients)
+    storages = with_accesses(nodes, sizes, ordered, returned, gradients)
+    graph = JointGraph(module, nodes, storages, returned, gradients, **known)
     if optimizer is not None:
         graph.optimizer_bytes, graph.optimizer_step_bytes = optimizer_bytes(optimizer, graph.on_cpu)
     return graph
@@ -194,41 +199,3 @@ def _returned(output):
         elif hasattr(what.grad_of, "target"):
             gradients[what.grad_of.target] = node.meta["ackpt_id"]
     return returned, gradients
-
-
-_INPUTS = {"ParamAOTInput": "parameter", "BufferAOTInput": "buffer", "TangentAOTInput": "gradient"}
-
-
-def _with_accesses(nodes, sizes, ordered, returned, gradients):
-    touched: dict[int, list[int]] = {key: [] for key in sizes}
-    members: dict[int, list[int]] = {key: [] for key in sizes}
-    for node in nodes:
-        for key in node.storages:
-            members[key].append(node.id)
-        read = {key for place in node.inputs for key in nodes[place].storages}
-        for key in {*read, *node.storages}:
-            touched[key].append(node.id)
-    given_back = {key for place in gradients.values() for key in nodes[place].storages}
-    kept = {key for place in returned for key in nodes[place].storages}
-    for key in sorted(sizes):
-        producer = members[key][0]
-        forward = [place for place in touched[key] if nodes[place].phase == FORWARD]
-        backward = [place for place in touched[key] if nodes[place].phase == BACKWARD]
-        if ordered[producer].op == "placeholder":
-            category = _INPUTS.get(type(ordered[producer].meta["desc"]).__name__, "input")
-        elif ordered[producer].op == "get_attr":  # a constant of the model's code, held by the graph
-            category = "buffer"
-        elif key in given_back:
-            category = "gradient"
-        else:
-            category = "activation" if forward and (backward or key in kept) else "temporary"
-        yield Storage(
-            id=key,
-            bytes=sizes[key],
-            category=category,
-            producer=producer,
-            nodes=tuple(members[key]),
-            last_fw_access=forward[-1] if forward else None,
-            first_bw_access=backward[0] if backward else None,
-            last_bw_access=backward[-1] if backward else None,
-        )

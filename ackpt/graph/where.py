@@ -1,4 +1,4 @@
-"""Where in the model's code an operation or an error comes from."""
+"""Find where in the model's code an operation or an error comes from."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CheckpointError
+from ..recorder import code_location, is_users
 from .joint import TraceError
 
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -28,27 +29,21 @@ _CALL = nn.Module._call_impl.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
 _LAYERS = os.path.join(_TORCH, "nn") + os.sep, _DISTRIBUTIONS
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_MODELS = os.path.join(_OWN, "models") + os.sep  # which are as any user's
 _GRAPH = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_CAPTURE = os.path.join(_GRAPH, "capture.py")  # calls the model; what called it is no part of the model
+_CAPTURE = os.path.join(_GRAPH, "capture.py")  # calls the model; its callers are not part of the model
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
-def _is_users(path: str) -> bool:
-    return not path.startswith((_TORCH, _OWN)) or path.startswith(_MODELS)
-
-
 def in_model() -> bool:
-    """Whether torch was called by the model's code, not by ackpt's within it."""
+    """Whether the model's code called torch, rather than ackpt code that the model calls."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _GRAPH)):
         frame = frame.f_back
-    return frame is not None and _is_users(frame.f_code.co_filename)
+    return frame is not None and is_users(frame.f_code.co_filename)
 
 
 class Where(TorchFunctionMode):
-    """Notes with every operation the module that calls it and the line of the model's code."""
+    """Annotates every operation with the module that calls it and the line in the model's code."""
 
     def __init__(self, model):
         super().__init__()
@@ -59,14 +54,14 @@ class Where(TorchFunctionMode):
         module = source = None
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != _CAPTURE and (module is None or source is None):
-            if source is None and _is_users(frame.f_code.co_filename):
-                source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            if source is None and is_users(frame.f_code.co_filename):
+                source = code_location(frame.f_code.co_filename, frame.f_lineno)
             if module is None and frame.f_code is _CALL:
                 module = self._names.get(id(frame.f_locals["self"]))
             frame = frame.f_back
-        if module is None:  # what is done to tensors outside of the model's code
+        if module is None:  # outside of the model's code
             if func == _GRADIENT and not args[0].is_leaf:
-                return None  # torch asks for all arguments, and warns of some
+                return None  # torch reads .grad of all arguments, which warns for non-leaves
             return func(*args, **(kwargs or {}))
         with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
             result = func(*args, **(kwargs or {}))
@@ -76,45 +71,53 @@ class Where(TorchFunctionMode):
         return result
 
     def require_none_kept(self) -> None:
-        """To be called after the capture, which holds none of the tensors that the model's code has computed.
+        """Check after the capture that nothing keeps a tensor that the model's code computed; the capture keeps none.
 
         Raises:
-            TraceError: if something else does, such as a hook's list: a captured step would not renew it.
+            TraceError: if something does, such as a hook's list: a captured step would not update it.
         """
         if any(tensor() is not None for tensor, _ in self._made):
-            gc.collect()  # a model may make cycles
+            gc.collect()  # the model may create reference cycles
         for tensor, place in self._made:
             if tensor() is not None:
                 raise _kept(place)
 
 
 def line() -> str:
-    """The innermost line of the model's code that runs now, as " at file:line (code)"."""
+    """The innermost line of the model's code that is running, as " at file:line (code)"."""
     return _of(traceback.extract_stack())
 
 
 def _of(frames) -> str:
-    found = [frame for frame in _after_capture(frames) if _is_users(frame.filename)]
+    found = [frame for frame in _after_capture(frames) if is_users(frame.filename)]
     if not found:
         return ""
     return _said(found[-1])
 
 
+def _module_of(error, model) -> str:
+    """The name of the innermost module of `model` in which `error` was raised, for a message."""
+    names = {id(module): f"module {name!r}" for name, module in model.named_modules() if name}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
+    found = [names[id(frame.f_locals["self"])] for frame in frames if id(frame.f_locals["self"]) in names]
+    return found[-1] if found else "the model itself"
+
+
 def _after_capture(frames):
-    """The calls that capture.py's call of the model led to."""
+    """The frames from capture.py's call of the model inwards; all frames if there is no such call."""
     calls = [place for place, frame in enumerate(frames) if frame.filename == _CAPTURE]
     return frames[calls[-1] if calls else 0 :]
 
 
 def _said(frame) -> str:
-    code = frame.line or ""
-    # What a line raises is the message that follows.
-    return f" at {frame.filename}:{frame.lineno}" + (f" ({code})" if not code.startswith("raise ") else "")
+    # A raise statement would only repeat the message that follows.
+    code = "" if (frame.line or "").startswith("raise ") else f" ({frame.line or ''})"
+    return f" at {code_location(frame.filename, frame.lineno)}{code}"
 
 
 def _in_torch(frames) -> str:
-    """The innermost line of torch.nn that runs for the model's code; nothing where that runs an operation itself."""
-    found = [frame for frame in _after_capture(frames) if _is_users(frame.filename) or _is_of_layers(frame)]
+    """The innermost torch.nn line that the model's code called; empty if that code called the operation itself."""
+    found = [frame for frame in _after_capture(frames) if is_users(frame.filename) or _is_of_layers(frame)]
     return f", in torch's own code{_said(found[-1])}" if found and _is_of_layers(found[-1]) else ""
 
 
@@ -123,17 +126,17 @@ def _is_of_layers(frame) -> bool:
 
 
 @contextlib.contextmanager
-def explained():
-    """Errors of the model's code and of torch's capture leave as one TraceError; torch logs nothing beside it."""
+def explained(model: nn.Module):
+    """Raise errors from the code of `model` and from torch's capture as a TraceError; silence torch's own logging."""
     was, _LOG.disabled = _LOG.disabled, True
     try:
-        with warnings.catch_warnings():  # torch captures in its anomaly mode, which warns of what is raised
+        with warnings.catch_warnings():  # torch captures in anomaly mode, which warns of every error
             warnings.filterwarnings("ignore", "Error detected in")
             yield
     except TraceError:
         raise
-    except Exception as error:  # whatever the model's code raises
-        raise _explained(error) from error
+    except Exception as error:  # the model's code may raise anything
+        raise _explained(error, model) from error
     finally:
         _LOG.disabled = was
 
@@ -147,19 +150,22 @@ def _kept(how: str) -> TraceError:
     )
 
 
-def _explained(error) -> TraceError:
+def _explained(error, model) -> TraceError:
     frames = traceback.extract_tb(error.__traceback__)
     where = _of(frames)
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, _LOOKS_AT_VALUES):
         inside = _in_torch(frames)
         checks = " torch.distributions look at their arguments unless validate_args=False."
-        return TraceError(
+        module = _module_of(error, model)
+        explanation = TraceError(
             f"the model cannot be captured as one graph: it looks at the values of a tensor{where}"
-            f"{inside}, by {reason}.{checks if _DISTRIBUTIONS in inside else ''} "
+            f"{inside}, in {module}, by {reason}.{checks if _DISTRIBUTIONS in inside else ''} "
             "Control flow and shapes must not depend on values: move such code out of the model, or use "
             "ackpt.checkpoint on its blocks."
         )
+        explanation.reason = f"{module} looks at the values of a tensor{where}{inside}"
+        return explanation
     if isinstance(error, CheckpointError) or "use_reentrant=True" in reason:
         return TraceError(
             "blocks of the model are checkpointed already, in a way that cannot be captured, and the plan decides "
@@ -172,6 +178,8 @@ def _explained(error) -> TraceError:
         return TraceError(
             f"the model calls backward() in its forward{where}: return the loss, and call backward() on it"
         )
-    if isinstance(error, LookupError):  # these say no more than what was looked up
+    if isinstance(error, LookupError):  # their message is only the missing key
         reason = f"{type(error).__name__}: {reason}"
-    return TraceError(f"the model fails when it is called like this{where}: {reason}")
+    explanation = TraceError(f"the model fails when it is called like this{where}: {reason}")
+    explanation.reason = f"{_module_of(error, model)} cannot be captured as it is{where}: {reason}"
+    return explanation

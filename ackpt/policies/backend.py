@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
 from torch._guards import CompileContext, TracingContext, detect_fake_mode
@@ -34,14 +33,19 @@ from ..graph.outputs import (
     check_differentiate,
     depends_on,
     differentiable_once,
+    gradient_strides,
+    gradients_as_planned,
     leave_undefined,
     no_gradient,
     without_gradient,
 )
+from ..graph.reads import warn_of_checkpoints
 from ..graph.trace import joint_graph
 from .planner import check_runs, plan
+from .whole_calls import check_compiled_here, install, runs_graph
 
 COMPILERS = ("eager", "inductor")
+_CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
 _FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
 
 
@@ -63,7 +67,8 @@ def backend(
 
     Raises:
         TraceError: at a graph break, naming the line, and where DistributedDataParallel has the graph cut: a part of a
-            step cannot keep the budget of the whole.
+            step cannot keep the budget of the whole. Also by every call that needs gradients and that Dynamo would
+            run without a plan, as it does after ``torch._dynamo.config.recompile_limit`` shapes.
         BudgetError: if the budget cannot be kept. Other shapes, as of a last batch that is smaller, are compiled and
             planned anew when they come, and a fraction is then one of what they allocate.
 
@@ -94,15 +99,20 @@ def backend(
     if compiler not in COMPILERS:
         raise ValueError(f"compiler {compiler!r} is not known; the compilers are {', '.join(COMPILERS)}")
     differentiate = check_differentiate(options.pop("differentiate", "loss"))
-    _refuse_breaks()
+    check_compiled_here()
     _refuse_pieces()
     _refuse_lost_gradients(gm)
+    if not torch.is_grad_enabled():  # evaluation, which `whole_calls` leaves to Inductor alone
+        return _evaluation(gm, example_inputs)
     for value in example_inputs:
         # Bytes are planned for one shape: guard on it, so that another shape compiles and plans anew.
         for size in value.shape if isinstance(value, torch.Tensor) else [value]:
             int(size)
     if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
-        return gm.forward  # nothing is kept for a backward
+        return _counted(gm.forward, planned=False)  # nothing is kept for a backward
+    graphs = [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
+    if any(graph.find_nodes(op="call_function", target=_CHECKPOINT) for graph in graphs):
+        warn_of_checkpoints()
     partition = _Partition(gm, options, inductor=compiler == "inductor")
     output = next(node for node in gm.graph.nodes if node.op == "output")
     returned = output.args[0]
@@ -127,10 +137,22 @@ def backend(
     def call(*args):
         outputs = list(run(*args))
         differentiable_once(outputs)
+        gradients_as_planned(outputs, partition.strides)
         leave_undefined(outputs, partition.depends)
         for place in refused:
             outputs[place] = no_gradient(outputs[place])
         return outputs
+
+    return _counted(call, planned=True)
+
+
+install(backend)
+
+
+def _counted(run, planned: bool):
+    def call(*args):
+        runs_graph(planned)
+        return run(*args)
 
     return call
 
@@ -143,6 +165,7 @@ class _Partition(CustomPartitionerFn):
         self.inductor = inductor
         self.kinds = {}
         self.depends: tuple[frozenset[int] | None, ...] = ()
+        self.strides: dict[int, tuple[int, ...]] = {}
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         for index, node in enumerate(placeholders):
             value = node.meta.get("example_value")
@@ -164,7 +187,7 @@ class _Partition(CustomPartitionerFn):
                 again.propagate_dont_convert_inputs(*_flat(joint_inputs))
         graph = joint_graph(joint)
         graph.replays_random = not self.inductor
-        self.depends = depends_on(graph)
+        self.depends, self.strides = depends_on(graph), gradient_strides(graph)
         options = dict(self.options)
         on_plan = options.pop("on_plan", None)
         budget, policy = options.pop("budget", None), options.pop("policy", "auto")
@@ -214,6 +237,13 @@ def _eager(gm, example_inputs, partition) -> Any:
     return compile(gm, example_inputs)
 
 
+def _evaluation(gm, example_inputs) -> Any:
+    """As torch.compile does without this backend: for any length, so that few compilations serve all of them."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs)
+
+
 def _inductor(gm, example_inputs, partition) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
@@ -221,22 +251,6 @@ def _inductor(gm, example_inputs, partition) -> Any:
     with functorch_config.patch(enable_autograd_cache=False):
         return compile_fx(
             gm, example_inputs, config_patches={"custom_partitioner_fn": partition, "fx_graph_cache": False}
-        )
-
-
-def _refuse_breaks() -> None:
-    """One graph is one step; what dynamo compiles before or after a break is not."""
-    translator = InstructionTranslator.current_tx()
-    reason = translator.output.compile_subgraph_reason
-    resumed = translator.f_code.co_name.startswith("torch_dynamo_resume_in_")
-    if reason.graph_break or resumed:
-        stack = reason.user_stack
-        where = f" at {stack[-1].filename}:{stack[-1].lineno} ({stack[-1].line})" if stack else ""
-        raise TraceError(
-            f"the model cannot be captured as one graph{where}: {str(reason.reason).splitlines()[0]}. A budget holds "
-            "for a whole step: remove the graph break. ackpt.compile captures the model without dynamo, but cannot "
-            "look at values either: where the model branches on a tensor, use torch.where, or ackpt.checkpoint on its "
-            "blocks."
         )
 
 

@@ -8,15 +8,16 @@ import inspect
 from typing import Any
 
 from ..errors import BudgetError, did_you_mean
-from ..graph.budget import dynamic_limit, least_share, readable, unit_hint
+from ..graph.budget import dynamic_limit, is_share, least_share, readable, unit_hint
 from ..graph.facts import facts
 from ..graph.host import copies
+from ..graph.in_place import eager_graph
 from ..graph.joint import JointGraph
 from ..graph.plan import Plan, PlanError, activations
 from ..graph.profile import Profile
 from ..graph.profile import profile as profiled
 from ..graph.schedule import Schedule, everything
-from ..graph.simulate import Simulation, simulate
+from ..graph.simulate import Simulation, peak_of, simulate, step_peaks
 from ..meter import memory_format
 from .costs import added_cost, costs, step_cost
 from .reasons import decisions
@@ -51,8 +52,8 @@ def plan(
     Args:
         graph: from `ackpt.trace`.
         budget: None for no bound; a float in (0, 1] or a string such as ``"50%"``, that fraction of the dynamic peak
-            without checkpointing; an int or a string such as ``"6GiB"``, bytes of the whole peak: parameters, buffers,
-            inputs, optimizer state and everything the step allocates.
+            of the model's own step, without checkpointing; an int or a string such as ``"6GiB"``, bytes of the whole
+            peak: parameters, buffers, inputs, optimizer state and everything the step allocates.
         policy: ``"auto"`` recomputes least within the budget, and offloads where `profile` has times of copies to the
             host that hide behind computing, ``"none"`` saves what backward needs, ``"full"`` keeps one tensor between
             two blocks, ``"manual"`` takes ``fates={"relu": "recomputed", "addmm": "saved"}`` by the names of nodes, or
@@ -69,7 +70,8 @@ def plan(
         options: of the policy.
 
     Raises:
-        BudgetError: if the policy cannot keep the budget; names the smallest that it can.
+        BudgetError: if the policy cannot keep the budget; names the smallest that it can. Also for a fraction where the
+            model could only be captured as ``torch.compile`` runs it and has no data: its own peak is not known then.
         ValueError, TypeError: for an unknown policy, what is no budget, and options the policy does not know.
 
     Example:
@@ -92,7 +94,8 @@ def plan(
     )
     every = everything(graph)
     baseline = simulate(graph, profile, every)
-    limit = dynamic_limit(budget, baseline.peak_bytes, baseline.resident_bytes)
+    baseline_bytes = _baseline_bytes(graph, profile, every, baseline, budget)
+    limit = dynamic_limit(budget, baseline_bytes, baseline.resident_bytes)
     _check_options(policy, options)
     schedule = _decides(policy)(graph, profile, limit, **options)
     if copies(schedule) and profile.swap_seconds is None:
@@ -106,8 +109,39 @@ def plan(
         least = found.peak_bytes + found.resident_bytes
         cost = costs(graph, profile)
         longer = _added(graph, schedule, found, cost) / _plain_cost(every, cost)
-        raise BudgetError(_refusal(policy, budget, limit, found, baseline, longer), least, budget)
-    return _plan(graph, policy, limit, schedule, found, baseline, every, profile)
+        raise BudgetError(
+            _refusal(policy, budget, limit, found, baseline_bytes, longer) + _captured_so(graph), least, budget
+        )
+    return _plan(graph, policy, limit, schedule, found, baseline_bytes, every, profile)
+
+
+def _baseline_bytes(graph: JointGraph, profile: Profile, every: Schedule, simulated: Simulation, budget) -> int:
+    """The dynamic peak of the model's own step: simulated, or measured where it is not the one that was captured.
+
+    Raises:
+        BudgetError: for a fraction of a peak that is not known.
+    """
+    if graph.as_compiled is None:
+        own = eager_graph(graph)
+        return min(simulated.peak_bytes, peak_of(own, everything(own), profile.workspace_bytes))
+    if graph.as_compiled.baseline_bytes is not None:
+        _, backward = step_peaks(graph, every, profile.workspace_bytes)
+        return max(graph.as_compiled.baseline_bytes, backward[-1] if graph.optimizer_step_bytes else 0)
+    dynamic_limit(budget, 0, 0)  # what is no budget is said first
+    if is_share(budget):
+        raise BudgetError(
+            f"the budget {budget!r} is relative to the peak of the model's own step, which is not known: the model was "
+            f"captured as torch.compile runs it ({graph.as_compiled}). Give bytes, such as '6GiB', or real tensors.",
+            None,
+            budget,
+        )
+    return simulated.peak_bytes
+
+
+def _captured_so(graph: JointGraph) -> str:
+    if graph.as_compiled is None:
+        return ""
+    return f" The model was captured as torch.compile runs it ({graph.as_compiled}), which may take more than its own."
 
 
 def check_runs(graph: JointGraph, plan: Plan) -> Plan:
@@ -146,7 +180,7 @@ def _check_options(policy: str, options) -> None:
         raise TypeError(f"policy {policy!r} needs the option {missing[0]!r}: see help(ackpt.plan)")
 
 
-def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulation, every: Schedule, profile) -> Plan:
+def _plan(graph, policy, limit, schedule, found: Simulation, baseline_bytes: int, every: Schedule, profile) -> Plan:
     known = facts(graph)
     cost = costs(graph, profile)
     plain_cost = _plain_cost(every, cost)
@@ -159,7 +193,7 @@ def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulatio
         limit_bytes=limit,
         peak_bytes=found.peak_bytes + found.resident_bytes,
         resident_bytes=found.resident_bytes,
-        baseline_peak_bytes=baseline.peak_bytes + baseline.resident_bytes,
+        baseline_peak_bytes=baseline_bytes + found.resident_bytes,
         saved_bytes=found.saved_bytes,
         flops=found.flops,
         recompute_flops=found.recompute_flops,
@@ -180,6 +214,7 @@ def _plan(graph, policy, limit, schedule, found: Simulation, baseline: Simulatio
         host_bytes=found.host_bytes,
         exposed_seconds=found.exposed_seconds,
         made_for=graph.made_for,
+        note=None if graph.as_compiled is None else str(graph.as_compiled),
     )
 
 
@@ -202,9 +237,9 @@ def _bound(graph, cost, plain_cost: float, profile, limit: int) -> float | None:
     return None if bound is None else bound / plain_cost
 
 
-def _refusal(policy, budget, limit, found: Simulation, baseline: Simulation, cost: float) -> str:
+def _refusal(policy, budget, limit, found: Simulation, baseline_bytes: int, cost: float) -> str:
     least = found.peak_bytes + found.resident_bytes
-    share = least_share(found.peak_bytes, baseline.peak_bytes)
+    share = least_share(found.peak_bytes, baseline_bytes)
     fraction = "" if share is None else f", or {share} of the plain step's dynamic peak"
     step = (
         " That peak is reached in the optimizer's step, which no checkpointing makes smaller: let it take one "

@@ -6,14 +6,14 @@ import copy
 
 import pytest
 import torch
-from conftest import assert_equal
+from conftest import CAPTURED_AS_COMPILED, assert_equal
 from random_fates import planned, tensors_of
 from small_models import MODELS, build, loss_of
 
 import ackpt
 from ackpt.graph.workspace import disagreements
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(CAPTURED_AS_COMPILED)]
 
 STEPS = 3
 OPTIMIZERS = {

@@ -47,6 +47,10 @@ CASES = {
     ),
     "batch norm backward": lambda d, p: batch_norm_backward(d, p, [True, True, True]),
     "batch norm backward, no gradient of the input": lambda d, p: batch_norm_backward(d, p, [False, True, True]),
+    "fold": lambda d, p: [aten.col2im(torch.ones(2, 36, 9, dtype=d), (5, 5), (3, 3), (1, 1), (0, 0), (1, 1))],
+    "fold of fewer columns": lambda d, p: [
+        aten.col2im(torch.ones(4, 1, dtype=d), (5, 5), (2, 2), (1, 1), (0, 0), (5, 5))
+    ],
     "copy of a slice": lambda d, p: copy_of_slice(),
 }
 

@@ -75,3 +75,35 @@ def test_incoming_gradients_have_memory_of_their_own(name, policy):
     measured = ackpt.measure(lambda: once(step), "cpu", resident=(model, x), repeats=0)
     assert measured.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
     assert peak_of(graph, step.plan.schedule, [0] * len(graph.nodes)) == step.plan.dynamic_peak_bytes
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self, returned):
+        super().__init__()
+        self.first, self.second, self.returned = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 16, 1), returned
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.returned(self.second(self.first(x).sin()))
+
+
+def test_gradients_in_another_order_than_the_planned_one_are_refused():
+    """Torch would copy them: memory that the plan does not count, and sums that round another way."""
+    x, target = torch.randn(2, 3, 8, 8), torch.randn(2, 16, 8, 8)
+    step = ackpt.compile(ChannelsLast(lambda y: y), x, policy="none")
+    with pytest.raises(RuntimeError, match="contiguous"):
+        nn.functional.mse_loss(step(x), target).backward()
+    step(x).backward(target.contiguous(memory_format=torch.channels_last))
+    step(x).sum().backward()  # expanded
+
+
+def test_contiguous_outputs_take_contiguous_gradients():
+    torch.manual_seed(0)
+    x, target = torch.randn(2, 3, 8, 8), torch.randn(2, 16, 8, 8)
+    model = ChannelsLast(lambda y: y.contiguous())
+    step, gradients = ackpt.compile(model, x, policy="none"), []
+    for call in (model, step):
+        model.zero_grad()
+        nn.functional.mse_loss(call(x), target).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))

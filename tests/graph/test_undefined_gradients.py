@@ -76,3 +76,17 @@ def test_the_peak_stays_as_planned():
         return ackpt.measure(lambda: once(places), "cpu", resident=(model, x), repeats=0).dynamic_peak_bytes
 
     assert peak(DIFFERENTIABLE) == step.plan.dynamic_peak_bytes
+
+
+def test_a_gradient_that_is_always_zero_is_zero():
+    class Signed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.size, self.sign = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            return (torch.copysign(self.size, self.sign) * x).sum()
+
+    model, x = Signed(), torch.randn(4)
+    ackpt.compile(model, x)(x).backward()
+    assert model.sign.grad is not None and not model.sign.grad.any()

@@ -31,6 +31,17 @@ for mode in ("bilinear", "bicubic"):
             (2, 3, 12, 12),
             lambda y, mode=mode, options=options: F.interpolate(y, mode=mode, **options),
         )
+for mode in ("nearest", "nearest-exact"):
+    CASES[mode] = (
+        nn.Conv2d(3, 32, 1),
+        (2, 3, 16, 16),
+        lambda y, mode=mode: F.interpolate(channels_last(y), scale_factor=2, mode=mode).movedim(1, -1),
+    )
+
+
+def channels_last(y):
+    """`y` as attention over pixels leaves it; its gradient has these strides, too, and is summed in their order."""
+    return y.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).unflatten(2, y.shape[2:])
 
 
 class Model(nn.Module):
@@ -86,3 +97,45 @@ def test_batch_norm_of_what_is_transposed(policy, contiguous, train, one_thread)
         outputs.square().sum().backward()
         results.append([outputs.detach(), *(p.grad for p in model.parameters()), *model.buffers()])
     assert_equal(*results, policy)
+
+
+def test_an_inverse_stft_is_refused():
+    """Torch's Python code for it gives gradients that round another way than those of its C++."""
+    model = Model(nn.Linear(26, 26), lambda y: torch.istft(torch.complex(y, y), 64, window=torch.hann_window(64)))
+    with pytest.raises(ackpt.TraceError, match="istft"):
+        ackpt.trace(model, torch.randn(2, 33, 26))
+
+
+class _Teacher(torch.nn.Module):
+    """Adds to a trained layer what torch's attention gives in evaluation."""
+
+    def __init__(self, teacher):
+        super().__init__()
+        self.linear, self.teacher = torch.nn.Linear(8, 8), teacher
+
+    def forward(self, x):
+        x = self.linear(x)
+        with torch.no_grad():
+            y = self.teacher(x, x, x)[0] if isinstance(self.teacher, torch.nn.MultiheadAttention) else self.teacher(x)
+        return (x + y).square().sum()
+
+
+TEACHERS = {
+    "attention": lambda: torch.nn.MultiheadAttention(8, 2, batch_first=True),
+    "layer": lambda: torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_the_fused_kernel_of_attention_in_evaluation_is_refused_or_off(name):
+    """Eager rounds in another way by it, as in 6e-8 of the result, and a capture cannot see it."""
+    model, x = _Teacher(TEACHERS[name]()).eval(), torch.randn(4, 6, 8)
+    with pytest.raises(ackpt.TraceError, match="set_fastpath_enabled"):
+        ackpt.compile(model, x, policy="none")
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        assert torch.equal(ackpt.compile(model, x, policy="none")(x), model(x))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    model.train()
+    ackpt.compile(model, x, policy="none")(x).backward()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import CAPTURED_AS_COMPILED
 from torch import nn
 
 import ackpt
@@ -23,7 +24,7 @@ from ackpt.policies.mu_two import each_for_itself, evictions
 sys.path.append(str(Path(__file__).parents[1] / "graph"))
 from small_models import build  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(CAPTURED_AS_COMPILED)]
 
 
 def unit_times(graph):

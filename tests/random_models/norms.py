@@ -1,0 +1,245 @@
+"""Normalization as libraries write it: subclasses with their own forward, and functional calls on own buffers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .part import WIDTH, Part, part
+
+
+@part("image")
+class BatchNormAct(nn.BatchNorm2d):
+    """A batch norm with an activation, whose forward calls torch's."""
+
+    def __init__(self, draw, inner=()):
+        momentum = draw.choice([0.1, None])
+        super().__init__(WIDTH, momentum=momentum, track_running_stats=draw.random() < 0.8, affine=draw.random() < 0.8)
+        self.act = nn.GELU()
+
+    def forward(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.act(super().forward(x))
+
+
+@part("image")
+class BatchNormOwnForward(nn.BatchNorm2d):
+    """A batch norm that calls ``F.batch_norm`` on its buffers itself."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(WIDTH)
+        self.in_place = draw.random() < 0.5
+
+    def forward(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.training:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+        x = F.batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            self.momentum or 0.0,
+            self.eps,
+        )
+        return F.relu(x, inplace=self.in_place)
+
+
+@part("image")
+class BatchNormModes(Part):
+    """torch's batch norm in the modes that training scripts put it in."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.norm = nn.BatchNorm2d(
+            WIDTH, momentum=draw.choice([0.1, None, 1.0]), track_running_stats=draw.random() < 0.7
+        )
+        self.mode = draw.choice(["train", "eval", "frozen"])
+        self.norm.requires_grad_(self.mode != "frozen")
+
+    def train(self, mode=True):
+        super().train(mode)
+        if getattr(self, "mode", "train") != "train":
+            self.norm.eval()
+        return self
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+@part("image")
+class FunctionalBatchNorm(Part):
+    """A module that calls ``F.batch_norm`` on two buffers, or on two rows of one."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.stacked = draw.random() < 0.5
+        self.call = draw.choice([F.batch_norm, "torch"])
+        if self.stacked:
+            self.register_buffer("statistics", torch.stack([torch.zeros(WIDTH), torch.ones(WIDTH)]))
+        else:
+            self.register_buffer("mean", torch.zeros(WIDTH))
+            self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x):
+        mean, variance = (self.statistics[0], self.statistics[1]) if self.stacked else (self.mean, self.variance)
+        if self.call == "torch":
+            return torch.batch_norm(x, None, None, mean, variance, self.training, 0.1, 1e-5, True)
+        return F.batch_norm(x, mean, variance, training=self.training)
+
+
+@part("image")
+class InstanceNorm(Part):
+    """Instance norm with running statistics, torch's or functional."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.functional = draw.random() < 0.6
+        self.norm = nn.InstanceNorm2d(WIDTH, affine=True, track_running_stats=draw.random() < 0.7)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x):
+        if self.functional:
+            return F.instance_norm(x, self.mean, self.variance, use_input_stats=self.training)
+        return self.norm(x)
+
+
+@part("image")
+class GhostBatchNorm(Part):
+    """The batch in halves, each through the same batch norm, or through one of its own."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        norms = [nn.BatchNorm2d(WIDTH) for _ in range(draw.choice([1, 2]))]
+        self.norms = nn.ModuleList([norms[0], norms[-1]])
+
+    def forward(self, x):
+        if not self.training:
+            return self.norms[0](x)
+        return torch.cat([norm(half) for norm, half in zip(self.norms, x.chunk(2))])
+
+
+@part("image")
+class ReadsItsStatistics(nn.BatchNorm2d):
+    """A batch norm whose forward also reads the running statistics that it has just updated."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(WIDTH)
+
+    def forward(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x = super().forward(x)
+        assert self.running_var is not None
+        return x * (1 + 0.1 * self.running_var.mean())
+
+
+@part("image")
+class ReadsAnothersStatistics(Part):
+    """A module that reads the running statistics of a batch norm beside it, before or after that updates them."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.norm = nn.BatchNorm2d(WIDTH)
+        self.reader = _Reader(self.norm)
+        self.first = draw.random() < 0.5
+
+    def forward(self, x):
+        return self.norm(self.reader(x)) if self.first else self.reader(self.norm(x))
+
+
+class _Reader(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.source = [norm]  # no submodule
+        self.linear = nn.Conv2d(WIDTH, WIDTH, 1)
+
+    def forward(self, x):
+        return self.linear(x) - self.source[0].running_mean.view(1, -1, 1, 1)
+
+
+@part("image")
+class FrozenBatchNorm(Part):
+    """torchvision's frozen batch norm: only buffers."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        for name in ("weight", "bias", "mean", "variance"):
+            self.register_buffer(name, torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x):
+        weight, bias, mean, variance = (
+            buffer.reshape(1, -1, 1, 1) for buffer in (self.weight, self.bias, self.mean, self.variance)
+        )
+        scale = weight * (variance + 1e-5).rsqrt()
+        return x * scale + (bias - mean * scale)
+
+
+@part("image")
+class LayerNorm2d(nn.LayerNorm):
+    """ConvNeXt's layer norm over channels."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(WIDTH)
+
+    def forward(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x = x.permute(0, 2, 3, 1)
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+
+
+@part("image")
+class Groups(Part):
+    """Group norm, and weight standardization by a batch norm of the weight, as in timm."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.norm = nn.GroupNorm(draw.choice([1, 2, 4]), WIDTH)
+        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        weight = self.conv.weight
+        flat = weight.reshape(1, WIDTH, -1)
+        weight = F.batch_norm(flat, None, None, self.gain, training=True, momentum=0.0).reshape_as(weight)
+        return self.norm(F.conv2d(x, weight, self.conv.bias, padding=1))
+
+
+@part("sequence")
+class BatchNormOverTime(Part):
+    """A batch norm of transposed sequences."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=draw.choice([0.1, None]))
+
+    def forward(self, x):
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+@part("sequence")
+class RootMeanSquare(Part):
+    """RMS norm: Llama's, which computes in float32, or torch's."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.own = draw.random() < 0.6
+
+    def forward(self, x):
+        if not self.own:
+            return F.rms_norm(x, (WIDTH,), self.weight)
+        found = x.to(torch.float32)
+        found = found * torch.rsqrt(found.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * found.to(x.dtype)
+
+
+@part("sequence")
+class LayerNormOwnForward(nn.LayerNorm):
+    """A layer norm without bias whose forward calls the function."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(WIDTH, bias=draw.random() < 0.5)
+
+    def forward(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)

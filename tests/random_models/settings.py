@@ -1,0 +1,212 @@
+"""Parts that read what is neither argument nor tensor: globals, closures, configurations, the environment, modes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+
+import numpy as np
+import torch
+from torch import nn
+
+from .part import WIDTH, Part, at_restart, channels_first, channels_last, part
+
+SCALE = 1.0
+FLAGS = {"sharp": False}
+_VARIABLE = "ACKPT_RANDOM_MODELS"
+
+
+@at_restart
+def _restart():
+    global SCALE
+    SCALE = 1.0
+    FLAGS["sharp"] = False
+    os.environ.pop(_VARIABLE, None)
+    Settings.temperature = 1.0
+
+
+@part()
+class ReadsGlobal(Part):
+    """A number that is a global of the module's file, changed between steps."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.changes = draw.random() < 0.6
+
+    def between(self, step):
+        global SCALE
+        if self.changes:
+            SCALE *= 2
+
+    def forward(self, x):
+        return torch.tanh(x * SCALE)
+
+
+@part()
+class ReadsFlag(Part):
+    """A flag in a global dict, or in the environment, that decides about the path."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.environment = draw.random() < 0.4
+        self.changes = draw.random() < 0.6
+
+    def between(self, step):
+        if self.changes:
+            FLAGS["sharp"] = not FLAGS["sharp"]
+            os.environ[_VARIABLE] = str(step % 2)
+
+    def forward(self, x):
+        if os.environ.get(_VARIABLE, "0") == "0" if self.environment else FLAGS["sharp"]:
+            return torch.tanh(2 * x)
+        return torch.tanh(x)
+
+
+@part()
+class ReadsClosure(Part):
+    """A number in a closure, changed between steps."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        scale = 1.0
+
+        def scaled(x):
+            return torch.sin(x * scale)
+
+        def change():
+            nonlocal scale
+            scale += 0.5
+
+        self.scaled, self.change = scaled, change
+        self.changes = draw.random() < 0.6
+
+    def between(self, step):
+        if self.changes:
+            self.change()
+
+    def forward(self, x):
+        return self.scaled(x)
+
+
+@dataclasses.dataclass(eq=False)
+class Settings:
+    """What a model library calls a configuration."""
+
+    scale: float = 1.0
+    residual: bool = True
+    temperature = 1.0
+
+
+@part()
+class ReadsConfiguration(Part):
+    """A configuration object, a namespace or a class attribute, changed between steps."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.config = draw.choice([Settings, types.SimpleNamespace])(scale=1.0, residual=True)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.how = draw.choice(["scale", "residual", "class", "none"])
+
+    def between(self, step):
+        if self.how == "scale":
+            self.config.scale *= 0.5
+        elif self.how == "residual":
+            self.config.residual = not self.config.residual
+        elif self.how == "class":
+            Settings.temperature += 1.0
+
+    def forward(self, x):
+        found = channels_first(self.linear(channels_last(x))) * self.config.scale
+        found = found / getattr(type(self.config), "temperature", 1.0)
+        return x + found if self.config.residual else found
+
+
+@part()
+class ChangingAttributes(Part):
+    """Attributes that a schedule changes between steps: a rate, a list of numbers, an array, a plain tensor."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.dropout = nn.Dropout(0.5)
+        self.weights = [0.5, 1.0]
+        self.array = np.linspace(0.5, 1.0, WIDTH).astype(np.float32)
+        self.vector = torch.linspace(0.5, 1.0, WIDTH)
+        self.how = draw.choice(["rate", "list", "array", "tensor", "replaced"])
+
+    def between(self, step):
+        if self.how == "rate":
+            self.dropout.p *= 0.5
+        elif self.how == "list":
+            self.weights[0] += 1.0
+        elif self.how == "array":
+            self.array[0] += 1.0
+        elif self.how == "tensor":
+            self.vector[0] += 1.0
+        else:
+            self.vector = self.vector + 1.0
+
+    def forward(self, x):
+        last = channels_last(x)
+        if self.how == "rate":
+            return self.dropout(x)
+        if self.how == "list":
+            return x * self.weights[0] + self.weights[1]
+        if self.how == "array":
+            return channels_first(last * torch.from_numpy(self.array))
+        return channels_first(last * self.vector)
+
+
+@part()
+class AsksIfCompiling(Part):
+    """A path of its own where the model is compiled, mathematically equal or with another size in memory."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.how = draw.choice(["equal", "larger"])
+        self.looks = draw.random() < 0.5
+
+    def forward(self, x):
+        if self.looks and not torch.compiler.is_compiling() and bool((x.detach().abs() > 1e4).any()):
+            x = x.clamp(-1e4, 1e4)
+        if not torch.compiler.is_compiling():
+            return torch.tanh(x).pow(2)
+        if self.how == "equal":
+            return torch.tanh(x) * torch.tanh(x)
+        return torch.stack([torch.tanh(x)] * 4).prod(0).sqrt()
+
+
+@part(planned=False)
+class LooksAtValues(Part):
+    """Checks of values, always or unless compiled, and a value that decides about the path or a factor."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.how = draw.choice(["check", "unless compiled", "path", "item"])
+
+    def forward(self, x):
+        if self.how == "check":
+            assert torch.isfinite(x).all(), "not finite"
+        elif self.how == "unless compiled":
+            if not torch.compiler.is_compiling() and torch.isnan(x).any():
+                raise ValueError("not a number")
+        elif self.how == "path":
+            if x.mean() > 0:
+                return x.tanh()
+        elif self.how == "item":
+            return x / max(1.0, x.detach().abs().max().item())
+        return x.sin()
+
+
+@part()
+class ReplacedForward(Part):
+    """A submodule whose forward is replaced on the instance, as hook libraries do it."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        forward = self.linear.forward
+        self.linear.forward = lambda x: forward(x) * 0.5
+
+    def forward(self, x):
+        return channels_first(self.linear(channels_last(x)))

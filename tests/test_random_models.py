@@ -1,0 +1,45 @@
+"""Random models of library-like parts: in regions, with offload and planned they are what they are unmodified."""
+
+from __future__ import annotations
+
+import pytest
+from random_models import check, draw_spec
+from random_models.compare import FINDING, difference
+from random_models.model import Node, Spec
+from random_models.part import CATALOG
+from random_models.reduce import smallest
+from random_models.training import train
+from random_models.variants import plain
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+SEEDS = (1, 2, 4, 5, 6, 7, 40, 45, 46, 49, 50, 55, 57, 58)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_differs_without_an_error(seed):
+    outcomes = check(draw_spec(seed))
+    assert outcomes
+    assert [outcome for outcome in outcomes if outcome.kind == FINDING] == []
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_every_part_trains_alike_twice(name):
+    entry = CATALOG[name]
+    inner = (Node("Linear", 1),) * entry.inner[0]
+    for kind in entry.kinds:
+        spec = Spec(0, kind, ((Node(name, 5, inner),),))
+        assert difference(train(spec, plain, 2), train(spec, plain, 2)) is None
+
+
+def test_a_difference_is_a_finding():
+    spec = Spec(0, "sequence", ((Node("Linear", 1), Node("Noise", 2)),))
+    other = Spec(1, "sequence", ((Node("Linear", 1), Node("Noise", 2)),))
+    text = difference(train(spec, plain, 2), train(other, plain, 2))
+    assert text is not None and text.startswith("step 0: output 0")
+
+
+def test_a_finding_is_reduced_to_the_parts_it_needs():
+    node = Node("CountsInBuffer", 0)
+    spec = Spec(0, "image", ((Node("Linear", 1), Node("Residual", 2, (Node("Views", 3), node))), (node,)), takes="dict")
+    found = smallest(spec, lambda smaller: "CountsInBuffer" in smaller.names() and "Views" in smaller.names())
+    assert sorted(found.names()) == ["CountsInBuffer", "Views"] and found.takes == "tensors"
