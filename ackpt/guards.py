@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -134,11 +135,12 @@ def memory(tensor):
 class State:
     """Buffers of a region: copied before it runs, so that the recompute starts from the values the forward saw."""
 
-    __slots__ = ("_before", "_bindings", "_changed", "_namespaces", "_parameters")
+    __slots__ = ("_before", "_bindings", "_changed", "_namespaces", "_overwritten", "_parameters")
 
     def __init__(self, reach):
         self._bindings = reach.bindings
         self._namespaces = reach.namespaces
+        self._overwritten = []
         self._parameters = [
             (tensor, name, version(tensor))
             for tensor, name in reach.tensors.values()
@@ -156,17 +158,25 @@ class State:
 
         `written`: storages that may have changed although their version counters have not, None if any may.
 
-        Of tensors with a history, names are kept for those among `leaves` only: a module that remembers its last output
-        would else keep the graphs of all its steps alive.
+        Of the values before the forward that have a history, only those among `leaves` are kept: a module that
+        remembers its last output would else keep the graphs of all its steps alive. Of the others, the recompute may
+        overwrite what a later forward has left, so their names are.
         """
         used = {id(leaf) for leaf in leaves}
-        self._bindings = [
-            binding for binding in self._bindings if not _has_history(binding[2]) or id(binding[2]) in used
-        ]
+        bindings, self._bindings = self._bindings, []
+        for binding in bindings:
+            if not _has_history(binding[2]) or id(binding[2]) in used:
+                self._bindings.append(binding)
+            else:
+                self._remember(*binding[:2])
         for attributes, names in self._namespaces:
             if len(attributes) > len(names):
-                new = [(name, value) for name, value in attributes.items() if name not in names]
-                self._bindings += [(attributes, name, _ABSENT) for name, value in new if _is_state(value)]
+                for name, value in attributes.items():
+                    if name not in names:
+                        if _is_state(value):
+                            self._bindings.append((attributes, name, _ABSENT))
+                        elif _has_history(value):
+                            self._remember(attributes, name)
         self._namespaces = []
         for tensor, name, mark in self._parameters:
             if version(tensor) != mark:
@@ -192,6 +202,18 @@ class State:
         self._before = []
         return {id(tensor) for tensor, _ in self._changed}
 
+    def _remember(self, namespace, name) -> None:
+        """Note what the forward has left under a name, without keeping it alive."""
+        left = namespace.get(name)
+        self._overwritten.append((namespace, name, weakref.ref(left) if isinstance(left, torch.Tensor) else None))
+
+    def _left_by_others(self):
+        """Bindings, with the values of now, that another forward than this region's has made since."""
+        for namespace, name, left in self._overwritten:
+            now = namespace.get(name, _ABSENT)
+            if left is None or left() is not now:
+                yield namespace, name, now
+
     @contextlib.contextmanager
     def as_before(self):
         """Old values inside, and after the body the values of now again; version counters stay.
@@ -199,6 +221,7 @@ class State:
         The backward of the recomputed graph belongs inside as well: it may read a buffer that the region has updated.
         """
         rebound = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
+        rebound += self._left_by_others()
         tensors = [tensor for tensor, _ in self._changed]
         if not tensors and not rebound:
             yield

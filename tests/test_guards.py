@@ -384,3 +384,43 @@ def test_attributes_that_a_forward_makes_or_replaces_change_once(name, depth):
         return [*found, torch.as_tensor(model.read(model))]
 
     assert all(map(torch.equal, train(0), train(depth)))
+
+
+class _KeepsItsOutput(nn.Module):
+    """Keeps its output, with its history, in an attribute that exists before or is made by the first forward."""
+
+    def __init__(self, made, wrapped):
+        super().__init__()
+        self.linear, self.wrapped = nn.Linear(4, 4), wrapped
+        if not made:
+            self.last = wrapped(torch.zeros(4))
+
+    def forward(self, x):
+        h = torch.tanh(self.linear(x))
+        self.last = self.wrapped(h)
+        return h * 0.5
+
+
+@pytest.mark.parametrize("wrapped", [lambda h: h, lambda h: [h], lambda h: (h, 1)], ids=["tensor", "list", "tuple"])
+@pytest.mark.parametrize("made", [False, True])
+def test_an_attribute_with_a_history_is_that_of_the_last_forward(made, wrapped):
+    """Two forwards before their backwards: the recompute of the first must not leave its own output there."""
+
+    def train(call):
+        torch.manual_seed(0)
+        model, kept = _KeepsItsOutput(made, wrapped), []
+        for _ in range(2):
+            losses = [call(model, torch.randn(3, 4)).sum() for _ in range(2)]
+            sum(losses).backward()  # that of the second forward first
+            kept.append((model.last if isinstance(model.last, torch.Tensor) else model.last[0]).detach().clone())
+        return kept
+
+    assert all(map(torch.equal, train(plain_call), train(ackpt.checkpoint)))
+
+
+def test_an_attribute_with_a_history_keeps_no_graph_alive_after_backward():
+    model = _KeepsItsOutput(False, lambda h: h)
+    for _ in range(2):
+        ackpt.checkpoint(model, torch.randn(3, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="second time|checkpoint"):
+        model.last.sum().backward()
