@@ -2,22 +2,24 @@
 
 from typing import TYPE_CHECKING
 
-from .errors import BudgetError, CheckpointError, OffloadError
-from .guards import guarantees
-from .loss import chunked_cross_entropy
-from .meter import compare_seconds, count_flops, measure
-from .offload import offload_saved_tensors
-from .offload_pays import offload_pays
-from .phases import is_recomputing
-from .predict import predict
-from .reentrant import checkpoint
-from .sequential import checkpoint_sequential
-from .timeline import MeterError
-from .wrap import apply_activation_checkpointing, remove_activation_checkpointing
+from .autograd_state import is_recomputing
+from .checkpointing.chunked_loss import chunked_cross_entropy
+from .checkpointing.guards import guarantees
+from .checkpointing.reentrant import checkpoint
+from .checkpointing.sequential import checkpoint_sequential
+from .checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
+from .errors import BudgetError, CheckpointError, OffloadError, TraceError
+from .metering.meter import compare_seconds, count_flops, measure
+from .metering.prediction import predict
+from .metering.timeline import MeterError
+from .offloading.pays import offload_pays
+from .offloading.saved_tensors import offload_saved_tensors
 
 if TYPE_CHECKING:
-    from .graph import Plan, PlanError, ScheduleError, TraceError, profile, trace
-    from .policies import compile, plan
+    from .compiled import compile
+    from .graph import PlanError, ScheduleError, profile, trace
+    from .planner import plan
+    from .planning.plan import Plan
     from .results import RecordError
 
 __version__ = "0.1.0"
@@ -57,11 +59,10 @@ _LATER = {
     "PlanError": ("ackpt.graph", "PlanError"),
     "RecordError": ("ackpt.results", "RecordError"),
     "ScheduleError": ("ackpt.graph", "ScheduleError"),
-    "TraceError": ("ackpt.graph", "TraceError"),
-    "colab": ("ackpt.colab", None),
-    "compile": ("ackpt.policies", "compile"),
+    "colab": ("ackpt.experiments.colab", None),
+    "compile": ("ackpt.compiled", "compile"),
     "graph": ("ackpt.graph", None),
-    "plan": ("ackpt.policies", "plan"),
+    "plan": ("ackpt.planner", "plan"),
     "policies": ("ackpt.policies", None),
     "profile": ("ackpt.graph", "profile"),
     "trace": ("ackpt.graph", "trace"),

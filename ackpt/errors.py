@@ -37,6 +37,24 @@ class OffloadError(RuntimeError):
     """
 
 
+class TraceError(ValueError):
+    """A model cannot be captured as one graph; the message names the line or the cause, and the way out.
+
+    Example:
+        >>> import torch, ackpt
+        >>> class Branches(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x) if x.sum() > 0 else x
+        >>> try:
+        ...     ackpt.trace(Branches(8, 8), torch.ones(4, 8))
+        ... except ackpt.TraceError:
+        ...     print("it decides by the values of a tensor")
+        it decides by the values of a tensor
+    """
+
+    reason: str = ""  # where a model looks at values, for what is captured in another way instead
+
+
 class BudgetError(ValueError):
     """No plan keeps the step within the budget; the message names the smallest budget that works.
 

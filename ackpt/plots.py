@@ -12,8 +12,9 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from ackpt.metering.timeline import CATEGORIES, Timeline
+
 from .results import write_bytes_atomic
-from .timeline import CATEGORIES, Timeline
 
 try:
     from matplotlib import style
@@ -64,7 +65,7 @@ def timeline_plot(timeline: Timeline, title: str, resident_bytes: int = 0) -> Fi
 
     Example:
         >>> from ackpt.plots import timeline_plot
-        >>> from ackpt.timeline import Timeline
+        >>> from ackpt.metering.timeline import Timeline
         >>> live = (0, 2**20, 2**21, 0)
         >>> step = Timeline(live, {"activations": live}, boundary=2)
         >>> figure = timeline_plot(step, "The peak is where backward begins")

@@ -308,3 +308,13 @@ def _check_value(value, where: str) -> None:
         raise RecordError(f"{where} is {value}, which JSON cannot hold")
     elif not isinstance(value, (str, int, float, type(None))):
         raise RecordError(f"{where} is a {type(value).__name__}; records hold plain values, lists and dicts")
+
+
+def read_json(path, what: str, error_type: type[Exception]):
+    """The data in a file that `save` of a ``"plan"`` or ``"profile"`` wrote; `error_type` if it is no JSON."""
+    try:
+        return json.loads(Path(path).read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise error_type(
+            f"{path} is no {what}: {error}. It may be truncated; {what} again and save it with {what.capitalize()}.save"
+        ) from error

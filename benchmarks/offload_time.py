@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 import ackpt
-from ackpt.meter import compare_seconds
+from ackpt.metering.meter import compare_seconds
 
 FUNCTIONS = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, "softplus": torch.nn.functional.softplus}
 

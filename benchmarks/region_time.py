@@ -14,7 +14,7 @@ import torch
 import torch.utils.checkpoint
 
 import ackpt
-from ackpt.meter import compare_seconds
+from ackpt.metering.meter import compare_seconds
 
 CALLS = 50  # regions per timed run
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import ackpt
-from ackpt.meter import memory_format
+from ackpt.metering.meter import memory_format
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ackpt
-from ackpt.meter import memory_format
+from ackpt.metering.meter import memory_format
 
 
 class Net(nn.Module):

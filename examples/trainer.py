@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import ackpt
-from ackpt.meter import memory_format
+from ackpt.metering.meter import memory_format
 
 STEPS = 3
 

@@ -32,8 +32,8 @@ import torch.nn.functional as F
 
 import ackpt
 from ackpt import plots
-from ackpt.experiments import explorer, memory_bars
-from ackpt.meter import measure, memory_format
+from ackpt.experiments.widgets import explorer, memory_bars
+from ackpt.metering.meter import measure, memory_format
 from ackpt.models import PUBLISHED, Block, Transformer, TransformerConfig
 from ackpt.results import Record, environment, markdown_table, write_text_atomic
 

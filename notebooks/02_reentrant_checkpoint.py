@@ -38,10 +38,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ackpt
 from ackpt import plots
-from ackpt.meter import compare_seconds, measure, memory_format
+from ackpt.checkpointing.sequential import segment_lengths
+from ackpt.metering.meter import compare_seconds, measure, memory_format
 from ackpt.models import Block, Transformer, TransformerConfig
 from ackpt.results import Record, environment, markdown_table, write_text_atomic
-from ackpt.sequential import segment_lengths
 
 torch.set_num_threads(2)
 generator = torch.manual_seed(0)
@@ -1105,7 +1105,7 @@ print(f"wide:   {kept_by(wide):,} = 4 x {4 * number:,}")
 # - The ten lines are wrong wherever the second run is not the first one: other parameters, random numbers, buffers, types
 #   or closures. Most of this passes without an error, in PyTorch's own checkpoint too.
 # - `ackpt.checkpoint` repeats what can be repeated and refuses the rest. It runs the first forward in grad mode, and makes
-#   the parameters inputs of its node. The files `ackpt/reentrant.py` and `ackpt/region.py` hold it all; every part of
+#   the parameters inputs of its node. The files `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py` hold it all; every part of
 #   them should now be familiar.
 # - The guarantees cost microseconds per region. A loss head needs no recompute at all, only chunks.
 #

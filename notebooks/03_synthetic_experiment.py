@@ -33,12 +33,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ackpt import plots
-from ackpt.experiments import report, synthetic
-from ackpt.experiments.gpu_records import gpu_records
-from ackpt.experiments.methods import configure
-from ackpt.experiments.predicted import predict_experiment
-from ackpt.experiments.training import one_step
-from ackpt.predict import predict
+from ackpt.experiments import synthetic
+from ackpt.experiments.reports import training as report
+from ackpt.experiments.reports.gpu_records import gpu_records
+from ackpt.experiments.steps.methods import configure
+from ackpt.experiments.steps.predicted import predict_experiment
+from ackpt.experiments.steps.training import one_step
+from ackpt.metering.prediction import predict
 from ackpt.results import load_reference, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
@@ -521,7 +522,7 @@ for record, formula in zip(odd, (plain_peak, checkpoint_peak)):
     print(f"{record.config['method']:10}", record.metrics["peak_bytes"] - formula(768))
 
 # %% tags=["solution"]
-from ackpt.meter import measure
+from ackpt.metering.meter import measure
 from ackpt.models import attention
 
 

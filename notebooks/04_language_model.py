@@ -35,12 +35,13 @@ import torch.nn.functional as F
 import ackpt
 from ackpt import plots
 from ackpt.data import corpus_fingerprint, embedded_corpus, token_stream, train_tokenizer
-from ackpt.experiments import lm, report
-from ackpt.experiments.gpu_records import gpu_records
-from ackpt.experiments.methods import configure
-from ackpt.experiments.predicted import predict_experiment
-from ackpt.experiments.training import adamw, one_step
-from ackpt.meter import measure
+from ackpt.experiments import lm
+from ackpt.experiments.reports import training as report
+from ackpt.experiments.reports.gpu_records import gpu_records
+from ackpt.experiments.steps.methods import configure
+from ackpt.experiments.steps.predicted import predict_experiment
+from ackpt.experiments.steps.training import adamw, one_step
+from ackpt.metering.meter import measure
 from ackpt.results import load_reference, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)

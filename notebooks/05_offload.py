@@ -40,14 +40,17 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import ackpt
-from ackpt import offload_engine, plots, transport
-from ackpt.experiments import offload, offload_report
-from ackpt.experiments.gpu_records import gpu_records
-from ackpt.meter import compare_seconds, measure
+from ackpt import plots
+from ackpt.experiments import offload
+from ackpt.experiments.reports import offload as offload_report
+from ackpt.experiments.reports.gpu_records import gpu_records
+from ackpt.metering.meter import compare_seconds, measure
 from ackpt.models import Block, TransformerConfig
+from ackpt.offloading import engine as offload_engine
+from ackpt.offloading import transport
+from ackpt.offloading.cpu_streams import Stream
+from ackpt.offloading.store import Pool, host_memory
 from ackpt.results import load_reference, markdown_table, write_text_atomic
-from ackpt.store import Pool, host_memory
-from ackpt.streams import Stream
 
 torch.set_num_threads(2)
 generator = torch.manual_seed(0)
@@ -134,7 +137,7 @@ copied
 #
 # A GPU has copy engines that work while it computes. They are reached by a second *stream*: a queue of work that runs
 # in its own order. The program only submits, and goes on. Two streams know nothing of each other but *events*: an event
-# is reached when a piece of work has ended, and work can be told to start after events. `ackpt.streams.Stream` is the
+# is reached when a piece of work has ended, and work can be told to start after events. `ackpt.offloading.cpu_streams.Stream` is the
 # same on a CPU, with a worker thread for the queue:
 
 # %%
@@ -327,7 +330,7 @@ allocations(give_back=False), allocations(give_back=True)
 # ## The engine
 #
 # `ackpt.offload_saved_tensors` is the pair of hooks again, with an engine behind it that keeps these rules. (They stand
-# at the top of `ackpt/transport_cuda.py`, which is what a GPU uses.)
+# at the top of `ackpt/offloading/cuda_transport.py`, which is what a GPU uses.)
 
 # %%
 def train_offloaded(mode, **options):

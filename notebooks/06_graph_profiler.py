@@ -46,17 +46,9 @@ from torch.utils.checkpoint import checkpoint
 import ackpt
 from ackpt import models, plots
 from ackpt.experiments import graph_profile
-from ackpt.graph import (
-    PlannedStep,
-    RewriteError,
-    ScheduleError,
-    lower,
-    rewrite,
-    scheduled,
-    simulate,
-)
+from ackpt.graph import PlannedStep, RewriteError, ScheduleError, lower, rewrite, scheduled, simulate
+from ackpt.metering.timeline import Timeline
 from ackpt.results import Record, environment, markdown_table, write_text_atomic
-from ackpt.timeline import Timeline
 
 torch.set_num_threads(2)
 generator = torch.manual_seed(0)

@@ -36,12 +36,14 @@ import torch
 
 import ackpt
 from ackpt import models, plots
-from ackpt.experiments import graph_profile, sublinear, sublinear_plots
+from ackpt.experiments import graph_profile, sublinear
+from ackpt.experiments.reports import sublinear_plots
 from ackpt.experiments.sublinear import ChainConfig, measured
 from ackpt.graph import PlannedStep
-from ackpt.policies import chen, on_chain, revolve, rotor
+from ackpt.metering.timeline import Timeline
+from ackpt.policies import chen, revolve, rotor
+from ackpt.policies.chains import chain_walk as on_chain
 from ackpt.results import load_reference, markdown_table, write_text_atomic
-from ackpt.timeline import Timeline
 
 torch.set_num_threads(2)
 generator = torch.manual_seed(0)

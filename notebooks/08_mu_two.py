@@ -46,18 +46,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
 from ackpt import models, plots
-from ackpt.experiments import batch_report, batch_size, graph_profile, mu_two
-from ackpt.experiments.gpu_records import gpu_records
-from ackpt.experiments.mu_two_plots import ratio_plot
+from ackpt.costs.devices import device
+from ackpt.experiments import batch_size, graph_profile, mu_two
+from ackpt.experiments.reports import batch_size as batch_report
+from ackpt.experiments.reports.gpu_records import gpu_records
+from ackpt.experiments.reports.mu_two_plots import ratio_plot
+from ackpt.experiments.reports.sublinear_plots import curves_plot
 from ackpt.experiments.sublinear import measured
-from ackpt.experiments.sublinear_plots import curves_plot
 from ackpt.graph import PlannedStep, simulate
-from ackpt.graph.devices import device
-from ackpt.graph.schedule import everything
-from ackpt.graph.swap import offloadable, offloaded
-from ackpt.policies.costs import costs
-from ackpt.policies.intermediates import drop
+from ackpt.planning.offload_steps import offloadable, offloaded
+from ackpt.planning.schedule import everything
 from ackpt.policies.mu_two import schedules_of, states
+from ackpt.policies.search.intermediates import drop
+from ackpt.policies.search.recompute_costs import costs
 from ackpt.results import load_reference, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
@@ -93,8 +94,8 @@ predictions = [pool.submit(batch_size.predicted, c, SOURCE) for c in (smaller, l
 # |:--:|---|---|
 # | A | profile a graph that may be larger than the device | `ackpt.profile` |
 # | B | choose candidates until the peak fits | `ackpt.policies.mu_two` |
-# | C, D | what swapping, what recomputing costs | `ackpt.policies.intermediates` |
-# | E, F | what a choice changes in those chosen, in those left | `ackpt.policies.intermediates` |
+# | C, D | what swapping, what recomputing costs | `ackpt.policies.search.intermediates` |
+# | E, F | what a choice changes in those chosen, in those left | `ackpt.policies.search.intermediates` |
 # | G | what memory the choices take | `ackpt.graph.simulate` |
 # | H | run on three streams: computing, copies out, copies in | `ackpt.graph.rewrite` |
 #

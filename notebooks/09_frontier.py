@@ -37,16 +37,12 @@ from torch import nn
 
 import ackpt
 from ackpt import models, plots
-from ackpt.experiments import (
-    explorer,
-    frontier_methods,
-    frontier_report,
-    graph_profile,
-    optimum,
-    sublinear,
-)
+from ackpt.experiments import graph_profile, optimum, sublinear
 from ackpt.experiments.frontier import PLANNED, FrontierConfig, run_frontier
-from ackpt.experiments.frontier_models import workload
+from ackpt.experiments.reports import frontier as frontier_report
+from ackpt.experiments.reports import frontier_methods
+from ackpt.experiments.steps.frontier_models import workload
+from ackpt.experiments.widgets import explorer
 from ackpt.policies import ilp
 from ackpt.results import markdown_table, write_text_atomic
 

@@ -40,13 +40,15 @@ import torch
 
 import ackpt
 from ackpt import models, plots
-from ackpt.experiments import batch_report, batch_size, bert, bert_block, bert_report
-from ackpt.experiments.gpu_records import gpu_records
+from ackpt.experiments import batch_size, bert, bert_block
 from ackpt.experiments.graph_profile import orders_plot
-from ackpt.experiments.report import stacked_plot
-from ackpt.experiments.steps import RunStep, one_step
-from ackpt.experiments.sublinear_plots import curves_plot
-from ackpt.experiments.training import adamw
+from ackpt.experiments.reports import batch_size as batch_report
+from ackpt.experiments.reports import bert as bert_report
+from ackpt.experiments.reports.gpu_records import gpu_records
+from ackpt.experiments.reports.sublinear_plots import curves_plot
+from ackpt.experiments.reports.training import stacked_plot
+from ackpt.experiments.steps.named_steps import RunStep, one_step
+from ackpt.experiments.steps.training import adamw
 from ackpt.results import load_reference, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)

@@ -32,14 +32,14 @@ import torch
 from ackpt import plots
 from ackpt.experiments import sharded_llama
 from ackpt.experiments.graph_profile import orders_plot
-from ackpt.experiments.plan import PlanConfig
-from ackpt.experiments.plan_models import StepRequest
-from ackpt.experiments.report import stacked_plot
-from ackpt.experiments.sharded_blocks import CAPTURED
+from ackpt.experiments.reports.training import stacked_plot
 from ackpt.experiments.sharded_check import check
-from ackpt.experiments.sharded_plan import ShardedModel
-from ackpt.experiments.sharding import GroupBytes, Sharding
 from ackpt.results import markdown_table, write_text_atomic
+from ackpt.sharded.blocks import CAPTURED
+from ackpt.sharded.planner import ShardedModel
+from ackpt.sharded.sharding import GroupBytes, Sharding
+from ackpt.workloads.named_models import StepRequest
+from ackpt.workloads.planned_shapes import PlanConfig
 
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
 warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not draw

@@ -9,10 +9,10 @@ import weakref
 import torch
 
 import ackpt
-from ackpt.offload_engine import Engine, Lane
-from ackpt.store import Pool, host_memory
-from ackpt.streams import Stream
-from ackpt.transport import CpuTransport, Waited
+from ackpt.offloading.cpu_streams import Stream
+from ackpt.offloading.engine import Engine, Lane
+from ackpt.offloading.store import Pool, host_memory
+from ackpt.offloading.transport import CpuTransport, Waited
 
 LONG = 30  # seconds that no test comes near
 
@@ -187,7 +187,7 @@ class IgnoresEarlierCopies(LateTransport):
         return super().copy_in(buffer, target, size, ())
 
 
-def late_offload(transport, mode="async", **options) -> ackpt.offload.Offload:
+def late_offload(transport, mode="async", **options) -> ackpt.offloading.saved_tensors.Offload:
     """An Offload whose engine has `transport` and a pool of its own."""
     offload = ackpt.offload_saved_tensors(mode, min_bytes=options.pop("min_bytes", 1), **options)
     offload.engine = Engine("host")

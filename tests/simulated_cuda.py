@@ -14,7 +14,7 @@ import weakref
 
 import torch
 
-from ackpt.transport_cuda import CudaEvent, CudaTransport
+from ackpt.offloading.cuda_transport import CudaEvent, CudaTransport
 
 DEVICE = torch.device("cuda", 0)
 

@@ -9,8 +9,8 @@ import torch
 from simulated_cuda import DEVICE, Machine, SimulatedTransport, join
 
 import ackpt
-from ackpt.offload_engine import Engine, Lane
-from ackpt.store import Pool
+from ackpt.offloading.engine import Engine, Lane
+from ackpt.offloading.store import Pool
 
 SIZES = (256, 1024)  # elements
 

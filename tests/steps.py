@@ -9,7 +9,7 @@ import torch
 from late import Arena
 
 import ackpt
-from ackpt.offload_engine import Engine
+from ackpt.offloading.engine import Engine
 
 STEPS, LAYERS, SHAPE = 6, 6, (8, 512)
 BYTES = 8 * 512 * 4

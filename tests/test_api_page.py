@@ -9,7 +9,8 @@ import pytest
 from public_names import look_up, public_names
 
 import ackpt
-from ackpt import data, graph, meter, models, policies, results
+from ackpt import data, graph, models, policies, results
+from ackpt.metering import meter
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (ackpt, graph, policies, models, meter, results, data)

@@ -9,7 +9,8 @@ import pytest
 from address import colab_address, repository_address
 
 import ackpt
-from ackpt import data, errors, flops, graph
+from ackpt import data, errors, graph
+from ackpt.metering import flops
 
 ROOT = Path(__file__).parent.parent
 BOOK = ROOT / "book"

@@ -5,8 +5,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from ackpt import plots
+from ackpt.metering.timeline import build_timeline
 from ackpt.plots import MIB, bar_plot, line_plot, png, save, timeline_plot
-from ackpt.timeline import build_timeline
 
 
 def actions():

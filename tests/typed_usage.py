@@ -11,9 +11,9 @@ from typing_extensions import assert_type
 
 import ackpt
 from ackpt.graph import JointGraph, PlannedStep, Profile, Schedule, Simulation, lower, simulate
-from ackpt.meter import Measurement
-from ackpt.offload import Offload
-from ackpt.offload_engine import Engine
+from ackpt.metering.meter import Measurement
+from ackpt.offloading.engine import Engine
+from ackpt.offloading.saved_tensors import Offload
 
 
 def double(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 from address import ROOT
 from chapter import source_hash
 
-from ackpt.experiments.gpu_records import gpu_columns
+from ackpt.experiments.reports.gpu_records import gpu_columns
 from ackpt.results import Record, load_records, markdown_table
 
 RUN = "notebook"  # the experiment of a run's record

@@ -15,16 +15,30 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ackpt.budget import parse_bytes
 from ackpt.errors import did_you_mean
-from ackpt.graph.budget import parse_bytes
-from ackpt.meter import compare_seconds
+from ackpt.experiments.steps.failures import STRICT
+from ackpt.experiments.steps.largest_batch import (
+    Largest,
+    extrapolated,
+    largest_on_cpu,
+    largest_on_cuda,
+    largest_predicted,
+)
+from ackpt.experiments.steps.named_steps import (
+    PLAIN,
+    Method,
+    NotRun,
+    RunStep,
+    Setting,
+    method,
+    needs_limit,
+    require_equal,
+)
+from ackpt.experiments.steps.settings import record_config
+from ackpt.experiments.steps.step_shapes import Shapes, does_not_fit
+from ackpt.metering.meter import compare_seconds
 from ackpt.results import Record, environment
-
-from .failures import STRICT
-from .largest_batch import Largest, extrapolated, largest_on_cpu, largest_on_cuda, largest_predicted
-from .settings import record_config
-from .step_shapes import Shapes, does_not_fit
-from .steps import PLAIN, Method, NotRun, RunStep, Setting, method, needs_limit, require_equal
 
 EXPERIMENT = "batch-size"
 LARGEST = "largest-batch"

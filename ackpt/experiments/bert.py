@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from ackpt.experiments.steps.failures import STRICT
+from ackpt.experiments.steps.named_steps import PER_BLOCK, PLAIN, Setting, method, needs_limit
+from ackpt.experiments.steps.settings import record_config
+from ackpt.experiments.steps.step_shapes import Shapes
 from ackpt.results import Record, environment
 
 from .batch_size import record, step_metrics
-from .failures import STRICT
-from .settings import record_config
-from .step_shapes import Shapes
-from .steps import PER_BLOCK, PLAIN, Setting, method, needs_limit
 
 EXPERIMENT = "bert"
 MODEL = "bert-large"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from ackpt.graph.plan import SAVED, Activation, Plan
+from ackpt.planning.plan import SAVED, Activation, Plan
 
 _BLOCK = re.compile(r"(?:.*\.)?blocks\.(\d+)(?:\.|$)")
 

@@ -17,19 +17,18 @@ from tqdm import tqdm
 
 import ackpt
 from ackpt.errors import BudgetError
-from ackpt.graph import Plan
-from ackpt.graph.schedule import recomputed
-from ackpt.policies import auto
-from ackpt.policies.front import front
-from ackpt.policies.planner import POLICIES, plan
-from ackpt.predict import predict
+from ackpt.experiments.steps.failures import STRICT
+from ackpt.experiments.steps.frontier_models import Workload, checked_sizes, workload
+from ackpt.experiments.steps.frontier_runs import Runs
+from ackpt.experiments.steps.peers import INDUCTOR, MEMORY_BUDGET, PEERS, peer
+from ackpt.experiments.steps.step_shapes import kernels_of_a_gpu
+from ackpt.metering.prediction import predict
+from ackpt.planner import plan
+from ackpt.planning.plan import Plan
+from ackpt.planning.schedule import recomputed
+from ackpt.policies import POLICIES, auto
+from ackpt.policies.search.frontier import front
 from ackpt.results import Record, environment
-
-from .failures import STRICT
-from .frontier_models import Workload, checked_sizes, workload
-from .frontier_runs import Runs
-from .peers import INDUCTOR, MEMORY_BUDGET, PEERS, peer
-from .step_shapes import kernels_of_a_gpu
 
 EXPERIMENT = "frontier"
 OURS = "auto"
@@ -194,7 +193,7 @@ def _bounds(graph, costs, limits: list[int]) -> list[dict]:
     """The FLOPs that no schedule within a limit can spare; none without scipy."""
     if importlib.util.find_spec("scipy") is None:
         return []
-    from ackpt.policies.bound import lower_bound
+    from ackpt.policies.search.lower_bound import lower_bound
 
     flops = [float(value) for value in costs.flops]
     found = [(limit, lower_bound(graph, flops, costs.workspace_bytes, limit)) for limit in limits]

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from ..graph.compile import PlannedStep
-from ..graph.facts import facts
-from ..graph.plan import RECOMPUTED, SAVED, Plan
-from ..graph.profile import profile as profiled
-from ..graph.simulate import simulate
-from ..meter import measure
-from ..policies.planner import plan
-from ..timeline import Timeline
+from ackpt.capture.analysis import facts
+from ackpt.costs.profiles import profile as profiled
+from ackpt.metering.meter import measure
+from ackpt.metering.timeline import Timeline
+from ackpt.planner import plan
+from ackpt.planning.plan import RECOMPUTED, SAVED, Plan
+from ackpt.planning.planned_step import PlannedStep
+from ackpt.planning.simulator import simulate
 
 _BELOW = {"parameters": "parameter", "buffers": "buffer", "inputs": "input", "optimizer": "optimizer state"}
 
@@ -56,7 +56,7 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int):
     """
     from matplotlib.lines import Line2D
 
-    from .. import plots
+    from ackpt import plots
 
     with plots.style.context("default"):
         figure, axes = plots._axes(title, "allocations and frees of one step, in order", "live memory (MiB)")

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from ackpt.data import DATASETS, Batch, packed_batches, token_stream
+from ackpt.experiments.steps.failures import STRICT
+from ackpt.experiments.steps.methods import METHODS, OFFLOADED, PLANNED, check_methods, chunks_loss
+from ackpt.experiments.steps.settings import require_lengths, require_positive
+from ackpt.experiments.steps.training import Task, run_lengths
 from ackpt.models.transformer import LanguageModel, TransformerConfig
-
-from .failures import STRICT
-from .methods import METHODS, OFFLOADED, PLANNED, check_methods, chunks_loss
-from .settings import require_lengths, require_positive
-from .training import Task, run_lengths
 
 EXPERIMENT = "lm"
 KNOWN = (*METHODS, OFFLOADED, PLANNED)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..graph.facts import facts
-from ..graph.joint import JointGraph
-from ..graph.schedule import Schedule, everything, lower
-from ..graph.simulate import peak_of, step_peaks
-from ..graph.swap import offloadable, offloaded
-from ..policies.costs import costs
-from ..policies.intermediates import Intermediate, Link, drop, intermediates
-from ..policies.mu_two import State, schedules_of, states
+from ackpt.capture.analysis import facts
+from ackpt.capture.joint_graph import JointGraph
+from ackpt.planning.offload_steps import offloadable, offloaded
+from ackpt.planning.schedule import Schedule, everything, lower
+from ackpt.planning.simulator import peak_of, step_peaks
+from ackpt.policies.mu_two import State, schedules_of, states
+from ackpt.policies.search.intermediates import Intermediate, Link, drop, intermediates
+from ackpt.policies.search.recompute_costs import costs
 
 
 def name_of(graph: JointGraph, intermediate: Intermediate) -> str:

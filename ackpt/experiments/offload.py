@@ -16,17 +16,16 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
-from ackpt.meter import compare_seconds, measure
+from ackpt.experiments.steps.failures import STRICT
+from ackpt.experiments.steps.offload_methods import KEEPS_ALL, METHODS, OURS, Method, cannot_run, make_method
+from ackpt.experiments.steps.overlap import traced
+from ackpt.experiments.steps.settings import record_config, record_metrics, require_positive
+from ackpt.metering.meter import compare_seconds, measure
+from ackpt.metering.prediction import predict
 from ackpt.models.transformer import Transformer, TransformerConfig
-from ackpt.offload import MIN_BYTES
-from ackpt.predict import predict
+from ackpt.offloading.saved_tensors import MIN_BYTES
 from ackpt.results import Record, environment
-
-from .failures import STRICT
-from .methods import autocast
-from .offload_methods import KEEPS_ALL, METHODS, OURS, Method, cannot_run, make_method
-from .overlap import traced
-from .settings import record_config, record_metrics, require_positive
+from ackpt.workloads.named_models import autocast
 
 EXPERIMENT = "offload"
 PLAIN = ("baseline", "ckpt_classic")  # they copy nothing

@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import BudgetError
-from ..graph.schedule import everything
-from ..graph.simulate import peak_of
-from ..policies import auto, full, ilp_graph, mu_two, rotor_chain
-from ..policies.blocks import chain
-from ..policies.costs import costs, step_cost
-from ..policies.front import Point, front, pareto
-from ..policies.planner import plan
-from ..policies.skips import long_skips
-from ..policies.stand_ins import standing_in
+from ackpt.errors import BudgetError
+from ackpt.planner import plan
+from ackpt.planning.schedule import everything
+from ackpt.planning.simulator import peak_of
+from ackpt.policies import auto, full, ilp_graph, mu_two, rotor_chain
+from ackpt.policies.chains.blocks import chain
+from ackpt.policies.chains.long_skips import long_skips
+from ackpt.policies.chains.substitutes import standing_in
+from ackpt.policies.search.frontier import Point, front, pareto
+from ackpt.policies.search.recompute_costs import costs, step_cost
 
 
 class MLPBlock(nn.Module):

@@ -1,6 +1,6 @@
 """The step that FSDP2 really runs, in processes that talk over gloo, measured on each of them.
 
-The same small step is predicted by `ackpt.experiments.sharded_plan`. What gloo copies for itself is counted; it does
+The same small step is predicted by `ackpt.sharded.planner`. What gloo copies for itself is counted; it does
 some of that in threads of its own, which free their copies when they are done, so of several steps the lowest peak is
 taken.
 """
@@ -18,12 +18,11 @@ import torch
 from torch import distributed, multiprocessing
 
 import ackpt
-
-from .plan import PlanConfig
-from .plan_models import TRANSFORMERS, StepRequest, training_step
-from .sharded_plan import ShardedModel
-from .sharding import Sharding, groups_of
-from .steps import tensors, with_data
+from ackpt.experiments.steps.named_steps import tensors, with_data
+from ackpt.sharded.planner import ShardedModel
+from ackpt.sharded.sharding import Sharding, groups_of
+from ackpt.workloads.named_models import TRANSFORMERS, StepRequest, training_step
+from ackpt.workloads.planned_shapes import PlanConfig
 
 LIMIT = datetime.timedelta(seconds=120)
 STEPS = 3

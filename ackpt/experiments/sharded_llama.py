@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 
 from ackpt.errors import BudgetError
-from ackpt.timeline import Timeline
-
-from .plan import PlanConfig
-from .plan_models import StepRequest
-from .sharded_plan import ShardedModel, ShardedPlan
-from .sharding import COMMUNICATION, GATHERED, REDUCED, UNREDUCED, Sharding
+from ackpt.metering.timeline import Timeline
+from ackpt.sharded.planner import ShardedModel, ShardedPlan
+from ackpt.sharded.sharding import COMMUNICATION, GATHERED, REDUCED, UNREDUCED, Sharding
+from ackpt.workloads.named_models import StepRequest
+from ackpt.workloads.planned_shapes import PlanConfig
 
 GIB = 2**30
 TOKENS = 8192

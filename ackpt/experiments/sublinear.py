@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..errors import BudgetError
-from ..graph.compile import PlannedStep
-from ..graph.plan import Plan
-from ..graph.profile import profile as profiled
-from ..meter import Measurement, measure
-from ..policies import chen, revolve, revolve_chain
-from ..policies.planner import plan
-from ..reentrant import checkpoint
-from ..results import Record, environment
-from ..sequential import checkpoint_sequential, segment_lengths
-from .settings import record_metrics, require_positive
+from ackpt.checkpointing.reentrant import checkpoint
+from ackpt.checkpointing.sequential import checkpoint_sequential, segment_lengths
+from ackpt.costs.profiles import profile as profiled
+from ackpt.errors import BudgetError
+from ackpt.experiments.steps.settings import record_metrics, require_positive
+from ackpt.metering.meter import Measurement, measure
+from ackpt.planner import plan
+from ackpt.planning.plan import Plan
+from ackpt.planning.planned_step import PlannedStep
+from ackpt.policies import chen, revolve, revolve_chain
+from ackpt.results import Record, environment
 
 EXPERIMENT = "sublinear"
 WRAPPED = ("plain", "sqrt", "falling", "halves")  # the model's own step, its blocks in checkpoints
@@ -80,9 +80,9 @@ class ChainConfig:
     """``blocks`` equal blocks on fp32 [rows, width], at least 16: in less, what theory does not count sets the peak.
 
     ``method``: ``"plain"``; ``"sqrt"`` and ``"falling"``, sqrt(n) equal segments and those of
-    `ackpt.sequential.segment_lengths`, in checkpoints; ``"halves"``, checkpoints of halves within halves; or one of the
-    policies in `PLANNED`, of which ``"revolve"`` takes `snapshots`. Square roots need square numbers of blocks, halves
-    powers of two.
+    `ackpt.checkpointing.sequential.segment_lengths`, in checkpoints; ``"halves"``, checkpoints of halves within halves;
+    or one of the policies in `PLANNED`, of which ``"revolve"`` takes `snapshots`. Square roots need square numbers of
+    blocks, halves powers of two.
 
     Raises:
         ValueError: for sizes too small, an unknown method, and numbers that it cannot take.

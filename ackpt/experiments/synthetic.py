@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ackpt.experiments.steps.failures import STRICT
+from ackpt.experiments.steps.methods import METHODS, OFFLOADED, PLANNED, check_methods
+from ackpt.experiments.steps.settings import require_lengths, require_positive
+from ackpt.experiments.steps.training import Task, run_lengths
 from ackpt.models.transformer import TransformerConfig
-
-from .failures import STRICT
-from .methods import METHODS, OFFLOADED, PLANNED, check_methods
-from .plan_models import Autoencoder
-from .settings import require_lengths, require_positive
-from .training import Task, run_lengths
+from ackpt.workloads.named_models import Autoencoder
 
 EXPERIMENT = "synthetic"
 KNOWN = (*METHODS[:2], OFFLOADED, PLANNED)

@@ -1,16 +1,8 @@
 """Models the experiments train: written here, so that every byte of a step can be accounted for."""
 
-from ackpt.models.bert import Bert, BertBlock, BertConfig, BertForMaskedLM, bert_base, bert_large
-from ackpt.models.resnet import BasicBlock, Bottleneck, ResNet, ResNetConfig, resnet18, resnet50, resnet152
-from ackpt.models.transformer import (
-    PUBLISHED,
-    Block,
-    LanguageModel,
-    RMSNorm,
-    Transformer,
-    TransformerConfig,
-    attention,
-)
+from .bert import Bert, BertBlock, BertConfig, BertForMaskedLM, bert_base, bert_large
+from .resnet import BasicBlock, Bottleneck, ResNet, ResNetConfig, resnet18, resnet50, resnet152
+from .transformer import PUBLISHED, Block, LanguageModel, RMSNorm, Transformer, TransformerConfig, attention
 
 __all__ = [
     "PUBLISHED",

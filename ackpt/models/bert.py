@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ackpt.models.checks import IGNORE_INDEX, require_ids, require_positive
+from .checks import IGNORE_INDEX, require_ids, require_positive
 
 __all__ = ["Bert", "BertBlock", "BertConfig", "BertForMaskedLM", "bert_base", "bert_large"]
 

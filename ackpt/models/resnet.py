@@ -13,7 +13,7 @@ import dataclasses
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ackpt.models.checks import IGNORE_INDEX, require_ids, require_positive
+from .checks import IGNORE_INDEX, require_ids, require_positive
 
 __all__ = ["BasicBlock", "Bottleneck", "ResNet", "ResNetConfig", "resnet18", "resnet50", "resnet152"]
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ackpt.models.attention import attention, is_readable
-from ackpt.models.checks import require_positive
+from .attention import attention, is_readable
+from .checks import require_positive
 
 __all__ = ["PUBLISHED", "Block", "LanguageModel", "RMSNorm", "Transformer", "TransformerConfig", "attention"]
 

@@ -13,21 +13,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..graph.facts import Facts, facts
-from ..graph.joint import JointGraph
-from ..graph.schedule import Schedule, everything, lower, missing, scheduled
-from ..graph.simulate import peak_of
+from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.joint_graph import JointGraph
+from ackpt.planning.schedule import Schedule, everything, lower, missing, scheduled
+from ackpt.planning.simulator import peak_of
+from ackpt.policies.chains.block_stages import stages
+from ackpt.policies.chains.blocks import Chain, chain
+from ackpt.policies.chains.chain_table import BACKWARD, ChainTable
+from ackpt.policies.chains.long_skips import long_skips
+from ackpt.policies.chains.substitutes import standing_in
+from ackpt.policies.search.frontier import cheapest, pareto
+from ackpt.policies.search.offload_variants import offloads
+from ackpt.policies.search.recompute_costs import costs
+from ackpt.policies.search.refinement import refined
+
 from . import full, mu_two, rotor_chain
-from .blocks import Chain, chain
-from .chain import BACKWARD, ChainTable
-from .costs import costs
-from .front import cheapest, pareto
 from .full import segmentations
-from .levels import stages
-from .offloads import offloads
-from .refine import refined
-from .skips import long_skips
-from .stand_ins import standing_in
 
 _ALONE = 40_000  # nodes of graphs whose segments are looked at value for value: for a large graph fewer segments
 _LONGEST = 4  # times the plain backward: longer ones cost more than a step, and long to look at

@@ -6,7 +6,8 @@ g(n) = k + g(n / (k + 1)): with k = 1, O(log n) memory for O(n log n) extra forw
 
 Counted are outputs of layers, one unit each: a layer's backward reads its input and its output, the chain's input
 belongs to the caller, and gradients are not counted. Neither split is optimal: segments that get shorter towards the
-end need sqrt(2 n) (`ackpt.sequential.segment_lengths`), and `revolve` recomputes least for every number of kept states.
+end need sqrt(2 n) (`ackpt.checkpointing.sequential.segment_lengths`), and `revolve` recomputes least for every number
+of kept states.
 """
 
 from __future__ import annotations

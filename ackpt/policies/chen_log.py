@@ -8,11 +8,11 @@ recomputed as a whole: of all depths the cheapest that fits. Halves are of equal
 
 from __future__ import annotations
 
-from ..graph.joint import JointGraph
-from ..graph.schedule import Schedule
-from .blocks import Chain
-from .front import cheapest
-from .on_chain import Walk, steps
+from ackpt.capture.joint_graph import JointGraph
+from ackpt.planning.schedule import Schedule
+from ackpt.policies.chains.blocks import Chain
+from ackpt.policies.chains.chain_walk import Walk, steps
+from ackpt.policies.search.frontier import cheapest
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:

@@ -9,12 +9,13 @@ graph without cut points there is nothing to choose.
 
 from __future__ import annotations
 
-from ..graph.joint import JointGraph
-from ..graph.schedule import Schedule, everything, lower
+from ackpt.capture.joint_graph import JointGraph
+from ackpt.planning.schedule import Schedule, everything, lower
+from ackpt.policies.chains.chain_walk import steps
+from ackpt.policies.search.frontier import cheapest
+
 from . import chen
-from .front import cheapest
 from .full import segmentations
-from .on_chain import steps
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:

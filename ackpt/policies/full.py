@@ -8,10 +8,10 @@ backward reads first is kept as well, as far as that does not raise the peak.
 
 from __future__ import annotations
 
-from ..graph.facts import facts
-from ..graph.schedule import Schedule, everything, lower, recomputed
-from ..graph.simulate import peak_of
-from .cuts import cut_points
+from ackpt.capture.analysis import facts
+from ackpt.planning.schedule import Schedule, everything, lower, recomputed
+from ackpt.planning.simulator import peak_of
+from ackpt.policies.chains.cut_points import cut_points
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:

@@ -21,8 +21,8 @@ from functools import cached_property
 from math import inf
 from numbers import Real
 
-from ..errors import BudgetError
-from .ilp_program import Found, rounded_up, run, solver
+from ackpt.errors import BudgetError
+from ackpt.policies.search.ilp_program import Found, rounded_up, run, solver
 
 COMPUTE, FREE = "compute", "free"
 

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from itertools import takewhile
 from math import inf
 
-from ..graph.facts import Facts, facts
-from ..graph.joint import JointGraph
-from ..graph.profile import Profile
-from ..graph.schedule import COMPUTE, Schedule, everything, missing, scheduled
-from ..graph.simulate import peak_of
+from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.joint_graph import JointGraph
+from ackpt.costs.profiles import Profile
+from ackpt.planning.schedule import COMPUTE, Schedule, everything, missing, scheduled
+from ackpt.planning.simulator import peak_of
+from ackpt.policies.search.ilp_program import solver
+from ackpt.policies.search.recompute_costs import added_cost, costs, step_cost
+
 from . import auto, ilp, rotor_chain
-from .costs import added_cost, costs, step_cost
-from .ilp_program import solver
 
 _MOST = 160  # nodes; what the solver takes grows with a high power of them
 

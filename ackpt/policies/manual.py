@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..graph.facts import facts
-from ..graph.joint import JointGraph
-from ..graph.plan import OFFLOADED, RECOMPUTED, SAVED
-from ..graph.profile import Profile
-from ..graph.schedule import Schedule, everything, lower
-from ..graph.swap import offloadable, offloaded
+from ackpt.capture.analysis import facts
+from ackpt.capture.joint_graph import JointGraph
+from ackpt.costs.profiles import Profile
+from ackpt.planning.offload_steps import offloadable, offloaded
+from ackpt.planning.plan import OFFLOADED, RECOMPUTED, SAVED
+from ackpt.planning.schedule import Schedule, everything, lower
 
 
 def schedule(graph: JointGraph, profile: Profile, limit_bytes: int | None, *, fates: Mapping[str, str]) -> Schedule:

@@ -19,11 +19,11 @@ from torch import fx
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from ..graph.facts import facts
-from ..graph.joint import JointGraph
-from ..graph.profile import Profile
-from ..graph.schedule import Schedule, lower, missing, scheduled
-from .front import cheapest
+from ackpt.capture.analysis import facts
+from ackpt.capture.joint_graph import JointGraph
+from ackpt.costs.profiles import Profile
+from ackpt.planning.schedule import Schedule, lower, missing, scheduled
+from ackpt.policies.search.frontier import cheapest
 
 _SETTINGS = [tenth / 10 for tenth in range(11)]
 

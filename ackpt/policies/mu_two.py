@@ -3,7 +3,7 @@
 Purandare et al., mu-TWO, MLSys 2023. Its algorithms, and where they are: A, the profile: ``ackpt.profile``, also of
 graphs that the device does not hold; B, the choice: here; C to F, overheads and what a choice changes in others:
 `intermediates`; G, the memory that a choice takes: `ackpt.graph.simulate`; H, running on three streams:
-`ackpt.graph.copies`.
+`ackpt.planning.copy_operations`.
 
 Of the printed B, two lines are wrong: in the branch that recomputes it takes the candidate for swapping, and it evicts
 once before it looks at the budget. The printed G starts with all intermediates in memory although those that are
@@ -20,14 +20,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..graph.facts import Facts, facts
-from ..graph.joint import FORWARD, JointGraph
-from ..graph.profile import Profile
-from ..graph.schedule import Schedule, at_hand, everything, lower, missing, scheduled
-from ..graph.swap import offloadable, offloaded
-from .costs import costs
-from .front import cheapest
-from .intermediates import Intermediate, Link, drop, intermediates
+from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.joint_graph import FORWARD, JointGraph
+from ackpt.costs.profiles import Profile
+from ackpt.planning.offload_steps import offloadable, offloaded
+from ackpt.planning.schedule import Schedule, at_hand, everything, lower, missing, scheduled
+from ackpt.policies.search.frontier import cheapest
+from ackpt.policies.search.intermediates import Intermediate, Link, drop, intermediates
+from ackpt.policies.search.recompute_costs import costs
 
 _SCHEDULES = 100  # at most; of many choices only some are simulated, evenly spaced, and the last
 

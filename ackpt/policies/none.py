@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..graph.schedule import Schedule, everything
+from ackpt.planning.schedule import Schedule, everything
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:

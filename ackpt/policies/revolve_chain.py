@@ -9,12 +9,13 @@ would run a block more than `_RUNS` times on the average are not tried, and abov
 
 from __future__ import annotations
 
-from ..graph.joint import JointGraph
-from ..graph.schedule import Schedule
+from ackpt.capture.joint_graph import JointGraph
+from ackpt.planning.schedule import Schedule
+from ackpt.policies.chains.blocks import Chain
+from ackpt.policies.chains.chain_walk import Walk, steps
+from ackpt.policies.search.frontier import cheapest
+
 from . import revolve
-from .blocks import Chain
-from .front import cheapest
-from .on_chain import Walk, steps
 
 _RUNS, _ALL = 16, 64
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from ..errors import BudgetError
-from .rotor_table import Least, Table
+from ackpt.errors import BudgetError
+from ackpt.policies.search.rotor_table import Least, Table
 
 FORWARD_ALL, FORWARD_CHECKPOINT, FORWARD_NONE = "forward all", "forward checkpoint", "forward none"
 BACKWARD = "backward"

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..graph.joint import JointGraph
-from ..graph.schedule import Schedule
+from ackpt.capture.joint_graph import JointGraph
+from ackpt.planning.schedule import Schedule
+from ackpt.policies.chains.block_options import Local
+from ackpt.policies.chains.blocks import Chain
+from ackpt.policies.chains.chain_walk import Walk, steps
+from ackpt.policies.search.frontier import cheapest
+from ackpt.policies.search.recompute_costs import costs
+
 from . import chen_log, chen_sqrt, revolve_chain, rotor
-from .blocks import Chain
-from .costs import costs
-from .front import cheapest
-from .on_chain import Walk, steps
-from .options import Local
 
 _SLOTS, _STAGES = 500, 120
 

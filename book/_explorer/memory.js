@@ -1,4 +1,4 @@
-// Draws what the data of the page say for the step that the reader chooses; see ackpt/experiments/memory_bars.py.
+// Draws what the data of the page say for the step that the reader chooses; see ackpt/experiments/widgets/memory_bars.py.
 const RESIDENT = ["parameters", "buffers", "inputs", "optimizer"];
 const SIZES = { seq_len: ["Tokens of a sequence", (n) => count(n)], image_size: ["Image", (n) => `${n} × ${n} pixels`] };
 const count = (n) => n.toLocaleString("en-GB");

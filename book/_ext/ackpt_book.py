@@ -45,7 +45,7 @@ def without_thebe(app: Sphinx, config: Config) -> None:
 
 
 def find_by_last_name(app: Sphinx, environment: BuildEnvironment, node: pending_xref, text: Element) -> Element | None:
-    """Resolve `MeterError` to `ackpt.meter.MeterError`: docstrings name things as their own module does."""
+    """Resolve `MeterError` to `ackpt.metering.meter.MeterError`: docstrings name things as their own module does."""
     if node.get("refdomain") != "py":
         return None
     last = node["reftarget"].split(".")[-1]

@@ -2,11 +2,12 @@
 
 import pytest
 
-from ackpt.cli import main
-from ackpt.experiments import bert, bert_report
+from ackpt.cli.command_line import main
+from ackpt.experiments import bert
 from ackpt.experiments.bert import CPU, GPU, BertStepConfig, configuration, run_bert
-from ackpt.experiments.step_shapes import Shapes
-from ackpt.experiments.steps import Method
+from ackpt.experiments.reports import bert as bert_report
+from ackpt.experiments.steps.named_steps import Method
+from ackpt.experiments.steps.step_shapes import Shapes
 from ackpt.results import Record
 
 FIELDS = {"dim": 32, "ff_dim": 64, "layers": 3, "heads": 2, "vocab_size": 100}

@@ -10,10 +10,10 @@ import json
 import pytest
 from PIL import Image
 
-from ackpt.cli import main
-from ackpt.experiments import frontier_report as report
+from ackpt.cli.command_line import main
 from ackpt.experiments.frontier import FrontierConfig, run_frontier
-from ackpt.experiments.frontier_models import RESNET50, TRANSFORMER, checked_sizes, workload
+from ackpt.experiments.reports import frontier as report
+from ackpt.experiments.steps.frontier_models import RESNET50, TRANSFORMER, checked_sizes, workload
 from ackpt.plots import png
 from ackpt.results import Record
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ackpt.experiments import frontier_methods as methods
+from ackpt.experiments.reports import frontier_methods as methods
 from ackpt.results import Record, environment
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from ackpt import provenance
-from ackpt.cli import main
-from ackpt.experiments import largest_batch
+from ackpt.cli.command_line import main
 from ackpt.experiments.offload import GradientsDiffer
-from ackpt.experiments.predicted import predict_experiment
-from ackpt.experiments.step_shapes import Shapes
-from ackpt.experiments.steps import PER_BLOCK, Method, Setting, method, require_equal
+from ackpt.experiments.steps import largest_batch
+from ackpt.experiments.steps.named_steps import PER_BLOCK, Method, Setting, method, require_equal
+from ackpt.experiments.steps.predicted import predict_experiment
+from ackpt.experiments.steps.step_shapes import Shapes
 from ackpt.experiments.synthetic import SyntheticConfig
 
 SIZES = {"dim": 32, "ff_dim": 64, "layers": 2, "head_dim": 16}

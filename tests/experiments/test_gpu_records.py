@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ackpt.experiments.gpu_records import (
+from ackpt.experiments.reports.gpu_records import (
     gpu_cells,
     gpu_columns,
     gpu_records,

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from ackpt.experiments import gpu_suite
-from ackpt.experiments.gpu_suite import (
+from ackpt.experiments.reports.gpu_suite import text_outcome, text_table
+from ackpt.experiments.suite import gpu_suite
+from ackpt.experiments.suite.gpu_suite import (
     CUT_OFF,
     DONE,
     FAILED,
@@ -23,7 +24,6 @@ from ackpt.experiments.gpu_suite import (
     records_of,
     run_suite,
 )
-from ackpt.experiments.gpu_suite_report import text_outcome, text_table
 from ackpt.results import Record, RecordError, environment, load_records
 
 COMMIT = environment()["commit"]
@@ -152,7 +152,7 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 from test_gpu_suite import a_record, job
-from ackpt.experiments.gpu_suite import run_suite
+from ackpt.experiments.suite.gpu_suite import run_suite
 
 def dies(config, command, failures):
     yield [a_record(config, "plain")]

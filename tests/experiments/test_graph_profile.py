@@ -6,8 +6,8 @@ from torch import nn
 
 import ackpt
 from ackpt.experiments.graph_profile import breakdown, by_part, compare, orders_plot, random_fates
+from ackpt.metering.timeline import Timeline
 from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
-from ackpt.timeline import Timeline
 
 TOKENS = torch.arange(12) % 7
 OFFSETS = torch.tensor([0, 12], dtype=torch.int32)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import ackpt
-from ackpt.experiments import memory_bars
-from ackpt.experiments.memory_bars import MODELS, Bars, value
-from ackpt.experiments.plan import PlanConfig, captured
-from ackpt.experiments.plan_models import training_step
+from ackpt.experiments.widgets import memory_bars
+from ackpt.experiments.widgets.memory_bars import MODELS, Bars, value
+from ackpt.workloads.named_models import training_step
+from ackpt.workloads.planned_shapes import PlanConfig, captured
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")

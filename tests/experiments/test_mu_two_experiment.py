@@ -8,11 +8,11 @@ from torch import nn
 
 import ackpt
 from ackpt.experiments.mu_two import along_paths, choices, decided, found, name_of, printed_overhead
-from ackpt.experiments.mu_two_plots import ratio_plot
+from ackpt.experiments.reports.mu_two_plots import ratio_plot
 from ackpt.graph import simulate
 from ackpt.models import LanguageModel, TransformerConfig
-from ackpt.policies.costs import costs
 from ackpt.policies.mu_two import evictions
+from ackpt.policies.search.recompute_costs import costs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

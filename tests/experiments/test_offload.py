@@ -7,8 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-import ackpt.transport
-from ackpt.experiments import offload_report as report
+import ackpt.offloading.transport
 from ackpt.experiments.offload import (
     CPU,
     GPU,
@@ -19,7 +18,8 @@ from ackpt.experiments.offload import (
     predict_offload,
     run_offload,
 )
-from ackpt.experiments.offload_methods import METHODS, OURS, _transformers, cannot_run, make_method
+from ackpt.experiments.reports import offload as report
+from ackpt.experiments.steps.offload_methods import METHODS, OURS, _transformers, cannot_run, make_method
 from ackpt.models.transformer import Transformer
 from ackpt.plots import png
 from ackpt.results import Record, load_reference
@@ -95,8 +95,8 @@ def test_threads_are_as_before_and_recorded(records):
 
 def test_a_copy_that_goes_wrong_is_noticed(monkeypatch):
     """The check is not empty: a worker that copies half of the bytes ends the experiment."""
-    move = ackpt.transport._move
-    monkeypatch.setattr(ackpt.transport, "_move", lambda *args: move(*args[:-1], args[-1] // 2))
+    move = ackpt.offloading.transport._move
+    monkeypatch.setattr(ackpt.offloading.transport, "_move", lambda *args: move(*args[:-1], args[-1] // 2))
     with pytest.raises(GradientsDiffer, match="ckpt_async_offload: the gradient of blocks.* to the last bit"):
         run_offload(dataclasses.replace(TINY, methods=("ckpt_async_offload",)), timed_rounds=0)
 

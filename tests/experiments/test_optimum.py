@@ -7,11 +7,11 @@ import torch
 
 import ackpt
 from ackpt.experiments import optimum, sublinear
-from ackpt.experiments.frontier_models import checked_sizes, workload
+from ackpt.experiments.steps.frontier_models import checked_sizes, workload
 from ackpt.policies import auto
-from ackpt.policies.costs import costs as costs_of
-from ackpt.policies.front import front, pareto
-from ackpt.policies.refine import refined
+from ackpt.policies.search.frontier import front, pareto
+from ackpt.policies.search.recompute_costs import costs as costs_of
+from ackpt.policies.search.refinement import refined
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

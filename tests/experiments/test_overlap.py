@@ -2,7 +2,7 @@
 
 import torch
 
-from ackpt.experiments.overlap import summary, traced
+from ackpt.experiments.steps.overlap import summary, traced
 
 
 def event(cat, begin, end, name=""):

@@ -5,10 +5,10 @@ import io
 import pytest
 from PIL import Image
 
-from ackpt.experiments.report import published_rows, stacked_plot, timelines_plot
+from ackpt.experiments.reports.training import published_rows, stacked_plot, timelines_plot
+from ackpt.metering.timeline import build_timeline
 from ackpt.plots import MIB, png
 from ackpt.results import Record, environment
-from ackpt.timeline import build_timeline
 
 SIZES = {"batch_size": 1, "dim": 64, "ff_dim": 256, "layers": 3}
 

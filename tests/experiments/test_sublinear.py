@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import ackpt
+from ackpt.experiments.reports.sublinear_plots import curves_plot, schedule_plot
 from ackpt.experiments.sublinear import ChainConfig, lowest, measured, predicted, pyramid, run, within
-from ackpt.experiments.sublinear_plots import curves_plot, schedule_plot
 from ackpt.graph import PlannedStep
+from ackpt.metering.timeline import Timeline
 from ackpt.policies import revolve
-from ackpt.timeline import Timeline
 
 
 @pytest.fixture(autouse=True)

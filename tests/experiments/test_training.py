@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from ackpt.experiments import report, training
-from ackpt.experiments.failures import Failures
 from ackpt.experiments.lm import LMConfig, run_lm
-from ackpt.experiments.predicted import predict_experiment
+from ackpt.experiments.reports import training as report
+from ackpt.experiments.steps import training
+from ackpt.experiments.steps.failures import Failures
+from ackpt.experiments.steps.predicted import predict_experiment
+from ackpt.experiments.steps.training import COMPARED, LossesDiffer, check_losses
 from ackpt.experiments.synthetic import SyntheticConfig, run_synthetic
-from ackpt.experiments.training import COMPARED, LossesDiffer, check_losses
 
 TINY = {"dim": 32, "ff_dim": 64, "layers": 3, "head_dim": 16, "seq_lens": (48,), "steps": 3}
 SYNTHETIC = SyntheticConfig(**TINY)
@@ -121,11 +122,11 @@ def test_a_method_that_fails_leaves_the_others_records(monkeypatch):
 
 def test_wrong_gradients_would_be_noticed(monkeypatch):
     """The check is not empty: a checkpoint that scales a gradient ends the experiment."""
-    import ackpt.reentrant
+    from ackpt.checkpointing import reentrant
 
-    gradients = ackpt.reentrant._gradients
+    gradients = reentrant._gradients
     monkeypatch.setattr(
-        ackpt.reentrant, "_gradients", lambda *args: tuple(g if g is None else g * 1.001 for g in gradients(*args))
+        reentrant, "_gradients", lambda *args: tuple(g if g is None else g * 1.001 for g in gradients(*args))
     )
     with pytest.raises(LossesDiffer):
         list(run_synthetic(SYNTHETIC, timed_rounds=0))

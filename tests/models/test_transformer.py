@@ -11,15 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ackpt import data
-from ackpt.models import (
-    PUBLISHED,
-    Block,
-    LanguageModel,
-    RMSNorm,
-    Transformer,
-    TransformerConfig,
-    attention,
-)
+from ackpt.models import PUBLISHED, Block, LanguageModel, RMSNorm, Transformer, TransformerConfig, attention
 
 TINY = TransformerConfig(dim=32, ff_dim=64, layers=2, head_dim=16, vocab_size=50)
 

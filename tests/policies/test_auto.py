@@ -11,14 +11,14 @@ from planned_models import MODELS, SKIPS, build, plans, step_keeps, traced
 from torch import nn
 
 import ackpt
+from ackpt.capture.analysis import facts
 from ackpt.graph import simulate
-from ackpt.graph.facts import facts
-from ackpt.graph.schedule import everything
+from ackpt.planning.schedule import everything
 from ackpt.policies import auto
-from ackpt.policies import front as policy_front
-from ackpt.policies.blocks import chain
-from ackpt.policies.costs import added_cost, costs
-from ackpt.policies.skips import long_skips
+from ackpt.policies.chains.blocks import chain
+from ackpt.policies.chains.long_skips import long_skips
+from ackpt.policies.search import frontier as policy_front
+from ackpt.policies.search.recompute_costs import added_cost, costs
 
 ALL = [*MODELS, *SKIPS]
 

@@ -13,13 +13,13 @@ from planned_models import MODELS, plans, traced
 from torch import nn
 
 import ackpt
+from ackpt.capture.analysis import facts
 from ackpt.graph import simulate
-from ackpt.graph.facts import facts
-from ackpt.graph.schedule import everything, lower
-from ackpt.graph.simulate import peak_of
-from ackpt.policies.bound import lower_bound
-from ackpt.policies.costs import added_cost, costs, step_cost
-from ackpt.policies.reasons import decisions
+from ackpt.planning.schedule import everything, lower
+from ackpt.planning.simulator import peak_of
+from ackpt.policies.search.decisions import decisions
+from ackpt.policies.search.lower_bound import lower_bound
+from ackpt.policies.search.recompute_costs import added_cost, costs, step_cost
 
 
 class Small(nn.Module):

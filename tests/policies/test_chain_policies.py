@@ -12,11 +12,12 @@ from planned_models import MODELS, plans, step_keeps, traced
 from torch import nn
 
 import ackpt
-from ackpt.graph.facts import facts
-from ackpt.graph.schedule import recomputed
-from ackpt.graph.simulate import simulate
-from ackpt.policies import chen, chen_log, chen_sqrt, on_chain, revolve, revolve_chain, rotor_chain
-from ackpt.policies.costs import added_cost, costs
+from ackpt.capture.analysis import facts
+from ackpt.planning.schedule import recomputed
+from ackpt.planning.simulator import simulate
+from ackpt.policies import chen, chen_log, chen_sqrt, revolve, revolve_chain, rotor_chain
+from ackpt.policies.chains import chain_walk as on_chain
+from ackpt.policies.search.recompute_costs import added_cost, costs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

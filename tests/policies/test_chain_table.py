@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ackpt.policies.chain import BACKWARD, ChainTable, Level, Stage
-from ackpt.policies.options import Option
+from ackpt.policies.chains.block_options import Option
+from ackpt.policies.chains.chain_table import BACKWARD, ChainTable, Level, Stage
 
 
 @st.composite

@@ -12,7 +12,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ackpt import BudgetError
-from ackpt.policies import ilp, ilp_program
+from ackpt.policies import ilp
+from ackpt.policies.search import ilp_program
 
 
 def layers(n, costs=None, sizes=None):

@@ -16,11 +16,10 @@ from test_ilp import exhaustive
 from torch import nn
 
 import ackpt
-from ackpt.graph.schedule import everything
-from ackpt.graph.simulate import peak_of, simulate
-from ackpt.policies import auto, ilp, ilp_graph
-from ackpt.policies.costs import added_cost, costs
-from ackpt.policies.planner import POLICIES
+from ackpt.planning.schedule import everything
+from ackpt.planning.simulator import peak_of, simulate
+from ackpt.policies import POLICIES, auto, ilp, ilp_graph
+from ackpt.policies.search.recompute_costs import added_cost, costs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

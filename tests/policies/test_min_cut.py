@@ -9,9 +9,9 @@ from planned_models import MODELS, plans, results, step_keeps, traced
 from torch import nn
 
 import ackpt
-from ackpt.graph.simulate import simulate
+from ackpt.planning.simulator import simulate
 from ackpt.policies import min_cut
-from ackpt.policies.costs import added_cost, costs
+from ackpt.policies.search.recompute_costs import added_cost, costs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

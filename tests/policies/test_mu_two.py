@@ -5,24 +5,21 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import CAPTURED_AS_COMPILED
+from small_models import build
 from torch import nn
 
 import ackpt
+from ackpt.capture.analysis import facts
 from ackpt.graph import lower, profile, rewrite, simulate
-from ackpt.graph.facts import facts
-from ackpt.graph.host import copies
-from ackpt.graph.schedule import everything, missing
 from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
-from ackpt.policies.intermediates import Intermediate, Link, drop, intermediates
+from ackpt.planning.host_copies import copies
+from ackpt.planning.schedule import everything, missing
 from ackpt.policies.mu_two import each_for_itself, evictions
-
-sys.path.append(str(Path(__file__).parents[1] / "graph"))
-from small_models import build  # noqa: E402
+from ackpt.policies.search.intermediates import Intermediate, Link, drop, intermediates
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(CAPTURED_AS_COMPILED)]
 

@@ -9,12 +9,12 @@ from planned_models import traced
 
 import ackpt
 from ackpt.graph import profile, rewrite, simulate
-from ackpt.graph.host import copies, waiting
-from ackpt.graph.swap import offloadable
+from ackpt.planning.host_copies import copies, waiting
+from ackpt.planning.offload_steps import offloadable
 from ackpt.policies import auto
-from ackpt.policies.costs import added_cost, costs
-from ackpt.policies.front import front
-from ackpt.policies.offloads import offloads
+from ackpt.policies.search.frontier import front
+from ackpt.policies.search.offload_variants import offloads
+from ackpt.policies.search.recompute_costs import added_cost, costs
 
 BUDGETS = (0.9, 0.7, 0.5, 0.4)
 

@@ -7,11 +7,12 @@ from planned_models import MODELS, SKIPS, line, traced
 
 import ackpt
 from ackpt.graph import simulate
-from ackpt.graph.schedule import everything, lower, recomputed
-from ackpt.policies import front, rotor_chain
-from ackpt.policies.costs import added_cost, costs
+from ackpt.planning.schedule import everything, lower, recomputed
+from ackpt.policies import rotor_chain
 from ackpt.policies.full import segmentations
-from ackpt.policies.refine import keeping, spared
+from ackpt.policies.search import frontier as front
+from ackpt.policies.search.recompute_costs import added_cost, costs
+from ackpt.policies.search.refinement import keeping, spared
 
 TRIES = 200
 

@@ -10,18 +10,18 @@ from conftest import assert_equal
 from torch import nn
 
 import ackpt
+from ackpt.capture.analysis import facts
 from ackpt.experiments import bert as bert_step
-from ackpt.experiments.step_shapes import Shapes
+from ackpt.experiments.steps.step_shapes import Shapes
 from ackpt.graph import profile
-from ackpt.graph.facts import facts
-from ackpt.graph.schedule import everything
-from ackpt.graph.simulate import peak_of
 from ackpt.models import BertConfig, BertForMaskedLM
+from ackpt.planning.schedule import everything
+from ackpt.planning.simulator import peak_of
 from ackpt.policies import auto
-from ackpt.policies.blocks import chain
-from ackpt.policies.costs import costs
-from ackpt.policies.front import pareto
-from ackpt.policies.stand_ins import smaller, standing_in
+from ackpt.policies.chains.blocks import chain
+from ackpt.policies.chains.substitutes import smaller, standing_in
+from ackpt.policies.search.frontier import pareto
+from ackpt.policies.search.recompute_costs import costs
 
 SIZES = {"dim": 32, "ff_dim": 64, "layers": 3, "heads": 4, "vocab_size": 24}
 
@@ -77,7 +77,7 @@ def test_a_graph_too_large_to_walk_through_often_is_walked_through_once(monkeypa
     graph = ackpt.trace(nn.Sequential(*(Residual() for _ in range(3))), torch.ones(8, 16))
     figures = profile(graph)
     many = standing_in(graph, chain(graph), figures, costs(graph, figures))
-    monkeypatch.setattr("ackpt.policies.stand_ins._WALKED", len(graph.nodes) - 1)
+    monkeypatch.setattr("ackpt.policies.chains.substitutes._WALKED", len(graph.nodes) - 1)
     few = standing_in(graph, chain(graph), figures, costs(graph, figures))
     assert 0 < len(few) < len(many)
 

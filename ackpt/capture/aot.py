@@ -1,0 +1,278 @@
+"""Capture a model's step with AOTAutograd: functional aten operations, forward and backward, in one graph.
+
+Nothing is computed: parameters and inputs stand for their shapes, so a model that does not fit anywhere can be traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import detect_fake_mode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ackpt.capture.inspection.attributes import arguments_unchanged, unchanged
+from ackpt.capture.inspection.calls import described
+from ackpt.capture.inspection.held_tensors import Held
+from ackpt.capture.inspection.outside_values import Reads
+from ackpt.capture.inspection.packed_sequences import found_packed
+from ackpt.capture.inspection.source_lines import Where, explained
+from ackpt.capture.inspection.tensors import has_data, is_tensor, off_meta, require_traceable, shape_of
+from ackpt.capture.inspection.transformers_caches import flatten_outputs
+from ackpt.capture.patches.eager_settings import like_eager
+from ackpt.capture.patches.fused_attention import fused_attention_refused
+from ackpt.errors import TraceError
+
+from .as_compiled import compiling
+from .outputs import check_differentiate, no_gradient, refuse_overlaps, without_gradient
+from .patches import casts
+
+_HELD = "held by the model's code"  # no attribute can be called so
+
+
+@dataclass
+class Capture:
+    """A captured step, and how a call of the model maps to it.
+
+    ``joint``: torch's joint graph with descriptors. ``given``: places of the tensors that the step takes among the
+    leaves of a call's arguments, each tensor once; ``held``: tensors that the model's code holds itself. ``spec``:
+    structure of the model's outputs; ``constants``: ``{place in it: value}`` for outputs that are no tensors;
+    ``refused``: places of outputs that were captured without a gradient although the model gives them one.
+    ``made_for``: the call in words, from `ackpt.capture.inspection.calls`; ``has_data``: whether all tensors of the
+    call and of the model have values, so that none is fake or on the meta device; ``reads``: values outside of its
+    modules that the model's code has read. ``reason``: why the model was captured as ``torch.compile`` runs it; empty
+    if it was not.
+    """
+
+    joint: Any
+    given: tuple[int, ...]
+    held: tuple[torch.Tensor, ...]
+    spec: TreeSpec
+    constants: dict[int, Any]
+    refused: tuple[int, ...]
+    made_for: dict[str, str]
+    has_data: bool
+    reads: Reads
+    reason: str
+
+    def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
+        """What the captured step takes when its model, of these `modules`, is called with `leaves`: its parameters and
+        buffers as they are."""
+        named = []
+        for name in (*self.joint.params_spec, *self.joint.buffers_spec):
+            path, _, attribute = name.rpartition(".")
+            if path == _HELD:
+                named.append(self.held[int(attribute)])
+                continue
+            module = modules[path]
+            tensors = module._parameters if attribute in module._parameters else module._buffers
+            named.append(tensors[attribute])
+        return [*named, *(leaves[place] for place in self.given)]
+
+    def outputs(self, tensors) -> Any:
+        """What the model returns, from the tensors that the captured step returns."""
+        left = iter(tensors)
+        leaves = [
+            self.constants[place] if place in self.constants else next(left) for place in range(self.spec.num_leaves)
+        ]
+        for place in self.refused:
+            leaves[place] = no_gradient(leaves[place])
+        return tree_unflatten(leaves, self.spec)
+
+
+class _Flat(nn.Module):
+    """`model` as a function of tensors that returns a tuple of tensors; with the model's own names of parameters."""
+
+    def __init__(self, model, leaves, spec, differentiate, held, reads):
+        super().__init__()
+        buffers = nn.Module()
+        for place, tensor in enumerate(held):
+            buffers.register_buffer(str(place), tensor)
+        self.__dict__.update(
+            _parameters=model._parameters, _buffers=model._buffers, _modules={**model._modules, _HELD: buffers}
+        )
+        self.__dict__["call"] = (model, leaves, spec, differentiate)
+        self.__dict__["reads"] = reads
+        self.__dict__["casts_once"] = torch.is_autocast_cache_enabled()  # not while torch captures
+        self.__dict__["ties"] = [*_ties(model, "_parameters"), *_ties(model, "_buffers")]
+        self.__dict__["own"] = [
+            (named, name, tensor)
+            for module in (*model.modules(), buffers)
+            for named in (module._parameters, module._buffers)
+            for name, tensor in named.items()
+            if tensor is not None
+        ]
+
+    # Torch would take a tied tensor once for every name, and sum its gradients outside of the graph.
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        return super().named_parameters(prefix, recurse)
+
+    def named_buffers(self, prefix="", recurse=True, remove_duplicate=True):
+        return super().named_buffers(prefix, recurse)
+
+    def forward(self, *tensors):
+        model, leaves, spec, differentiate = self.__dict__["call"]
+        traced = dict(zip((id(leaves[place]) for place in given_places(leaves)), tensors))
+        args, kwargs = tree_unflatten([traced[id(leaf)] if is_tensor(leaf) else leaf for leaf in leaves], spec)
+        with _tied(self.__dict__["ties"]):
+            stands_for = {id(own): named[name] for named, name, own in self.__dict__["own"]}
+            reads = self.__dict__["reads"]
+            held = Held({**traced, **stands_for}, reads)
+            real = (*(leaf for leaf in leaves), *(own for _, _, own in self.__dict__["own"]))
+            weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
+            once = casts.once(weights if self.__dict__["casts_once"] else ())
+            same_arguments = arguments_unchanged([*args, *kwargs.values()])
+            with unchanged(model, held.is_same), same_arguments, once, held, found_packed(), reads.watched():
+                with fused_attention_refused():
+                    found, out_spec = flatten_outputs(model(*args, **kwargs))
+        if held.found:
+            raise _HoldsTensors(held.found.values())
+        for value in found:
+            if not is_tensor(value) and not isinstance(value, (type(None), bool, int, float, str)):
+                raise TraceError(
+                    f"the model returns a {type(value).__name__}, which a captured step cannot rebuild. Return tensors "
+                    "in tuples, lists, dicts or registered pytrees (for transformers models: use_cache=False)."
+                )
+        refused = without_gradient(found, differentiate)
+        refuse_overlaps(found, held.traced.values(), refused)
+        self.__dict__["returned"] = (
+            out_spec,
+            {place: value for place, value in enumerate(found) if not is_tensor(value)},
+            refused,
+        )
+        return tuple(
+            value.detach() if place in refused else value for place, value in enumerate(found) if is_tensor(value)
+        )
+
+
+class _HoldsTensors(Exception):
+    """The model's code holds tensors that must be captured as inputs: (tensor, line) of each."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = list(found)
+
+
+def _ties(model, kind: str):
+    """Places of tensors that another place, the first, holds too: (dict, name, first dict, first name)."""
+    first: dict[int, tuple[dict, str]] = {}
+    for module in model.modules():
+        named = getattr(module, kind)
+        for name, tensor in named.items():
+            if tensor is None:
+                continue
+            if id(tensor) in first:
+                yield (named, name, *first[id(tensor)])
+            first.setdefault(id(tensor), (named, name))
+
+
+@contextlib.contextmanager
+def _tied(ties):
+    """Inside, every tied place holds what torch has put into the first one."""
+    were = [named[name] for named, name, _, _ in ties]
+    for named, name, first, first_name in ties:
+        named[name] = first[first_name]
+    try:
+        yield
+    finally:
+        for (named, name, _, _), was in zip(ties, were):
+            named[name] = was
+
+
+def given_places(leaves) -> tuple[int, ...]:
+    """Where each tensor stands first among `leaves`."""
+    first: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        if is_tensor(leaf):
+            first.setdefault(id(leaf), place)
+    return tuple(first.values())
+
+
+@contextlib.contextmanager
+def capture(model, args, kwargs, differentiate="loss"):
+    """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open."""
+    check_differentiate(differentiate)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TraceError("no parameter of the model requires grad, so there is no backward to plan")
+    leaves, spec = tree_flatten((args, kwargs))
+    require_traceable(model, args, kwargs)
+    about = {
+        "made_for": described(model, args, kwargs, differentiate),
+        "has_data": has_data(model, leaves),
+        "reads": Reads(model, leaves),
+        "reason": "",
+    }
+    model, leaves, spec = off_meta(model, leaves, spec)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
+        try:
+            captured = _settled(stack, model, leaves, spec, differentiate, about)
+        except TraceError as error:  # many models look at values unless they are compiled
+            about["reason"] = error.reason or f"the capture of the model as it is fails ({error})"
+            try:
+                with compiling():
+                    captured = _settled(stack, model, leaves, spec, differentiate, about)
+            except TraceError as again:
+                if str(again) == str(error):
+                    raise
+                raise TraceError(
+                    f"{error} Many models look at values only unless torch.compiler.is_compiling(); captured with that "
+                    f"this one fails, too: {again}"
+                ) from error
+        captured.reads.finish()
+        yield captured
+
+
+def _settled(stack, model, leaves, spec, differentiate, about) -> Capture:
+    """Captured once; once more if the first call of the model changes a value that its code reads."""
+    reads = about["reads"]
+    with contextlib.ExitStack() as first:
+        captured = _captured(first, model, leaves, spec, differentiate, about)
+        if reads.is_settled:
+            stack.enter_context(first.pop_all())
+            return captured
+        code = captured.joint.graph_module.code
+    with reads.settle() as refused:
+        captured = _captured(stack, model, leaves, spec, differentiate, about)
+        if captured.joint.graph_module.code != code:
+            raise refused
+    return captured
+
+
+def _captured(stack, model, leaves, spec, differentiate, about) -> Capture:
+    """Captured once; once more if that finds tensors which the model's code holds, now with these as inputs."""
+
+    def flat(held):
+        return _Flat(model, leaves, spec, differentiate, held, about["reads"])
+
+    with explained(model), torch.inference_mode(False), torch.enable_grad():
+        try:
+            return _exported(stack, flat(()), leaves, (), about)
+        except _HoldsTensors as error:
+            held = tuple(tensor for tensor, _ in error.found)
+        fake_mode = detect_fake_mode([*model.parameters(), *leaves])
+        if fake_mode is not None:
+            with fake_mode:
+                held = tuple(shape_of(tensor) if tensor.is_meta else tensor for tensor in held)
+        try:
+            return _exported(stack, flat(held), leaves, held, about)
+        except _HoldsTensors as error:
+            _, line = error.found[0]
+            raise TraceError(
+                f"a tensor is made anew in every forward{line}, of data that a captured step cannot follow, such as a "
+                "numpy array. Make it once and register it as a buffer, or pass it as an argument."
+            ) from error
+
+
+def _exported(stack, flat: _Flat, leaves, held, about) -> Capture:
+    given = given_places(leaves)
+    tensors = tuple(leaves[place] for place in given)
+    with contextlib.ExitStack() as inner, Where(flat.__dict__["call"][0]) as where:
+        joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
+        stack.enter_context(inner.pop_all())
+    where.require_none_kept()
+    return Capture(joint, given, held, *flat.__dict__["returned"], **about)

@@ -1,0 +1,153 @@
+"""Compare a step that could only be captured as ``torch.compile`` runs the model with the model's own step.
+
+Many models read tensor values unless ``torch.compiler.is_compiling()`` returns True. Captured that way, they may use
+other formulas. The model's own step is the baseline of every budget, so this module runs it, measures its peak and
+compares the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from ackpt.capture.inspection.attributes import every_module, unchanged
+from ackpt.capture.inspection.tensors import is_tensor
+from ackpt.capture.inspection.transformers_caches import flatten_outputs
+from ackpt.checkpointing.rng import replay, snapshot
+from ackpt.errors import TraceError
+from ackpt.metering.meter import measure
+
+from .example_values import stand_in
+from .joint_graph import AsCompiled
+from .outputs import without_gradient
+
+
+@contextlib.contextmanager
+def compiling():
+    """Make ``torch.compiler.is_compiling()`` return True inside; models check it before they read tensor values."""
+    was, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = was
+
+
+def compared(captured, model, args, kwargs, differentiate: str) -> AsCompiled:
+    """How the captured step differs from the model's own; warns of it, and restores all tensors and RNG states.
+
+    If the tensors have data, this runs the model's own step and measures its peak. On the CPU it also runs the captured
+    step and compares the results.
+
+    Raises:
+        TraceError: if a result of the captured step is missing or has a different shape or dtype.
+    """
+    known = AsCompiled(captured.reason)
+    if captured.has_data:
+        tensors = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs)), *captured.held]
+        tensors = list({id(tensor): tensor for tensor in tensors if is_tensor(tensor)}.values())
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+        # The capture's context is still open, so its fake tensor mode has to be disabled.
+        with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+            with _put_back(tensors):
+                peak_bytes, own = _own_step(captured, model, args, kwargs, differentiate, tensors, on_cpu)
+            difference = None
+            if on_cpu:
+                with _put_back(tensors), torch.no_grad():
+                    difference = _difference(own, _captured_step(captured, model, args, kwargs), captured.reason)
+        known = AsCompiled(captured.reason, peak_bytes, difference)
+    warnings.warn(f"The model was captured as torch.compile runs it: {known}.", UserWarning, stacklevel=3)
+    return known
+
+
+@contextlib.contextmanager
+def _put_back(tensors):
+    """Run a step inside from the current RNG states, with no gradients yet; then restore tensors, gradients and RNG."""
+    were = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+    leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
+    gradients = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks) for leaf in leaves]
+    try:
+        for leaf in leaves:
+            leaf.grad, leaf._post_accumulate_grad_hooks = None, None  # these hooks may run an optimizer
+        with replay(snapshot()):
+            yield
+    finally:
+        for leaf, gradient, hooks in gradients:
+            leaf.grad, leaf._post_accumulate_grad_hooks = gradient, hooks
+        for tensor, was in were:
+            if not torch.equal(tensor.detach().cpu(), was):
+                tensor.data.copy_(was)
+
+
+def _own_step(captured, model, args, kwargs, differentiate, tensors, on_cpu):
+    """(dynamic peak in bytes, {name: tensor} of outputs, gradients and buffers) of the model's own step."""
+    found: dict[str, torch.Tensor] = {}
+
+    def step():
+        with unchanged(model, lambda was, now: was is now), captured.reads.watched():
+            leaves, _ = flatten_outputs(model(*args, **kwargs))
+        refused = without_gradient(leaves, differentiate)
+        roots = [leaf for at, leaf in enumerate(leaves) if is_tensor(leaf) and leaf.requires_grad and at not in refused]
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        outputs = filter(is_tensor, leaves)
+        found.update({f"output {place}": leaf.detach() for place, leaf in enumerate(outputs)})
+
+    warmup = 0 if on_cpu else 1  # CUDA's libraries allocate their workspaces in the first step
+    peak_bytes = measure(step, resident=[model, *tensors], warmup=warmup, repeats=0).dynamic_peak_bytes
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[f"the gradient of {name!r}"] = parameter.grad.detach()
+    return peak_bytes, found | _buffers(model)
+
+
+def _captured_step(captured, model, args, kwargs) -> dict[str, torch.Tensor]:
+    """The same tensors from the captured step, run without recomputation."""
+    module = captured.joint.graph_module
+    values = captured.inputs(every_module(model), tree_leaves((args, kwargs)))
+    for node in module.graph.find_nodes(op="placeholder")[len(values) :]:
+        values.append(stand_in(node.meta["val"]).fill_(1))
+    (output,) = module.graph.find_nodes(op="output")
+    results = torch.fx.Interpreter(module).run(*values, enable_io_processing=False)
+    found: dict[str, torch.Tensor] = {}
+    for what, value in zip(output.meta["desc"], results):
+        kind = type(what).__name__
+        if kind == "PlainAOTOutput":
+            found[f"output {what.idx}"] = value
+        elif kind == "GradAOTOutput" and hasattr(what.grad_of, "target") and value is not None:
+            found[f"the gradient of {what.grad_of.target!r}"] = value
+    return found | _buffers(model)
+
+
+def _buffers(model) -> dict[str, torch.Tensor]:
+    return {f"buffer {name!r}": buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+def _difference(own: dict[str, torch.Tensor], captured: dict[str, torch.Tensor], reason: str) -> str:
+    """The largest difference, relative to the largest element of its tensor, in words; empty if all are bit-equal."""
+    most, where = -1.0, ""
+    for name, expected in own.items():
+        value: Any = captured.get(name)
+        if value is None or value.shape != expected.shape or value.dtype != expected.dtype:
+            raise TraceError(
+                f"{reason}. Captured as torch.compile runs it, the model gives another result: {name} is "
+                f"{_said(value)} instead of {_said(expected)}. Move what looks at values out of the model, or use "
+                "ackpt.checkpoint on its blocks."
+            )
+        if torch.equal(value, expected):
+            continue
+        wide = torch.complex128 if expected.is_complex() else torch.float64
+        apart = (value.to(wide) - expected.to(wide)).abs().nan_to_num(nan=0.0).max().item()
+        largest = expected.to(wide).abs().nan_to_num(nan=0.0).max().item()
+        share = apart / largest if largest else apart
+        same_nans = torch.equal(value.isnan(), expected.isnan())
+        if share > most and (share or not same_nans):
+            most, where = share, name
+    return f"{where} differs by up to {most:.1e} of its largest element" if where else ""
+
+
+def _said(tensor) -> str:
+    return "missing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,112 @@
+"""Values for the inputs of a graph: those of a model and its arguments, or made up."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ackpt.metering.timeline import MeterError
+
+from .analysis import facts
+from .joint_graph import BACKWARD, JointGraph
+
+
+def stand_in(value: torch.Tensor, fill: int = 0, device="cpu") -> torch.Tensor:
+    """A tensor like `value`, of 0.5 if it holds floats, of True if bools, otherwise of `fill`.
+
+    It lies as `value` does in a storage as large: some operations copy the whole storage of a view.
+    """
+    floats = value.is_floating_point() or value.is_complex()
+    filled = 0.5 if floats else True if value.dtype is torch.bool else fill
+    size = value.untyped_storage().nbytes() // value.element_size()
+    whole = torch.empty(size, dtype=value.dtype, device=device).fill_(filled)
+    return flagged(whole.as_strided(value.shape, value.stride(), value.storage_offset()), value)
+
+
+def flagged(made: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`made`, seen conjugated or negated if `value` is."""
+    made = made.conj() if value.is_conj() else made
+    return made._neg_view() if value.is_neg() else made
+
+
+def random_like(value: torch.Tensor, low: float = 0.0, high: float = 1.0, seed: int = 0) -> torch.Tensor:
+    """A tensor like `value` in host memory, its floats drawn from [low, high) without the global generator."""
+    made = stand_in(value)
+    if value.is_floating_point() or value.is_complex():
+        flat = torch.empty(0, dtype=made.dtype).set_(made.untyped_storage())
+        generator = torch.Generator().manual_seed(seed)
+        flat.copy_(torch.rand(flat.numel(), generator=generator) * (high - low) + low)
+    return made
+
+
+def made_up(graph: JointGraph) -> list:
+    """Made-up values for all inputs of `graph`, in host memory.
+
+    Parameters are drawn from [-0.05, 0.05), other floats from [0, 1); bools are True, integers 0; the gradients of
+    the outputs are 1.
+    """
+    return [_made_up(graph, node) for node in _placeholders(graph)]
+
+
+def _made_up(graph: JointGraph, node: torch.fx.Node):
+    value, place = node.meta["val"], graph.nodes[node.meta["ackpt_id"]]
+    if not isinstance(value, torch.Tensor):
+        return value
+    if place.phase == BACKWARD:
+        return stand_in(value).fill_(1)
+    is_parameter = any(graph.storages[storage].category == "parameter" for storage in place.storages)
+    return random_like(value, *((-0.05, 0.05) if is_parameter else ()), seed=place.id)
+
+
+def given(graph: JointGraph, inputs) -> list:
+    """The values in `inputs` for all inputs of `graph`; the gradients of the outputs are 1.
+
+    Args:
+        graph: from `ackpt.trace`.
+        inputs: the model and the arguments it was traced with, in any nesting, such as ``(model, args, kwargs)``. Of
+            modules, parameters and buffers are found by their names; the other tensors are taken in order. What the
+            graph writes into is copied.
+
+    Raises:
+        MeterError: if a value is missing, left over, or has another shape, dtype or device than in the graph.
+    """
+    leaves = tree_leaves(inputs)
+    named = {}
+    for module in (leaf for leaf in leaves if isinstance(leaf, nn.Module)):
+        named.update(module.named_parameters(remove_duplicate=False))
+        named.update(module.named_buffers(remove_duplicate=False))
+    rest = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)][::-1]
+    values = []
+    for node in _placeholders(graph):
+        place, expected = graph.nodes[node.meta["ackpt_id"]], node.meta["val"]
+        if place.phase == BACKWARD or not isinstance(expected, torch.Tensor):
+            values.append(_made_up(graph, node))
+            continue
+        name = getattr(node.meta["desc"], "target", None)
+        value = named.get(name) if name is not None else rest.pop() if rest else None
+        what = f"argument {node.name}" if name is None else repr(name)
+        if value is None:
+            raise MeterError(f"inputs lack {what}: give the model and the arguments it was traced with")
+        if _like(value) != _like(expected):
+            raise MeterError(
+                f"{what} is {_said(value)}, but the graph was traced with {_said(expected)}: trace the model anew, or "
+                "give the arguments it was traced with"
+            )
+        value = value.detach()
+        values.append(value.clone() if place.id in facts(graph).mutated else value)
+    if rest:
+        raise MeterError(f"inputs hold {len(rest)} tensors more than the model was traced with")
+    return values
+
+
+def _placeholders(graph: JointGraph) -> list[torch.fx.Node]:
+    return graph.module.graph.find_nodes(op="placeholder")
+
+
+def _like(value: torch.Tensor):
+    return value.shape, value.dtype, value.device.type
+
+
+def _said(value: torch.Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device.type}"

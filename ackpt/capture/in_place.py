@@ -1,0 +1,145 @@
+"""Find what eager computes in place; the captured graph computes it out of place, so its peak may be higher.
+
+AOTAutograd turns ``x.add_(y)`` into ``add(x, y)``, whose result has its own memory. So it does with the sums of
+gradients that autograd's engine makes in place. Fractional budgets are relative to the peak of the model's own step,
+where ``x`` and the result share one storage. `eager_graph` merges such storages, so that simulating it gives that peak.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import sys
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from ackpt.metering.gradient_sums import is_dense
+
+from .analysis import RESIDENT
+from .joint_graph import BACKWARD, JointGraph, with_accesses
+
+_KEY = "ackpt_in_place"
+_RUNS_IN = "ackpt_autograd_node"  # on nodes of the backward: the autograd node that runs while they are captured
+_SUM, _SUMS_OWN = "ackpt_gradient_sum", "ackpt_sums_own_gradients"
+# What functionalization makes of a write to a part of a tensor when the whole is read: operation(whole, part, ...).
+_INTO_WHOLE = ("aten::slice_scatter", "aten::select_scatter", "aten::diagonal_scatter", "aten::as_strided_scatter")
+_FILLED = "ackpt_graph::filled"
+# Derivative formulas write in place into zeros that they allocate, except for the kind of tensors that a capture uses:
+# see areAnyTensorSubclassLike in torch's FunctionsManual.cpp and TensorAdvancedIndexing.cpp.
+_INTO_ZEROS = ("aten::index_add", "aten::scatter_add", "aten::scatter", "aten::index_put", "aten::masked_scatter")
+_ZEROS = ("aten::new_zeros", "aten::zeros", "aten::zeros_like")
+
+
+@contextlib.contextmanager
+def noted_writes():
+    """Mark the nodes captured inside for operations that write to their first argument, and sums of gradients."""
+    dispatch = FunctionalTensorMode.__torch_dispatch__
+
+    def noted(self, func, types, args=(), kwargs=None):
+        writes, autograd_node = _changes_its_first_argument(func), torch._C._current_autograd_node()
+        capture = get_proxy_mode() if writes or autograd_node is not None else None
+        if capture is None:
+            return dispatch(self, func, types, args, kwargs)
+        nodes = capture.tracer.graph.nodes
+        last = next(iter(reversed(nodes)), None)
+        from_engine = func is torch.ops.aten.add.Tensor and _called_by_engine(sys._getframe(1))
+        result = dispatch(self, func, types, args, kwargs)
+        for node in itertools.takewhile(lambda node: node is not last, reversed(nodes)):
+            if writes and _name(node).removesuffix("_functional") in (func._schema.name.removesuffix("_"), _FILLED):
+                node.meta[_KEY] = True
+            if autograd_node is not None:
+                node.meta[_RUNS_IN] = autograd_node._sequence_nr()
+                node.meta[_SUM] = from_engine
+                node.meta[_SUMS_OWN] = _sums_own_gradients(autograd_node)
+        return result
+
+    with mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", noted):
+        yield
+
+
+def _called_by_engine(frame) -> bool:
+    """Whether C++ has called: autograd's engine for a sum of gradients, or a derivative formula."""
+    return frame.f_globals.get("__name__") == "torch.autograd.graph"
+
+
+def _sums_own_gradients(autograd_node) -> bool:
+    """Whether two gradients of an autograd node go to the same target, as those of ``x * x``."""
+    targets = [target for target in autograd_node.next_functions if target[0] is not None]
+    return len(set(targets)) < len(targets)
+
+
+def _name(node) -> str:
+    schema = getattr(node.target, "_schema", None)  # higher-order operations have none
+    return "" if schema is None else schema.name
+
+
+def _changes_its_first_argument(func) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.name.endswith("_") or not schema.arguments:
+        return False
+    return schema.arguments[0].alias_info is not None and schema.arguments[0].alias_info.is_write
+
+
+def _overwritten(fx, phase: str):
+    """The node whose memory eager reuses for the result of the node `fx`; None if eager allocates memory."""
+    whole = fx.args[0] if fx.args else None
+    if not isinstance(whole, torch.fx.Node):
+        return None
+    own_zeros = phase == BACKWARD and _name(whole) in _ZEROS and len(whole.users) == 1
+    is_into_zeros = own_zeros and _name(fx) in _INTO_ZEROS
+    return whole if fx.meta.get(_KEY) or _name(fx) in _INTO_WHOLE or is_into_zeros else None
+
+
+def _summed_into(fx, graph: JointGraph):
+    """The node whose memory the engine reuses for the sum of gradients `fx`; None if it is no such sum.
+
+    The engine adds in place to a gradient that nothing else references (``can_accumulate_inplace`` in torch's
+    input_buffer.cpp): not to a view, to what the caller holds, or to what a later operation reads.
+    """
+    first = fx.args[0] if fx.meta.get(_SUM) else None
+    if not isinstance(first, torch.fx.Node):
+        return None
+    if first.meta.get(_RUNS_IN) == fx.meta[_RUNS_IN] and not fx.meta[_SUMS_OWN]:
+        return None  # a derivative formula adds to its own temporary
+    (storage,) = (graph.storages[key] for key in graph.nodes[first.meta["ackpt_id"]].storages)
+    made = first.args[0] if first.target is operator.getitem else first
+    is_alone = storage.category == "temporary" and storage.last_bw_access == fx.meta["ackpt_id"]
+    is_whole = storage.producer == made.meta["ackpt_id"] and is_dense(first.meta["val"])
+    return first if is_alone and is_whole else None
+
+
+def eager_graph(graph: JointGraph) -> JointGraph:
+    """`graph` with the storages that eager uses: for simulating the peak of the model's own step, not for running."""
+    fx = {node.meta["ackpt_id"]: node for node in graph.module.graph.nodes}
+    lies_in = [node.storages for node in graph.nodes]
+    merged = {storage.id: storage.id for storage in graph.storages}
+    results = set()
+    for node in graph.nodes:
+        source = _overwritten(fx[node.id], node.phase) or _summed_into(fx[node.id], graph)
+        if source is None or len(node.storages) != 1 or len(lies_in[source.meta["ackpt_id"]]) != 1:
+            continue
+        (own,), (into,) = node.storages, lies_in[source.meta["ackpt_id"]]
+        into = merged[into]
+        # Backward receives a resident storage with its content from before the write. If it reads the new content, that
+        # needs a storage of its own.
+        if graph.storages[into].category in RESIDENT and graph.storages[own].first_bw_access is not None:
+            continue
+        merged[own] = into
+        if graph.storages[own].bytes == graph.storages[into].bytes:
+            results.add(node.id)
+    if all(storage == into for storage, into in merged.items()):
+        return graph
+    ids = {storage: at for at, storage in enumerate(sorted(set(merged.values())))}
+    lies_in = [tuple(dict.fromkeys(ids[merged[storage]] for storage in node.storages)) for node in graph.nodes]
+    nodes = [replace(node, storages=storages) for node, storages in zip(graph.nodes, lies_in)]
+    sizes = {ids[storage]: graph.storages[storage].bytes for storage in ids}
+    storages = with_accesses(nodes, sizes, fx, graph.outputs, graph.gradients)
+    own = JointGraph(graph.module, nodes, storages, graph.outputs, graph.gradients, has_data=graph.has_data)
+    own.optimizer_bytes, own.optimizer_step_bytes = graph.optimizer_bytes, graph.optimizer_step_bytes
+    own.overwriting = frozenset(results)
+    return own

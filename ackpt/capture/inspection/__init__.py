@@ -1,0 +1,5 @@
+"""Inspection: what a model and its code read besides their arguments, and whether it can be captured.
+
+A captured step is valid for one set of shapes, modes, attributes and plain values. The modules here describe that set,
+compare it at every call, and refuse models that no graph can represent, naming the line or the module.
+"""

@@ -1,0 +1,245 @@
+"""A model's attributes: a captured step depends on what they were, and changes none of them.
+
+So what a forward does beside computing, to its own attributes or to the random numbers of Python and numpy, is refused
+when it is captured; nothing of it stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+import types
+import weakref
+from collections import deque
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from ackpt.errors import TraceError
+
+# fully_shard leaves marks on modules that it does not run itself.
+OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_is_fsdp_managed_module", "_fsdp_use_orig_params"})
+_TENSORS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
+LONGEST = 100  # of longer lists only their identity could be compared at every call, and it says little
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+_FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, functools.partial
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def plain(value):
+    """`value` so that equal means the same: 0.0 is not -0.0, 1 is not True, and nan is nan; None if it is not plain."""
+    if not isinstance(value, _PLAIN):
+        return None
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
+def every_module(model: nn.Module) -> dict[str, nn.Module]:
+    """`model` and its submodules by path, each once: named_modules(), which takes ten times as long in every step."""
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    left: list[tuple[str, nn.Module | None]] = [("", model)]
+    while left:
+        path, module = left.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        found[path] = module
+        prefix = path and path + "."
+        left += [(prefix + name, submodule) for name, submodule in reversed(module._modules.items())]
+    return found
+
+
+def attributes(modules) -> tuple:
+    """What these modules hold beside parameters, buffers and modules, as far as a call can compare it.
+
+    Of hooks, which are captured with what they do, their handles' numbers, each of which is given once.
+    """
+    found = []
+    for module in modules:
+        own = vars(module)
+        found += [(name, _comparable(own[name])) for name in own if name not in OF_EVERY_MODULE]
+        found += [(name, *own[name]) for name in _HOOKS if own[name]]
+        found.append(None)
+    return tuple(found)
+
+
+def _comparable(value):
+    if type(value) in (int, bool, str):
+        return type(value), value
+    if isinstance(value, (torch.Tensor, *_FUNCTIONS)):
+        return id(value)
+    if isinstance(value, (list, tuple)) and len(value) <= LONGEST:
+        return type(value), tuple(map(_comparable, value))
+    if type(value) is SimpleNamespace:
+        value = vars(value)
+    if isinstance(value, dict) and len(value) <= LONGEST:
+        return type(value), tuple((_comparable(key), _comparable(item)) for key, item in value.items())
+    return plain(value)
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, is_same):
+    """Inside, the forward of `model` runs; afterwards the model holds what it held before.
+
+    Args:
+        model: every attribute of it and its submodules counts, and what lies in lists and dicts there.
+        is_same: whether one tensor stands for another, such as a traced one for the model's own.
+
+    Raises:
+        TraceError: naming the attribute that the forward has changed, or the random numbers that it has drawn.
+    """
+    modules = dict(model.named_modules())
+    before = [
+        (name, attribute, container, copied(container))
+        for name, module in modules.items()
+        for attribute, container in _containers(module)
+    ]
+    derived = {id(vars(module)): _derived(module) for module in modules.values()}
+    states = _random_states()
+    drawn, changes = [], []
+    try:
+        yield
+        changes = [
+            (name, attribute, key, was, now)
+            for name, attribute, container, copy in before
+            for key, was, now in changed_items(container, copy, is_same)
+            if key not in derived.get(id(container), ())
+        ]
+        drawn = [name for name, (state, _) in _random_states().items() if state != states[name][0]]
+    finally:
+        for _, _, container, copy in before:
+            if any(changed_items(container, copy, lambda was, now: False)):
+                restore(container, copy)
+        for _, reset in states.values():
+            reset()
+    if changes:
+        raise TraceError(_refusal(*changes[0]))
+    if drawn:
+        raise repeated_draws(drawn[0])
+
+
+def repeated_draws(source: str) -> TraceError:
+    return TraceError(
+        f"the forward draws random numbers of {source}, which a captured step would repeat for ever. Draw them "
+        "with torch, as in torch.rand(()), or outside of the model and pass them as tensors."
+    )
+
+
+@contextlib.contextmanager
+def arguments_unchanged(arguments):
+    """Inside, a forward runs with `arguments`, whose lists and dicts are copies of those that the caller holds.
+
+    Raises:
+        TraceError: if it changes one of them, which the caller would never see.
+    """
+    before = [(container, copied(container)) for _, container in _nested("", arguments)]
+    yield
+    for container, copy in before:
+        if any(changed_items(container, copy, lambda was, now: False)):
+            raise TraceError(
+                f"the forward changes a {type(container).__name__} that it is given as an argument, which a captured "
+                "step would not do. Return what it collects as an output of the model."
+            )
+
+
+def _containers(module: nn.Module):
+    """The module's own dict, those of its parameters, buffers, submodules and hooks, and what attributes contain."""
+    yield "", vars(module)
+    for name, value in vars(module).items():
+        if name not in OF_EVERY_MODULE:
+            yield from _nested(name, value)
+        elif isinstance(value, dict):
+            yield name, value
+
+
+def _nested(name: str, value):
+    if isinstance(value, (list, dict, deque)):
+        yield name, value
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _nested(name, item)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _nested(name, item)
+
+
+def copied(container):
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def restore(container, copy) -> None:
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(copy)
+
+
+def changed_items(container, copy, is_same):
+    """(key, value before, value now) of what is not as it was; None stands for no value."""
+    if isinstance(container, dict):
+        pairs = [(key, copy.get(key), container.get(key)) for key in {**copy, **container}]
+    else:
+        now = list(container)
+        size = max(len(copy), len(now))
+        pairs = zip(range(size), *(values + [None] * (size - len(values)) for values in (copy, now)))
+    for key, was, now in pairs:
+        if not _same(was, now, is_same):
+            yield key, was, now
+
+
+def _same(was, now, is_same) -> bool:
+    if was is now or (plain(was) is not None and plain(was) == plain(now)) or _is_weak(now):
+        return True
+    if isinstance(was, torch.Tensor):
+        return isinstance(now, torch.Tensor) and is_same(was, now)
+    if isinstance(was, (list, tuple)) and type(was) is type(now) and len(was) == len(now):
+        return all(_same(a, b, is_same) for a, b in zip(was, now))
+    return False
+
+
+def _is_weak(value) -> bool:
+    """Torch's recurrent modules remember so which weights they have laid out in memory."""
+    return isinstance(value, weakref.ref)
+
+
+def _derived(module: nn.Module) -> set:
+    """Attributes that torch's own hooks compute before every forward: by spectral_norm, weight_norm and pruning."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch.nn.utils")]
+    return {getattr(hook, name) for hook in hooks for name in ("name", "_tensor_name") if hasattr(hook, name)}
+
+
+def _refusal(name: str, attribute: str, key, was, now) -> str:
+    owner = f"of module {name!r}" if name else "of the model"
+    if attribute in _TENSORS:
+        return (
+            f"the forward assigns {_TENSORS[attribute]} {key!r} {owner} anew, which a captured step cannot do. Change "
+            "buffers in place, as in self.buffer.copy_(value), and make modules and parameters before."
+        )
+    if attribute in OF_EVERY_MODULE:
+        return (
+            f"the forward adds or removes a hook {owner}, which a captured step would not do again. Register hooks "
+            "before; if the forward does it only once, call the model once before."
+        )
+    if isinstance(now, torch.Tensor):
+        return (
+            f"the forward keeps a tensor in attribute {attribute or key!r} {owner}, which a captured step cannot do: "
+            "let it return the tensor. If it is kept only once, as in a cache, call the model once before."
+        )
+    return (
+        f"the forward changes attribute {attribute or key!r} {owner}, from {was!r} to {now!r}, which a captured step "
+        "would not do again. Count in a buffer, in place, or outside of the model; if it changes only once, call the "
+        "model once before."
+    )
+
+
+def _random_states() -> dict:
+    """By the generator's name: its state, comparable by ==, and a function that puts it back."""
+    own = random.getstate()
+    found = {"Python's module random": (own, lambda: random.setstate(own))}
+    if numpy := sys.modules.get("numpy"):
+        state = numpy.random.get_state()
+        comparable = tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
+        found["numpy.random"] = (comparable, lambda: numpy.random.set_state(state))
+    return found

@@ -1,0 +1,142 @@
+"""What a step was captured for, in words, and what of it another call has otherwise.
+
+A graph's hash says that two steps differ, not in what. These words go with a graph and its plan for the errors alone:
+nothing is decided by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ackpt.budget import is_share
+
+_MODE, _TRAINING, _EVALUATION = "mode", "training", "evaluation"
+MACHINE = "machine"  # given only where it is not the one that plans
+_LONGEST = 60  # characters of an argument that is no tensor
+_EVALUATE = (
+    "The model was in training mode then and is not now, but gradients are on: run evaluation under torch.no_grad(), "
+    "where the model itself runs"
+)
+
+
+def described(model: nn.Module, args, kwargs, differentiate: str = "loss") -> dict[str, str]:
+    """``{what: how it is}`` for a call of `model`: torch, the model, its parameters and mode, autocast, arguments."""
+    own = {id(parameter): parameter for parameter in model.parameters()}.values()
+    kinds = ", ".join(dict.fromkeys(f"{_dtype(parameter)}{_device(parameter)}" for parameter in own))
+    trained = sum(parameter.numel() for parameter in own if parameter.requires_grad)
+    number = sum(parameter.numel() for parameter in own)
+    return {
+        "torch": torch.__version__,
+        "model": type(model).__name__,
+        "parameters": f"{number:,} in {len(own)} tensors of {kinds}, {trained:,} trained",
+        _MODE: _mode(model),
+        "autocast": _autocast(),
+        "differentiate": differentiate,
+        **{f"argument {name}": said for name, said in _arguments(args, kwargs)},
+    }
+
+
+def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) -> list[str]:
+    """A clause for everything that both calls are known to have had differently; none if one of them is not known.
+
+    Example:
+        >>> differences({"mode": "training", "argument 0": "int64 [8, 4]"}, {"mode": "evaluation"})
+        ['mode then training, now evaluation', 'argument 0 then int64 [8, 4], now not given']
+    """
+    if was is None or now is None:
+        return []
+    found = []
+    for what in {**was, **now}:
+        without = "this one" if what == MACHINE else "not given"
+        before, after = was.get(what, without), now.get(what, without)
+        if before != after:
+            found.append(f"{what} then {before}, now {after}")
+    return found
+
+
+def another_plan(was, now) -> str:
+    """What to do where a plan that was given is none of a later call."""
+    if _left_training(was, now):
+        return f"It fitted the call before. {_EVALUATE}."
+    return (
+        "It fitted the call before: a plan is for one set of shapes. Leave a smaller last batch out, as a DataLoader "
+        "with drop_last=True does, make a second step with a plan for it, or give a budget, which plans anew."
+    )
+
+
+def other_bytes(was, now, budget) -> str:
+    """What to do where a later call cannot keep the budget that an earlier one has kept."""
+    changes = (
+        "; ".join(differences(was, now))
+        or "since then an attribute of the model, a value that its code reads, or the layout of a tensor changed"
+    )
+    said = f"It was kept for the arguments planned before: {changes}."
+    if not is_share(budget):
+        return f"{said} Give the budget that the largest call needs."
+    if _left_training(was, now):
+        return (
+            f"{said} {_EVALUATE}. The plain step allocates less then, and a fraction is one of that; bytes, such as "
+            "'6GiB', stay what they are."
+        )
+    return (
+        f"{said} A fraction is one of what the plain step allocates with the arguments at hand, so that a smaller "
+        "batch has a smaller bound: give bytes, such as '6GiB', or a larger fraction, or leave the batch out, as a "
+        "DataLoader with drop_last=True does."
+    )
+
+
+def _left_training(was: Mapping[str, str] | None, now: Mapping[str, str]) -> bool:
+    """Whether some module was in training mode then, and none is now."""
+    return was is not None and was[_MODE] != now[_MODE] == _EVALUATION
+
+
+def _mode(model: nn.Module) -> str:
+    modes = [module.training for module in model.modules()]
+    if all(modes) or not any(modes):
+        return _TRAINING if all(modes) else _EVALUATION
+    return f"training of {sum(modes)} in {len(modes)} modules"
+
+
+def _autocast() -> str:
+    dtypes = {at: torch.get_autocast_dtype(at) for at in ("cpu", "cuda") if torch.is_autocast_enabled(at)}
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} on {device}" for device, dtype in dtypes.items()) or "off"
+
+
+def _arguments(args, kwargs) -> Iterator[tuple[str, str]]:
+    first: dict[int, str] = {}
+    for where, leaf in named_leaves(args, kwargs):
+        if not isinstance(leaf, torch.Tensor):
+            yield where, _value(leaf)
+        elif id(leaf) in first:
+            yield where, f"the tensor that is {first[id(leaf)]}, too"
+        else:
+            first[id(leaf)] = where
+            needs_grad = ", requires grad" if leaf.requires_grad else ""
+            yield where, f"{_dtype(leaf)} {list(leaf.shape)}{_device(leaf)}{needs_grad}"
+
+
+def named_leaves(args, kwargs) -> Iterator[tuple[str, object]]:
+    """(name, leaf) of every leaf of a call's arguments: ``"0"``, or ``"batch[2]"`` in a container."""
+    for name, value in (*enumerate(args), *kwargs.items()):
+        for place, leaf in enumerate(tree_leaves(value)):
+            yield str(name) if leaf is value else f"{name}[{place}]", leaf
+
+
+def _value(leaf) -> str:
+    if isinstance(leaf, (type(None), bool, int, float, str)):
+        said = repr(leaf)
+        return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."
+    return f"a {type(leaf).__name__}"
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _device(tensor: torch.Tensor) -> str:
+    """What lies on no device is planned as if it were the CPU's."""
+    return "" if tensor.device.type in ("cpu", "meta") else f" on {tensor.device}"

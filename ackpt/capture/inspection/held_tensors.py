@@ -1,0 +1,56 @@
+"""Tensors that the model's code holds itself, as attributes, in closures or as globals: inputs of a captured step."""
+
+from __future__ import annotations
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from ackpt.errors import TraceError
+
+from .outside_values import Reads
+from .source_lines import in_model, line
+from .tensors import require_plain
+
+
+class Held(TorchFunctionMode):
+    """Inside, operations on a tensor of the model's code are operations on the traced one that stands for it.
+
+    ``traced``: ``{id of a tensor: what stands for it}``. ``found``: ``{id: (tensor, line)}`` of those that nothing
+    stood for; they are to be captured again, as inputs. ``reads``: what watches the model's code, and not torch's.
+    """
+
+    def __init__(self, traced: dict[int, torch.Tensor], reads: Reads):
+        super().__init__()
+        self.reads = reads
+        self.traced = traced
+        self.found: dict[int, tuple[torch.Tensor, str]] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(torch.Tensor, self._stand_in, (args, kwargs or {}))
+        with self.reads.paused():
+            return func(*args, **kwargs)
+
+    def is_same(self, tensor, other) -> bool:
+        """Whether `other` stands for `tensor`."""
+        return self.traced.get(id(tensor)) is other
+
+    def _stand_in(self, tensor):
+        if id(tensor) in self.traced:
+            return self.traced[id(tensor)]
+        is_traced = torch._is_functional_tensor(tensor) or is_functorch_wrapped_tensor(tensor)
+        if isinstance(tensor, FunctionalTensor) or is_traced or not in_model():
+            return tensor
+        require_plain(f"a tensor used{line()}", tensor)
+        if tensor.requires_grad:
+            raise TraceError(
+                f"a tensor of shape {tuple(tensor.shape)} that requires grad is used{line()}, and is no parameter of "
+                "the model. Register it: self.name = nn.Parameter(...), or nn.ParameterList for several."
+            )
+        self.found[id(tensor)] = tensor, line()
+        self.traced[id(tensor)] = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        return self.traced[id(tensor)]

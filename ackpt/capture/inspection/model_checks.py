@@ -1,0 +1,76 @@
+"""Which models can be planned: modules of plain modules, without wrappers that run them in their own way."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from ackpt.errors import check_misspelt
+
+_INDUCTOR = "or use torch.compile(model, backend='ackpt', options={'compiler': 'inductor'}), which plans and compiles"
+_DDP = "DistributedDataParallel(ackpt.compile(model, ...))"
+_GATHERS = "FSDP gathers parameters while a step runs, which cannot be captured."
+
+# kind -> what is wrong with it, and what to do
+_WRAPPERS: dict[type, str] = {
+    OptimizedModule: f"torch.compile has compiled it. Give what it was made of, its _orig_mod, {_INDUCTOR}.",
+    torch.jit.ScriptModule: "TorchScript cannot be captured. Give the nn.Module that it was made of.",
+    DataParallel: f"it runs copies of a module. Give that module itself; for several GPUs use {_DDP}.",
+    DistributedDataParallel: f"the planned step belongs into it, not it into the step: {_DDP}.",
+}
+if torch.distributed.is_available():
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    _WRAPPERS[FullyShardedDataParallel] = (
+        f"{_GATHERS} Leave FSDP out, or use ackpt.apply_activation_checkpointing, which works with it."
+    )
+    _WRAPPERS[FSDPModule] = (
+        f"{_GATHERS} Plan first, fully_shard(ackpt.compile(model, ...)), which gathers the whole model, or shard block "
+        "by block and use ackpt.apply_activation_checkpointing before."
+    )
+
+
+def check_keywords(model, given, known, what: str) -> None:
+    """Refuse keywords for the model that are nearly one of `known`, those of `what`, and not named by its forward.
+
+    Raises:
+        TypeError: naming both.
+    """
+    unnamed = sorted(set(given) - forward_names(model))
+    check_misspelt(unnamed, known, f"{what}, and no parameter that the model's forward names")
+
+
+def forward_names(model) -> set[str]:
+    """Names of the parameters of the model's forward; none where it has no signature, or is no module."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (AttributeError, TypeError, ValueError):
+        return set()
+    return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def check_model(model) -> None:
+    """Refuse what is no module, and what cannot be captured as it runs.
+
+    Raises:
+        TypeError: names the module that is compiled, scripted, parallel, planned already or without shapes, and the
+            way out.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        reason = next((reason for kind, reason in _WRAPPERS.items() if isinstance(module, kind)), None)
+        if "_ackpt" in vars(module):
+            reason = "it is planned already. Plan the whole model once, made of modules that are not."
+        elif reason is None and module._compiled_call_impl is not None:
+            reason = f"its compile() was called. Leave that out, {_INDUCTOR}."
+        elif reason is None and any(is_lazy(p) for p in module.parameters(recurse=False)):
+            reason = "its parameters have no shape yet. Call the model once on a batch, so that they get one."
+        if reason is not None:
+            where = f"module {name!r}" if name else "the model"
+            raise TypeError(f"{where} ({type(module).__name__}) cannot be planned: {reason}")

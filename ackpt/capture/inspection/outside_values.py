@@ -1,0 +1,200 @@
+"""Plain values that a model's code reads outside of its modules: globals, closures, attributes of objects and classes.
+
+Such a value becomes a constant of the captured step. The capture therefore records which functions run, and finds the
+values by the names in their code. Every call compares them, as it compares the attributes of modules. Not covered are
+chains longer than ``cfg.model.scale``, objects in containers, containers of more than a hundred items, and what
+properties and C extensions return.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import types
+import warnings
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from ackpt.errors import TraceError
+
+from .attributes import repeated_draws
+from .value_walk import Value, Walk, is_of_model, said
+
+_CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator.__code__
+_SEEDING = frozenset(("manual_seed", "seed", "set_rng_state"))
+_RANDOM = os.path.abspath(torch.random.__file__)
+_FOLDER = os.path.dirname(_RANDOM) + os.sep
+_WRAPPERS = _RANDOM, _FOLDER + "_compile.py", _FOLDER + "_dynamo" + os.sep
+
+
+class Reads:
+    """The values outside of a model's modules that its code reads when the model is called with `leaves`."""
+
+    def __init__(self, model: nn.Module, leaves):
+        self._roots = model, [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        self._codes: dict[int, tuple[types.CodeType, dict[str, Any]]] = {}
+        self._values: list[Value] = []
+        self._watching: Any = None
+        self._settles = True
+        self._changed: list[tuple[Value, Any]] = []
+        self._has_checkpoints = False
+
+    @contextlib.contextmanager
+    def watched(self):
+        """Watch the model's forward run inside; on exit, restore the plain values and RNG states that it changed.
+
+        Raises:
+            TraceError: if the forward seeds torch's generator, draws from a generator object, or changes a value,
+                which the message names. A change that the capture may still `settle` is not an error, unless it is in
+                a list or dict.
+        """
+        walk = self._walk()
+        seen: dict[int, types.CodeType] = {}
+        seeds: list[tuple[str, torch.Tensor]] = []  # saved on demand: an earlier copy would be measured
+        collectors = {getattr(callback, "__code__", None) for callback in gc.callbacks} - {None}
+
+        def called(frame, event, _):
+            code = frame.f_code
+            if event == "call" and code.co_name in _SEEDING and code.co_filename == _RANDOM and _is_by_model(frame):
+                seeds.append((code.co_name, torch.default_generator.get_state()))
+            if event != "call" or id(code) in seen or _is_of_collector(frame, collectors):
+                return
+            seen[id(code)] = code  # kept alive, so that its id is not reused
+            if is_of_model(code.co_filename) and code.co_name != "<module>":
+                self._codes[id(code)] = code, frame.f_globals
+                walk.enter(code, frame.f_globals)
+                for name in code.co_freevars:
+                    walk.add(frame.f_locals.get(name), f"{name!r} of {said(code)}")
+
+        try:
+            with _on_every_call(called) as self._watching:
+                yield
+        finally:
+            self._watching = None
+            self._has_checkpoints |= id(_CHECKPOINT) in seen
+            changed, others = walk.restored()
+            drawn = walk.drawn_from()
+            if seeds:
+                torch.set_rng_state(seeds[0][1])
+        if seeds:
+            raise TraceError(
+                f"the forward calls torch.{seeds[0][0]}, which a captured step would not do again. Draw such numbers "
+                "once and keep them in a buffer, or pass them as an argument."
+            )
+        if drawn:
+            raise repeated_draws(drawn[0])
+        if others or (changed and not self._settles):
+            raise _refused(*(others or [(value.label, value.was, now) for value, now in changed])[0])
+        self._changed = changed
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last forward changed none of the values."""
+        return not self._changed
+
+    @contextlib.contextmanager
+    def settle(self):
+        """Capture the step again inside, with the values as the model's first call left them.
+
+        Many transformers models record in their configuration which kind of labels they receive. The new capture must
+        equal the first one. Yields the error to raise otherwise. After an error, the original values are restored.
+
+        Raises:
+            TraceError: if the forward changes such a value again.
+        """
+        changed, self._settles = self._changed, False
+        try:
+            for value, now in changed:
+                value.namespace[value.name] = now
+            value, now = changed[0]
+            yield _refused(value.label, value.was, now)
+        except BaseException:
+            for value, _ in changed:
+                value.namespace[value.name] = value.was
+            raise
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Stop watching inside, while torch's own code runs."""
+        if self._watching is None:
+            yield
+            return
+        hook, called = self._watching
+        hook(None)
+        try:
+            yield
+        finally:
+            hook(called)
+
+    def finish(self) -> None:
+        """Call this once after the capture: it records the values that `are_same` compares with."""
+        if self._has_checkpoints:
+            warn_of_checkpoints()
+        walk = self._walk()
+        walk.close_over([code for code, _ in self._codes.values()])
+        self._values = list(walk.values.values())
+        self._codes.clear()
+
+    def are_same(self) -> bool:
+        """Whether all values are the same as at the end of the capture."""
+        return not any(value.is_changed() for value in self._values)
+
+    def _walk(self) -> Walk:
+        walk = Walk(*self._roots)
+        for code, namespace in list(self._codes.values()):
+            walk.enter(code, namespace)
+        return walk
+
+
+def warn_of_checkpoints() -> None:
+    """Warn that the model calls torch's own checkpoint, which its plan ignores."""
+    warnings.warn(
+        "The model calls torch.utils.checkpoint itself. The plan decides alone what is recomputed, and a fractional "
+        "budget is relative to the peak without torch's checkpointing, which differs from the model's own peak.",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _is_of_collector(frame, collectors) -> bool:
+    """Whether `frame` runs inside one of ``gc.callbacks``, which the garbage collector may call at any moment."""
+    while collectors and frame is not None:
+        if frame.f_code in collectors:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_by_model(frame) -> bool:
+    """Whether the model's code made this call, either directly or through torch's wrappers of the function."""
+    while frame is not None and frame.f_code.co_filename.startswith(_WRAPPERS):
+        frame = frame.f_back
+    return frame is not None and is_of_model(frame.f_code.co_filename)
+
+
+def _refused(label: str, was, now) -> TraceError:
+    return TraceError(
+        f"the forward changes {label} from {was!r} to {now!r}, which a captured step would not do again. Count in a "
+        "buffer, in place, or outside of the model; if it changes only once, call the model once before."
+    )
+
+
+@contextlib.contextmanager
+def _on_every_call(called):
+    """Run ``called(frame, event, argument)`` at every call inside; yields ``(hook, called)`` to pause and resume."""
+    previous: Any = sys.getprofile()
+    is_free = previous is None or callable(previous) or hasattr(previous, "enable")
+    hook: Any = sys.setprofile if is_free else sys.settrace
+    was: Any = previous if is_free else sys.gettrace()
+    hook(called)
+    try:
+        yield hook, called
+    finally:
+        hook(was if was is None or callable(was) else None)
+        if was is not None and not callable(was):  # a hook written in C, such as cProfile's
+            was.enable()

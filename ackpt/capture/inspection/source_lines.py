@@ -1,0 +1,185 @@
+"""Find where in the model's code an operation or an error comes from."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import sys
+import traceback
+import warnings
+import weakref
+
+import torch
+import torch.fx.traceback
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+
+from ackpt.checkpointing.recorder import code_location, is_users
+from ackpt.errors import CheckpointError, TraceError
+
+_LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+_GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
+_CALL = nn.Module._call_impl.__code__
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
+_LAYERS = os.path.join(_TORCH, "nn") + os.sep, _DISTRIBUTIONS
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_STAGES = tuple(os.path.join(_PACKAGE, stage) + os.sep for stage in ("capture", "costs", "planning"))
+_CAPTURE = os.path.join(_PACKAGE, "capture", "aot.py")  # calls the model; its callers are not part of the model
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def in_model() -> bool:
+    """Whether the model's code called torch, rather than ackpt code that the model calls."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, *_STAGES)):
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
+
+
+class Where(TorchFunctionMode):
+    """Annotates every operation with the module that calls it and the line in the model's code."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._made: list[tuple[weakref.ref, str]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        module = source = None
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != _CAPTURE and (module is None or source is None):
+            if source is None and is_users(frame.f_code.co_filename):
+                source = code_location(frame.f_code.co_filename, frame.f_lineno)
+            if module is None and frame.f_code is _CALL:
+                module = self._names.get(id(frame.f_locals["self"]))
+            frame = frame.f_back
+        if module is None:  # outside of the model's code
+            if func == _GRADIENT and not args[0].is_leaf:
+                return None  # torch reads .grad of all arguments, which warns for non-leaves
+            return func(*args, **(kwargs or {}))
+        with torch.fx.traceback.annotate({"module": module, "source": source or ""}):
+            result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, FunctionalTensor):
+                self._made.append((weakref.ref(tensor), f"at {source}" if source else f"in module {module!r}"))
+        return result
+
+    def require_none_kept(self) -> None:
+        """Check after the capture that nothing keeps a tensor that the model's code computed; the capture keeps none.
+
+        Raises:
+            TraceError: if something does, such as a hook's list: a captured step would not update it.
+        """
+        if any(tensor() is not None for tensor, _ in self._made):
+            gc.collect()  # the model may create reference cycles
+        for tensor, place in self._made:
+            if tensor() is not None:
+                raise _kept(place)
+
+
+def line() -> str:
+    """The innermost line of the model's code that is running, as " at file:line (code)"."""
+    return _of(traceback.extract_stack())
+
+
+def _of(frames) -> str:
+    found = [frame for frame in _after_capture(frames) if is_users(frame.filename)]
+    if not found:
+        return ""
+    return _said(found[-1])
+
+
+def _module_of(error, model) -> str:
+    """The name of the innermost module of `model` in which `error` was raised, for a message."""
+    names = {id(module): f"module {name!r}" for name, module in model.named_modules() if name}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
+    found = [names[id(frame.f_locals["self"])] for frame in frames if id(frame.f_locals["self"]) in names]
+    return found[-1] if found else "the model itself"
+
+
+def _after_capture(frames):
+    """The frames from capture.py's call of the model inwards; all frames if there is no such call."""
+    calls = [place for place, frame in enumerate(frames) if frame.filename == _CAPTURE]
+    return frames[calls[-1] if calls else 0 :]
+
+
+def _said(frame) -> str:
+    # A raise statement would only repeat the message that follows.
+    code = "" if (frame.line or "").startswith("raise ") else f" ({frame.line or ''})"
+    return f" at {code_location(frame.filename, frame.lineno)}{code}"
+
+
+def _in_torch(frames) -> str:
+    """The innermost torch.nn line that the model's code called; empty if that code called the operation itself."""
+    found = [frame for frame in _after_capture(frames) if is_users(frame.filename) or _is_of_layers(frame)]
+    return f", in torch's own code{_said(found[-1])}" if found and _is_of_layers(found[-1]) else ""
+
+
+def _is_of_layers(frame) -> bool:
+    return frame.filename.startswith(_LAYERS) and frame.name not in ("_call_impl", "_wrapped_call_impl")
+
+
+@contextlib.contextmanager
+def explained(model: nn.Module):
+    """Raise errors from the code of `model` and from torch's capture as a TraceError; silence torch's own logging."""
+    was, _LOG.disabled = _LOG.disabled, True
+    try:
+        with warnings.catch_warnings():  # torch captures in anomaly mode, which warns of every error
+            warnings.filterwarnings("ignore", "Error detected in")
+            yield
+    except TraceError:
+        raise
+    except Exception as error:  # the model's code may raise anything
+        raise _explained(error, model) from error
+    finally:
+        _LOG.disabled = was
+
+
+def _kept(how: str) -> TraceError:
+    return TraceError(
+        f"the model's code keeps a tensor that it computes {how}: in a hook, a global or another object. A captured "
+        "step would not renew it. Return what is needed as an output of the model, or take the hook off, by the "
+        "remove() of what registered it; if it is kept only once, as in a cache, call the model once before it is "
+        "captured."
+    )
+
+
+def _explained(error, model) -> TraceError:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = _of(frames)
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if isinstance(error, _LOOKS_AT_VALUES):
+        inside = _in_torch(frames)
+        checks = " torch.distributions look at their arguments unless validate_args=False."
+        module = _module_of(error, model)
+        explanation = TraceError(
+            f"the model cannot be captured as one graph: it looks at the values of a tensor{where}"
+            f"{inside}, in {module}, by {reason}.{checks if _DISTRIBUTIONS in inside else ''} "
+            "Control flow and shapes must not depend on values: move such code out of the model, or use "
+            "ackpt.checkpoint on its blocks."
+        )
+        explanation.reason = f"{module} looks at the values of a tensor{where}{inside}"
+        return explanation
+    if isinstance(error, CheckpointError) or "use_reentrant=True" in reason:
+        return TraceError(
+            "blocks of the model are checkpointed already, in a way that cannot be captured, and the plan decides "
+            "what is recomputed: take it off, by ackpt.remove_activation_checkpointing(model), "
+            "model.gradient_checkpointing_disable() in transformers, or by calling the function without checkpoint()."
+        )
+    if "Mixing fake modes" in reason:  # torch calls the model several times
+        return _kept(f"and reads again{where}")
+    if "backprop through mirrored meta" in reason:
+        return TraceError(
+            f"the model calls backward() in its forward{where}: return the loss, and call backward() on it"
+        )
+    if isinstance(error, LookupError):  # their message is only the missing key
+        reason = f"{type(error).__name__}: {reason}"
+    explanation = TraceError(f"the model fails when it is called like this{where}: {reason}")
+    explanation.reason = f"{_module_of(error, model)} cannot be captured as it is{where}: {reason}"
+    return explanation

@@ -1,0 +1,107 @@
+"""The tensors of a model and of a call: which can be captured, whether they have values, what replaces meta tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ackpt.errors import TraceError
+
+from .calls import named_leaves
+
+
+def is_tensor(value) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def has_data(model: nn.Module, leaves) -> bool:
+    """Whether no tensor of the model or of the call is fake or on the meta device."""
+    tensors = filter(is_tensor, (*model.parameters(), *model.buffers(), *leaves))
+    return not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+
+
+def require_traceable(model: nn.Module, args, kwargs) -> None:
+    """Refuse nested tensors, tensor subclasses, and tensors on a device that is not there.
+
+    Raises:
+        TraceError: naming the argument, parameter or buffer.
+    """
+    types = set()
+    for name, tensor in _named(model, args, kwargs):
+        if tensor.is_nested:
+            raise TraceError(
+                f"a nested tensor cannot be planned: give a padded one for {name}, by tensor.to_padded_tensor(0.0)"
+            )
+        require_plain(name, tensor)
+        types.add(tensor.device.type)
+    if "cuda" in types and not torch.cuda.is_available():  # torch would crash on fake ones
+        raise TraceError(
+            "the model or its inputs lie on a CUDA device, but there is none here. To plan for it without one, put "
+            "them on the meta device."
+        )
+
+
+def require_plain(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor subclass: it changes what operations do or return, which a captured step would not do again.
+
+    Subclasses of ``nn.Parameter`` and fake tensors change nothing, and pass.
+
+    Raises:
+        TraceError: naming the type and how to get a plain tensor.
+    """
+    kind = type(tensor)
+    if kind is torch.Tensor or isinstance(tensor, FakeTensor):
+        return
+    own = kind.__torch_function__ is not torch._C._disabled_torch_function_impl
+    dispatch = getattr(kind, "__torch_dispatch__")  # noqa: B009 (pyright cannot bind torch's own)
+    if not own and dispatch is torch._C._disabled_torch_dispatch_impl:
+        return
+    fix = "Give a plain tensor: tensor.as_subclass(torch.Tensor), or tensor.as_tensor() of a MONAI MetaTensor."
+    if kind.__name__ == "DTensor":
+        fix = "Plan before sharding, as in fully_shard(ackpt.compile(model, ...)), or use tensor.to_local()."
+    elif not own:  # it holds other tensors, which only its own class can give
+        fix = "Give the plain tensors that it is made of, or use ackpt.checkpoint on the model's blocks."
+    raise TraceError(
+        f"{name} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor, whose type and attributes a "
+        f"captured step would lose. {fix}"
+    )
+
+
+def _named(model: nn.Module, args, kwargs) -> Iterator[tuple[str, Any]]:
+    """(name, tensor) of every parameter and buffer of the model and of every tensor among the arguments."""
+    yield from ((f"parameter {name!r}", tensor) for name, tensor in model.named_parameters())
+    yield from ((f"buffer {name!r}", tensor) for name, tensor in model.named_buffers())
+    yield from ((f"argument {name}", leaf) for name, leaf in named_leaves(args, kwargs) if is_tensor(leaf))
+
+
+def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor, a parameter if it is one, that only has a shape: to be made where tensors have no data."""
+    shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    needs_grad = tensor.requires_grad
+    return nn.Parameter(shape, needs_grad) if isinstance(tensor, nn.Parameter) else shape.requires_grad_(needs_grad)
+
+
+def off_meta(model: Any, leaves, spec):
+    """On a meta device torch chooses other kernels, so what lies there is replaced by tensors that only have shapes."""
+    tensors = [*model.parameters(), *model.buffers(), *leaves]
+    if not any(is_tensor(tensor) and tensor.is_meta for tensor in tensors):
+        return model, leaves, spec
+    replaced: dict[int, torch.Tensor] = {}  # tied parameters stay tied
+
+    def replacement(tensor):
+        if id(tensor) not in replaced:
+            replaced[id(tensor)] = shape_of(tensor)
+        return replaced[id(tensor)]
+
+    # A copy of the modules, without one of the tensors.
+    model = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in model.modules():
+            for named in (module._parameters, module._buffers):
+                named.update({name: replacement(tensor) for name, tensor in named.items() if tensor is not None})
+        return model, [replacement(leaf) if is_tensor(leaf) else leaf for leaf in leaves], spec

@@ -1,0 +1,270 @@
+"""Find plain values by the names in code: globals, closed-over variables, and attributes of objects."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import sysconfig
+import types
+import weakref
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from ackpt.checkpointing.closures import bound, rebound_names
+from ackpt.checkpointing.reachable import _Contents, _generator_types, _global_names
+from ackpt.checkpointing.recorder import code_location, is_users
+from ackpt.checkpointing.rng import stream_of
+
+from .attributes import LONGEST, OF_EVERY_MODULE, changed_items, copied, plain, restore
+
+_DEPTH = 2  # attributes of attributes, and containers in containers
+_ABSENT: Any = object()
+_READS_ENVIRONMENT = frozenset(("environ", "getenv"))
+# Only in these containers is it certain that reading an item runs no user code.
+_CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict))
+_STANDARD = tuple(os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
+_INSTALLED = os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep
+
+
+class Value:
+    """A name in a namespace and what it referred to: a plain value, a container of plain values, or an object."""
+
+    __slots__ = ("namespace", "name", "label", "was", "content", "copies")
+
+    def __init__(self, namespace, name: str, label: str, value):
+        self.namespace, self.name, self.label = namespace, name, label
+        self.content = _content(value)
+        self.was = value if self.content is not None or value is _ABSENT else _reference(value)
+        self.copies = [(container, copied(container)) for container in _containers(value)]
+
+    def is_changed(self) -> bool:
+        now = self.namespace.get(self.name, _ABSENT)
+        if now is self.was:
+            return bool(self.copies) and _content(now) != self.content
+        if self.content is None:
+            return self.was is _ABSENT or now is not self.was()
+        return _content(now) != self.content
+
+    def changed_items(self):
+        """Yield (label, value before, value now) of the plain items that changed, and restore them."""
+        for container, copy in self.copies:
+            found = [
+                (f"{self.label}, at {key!r},", was, now)
+                for key, was, now in changed_items(container, copy, lambda was, now: False)
+                if plain(was) is not None and plain(now) is not None
+            ]
+            if found:
+                restore(container, copy)
+            yield from found
+
+
+class Walk:
+    """The values that code reads by name, starting from globals, a model's modules and the arguments of a call."""
+
+    def __init__(self, model: nn.Module, leaves):
+        self.values: dict[tuple[int, str], Value] = {}
+        self._streams: dict[int, tuple[Any, str, Any]] = {}
+        self._names: set[str] = set()
+        self._objects: dict[int, tuple[Any, str, int]] = {}
+        self._classes: dict[type, _Class] = {}
+        self._modules = {id(module) for module in model.modules()}
+        for path, module in model.named_modules():
+            label = f"module {path!r}" if path else "the model"
+            self.add(type(module), f"the class of {label}")
+            for name, value in vars(module).items():
+                if name not in OF_EVERY_MODULE and self._has_attributes(value):
+                    self.note(vars(module), name, f"attribute {name!r} of {label}", 0)
+                elif name not in OF_EVERY_MODULE:
+                    self._generators(value, f"attribute {name!r} of {label}")
+        for leaf in leaves:
+            self.add(leaf, "an argument")
+
+    def enter(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
+        """Record the values that `code` reads; its globals are `namespace`."""
+        for name in _global_names(code)[0]:
+            self.note(namespace, name, f"global {name!r} of {namespace.get('__name__')}", 0)
+        if rebound_names(code):
+            self.close_over([code])
+        if not _READS_ENVIRONMENT.isdisjoint(code.co_names):
+            self.note(_ENVIRONMENT, "variables", "the environment", 0)
+        names = (*code.co_names, *(text for text in code.co_consts if isinstance(text, str)))  # strings: for getattr
+        new = {name for name in names if name not in self._names and not name.startswith("__")}
+        self._names |= new
+        for value, label, depth in list(self._objects.values()):
+            self._attributes(value, label, depth, new)
+
+    def close_over(self, codes) -> None:
+        """Record what the functions with these codes close over."""
+        for cell, name, code in _cells(codes):
+            self.note(_Contents(cell), name, f"{name!r} of {said(code)}", 0)
+
+    def note(self, namespace, name: str, label: str, depth: int, is_optional: bool = False) -> None:
+        value = namespace.get(name, _ABSENT)
+        if (id(namespace), name) not in self.values and (value is not _ABSENT or is_optional):  # otherwise a builtin
+            self.values[id(namespace), name] = Value(namespace, name, label, value)
+            self._generators(value, label)
+            self.add(value, label, depth)
+
+    def add(self, value, label: str, depth: int = 0) -> None:
+        """Record the attributes of an object that are named in entered code; `enter` adds those of later code."""
+        if depth < _DEPTH and id(value) not in self._objects and self._has_attributes(value):
+            self._objects[id(value)] = value, label, depth
+            self._attributes(value, label, depth, self._names)
+
+    def _generators(self, value, label: str) -> None:
+        """Record the states of random number generators: of `value` itself, or of those in a list or dict."""
+        for item in (value, *(item for container in _containers(value) for item in _items(container))):
+            if isinstance(item, _generator_types()) and id(item) not in self._streams:
+                stream = stream_of(item)
+                if stream is not None:
+                    self._streams[id(item)] = stream, label, stream.get()
+
+    def drawn_from(self) -> list[str]:
+        """The labels of the generators that have drawn random numbers; this restores their states."""
+        moved = [(stream, label, state) for stream, label, state in self._streams.values() if stream.moved(state)]
+        for stream, _, state in moved:
+            stream.set(state)
+        return [label for _, label, _ in moved]
+
+    def restored(self):
+        """Restore what changed; return it as ([(value, its new value)], [(label of an item, before, now)])."""
+        changed, items = [], []
+        for value in self.values.values():
+            now = value.namespace.get(value.name, _ABSENT)
+            if plain(value.was) is not None and plain(now) is not None and plain(now) != plain(value.was):
+                value.namespace[value.name] = value.was
+                changed.append((value, now))
+            items += value.changed_items()
+        return changed, items
+
+    def _has_attributes(self, value) -> bool:
+        if isinstance(value, types.ModuleType):
+            return is_of_model(getattr(value, "__file__", None) or "")
+        if isinstance(value, (torch.Tensor, types.FunctionType)) or id(value) in self._modules:
+            return False
+        return _is_class_of_model(value if isinstance(value, type) else type(value))
+
+    def _attributes(self, value, label: str, depth: int, names: set[str]) -> None:
+        shared: set[str] = set()
+        for kind in (value if isinstance(value, type) else type(value)).__mro__:
+            if not _is_class_of_model(kind):
+                continue
+            for name in names & vars(kind).keys():
+                if _content(vars(kind)[name]) is not None:
+                    namespace = self._classes.setdefault(kind, _Class(kind))
+                    self.note(namespace, name, f"attribute {name!r} of {label}", depth + 1)
+                    shared.add(name)
+                elif isinstance(vars(kind)[name], types.MemberDescriptorType) and not isinstance(value, type):
+                    self.note(_Slots(value), name, f"attribute {name!r} of {label}", depth + 1)
+        own = None if isinstance(value, type) else getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            for name in names & (own.keys() | shared):
+                self.note(own, name, f"attribute {name!r} of {label}", depth + 1, is_optional=name in shared)
+
+
+class _Environment:
+    """The environment variables of the process as one hash."""
+
+    def get(self, name: str, default=None):
+        return hash(frozenset(os.environ.items()))
+
+    def __setitem__(self, name: str, value) -> None:
+        """Do nothing: environment variables are not restored."""
+
+
+_ENVIRONMENT = _Environment()
+
+
+class _Class:
+    """The attributes of a class as a namespace."""
+
+    def __init__(self, kind: type):
+        self.kind = kind
+
+    def get(self, name: str, default=None):
+        return vars(self.kind).get(name, default)
+
+    def __setitem__(self, name: str, value) -> None:
+        setattr(self.kind, name, value)
+
+
+class _Slots(_Class):
+    """The ``__slots__`` of an object as a namespace."""
+
+    def get(self, name: str, default=None):
+        return getattr(self.kind, name, default)
+
+
+def _content(value, depth: int = 0):
+    """The part of `value` that can be compared: plain values, and ids of tensors in containers; None for an object."""
+    if type(value) is types.SimpleNamespace:
+        value = vars(value)
+    if type(value) not in _CONTAINERS:
+        return (torch.Tensor, id(value)) if depth and isinstance(value, torch.Tensor) else plain(value)
+    if len(value) > LONGEST or depth > _DEPTH:
+        return ()
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    compared = ((plain(key), _content(item, depth + 1)) for key, item in items)
+    return tuple(pair for pair in compared if None not in pair)
+
+
+def _containers(value, depth: int = 0):
+    """Yield the lists and dicts in `value`, which may be one itself."""
+    if type(value) is types.SimpleNamespace:
+        value = vars(value)
+    if type(value) in _CONTAINERS and len(value) <= LONGEST and depth <= _DEPTH:
+        if not isinstance(value, tuple):
+            yield value
+        for item in _items(value):
+            yield from _containers(item, depth + 1)
+
+
+def _items(container):
+    return container.values() if isinstance(container, dict) else container
+
+
+def _reference(value):
+    """A function that returns `value`, by a weak reference if `value` supports it."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
+def _cells(codes):
+    """Yield (cell, name, code) for every variable that the functions with these codes close over."""
+    codes = [code for code in codes if set(code.co_freevars) - {"__class__"}]
+    functions = _functions_of(codes)
+    if gc.get_freeze_count() and {function.__code__ for function in functions} != set(codes):
+        gc.unfreeze()  # get_referrers does not find frozen objects
+        functions = _functions_of(codes)
+        gc.collect()
+        gc.freeze()
+    for function in functions:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            if name != "__class__" and bound(cell):
+                yield cell, name, function.__code__
+
+
+def _functions_of(codes) -> list[types.FunctionType]:
+    found = gc.get_referrers(*codes) if codes else ()
+    return [function for function in found if isinstance(function, types.FunctionType)]
+
+
+def is_of_model(path: str) -> bool:
+    """Whether the file `path` may be the model's code: it is neither torch's, nor ackpt's, nor Python's own."""
+    is_standard = path.startswith(_STANDARD) and not any(part in path for part in _INSTALLED)
+    return bool(path) and is_users(path) and not is_standard and not path.startswith("<frozen")
+
+
+def _is_class_of_model(kind: type) -> bool:
+    root = kind.__module__.partition(".")[0]
+    return root not in sys.stdlib_module_names and root != "torch" or kind.__name__ in ("SimpleNamespace", "Namespace")
+
+
+def said(code: types.CodeType) -> str:
+    return f"{code.co_name}() at {code_location(code.co_filename, code.co_firstlineno)}"

@@ -1,0 +1,118 @@
+"""What an optimizer adds to the account of a training step: its state, and what its step takes and gives back.
+
+Found by running its step on tensors without data, so that neither the optimizer nor the model changes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
+
+from ackpt.errors import TraceError
+from ackpt.metering.prediction import predict
+from ackpt.metering.resident import rounded
+
+_CUDA_BLOCK = 512
+
+
+def check_optimizer(model: torch.nn.Module, optimizer) -> None:
+    """Refuse what is no optimizer, or one of another model; None is fine.
+
+    Raises:
+        TypeError: if it is no ``torch.optim.Optimizer``.
+        ValueError: if it has none of the parameters of `model`.
+    """
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    own = set(map(id, model.parameters()))
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            f"this {type(optimizer).__name__} has none of the model's parameters: give the optimizer that was made of "
+            "this model's parameters(), after whatever replaces them"
+        )
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tuple[int, int]:
+    """Bytes of the state of `optimizer` after its first step, and the most its step takes beyond gradients and state.
+
+    Args:
+        optimizer: its parameters may be real, fake or meta.
+        on_cpu: whether the step runs on the CPU. On a GPU blocks are multiples of 512 bytes, counts of steps lie in
+            host memory, and torch takes all parameters at once (``foreach``) unless the optimizer says otherwise.
+
+    Raises:
+        TraceError: if its step needs the values of tensors or more than gradients, as LBFGS does.
+    """
+    stand_in = copy.copy(optimizer)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            stand_in.param_groups = [_group_without_data(group, on_cpu) for group in optimizer.param_groups]
+            stand_in.state = defaultdict(dict, _states_without_data(optimizer, stand_in))
+            trained = [p for group in stand_in.param_groups for p in group["params"] if p.grad is not None]
+            found = predict(stand_in.step, resident=(stand_in, *trained), device="cpu" if on_cpu else "cuda")
+    except (RuntimeError, TypeError, AttributeError, ValueError, AssertionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TraceError(
+            f"the step of {type(optimizer).__name__} cannot be followed without data: {reason}. Leave it out, and give "
+            "a budget that leaves room for its state."
+        ) from error
+    block = 1 if on_cpu else _CUDA_BLOCK
+    # Some optimizers make their state before the first step, also for what is not trained.
+    untrained = [own for parameter, own in optimizer.state.items() if not parameter.requires_grad]
+    kept = sum(rounded(t.untyped_storage().nbytes(), block) for t in tree_leaves(untrained) if _counts(t, on_cpu))
+    gradients = sum(rounded(p.grad.numel() * p.grad.element_size(), block) for p in trained)
+    state = found.categories.get("optimizer", 0) - (0 if on_cpu else _CUDA_BLOCK * _host_counts(stand_in))
+    return state + kept, found.dynamic_peak_bytes - gradients
+
+
+def _counts(value, on_cpu: bool) -> bool:
+    return isinstance(value, torch.Tensor) and (on_cpu or value.dim() > 0)
+
+
+def _host_counts(stand_in) -> int:
+    """How many counts of steps were followed as if they were on the GPU, and are in host memory."""
+    groups = [g for g in stand_in.param_groups if not any(g.get(key) for key in ("fused", "capturable"))]
+    counts = [stand_in.state[p].get("step") for group in groups for p in group["params"] if p in stand_in.state]
+    return sum(isinstance(count, FakeTensor) for count in counts)
+
+
+def _group_without_data(group, on_cpu: bool):
+    found = {**group, "params": [_without_data(parameter) for parameter in group["params"]]}
+    if not on_cpu and "foreach" in group and not any(group.get(key) for key in ("fused", "differentiable")):
+        found["foreach"] = True if group["foreach"] is None else group["foreach"]
+    return found
+
+
+def _states_without_data(optimizer, stand_in):
+    """The states that are there: before torch 2.13 Adagrad's step needs those that its constructor makes."""
+    found = {}
+    for group, stand_ins in zip(optimizer.param_groups, stand_in.param_groups):
+        on_device = any(group.get(key) for key in ("fused", "capturable"))
+        for parameter, own in zip(group["params"], stand_ins["params"]):
+            if own.grad is not None and parameter in optimizer.state:
+                state = optimizer.state[parameter]
+                found[own] = {name: _stands_for(value, on_device) for name, value in state.items()}
+    return found
+
+
+def _stands_for(value, on_device: bool):
+    """A tensor without data for a part of a state; a copy of a count of steps, unless it is read `on_device` only."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if value.dim() or on_device or isinstance(value, FakeTensor) or value.is_meta:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    with unset_fake_temporarily():
+        return value.clone()
+
+
+def _without_data(parameter):
+    value = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+    value = torch.nn.Parameter(value, parameter.requires_grad)
+    value.grad = torch.empty_like(value) if parameter.requires_grad else None
+    return value

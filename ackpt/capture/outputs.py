@@ -1,0 +1,209 @@
+"""What a planned step returns: of which outputs it keeps the gradient, and what it refuses to be asked for."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ackpt.autograd_state import version
+from ackpt.checkpointing.guards import BACKWARD_FIRST
+from ackpt.errors import CheckpointError, TraceError
+
+from .analysis import facts
+from .joint_graph import JointGraph
+
+_DIFFERENTIATE = ("loss", "all")
+_ALWAYS = -1  # stands for an output that backward always reaches
+
+
+def check_differentiate(differentiate) -> str:
+    if differentiate not in _DIFFERENTIATE:
+        raise ValueError(f"differentiate must be 'loss' or 'all', got {differentiate!r}")
+    return differentiate
+
+
+def without_gradient(found, differentiate) -> tuple[int, ...]:
+    """Outputs beside the loss: if exactly one of the differentiable ones is a scalar, the others get no gradient."""
+    places = [place for place, value in enumerate(found) if isinstance(value, torch.Tensor) and value.requires_grad]
+    scalars = [place for place in places if found[place].dim() == 0]
+    return tuple(p for p in places if p not in scalars) if differentiate == "loss" and len(scalars) == 1 else ()
+
+
+def refuse_overlaps(found, inputs, without=()) -> None:
+    """Torch would add up the gradient of an output that overlaps itself in memory twice.
+
+    Args:
+        found: what the model returns; `without`: places in it that get no gradient.
+        inputs: of the model; autograd itself makes views of these, and of what is returned too.
+    """
+    storages, given = [_storage(value) for value in found], {_storage(value) for value in inputs}
+    for place, (value, storage) in enumerate(zip(found, storages)):
+        if storage is None or place in without or storage in given or storages.count(storage) > 1:
+            continue
+        if value.requires_grad and _overlaps(value):
+            raise TraceError(
+                f"output {place} of the model, of shape {tuple(value.shape)} and strides {value.stride()}, overlaps "
+                "itself in memory, as after unfold or as_strided: torch gives wrong gradients for such an output of a "
+                "captured step. Return output.clone()."
+            )
+
+
+def _storage(value) -> int | None:
+    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return value.untyped_storage()._cdata if is_dense else None
+
+
+def _overlaps(value) -> bool:
+    """Whether elements lie in one another's place, other than by ``expand``."""
+    reach = 0
+    for stride, size in sorted(zip(value.stride(), value.shape)):
+        if stride and size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+class _NoGradient(torch.autograd.Function):
+    """The identity, for an output whose gradient nobody planned for."""
+
+    @staticmethod
+    def forward(ctx, value):
+        ctx.set_materialize_grads(False)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        if gradients == (None,):  # of an output that something, such as DDP, has handed on beside the loss
+            return None
+        raise RuntimeError(
+            "backward reaches an output other than the loss, which this step was planned without: it keeps nothing "
+            'for that gradient. Plan it with differentiate="all", or detach what you compute from that output.'
+        )
+
+
+def no_gradient(value):
+    """`value` as an output that requires grad, though its gradient ends in an error."""
+    return _NoGradient.apply(value.requires_grad_())
+
+
+def depends_on(graph: JointGraph) -> tuple[frozenset[int] | None, ...]:
+    """For every input of the step, the outputs whose gradients its own is computed from; None if it has none.
+
+    A gradient that is zero whatever comes in, as that of `torch.copysign` for the sign, is computed from all.
+    """
+    known = facts(graph)
+    found: dict[int, frozenset[int]] = {}
+    for node in graph.nodes:
+        # What is no output of its own, such as the memory that several outputs are views of, has a gradient always.
+        own = getattr(getattr(known.fx[node.id].meta.get("desc"), "output", None), "idx", _ALWAYS)
+        found[node.id] = frozenset({own} if node.id in known.tangents else ()).union(*(found[i] for i in node.inputs))
+    everything = frozenset().union(*(found[place] for place in known.bw_outputs if place is not None))
+    return tuple(None if place is None else found[place] or everything for place in known.bw_outputs)
+
+
+def leave_undefined(outputs, depends) -> None:
+    """Give no gradient where eager gives none: to what only depends on outputs that backward does not reach.
+
+    Torch hands the step's backward zeros for those, and parameters would be given zeros, which an optimizer's weight
+    decay or momentum does not leave alone. ``outputs``: what the step returns; ``depends``: from `depends_on`.
+    """
+    everything = frozenset().union(*filter(None, depends))
+    node = _node_of(outputs)
+    if node is None or all(needs is None or needs == everything for needs in depends):
+        return
+    numbers = {v.output_nr: at for at, v in enumerate(outputs) if isinstance(v, torch.Tensor) and v.grad_fn is node}
+
+    def undefined(gradients, incoming):
+        reached = {_ALWAYS, *(at for number, at in numbers.items() if incoming[number] is not None)}
+        return tuple(g if needs is None or needs & reached else None for g, needs in zip(gradients, depends))
+
+    node.register_hook(undefined)
+
+
+def differentiable_once(outputs) -> None:
+    """Refuse ``create_graph=True`` for the step that has returned the tensors `outputs`, where it is asked for."""
+    if (node := _node_of(outputs)) is not None:
+        node.register_prehook(_refuse_create_graph)
+
+
+def gradient_strides(graph: JointGraph) -> dict[int, tuple[int, ...]]:
+    """By output number, the strides with which its gradient was captured; torch copies all other gradients anyway."""
+    known = facts(graph)
+    found = {}
+    for place in known.tangents:
+        output: Any = getattr(known.fx[place].meta["desc"], "output", None)
+        if place not in known.restrided and type(output).__name__ == "PlainAOTOutput":
+            found[output.idx] = known.fx[place].meta["val"].stride()
+    return found
+
+
+def gradients_as_planned(outputs, strides: dict[int, tuple[int, ...]]) -> None:
+    """Refuse gradients that arrive in a different memory layout than the captured one.
+
+    Torch would copy them into the captured layout. The copy would exceed the plan's peak, and sums over it would round
+    differently than in eager. ``outputs``: what the step returned; ``strides``: from `gradient_strides`.
+    """
+    if (node := _node_of(outputs)) is None:
+        return
+    planned = {
+        outputs[at].output_nr: wanted
+        for at, wanted in strides.items()
+        if isinstance(outputs[at], torch.Tensor) and outputs[at].grad_fn is node
+    }
+
+    def check(gradients) -> None:
+        for number, wanted in planned.items():
+            gradient = gradients[number]
+            if gradient is not None and not _in_one_order(gradient, wanted):
+                raise RuntimeError(
+                    f"the gradient of an output of shape {list(gradient.shape)} has the strides {gradient.stride()}, "
+                    f"but this step was planned for {wanted}: a copy would take memory beyond the plan's peak and "
+                    "change the last bits. Compute the loss in the model, or let it return output.contiguous()."
+                )
+
+    node.register_prehook(check)
+
+
+def _in_one_order(gradient, wanted) -> bool:
+    """Whether the strides are equal where they matter; what is expanded has no order of its own."""
+    return all(
+        size <= 1 or not its or its == stride for size, its, stride in zip(gradient.shape, gradient.stride(), wanted)
+    )
+
+
+def unchanged_until_backward(outputs, inputs, read) -> None:
+    """Name what was changed in place between the step's forward and its backward; torch would not say what it was.
+
+    ``outputs``: what the step returned for ``inputs``; ``read``: index and description of inputs that backward reads.
+    """
+    if (node := _node_of(outputs)) is None:
+        return
+    marks = [(weakref.ref(inputs[place]), version(inputs[place]), what) for place, what in read]
+
+    def check(gradients) -> None:
+        for reference, before, what in marks:
+            tensor = reference()
+            if tensor is not None and version(tensor) != before:
+                raise CheckpointError(
+                    f"{what} of shape {list(tensor.shape)} was changed between the forward of this planned step and "
+                    f"its backward, which reads it. {BACKWARD_FIRST}"
+                )
+
+    node.register_prehook(check)
+
+
+def _node_of(outputs):
+    """The step is one node of autograd's graph."""
+    nodes = (value.grad_fn for value in outputs if isinstance(value, torch.Tensor))
+    return next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
+
+
+def _refuse_create_graph(gradients) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True: a planned step cannot be differentiated twice, its backward is no part of a graph. "
+            "For such a step call the model itself."
+        )

@@ -1,0 +1,45 @@
+"""Capturing as eager computes: the settings that torch's capture would have otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+
+from ackpt.capture.in_place import noted_writes
+
+from .casts import kept_casts
+from .composite_operations import whole_operations
+from .kernels import LOCK, true_results
+from .random_draws import eager_draws
+
+# Backward runs without the forward's autocast, as it does when the user calls it, and leaves what it was given alone.
+# Incoming gradients keep their strides, so that sums over them run in eager's order: the default from torch 2.13 on.
+_FUNCTORCH = {"backward_pass_autocast": "off", "donated_buffer": False, "guess_tangent_strides_as_outputs": True}
+
+
+@contextlib.contextmanager
+def like_eager(fake_mode=None):
+    """Inside, a model is captured and compiled as eager computes it; `fake_mode`: one that its inputs have already."""
+    with LOCK, functorch_config.patch(_FUNCTORCH):
+        with noted_writes(), eager_draws(), whole_operations(), kept_casts(), true_results(fake_mode):
+            with _strides_that_gradients_can_have():
+                yield
+
+
+@contextlib.contextmanager
+def _strides_that_gradients_can_have():
+    """Gradients of outputs that overlap themselves, as expanded ones do, are contiguous: so in torch from 2.13 on."""
+    strides_of = MemoryFormatMeta.from_tensor
+
+    def from_tensor(output, *args, **kwargs):
+        if torch._debug_has_internal_overlap(output) != 1:
+            return strides_of(output, *args, **kwargs)
+        with functorch_config.patch(guess_tangent_strides_as_outputs=False):
+            return strides_of(output, *args, **kwargs)
+
+    with mock.patch.object(MemoryFormatMeta, "from_tensor", staticmethod(from_tensor)):
+        yield

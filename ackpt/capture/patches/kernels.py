@@ -1,0 +1,161 @@
+"""Operations on tensors without data, as torch's CPU kernels do them: where torch's own rules say something else.
+
+Given half-precision values and float32 weights, the norms of the CPU keep their statistics in float32, batch norm
+returns no strides but contiguous ones and those of channels last, its backward makes no gradient that nobody needs,
+losses, activations, padding and rolling have an order of their own in which they write, some losses leave their scalar
+in memory for all elements, and `F.fold` its image in memory for all columns; the rules for tensors without data know
+none of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch
+from torch._decomp import meta_table
+from torch._prims_common import suggest_memory_format
+from torch._subclasses import fake_impls
+from torch.utils._pytree import tree_map
+
+from ackpt.metering.cpu_losses import LOSSES, in_whole_memory
+
+from .fake_cache import exact_cache
+from .recurrent import with_kept, with_own_biases
+
+aten = torch.ops.aten
+LOCK = threading.RLock()  # torch's tables and settings are the process's
+
+
+@contextlib.contextmanager
+def true_results(fake_mode=None):
+    """Inside, operations on tensors without data return the dtypes and storages that the kernels return.
+
+    ``fake_mode``: one that exists already.
+    """
+    with LOCK, _rules([_OURS] * 2), exact_cache(fake_mode):
+        yield
+
+
+@contextlib.contextmanager
+def _rules(rules):
+    """Inside, torch's tables have these rules for operations, or none where one is None; one dict for each table."""
+    were = [{operation: table.get(operation) for operation in new} for table, new in zip(_TABLES, rules)]
+    _put(rules)
+    try:
+        yield
+    finally:
+        _put(were)
+
+
+def _put(rules) -> None:
+    for table, new in zip(_TABLES, rules):
+        for operation, rule in new.items():
+            table.pop(operation, None)
+            if rule is not None:
+                table[operation] = rule
+
+
+def _corrected(correct):
+    def rule(fake_mode, operation, *args, **kwargs):
+        with _rules([{operation: table[operation]} for table in _TORCHS]), fake_mode:
+            results = operation(*args, **kwargs)
+            return correct(results, *args) if args[0].device.type == "cpu" else results
+
+    return rule
+
+
+def _norm(results, x, *rest):
+    """Statistics have the dtype of the first parameter that there is."""
+    result, mean, rstd, *others = results
+    dtype = next((value.dtype for value in rest if isinstance(value, torch.Tensor)), x.dtype)
+    return result, mean.to(dtype), rstd.to(dtype), *others
+
+
+def _batch_norm(results, x, *rest):
+    result, *others = _norm(results, x, *rest)
+    return _laid_out(result, x), *others
+
+
+def _batch_norm_with_new_statistics(results, x, weight, bias, mean, variance, *rest):
+    *others, new_mean, new_variance = _batch_norm(results, x, weight, bias, mean, variance)
+    return *others, new_mean.to(mean.dtype), new_variance.to(variance.dtype)
+
+
+def _laid_out(result, x):
+    """Several kernels write channels last or contiguously, as fits `x`, whatever other order that has."""
+    shape = torch.empty_like(x, memory_format=suggest_memory_format(x))
+    return result if result.stride() == shape.stride() else torch.empty_like(shape, dtype=result.dtype)
+
+
+def _rolled(result, x, *rest):
+    return _laid_out(result, x)
+
+
+def _padding_backward(result, gradient, x, *rest):
+    return _laid_out(result, x)
+
+
+def _group_norm_backward(results, gradient, x, *rest):
+    return None if results[0] is None else results[0].to(x.dtype), *results[1:]
+
+
+def _batch_norm_backward(results, gradient, x, *rest):
+    """The kernel makes no gradient of an input that needs none."""
+    *_, mask = rest
+    return _laid_out(results[0], x) if mask[0] else None, *results[1:]
+
+
+def _contiguous(results, *args):
+    """These kernels write contiguously, whatever order what they read has."""
+
+    def written(result):
+        return None if result is None else torch.empty_like(result, memory_format=torch.contiguous_format)
+
+    return tree_map(written, results)
+
+
+def _binary_cross_entropy(result, x, *rest):
+    return torch.empty_like(x, dtype=result.dtype) if result.dim() else in_whole_memory(result, x, *rest)
+
+
+def _fold(result, x, *rest):
+    """The kernel makes its result in memory for the columns, of which there are more where they overlap."""
+    if not x.numel() > result.numel() > 0:
+        return result
+    return torch.empty(x.numel(), dtype=result.dtype, device=result.device).resize_(result.shape)
+
+
+def _elementwise(result, gradient, *rest):
+    """The order of an elementwise result is that of the first operand which has one: here of the gradient."""
+    x = next(value for value in rest if isinstance(value, torch.Tensor))
+    return torch.empty_like(torch.add(gradient, x), dtype=result.dtype)
+
+
+_CONTIGUOUS = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward)
+_CONTIGUOUS += (aten.log_sigmoid_forward, aten._log_softmax_backward_data, aten.native_layer_norm_backward)
+_CONTIGUOUS += (aten.glu_backward,)
+_ELEMENTWISE = (aten.elu_backward, aten.hardswish_backward, aten.softplus_backward, aten.hardtanh_backward)
+_ELEMENTWISE += (aten.hardsigmoid_backward, aten.logit_backward)
+_OURS = {
+    **{operation.default: _corrected(_contiguous) for operation in _CONTIGUOUS},
+    **{operation.default: _corrected(_elementwise) for operation in _ELEMENTWISE},
+    **{loss: _corrected(in_whole_memory) for loss in LOSSES},
+    aten.binary_cross_entropy.default: _corrected(_binary_cross_entropy),
+    aten.col2im.default: _corrected(_fold),
+    aten.roll.default: _corrected(_rolled),
+    aten.reflection_pad2d_backward.default: _corrected(_padding_backward),
+    aten.replication_pad2d_backward.default: _corrected(_padding_backward),
+    aten.native_layer_norm.default: _corrected(_norm),
+    aten.native_group_norm.default: _corrected(_norm),
+    aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm_with_new_statistics),
+    aten._native_batch_norm_legit.no_stats: _corrected(_batch_norm),
+    aten._native_batch_norm_legit_no_training.default: _corrected(_batch_norm),
+    aten.native_batch_norm_backward.default: _corrected(_batch_norm_backward),
+    aten.native_group_norm_backward.default: _corrected(_group_norm_backward),
+    aten.mkldnn_rnn_layer.default: _corrected(with_kept),
+    aten.mkldnn_rnn_layer_backward.default: _corrected(with_own_biases),
+}
+# Without a rule in the second, torch may take an operation apart before it looks into the first.
+_TABLES = fake_impls.op_implementations_dict, meta_table
+_TORCHS = [{operation: table.get(operation) for operation in _OURS} for table in _TABLES]

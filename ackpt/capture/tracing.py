@@ -1,0 +1,203 @@
+"""From torch's joint graph to a `JointGraph`: ids in the order of execution, phases, storages, accesses, places."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Literal
+
+import torch
+
+from ackpt.capture.inspection.model_checks import check_keywords, check_model
+from ackpt.capture.patches.recurrent import keep_for_backward
+from ackpt.errors import TraceError
+
+from .aot import Capture, capture
+from .as_compiled import compared
+from .gradients import move_tangents, own_gradients
+from .joint_graph import BACKWARD, FORWARD, JointGraph, Node, with_accesses
+from .optimizer_state import check_optimizer, optimizer_bytes
+
+
+def trace(
+    model: torch.nn.Module,
+    *args: Any,
+    differentiate: Literal["loss", "all"] = "loss",
+    optimizer: torch.optim.Optimizer | None = None,
+    **kwargs: Any,
+) -> JointGraph:
+    """The graph of one training step of `model`, called with `args` and `kwargs`.
+
+    Args:
+        model: an ``nn.Module`` with real, fake or meta parameters; it is not changed. Nothing of it is computed, unless
+            it can only be captured as ``torch.compile`` runs it: then its own step runs once to be compared, everything
+            is put back, and a ``UserWarning`` names module and line.
+        args, kwargs: what the model is called with; tensors may be real, fake or meta, nested in containers.
+        differentiate: of which outputs the gradient is planned. ``"loss"``: if exactly one output that requires grad
+            is a scalar, of that one alone, as in ``model(**batch).loss.backward()``; otherwise, and with ``"all"``,
+            of all outputs that require grad.
+        optimizer: of the model's parameters; if given, its state counts as resident, and what its step takes for a
+            while is part of the peak.
+
+    Returns:
+        The graph from parameters and inputs to outputs and gradients of the parameters. The gradients of the outputs
+        that require one are inputs of its backward part.
+
+    Raises:
+        TypeError: if `model` is no module, or one that is compiled, scripted, parallel or planned already; for a
+            keyword that is nearly ``optimizer`` or ``differentiate`` and that the model's forward does not name.
+        ValueError: if `optimizer` has none of the model's parameters.
+        TraceError: if no parameter or no output requires grad, or if the model decides by the values of tensors
+            (``if x.sum() > 0``, ``.item()``, ``nonzero``), naming the line.
+
+    Source: AOTAutograd's joint graph, ``torch._functorch.aot_autograd``.
+
+    Example:
+        >>> import torch, ackpt
+        >>> graph = ackpt.trace(torch.nn.Linear(8, 2), torch.ones(4, 8))
+        >>> [node.target for node in graph.nodes if node.phase == "forward" and node.inputs]
+        ['aten.t.default', 'aten.addmm.default']
+    """
+    check_model(model)
+    check_keywords(model, kwargs, ("differentiate", "optimizer"), "ackpt.trace")
+    check_optimizer(model, optimizer)
+    with capture(model, args, kwargs, differentiate) as captured:
+        return captured_graph(captured, model, args, kwargs, differentiate, optimizer)
+
+
+def captured_graph(captured: Capture, model, args, kwargs, differentiate: str, optimizer=None) -> JointGraph:
+    """The graph of a captured step, with what the capture knows about the call."""
+    known: dict[str, Any] = {"has_data": captured.has_data, "made_for": captured.made_for}
+    if captured.reason:
+        known["as_compiled"] = compared(captured, model, args, kwargs, differentiate)
+    return joint_graph(captured.joint.graph_module, optimizer, **known)
+
+
+def joint_graph(module, optimizer=None, **known) -> JointGraph:
+    """Mint the ids, in the order of execution, and derive phases and storages; `known`: keywords of `JointGraph`."""
+    _without_running_statistics(module.graph)
+    keep_for_backward(module.graph)
+    _require_dense(module.graph.nodes)
+    move_tangents(module)
+    own_gradients(module)
+    ordered = _in_order(module)
+    for place, node in enumerate(ordered):
+        node.meta["ackpt_id"] = place
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    output.meta["ackpt_id"] = len(ordered)
+    returned, gradients = _returned(output)
+    if not any(_phase(node) == BACKWARD for node in ordered):
+        raise TraceError(
+            "no output of the model that requires grad is computed by an operation, so there is no backward to plan"
+        )
+    keys: dict[int, int] = {}
+    lies_in = []
+    for node in ordered:
+        found = [keys.setdefault(storage._cdata, len(keys)) for storage in _storages(node)]
+        lies_in.append(tuple(dict.fromkeys(found)))
+    nodes = [
+        Node(
+            id=place,
+            name=node.name,
+            target=_target(node),
+            phase=_phase(node),
+            inputs=tuple(argument.meta["ackpt_id"] for argument in node.all_input_nodes),
+            storages=lies_in[place],
+            module=_where(node, "module"),
+            source=_where(node, "source"),
+            is_random=_is_random(node),
+        )
+        for place, node in enumerate(ordered)
+    ]
+    sizes = {keys[storage._cdata]: storage.nbytes() for node in ordered for storage in _storages(node)}
+    storages = with_accesses(nodes, sizes, ordered, returned, gradients)
+    graph = JointGraph(module, nodes, storages, returned, gradients, **known)
+    if optimizer is not None:
+        graph.optimizer_bytes, graph.optimizer_step_bytes = optimizer_bytes(optimizer, graph.on_cpu)
+    return graph
+
+
+def _in_order(module):
+    """Nodes as they run: inputs, forward, gradients of the outputs, backward.
+
+    What changes buffers stands behind everything in the captured graph; it belongs to the end of the forward.
+    """
+    nodes = [node for node in module.graph.nodes if node.op != "output"]
+    for node in nodes:  # torch's own passes leave new nodes without a tag
+        if any(_phase(source) == BACKWARD for source in node.all_input_nodes):
+            node.meta["partitioner_tag"] = "is_backward"
+    ordered = sorted(nodes, key=lambda node: (_phase(node) == BACKWARD, node.op != "placeholder"))
+    last = next(node for node in reversed(nodes) if node.op == "placeholder")
+    for node in ordered:
+        if node.op != "placeholder":
+            last.append(node)
+            last = node
+    module.graph.lint()
+    module.recompile()
+    return ordered
+
+
+_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+
+
+def _without_running_statistics(graph):
+    """In training, the backward of a batch norm is handed the running statistics, but uses those of the batch."""
+    for node in graph.find_nodes(op="call_function", target=_BATCH_NORM_BACKWARD):
+        if node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def _phase(node) -> str:
+    return BACKWARD if node.meta.get("partitioner_tag") == "is_backward" else FORWARD
+
+
+def _target(node) -> str:
+    if node.op == "placeholder":
+        return str(node.meta["desc"])
+    return "getitem" if node.target is operator.getitem else str(node.target)
+
+
+def _tensors(node):
+    values = node.meta.get("val")
+    values = values if isinstance(values, (list, tuple)) else [values]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _storages(node):
+    return [value.untyped_storage() for value in _tensors(node)]
+
+
+def _require_dense(ordered) -> None:
+    for node in ordered:
+        if any(value.layout is not torch.strided for value in _tensors(node)):
+            raise TraceError(
+                f"{node.name} ({_target(node)}) of module {_where(node, 'module') or 'the model itself'!r} is a sparse "
+                "tensor, which cannot be planned. Use dense ones: sparse=False in nn.Embedding, tensor.to_dense()."
+            )
+
+
+def _where(node, what: str) -> str:
+    return (node.meta.get("custom") or {}).get(what) or ""
+
+
+def _is_random(node) -> bool:
+    """Whether it draws random numbers; attention without dropout draws none."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            drops = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return drops != 0
+    return True
+
+
+def _returned(output):
+    """Ids of the nodes that the model returns, and of the gradients by the parameters' names."""
+    returned, gradients = [], {}
+    for node, what in zip(output.args[0], output.meta["desc"]):
+        if node is None:
+            continue
+        if not hasattr(what, "grad_of"):
+            returned.append(node.meta["ackpt_id"])
+        elif hasattr(what.grad_of, "target"):
+            gradients[what.grad_of.target] = node.meta["ackpt_id"]
+    return returned, gradients

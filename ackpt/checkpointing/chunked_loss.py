@@ -1,0 +1,151 @@
+"""The loss head in chunks: the logits of a language model never exist whole.
+
+With 8192 tokens and a vocabulary of 50257, fp32 logits take 1.5 GiB, and cross-entropy keeps several copies of them:
+in the published language-model experiment they, not the blocks, dominate the memory. The loss needs only a few rows
+of logits at a time, and its gradient with respect to them is known as soon as they are: softmax minus one-hot, times
+a scalar that arrives later. So the gradients of the hidden states and of the weight are formed chunk by chunk while
+the logits are there; nothing is saved for backward but the two gradients, and nothing is recomputed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ackpt.errors import CheckpointError
+
+_REDUCTIONS = ("mean", "sum")
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunks: int = 8,
+    reduction: Literal["mean", "sum"] = "mean",
+    ignore_index: int = -100,
+) -> Tensor:
+    """Cross-entropy of ``hidden @ weight.T`` against `targets`, computed in chunks of rows.
+
+    Args:
+        hidden: final hidden states, ``[N, D]``, floating point.
+        weight: vocabulary head, ``[V, D]``, same dtype as `hidden` (under autocast, the matrix products run in the
+            autocast dtype, as ``F.linear`` does).
+        targets: class indices, ``[N]``, int64; `ignore_index` marks rows that do not count.
+        chunks: into how many parts the rows are cut; the largest temporary is ``ceil(N / chunks) * V`` elements, in
+            fp32 (fp64 for fp64 inputs).
+        reduction: ``"mean"`` over the rows that count, or ``"sum"``.
+
+    Returns:
+        The loss, a scalar in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes or options that do not fit.
+        IndexError: for a target that is no row of `weight` (on a GPU torch stops the program instead).
+        CheckpointError: in a backward with ``create_graph=True``.
+
+    Loss and gradients are those of ``F.cross_entropy`` up to the order of summation (about 1e-6 relative in fp32).
+
+    Source: the logits' share of the memory is that of the published language-model experiment; recomputing chunk by
+    chunk would give the same peak for one more forward of the head.
+
+    Example:
+        >>> import torch, ackpt
+        >>> hidden, weight = torch.zeros(4, 2, requires_grad=True), torch.zeros(8, 2, requires_grad=True)
+        >>> ackpt.chunked_cross_entropy(hidden, weight, torch.arange(4), chunks=2)
+        tensor(2.0794, grad_fn=<_ChunkedCrossEntropyBackward>)
+    """
+    _check(hidden, weight, targets, chunks, reduction)
+    dtype = hidden.dtype
+    if hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    elif weight.dtype != hidden.dtype:
+        raise TypeError(f"hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them or use autocast")
+    if not torch.is_grad_enabled():  # then no gradient need be formed
+        hidden, weight = hidden.detach(), weight.detach()
+    return _ChunkedCrossEntropy.apply(hidden, weight, targets, chunks, reduction, ignore_index, dtype)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, chunks, reduction, ignore_index, dtype):
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        counted = targets != ignore_index
+        total = torch.zeros((), dtype=precise, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden if needs_hidden else hidden[:0])
+        grad_weight = torch.zeros_like(weight if needs_weight else weight[:0], dtype=precise)
+        head = weight.to(dtype)
+        rows = max(1, -(-hidden.shape[0] // chunks))
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            inputs = hidden[part].to(dtype)
+            loss, grad_logits = _chunk(inputs, head, targets[part], counted[part], precise)
+            total += loss
+            if needs_hidden:
+                grad_hidden[part] = grad_logits @ head
+            if needs_weight and dtype == precise:
+                torch.addmm(grad_weight, grad_logits.T, inputs, out=grad_weight)
+            elif needs_weight:
+                grad_weight += grad_logits.T @ inputs
+            del grad_logits  # or it would stay alive beside the next chunk's
+        # The gradients are kept without the 1/N of the mean: in fp16 it would push small probabilities under zero.
+        rows_counted = counted.sum().to(precise) if reduction == "mean" else torch.ones_like(total)
+        scale = rows_counted.clamp(min=1).reciprocal()  # with no row to count torch's loss is nan, its gradients are 0
+        ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(scale, *([grad_hidden] * needs_hidden), *([grad_weight] * needs_weight))
+        return total / rows_counted
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        if torch.is_grad_enabled():
+            raise CheckpointError(
+                "backward with create_graph=True reached chunked_cross_entropy, which has no second derivative; use "
+                "F.cross_entropy on the full logits where you need one."
+            )
+        scale, *saved = ctx.saved_tensors
+        scale = scale * grad_loss
+        # Both are as large as the tensors they belong to; a copy is made only if a second backward may follow.
+        again = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+        grads = iter([grad * scale if again else grad.mul_(scale) for grad in saved])
+        grad_hidden = next(grads) if ctx.needs_input_grad[0] else None
+        grad_weight = next(grads).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _chunk(inputs, head, targets, counted, precise):
+    """Loss summed over one chunk of rows, and its gradient with respect to the logits in the dtype of `inputs`."""
+    logits = (inputs @ head.T).to(precise)
+    normaliser = torch.logsumexp(logits, dim=1)
+    index = targets.where(counted, 0).unsqueeze(1)  # any other index outside the vocabulary is an error of gather
+    try:
+        losses = normaliser - logits.gather(1, index).squeeze(1)
+    except RuntimeError as error:
+        if "out of bounds" not in str(error):
+            raise
+        raise IndexError(
+            f"targets holds classes from {int(targets[counted].min())} to {int(targets[counted].max())}, outside of "
+            f"the {head.shape[0]} rows of weight; rows that do not count hold ignore_index"
+        ) from error
+    probabilities = logits.sub_(normaliser.unsqueeze(1)).exp_()
+    probabilities.scatter_add_(1, index, torch.full_like(index, -1, dtype=precise))
+    probabilities.mul_(counted.unsqueeze(1))
+    return torch.where(counted, losses, 0).sum(), probabilities.to(inputs.dtype)
+
+
+def _check(hidden, weight, targets, chunks, reduction):
+    if hidden.dim() != 2 or weight.dim() != 2 or targets.dim() != 1 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"expected hidden [N, D], weight [V, D], targets [N]; got {list(hidden.shape)}, {list(weight.shape)}, "
+            f"{list(targets.shape)}; flatten batch and sequence first: hidden.flatten(0, 1), targets.flatten()"
+        )
+    if hidden.shape[0] != targets.shape[0]:
+        raise ValueError(f"hidden has {hidden.shape[0]} rows but there are {targets.shape[0]} targets")
+    if not hidden.is_floating_point() or targets.dtype != torch.int64:
+        raise TypeError(f"hidden must be floating point and targets int64; got {hidden.dtype} and {targets.dtype}")
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"chunks must be a whole number of at least 1, got {chunks!r}")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")

@@ -1,0 +1,337 @@
+"""What a region can reach besides its arguments: parameters, buffers, closed-over tensors and generators.
+
+Two views, and both are needed. ``Reach`` walks the *objects* (modules, closures, defaults, partials, bound methods,
+globals that the code names) before the region runs: it finds frozen parameters and buffers, which leave no trace in
+the autograd graph. ``graph_inputs`` walks the *autograd graph* after the region ran: it finds exactly those tensors
+whose gradient flows out of the region, however they were reached.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import os
+import random
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from .closures import bound, rebound_names
+from .rng import stream_of
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_CONTAINERS = (list, tuple, dict, set)
+_DEPTH = 4  # helper functions and plain objects are followed this far
+
+
+class Reach:
+    """Tensors and generators reachable from a function and its non-tensor arguments.
+
+    ``tensors``: ``{id: (tensor, name)}``. ``streams``: generator objects. ``bindings``: names that could come to mean
+    something else, ``(namespace, name, value)``: parameters, buffers, tensor and number attributes of modules, tensors
+    in containers, objects and rebound cells, globals of functions. ``sharded``: whether a module inside is managed by
+    FSDP, whose hooks expect gradients to arrive inside the region. ``opaque``: whether a module inside runs in C++
+    where its calls cannot be recorded: it is scripted, or takes another path when they are. ``unread``: ids of buffers
+    that a norm of torch's updates in training and does not read. ``namespaces``: the attributes of every module, with
+    their names.
+    """
+
+    __slots__ = ("tensors", "streams", "bindings", "sharded", "opaque", "unread", "walked", "namespaces", "_seen")
+
+    def __init__(self, function=None, template=()):
+        self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
+        self.streams: list = []
+        self.bindings: list[tuple[Any, Any, object]] = []
+        self.namespaces: list[tuple[dict[str, Any], frozenset[str]]] = []
+        self.sharded = self.opaque = False
+        self.unread: set[int] = set()
+        self.walked = function is not None
+        self._seen: set[int] = set()
+        if function is None:
+            return
+        # A bound `forward` runs without the module's own hooks, so only modules below it can be sharded inside.
+        if isinstance(function, types.MethodType) and isinstance(function.__self__, nn.Module):
+            self._module(function.__self__, "", own_hooks=False)
+        else:
+            self._visit(function, "", 0)
+        for item in template:
+            self._visit(item, "argument", 0)
+
+    def _visit(self, obj, name, depth):
+        if isinstance(obj, torch.Tensor):
+            self.tensors.setdefault(id(obj), (obj, name))
+        elif isinstance(obj, nn.Module):
+            self._module(obj, name)
+        elif isinstance(obj, _FUNCTIONS):
+            self._function(obj, name, depth)
+        elif isinstance(obj, _CONTAINERS):
+            if depth < _DEPTH and id(obj) not in self._seen:
+                self._seen.add(id(obj))
+                namespace = obj if isinstance(obj, dict) else _Items(obj) if isinstance(obj, list) else None
+                for key, item in obj.items() if isinstance(obj, dict) else enumerate(obj):
+                    if type(item) not in _ATOMS:
+                        self._visit(item, f"{name}[{key!r}]", depth + 1)
+                        if namespace is not None and isinstance(item, torch.Tensor):
+                            self.bindings.append((namespace, key, item))
+        elif not self._generator(obj) and depth < _DEPTH and _is_plain_object(obj) and id(obj) not in self._seen:
+            self._seen.add(id(obj))
+            for key, item in vars(obj).items():
+                if type(item) not in _ATOMS:
+                    self._visit(item, f"{name}.{key}", depth + 1)
+                    if isinstance(item, torch.Tensor):
+                        self.bindings.append((vars(obj), key, item))
+
+    def _generator(self, obj) -> bool:
+        if not isinstance(obj, _generator_types()):
+            return False
+        if id(obj) not in self._seen:
+            self._seen.add(id(obj))
+            stream = stream_of(obj)
+            if stream is not None:
+                self.streams.append(stream)
+        return True
+
+    def _module(self, module, name, own_hooks=True):
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        prefix = f"{name}." if name else ""
+        if isinstance(module, torch.jit.ScriptModule):  # its attributes live in C++ and cannot be bound again
+            self.opaque = True
+            for key, value in (*module.named_parameters(), *module.named_buffers()):
+                self.tensors.setdefault(id(value), (value, prefix + key))
+            return
+        attributes = vars(module)
+        bindings = self.bindings
+        bindings.append((attributes, "training", module.training))
+        self.namespaces.append((attributes, frozenset(attributes)))
+        for key, value in module._parameters.items():
+            if value is not None:
+                self.tensors.setdefault(id(value), (value, prefix + key))
+                bindings.append((module._parameters, key, value))
+        if module._buffers:
+            if isinstance(module, _NormBase) and module.training and _is_torchs(type(module).forward):
+                self.unread.update(map(id, module._buffers.values()))
+            for key, value in module._buffers.items():
+                if value is not None:
+                    bindings.append((module._buffers, key, value))
+                    self.tensors.setdefault(id(value), (value, prefix + key))
+        for key, value in attributes.items():
+            kind = type(value)
+            if key in _MODULE_FIELDS or kind is str:
+                continue
+            if kind in _NUMBERS:
+                bindings.append((attributes, key, value))
+            elif isinstance(value, torch.Tensor):
+                self.tensors.setdefault(id(value), (value, prefix + key))
+                bindings.append((attributes, key, value))
+            elif isinstance(value, _CONTAINERS):
+                bindings.append((attributes, key, value))
+                if value and type(next(iter(value.values() if isinstance(value, dict) else value))) not in _ATOMS:
+                    self._visit(value, prefix + key, 1)
+            else:
+                self._generator(value)
+        self._globals_of(type(module).forward)
+        if isinstance(module, FUSED) and not module.training:
+            self.opaque = True
+        if own_hooks and not self.sharded:
+            self.sharded = any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+        for key, child in module._modules.items():
+            if child is not None:
+                self._module(child, prefix + key)
+
+    def _globals_of(self, forward) -> None:
+        """Tensors and generators that a module's forward, or a helper of it in the same file, reads as globals."""
+        function = inspect.unwrap(forward)
+        code = getattr(function, "__code__", None)
+        if code is None or code.co_filename.startswith(_TORCH) or id(code) in self._seen:
+            return
+        self._seen.add(id(code))
+        namespace = function.__globals__
+        for key in _global_names(code)[0]:
+            value = namespace.get(key)
+            if isinstance(value, torch.Tensor):
+                self.tensors.setdefault(id(value), (value, key))
+                self.bindings.append((namespace, key, value))
+            elif isinstance(value, types.FunctionType):
+                if value.__module__ == forward.__module__:
+                    self._globals_of(value)
+            else:
+                self._generator(value)
+
+    def _function(self, function, name, depth):
+        if id(function) in self._seen or depth > _DEPTH:
+            return
+        self._seen.add(id(function))
+        if isinstance(function, functools.partial):
+            for item in (function.func, *function.args, *function.keywords.values()):
+                self._visit(item, name, depth + 1)
+            return
+        if isinstance(function, types.MethodType):
+            self._visit(function.__self__, name, depth + 1)
+            function = function.__func__
+            if not isinstance(function, types.FunctionType):
+                return
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            if not bound(cell):
+                continue
+            value = cell.cell_contents
+            self._visit(value, key, depth + 1)
+            if isinstance(value, torch.Tensor) and key in rebound_names(function.__code__):
+                self.bindings.append((_Contents(cell), key, value))
+        for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._visit(item, name, depth + 1)
+        read, written = _global_names(function.__code__)
+        for key in read:
+            value = function.__globals__.get(key, _ABSENT)
+            if value is _ABSENT:  # a builtin
+                continue
+            if key not in written or isinstance(value, torch.Tensor):
+                self.bindings.append((function.__globals__, key, value))
+            if isinstance(value, (torch.Tensor, nn.Module, *_CONTAINERS, functools.partial, types.MethodType)):
+                self._visit(value, key, depth + 1)
+            elif isinstance(value, types.FunctionType):
+                if value.__module__ == function.__module__:
+                    self._function(value, key, depth + 1)
+            else:
+                self._generator(value)
+
+
+def _is_torchs(function) -> bool:
+    return function.__module__.startswith("torch.nn.")
+
+
+class _Items:
+    """The items of a list under the names 0, 1, ..., so that they can be bound again like attributes."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def get(self, place, default=None):
+        return self.items[place] if place < len(self.items) else default
+
+    def __setitem__(self, place, value):
+        if place < len(self.items):
+            self.items[place] = value
+
+    def pop(self, place, default=None):
+        """A list that is shorter now stays so."""
+
+
+class _Contents:
+    """A closure's cell in the same way."""
+
+    def __init__(self, cell):
+        self.cell = cell
+
+    def get(self, name, default=None):
+        return self.cell.cell_contents if bound(self.cell) else default
+
+    def __setitem__(self, name, value):
+        self.cell.cell_contents = value
+
+    def pop(self, name, default=None):
+        del self.cell.cell_contents
+
+
+def held(items) -> dict[int, torch.Tensor]:
+    """Tensors in containers and plain objects among `items`, ``{id: tensor}``; modules and functions are left out."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    level = list(items)
+    for _ in range(_DEPTH + 1):
+        below: list = []
+        for item in level:
+            if isinstance(item, torch.Tensor):
+                found[id(item)] = item
+            elif type(item) not in _ATOMS and id(item) not in seen and not isinstance(item, (nn.Module, *_FUNCTIONS)):
+                seen.add(id(item))
+                if isinstance(item, dict):
+                    below += item.values()
+                elif isinstance(item, _CONTAINERS):
+                    below += item
+                elif _is_plain_object(item):
+                    below += vars(item).values()
+        level = below
+    return found
+
+
+def _is_plain_object(obj) -> bool:
+    """Whether `obj` is an instance of a user's class, worth a look at its attributes."""
+    return hasattr(obj, "__dict__") and not isinstance(obj, (type, types.ModuleType, types.BuiltinFunctionType))
+
+
+_NUMBERS = frozenset((bool, int, float, type(None)))
+_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_ABSENT = object()
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_MODULE_FIELDS = frozenset(vars(nn.Module()))
+# In evaluation, without gradients, these have a fused kernel that torch leaves when a TorchFunctionMode is active.
+FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+def _generator_types():
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return (torch.Generator, random.Random)
+    return (torch.Generator, random.Random, numpy_random.Generator, numpy_random.RandomState)
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Names that the code, or code nested in it, reads as globals, and those that it assigns to."""
+    found: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "STORE_GLOBAL": set()}
+    for item in dis.get_instructions(code):
+        if item.opname in found:
+            found[item.opname].add(item.argval)
+    read, written = found.values()
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            more_read, more_written = _global_names(constant)
+            read.update(more_read)
+            written |= more_written
+    return tuple(sorted(read)), frozenset(written)
+
+
+def _accumulate_grad_type():
+    leaf = torch.zeros((), requires_grad=True)
+    node: Any = leaf.view_as(leaf).grad_fn
+    return type(node.next_functions[0][0])
+
+
+_ACCUMULATE_GRAD = _accumulate_grad_type()
+
+
+def graph_inputs(outputs, aliases, tensors, started: int):
+    """Where the graph of `outputs` ends besides in `aliases`: ``(tensors, unreachable node or None, nodes)``.
+
+    `nodes` are those of the graph in the order of the walk, which is the same for equal graphs. `started` is the
+    autograd sequence number at the start of the region: an older node belongs to the history of a closed-over tensor
+    and is not entered. If it belongs to none of `tensors` the node is returned, because no gradient could be handed on
+    through it.
+    """
+    closed_over = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in tensors if tensor.grad_fn is not None}
+    found: list = []
+    seen = dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
+    stack = list(seen)
+    while stack:
+        for edge in stack.pop().next_functions:
+            node = edge[0]
+            if type(node) is _ACCUMULATE_GRAD:
+                found.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+            elif node is None or node in seen:
+                continue
+            elif closed_over and edge in closed_over:
+                found.append(closed_over[edge])
+            elif node._sequence_nr() < started:
+                return [], node, seen
+            else:
+                seen[node] = None
+                stack.append(node)
+    own = {id(alias) for alias in aliases}
+    return [tensor for tensor in dict.fromkeys(found) if id(tensor) not in own], None, seen

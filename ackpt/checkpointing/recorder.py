@@ -1,0 +1,356 @@
+"""Record the torch calls of a region's two runs, to check that the recomputation repeats the forward.
+
+``Recorder`` watches one run. It records every call whose result requires grad, with its numbers, flags and shapes. It
+also records the storages that a call may write without bumping a version counter; ``guards.py`` restores these buffers.
+``check_same_path`` raises an error if the recomputation took a different path than the forward.
+"""
+
+from __future__ import annotations
+
+import numbers
+import os
+import re
+import sys
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from ackpt.autograd_state import phase
+from ackpt.errors import CheckpointError
+
+from .guards import memory
+from .refusals import refuse_gradient_of
+
+# Kernels that write to an argument without bumping its version counter. Found by calling every aten operation whose
+# schema has an argument named running_* (tests/checkpointing/test_recorder.py repeats this search).
+_SILENT_WRITERS = (
+    "batch_norm instance_norm native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_update_stats "
+    "batch_norm_gather_stats batch_norm_gather_stats_with_counts _batch_norm_impl_index _native_batch_norm_legit "
+    "_batch_norm_with_update fused_moving_avg_obs_fake_quant _fused_moving_avg_obs_fq_helper"
+)
+# Ways to get an alias through which a tensor can be written without autograd noticing.
+_WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_ptr")
+_SET_ITEM = torch.Tensor.__setitem__
+_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
+_CALL = nn.Module._call_impl.__code__
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MODELS = os.path.join(_OWN, "models") + os.sep  # counts as user code
+_NOTEBOOK_CELL = re.compile(r"[\\/]ipykernel_\d+[\\/]|^<ipython-input-")
+
+
+def is_users(path: str) -> bool:
+    """Whether a file is user code: it belongs to neither torch nor ackpt, or it is in ackpt/models."""
+    return not path.startswith((_TORCH, _OWN)) or path.startswith(_MODELS)
+
+
+def code_location(file: str, line: int) -> str:
+    """The file and line for an error message; a notebook cell's file name is left out, as it changes every session."""
+    return f"line {line} of a notebook cell" if _NOTEBOOK_CELL.search(file) else f"{file}:{line}"
+
+
+def _flat(values):
+    """Yield `values`, with each list or tuple replaced by its items."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+def _spellings(names: str) -> set:
+    """All functions with these names: in torch, in torch.nn.functional, and aten operators with their overloads."""
+    functions: set[Any] = set()
+    for name in names.split():
+        functions.update(getattr(owner, name) for owner in (torch, F) if hasattr(owner, name))
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None:
+            functions.update((packet, *(getattr(packet, overload) for overload in packet.overloads())))
+    return functions
+
+
+_MAY_WRITE = frozenset(
+    {
+        *_spellings(_SILENT_WRITERS),
+        *(getattr(torch.Tensor, name) for name in _WRITABLE_ALIASES),
+        torch.Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+        torch.Tensor.data.__set__,  # pyright: ignore[reportAttributeAccessIssue]
+    }
+)
+
+
+class Call(NamedTuple):
+    """One call of a torch function: its arguments in comparable form, and the shape and dtype of its result."""
+
+    function: Any
+    values: tuple
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        if self.function is _region:
+            return f"a region of {_text(self.values[0][0])}"
+        name = resolve_name(self.function) or getattr(self.function, "__name__", repr(self.function))
+        args, kwargs = self.values
+        given = [*map(_text, args), *(f"{key}={_text(value)}" for key, value in kwargs)]
+        return f"{name}({', '.join(given)}) -> {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+class Recorder(TorchFunctionMode):
+    """Records the calls of one run of a region.
+
+    Args:
+        expected: the calls of the first run. The first call that differs is recorded in ``different``, with the line
+            and the module that made it.
+
+    ``calls``: in order, each with the sequence number of its autograd node and the ``_source`` of every argument.
+    ``results``: weak references to what the calls returned. ``inputs``: positions of the tensors that the function is
+    called with, by ``id``. ``written``: storages, by ``_cdata``, that may have been written without bumping their
+    version counters.
+    """
+
+    def __init__(self, expected: list[tuple[int, Call, list]] | None = None):
+        super().__init__()
+        self.calls: list[tuple[int, Call, list]] = []
+        self.inputs: dict[int, int] = {}
+        self.results: list[weakref.ref] = []
+        self.written: set[int | None] = set()
+        self.different: tuple[Call, str, nn.Module | None] | None = None
+        self._expected = expected
+        self._outer: Recorder | None = None
+
+    def __enter__(self):
+        self._outer, phase.recorder = phase.recorder, self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        phase.recorder = self._outer
+        return super().__exit__(*error)
+
+    def record_region(self, inner: Path, output) -> None:
+        """To be called for a region inside of this one, which is one node of its graph: its path is part of this."""
+        call = Call(_region, ((inner,), ()), output.shape, output.dtype)
+        self.calls.append((output.grad_fn._sequence_nr(), call, []))
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # Dynamo is tracing this method; compiled code is not recorded
+            return func(*args, **kwargs)
+        started = torch.autograd._get_sequence_nr()
+        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
+            self._record(func, args, kwargs, result, started)
+        return result
+
+    def takes(self, tensors) -> None:
+        """Record the positions of the tensors that the function is called with; one that is passed twice gets none."""
+        ids = [id(tensor) for tensor in tensors]
+        self.inputs = {key: position for position, key in enumerate(ids) if ids.count(key) == 1}
+
+    def refuse_gradients_of_what_is_left(self) -> None:
+        """Make backward raise if it reaches a result that is still alive, though the run's graph should be gone."""
+        for result in self.results:
+            if (tensor := result()) is not None and tensor.requires_grad:
+                refuse_gradient_of(tensor)
+
+    def _record(self, func, args, kwargs, result, started) -> None:
+        if func in _MAY_WRITE:
+            tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            self.written.update(map(memory, tensors))
+        tensor = result
+        if not isinstance(result, torch.Tensor):
+            tensor = args[0] if func is _SET_ITEM else _first_with_grad(result)
+        if tensor is None or not tensor.requires_grad or (node := tensor.grad_fn) is None:
+            return
+        number = node._sequence_nr()
+        if number < started:  # an existing tensor, such as `contiguous` may return
+            return
+        values = tuple(map(_plain, args)), tuple([(key, _plain(value)) for key, value in kwargs.items()])
+        call = Call(func, values, tensor.shape, tensor.dtype)
+        self.calls.append((number, call, [self._source(value) for value in _flat((*args, *kwargs.values()))]))
+        self.results.append(weakref.ref(tensor))
+        if self._expected is not None and self.different is None:
+            at = len(self.calls) - 1
+            if at >= len(self._expected) or self._expected[at][1] != call:
+                self.different = call, *_caller()
+
+    def _source(self, value):
+        """Where an argument comes from: (number of its autograd node, output index), an input's position, or None."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        position = self.inputs.get(id(value))
+        if position is not None or (node := value.grad_fn) is None:
+            return position
+        return node._sequence_nr(), value.output_nr
+
+
+def _region():
+    """What a region is called with in another one's path."""
+
+
+class Path(NamedTuple):
+    """How a run computed a region's outputs from its inputs: the names of the graph's nodes, and the calls.
+
+    ``sources``: for each call, where its arguments come from: an input's position, (index of a call, index of its
+    result), or None if unknown.
+    """
+
+    nodes: list[str]
+    calls: list[Call]
+    sources: list[list]
+
+
+def path(recorder: Recorder, nodes: Iterable, started: int) -> Path:
+    """The `Path` of a run whose autograd graph has these nodes.
+
+    It leaves out nodes older than the sequence number `started`, calls that no output depends on, and casts. Autocast
+    casts a leaf once and any other tensor once per use, and some inputs are leaves only in the forward.
+    """
+    names = {node._sequence_nr(): node.name() for node in nodes}
+    calls = [made for made in recorder.calls if made[0] >= started and made[0] in names]
+    numbers = {number: at for at, (number, _, _) in enumerate(calls)}
+
+    def source(of):
+        return (numbers[of[0]], of[1]) if type(of) is tuple and of[0] in numbers else of if type(of) is int else None
+
+    return Path(
+        [name for number, name in names.items() if number >= started and name != "ToCopyBackward0"],
+        [call for _, call, _ in calls],
+        [list(map(source, sources)) for _, _, sources in calls],
+    )
+
+
+def check_same_path(forward: Path, recomputed: Path, recorder: Recorder, function) -> None:
+    """Check that a region's two runs took the same path.
+
+    Raises:
+        CheckpointError: if not; the message names the first operation that differs and where the recomputation
+            called it.
+    """
+    if forward == recomputed:
+        return
+    calls = zip(forward.calls, recomputed.calls)
+    place = next((i for i, pair in enumerate(calls) if repr(pair[0]) != repr(pair[1])), None)  # repr, as nan != nan
+    if place is None and len(forward.calls) == len(recomputed.calls):
+        _check_same_sources(forward, recomputed, function)
+        if forward.nodes == recomputed.nodes:
+            return
+        missing, extra = _only_in(forward.nodes, recomputed.nodes), _only_in(recomputed.nodes, forward.nodes)
+        raise _other_path(function, f"only the forward has {missing or 'none'}, only the recompute {extra or 'none'}")
+    place = min(len(forward.calls), len(recomputed.calls)) if place is None else place
+    was = forward.calls[place] if place < len(forward.calls) else "absent"
+    call = recomputed.calls[place] if place < len(recomputed.calls) else None
+    if isinstance(was, Call) and isinstance(call, Call) and was.function is call.function is _region:
+        (before,), (now,) = was.values[0], call.values[0]
+        return check_same_path(before, now, recorder, function)
+    where = ""
+    if recorder.different is not None and recorder.different[0] is call:
+        where = _described(*recorder.different[1:], function)
+    raise _other_path(function, f"operation {place + 1} was {was} in the forward and is {call or 'absent'} now{where}")
+
+
+def _check_same_sources(forward: Path, recomputed: Path, function) -> None:
+    for at, (before, now) in enumerate(zip(forward.sources, recomputed.sources)):
+        for was, found in zip(before, now):
+            if was != found and was is not None and found is not None:
+                change = f"was given {_source_text(was)} in the forward and is given {_source_text(found)} now"
+                raise _other_path(function, f"operation {at + 1}, {forward.calls[at]}, {change}")
+
+
+def _source_text(source) -> str:
+    if isinstance(source, int):
+        return f"input {source + 1} of the region"
+    number, output = source
+    return f"the result of operation {number + 1}" + (f" (number {output + 1})" if output else "")
+
+
+def _other_path(function, difference: str) -> CheckpointError:
+    return CheckpointError(
+        f"the recompute of a checkpointed region ({_name(function)}) took another path than its forward: {difference}. "
+        "The gradient would be that of another function. Make the function do the same both times: look for a counter, "
+        "a dict or list entry, an environment variable or a random number that changes in between. Code that must act "
+        "once per step can ask ackpt.is_recomputing()."
+    )
+
+
+def _only_in(nodes, others) -> str:
+    rest = list(nodes)
+    for name in others:
+        if name in rest:
+            rest.remove(name)
+    return ", ".join(dict.fromkeys(rest))
+
+
+def _first_with_grad(result):
+    if isinstance(result, (tuple, list)):
+        for item in result:
+            if isinstance(item, torch.Tensor) and item.requires_grad:
+                return item
+    return None
+
+
+def _plain(value):
+    """What two runs compare of `value`: a plain value, a parameter's identity, None for a tensor, else the type."""
+    if type(value) in _ATOMS or isinstance(value, numbers.Number):
+        return value
+    if isinstance(value, torch.Tensor):
+        return _Which(id(value)) if isinstance(value, nn.Parameter) else None
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    if type(value) is slice:
+        return slice, _plain(value.start), _plain(value.stop), _plain(value.step)
+    return type(value)
+
+
+class _Which(int):
+    """The identity of a parameter: a recomputation that uses another one of the same shape takes a different path."""
+
+    def __repr__(self) -> str:
+        return f"parameter at {int(self):#x}"
+
+
+def _text(value) -> str:
+    if value is None:
+        return "..."
+    if isinstance(value, tuple) and value[:1] == (slice,):
+        return ":".join("" if end is None else str(end) for end in value[1:]).removesuffix(":")
+    if isinstance(value, Path):
+        return f"{len(value.calls)} operations"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    return repr(value)
+
+
+def _caller() -> tuple[str, nn.Module | None]:
+    """The file and line in the user's code that made the call, and the innermost running module."""
+    line, frame = "", sys._getframe(3)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not line and is_users(file):
+            line = code_location(file, frame.f_lineno)
+        if frame.f_code is _CALL:
+            return line, frame.f_locals["self"]
+        frame = frame.f_back
+    return line, None
+
+
+def _described(line: str, module: nn.Module | None, function) -> str:
+    where = f" at {line}" if line else ""
+    if module is None:
+        return where
+    owner = function.__self__ if isinstance(function, types.MethodType) else function
+    names = {id(part): name for name, part in owner.named_modules()} if isinstance(owner, nn.Module) else {}
+    name = names.get(id(module))
+    return f"{where}, in {f'module {name!r} ' if name else ''}({type(module).__name__})"
+
+
+def _name(function) -> str:
+    if isinstance(function, types.MethodType) and isinstance(function.__self__, nn.Module):
+        return type(function.__self__).__name__
+    return str(getattr(function, "__qualname__", type(function).__name__))

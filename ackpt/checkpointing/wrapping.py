@@ -1,0 +1,284 @@
+"""Checkpointing switched on from outside, for chosen modules of a model.
+
+``apply_activation_checkpointing`` gives each chosen module a class that differs in ``forward`` only. Parameters,
+buffers, hooks, attributes and names stay where they are, so ``state_dict``, ``named_parameters`` and optimizers see
+no difference; the class keeps its name, and pickles and copies of the model stay checkpointed. The first forward with
+gradients checks that what was chosen ran.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import types
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ackpt.errors import CheckpointError
+from ackpt.offloading.saved_tensors import Offload, resolve
+
+from .reachable import graph_inputs
+from .reentrant import _ran, checkpoint
+from .tree import strip_result
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    check_fn: Callable[[nn.Module], bool]
+    | type[nn.Module]
+    | Collection[type[nn.Module]]
+    | Collection[str]
+    | None = None,
+    *,
+    preserve_rng_state: bool = True,
+    offload: Offload | Literal["sync", "async"] | None = None,
+) -> list[str]:
+    """Checkpoint chosen submodules of `model`, in place; each becomes one region.
+
+    Args:
+        check_fn: which modules: a predicate ``module -> bool``, a module class or several, or qualified names
+            (``"blocks.0"``, or several). ``None`` takes the repeated blocks: members of an ``nn.ModuleList`` or
+            ``nn.Sequential`` that share their class with a sibling, have submodules and parameters, and belong to no
+            other such block. A list inside a list is never called, so its members count as members of the outer one.
+        offload: as in :func:`checkpoint`: where the inputs of the chosen modules wait for backward.
+
+    Returns:
+        The qualified names of the modules that are checkpointed now, in the order of ``named_modules``.
+
+    Raises:
+        ValueError: if nothing matches, a name does not exist, or a module has its ``forward`` replaced on the instance.
+        TypeError: if `check_fn` is none of the above, or the model is planned by `ackpt.compile`.
+        CheckpointError: in the first forward with gradients, if the parameters of a chosen module take part but the
+            module itself was not called, so that its region saves nothing.
+
+    Warns:
+        UserWarning: if a model of transformers has ``config.use_cache`` on, which no region can recompute.
+
+    Forward hooks of a chosen module fire once per step; those of modules inside it fire again in the recompute (see
+    :func:`is_recomputing`). Use it before ``fully_shard``, DDP and ``torch.compile``.
+    Source: the per-module switch of static-graph frameworks; Chen et al. 2016 (arXiv:1604.06174) per block.
+
+    Example:
+        >>> import torch, ackpt
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
+        >>> model = torch.nn.Sequential(block(), block(), block())
+        >>> ackpt.apply_activation_checkpointing(model)
+        ['0', '1', '2']
+        >>> ackpt.remove_activation_checkpointing(model)
+        ['0', '1', '2']
+    """
+    _require_module(model)
+    for name, module in model.named_modules():
+        if "_ackpt" in vars(module):
+            raise TypeError(
+                f"{f'module {name!r}' if name else 'the model'} is a step planned by ackpt.compile, whose plan says "
+                "what is recomputed: use either that or activation checkpointing, not both"
+            )
+    resolve(offload)
+    chosen = _choose(model, check_fn)
+    for name, module in chosen.items():
+        if "forward" in vars(module):
+            raise ValueError(
+                f"module {name!r} has its forward replaced on the instance (by a hook library, perhaps), which would "
+                "bypass the checkpoint. Apply activation checkpointing first, then whatever replaces forward."
+            )
+    for module in chosen.values():
+        if not isinstance(module, _Checkpointed):
+            module.__class__ = _checkpointed_class(type(module))
+        options = {"preserve_rng_state": preserve_rng_state, "offload": offload}
+        vars(module)["_checkpoint_options"] = options
+        _ran.discard(module)
+    _stop_checking(model)
+    model.register_forward_hook(_check_regions_ran)
+    _warn_of_cache(model)
+    return list(chosen)
+
+
+def remove_activation_checkpointing(model: nn.Module) -> list[str]:
+    """Undo :func:`apply_activation_checkpointing` on `model` and all its submodules; return their names.
+
+    Example:
+        >>> import torch, ackpt
+        >>> ackpt.remove_activation_checkpointing(torch.nn.Linear(2, 2))
+        []
+    """
+    _require_module(model)
+    names = []
+    for name, module in model.named_modules():
+        _stop_checking(module)
+        if isinstance(module, _Checkpointed):
+            _replace_class(module)
+            del module._checkpoint_options
+            names.append(name)
+    return names
+
+
+class _Checkpointed:
+    """Mixed in before a module's own class: runs the original ``forward`` as one region."""
+
+    _checkpoint_options: dict
+
+    def __reduce_ex__(self, protocol):
+        # The class is made at run time and cannot be found by name: pickle the original and switch it on again.
+        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+        return _rebuild, (_original_class(type(self)),), state
+
+
+@functools.cache
+def _checkpointed_class(cls):
+    @functools.wraps(cls.forward)
+    def forward(self, *args, **kwargs):
+        return checkpoint(types.MethodType(cls.forward, self), *args, **self._checkpoint_options, **kwargs)
+
+    names = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (_Checkpointed, cls), names)
+
+
+def _original_class(cls):
+    """The class without the checkpoint; what others (FSDP) put in front of it stays out of reach and is refused."""
+    bases = cls.__bases__
+    if bases[0] is not _Checkpointed:
+        raise TypeError(
+            f"{cls.__name__} was changed by another library after activation checkpointing was applied; undo that first"
+        )
+    return bases[1]
+
+
+def _replace_class(module):
+    module.__class__ = _original_class(type(module))
+
+
+def _rebuild(cls):
+    checkpointed = _checkpointed_class(cls)
+    return checkpointed.__new__(checkpointed)
+
+
+def _require_module(model):
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def _choose(model, check_fn) -> dict[str, nn.Module]:
+    modules = dict(model.named_modules())
+    if check_fn is None:
+        chosen = _repeated_blocks(model)
+        hint = "no block is repeated in an nn.ModuleList or nn.Sequential; pass check_fn: a predicate, classes or names"
+    elif isinstance(check_fn, type) or _is_collection_of(check_fn, type):
+        classes = (check_fn,) if isinstance(check_fn, type) else tuple(check_fn)
+        chosen = {name: module for name, module in modules.items() if isinstance(module, classes)}
+        present = sorted({type(module).__name__ for module in modules.values()})
+        hint = f"no module is a {' or '.join(cls.__name__ for cls in classes)}; the model has {', '.join(present)}"
+    elif isinstance(check_fn, str) or _is_collection_of(check_fn, str):
+        names = [check_fn] if isinstance(check_fn, str) else list(check_fn)
+        missing = [name for name in names if name not in modules]
+        if missing:
+            raise ValueError(f"the model has no module named {missing[0]!r}; names look like {_examples(modules)}")
+        chosen = {name: module for name, module in modules.items() if name in names}
+        hint = "the list of names is empty"
+    elif callable(check_fn):
+        chosen = {name: module for name, module in modules.items() if check_fn(module)}
+        hint = "the predicate is true for no module"
+    else:
+        raise TypeError(
+            f"check_fn must be a predicate, a module class, a qualified name, or several of these; got {check_fn!r}"
+        )
+    if not chosen:
+        raise ValueError(f"nothing to checkpoint: {hint}")
+    return chosen
+
+
+def _is_collection_of(obj, kind) -> bool:
+    return isinstance(obj, (list, tuple, set, frozenset)) and all(isinstance(item, kind) for item in obj)
+
+
+def _examples(modules) -> str:
+    return ", ".join(repr(name) for name in list(modules)[1:4]) or "'' (the model itself)"
+
+
+def _repeated_blocks(model) -> dict[str, nn.Module]:
+    chosen: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        if any(name == block or name.startswith(block + ".") for block in chosen):
+            continue
+        members = dict(_called(module, name))
+        siblings = collections.Counter(map(type, members.values()))
+        for path, child in members.items():
+            # A module without children is one operation: its region would save what the operation saves anyway.
+            if siblings[type(child)] > 1 and _has(child.children()) and _has(child.parameters()):
+                chosen.setdefault(path, child)
+    return chosen
+
+
+def _called(module, name):
+    """Members that can be called, ``(path, module)``: those of a container without a forward stand for it."""
+    for key, child in module.named_children():
+        path = f"{name}.{key}" if name else key
+        if type(child).forward is nn.Module.forward:
+            yield from _called(child, path)
+        else:
+            yield path, child
+
+
+def _has(items) -> bool:
+    return any(True for _ in items)
+
+
+def _warn_of_cache(model) -> None:
+    config = getattr(model, "config", None)
+    generates = getattr(model, "can_generate", None)
+    if getattr(config, "use_cache", False) and callable(generates) and generates():
+        warnings.warn(
+            "model.config.use_cache is on: every block then puts its keys and values into a cache, which a region "
+            "cannot recompute, and the first training step raises. Set model.config.use_cache = False, or call the "
+            "model with use_cache=False.",
+            stacklevel=3,
+        )
+
+
+def _stop_checking(model) -> None:
+    for key in [key for key, hook in model._forward_hooks.items() if hook is _check_regions_ran]:
+        del model._forward_hooks[key]
+
+
+def _check_regions_ran(model, args, result) -> None:
+    """Check, as a hook of the first forward with gradients, that every chosen module that took part ran as a region.
+
+    A module that is skipped (LayerDrop, an expert without tokens) takes no part: its parameters are not in the graph.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return
+    outputs = [tensor for tensor in strip_result(result)[0] if tensor.grad_fn is not None]
+    if not outputs or any(type(output) is not torch.Tensor for output in outputs):  # such as a captured one
+        return
+    _stop_checking(model)
+    regions: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, _Checkpointed)}
+    covered = {id(p) for module in regions.values() if module in _ran for p in module.parameters()}
+    reached = {id(leaf) for leaf in graph_inputs(outputs, [], [], started=0)[0]} - covered
+    unused = [
+        name
+        for name, module in regions.items()
+        if module not in _ran and any(id(parameter) in reached for parameter in module.parameters())
+    ]
+    if unused:
+        raise CheckpointError(_not_run(unused, regions))
+
+
+def _not_run(names, regions) -> str:
+    first = regions[names[0]]
+    inside = sorted({type(child).__name__ for _, child in _called(first, "") if _has(child.parameters())})
+    better = (
+        f"check_fn=lambda module: type(module).__name__ in {inside!r}" if inside else "check_fn= with other modules"
+    )
+    return (
+        f"{len(names)} of {len(regions)} chosen modules were not called in this forward although their parameters took "
+        f"part in it, so they are not checkpointed: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} "
+        f"({type(first).__name__}). The model calls what is inside of them. Choose modules that are called: "
+        f"ackpt.apply_activation_checkpointing(model, {better}), after ackpt.remove_activation_checkpointing(model)."
+    )

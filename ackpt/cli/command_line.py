@@ -1,0 +1,98 @@
+"""The command line: ``ackpt synthetic | lm | offload | ... | plan | gpu-suite | doctor``, also ``python -m ackpt``.
+
+Bad input ends in one line on standard error and exit status 2; a broken promise (losses or gradients that differ,
+an offload that failed) in status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+
+from ackpt.errors import did_you_mean
+
+from .batch import add_batch_size, add_bert
+from .doctor import add_doctor
+from .frontier import add_frontier
+from .offload import add_offload
+from .plan import add_plan
+from .suite import add_gpu_suite
+from .training import add_lm, add_synthetic
+
+#: What adds each command, in the order of ``ackpt --help``.
+COMMANDS = (
+    add_synthetic,
+    add_lm,
+    add_offload,
+    add_frontier,
+    add_batch_size,
+    add_bert,
+    add_plan,
+    add_gpu_suite,
+    add_doctor,
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments, "ackpt " + shlex.join(argv))
+    except BrokenPipeError:
+        return 1
+    except KeyboardInterrupt:
+        print("ackpt: interrupted", file=sys.stderr)
+        return 130
+    except _errors() as error:
+        print(f"ackpt {arguments.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return _status(error)
+
+
+
+def _errors():
+    from ackpt.data import DataError
+    from ackpt.results import RecordError
+
+    return (ValueError, OSError, DataError, RecordError, *_broken_promises())
+
+
+
+def _broken_promises():
+    from ackpt.errors import CheckpointError, OffloadError
+    from ackpt.experiments.offload import GradientsDiffer
+    from ackpt.experiments.steps.training import LossesDiffer
+
+    return (LossesDiffer, GradientsDiffer, CheckpointError, OffloadError)
+
+
+
+def _status(error) -> int:
+    return 1 if isinstance(error, _broken_promises()) else 2
+
+
+
+class _Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args=None, namespace=None):
+        """What a command does not know is said by the command, which has the help that lists what it knows."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            hint = did_you_mean(unknown[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
+
+    def error(self, message):
+        """One line instead of the whole usage."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    import ackpt
+
+    parser = _Parser(prog="ackpt", description="Activation checkpointing in PyTorch: experiments and checks.")
+    parser.add_argument("--version", action="version", version=f"ackpt {ackpt.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=_Parser)
+    for add_command in COMMANDS:
+        add_command(commands)
+    return parser

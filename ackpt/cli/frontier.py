@@ -1,0 +1,100 @@
+"""The command ``ackpt frontier``: its options, and from them to what `ackpt.experiments.frontier` runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+SIZES = (
+    "batch_size",
+    "seq_len",
+    "image_size",
+    "layers",
+    "dim",
+    "heads",
+    "ff_dim",
+    "width",
+    "vocab_size",
+    "num_classes",
+)
+LISTS = {"policy": "policies", "budget": "budgets", "peer": "peers", "setting": "settings"}
+
+
+def add_frontier(commands) -> None:
+    """The subcommand and its options."""
+    summary = "all policies and torch's own tools on one model: measured peak against what runs again"
+    parser = commands.add_parser(
+        "frontier",
+        help=summary,
+        description=f"{summary}. Status 1 if a plan was not kept to the byte or its gradients are not bit-equal.",
+    )
+    add = parser.add_argument
+    add("--model", help="transformer (default; 6 layers, 2 x 512 tokens) or resnet50 (8 images of 128 x 128)")
+    for name in SIZES:
+        add(f"--{name.replace('_', '-')}", type=int, metavar="N", help="a size of the model or its batch")
+    add("--policy", nargs="+", metavar="POLICY", help="auto full chen-sqrt chen-log revolve rotor min-cut ilp mu-two")
+    add(
+        "--budget",
+        nargs="+",
+        type=_share,
+        metavar="SHARE",
+        help="shares of the plain step's peak (default 0.8 ... 0.1)",
+    )
+    add("--peer", nargs="*", metavar="PEER", help="checkpoint selective memory-budget; without a name none")
+    add("--setting", nargs="+", type=float, metavar="F", help="values of activation_memory_budget (default 1 ... 0)")
+    add("--seed", type=int)
+    add("--times", type=int, default=0, metavar="ROUNDS", help="interleaved rounds for the times (default 0: none)")
+    add("--out", metavar="FOLDER", help="write the JSON record, and the figure if matplotlib is installed")
+    add("--json", action="store_true", help="print the record as JSON instead of the table")
+    parser.set_defaults(run=run_frontier_command)
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no share of the plain step's peak, such as 0.5; a budget in bytes is one of ackpt plan"
+        ) from None
+
+
+def configuration(arguments):
+    """What the options ask for; ValueError for what does not fit, before any work."""
+    from ackpt.experiments.frontier import FrontierConfig
+
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    changes: dict[str, Any] = {field: tuple(given[name]) for name, field in LISTS.items() if name in given}
+    changes |= {name: given[name] for name in ("model", "seed") if name in given}
+    return FrontierConfig(sizes={name: given[name] for name in SIZES if name in given}, **changes)
+
+
+def run_frontier_command(arguments, command: str) -> int:
+    from ackpt.experiments.frontier import run_frontier
+    from ackpt.experiments.reports import frontier as report
+
+    from .options import UsageError, writable
+
+    config = configuration(arguments)
+    if arguments.times < 0:
+        raise UsageError(f"--times must be at least 0, got {arguments.times}")
+    folder = writable(arguments.out, "--out")
+    record = run_frontier(config, command, arguments.times)
+    if folder is not None:
+        path = record.save(folder / report.file_name(record))
+        _save_figure(report, record, path.with_suffix(".png"))
+    print(json.dumps(record.to_json(), indent=1, sort_keys=True) if arguments.json else report.text_table(record))
+    broken = report.broken_promises(record)
+    for line in broken:
+        print(f"ackpt frontier: {line}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+def _save_figure(report, record, path) -> None:
+    try:
+        from ackpt import plots
+    except ImportError as error:
+        print(f"no figure: {error}", file=sys.stderr)
+        return
+    plots.save(report.frontier_plot(record), path)

@@ -1,0 +1,67 @@
+"""The command ``ackpt offload``: its options, and from them to the experiment."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from .options import TIERS, add_common, prepared, printed
+
+
+def add_offload(commands) -> None:
+    """The subcommand and its options."""
+    summary = "offload to host memory, against checkpointing alone and other packages"
+    parser = commands.add_parser(
+        "offload",
+        help=summary,
+        description=f"{summary}: peak bytes, store, seconds per step and hidden copies of each method, one process.",
+    )
+    add = parser.add_argument
+    add(
+        "--tier",
+        choices=TIERS,
+        help="default sizes: cpu runs in a minute, gpu is as published; as --device if left out",
+    )
+    methods = "baseline ckpt_classic ckpt_sync_offload ckpt_async_offload offload_sync offload_async save_on_cpu"
+    add("--method", nargs="+", metavar="METHOD", help=f"{methods} offload_wrapper trl transformers; default: all")
+    add("--total-tokens", type=int, help="tokens of a step, shared by all sequences")
+    add("--batch-size", type=int, help="packed sequences that share the tokens")
+    add("--num-layers", dest="layers", type=int, metavar="LAYERS", help="number of blocks")
+    add("--hidden-dim", dest="dim", type=int, metavar="DIM", help="model width")
+    add("--head-dim", type=int, help="width of an attention head; divides --hidden-dim")
+    add("--ff-dim", type=int, help="width of the MLP")
+    add("--steps", type=int, help="steps whose gradients are compared with the plain model's")
+    add("--min-bytes", type=int, metavar="BYTES", help="smaller storages stay on the device")
+    add("--out", metavar="FOLDER", help="write one JSON record per method, and figures if matplotlib is installed")
+    add_common(add, "bfloat16 or float16", 5, "--repeats")
+    parser.set_defaults(run=run_offload_experiment)
+
+
+
+def run_offload_experiment(arguments, command: str) -> int:
+    from ackpt.experiments.offload import predict_offload, run_offload
+    from ackpt.experiments.reports import offload as report
+
+    config, folder = prepared(arguments)
+    if arguments.predict:
+        records = predict_offload(config, command)
+    else:
+        records = run_offload(config, command, arguments.timed_rounds)
+    if folder is not None:
+        for record in records:
+            record.save(folder / report.file_name(record))
+        _save_figures(report, records, folder)
+    return printed(records, report, arguments)
+
+
+
+def _save_figures(report, records, folder: Path) -> None:
+    """What does not change from run to run; times stay out of files."""
+    try:
+        from ackpt import plots
+    except ImportError as error:
+        print(f"no figures: {error}", file=sys.stderr)
+        return
+    for name, figure in report.figures(records).items():
+        if name != "time":
+            plots.save(figure, folder / f"{records[0].experiment}-T{records[0].config['total_tokens']}-{name}.png")

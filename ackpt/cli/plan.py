@@ -1,0 +1,186 @@
+"""The command ``ackpt plan``: its options, and from them to what `ackpt.workloads.planned_shapes` runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+MODELS = "transformer, lm, resnet18, resnet50, resnet152, bert-base, bert-large"
+EXAMPLES = """examples:
+  ackpt plan bert-large --batch-size 16 --seq-len 512 --autocast float16 --device-profile t4
+  ackpt plan hf:GPT2Config --set n_layer=48 n_embd=1600 n_head=25 --seq-len 1024 --budget 24GiB
+  ackpt plan hf:path/to/config.json --batch-size 1 --seq-len 8192 --dtype bfloat16 --device-profile h200
+  ackpt plan hf:path/to/config.json --seq-len 8192 --dtype bfloat16 --fsdp 16 64 --shard-dtype float32 --budget 80GiB
+"""
+
+
+def add_plan(commands) -> None:
+    """The subcommand and its options."""
+    import argparse
+
+    summary = "the peak of a model's training step, planned from shapes: no GPU, nothing allocated"
+    parser = commands.add_parser(
+        "plan",
+        help=summary,
+        description=f"{summary}. Prints the peak by category, what the plan saves and recomputes, and the ten "
+        "largest activations.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "model",
+        metavar="MODEL",
+        help=f"{MODELS}; or hf: and a configuration of transformers: the name of its class, such as hf:GPT2Config, or "
+        "the path of a config.json",
+    )
+    add("--batch-size", type=int, default=1, metavar="N", help="sequences or images of a batch (default 1)")
+    add("--seq-len", type=int, metavar="N", help="tokens of a sequence; needed by models that read tokens")
+    add("--image-size", type=int, metavar="N", help="height and width (default: the configuration's, or 224)")
+    add(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="fields of the model's configuration, values as in JSON: n_layer=48 dropout=0.0",
+    )
+    add("--dtype", default="float32", help="of parameters and images: float32 (default), bfloat16 or float16")
+    add("--autocast", metavar="DTYPE", help="run the forward under autocast to bfloat16 or float16")
+    add(
+        "--optimizer",
+        default="adamw",
+        help="whose state and step count: adamw (default), sgd, or none for forward and backward alone",
+    )
+    add(
+        "--device-profile",
+        metavar="DEVICE",
+        help="plan the step of a GPU and say whether its memory holds it: h100-80g, h200, a100-40g, t4 or rtx3090",
+    )
+    add(
+        "--budget",
+        help="bound on the peak: bytes of everything, such as 6GiB, or a fraction of the dynamic peak without "
+        "checkpointing, such as 0.5",
+    )
+    add(
+        "--policy",
+        help="one of ackpt.plan: none saves all that backward needs, full recomputes each block, auto recomputes the "
+        "least that the budget asks for; default: none without a budget, auto with one",
+    )
+    add(
+        "--fsdp",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="plan one rank of N over which FSDP2 shards parameters, gradients and the optimizer's state; the batch is "
+        "that of a rank; of several N the fewest that fit are named",
+    )
+    add(
+        "--shard-dtype",
+        metavar="DTYPE",
+        help="with --fsdp, of shards and of what the optimizer keeps (default: --dtype)",
+    )
+    add("--reduce-dtype", metavar="DTYPE", help="with --fsdp, in which gradients are reduced (default: --dtype)")
+    add(
+        "--output",
+        metavar="FILE",
+        help="write the plan as JSON for ackpt.Plan.load; planned without --device-profile, it is what "
+        "ackpt.compile(..., plan=) takes for the model called with such inputs, each a tensor of its own",
+    )
+    add("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run_plan_command)
+
+
+def run_plan_command(arguments, command: str) -> int:
+    from ackpt.workloads.planned_shapes import run_plan
+
+    from . import plan_text as report
+
+    config = configuration(arguments)
+    if shardings := _shardings(arguments):
+        from . import sharded_text as sharded_report
+
+        model, plans = sharded_report.run(config, shardings)
+        if arguments.json:
+            print(json.dumps(sharded_report.to_json(model, shardings, plans), indent=1))
+        else:
+            print(sharded_report.text(model, shardings, plans))
+        return 0
+    output = _writable_file(arguments.output)
+    found = run_plan(config)
+    if output is not None:
+        found.plan.save(output)
+    print(json.dumps(report.to_json(found), indent=1) if arguments.json else report.text(found))
+    if output is not None and not arguments.json:
+        print(f"\n{report.how_it_runs(found, str(output))}")
+    return 0
+
+
+def configuration(arguments):
+    """What the options ask for; ValueError for one that is none."""
+    from ackpt.budget import dynamic_limit
+    from ackpt.workloads.named_models import DTYPES, StepRequest
+    from ackpt.workloads.planned_shapes import PlanConfig
+
+    dynamic_limit(arguments.budget, 0, 0)  # what is no budget is found before the work
+    if arguments.dtype not in DTYPES:
+        raise ValueError(f"{arguments.dtype!r} is no dtype: choose from {', '.join(DTYPES)}")
+    return PlanConfig(
+        step=StepRequest(
+            model=arguments.model,
+            batch_size=arguments.batch_size,
+            seq_len=arguments.seq_len,
+            image_size=arguments.image_size,
+            fields=dict(map(_field, arguments.set)),
+            dtype=DTYPES[arguments.dtype],
+        ),
+        autocast=arguments.autocast or "float32",
+        optimizer=arguments.optimizer,
+        device=arguments.device_profile,
+        budget=arguments.budget,
+        policy=arguments.policy,
+    )
+
+
+def _shardings(arguments) -> list:
+    """What --fsdp and the options beside it ask for; empty without it."""
+    from ackpt.sharded.sharding import Sharding
+    from ackpt.workloads.named_models import DTYPES
+
+    from .options import UsageError
+
+    names = {"--shard-dtype": arguments.shard_dtype, "--reduce-dtype": arguments.reduce_dtype}
+    for option, name in names.items():
+        if name is not None and arguments.fsdp is None:
+            raise UsageError(f"{option} says how --fsdp shards: give --fsdp as well")
+        if name is not None and name not in DTYPES:
+            raise ValueError(f"{option} {name!r} is no dtype: choose from {', '.join(DTYPES)}")
+    if arguments.fsdp is None:
+        return []
+    if arguments.output is not None:
+        raise UsageError("--output: with --fsdp there is a plan for each block, not one of the whole step; use --json")
+    parameters, reduction = (None if name is None else DTYPES[name] for name in names.values())
+    return [Sharding(ranks, parameters, reduction) for ranks in arguments.fsdp]
+
+
+def _field(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise ValueError(f"--set {text}: write FIELD=VALUE, as in --set n_layer=48")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _writable_file(name: str | None) -> Path | None:
+    if name is None:
+        return None
+    from .options import UsageError, writable
+
+    path = Path(name)
+    if path.is_dir():
+        raise UsageError(f"--output: {name} is a folder; name a file")
+    writable(str(path.parent), "--output")
+    return path

@@ -1,0 +1,144 @@
+"""What ``ackpt plan --fsdp`` prints: lines for people, plain data for machines."""
+
+from __future__ import annotations
+
+import torch
+
+from ackpt.errors import BudgetError
+from ackpt.metering.meter import memory_format
+from ackpt.sharded.planner import ShardedModel, ShardedPlan
+from ackpt.sharded.sharding import Sharding
+from ackpt.workloads.planned_shapes import PlanConfig
+
+WAY = (
+    "each block and then the model given to fully_shard, parameters freed after the forward; simulated, not run; "
+    "not in it: what communication libraries and workspaces take, fragmentation"
+)
+
+
+def run(config: PlanConfig, shardings: list[Sharding]) -> tuple[ShardedModel, list[ShardedPlan | BudgetError]]:
+    """The plan for each number of ranks, or why there is none.
+
+    Raises:
+        BudgetError: if none of them keeps the budget: that of the last one.
+        ValueError: for a step that cannot be built, captured or sharded.
+    """
+    model = ShardedModel(config)
+    found: list[ShardedPlan | BudgetError] = []
+    for sharding in shardings:
+        try:
+            found.append(model.plan(sharding, config.budget, config.policy))
+        except BudgetError as error:
+            found.append(error)
+    if isinstance(found[-1], BudgetError) and not any(isinstance(one, ShardedPlan) for one in found):
+        raise found[-1]
+    return model, found
+
+
+def text(model: ShardedModel, shardings: list[Sharding], found) -> str:
+    """The step, then each number of ranks; of several the fewest that fit, too."""
+    config, first = model.config, shardings[0]
+    dtype = _name(config.step.dtype)
+    kept = _name(first.parameters) if first.parameters else dtype
+    optimizer = "" if config.optimizer == "none" else f" and {config.optimizer}"
+    lines = [
+        f"model             {config.step.model}: {type(model.step.model).__name__}, {model.step.parameters:,} "
+        f"parameters gathered in {dtype}, sharded in {kept}, gradients reduced in "
+        f"{_name(first.reduction) if first.reduction else dtype}",
+        f"blocks            {model.stands_for}: {model.groups[1].name} to {model.groups[-1].name}",
+        f"step              forward, backward{optimizer}; {WAY}",
+    ]
+    for sharding, plan in zip(shardings, found):
+        lines += [
+            "",
+            f"{sharding.ranks} ranks",
+            *(_lines(model, plan) if isinstance(plan, ShardedPlan) else [f"  {plan}"]),
+        ]
+    if len(found) > 1 and (config.budget is not None or model.device is not None):
+        fit = [s.ranks for s, plan in zip(shardings, found) if isinstance(plan, ShardedPlan) and fits(model, plan)]
+        lines += ["", f"fewest that fit   {min(fit)} ranks" if fit else "none of these fits"]
+    return "\n".join(lines)
+
+
+def fits(model: ShardedModel, plan: ShardedPlan) -> bool:
+    """Whether the device, if there is one, holds the plan, which keeps its budget."""
+    return model.device is None or plan.peak_bytes <= model.device.memory_bytes
+
+
+def to_json(model: ShardedModel, shardings: list[Sharding], found) -> dict:
+    """The same as plain data; sizes in bytes."""
+    config = model.config
+    return {
+        "model": config.step.model,
+        "class": type(model.step.model).__name__,
+        "parameters": model.step.parameters,
+        "blocks": model.stands_for,
+        "fields": config.step.fields,
+        "batch_size": config.step.batch_size,
+        "seq_len": config.step.seq_len,
+        "dtype": _name(config.step.dtype),
+        "optimizer": config.optimizer,
+        "note": WAY,
+        "torch": torch.__version__,
+        "budget": config.budget,
+        "device": None if model.device is None else model.device.name,
+        "ranks": [_data(model, sharding, plan) for sharding, plan in zip(shardings, found)],
+    }
+
+
+def _data(model: ShardedModel, sharding: Sharding, plan) -> dict:
+    if isinstance(plan, BudgetError):
+        return {"ranks": sharding.ranks, "refused": str(plan), "smallest_budget": plan.least_bytes}
+    return {
+        "ranks": sharding.ranks,
+        "policy": plan.policy,
+        "peak_bytes": plan.peak_bytes,
+        "resident_bytes": plan.resident_bytes,
+        "dynamic_peak_bytes": plan.dynamic_peak_bytes,
+        "baseline_peak_bytes": plan.resident_bytes + plan.baseline_bytes,
+        "at_peak": plan.at_peak(),
+        "flops": plan.flops,
+        "recompute_flops": plan.recompute_flops,
+        "all_gathers": plan.communication.gathers,
+        "received_bytes": plan.communication.gathered_bytes,
+        "reduce_scatters": plan.communication.reduces,
+        "sent_bytes": plan.communication.reduced_bytes,
+        "blocks": [
+            {"count": run.count, "kept_bytes": run.kept_bytes, "recompute_flops": run.flops, "kept": list(run.names)}
+            for run in plan.runs
+        ],
+        "fits": None if model.device is None else fits(model, plan),
+    }
+
+
+def _lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
+    plain, sent = plan.flops - plan.recompute_flops, plan.communication
+    parts = ", ".join(f"{name} {memory_format(size)}" for name, size in plan.at_peak().items() if size)
+    lines = [
+        f"  peak            {memory_format(plan.peak_bytes)} a rank (without checkpointing "
+        f"{memory_format(plan.resident_bytes + plan.baseline_bytes)}), of which all the time "
+        f"{memory_format(plan.resident_bytes)}",
+        f"  at the peak     {parts}",
+        f"  cost            {plan.recompute_flops / plain:.1%} more FLOPs than the {plain:.3g} of a rank's plain step",
+    ]
+    for run in plan.runs:
+        lines.append(f"  {run.count:>3} blocks      keep {memory_format(run.kept_bytes)} each{_again(run)}")
+    lines.append(
+        f"  links           a rank receives {memory_format(sent.gathered_bytes)} in {sent.gathers} all-gathers and "
+        f"sends {memory_format(sent.reduced_bytes)} in {sent.reduces} reduce-scatters"
+    )
+    if model.device is not None:
+        verdict = "fits" if fits(model, plan) else "does not fit"
+        lines.append(f"  device          {verdict} {model.device.name}: {memory_format(model.device.memory_bytes)}")
+    return lines
+
+
+def _again(run) -> str:
+    if not run.flops:
+        return ", all that backward reads"
+    kept = f": {', '.join(dict.fromkeys(run.names))};" if run.names else " beside their inputs;"
+    return f"{kept} the rest runs again, {run.flops:.3g} FLOPs"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,75 @@
+"""The commands ``ackpt synthetic`` and ``ackpt lm``: their options, and from them to the experiments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .options import TIERS, UsageError, add_common, prepared, printed, writable
+
+
+def add_synthetic(commands) -> None:
+    """The subcommand ``synthetic`` and its options."""
+    _add_experiment(commands, "synthetic", "Transformer autoencoder on random sequences")
+
+
+def add_lm(commands) -> None:
+    """The subcommand ``lm`` and its options."""
+    add = _add_experiment(commands, "lm", "language model on real text").add_argument
+    add("--vocab-size", type=int, help="the model's vocabulary")
+    add("--tokenizer-vocab", type=int, help="the tokenizer's vocabulary, at most the model's")
+    add("--loss-chunks", type=int, help="chunks of the chunked loss head")
+    add("--dataset", help="embedded (what every Python carries) or wikitext (wikitext-103-raw-v1)")
+    add("--dataset-path", metavar="FOLDER", help="a local copy of wikitext (parquet or arrow)")
+
+
+def _add_experiment(commands, name, summary):
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary}: peak bytes, seconds per step and losses of each method, from one process.",
+    )
+    add = parser.add_argument
+    add("--tier", choices=TIERS, default="cpu", help="default sizes: cpu runs in minutes, gpu is as published")
+    methods = (
+        "baseline checkpoint chunked-loss checkpoint+chunked-loss checkpoint+offload auto (the peak of checkpoint)"
+    )
+    add("--method", nargs="+", metavar="METHOD", help=methods)
+    add("--seq-len", nargs="+", type=int, metavar="TOKENS", help="tokens per sequence, one or several")
+    add("--batch-size", type=int, help="sequences per batch")
+    add("--steps", type=int, help="training steps per method")
+    add("--dim", type=int, help="model width")
+    add("--ff-dim", type=int, help="width of the MLP")
+    add("--layers", type=int, help="number of blocks")
+    add("--head-dim", type=int, help="width of an attention head; divides --dim")
+    add("--lr", type=float, help="AdamW's learning rate")
+    add("--profile-dir", metavar="FOLDER", help="torch profiler trace and TensorBoard scalars")
+    add("--out", metavar="FOLDER", help="write one JSON record per method and sequence length")
+    add_common(add, "bfloat16 or float16", 5)
+    parser.set_defaults(run=run_experiment)
+    return parser
+
+
+
+def run_experiment(arguments, command: str) -> int:
+    from ackpt.experiments.lm import run_lm
+    from ackpt.experiments.reports import training as report
+    from ackpt.experiments.steps.predicted import predict_experiment
+    from ackpt.experiments.steps.profiling import Profiles
+    from ackpt.experiments.synthetic import run_synthetic
+
+    config, folder = prepared(arguments)
+    if arguments.predict:
+        if arguments.profile_dir:
+            raise UsageError("--predict runs nothing that could be profiled: leave out --profile-dir")
+        groups = predict_experiment(config, command)
+    else:
+        run: Any = run_lm if arguments.command == "lm" else run_synthetic
+        traces = writable(arguments.profile_dir, "--profile-dir")
+        groups = run(config, command, arguments.timed_rounds, None if traces is None else Profiles(traces))
+    records = []
+    for group in groups:
+        for record in group:
+            records.append(record)
+            if folder is not None:
+                record.save(folder / report.file_name(record))
+    return printed(records, report, arguments)

@@ -1,0 +1,108 @@
+"""What one operation computes and moves, from shapes alone."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ackpt.metering.flops import formula
+from ackpt.metering.timeline import MeterError
+
+aten = torch.ops.aten
+
+
+def _elements(tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _like_result(args, result) -> int:
+    return _elements(result)
+
+
+def _one_of_each_row(args, result) -> int:
+    return args[1].numel() * args[0].element_size()
+
+
+def _nothing(args, result) -> int:
+    return 0
+
+
+# Of which argument only a part is read, and how many bytes.
+_PARTLY_READ = {
+    aten.embedding: (0, _like_result),
+    aten.index: (0, _like_result),
+    aten.index_select: (0, _like_result),
+    aten.gather: (0, _like_result),
+    aten.nll_loss_forward: (0, _one_of_each_row),
+    aten.nll_loss_backward: (1, _nothing),
+    aten.copy_: (0, _nothing),
+}
+
+
+def allocates(node: torch.fx.Node) -> bool:
+    """Whether a node is an operation with a result of its own: no input, no view, no part of another's result."""
+    return (
+        node.op == "call_function"
+        and node.target is not operator.getitem
+        and not getattr(node.target, "is_view", False)
+    )
+
+
+def flops(node: torch.fx.Node, args, kwargs, result) -> int:
+    """FLOPs of one operation, as `ackpt.count_flops` counts; 0 where it counts nothing: elementwise operations, views.
+
+    Args:
+        node: the operation.
+        args, kwargs, result: its arguments and result, real or without data.
+
+    Raises:
+        MeterError: if the formula fails.
+    """
+    target: Any = getattr(node.target, "overloadpacket", node.target)
+    count = formula(target)
+    if count is None:
+        return 0
+    try:
+        return int(count(*args, **kwargs, out_val=result))
+    except Exception as error:  # whatever it raises, a wrong number must not stand in for it
+        raise MeterError(f"the FLOP formula for {node.target} fails on {node.name}: {error!r}") from error
+
+
+def traffic(node: torch.fx.Node, args, kwargs, result) -> tuple[int, int]:
+    """Bytes that one operation reads and writes: of its arguments and of its new results, each once; views nothing.
+
+    What is expanded counts as often as it lies in memory, a table that is indexed as far as it is read.
+    """
+    if not allocates(node) or node.target is aten._unsafe_view.default:  # a view that is not called one
+        return 0, 0
+    given = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    sizes = {key: min(_elements(tensor), tensor.untyped_storage().nbytes()) for key, tensor in given.items()}
+    target: Any = getattr(node.target, "overloadpacket", node.target)
+    if target in _PARTLY_READ:
+        place, partly = _PARTLY_READ[target]
+        sizes[id(args[place])] = min(sizes[id(args[place])], partly(args, result))
+    own = {tensor.untyped_storage()._cdata for tensor in given.values()}
+    fresh = {t.untyped_storage()._cdata: t for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
+    new = [tensor.untyped_storage().nbytes() for key, tensor in fresh.items() if key not in own]
+    return sum(sizes.values()), sum(new) + sum(map(_elements, written(node, args)))
+
+
+def written(node: torch.fx.Node, args) -> list[torch.Tensor]:
+    """The arguments that an operation writes."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    return [
+        value
+        for argument, value in zip(schema.arguments, args)
+        if argument.is_write and isinstance(value, torch.Tensor)
+    ]
+
+
+def dtype(args, kwargs) -> str:
+    """Name of the dtype that an operation computes in: that of its first floating-point argument."""
+    found = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return next((str(t.dtype).removeprefix("torch.") for t in found if t.is_floating_point() or t.is_complex()), "")

@@ -1,0 +1,291 @@
+"""What every node of a graph costs: measured by running it, or modelled from shapes and the rates of a device."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ackpt.capture.analysis import facts
+from ackpt.capture.joint_graph import JointGraph
+from ackpt.metering.timeline import MeterError
+from ackpt.results import read_json, write_text_atomic
+
+from . import devices
+from .operation_costs import dtype, flops, traffic
+from .operation_runs import device_of, run, swap_seconds
+from .workspace import value_of, workspace_bytes
+
+ORIGINS = ("measured", "analytic", "given")
+_SCHEMA = {"schema": "ackpt.profile", "version": 1}
+_COUNTS = ("flops", "bytes_in", "bytes_out", "workspace_bytes")  # by node id
+_TIMES = ("seconds", "swap_seconds")
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be read, or that was made for another graph.
+
+    Example:
+        >>> from ackpt.graph import Profile, ProfileError
+        >>> try:
+        ...     Profile.from_json({})
+        ... except ProfileError:
+        ...     print("this is no profile")
+        this is no profile
+    """
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs by node id.
+
+    ``flops``: floating-point operations; ``bytes_in``, ``bytes_out``: of all arguments and of the results, views
+    counting nothing; ``workspace_bytes``: what the operation takes and gives back within itself; ``seconds``: run
+    time, None where it is neither measured nor modelled. ``origin``: ``{field: "measured" | "analytic" | "given"}``.
+    ``swap_seconds``: by storage id, one copy between device and host, None as for ``seconds``. ``graph``: the hash of
+    the graph.
+
+    Example:
+        >>> import torch, ackpt
+        >>> graph = ackpt.trace(torch.nn.Linear(8, 2), torch.ones(4, 8))
+        >>> found = ackpt.profile(graph)
+        >>> sum(found.flops), found.seconds, found.origin["flops"]
+        (256, None, 'analytic')
+        >>> len(found.flops) == len(graph.nodes)
+        True
+    """
+
+    device: str
+    flops: tuple[int, ...]
+    bytes_in: tuple[int, ...]
+    bytes_out: tuple[int, ...]
+    workspace_bytes: tuple[int, ...]
+    seconds: tuple[float, ...] | None
+    origin: dict[str, str]
+    swap_seconds: tuple[float, ...] | None = None
+    graph: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, from which `from_json` makes an equal profile."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**_SCHEMA, **{key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Profile:
+        """The profile that `to_json` wrote.
+
+        Raises:
+            ProfileError: if it is none, or not whole.
+        """
+        found = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
+        if found != _SCHEMA:
+            raise ProfileError(f"this is no profile of this version: expected {_SCHEMA}, found {found}; profile again")
+        if missing := [field.name for field in fields(cls) if field.name not in data]:
+            raise ProfileError(f"this profile is not whole: it lacks {', '.join(missing)}; profile again")
+        for name in (*_COUNTS, *_TIMES):
+            _check_figures(name, data[name], data["flops"], data["origin"])
+        if not isinstance(data["device"], str) or not isinstance(data["graph"], str):
+            raise ProfileError("this profile is damaged: it does not name its device and graph; profile again")
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            value = data[field.name]
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the profile as JSON, whole or not at all.
+
+        Raises:
+            RecordError: if it cannot be written there.
+        """
+        return write_text_atomic(path, json.dumps(self.to_json()) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """The profile that `save` wrote.
+
+        Raises:
+            ProfileError: if the file is no profile, is truncated, or was written by another version.
+        """
+        data = read_json(path, "profile", ProfileError)
+        try:
+            return cls.from_json(data)
+        except ProfileError as error:
+            raise ProfileError(f"{path}: {error}") from error
+
+    def to_csv(self, graph: JointGraph) -> str:
+        """One line per node: what it is, and every figure followed by where it is from; empty where there is none.
+
+        ``swap_seconds`` are those of the storages that the node brings along.
+
+        Raises:
+            ProfileError: if the profile was made for another graph.
+        """
+        if self.graph != graph.hash:
+            raise ProfileError(
+                f"this profile was made for another graph ({self.graph[:12]}, not {graph.hash[:12]}); profile this one"
+            )
+        born = facts(graph).born
+        figures = {name: getattr(self, name) for name in (*_COUNTS, "seconds")}
+        swaps = self.swap_seconds
+        if swaps is not None:
+            swaps = [math.fsum(swaps[storage] for storage in born.get(node.id, ())) for node in graph.nodes]
+        figures["swap_seconds"] = swaps
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        described = ("id", "name", "target", "phase", "module", "source")
+        writer.writerow([*described, *(column for name in figures for column in (name, f"{name}_origin"))])
+        for node in graph.nodes:
+            row = [getattr(node, name) for name in described]
+            for name, values in figures.items():
+                row += ["", ""] if values is None else [values[node.id], self.origin[name]]
+            writer.writerow(row)
+        return text.getvalue()
+
+
+def profile(
+    graph: JointGraph,
+    device: str | torch.device | devices.Device | None = None,
+    *,
+    mode: Literal["analytic", "measured"] = "analytic",
+    inputs: tuple[torch.nn.Module, Sequence[Any], Mapping[str, Any]] | None = None,
+    workspace: Literal["given", "measured"] = "given",
+) -> Profile:
+    """Costs of every node.
+
+    Args:
+        graph: from `ackpt.trace`.
+        device: in analytic mode the name of a device in `ackpt.costs.devices`, such as ``"h200"``, or a `Device`, whose
+            rates give the seconds; by default there are none. In measured mode that of the graph, ``"cpu"`` or
+            ``"cuda"``, which is the default.
+        mode: ``"analytic"`` runs nothing: FLOPs are counted by torch's formulas, bytes are those of arguments and
+            results, seconds the longer of both at the device's rates. ``"measured"`` runs the graph node by node, each
+            operation once to warm up and then for the median of three, and measures its workspace; on CUDA only what
+            the running operation reads is on the device, and copies to the host are timed too.
+        inputs: in measured mode the model and the arguments it was traced with, such as ``(model, args, kwargs)``;
+            made up by default. Nothing of them changes.
+        workspace: in analytic mode ``"measured"`` finds on the CPU what operations take within themselves, see
+            `ackpt.costs.workspace.workspace_bytes`; ``"given"`` leaves it at 0.
+
+    Raises:
+        TypeError: if `graph` is no graph.
+        ValueError: for an unknown mode, device or workspace, or a device without a rate for the graph's dtype.
+        MeterError: if something cannot be measured here, or `inputs` do not fit the graph.
+
+    Example:
+        >>> import torch, ackpt
+        >>> graph = ackpt.trace(torch.nn.Linear(8, 2), torch.ones(4, 8))
+        >>> found = ackpt.profile(graph, "h200")
+        >>> sum(found.flops), found.origin["seconds"]
+        (256, 'analytic')
+    """
+    if not isinstance(graph, JointGraph):
+        raise TypeError(f"graph must come from ackpt.trace(model, *args), got {type(graph).__name__}")
+    if mode not in ("analytic", "measured"):
+        raise ValueError(f"mode must be 'analytic' or 'measured', got {mode!r}")
+    if workspace not in ("measured", "given"):
+        raise ValueError(f"workspace must be 'measured' or 'given', got {workspace!r}")
+    if mode == "measured":
+        return _measured(graph, device, inputs)
+    if inputs is not None:
+        raise ValueError('inputs are run, and mode="analytic" runs nothing: leave them out, or use mode="measured"')
+    return _analytic(graph, _rates(device), workspace)
+
+
+def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -> Profile:
+    computed, read, written, seconds = [], [], [], []
+    for node, args, kwargs in _calls(graph):
+        result = node.meta.get("val")
+        computed.append(flops(node, args, kwargs, result))
+        bytes_in, bytes_out = traffic(node, args, kwargs, result)
+        read.append(bytes_in)
+        written.append(bytes_out)
+        if rates is not None:
+            seconds.append(rates.seconds(computed[-1], bytes_in + bytes_out, dtype(args, kwargs)))
+    origin = dict.fromkeys(("flops", "bytes_in", "bytes_out"), "analytic") | {"workspace_bytes": workspace}
+    swaps = None
+    if rates is not None:
+        origin |= dict.fromkeys(_TIMES, "analytic")
+        swaps = tuple(storage.bytes / rates.link_bytes_per_second for storage in graph.storages)
+    return Profile(
+        device="any" if rates is None else rates.name,
+        flops=tuple(computed),
+        bytes_in=tuple(read),
+        bytes_out=tuple(written),
+        workspace_bytes=workspace_bytes(graph) if workspace == "measured" else (0,) * len(computed),
+        seconds=None if rates is None else tuple(seconds),
+        origin=origin,
+        swap_seconds=swaps,
+        graph=graph.hash,
+    )
+
+
+def _measured(graph: JointGraph, device, inputs) -> Profile:
+    here = device_of(graph)
+    if device is not None and torch.device(device).type != here.type:
+        raise MeterError(
+            f"the graph was traced on {here} and is measured there, not on {device}: trace the model on {device}"
+        )
+    costs = run(graph, inputs)
+    swaps = swap_seconds(graph) if here.type == "cuda" else None
+
+    def figures(name, of_views: float = 0) -> tuple[Any, ...]:
+        return tuple(getattr(costs[node.id], name) if node.id in costs else of_views for node in graph.nodes)
+
+    measured = ["bytes_in", "bytes_out", "workspace_bytes", "seconds", *(["swap_seconds"] if swaps else [])]
+    return Profile(
+        device=str(here),
+        flops=tuple(flops(node, args, kwargs, node.meta.get("val")) for node, args, kwargs in _calls(graph)),
+        bytes_in=figures("bytes_in"),
+        bytes_out=figures("bytes_out"),
+        workspace_bytes=figures("workspace_bytes"),
+        seconds=figures("seconds", 0.0),
+        origin={"flops": "analytic", **dict.fromkeys(measured, "measured")},
+        swap_seconds=swaps,
+        graph=graph.hash,
+    )
+
+
+def _calls(graph: JointGraph):
+    """Every node with its arguments, which have shapes and no data."""
+    for place in range(len(graph.nodes)):
+        node = facts(graph).fx[place]
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: value_of(graph, argument))
+        yield node, args, kwargs
+
+
+def _rates(device) -> devices.Device | None:
+    if device is None or isinstance(device, devices.Device):
+        return device
+    if not isinstance(device, str):
+        raise TypeError(f"device must be a name or a Device, got {type(device).__name__}")
+    if device in ("cpu", "cuda") or device.startswith("cuda:"):
+        raise ValueError(
+            f'the rates of {device!r} are not known: name one of {", ".join(devices.DEVICES)}, or use mode="measured"'
+        )
+    return devices.device(device)
+
+
+def _check_figures(name: str, values, flops, origin) -> None:
+    """Refuse what is no list of figures with an origin; those by node must be as many as the FLOPs."""
+    if values is None and name in _TIMES:
+        return
+    number = int if name in _COUNTS else (int, float)
+    if not isinstance(values, list) or not all(
+        isinstance(value, number) and not isinstance(value, bool) and 0 <= value < math.inf for value in values
+    ):
+        raise ProfileError(f"this profile is damaged: its {name} are not all numbers from 0; profile again")
+    if name != "swap_seconds" and len(values) != len(flops):
+        raise ProfileError(
+            f"this profile is damaged: it has {len(flops)} flops and {len(values)} {name}; profile again"
+        )
+    if not isinstance(origin, dict) or origin.get(name) not in ORIGINS:
+        raise ProfileError(f"this profile is damaged: it does not say where its {name} are from; profile again")

@@ -1,0 +1,1 @@
+"""Reports: records as rows, tables for a terminal, and figures for the book."""

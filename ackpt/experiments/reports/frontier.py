@@ -1,0 +1,255 @@
+"""A record of the front: a table for a terminal, what it says about the peers, the figure.
+
+Peaks are shares of the dynamic peak of policy none, FLOPs that run again shares of its step.
+"""
+
+from __future__ import annotations
+
+from ackpt.budget import readable
+from ackpt.experiments.frontier import OURS
+from ackpt.experiments.steps.peers import CHECKPOINT, MEMORY_BUDGET, PEERS
+from ackpt.metering.meter import memory_format
+
+from .training import aligned
+
+TIGHT = 0.6  # of the baseline's peak: from here on down fronts are compared
+TOLERANCE = 20  # times what rounding makes of gradients and buffers: what a peer's may be off
+_EPSILON = 2.0**-23  # of float32
+HEADINGS = {
+    "name": "method",
+    "budget": "budget",
+    "peak": "peak",
+    "bytes": "measured",
+    "off": "off by",
+    "again": "again",
+    "cost": "cost",
+    "bound": "bound",
+    "equal": "bit-equal",
+    "time": "time",
+}
+
+
+def file_name(record) -> str:
+    """``frontier-transformer.json``: one file per model."""
+    return f"{record.experiment}-{record.config['model']}.json"
+
+
+def measured(record) -> list[dict]:
+    """The points of the policies that were run, in order."""
+    return [point for point in record.metrics["points"] if "measured_peak_bytes" in point]
+
+
+def is_equal(row) -> bool:
+    """Whether gradients and buffers are those of policy none to the last bit."""
+    return row["gradients_difference"] == row["buffers_difference"] == 0.0
+
+
+def is_correct(row, record) -> bool:
+    """Whether gradients and buffers are those of policy none but for rounding."""
+    rounding = record.metrics["rounding"]
+    return all(row[name] <= TOLERANCE * max(rounding[name], _EPSILON) for name in rounding)
+
+
+def broken_promises(record) -> list[str]:
+    """One line per planned step that was not bit-equal, above its budget, or not as predicted."""
+    found = []
+    for point in measured(record):
+        peak, name = point["measured_peak_bytes"], _name(point)
+        if not is_equal(point):
+            found.append(f"{name}: gradients or buffers are not those of policy none to the last bit")
+        if peak > point["limit_bytes"] or peak != point["predicted_peak_bytes"]:
+            predicted, limit = point["predicted_peak_bytes"], point["limit_bytes"]
+            found.append(f"{name}: measured {peak} bytes, predicted {predicted}, at most {limit}")
+        if point["recompute_flops"] != point["predicted_recompute_flops"]:
+            predicted = point["predicted_recompute_flops"]
+            found.append(f"{name}: {point['recompute_flops']} FLOPs ran again, predicted {predicted}")
+    return found
+
+
+def comparison(record) -> dict:
+    """Policy auto against the peers.
+
+    Returns:
+        ``beaten``: peers' points at or below `TIGHT` that auto matches within their peak with no more FLOPs; ``ahead``:
+        those that it does not; ``wrong``: peers' points with other gradients or buffers. ``least`` and ``peer_least``:
+        the smallest peaks, as shares, of auto and of correct peers; ``at_checkpoint``: FLOPs that run again by auto,
+        over those of torch's checkpoint per block, at the latter's peak. None where there is nothing to compare.
+    """
+    metrics = record.metrics
+    baseline = metrics["baseline"]["measured_peak_bytes"]
+    correct = [row for row in metrics["peers"] if is_correct(row, record)]
+    tight = [row for row in correct if row["measured_peak_bytes"] <= TIGHT * baseline]
+    beaten = [row for row in tight if _is_beaten(row)]
+    ours = [point["measured_peak_bytes"] for point in measured(record) if point["policy"] == OURS]
+    theirs = [row["measured_peak_bytes"] for row in correct]
+    blocks = next((row for row in metrics["peers"] if row["peer"] == CHECKPOINT), None)
+    at_checkpoint = None
+    if blocks is not None and blocks["recompute_flops"] and blocks["auto_recompute_flops"] is not None:
+        at_checkpoint = blocks["auto_recompute_flops"] / blocks["recompute_flops"]
+    return {
+        "beaten": [_name(row) for row in beaten],
+        "ahead": [_name(row) for row in tight if not _is_beaten(row)],
+        "wrong": [_name(row) for row in metrics["peers"] if not is_correct(row, record)],
+        "least": min(ours) / baseline if ours else None,
+        "peer_least": min(theirs) / baseline if theirs else None,
+        "at_checkpoint": at_checkpoint,
+    }
+
+
+def _is_beaten(row) -> bool:
+    return row["auto_recompute_flops"] is not None and row["auto_recompute_flops"] <= row["recompute_flops"]
+
+
+def rows(record) -> list[dict]:
+    """One row per point with the keys of `HEADINGS`: the policies, then the peers; texts, None where there is none."""
+    metrics = record.metrics
+    baseline, flops = metrics["baseline"]["measured_peak_bytes"], metrics["baseline"]["flops"]
+    table = []
+    for point in (*metrics["points"], *metrics["peers"]):
+        budget = "least" if point.get("budget", 0) is None else point.get("budget", point.get("setting"))
+        row = dict.fromkeys(HEADINGS) | {"name": point.get("policy") or point["peer"]}
+        row["budget"] = None if budget is None else str(budget)
+        if "measured_peak_bytes" not in point:
+            table.append({**row, "bytes": "refused", "off": f"least {readable(point['least_bytes'])} in all"})
+            continue
+        peak = point["measured_peak_bytes"]
+        row |= {"peak": f"{peak / baseline:.3f}", "bytes": memory_format(peak)}
+        row["again"] = f"{point['recompute_flops'] / flops:+.2%}"
+        row["equal"] = "yes" if is_equal(point) else f"{_worst(point):.0e}"
+        if "predicted_peak_bytes" in point:
+            row["off"] = f"{point['predicted_peak_bytes'] - peak} B"
+            row["cost"] = f"{point['cost']:.2%}"
+            row["bound"] = None if point["lower_bound"] is None else f"{point['lower_bound']:.2%}"
+        if "seconds_ratio" in point:
+            row["time"] = f"{point['seconds_ratio']['median'] - 1:+.1%}"
+        table.append(row)
+    return table
+
+
+def _worst(point) -> float:
+    return max(point["gradients_difference"], point["buffers_difference"])
+
+
+def _name(row) -> str:
+    setting = row.get("budget", row.get("setting"))
+    return row.get("policy") or row["peer"] if setting is None else f"{row.get('policy') or row['peer']} {setting}"
+
+
+def text_table(record) -> str:
+    """The rows in columns; below them the model, what could not run, and how auto stands against the peers."""
+    table = rows(record)
+    names = [name for name in HEADINGS if any(row[name] is not None for row in table)]
+    cells = [[HEADINGS[name] for name in names]] + [
+        ["-" if row[name] is None else row[name] for name in names] for row in table
+    ]
+    return "\n".join([*aligned(cells, left=1), "", *_notes(record)])
+
+
+def _notes(record) -> list[str]:
+    metrics, where, config = record.metrics, record.environment, record.config
+    baseline = metrics["baseline"]
+    sizes = ", ".join(f"{name} {value}" for name, value in config["sizes"].items())
+    notes = [
+        f"{config['model']}: {sizes}",
+        f"plain step: {memory_format(baseline['measured_peak_bytes'])} dynamic beside "
+        f"{memory_format(baseline['resident_bytes'])} resident, {baseline['flops'] / 1e9:.1f} GFLOP; "
+        f"{where['device_name']}, {where['threads']} threads, torch {where['torch']}",
+        "peak: measured, as a share of the plain step's; off by: predicted minus measured; again: FLOPs run again; "
+        "cost, bound: of FLOPs and traffic",
+        *(f"not run: {policy}: {reason}" for policy, reason in metrics["not_run"].items()),
+    ]
+    found = comparison(record)
+    if found["least"] is not None and found["peer_least"] is not None:
+        ratio = found["least"] / found["peer_least"]
+        notes.append(
+            f"smallest: auto {found['least']:.3f}, correct peers {found['peer_least']:.3f}, a ratio of {ratio:.2f}"
+        )
+    if found["at_checkpoint"] is not None:
+        share = f"{found['at_checkpoint']:.2f} of the FLOPs" if found["at_checkpoint"] else "none of the FLOPs"
+        notes.append(f"at the peak of torch's checkpoint per block auto runs {share} again that checkpoint does")
+    for key, what in (("beaten", "no better than auto"), ("ahead", "BETTER than auto"), ("wrong", "wrong results")):
+        if found[key]:
+            notes.append(f"{what}{'' if key == 'wrong' else f' at or below {TIGHT}'}: {', '.join(found[key])}")
+    return notes
+
+
+def finding(record) -> str:
+    """What the figure shows, in one sentence."""
+    found = comparison(record)
+    if found["least"] is None:
+        return f"What a lower peak costs on {record.config['model']}"
+    ours = f"auto fits the step into {found['least']:.2f} of its peak"
+    return ours if found["peer_least"] is None else f"{ours}, torch's own tools into {found['peer_least']:.2f}"
+
+
+def frontier_plot(record, title: str | None = None):
+    """Measured peak against FLOPs that run again: the front of auto, other policies, peers, and the lower bound.
+
+    Args:
+        title: the finding; by default `finding`.
+
+    Returns:
+        A Figure; a cross marks a peer whose gradients or buffers are wrong. Points that run far more again than the
+        peers, or, without peers, than auto, are named at the upper edge.
+    """
+    from matplotlib.ticker import PercentFormatter
+    from seaborn import color_palette
+
+    from ackpt import plots
+
+    colors = color_palette("colorblind").as_hex()
+    policies = sorted({point["policy"]: None for point in measured(record)}, key=lambda name: name != OURS)
+    with plots.style.context("default"):
+        figure, axes = plots._axes(
+            title or finding(record), "dynamic peak, share of the plain step's", "FLOPs that run again"
+        )
+
+        def draw(rows_, label, peak="measured_peak_bytes", **looks):
+            if rows_:
+                base = record.metrics["baseline"]
+                x = [row[peak] / base["measured_peak_bytes"] for row in rows_]
+                axes.plot(x, [row["recompute_flops"] / base["flops"] for row in rows_], label=label, **looks)
+
+        # A bound within a limit holds for every smaller peak, a plan fits into every larger one.
+        bounds = [row for row in record.metrics["bounds"][::-1] if row["recompute_flops"] is not None]
+        dashed = {"color": plots.TEXT, "linewidth": 1.2, "linestyle": (0, (4, 3))}
+        draw(bounds, "lower bound", "limit_bytes", drawstyle="steps-pre", **dashed)
+        for name, color, marker in zip(policies, colors, "osPXvdhp", strict=False):
+            points = [point for point in measured(record) if point["policy"] == name]
+            points.sort(key=lambda point: point["measured_peak_bytes"])
+            looks = {"marker": marker, "markersize": 5, "color": color}
+            draw(points, name, linestyle="none", zorder=4 if name == OURS else 2, **looks)
+            if name == OURS:
+                ours = record.metrics["front"][::-1]
+                draw(ours, None, "peak_bytes", color=color, drawstyle="steps-post", linewidth=2, zorder=3)
+        for name, marker in zip(PEERS, "D^s", strict=True):
+            rows_ = [row for row in record.metrics["peers"] if row["peer"] == name]
+            line = {"linestyle": ":" if name == MEMORY_BUDGET else "none", "linewidth": 1}
+            draw(rows_, f"torch: {name}", marker=marker, markersize=7, color="#b5402f", markerfacecolor="none", **line)
+        wrong = [row for row in record.metrics["peers"] if not is_correct(row, record)]
+        draw(wrong, "wrong results", linestyle="none", marker="x", markersize=11, color=plots.TEXT, zorder=5)
+        axes.set_xlim(left=0)
+        axes.set_ylim(-0.01, _above(axes, record))
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        handles, labels = axes.get_legend_handles_labels()
+        return plots._finished(figure, handles, labels)
+
+
+def _above(axes, record) -> float:
+    """The upper end of the axis; the policies that lie above it are named there."""
+    from ackpt.plots import TEXT
+
+    flops = record.metrics["baseline"]["flops"]
+    shares = {(p["policy"], p["measured_peak_bytes"]): p["recompute_flops"] / flops for p in measured(record)}
+    shown = [row["recompute_flops"] / flops for row in record.metrics["peers"]]
+    shown = shown or [share for (policy, _), share in shares.items() if policy == OURS]
+    highest = 1.5 * max(shown or shares.values(), default=0.0) or 0.1
+    above = "\n".join(
+        f"{policy} {share:.0%} at {peak / record.metrics['baseline']['measured_peak_bytes']:.2f}"
+        for (policy, peak), share in shares.items()
+        if share > highest
+    )
+    if above:
+        below_the_legend = {"xycoords": "axes fraction", "ha": "left", "va": "bottom"}
+        axes.annotate(f"above the edge:\n{above}", (1.03, 0), fontsize=8, color=TEXT, **below_the_legend)
+    return highest

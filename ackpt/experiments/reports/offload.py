@@ -1,0 +1,266 @@
+"""Records of the offload experiment: rows, a table for a terminal, figures.
+
+A method that was not run has a record too, with the reason; it has a row in every table and is left out of figures.
+"""
+
+from __future__ import annotations
+
+from ackpt.experiments.steps.offload_methods import STORES_IN_TORCH
+from ackpt.metering.timeline import CATEGORIES, Timeline
+from ackpt.results import RecordError, load_reference
+
+from .training import aligned
+
+MIB = 2**20
+STACKED = ("ckpt_classic", "ckpt_sync_offload", "ckpt_async_offload")
+COLUMNS = {
+    "method": "method",
+    "ms": "ms/iter",
+    "spread": "low..high",
+    "time": "vs baseline",
+    "peak": "peak MiB",
+    "vs_baseline": "vs baseline",
+    "vs_classic": "vs classic",
+    "store": "store MiB",
+    "hidden": "copies hidden",
+    "published_ms": "published ms",
+    "published_peak": "published MB",
+}
+
+
+def file_name(record) -> str:
+    """``offload-T2048-ckpt_classic.json``: one file per record of a run."""
+    return f"{record.experiment}-T{record.config['total_tokens']}-{record.config['method']}.json"
+
+
+def ran(records) -> list:
+    """The records of methods that were run."""
+    return [record for record in records if "not_run" not in record.metrics]
+
+
+def rows(records, published=None) -> list[dict]:
+    """One row per record, with the keys of `COLUMNS`; None where there is no such figure.
+
+    Sizes are in MiB, times in ms, differences and shares in per cent; `store` is None where a peer's store is not
+    known. `published` is what ``results.load_reference("offload")`` gives; its figures stay as they are printed there.
+    Rows of methods that were not run have a key ``not_run``, the reason.
+    """
+    by_method = {record.config["method"]: record.metrics for record in ran(records)}
+    printed = {row["method"]: row for row in (published or {"rows": ()})["rows"]}
+    return [_row(record, by_method, printed.get(record.config["method"], {})) for record in records]
+
+
+def _row(record, by_method, printed) -> dict:
+    metrics = record.metrics
+    row = dict.fromkeys(COLUMNS)
+    row["method"] = record.config["method"]
+    row["published_ms"], row["published_peak"] = printed.get("milliseconds"), printed.get("peak")
+    if "not_run" in metrics:
+        return {**row, "not_run": metrics["not_run"]}
+    row["peak"] = round(metrics["peak_bytes"] / MIB, 1)
+    for key, other in (("vs_baseline", "baseline"), ("vs_classic", "ckpt_classic")):
+        if other in by_method and row["method"] != other:
+            row[key] = _change(metrics["peak_bytes"], by_method[other]["peak_bytes"])
+    if metrics["store_peak_bytes"] is not None:
+        row["store"] = round(metrics["store_peak_bytes"] / MIB, 1)
+    if "seconds_step" in metrics:
+        seconds = metrics["seconds_step"]
+        row["ms"] = round(1e3 * seconds["median"], 1)
+        row["spread"] = f"{1e3 * seconds['low']:.1f}..{1e3 * seconds['high']:.1f}"
+        if metrics["seconds_ratio"]["reference"] == "baseline" != row["method"]:
+            row["time"] = round(100 * (metrics["seconds_ratio"]["median"] - 1), 1)
+        if metrics["seconds_hidden_share"] is not None:
+            row["hidden"] = round(100 * metrics["seconds_hidden_share"], 1)
+    return row
+
+
+def _change(value, reference) -> float:
+    return round(100 * (value / reference - 1), 1)
+
+
+def text_table(records) -> str:
+    """The rows in columns; below them what was not run and why, the machine, the versions, how to read it."""
+    if not records:
+        return "no records"
+    try:
+        published = load_reference("offload")
+    except RecordError:  # an installed package has no published figures beside it
+        published = None
+    table = rows(records, published)
+    names = [name for name in COLUMNS if name == "peak" or any(row[name] is not None for row in table)]
+    cells = [[COLUMNS[name] for name in names]] + [[_cell(row, name) for name in names] for row in table]
+    return "\n".join([*aligned(cells, left=1), "", *_notes(records, table, published)])
+
+
+def _cell(row, name) -> str:
+    if name == "peak" and "not_run" in row:
+        return "not run"
+    value = row[name]
+    if value is None:
+        return "-"
+    if name in ("time", "vs_baseline", "vs_classic"):
+        return f"{value:+.1f} %"
+    if name == "hidden":
+        return f"{value:.0f} %"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _notes(records, table, published) -> list[str]:
+    where, config = records[0].environment, records[0].config
+    predicted = records[0].experiment.endswith("-predicted")
+    notes = [f"not run: {row['method']}: {row['not_run']}" for row in table if "not_run" in row]
+    place = "predicted from shapes, nothing was run"
+    if not predicted:
+        place = f"{where['device_name']}, {where['threads']} threads"
+    sizes = f"{config['layers']} layers, dim {config['dim']}, {config['total_tokens']} tokens in {config['batch_size']}"
+    notes.append(f"{place}; torch {where['torch']}; {config['dtype']}; {sizes} sequences; MiB = 2^20 bytes")
+    methods = [record.config["method"] for record in ran(records)]
+    if not predicted and methods:
+        differences = [record.metrics["gradients_difference"] for record in ran(records)]
+        equal = f"within {max(differences, default=0):.2g} of a parameter's largest one"
+        if not any(differences):
+            equal = "equal to the last bit"
+        notes.append(f"gradients against the plain model at {config['steps']} steps: {equal} (checked)")
+    if any(row["ms"] for row in table):
+        notes.append("time: methods interleaved in one process; the difference is the median of the rounds' ratios")
+    if not predicted and config["device"] == "cpu":
+        notes.append("the CPU's memory stands in for a device's; ackpt's store lies beside it, threads of its own copy")
+        if "save_on_cpu" in methods:
+            notes.append("save_on_cpu: copies nothing that is on a CPU already, so here it is torch's checkpoint alone")
+        notes += [f"{name}: its store counts in its peak here" for name in STORES_IN_TORCH if name in methods]
+    if published is not None:
+        notes.append(f"published: {published['hardware']}; {published['source'].split('; ')[-1]}")
+    return notes
+
+
+def bars_plot(records, what: str, title: str):
+    """One bar per method that was run: ``"peak"`` memory, or ``"time"`` per step with its lowest and highest.
+
+    Args:
+        records: of one run.
+        what: ``"peak"`` or ``"time"``; times differ from run to run, so that figure is for showing, not for keeping.
+        title: the finding.
+
+    Returns:
+        A Figure. ValueError for another `what`, and if nothing has been measured of it.
+    """
+    from ackpt import plots
+
+    if what not in ("peak", "time"):
+        raise ValueError(f"what={what!r} is unknown: choose 'peak' or 'time'")
+    key = "peak_bytes" if what == "peak" else "seconds_step"
+    shown = [record for record in ran(records) if key in record.metrics]
+    if not shown:
+        raise ValueError(f"none of the {len(records)} records holds a {what}")
+    with plots.style.context("default"):
+        xlabel = "peak device memory (MiB)" if what == "peak" else "time of a step (ms): median, lowest to highest"
+        figure, axes = plots._axes(title, xlabel, "")
+        axes.grid(False, axis="y")
+        axes.grid(axis="x", color=plots.TEXT, alpha=0.25, linewidth=0.8)
+        axes.xaxis.set_major_formatter(plots.StrMethodFormatter("{x:,.10g}"))
+        if what == "peak":
+            spans = [(record.metrics[key] / MIB,) * 3 for record in shown]
+        else:
+            spans = [tuple(1e3 * record.metrics[key][name] for name in ("low", "median", "high")) for record in shown]
+        highest = max(high for _, _, high in spans)
+        for place, (low, middle, high) in enumerate(spans):
+            axes.barh(place, middle, 0.66, color=plots.SERIES[0])
+            if high > low:
+                axes.plot([low, high], [place, place], color=plots.TEXT, linewidth=1.6)
+            look = {"va": "center", "fontsize": 8.5, "color": plots.TEXT}
+            text = plots._number(middle, highest)
+            axes.annotate(text, (high, place), xytext=(5, 0), textcoords="offset points", **look)
+        axes.set_yticks(range(len(shown)), [record.config["method"] for record in shown])
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        axes.set_xlim(0, highest * 1.12)
+        return plots._finished(figure, [], [])
+
+
+def timelines_plot(records, title: str, methods=STACKED):
+    """The step of several methods, one above the other on one pair of axes, with the copies drawn under each.
+
+    Args:
+        records: of one run; those of `methods` are drawn, in that order.
+        title: the finding.
+
+    Returns:
+        A Figure: live memory by category after every allocation and free, the peak, where backward begins, and a bar
+        for every copy, from where it is submitted to where computing has to have it. ValueError if no method was run.
+    """
+    from ackpt import plots
+
+    by_method = {record.config["method"]: record for record in ran(records)}
+    shown = [by_method[name] for name in methods if name in by_method]
+    if not shown:
+        raise ValueError(f"none of the records is a run of {', '.join(methods)}")
+    steps = [Timeline.from_json(record.metrics["timeline"]) for record in shown]
+    width = max(len(step.live) for step in steps)
+    highest = max(record.metrics["peak_bytes"] for record in shown) / MIB
+    with plots.style.context("default"):
+        figure, axes = plots._axes(title, "", "")
+        figure.set_size_inches(7.2, 0.8 + 2.1 * len(shown))
+        axes.remove()
+        handles: dict = {}
+        for place, (record, step) in enumerate(zip(shown, steps)):
+            axes = figure.add_subplot(len(shown), 1, place + 1)
+            plots._style(axes)
+            axes.patch.set_alpha(0)
+            axes.set_xlim(0, width - 1)
+            axes.set_ylim(0, highest * 1.25)
+            events, resident = range(len(step.live)), record.metrics["resident_bytes"]
+            handles |= plots.stack(axes, events, {"resident": [resident] * len(events), **step.categories})
+            peak = (resident + step.peak_bytes) / MIB
+            plots._mark_peak(axes, step.peak_index, peak, width)
+            if step.boundary is not None:
+                plots._mark_backward(axes, step.boundary, width)
+            _copies(plots, axes, step, highest, handles)
+            axes.set_ylabel("\n".join([record.config["method"], "MiB"]), color=plots.TEXT, fontsize=8.5)
+            if place < len(shown) - 1:
+                axes.tick_params(labelbottom=False)
+        axes.set_xlabel("allocations and frees of one step, in order", color=plots.TEXT, fontsize=9)
+        order = [name for name in ("copy out", "copy in", *reversed(CATEGORIES), "resident") if name in handles]
+        return plots._finished(figure, [handles[name] for name in order], order)
+
+
+LANES = {"out": (0.05, "#c8553f"), "in": (0.14, "#4f9a63")}
+
+
+def _copies(plots, axes, step, highest, handles) -> None:
+    """Thin bars below the zero line, a lane each way; neighbours are staggered, since they may overlap."""
+    if not step.copies:
+        return
+    least = len(step.live) / 250  # a copy that is waited for at once would be too thin to see
+    for number, copy in enumerate(step.copies):
+        depth, color = LANES[copy.way]
+        height = -(depth + 0.03 * (number % 2)) * highest
+        ends = [copy.begin, max(copy.end, copy.begin + least)]
+        axes.plot(ends, [height] * 2, color=color, linewidth=2.4, solid_capstyle="butt")
+        label = f"copy {copy.way}"
+        handles.setdefault(label, plots.Line2D([], [], color=color, linewidth=3.2, label=label))
+    axes.set_ylim(-0.22 * highest, highest * 1.25)
+    axes.axhline(0, color=plots.TEXT, linewidth=0.8)
+    axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= highest * 1.25])
+
+
+def figures(records) -> dict:
+    """``{name: Figure}`` of one run: peak, timelines, and time if it was measured; each titled by what it shows."""
+    metrics = {record.config["method"]: record.metrics for record in ran(records)}
+    if not metrics:
+        return {}
+    least = min(metrics, key=lambda name: metrics[name]["peak_bytes"])
+    found = {"peak": bars_plot(records, "peak", f"{least} has the lowest peak of {len(metrics)} methods")}
+    timed = {name: each["seconds_step"]["median"] for name, each in metrics.items() if "seconds_step" in each}
+    if timed:
+        fastest = min(timed, key=lambda name: timed[name])
+        found["time"] = bars_plot(records, "time", f"{fastest} has the shortest step of {len(timed)} methods")
+    if set(STACKED) & set(metrics):
+        title = "Boundaries of checkpointed blocks make a ramp in the forward"
+        if {"ckpt_classic", "ckpt_async_offload"} <= set(metrics):
+            classic, offloaded = (metrics[name]["peak_bytes"] for name in ("ckpt_classic", "ckpt_async_offload"))
+            change = f"{abs(classic - offloaded) / MIB:,.1f} MiB ({abs(1 - offloaded / classic):.0%})"
+            title = f"Offloaded boundaries change the checkpointed peak by {change}"
+            if offloaded < classic:
+                title = f"Offloaded boundaries leave no ramp and take {change} off the checkpointed peak"
+        found["timelines"] = timelines_plot(records, title)
+    return found

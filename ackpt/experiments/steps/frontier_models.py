@@ -1,0 +1,139 @@
+"""The models whose front is drawn: each a module, the arguments of a call that returns its loss, and its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ackpt.errors import did_you_mean
+from ackpt.models import ResNet, ResNetConfig
+from ackpt.workloads.named_models import autocast
+
+TRANSFORMER = {
+    "batch_size": 2,
+    "seq_len": 512,
+    "layers": 6,
+    "dim": 256,
+    "heads": 4,
+    "ff_dim": 1024,
+    "vocab_size": 1024,
+}
+RESNET50 = {"batch_size": 8, "image_size": 128, "width": 64, "num_classes": 1000}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, the tensors it is called with, and the blocks that a user would checkpoint one by one.
+
+    ``dtype``: that of autocast around the forward; none with float32.
+    """
+
+    model: nn.Module
+    args: tuple[Tensor, ...]
+    blocks: tuple[nn.Module, ...]
+    dtype: str = "float32"
+
+    @property
+    def device(self) -> str:
+        return self.args[0].device.type
+
+    def autocast(self):
+        """What the forward runs under, and every capture of it."""
+        return autocast(self.device, self.dtype)
+
+    def step(self, call, seed: int) -> None:
+        """One forward and backward through `call`, which takes the arguments and returns the loss."""
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(seed)
+        with self.autocast():
+            loss = call(*self.args)
+        loss.backward()
+
+
+def workload(model: str, sizes: dict[str, int], seed: int, device: str = "cpu", dtype: str = "float32") -> Workload:
+    """The model of that name with `sizes`, on a device, its weights and batch drawn from `seed` on the CPU."""
+    torch.manual_seed(seed)
+    made = replace(MODELS[model].build(**sizes), dtype=dtype)
+    if device == "cpu":
+        return made
+    return replace(made, model=made.model.to(device), args=tuple(each.to(device) for each in made.args))
+
+
+def checked_sizes(model: str, changes: dict[str, int]) -> dict[str, int]:
+    """The model's default sizes with `changes` put over them.
+
+    Raises:
+        ValueError: for an unknown model, a size that it does not have, and one that is no positive whole number.
+    """
+    if model not in MODELS:
+        raise ValueError(f"unknown model {model!r}{did_you_mean(model, MODELS)}: choose from {', '.join(MODELS)}")
+    sizes = MODELS[model].sizes
+    for name, value in changes.items():
+        if name not in sizes:
+            raise ValueError(f"{model} has no size {name!r}: it has {', '.join(sizes)}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+    sizes = sizes | changes
+    if "heads" in sizes and sizes["dim"] % sizes["heads"]:
+        raise ValueError(f"dim must be a multiple of heads, got {sizes['dim']} and {sizes['heads']}")
+    return sizes
+
+
+class _Block(nn.Module):
+    """One pre-norm layer of causal attention and MLP: [batch, tokens, dim] -> the same shape."""
+
+    def __init__(self, dim: int, heads: int, ff_dim: int):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, ff_dim), nn.Linear(ff_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class _Transformer(nn.Module):
+    """What a user would write: torch's own RMSNorm, whose parts autograd saves; logits as a whole."""
+
+    def __init__(self, layers: int, dim: int, heads: int, ff_dim: int, vocab_size: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(_Block(dim, heads, ff_dim) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def _transformer(batch_size, seq_len, vocab_size, **sizes) -> Workload:
+    model = _Transformer(vocab_size=vocab_size, **sizes)
+    tokens = torch.randint(vocab_size, (batch_size, seq_len))
+    return Workload(model, (tokens, tokens.roll(-1, 1)), tuple(model.blocks))
+
+
+def _resnet50(batch_size, image_size, width, num_classes) -> Workload:
+    model = ResNet(ResNetConfig(width=width, num_classes=num_classes))
+    images = torch.randn(batch_size, 3, image_size, image_size)
+    stages = (model.layer1, model.layer2, model.layer3, model.layer4)
+    labels = torch.randint(num_classes, (batch_size,))
+    return Workload(model, (images, labels), tuple(block for stage in stages for block in stage))
+
+
+@dataclass(frozen=True)
+class _Model:
+    sizes: dict[str, int]
+    build: Callable[..., Workload]
+
+
+MODELS = {"transformer": _Model(TRANSFORMER, _transformer), "resnet50": _Model(RESNET50, _resnet50)}

@@ -1,0 +1,134 @@
+"""Steps of one workload from one start: their bytes and FLOPs, and how they leave gradients and buffers."""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+
+import torch
+
+import ackpt
+from ackpt.metering.meter import compare_seconds, count_flops, measure
+from ackpt.planning.plan import Plan
+
+from .frontier_models import Workload
+
+_LAST_BITS = 2.0**-22  # relative, of float32
+
+
+class Runs:
+    """Steps of one workload, each from the same start, compared with the first one."""
+
+    def __init__(self, work: Workload, seed: int, timed_rounds: int):
+        self.work, self.seed, self.timed_rounds = work, seed, timed_rounds
+        self.start = [buffer.clone() for buffer in work.model.buffers()]
+        self.flops = 0
+        self.wanted: tuple[list, list] = ([], [])
+        self.known: dict = {}
+
+    def first(self, planned: Plan) -> dict:
+        """The run that all others are compared with."""
+        if self.work.device == "cuda":  # libraries take their workspaces at their first call, and keep them
+            self._step(self.work.model)
+        found = self._measured(self._compiled(planned))
+        self.flops = found.pop("flops")
+        gradients, buffers = self._left()
+        if self.work.device == "cuda":  # what lies beside the GPU counts in no peak
+            gradients, buffers = [each.cpu() for each in gradients], [each.cpu() for each in buffers]
+        self.wanted = gradients, buffers
+        return found
+
+    def planned(self, planned: Plan) -> dict:
+        """A run as planned; equal schedules run once."""
+        if planned.schedule not in self.known:
+            self.known[planned.schedule] = self.of(self._compiled(planned))
+        return self.known[planned.schedule]
+
+    def of(self, call, compiles: bool = False) -> dict:
+        """Peak, FLOPs that run again, differences of gradients and buffers, and, if asked for, the ratio of seconds."""
+        found = self._measured(call, compiles)
+        again = found.pop("flops") - self.flops
+        return found | {"recompute_flops": again, **self._differences(), **self._times(call)}
+
+    def generated(self, call) -> dict:
+        """As `of`, of a step whose code Inductor writes at the first call: its FLOPs cannot be counted."""
+        self._step(call)
+        return self._peaks(partial(self._step, call)) | self._differences() | self._times(call)
+
+    def _times(self, call) -> dict:
+        if not self.timed_rounds:
+            return {}
+        steps = {"plain": partial(self._step, self.work.model), "this": partial(self._step, call)}
+        times = compare_seconds(steps, self.timed_rounds, device=self.work.device).to_json()
+        found = {"seconds_ratio": times["seconds_ratio"]["this"]}
+        return found if self.work.device == "cpu" else found | {"seconds_step": times["seconds"]["this"]}
+
+    def _compiled(self, planned: Plan):
+        with self.work.autocast():
+            return ackpt.compile(self.work.model, *self.work.args, plan=planned)
+
+    def _step(self, call) -> None:
+        self.work.step(call, self.seed)
+
+    def _measured(self, call, compiles: bool = False) -> dict:
+        """The step is run alone if it compiles, otherwise its FLOPs are counted while its bytes are."""
+        counted = []
+
+        def step():
+            counted.append(count_flops(partial(self._step, call)))
+
+        if compiles:
+            step()
+        found = self._peaks(partial(self._step, call) if compiles else step)
+        return found | {"flops": counted[0]}
+
+    def _peaks(self, step) -> dict:
+        """Of one step; a GPU adds what its allocator says."""
+        self._restart()
+        resident = (self.work.model, *self.work.args)
+        measured = measure(step, self.work.device, resident=resident, warmup=0, repeats=0)
+        return {"measured_peak_bytes": measured.dynamic_peak_bytes, **measured.allocator}
+
+    def rounding(self) -> dict:
+        """The differences that rounding makes: of a plain step whose parameters are off by their last bits."""
+        parameters = list(self.work.model.parameters())
+        before = [parameter.detach().clone() for parameter in parameters]
+        noise = torch.Generator(self.work.device).manual_seed(self.seed)
+        self._restart()
+        with torch.no_grad():
+            for parameter in parameters:
+                draws = torch.randn(parameter.shape, generator=noise, device=parameter.device)
+                parameter.mul_(1 + _LAST_BITS * draws)
+        self._step(self.work.model)
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+        return self._differences()
+
+    def _differences(self) -> dict:
+        gradients, buffers = (difference(mine, wanted) for mine, wanted in zip(self._left(), self.wanted, strict=True))
+        return {"gradients_difference": gradients, "buffers_difference": buffers}
+
+    def _restart(self) -> None:
+        self.work.model.zero_grad(set_to_none=True)  # gradients of before are no part of the step
+        with torch.no_grad():
+            for buffer, value in zip(self.work.model.buffers(), self.start, strict=True):
+                buffer.copy_(value)
+
+    def _left(self) -> tuple[list, list]:
+        """Gradients and buffers after a step."""
+        gradients = [parameter.grad for parameter in self.work.model.parameters()]
+        return gradients, [buffer.clone() for buffer in self.work.model.buffers()]
+
+
+def difference(mine, wanted) -> float:
+    """The largest difference of two lists of tensors, relative to each tensor's largest element; 0.0: to the bit."""
+    worst = 0.0
+    for one, other in zip(mine, wanted, strict=True):
+        other = other.to(one.device)
+        if not torch.equal(one, other):
+            one, other = one.double(), other.double()
+            off = float((one - other).abs().max() / other.abs().max().clamp_min(1e-300))
+            worst = max(worst, off if math.isfinite(off) else sys.float_info.max)
+    return worst

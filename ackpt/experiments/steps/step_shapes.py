@@ -1,0 +1,137 @@
+"""The steps of `named_steps` without data: predictions for any size, on the CPU or as on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ackpt
+from ackpt.capture.optimizer_state import optimizer_bytes
+from ackpt.costs.devices import device as device_rates
+from ackpt.errors import BudgetError
+from ackpt.metering.autograd_engine import around_backward
+from ackpt.metering.prediction import predict
+from ackpt.planning.simulator import simulate
+from ackpt.policies import POLICIES
+from ackpt.workloads.cuda_capture import CapturedCudaChoices
+from ackpt.workloads.named_models import training_step
+from ackpt.workloads.planned_shapes import PlanConfig, captured
+
+from .named_steps import PER_BLOCK, UNBOUNDED, Method, NotRun, Setting, one_step, switch, tensors
+from .settings import record_metrics
+from .training import adamw
+
+AS_ON = "h200"  # the GPU whose choice of kernels a prediction for CUDA follows
+ROOM_SHARE = 0.8  # of free memory that a run may take; the rest is for what allocators add
+
+
+class Shapes:
+    """A step without data: what its peak would be."""
+
+    def __init__(self, setting: Setting):
+        self.setting = setting
+        self._found: tuple | None = None
+        self._known: dict[Method, dict] = {}
+
+    def predicted(self, method: Method) -> dict:
+        """Bytes and FLOPs of a step as they stand in a record; raises NotRun if the budget cannot be kept."""
+        if method not in self._known:
+            self._known[method] = self._eager(method) if method.policy is None else self._planned(method)
+        return self._known[method]
+
+    def resolved(self, method: Method) -> Method:
+        """The method with its budget in bytes where that is the peak of per-block."""
+        if method.budget != PER_BLOCK:
+            return method
+        return replace(method, budget=self.predicted(Method(PER_BLOCK))["peak_bytes"])
+
+    def least_bytes(self, method: Method) -> int:
+        """The smallest peak that the method can have at this size; an eager one, or a policy without bound, has one."""
+        if method.policy is None or method.policy in UNBOUNDED:
+            return self.predicted(method)["peak_bytes"]
+        graph, profile = self._graph()
+        decide = importlib.import_module(f"ackpt.policies.{POLICIES[method.policy]}").schedule
+        found = simulate(graph, profile, decide(graph, profile, 0))
+        return found.peak_bytes + found.resident_bytes
+
+    def _eager(self, method: Method) -> dict:
+        with FakeTensorMode():
+            made = training_step(self.setting.request(), "cpu")
+        switch(made.model, method)
+        optimizer = adamw(made.model, self.setting.learning_rate)
+        cuda = self.setting.device == "cuda"
+
+        def step():
+            with kernels_of_a_gpu() if cuda else contextlib.nullcontext():
+                one_step(made.model, made.inputs, self.setting, optimizer)
+
+        resident = (made.model, optimizer, *tensors(made.inputs))
+        return record_metrics(predict(step, resident=resident, device=self.setting.device))
+
+    def _planned(self, method: Method) -> dict:
+        graph, profile = self._graph()
+        try:
+            plan = ackpt.plan(graph, method.budget, method.policy or "auto", profile=profile)
+        except BudgetError as error:
+            raise NotRun(str(error)) from error
+        sizes = graph.bytes()
+        resident = {"parameters": "parameter", "buffers": "buffer", "inputs": "input"}
+        categories = {name: sizes[kind] for name, kind in resident.items()}
+        return {
+            "peak_bytes": plan.peak_bytes,
+            "resident_bytes": plan.resident_bytes,
+            "dynamic_peak_bytes": plan.dynamic_peak_bytes,
+            "categories": {
+                **categories,
+                "optimizer": graph.optimizer_bytes,
+                **plan.timeline.at(plan.timeline.peak_index),
+            },
+            "flops": plan.flops,
+            "cost": plan.cost,
+        }
+
+    def _graph(self):
+        """Captured once, for all policies."""
+        if self._found is None:
+            cuda = self.setting.device == "cuda"
+            where = device_rates(AS_ON) if cuda else None
+            with FakeTensorMode():
+                made = training_step(self.setting.request(), "cpu")
+            wanted = PlanConfig(
+                self.setting.request(), self.setting.dtype, optimizer="none", device=AS_ON if cuda else None
+            )
+            graph = captured(made, wanted, where)
+            optimizer = adamw(made.model, self.setting.learning_rate)
+            graph.optimizer_bytes, graph.optimizer_step_bytes = optimizer_bytes(optimizer, on_cpu=not cuda)
+            self._found = graph, ackpt.profile(graph)
+        return self._found
+
+
+@contextlib.contextmanager
+def kernels_of_a_gpu():
+    """What a captured step has of a GPU, in recomputes within backward as well: RMS norms are taken apart."""
+    choices = partial(CapturedCudaChoices, "bfloat16" in device_rates(AS_ON).flops_per_second)
+    with choices(), around_backward(choices):
+        yield
+
+
+def free_bytes(device: str) -> int | None:
+    """Memory that is free now; None where the system does not say."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    return None
+
+
+def does_not_fit(peak_bytes: int, device: str) -> str | None:
+    """Why a step of that predicted peak is not run here, or None."""
+    room = free_bytes(device)
+    if room is None or peak_bytes <= ROOM_SHARE * room:
+        return None
+    return f"its peak of {peak_bytes >> 20} MiB is more than {ROOM_SHARE:.0%} of {room >> 20} MiB of free memory"

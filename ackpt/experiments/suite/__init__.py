@@ -1,0 +1,1 @@
+"""The suite: all published experiments as resumable jobs, most important first."""

@@ -1,0 +1,42 @@
+"""The public names of Part II in one place: graphs, profiles, schedules, plans. Nothing in the package imports it.
+
+``import ackpt`` does not load it; ``ackpt.trace`` and ``ackpt.graph`` do when they are first used.
+"""
+
+from ackpt.capture.joint_graph import AsCompiled, JointGraph, Node, Storage
+from ackpt.capture.tracing import trace
+from ackpt.costs.profiles import Profile, ProfileError, profile
+from ackpt.planning.plan import Activation, Plan, PlanError
+from ackpt.planning.planned_step import PlannedStep
+from ackpt.planning.proof import RewriteError
+from ackpt.planning.rewriting import Rewritten, rewrite
+from ackpt.planning.schedule import Schedule, ScheduleError, Step, lower, scheduled
+from ackpt.planning.simulator import Simulation, simulate
+
+from .errors import TraceError
+
+__all__ = [
+    "Activation",
+    "AsCompiled",
+    "JointGraph",
+    "Node",
+    "Plan",
+    "PlanError",
+    "PlannedStep",
+    "Profile",
+    "ProfileError",
+    "RewriteError",
+    "Rewritten",
+    "Schedule",
+    "ScheduleError",
+    "Simulation",
+    "Step",
+    "Storage",
+    "TraceError",
+    "lower",
+    "profile",
+    "rewrite",
+    "scheduled",
+    "simulate",
+    "trace",
+]

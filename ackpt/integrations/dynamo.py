@@ -1,0 +1,285 @@
+"""``torch.compile(model, backend="ackpt", options={"budget": ...})``: the planner behind torch's own front end.
+
+With ``compiler="inductor"`` the same plan goes through Inductor's partitioner hook, and Inductor compiles both halves;
+it fuses and reorders, so that the peak is no longer the simulated one to the byte. It draws its own random numbers,
+so that what random operations return is saved, never drawn again.
+
+Before torch 2.13 dynamo itself loses gradients of some autograd.Functions. One that returns what it changed in place is
+refused here. One that is called with the same tensor twice, or that changes its input and whose result nobody uses,
+cannot be told apart here: `ackpt.compile`, which captures without dynamo, is right about these, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
+from torch._guards import CompileContext, TracingContext, detect_fake_mode
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from ackpt.budget import is_share
+from ackpt.capture.inspection.outside_values import warn_of_checkpoints
+from ackpt.capture.outputs import (
+    check_differentiate,
+    depends_on,
+    differentiable_once,
+    gradient_strides,
+    gradients_as_planned,
+    leave_undefined,
+    no_gradient,
+    without_gradient,
+)
+from ackpt.capture.patches import casts
+from ackpt.capture.patches.eager_settings import like_eager
+from ackpt.capture.tracing import joint_graph
+from ackpt.errors import BudgetError, TraceError, check_misspelt
+from ackpt.planner import check_runs, plan
+from ackpt.planning.planned_step import partitioner, run_boxed
+
+from .dynamo_calls import check_compiled_here, install, runs_graph
+
+COMPILERS = ("eager", "inductor")
+_CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
+_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The dynamo backend ``"ackpt"``.
+
+    Args:
+        gm: what dynamo has captured; it must be the whole model.
+        example_inputs: fake tensors.
+        options: ``budget``, ``policy`` and the options of the policy, as in `ackpt.plan`; ``differentiate``, as in
+            `ackpt.trace`; ``compiler``: ``"eager"`` runs the planned operations one by one, ``"inductor"`` compiles
+            them; ``on_plan``, a function that is called with every `Plan`.
+        mode: of ``torch.compile``, which is Inductor's own: refused.
+
+    Raises:
+        TraceError: at a graph break, naming the line, and where DistributedDataParallel has the graph cut: a part of a
+            step cannot keep the budget of the whole. Also by every call that needs gradients and that Dynamo would
+            run without a plan, as it does after ``torch._dynamo.config.recompile_limit`` shapes.
+        BudgetError: if the budget cannot be kept. Other shapes, as of a last batch that is smaller, are compiled and
+            planned anew when they come, and a fraction is then one of what they allocate.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> plans = []
+        >>> options = {"policy": "full", "on_plan": plans.append}
+        >>> step = torch.compile(model, backend="ackpt", options=options)
+        >>> step(torch.ones(4, 8)).sum().backward()
+        >>> plans[0].policy
+        'full'
+    """
+    if mode is not None:
+        raise ValueError(
+            f"mode {mode!r} is one of Inductor's: leave it out; options={{'compiler': 'inductor'}} uses it"
+        )
+    if not isinstance(options, (Mapping, type(None))):
+        raise TypeError(f"options must be a dict such as {{'budget': '6GiB'}}, got {type(options).__name__}")
+    options = dict(options or {})
+    if foreign := sorted({"plan", "optimizer"} & set(options)):
+        raise TypeError(f"{foreign[0]!r} is no option of this backend: use ackpt.compile(model, ..., {foreign[0]}=...)")
+    check_misspelt(options, ("budget", "policy", "differentiate", "compiler", "on_plan"), "this backend")
+    on_plan = options.get("on_plan")
+    if on_plan is not None and not callable(on_plan):
+        raise TypeError(f"on_plan must be a function of a plan, got {type(on_plan).__name__}")
+    compiler = options.pop("compiler", "eager")
+    if compiler not in COMPILERS:
+        raise ValueError(f"compiler {compiler!r} is not known; the compilers are {', '.join(COMPILERS)}")
+    differentiate = check_differentiate(options.pop("differentiate", "loss"))
+    check_compiled_here()
+    _refuse_pieces()
+    _refuse_lost_gradients(gm)
+    if not torch.is_grad_enabled():  # evaluation, which `whole_calls` leaves to Inductor alone
+        return _evaluation(gm, example_inputs)
+    for value in example_inputs:
+        # Bytes are planned for one shape: guard on it, so that another shape compiles and plans anew.
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            int(size)
+    if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
+        return _counted(gm.forward, planned=False)  # nothing is kept for a backward
+    graphs = [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
+    if any(graph.find_nodes(op="call_function", target=_CHECKPOINT) for graph in graphs):
+        warn_of_checkpoints()
+    partition = _Partition(gm, options, inductor=compiler == "inductor")
+    output = next(node for node in gm.graph.nodes if node.op == "output")
+    returned = output.args[0]
+    refused = without_gradient([node.meta.get("example_value") for node in returned], differentiate)
+    for place in refused:
+        with gm.graph.inserting_before(output):
+            detached = gm.graph.call_method("detach", (returned[place],))
+            detached.meta["example_value"] = returned[place].meta["example_value"].detach()
+        returned = (*returned[:place], detached, *returned[place + 1 :])
+    output.args = (returned,)
+    if torch.is_autocast_cache_enabled():
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        weights = [node for node in placeholders if casts.is_weight(node.meta.get("example_value"))]
+        with gm.graph.inserting_after(placeholders[-1]):
+            gm.graph.call_function(casts.start, tuple(weights))
+        with gm.graph.inserting_before(output):
+            gm.graph.call_function(casts.stop)
+    gm.recompile()
+    with like_eager(detect_fake_mode(example_inputs)):
+        run = (_inductor if compiler == "inductor" else _eager)(gm, example_inputs, partition)
+
+    def call(*args):
+        outputs = list(run(*args))
+        differentiable_once(outputs)
+        gradients_as_planned(outputs, partition.strides)
+        leave_undefined(outputs, partition.depends)
+        for place in refused:
+            outputs[place] = no_gradient(outputs[place])
+        return outputs
+
+    return _counted(call, planned=True)
+
+
+install(backend)
+
+
+def _counted(run, planned: bool):
+    def call(*args):
+        runs_graph(planned)
+        return run(*args)
+
+    return call
+
+
+class _Partition(CustomPartitionerFn):
+    """Plans the joint graph that AOTAutograd or Inductor hands over, and splits it as planned."""
+
+    def __init__(self, gm: fx.GraphModule, options: dict, inductor: bool):
+        self.options = options
+        self.inductor = inductor
+        self.kinds = {}
+        self.depends: tuple[frozenset[int] | None, ...] = ()
+        self.strides: dict[int, tuple[int, ...]] = {}
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        for index, node in enumerate(placeholders):
+            value = node.meta.get("example_value")
+            if isinstance(value, nn.Parameter):
+                self.kinds[index] = ParamAOTInput(node.name)
+            elif "buffers" in node.name:
+                self.kinds[index] = BufferAOTInput(node.name)
+
+    def __call__(self, joint, joint_inputs, *, num_fwd_outputs, **_):
+        for node in joint.graph.nodes:
+            what = node.meta.get("desc")
+            if node.op == "placeholder" and getattr(what, "idx", None) in self.kinds:
+                node.meta["desc"] = self.kinds[what.idx]
+            elif node.op == "output":
+                node.meta["desc"] = [self._gradient(what) for what in node.meta["desc"]]
+        if self.inductor:  # Inductor's own passes leave shapes and aliases of what they replaced
+            again = FakeTensorProp(joint, detect_fake_mode(joint_inputs))
+            with torch.no_grad():
+                again.propagate_dont_convert_inputs(*_flat(joint_inputs))
+        graph = joint_graph(joint)
+        graph.replays_random = not self.inductor
+        self.depends, self.strides = depends_on(graph), gradient_strides(graph)
+        options = dict(self.options)
+        on_plan = options.pop("on_plan", None)
+        budget, policy = options.pop("budget", None), options.pop("policy", "auto")
+        try:
+            made = check_runs(graph, plan(graph, budget, policy, **options))
+        except BudgetError as error:
+            if not (_compiled_before() and is_share(budget)):
+                raise
+            raise BudgetError(
+                f"{error} The model was compiled before, for other arguments or in another mode, and a fraction is one "
+                "of what the plain step allocates with those at hand: give bytes, such as '6GiB', or a larger "
+                "fraction, leave a smaller last batch out, as a DataLoader with drop_last=True does, and evaluate "
+                "under torch.no_grad().",
+                error.least_bytes,
+                budget,
+            ) from None
+        if on_plan is not None:
+            on_plan(made)
+        return partitioner(graph, made.schedule)(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
+
+    def _gradient(self, what):
+        kind = self.kinds.get(getattr(getattr(what, "grad_of", None), "idx", None))
+        return what if kind is None else GradAOTOutput(kind)
+
+    def uuid(self):
+        return None
+
+
+def _compiled_before() -> bool:
+    """Whether dynamo compiles this code again, which it does for other shapes."""
+    known = CompileContext.current_compile_id()
+    return known is not None and bool(known.frame_compile_id)
+
+
+def _flat(joint_inputs):
+    """Torch hands over (inputs, tangents)."""
+    return [value for part in joint_inputs for value in (part if isinstance(part, (list, tuple)) else [part])]
+
+
+def _eager(gm, example_inputs, partition) -> Any:
+    compile = aot_autograd(
+        fw_compiler=run_boxed,
+        bw_compiler=run_boxed,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    return compile(gm, example_inputs)
+
+
+def _evaluation(gm, example_inputs) -> Any:
+    """As torch.compile does without this backend: for any length, so that few compilations serve all of them."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs)
+
+
+def _inductor(gm, example_inputs, partition) -> Any:
+    from torch._inductor.compile_fx import compile_fx
+
+    # A cached step would bring the plan of another budget along.
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(
+            gm, example_inputs, config_patches={"custom_partitioner_fn": partition, "fx_graph_cache": False}
+        )
+
+
+def _refuse_pieces() -> None:
+    """Within DistributedDataParallel, dynamo compiles a graph for each bucket of gradients, one after the other."""
+    if TracingContext.get().fakify_first_call:  # what torch asks of such a piece alone
+        raise TraceError(
+            "in DistributedDataParallel, torch.compile cuts the model where a bucket of gradients ends. A budget holds "
+            "for a whole step: set torch._dynamo.config.optimize_ddp = False, or use "
+            "DistributedDataParallel(ackpt.compile(model, ...))."
+        )
+
+
+def _refuse_lost_gradients(gm: fx.GraphModule) -> None:
+    """Torch 2.11 gives zeros as the gradient of an autograd.Function that returns what it changed in place.
+
+    Dynamo then returns that tensor twice. Source: pytorch#180642.
+    """
+    for part in gm.modules():  # the bodies of checkpointed regions are modules of it
+        found = part.graph.find_nodes(op="call_function", target=_FUNCTION) if isinstance(part, fx.GraphModule) else []
+        for node in found:
+            body: Any = part.get_submodule(node.args[0].target)
+            (output,) = body.graph.find_nodes(op="output")
+            returned = [getattr(value, "meta", {}).get("example_value") for value in output.args[0][0]]
+            for value in [returned[user.args[1]] for user in node.users if user.users]:
+                if isinstance(value, torch.Tensor) and sum(other is value for other in returned) > 1:
+                    raise TraceError(
+                        "this version of torch loses the gradient of an autograd.Function that returns a tensor which "
+                        f"it changed in place, here of shape {list(value.shape)}:\n{(node.stack_trace or '').rstrip()}"
+                        "\nReturn the result of an operation out of place, use a newer torch, or use ackpt.compile, "
+                        "which captures the model without dynamo."
+                    )

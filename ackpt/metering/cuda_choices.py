@@ -1,0 +1,155 @@
+"""What torch chooses on a GPU, for tensors that only pretend to be on the CPU.
+
+Where torch has no CUDA, backward on fake CUDA tensors ends the process. So the step runs on fake *CPU* tensors, with
+``torch.autocast("cpu", dtype)`` where the GPU's step would have ``torch.autocast("cuda", dtype)``, and this function
+mode puts right what differs on a GPU in the bytes that stay: autocast's rules for what runs in fp32 (the list is that
+of the CUDA backend in torch's ``autocast_mode.h``), the fused kernels of RMSNorm and dropout, and the kernel of
+attention (`predict_attention`), which is chosen as on a GPU of compute capability 8.0 or later.
+
+Not imitated: optimizers choose ``foreach`` by themselves only on a GPU (give ``foreach=True`` or ``fused=True``), and
+what is invisible on any device, such as workspaces: those of attention's backward are floats as large as the queries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from .attention_choices import scaled_dot_product_attention
+from .autograd_engine import around_backward
+
+
+def _functions(names: str) -> set:
+    """Every spelling of the named functions: in torch, in torch.nn.functional, as a method, as an operator."""
+    owners = (torch, F, torch.Tensor, torch.special, torch.linalg)
+    return {getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)}
+
+
+_FP32 = _functions(
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus "
+    "layer_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss "
+    "kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss "
+    "triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp "
+    "interpolate upsample"
+)
+# These take the dtype of their result as an argument.
+_FP32_RESULT = _functions("prod softmax log_softmax cumprod cumsum sum norm vector_norm matrix_norm")
+_UNTOUCHED = _functions("cat concat concatenate stack index_copy")
+_RMS_NORM = _functions("rms_norm")
+_DROPOUT = _functions("dropout")
+_CROSS_ENTROPY = _functions("cross_entropy")
+_ATTENTION = _functions("scaled_dot_product_attention")
+_imitating = threading.local()
+
+
+@contextlib.contextmanager
+def cuda_choices():
+    """Inside, calls run as they would on a GPU; see the module."""
+    # A mode is off within what it was called for, such as `loss.backward()`, and so it would be in a recompute.
+    with CudaChoices(), around_backward(CudaChoices):
+        yield
+
+
+def imitates_cuda() -> bool:
+    """Whether this thread runs as it would on a GPU."""
+    return getattr(_imitating, "depth", 0) > 0
+
+
+class CudaChoices(TorchFunctionMode):
+    """What `cuda_choices` does to calls outside of backward; `ampere`: as a GPU of capability 8.0 or later does."""
+
+    def __init__(self, ampere: bool = True):
+        super().__init__()
+        self.ampere = ampere
+
+    def __enter__(self):
+        _imitating.depth = getattr(_imitating, "depth", 0) + 1
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _imitating.depth -= 1
+        return super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        autocast = torch.is_autocast_enabled("cpu")
+        if func in _RMS_NORM:
+            return _rms_norm(autocast, *args, **kwargs)
+        if func in _DROPOUT:
+            return _dropout(func, *args, **kwargs)
+        if func in _ATTENTION:
+            return scaled_dot_product_attention(*args, **kwargs, ampere=self.ampere)
+        if func is F.multi_head_attention_forward:  # Python, within which no mode is asked
+            attention = functools.partial(scaled_dot_product_attention, ampere=self.ampere)
+            with mock.patch.object(F, "scaled_dot_product_attention", attention):
+                return func(*args, **kwargs)
+        if autocast and func in _FP32:
+            args, kwargs = tree_map_only(torch.Tensor, _to_fp32, (args, kwargs))
+        elif autocast and func in _FP32_RESULT:
+            if args and _is_low(args[0]) and kwargs.get("dtype") is None:
+                kwargs["dtype"] = torch.float32
+        elif autocast and func in _CROSS_ENTROPY:
+            return _cross_entropy(func, *args, **kwargs)
+        elif autocast and func in _UNTOUCHED:
+            with torch.autocast("cpu", enabled=False):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_low(tensor) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _to_fp32(tensor):
+    return tensor.float() if _is_low(tensor) else tensor
+
+
+def _dropout(func, input, p=0.5, training=True, inplace=False):
+    if not training or p == 0 or inplace:
+        return func(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _cross_entropy(func, input, target, *args, **kwargs):
+    """The softmax is asked for the logits' own dtype, so it stays in that; the loss is in fp32."""
+    with torch.autocast("cpu", enabled=False):
+        smoothing = kwargs.pop("label_smoothing", 0.0)
+        if smoothing or target.is_floating_point() or not _is_low(input):  # the first two: in fp32 altogether
+            return func(_to_fp32(input), target, *args, label_smoothing=smoothing, **kwargs)
+        scores = torch.log_softmax(input, 1 if input.dim() > 1 else 0)
+        return F.nll_loss(scores.float(), target, *args, **kwargs)
+
+
+def _rms_norm(autocast, input, normalized_shape, weight=None, eps=None):
+    if autocast:
+        input, weight = _to_fp32(input), weight if weight is None else _to_fp32(weight)
+    return _FusedRMSNorm.apply(input, weight, len(normalized_shape))
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """The bytes of CUDA's ``_fused_rms_norm``: it saves its input and one number per row."""
+
+    @staticmethod
+    def forward(ctx, input, weight, dims):
+        rows = input.shape[: input.dim() - dims]
+        scale = input.new_empty((*rows, *(1,) * dims), dtype=torch.float32)
+        ctx.save_for_backward(input, weight, scale)
+        dtype = input.dtype if weight is None else torch.promote_types(input.dtype, weight.dtype)
+        return torch.empty_like(input, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        input, weight, _ = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return (
+            torch.empty_like(input) if wanted[0] else None,
+            torch.empty_like(weight) if wanted[1] else None,
+            None,
+        )

@@ -1,0 +1,134 @@
+"""Bytes on a CUDA GPU: the caching allocator's own peak, and its history of allocations and frees as the timeline.
+
+The peak is ``max_memory_allocated``. The history reports the bytes that were requested; rounded up to 512 they make
+the timeline. What is left to the peak (larger blocks that the allocator did not split, tensors that nobody named as
+resident, workspaces) is the category "other". The history has no marks; that backward begins or a gradient is
+complete is noted beside it, together with the number of allocations and frees so far, which tells its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import torch
+
+from .autograd_engine import around_backward
+from .cpu_meter import no_collection
+from .resident import rounded, storages_of
+from .store_meter import store_watched
+from .timeline import MeterError, build_timeline
+
+BLOCK = 512  # bytes; the caching allocator rounds every request up to a multiple
+
+
+def trace(step_fn, warm_up, owned, device):
+    """Run `warm_up`, then `step_fn` once with its allocations recorded; see ``meter.measure``."""
+    if torch._C._cuda_isHistoryEnabled():
+        raise MeterError(
+            "the CUDA memory history is being recorded, and measure() needs it for itself: "
+            "call torch.cuda.memory._record_memory_history(None) first"
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+
+    def counts(tensor):
+        return tensor.device.type == "cuda" and tensor.device.index == index
+
+    with torch.cuda.device(index):
+        gc.collect()
+        torch.cuda.empty_cache()  # what is reserved from here on is reserved by the step, not by another before it
+        warm_up()
+        gc.collect()
+        torch.cuda.synchronize()
+        held = owned.bytes(counts, BLOCK)
+        before = {
+            storage.data_ptr(): ("gradients", rounded(storage.nbytes(), BLOCK))
+            for _, storage in owned.gradients(counts)
+        }
+        known = sum(held.values()) + sum(size for _, size in before.values())
+        held["other"] = torch.cuda.memory_allocated() - known
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
+        try:
+            with _marks(owned, counts) as (marks, note), store_watched(note) as store, no_collection():
+                step_fn()
+            torch.cuda.synchronize()
+            history = torch.cuda.memory._snapshot().get("device_traces", [])[index]
+        finally:
+            torch.cuda.memory._record_memory_history(None)
+        statistics = torch.cuda.memory_stats()
+        after = owned.backed(counts, torch.UntypedStorage.data_ptr)
+    peaks = {
+        "requested_peak_bytes": statistics["requested_bytes.all.peak"],
+        "reserved_peak_bytes": statistics["reserved_bytes.all.peak"],
+    }
+    if store.peak_bytes:
+        peaks["store_peak_bytes"] = store.peak_bytes
+    timeline = build_timeline(actions(history, marks), before, after)
+    return timeline, held, statistics["allocated_bytes.all.peak"], peaks
+
+
+def clock(step_fn, device) -> float:
+    """Seconds of one run between two CUDA events, the work queued before having ended."""
+    with torch.cuda.device(device):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        step_fn()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+def actions(history, marks):
+    """The actions that ``build_timeline`` takes, of a device trace and ``(events so far, action)`` marks.
+
+    Memory counts as freed when that is requested, as in ``memory_allocated``, also while another stream still uses it.
+    """
+    marks = sorted(marks, key=lambda mark: mark[0], reverse=True)
+    events = 0
+    for entry in history:
+        if entry["action"] not in ("alloc", "free_requested"):
+            continue
+        while marks and marks[-1][0] <= events:
+            yield marks.pop()[1]
+        events += 1
+        if entry["action"] == "alloc":
+            yield "alloc", entry["addr"], rounded(entry["size"], BLOCK)
+        else:
+            yield "free", entry["addr"]
+    yield from (action for _, action in reversed(marks))
+
+
+@contextlib.contextmanager
+def _marks(owned, counts):
+    """Collect ``(events so far, action)`` for the start of backward and for every completed gradient."""
+    marks = []
+    start = _events()
+
+    def note(action):
+        marks.append((_events() - start, action))
+
+    def complete(leaf):
+        if counts(leaf.grad):
+            for storage in storages_of(leaf.grad):
+                note(("mark", storage.data_ptr(), "gradients"))
+
+    @contextlib.contextmanager
+    def backward():
+        note(("backward",))
+        yield
+
+    handles = [leaf.register_post_accumulate_grad_hook(complete) for leaf in owned.trainable()]
+    try:
+        with around_backward(backward):
+            yield marks, note
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _events() -> int:
+    """Allocations and frees of the current device so far."""
+    statistics = torch.cuda.memory_stats()
+    return statistics["allocation.all.allocated"] + statistics["allocation.all.freed"]

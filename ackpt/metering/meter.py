@@ -1,0 +1,334 @@
+"""How many bytes, FLOPs and seconds does one training step take?
+
+``measure`` runs a step and answers with exact bytes: the peak, and the live bytes after every allocation and free,
+by category. The CPU's allocator events come from ``meter_cpu``, the caching allocator's history from ``meter_cuda``;
+``predict`` answers the same question from shapes alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import cpu_meter, cuda_meter
+from .flops import UncountedFlops, count_flops
+from .resident import Item, Resident
+from .timeline import CATEGORIES, MeterError, Timeline
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "CATEGORIES",
+    "Comparison",
+    "Measurement",
+    "MeterError",
+    "Ratio",
+    "Seconds",
+    "Timeline",
+    "compare_seconds",
+    "count_flops",
+    "measure",
+    "memory_format",
+]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Repeated values: median, lowest, highest and every sample in order."""
+
+    median: float
+    low: float
+    high: float
+    samples: tuple[float, ...]
+
+    @classmethod
+    def of(cls, samples: Iterable[float]) -> Self:
+        samples = tuple(samples)
+        return cls(median(samples), min(samples), max(samples), samples)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"median": self.median, "low": self.low, "high": self.high, "samples": list(self.samples)}
+
+
+class Seconds(Spread):
+    """Seconds of repeated runs.
+
+    Example:
+        >>> from ackpt.metering.meter import Seconds
+        >>> Seconds.of([0.3, 0.1, 0.2]).median
+        0.2
+    """
+
+
+class Ratio(Spread):
+    """Ratios of the seconds of paired runs.
+
+    Example:
+        >>> from ackpt.metering.meter import Ratio
+        >>> found = Ratio.of([1.2, 1.0, 1.1])
+        >>> found.low, found.high
+        (1.0, 1.2)
+    """
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one step took: bytes at the peak by category, the timeline, seconds and FLOPs.
+
+    ``resident_bytes``: parameters, buffers, inputs, optimizer state. ``dynamic_peak_bytes``: everything else at its
+    highest; gradients count here also when they exist before the step. ``allocator`` holds what only CUDA knows,
+    requested and reserved bytes at their peaks, and, where tensors were offloaded, the store's peak. ``seconds`` and
+    ``flops`` are ``None`` where they were not measured, ``flops`` also where they cannot be counted.
+
+    Example:
+        >>> import torch, ackpt
+        >>> layer, x = torch.nn.Linear(256, 256), torch.ones(8, 256)
+        >>> found = ackpt.measure(lambda: layer(x).sum().backward(), resident=(layer, x), repeats=0)
+        >>> found.peak_bytes == found.resident_bytes + found.dynamic_peak_bytes == sum(found.categories.values())
+        True
+        >>> found.categories["gradients"], found.seconds
+        (263168, None)
+    """
+
+    device: str
+    resident_bytes: int
+    dynamic_peak_bytes: int
+    categories: dict[str, int]
+    timeline: Timeline
+    seconds: Seconds | None = None
+    flops: int | None = None
+    allocator: dict[str, int] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        seconds = "" if self.seconds is None else f", {1e3 * self.seconds.median:.3g} ms"
+        flops = "" if self.flops is None else f", {self.flops / 1e9:.3g} GFLOP"
+        return (
+            f"<Measurement on {self.device}: peak {memory_format(self.peak_bytes)}, of it "
+            f"{memory_format(self.resident_bytes)} resident{seconds}{flops}>"
+        )
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.resident_bytes + self.dynamic_peak_bytes
+
+    @property
+    def store_peak_bytes(self) -> int:
+        """Most bytes that were offloaded at one time; they are no part of the other sizes."""
+        return self.allocator.get("store_peak_bytes", 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data without the timeline (``timeline.thinned(400).to_json()`` gives that); times only in seconds."""
+        return {
+            "device": self.device,
+            "peak_bytes": self.peak_bytes,
+            "resident_bytes": self.resident_bytes,
+            "dynamic_peak_bytes": self.dynamic_peak_bytes,
+            "categories": dict(self.categories),
+            "flops": self.flops,
+            "seconds": None if self.seconds is None else self.seconds.to_json(),
+            **self.allocator,
+        }
+
+
+def measure(
+    step_fn: Callable[[], object],
+    device: torch.device | str | None = None,
+    *,
+    resident: Iterable[Item] = (),
+    warmup: int = 1,
+    repeats: int = 3,
+) -> Measurement:
+    """Run a step `warmup` times, once more for its bytes, and `repeats` times for its seconds.
+
+    Args:
+        step_fn: called without arguments; one forward and backward, with or without an optimizer step. What it
+            returns is dropped at once.
+        device: ``"cpu"`` or ``"cuda"``; by default that of the resident tensors.
+        resident: modules, optimizers and tensors whose bytes are there all the time. Bytes of shared storages count
+            once. Gradients of resident parameters are followed by their ``.grad``.
+        warmup: steps before, so that optimizer state exists (or, with 0, does not). The first one counts the FLOPs,
+            by `count_flops`; where that cannot, a warning says why.
+        repeats: timed steps; with 0 there are no seconds.
+
+    Returns:
+        A `Measurement`; all sizes in bytes, times in seconds.
+
+    Raises:
+        MeterError: no such device here, or a torch profiler is already running.
+        TypeError, ValueError: for arguments that do not fit.
+
+    On the CPU the bytes are those of torch's allocator, exact to the byte, of this thread and the threads of its
+    backward; scratch memory that a library (oneDNN, MKL) takes elsewhere is not in them. On CUDA the peak is
+    ``torch.cuda.max_memory_allocated``.
+
+    Example:
+        >>> import torch, ackpt
+        >>> layer, x = torch.nn.Linear(256, 256), torch.ones(8, 256)
+        >>> step = ackpt.measure(lambda: layer(x).sum().backward(), resident=(layer, x))
+        >>> step.resident_bytes == 4 * (256 * 256 + 256 + 8 * 256)
+        True
+    """
+    check_step(step_fn)
+    _check_count("warmup", warmup, least=0)
+    _check_count("repeats", repeats, least=0)
+    owned = Resident(resident)
+    device = _device(device, owned)
+    backend = _backend(device)
+    flops = None
+
+    def warm_up():
+        nonlocal flops
+        for index in range(warmup):
+            if index == 0:
+                try:
+                    flops = count_flops(step_fn)
+                except UncountedFlops as error:
+                    warnings.warn(str(error), stacklevel=4)
+            else:
+                step_fn()
+
+    timeline, held, peak_bytes, allocator = backend.trace(step_fn, warm_up, owned, device)
+    samples = [backend.clock(step_fn, device) for _ in range(repeats)]
+    return assemble(
+        str(device),
+        timeline,
+        held,
+        peak_bytes,
+        allocator=allocator,
+        seconds=Seconds.of(samples) if samples else None,
+        flops=flops,
+    )
+
+
+def assemble(device, timeline, held, peak_bytes=None, **rest) -> Measurement:
+    """A Measurement from the bytes `held` by category all the time and a timeline of the others."""
+    resident_bytes = sum(held.values())
+    at_peak = timeline.at(timeline.peak_index)
+    categories = {name: held.get(name, 0) + at_peak.get(name, 0) for name in CATEGORIES}
+    if peak_bytes is None:
+        peak_bytes = resident_bytes + timeline.peak_bytes
+    else:  # the allocator's own figure, which knows more than the timeline does
+        categories["other"] = peak_bytes - sum(categories.values())
+    return Measurement(device, resident_bytes, peak_bytes - resident_bytes, categories, timeline, **rest)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds of every function, and the ratio to the reference within each round.
+
+    Example:
+        >>> import ackpt
+        >>> found = ackpt.compare_seconds({"short": lambda: sum(range(10)), "long": lambda: sum(range(10_000))})
+        >>> found.reference, found.ratios["short"].median
+        ('short', 1.0)
+        >>> len(found.seconds["long"].samples)
+        5
+    """
+
+    reference: str
+    seconds: dict[str, Seconds]
+    ratios: dict[str, Ratio]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; ratios of times stand in ``seconds_ratio``, since they differ from run to run."""
+        return {
+            "reference": self.reference,
+            "seconds": {name: seconds.to_json() for name, seconds in self.seconds.items()},
+            "seconds_ratio": {name: ratio.to_json() for name, ratio in self.ratios.items()},
+        }
+
+
+def compare_seconds(
+    functions: Mapping[str, Callable[[], object]],
+    repeats: int = 5,
+    reference: str | None = None,
+    device: torch.device | str | None = None,
+) -> Comparison:
+    """Time several functions against one another in one process, one after the other in every round.
+
+    Args:
+        functions: ``{name: function}``; each is called without arguments, once before the clock starts to count.
+        repeats: rounds. Every second round runs in reverse order, so that nobody always comes first.
+        reference: the name that ratios refer to; by default the first.
+        device: ``"cpu"`` (default) or ``"cuda"``, where every run is timed by CUDA events.
+
+    Returns:
+        Seconds of each function and its ratios to the reference, taken within each round.
+
+    Example:
+        >>> import ackpt
+        >>> ackpt.compare_seconds({"a": lambda: sum(range(10)), "b": lambda: sum(range(99))}).ratios["a"].median
+        1.0
+    """
+    if not functions:
+        raise ValueError("compare_seconds needs at least one function: {name: function}")
+    reference = next(iter(functions)) if reference is None else reference
+    if reference not in functions:
+        raise ValueError(f"reference {reference!r} is none of the functions: {', '.join(functions)}")
+    _check_count("repeats", repeats, least=1)
+    device = _device(device, Resident(()))
+    clock = _backend(device).clock
+    for function in functions.values():
+        function()
+    samples = {name: [] for name in functions}
+    for index in range(repeats):
+        for name in functions if index % 2 == 0 else reversed([*functions]):
+            samples[name].append(clock(functions[name], device))
+    return Comparison(
+        reference,
+        {name: Seconds.of(values) for name, values in samples.items()},
+        {name: Ratio.of(a / b for a, b in zip(values, samples[reference])) for name, values in samples.items()},
+    )
+
+
+def memory_format(size: int) -> str:
+    """Bytes for people, in binary units with one decimal.
+
+    Example:
+        >>> import ackpt.metering.meter
+        >>> ackpt.metering.meter.memory_format(333447168)
+        '318.0 MiB'
+    """
+    value, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _backend(device):
+    return cuda_meter if device.type == "cuda" else cpu_meter
+
+
+def _device(device, owned) -> torch.device:
+    """The device asked for, or the resident tensors' one; an error if it cannot be measured."""
+    if device is None:
+        types = {tensor.device.type for _, tensor in owned.tensors()}
+        device = next((name for name in ("meta", "cuda") if name in types), "cpu")
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise MeterError(f"{device.type} tensors cannot be measured: use a CPU or a CUDA GPU, or predict() for shapes")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise MeterError("device 'cuda' was asked for, but torch sees no CUDA GPU: use device='cpu', or predict()")
+    return device
+
+
+def check_step(step_fn) -> None:
+    """TypeError for what is no function of a step."""
+    if not callable(step_fn):
+        raise TypeError(
+            "step_fn must be a function without arguments that runs one step, as in "
+            f"lambda: model(x).sum().backward(); got {type(step_fn).__name__}"
+        )
+
+
+def _check_count(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number, {least} or more")

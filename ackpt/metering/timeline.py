@@ -1,0 +1,179 @@
+"""From an allocator's actions to live bytes by category, after every event.
+
+The CPU's and CUDA's allocators and the prediction from shapes all report the same three things in order: a block is
+born, a block dies, backward begins. Which category a block belongs to is decided here, once, for all of them.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+#: What live bytes are told apart as.
+CATEGORIES = ("parameters", "buffers", "inputs", "optimizer", "gradients", "activations", "temporaries")
+
+
+class MeterError(ValueError):
+    """A measurement that was asked for cannot be made here.
+
+    Example:
+        >>> import ackpt
+        >>> try:
+        ...     ackpt.measure(lambda: None, "meta")
+        ... except ackpt.MeterError:
+        ...     print("use predict() for shapes")
+        use predict() for shapes
+    """
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of offloaded bytes, ``"out"`` to the store or ``"in"`` back.
+
+    It was submitted after event number `begin`, and computing was made to wait for it after event number `end`; when
+    it really ran in between is a matter of time, not of the order of events.
+
+    Example:
+        >>> from ackpt.metering.timeline import Copy
+        >>> Copy("out", begin=3, end=7, bytes=4096).way
+        'out'
+    """
+
+    way: str
+    begin: int
+    end: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Live dynamic bytes after every allocation and free of a step: ``live[0]`` before it, ``live[i]`` after event i.
+
+    ``categories[name][i]`` splits ``live[i]``; ``boundary`` is the number of events before backward began, so that
+    ``live[boundary]`` are the bytes the forward has left (``None`` if the step ran no backward). ``copies`` are those
+    of offload, in the order of their submission.
+
+    Example:
+        >>> from ackpt.metering.timeline import Timeline
+        >>> activations, temporaries = (0, 64, 64, 64, 0), (0, 0, 32, 0, 0)
+        >>> live = tuple(map(sum, zip(activations, temporaries)))
+        >>> step = Timeline(live, {"activations": activations, "temporaries": temporaries}, boundary=2)
+        >>> step.peak_bytes, step.peak_index, step.at(2)
+        (96, 2, {'activations': 64, 'temporaries': 32})
+    """
+
+    live: tuple[int, ...]
+    categories: dict[str, tuple[int, ...]]
+    boundary: int | None
+    copies: tuple[Copy, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.live)
+
+    @property
+    def peak_index(self) -> int:
+        return self.live.index(self.peak_bytes)
+
+    def at(self, index: int) -> dict[str, int]:
+        """Bytes by category after event `index`."""
+        return {name: series[index] for name, series in self.categories.items()}
+
+    def thinned(self, points: int) -> Timeline:
+        """At most about `points` events, for a plot or a record; the peak, the boundary and the ends stay."""
+        last = len(self.live) - 1
+        kept = {0, last, self.peak_index} | ({self.boundary} if self.boundary is not None else set())
+        width = max(1, -(-(last + 1) // max(1, points)))
+        for start in range(0, last + 1, width):
+            kept.add(max(range(start, min(start + width, last + 1)), key=self.live.__getitem__))
+        order = sorted(kept)
+        return Timeline(
+            tuple(self.live[i] for i in order),
+            {name: tuple(series[i] for i in order) for name, series in self.categories.items()},
+            None if self.boundary is None else order.index(self.boundary),
+            tuple(
+                Copy(copy.way, bisect.bisect_left(order, copy.begin), bisect.bisect_left(order, copy.end), copy.bytes)
+                for copy in self.copies
+            ),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        data = {"boundary": self.boundary, "categories": {name: list(s) for name, s in self.categories.items()}}
+        if self.copies:
+            data["copies"] = [[copy.way, copy.begin, copy.end, copy.bytes] for copy in self.copies]
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Timeline:
+        categories = {name: tuple(series) for name, series in data["categories"].items()}
+        copies = tuple(Copy(*copy) for copy in data.get("copies", ()))
+        return cls(tuple(map(sum, zip(*categories.values()))), categories, data["boundary"], copies)
+
+
+def build_timeline(actions, before=None, after=None) -> Timeline:
+    """A Timeline from an allocator's actions in their order.
+
+    Actions are tuples: ``("alloc", key, bytes)``, ``("free", key)``, ``("mark", key, category)`` for the block that
+    lives at `key` now, ``("backward",)`` where backward begins, ``("copy", number, way, bytes)`` where offload submits
+    a copy and ``("held", number)`` where computing waits for it. `before` maps keys of blocks that live already to
+    ``(category, bytes)``; `after` maps keys to the category of what they back at the end.
+
+    A block has one category for all its life. Unmarked blocks are activations if they were born in the forward and
+    live when backward begins, else temporaries. Frees of unknown keys belong to blocks that are not followed.
+    """
+    blocks = []  # [bytes, event of birth, event of death, category]
+    alive = {}
+    for key, (category, size) in (before or {}).items():
+        blocks.append([size, 0, None, category])
+        alive[key] = blocks[-1]
+    live = [sum(block[0] for block in blocks)]
+    boundary = None
+    submitted: dict[int, list] = {}
+
+    def free(key, event):
+        block = alive.pop(key)
+        block[2] = event
+        return block[0]
+
+    for kind, *rest in actions:
+        if kind == "alloc":
+            key, size = rest
+            event = len(live)
+            lost = free(key, event) if key in alive else 0  # its free was not reported: another thread's, say
+            live.append(live[-1] + size - lost)
+            blocks.append([size, event, None, None])
+            alive[key] = blocks[-1]
+        elif kind == "free" and rest[0] in alive:
+            live.append(live[-1] - free(rest[0], len(live)))
+        elif kind == "mark" and rest[0] in alive:
+            alive[rest[0]][3] = rest[1]
+        elif kind == "backward" and boundary is None:
+            boundary = len(live) - 1
+        elif kind == "copy":
+            number, way, size = rest
+            submitted[number] = [way, len(live) - 1, None, size]
+        elif kind == "held" and submitted[rest[0]][2] is None:
+            submitted[rest[0]][2] = len(live) - 1
+    for key, category in (after or {}).items():
+        if key in alive:
+            alive[key][3] = category
+
+    changes = {name: [0] * len(live) for name in CATEGORIES}
+    for size, born, died, category in blocks:
+        if category is None:
+            kept = boundary is not None and born <= boundary and (died is None or died > boundary)
+            category = "activations" if kept else "temporaries"
+        changes[category][born] += size
+        if died is not None:
+            changes[category][died] -= size
+    return Timeline(
+        tuple(live),
+        {name: tuple(accumulate(series)) for name, series in changes.items() if any(series)},
+        boundary,
+        tuple(
+            Copy(way, begin, len(live) - 1 if end is None else end, size)
+            for way, begin, end, size in submitted.values()
+        ),
+    )

@@ -1,0 +1,268 @@
+"""Offload of what autograd saves: it waits in host memory or on disk, and comes back when backward needs it.
+
+Autograd offers one seam for this, a pair of hooks: *pack* is called with every tensor that is saved and returns
+whatever shall be kept in its place, *unpack* makes the tensor again. Here pack decides what is worth moving and hands
+it to the engine; what a saved tensor was (a view with strides, half of a storage, conjugated) is remembered exactly.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ackpt.autograd_state import phase
+
+from .engine import Engine
+from .placeholders import Kept, Saved, extent, unpack
+from .saved_storages import Forward, root_of
+
+MODES = ("sync", "async")
+STORES = ("host", "disk")
+MIN_BYTES = 1 << 16
+
+_local = threading.local()
+
+
+def offload_saved_tensors(
+    mode: Literal["sync", "async"] = "async",
+    store: Literal["host", "disk"] = "host",
+    *,
+    min_bytes: int = MIN_BYTES,
+    keep_last: int = 1,
+    lookahead_bytes: int | None = None,
+    max_pinned_bytes: int | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> Offload:
+    """A context in which tensors saved for backward are offloaded; nothing is recomputed.
+
+    Args:
+        mode: ``"async"`` copies beside the computing and brings back ahead of need; ``"sync"`` waits for every copy.
+        store: ``"host"`` memory (page-locked for a GPU), or ``"disk"``: memory-mapped files in `folder`.
+        min_bytes: storages below this many bytes stay on the device.
+        keep_last: how many of the newest storages stay: backward needs them first.
+        lookahead_bytes: bytes that ``"async"`` may keep on the device for copies on their way, in each direction;
+            ``None``: as many as the largest offloaded storage, or as the inputs of one region.
+        max_pinned_bytes: page-locked memory that may be allocated; beyond it, pageable memory and one warning.
+        folder: where ``"disk"`` keeps its files. They have no names there, and are gone when the process is.
+
+    Returns:
+        A context manager, to be entered around each forward; as often as needed, nested, in several threads. It gives
+        the :class:`~ackpt.offloading.engine.Engine`, whose ``stats()`` count. ``offload=`` of :func:`checkpoint` takes
+        such an object as well as a mode.
+
+    Raises:
+        ValueError: for an unknown mode or store, negative sizes, a folder without ``"disk"`` or the other way round.
+        OffloadError: if nothing can be written to `folder`; inside, if the store is full, a copy fails, the device has
+            no streams, or a saved tensor was modified in place before its copy was complete.
+
+    Gradients are those of the plain model, bit for bit. Parameters, buffers and leaves that require grad stay, as do
+    tensor subclasses and sparse tensors. A storage is copied once, however many views of it are saved (a view of less
+    than half of it by itself). On the CPU the same engine runs with worker threads, and the store lies outside of
+    torch's allocator.
+    Source: the seam is ``torch.autograd.graph.saved_tensors_hooks``; offload beside computing, Rhu et al. 2016, vDNN
+    (arXiv:1602.08124).
+
+    Example:
+        >>> import torch, ackpt
+        >>> x = torch.ones(256, 256, requires_grad=True)
+        >>> with ackpt.offload_saved_tensors():
+        ...     loss = (x * 2).exp().sum()
+        >>> loss.backward()
+        >>> torch.equal(x.grad, (x * 2).exp() * 2)
+        True
+    """
+    return Offload(mode, store, min_bytes, keep_last, lookahead_bytes, max_pinned_bytes, folder)
+
+
+class Offload:
+    """What :func:`offload_saved_tensors` returns.
+
+    Example:
+        >>> import torch, ackpt
+        >>> offload = ackpt.offload_saved_tensors("sync", min_bytes=0)
+        >>> offload
+        <ackpt offload: sync, store='host'>
+        >>> layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+        >>> ackpt.checkpoint(layer, x * 2, offload=offload).sum().backward()
+    """
+
+    def __init__(
+        self,
+        mode: Literal["sync", "async"],
+        store: Literal["host", "disk"],
+        min_bytes: int,
+        keep_last: int,
+        lookahead_bytes: int | None,
+        max_pinned_bytes: int | None,
+        folder: str | os.PathLike[str] | None,
+    ):
+        self._arguments = (mode, store, min_bytes, keep_last, lookahead_bytes, max_pinned_bytes, folder)
+        _one_of("mode", mode, MODES)
+        _one_of("store", store, STORES)
+        self.min_bytes: int = _size("min_bytes", min_bytes)
+        self.keep_last: int = _size("keep_last", keep_last)
+        self.lookahead: int | None = None if lookahead_bytes is None else _size("lookahead_bytes", lookahead_bytes)
+        if max_pinned_bytes is not None:
+            max_pinned_bytes = _size("max_pinned_bytes", max_pinned_bytes)
+        if (store == "disk") != (folder is not None):
+            raise ValueError(
+                "store='disk' needs folder=, the folder for its files"
+                if folder is None
+                else f"folder={folder!r} is only used with store='disk'; store is {store!r}"
+            )
+        if mode == "sync":
+            self.lookahead = 0
+        self.engine: Engine = _engine(store, None if folder is None else _path(folder), max_pinned_bytes)
+
+    def __reduce__(self) -> tuple[type[Offload], tuple[Any, ...]]:
+        return Offload, self._arguments
+
+    def __repr__(self) -> str:
+        mode, store = self._arguments[:2]
+        return f"<ackpt offload: {mode}, store={store!r}>"
+
+    def __enter__(self) -> Engine:
+        entry = _Entry(self)
+        entry.hooks.__enter__()
+        _entered().append(entry)
+        return self.engine
+
+    def __exit__(self, *exception: Any) -> None:
+        if not _entered():
+            raise RuntimeError("this offload context was not entered in this thread: use it as `with offload: ...`")
+        _entered().pop().hooks.__exit__(*exception)
+
+    def for_region(self) -> _Entry:
+        """The entry under which a checkpointed region saves its inputs; one for all regions of a forward."""
+        open_entries = _local.__dict__.setdefault("open", weakref.WeakKeyDictionary())
+        entry = open_entries.get(self)
+        if entry is None or entry.is_over():
+            open_entries[self] = entry = _Entry(self, of_regions=True)
+        return entry
+
+
+def resolve(offload: Offload | str | None) -> Offload | None:
+    """The Offload that an ``offload=`` argument names: None, a mode, or what ``offload_saved_tensors`` returned."""
+    if offload is None or isinstance(offload, Offload):
+        return offload
+    if isinstance(offload, str) and offload in MODES:
+        return _DEFAULTS[offload]
+    raise ValueError(
+        f"offload={offload!r} is unknown: choose None, 'sync', 'async', or pass ackpt.offload_saved_tensors(...)"
+    )
+
+
+_engines: dict[tuple, Engine] = {}
+
+
+def _engine(*key) -> Engine:
+    """The engine of a store, a folder and a limit: one in the process, so that buffers are reused from step to step."""
+    for gone in [other for other in _engines if other[1] is not None and not os.path.isdir(other[1])]:
+        del _engines[gone]
+    if key not in _engines:
+        _engines[key] = Engine(*key)
+    return _engines[key]
+
+
+def _entered() -> list[_Entry]:
+    return _local.__dict__.setdefault("entered", [])
+
+
+class _Entry:
+    """One entering of an Offload, or one forward of regions: the hooks, and the order of what they saw."""
+
+    def __init__(self, offload: Offload, of_regions: bool = False):
+        self._min_bytes = offload.min_bytes
+        self._engine = offload.engine
+        self._forward = Forward(offload.keep_last, offload.lookahead, of_regions)
+        self._task = _task()
+        self._modules: dict[int, tuple[weakref.ref[nn.Module], frozenset[int]]] = {}
+        self.hooks: saved_tensors_hooks = saved_tensors_hooks(self.pack, unpack)
+
+    def is_over(self) -> bool:
+        return self._forward.over or self._forward.is_empty() or self._task != _task()
+
+    def pack(self, tensor: torch.Tensor) -> Kept | Saved:
+        if self._stays(tensor):
+            return Kept(tensor)
+        begin, size = extent(tensor)
+        if size < max(1, self._min_bytes):
+            return Kept(tensor)
+        stored, place = self._engine.put(tensor, self._forward, begin, size)
+        return Saved(tensor, stored, self._forward, place)
+
+    def _stays(self, tensor) -> bool:
+        # Within a backward that began later: a recompute saves what is needed at once.
+        if self._task != _task() or phase.dropping:
+            return True
+        if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return True
+        if tensor.is_leaf and tensor.requires_grad:
+            return True
+        root = root_of(tensor)
+        if not root.is_leaf:
+            return False
+        if root.requires_grad or isinstance(root, nn.Parameter):
+            return True
+        return root.untyped_storage()._cdata in self._storages_of_running_module()
+
+    def _storages_of_running_module(self) -> frozenset:
+        """The storages of parameters and buffers of the outermost module that is being called or recomputed here."""
+        outermost = _module_called() if phase.function is None else _module_of(phase.function)
+        if outermost is None:
+            return frozenset()
+        known = self._modules.get(id(outermost))
+        if known is None or known[0]() is not outermost:
+            tensors = [*outermost.parameters(), *outermost.buffers()]
+            storages = {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _PLAIN}
+            known = self._modules[id(outermost)] = weakref.ref(outermost), frozenset(storages)
+        return known[1]
+
+
+def _module_called() -> nn.Module | None:
+    call, frame = None, sys._getframe(1)
+    while frame is not None:
+        call = frame if frame.f_code is _CALL else call
+        frame = frame.f_back
+    return None if call is None else call.f_locals["self"]
+
+
+def _module_of(function) -> nn.Module | None:
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+_CALL = nn.Module._call_impl.__code__
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def _task() -> int:
+    return torch._C._current_graph_task_id()
+
+
+def _path(folder) -> str:
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise ValueError(f"folder must be the path of a folder, got {folder!r}")
+    return os.path.realpath(os.path.expanduser(folder))
+
+
+def _one_of(name: str, value, known) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(map(repr, known))}")
+
+
+def _size(name: str, value) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be a whole number, 0 or more; got {value!r}")
+    return value
+
+
+_DEFAULTS = {mode: offload_saved_tensors(mode) for mode in MODES}

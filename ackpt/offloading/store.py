@@ -1,0 +1,258 @@
+"""Where offloaded bytes lie: buffers of host memory or of memory-mapped files, kept for reuse.
+
+The buffers come straight from the operating system, not from torch's allocator, so that what is in the store never
+counts as memory of the device, not even where the device is the CPU.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ackpt.errors import OffloadError
+
+PAGE = 4096
+LARGEST_FILE = 1 << 30  # bytes; more only where one buffer is larger
+# A forked child must not share the store with its parent.
+_PRIVATE: dict = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+
+
+def host_memory(size: int) -> torch.Tensor:
+    """`size` bytes of pageable host memory; raises `OffloadError` if there are none.
+
+    Example:
+        >>> from ackpt.offloading.store import host_memory
+        >>> host_memory(4096).shape
+        torch.Size([4096])
+    """
+    try:
+        return torch.frombuffer(mmap.mmap(-1, size, **_PRIVATE), dtype=torch.uint8)
+    except OSError as error:
+        raise OffloadError(
+            f"the offload store cannot get {size} bytes of host memory ({error.strerror}). Offload less (min_bytes), "
+            "use store='disk', or train without offload."
+        ) from error
+
+
+def pinned_memory(size: int) -> torch.Tensor:
+    """`size` bytes of page-locked host memory, which a GPU copies to and from beside its computing."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def no_memory(size: int) -> None:
+    """For tensors without data."""
+
+
+class Folder:
+    """Memory-mapped files in a folder of the user's choice; raises `OffloadError` if none can be made there.
+
+    A file has lost its name before the first byte is written, so the system removes it when the process ends, however
+    it ends. Its blocks are reserved at once: a disk that is full says so here, not in the middle of a copy. Buffers
+    share files that double in size, since each file takes one of the process's file descriptors.
+    """
+
+    def __init__(self, path):
+        self.path = os.fspath(path)
+        self._rest = torch.empty(0, dtype=torch.uint8)  # of the last file
+        self._made = PAGE
+        self._file(PAGE)
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """`size` bytes, a multiple of `PAGE`, of a file."""
+        if size > len(self._rest):
+            self._rest = torch.empty(0, dtype=torch.uint8)
+            try:
+                self._rest = self._file(max(size, min(self._made, LARGEST_FILE)))
+            except OffloadError:
+                self._rest = self._file(size)
+            self._made += len(self._rest)
+        taken, self._rest = self._rest[:size], self._rest[size:]
+        return taken
+
+    def clear(self) -> None:
+        """Give up what is left of the last file."""
+        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._made = PAGE
+
+    def _file(self, size: int) -> torch.Tensor:
+        try:
+            with tempfile.TemporaryFile(dir=self.path, prefix="ackpt-") as file:
+                _reserve(file, size)
+                return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+        except OSError as error:
+            raise OffloadError(
+                f"store='disk' cannot hold {size} more bytes in folder {self.path!r}: {error.strerror}. Nothing was "
+                f"left there. {_cure(error.errno or 0, self.path)}, or train without offload."
+            ) from error
+
+
+_ROOM = "Name a folder with more room, raise min_bytes"
+_WRITABLE = "Name a folder that you may write to"
+_CURES = {
+    errno.ENOTDIR: "Name a folder, not a file",
+    errno.EACCES: _WRITABLE,
+    errno.EROFS: _WRITABLE,
+    errno.ENOENT: _WRITABLE,  # of a folder that is there, such as /proc
+    errno.EMFILE: "Raise the limit of open files (ulimit -n), call engine.release_buffers()",
+}
+
+
+def _cure(number: int, folder: str) -> str:
+    return _CURES.get(number, _ROOM) if os.path.exists(folder) else "Make that folder first"
+
+
+def _reserve(file, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    for start in range(0, size, 1 << 20):
+        file.write(bytes(min(1 << 20, size - start)))
+    file.flush()
+
+
+class Buffer:
+    """Bytes of a store. Who uses them next must let the work that ends with `after` (events) come first.
+
+    Example:
+        >>> from ackpt.offloading.store import Pool, host_memory
+        >>> buffer = Pool(host_memory).take(4096)
+        >>> buffer.size, buffer.bytes.dtype, buffer.is_fallback
+        (4096, torch.uint8, False)
+    """
+
+    __slots__ = ("after", "bytes", "is_fallback", "size")
+
+    def __init__(self, data: Any, size: int, is_fallback: bool):
+        self.bytes: Any = data  # a tensor of bytes, or None for tensors without data
+        self.size: int = size
+        self.is_fallback: bool = is_fallback
+        self.after: tuple[Any, ...] = ()
+
+
+class Pool:
+    """Buffers that are allocated once and then reused.
+
+    Args:
+        allocate: makes the bytes of a new buffer.
+        fallback: makes them where `allocate` fails or `limit` is reached (pinned memory: pageable memory); one
+            warning says so. Without it, the error is raised.
+        limit: bytes that `allocate` may have made and not released.
+
+    Sizes are rounded up by at most an eighth, and an idle buffer serves for half its size and more, so that lengths
+    which vary share buffers. Idle buffers never hold more bytes than were in use at the highest point.
+
+    Example:
+        >>> from ackpt.offloading.store import Pool, host_memory
+        >>> pool = Pool(host_memory)
+        >>> buffer = pool.take(5000)  # rounded up to whole pages
+        >>> pool.give(buffer)
+        >>> pool.take(6000) is buffer, pool.bytes, pool.hits, pool.misses
+        (True, 8192, 1, 1)
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[int], torch.Tensor | None],
+        fallback: Callable[[int], torch.Tensor | None] | None = None,
+        limit: int | None = None,
+    ):
+        self._allocate, self._fallback = allocate, fallback
+        self.limit: int | None = limit
+        self._idle: dict[int, deque[Buffer]] = {}
+        self._warned = False
+        self.hits: int = 0
+        self.misses: int = 0
+        self.bytes: int = 0
+        self.fallback_bytes: int = 0
+        self.idle_bytes: int = 0
+        self._most_used = 0
+
+    def take(self, size: int) -> Buffer:
+        """A buffer of at least `size` bytes; raises `OffloadError` if there is none to be had."""
+        size = _rounded(size)
+        if (fitting := self._fitting(size)) is not None:
+            buffer = self._idle[fitting].popleft()
+            self.idle_bytes -= fitting
+            self.hits += 1
+        else:
+            buffer = self._new(size)
+            self.misses += 1
+        self._most_used = max(self._most_used, self.bytes - self.idle_bytes)
+        return buffer
+
+    def give(self, buffer: Buffer, after: Iterable[Any] = ()) -> None:
+        """Take `buffer` back; copies from and to it may still be running until the events `after`."""
+        buffer.after = tuple(after)
+        idle = self._idle.pop(buffer.size, deque())
+        idle.append(buffer)
+        self._idle[buffer.size] = idle  # the sizes that were used last stand last
+        self.idle_bytes += buffer.size
+        self._shrink(self._most_used)
+
+    def clear(self) -> None:
+        """Release all idle buffers."""
+        self._shrink(0)
+
+    def _fitting(self, size: int) -> int | None:
+        """The size of an idle buffer for `size` bytes: the same, or the next larger one up to twice that."""
+        if self._idle.get(size):
+            return size
+        return min((other for other, idle in self._idle.items() if idle and size < other <= 2 * size), default=None)
+
+    def _shrink(self, allowed: int) -> None:
+        while self.idle_bytes > allowed:
+            size = next(size for size, idle in self._idle.items() if idle)
+            buffer = self._idle[size].popleft()
+            for event in buffer.after:
+                event.error()  # waits; what failed has been reported where it was needed
+            self.idle_bytes -= size
+            self.bytes -= size
+            self.fallback_bytes -= size * buffer.is_fallback
+
+    def _new(self, size: int) -> Buffer:
+        if self._is_full(size):
+            self._shrink(max(0, self.idle_bytes - size))
+        data, is_fallback = None, False
+        if self._is_full(size):
+            self._warn(f"max_pinned_bytes={self.limit} is reached")
+            is_fallback = True
+        else:
+            try:
+                data = self._allocate(size)
+            except RuntimeError as error:
+                if self._fallback in (None, self._allocate):
+                    raise
+                self._warn(f"pinning {size} bytes of host memory failed ({str(error).splitlines()[0]})")
+                is_fallback = True
+        if is_fallback and self._fallback is not None:
+            data = self._fallback(size)
+        self.bytes += size
+        self.fallback_bytes += size * is_fallback
+        return Buffer(data, size, is_fallback)
+
+    def _is_full(self, size: int) -> bool:
+        if self.limit is None or self._fallback is None:
+            return False
+        return self.bytes - self.fallback_bytes + size > self.limit
+
+    def _warn(self, cause: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"offload: {cause}; from here on copies go through pageable memory, correct but without overlap. "
+                "Raise max_pinned_bytes or the limit of locked memory (ulimit -l), or offload less (min_bytes).",
+                stacklevel=2,
+            )
+
+
+def _rounded(size: int) -> int:
+    step = max(PAGE, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step

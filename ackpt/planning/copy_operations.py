@@ -1,0 +1,102 @@
+"""Copies between device and host as operations of a planned step: started, and waited for.
+
+What moves is a whole storage, since the views that backward reads are made anew from it. On a GPU each way has its
+stream, under the rules of `ackpt.offloading.cuda_transport`; copies on the CPU are done when they have been started,
+and their "host" is the same memory. The event of a copy is handed from its start to its wait beside the tensor, as a
+value; an operation registered with torch returns tensors alone, and would have to find its event by an address.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ackpt.offloading.cuda_transport import CudaTransport
+
+
+def offload(source: torch.Tensor):
+    """``(host, event)``: the storage of `source` in host memory, uint8[bytes]; it is there after `wait`."""
+    transport = _transport(source)
+    if transport is None:
+        size = source.untyped_storage().nbytes()
+        host = torch.empty(size, dtype=torch.uint8)
+        if not isinstance(source, FakeTensor):
+            host.copy_(_bytes(source))
+        return host, None
+    storage = source.untyped_storage()
+    host = _pinned(storage.nbytes())
+    return host, _Event(transport, transport.copy_out(storage, 0, host, storage.nbytes(), ()))
+
+
+def prefetch(host: torch.Tensor, device: torch.device, dtype: torch.dtype, shape, strides, offset: int):
+    """``(tensor, event)``: a tensor on `device` that lies in a new storage with the bytes of `host`, after `wait`.
+
+    ``shape``, ``strides`` and ``offset`` count elements of `dtype`.
+    """
+    transport = None if isinstance(host, FakeTensor) else _transport(host, device)
+    event = None
+    if transport is None:
+        there = torch.empty(host.numel(), dtype=torch.uint8, device=device)
+        if not isinstance(host, FakeTensor):
+            there.copy_(host)
+    else:
+        storage = transport.allocate(host.numel())
+        event = _Event(transport, transport.copy_in(host, storage, host.numel(), ()), storage)
+        there = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    whole = there[: host.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return whole.as_strided(shape, strides, offset), event
+
+
+def wait(moved, source):
+    """What `offload` or `prefetch` of `source` has started, once it may be used, and `source` be freed."""
+    value, event = moved
+    if event is not None:
+        event.hold()
+    return value
+
+
+class _Event:
+    """The end of a copy, for the stream that computes."""
+
+    def __init__(self, transport, event, storage=None):
+        self._transport, self._event, self._storage = transport, event, storage
+
+    def hold(self) -> None:
+        self._transport.hold(self._event, self._storage)
+
+
+def _transport(tensor: torch.Tensor, device: torch.device | None = None):
+    """What copies between host and `device`, that of the tensor unless given; None where both are one memory."""
+    device = device or tensor.device
+    return None if device.type == "cpu" or isinstance(tensor, FakeTensor) else _cuda_transport(device)
+
+
+@functools.cache
+def _cuda_transport(device: torch.device) -> CudaTransport:
+    return CudaTransport(device)
+
+
+def _pinned(size: int) -> torch.Tensor:
+    """Page-locked memory, uint8[size]; torch keeps it for reuse, behind the copies that use it."""
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        _warn(str(error).splitlines()[0])
+        return torch.empty(size, dtype=torch.uint8)
+
+
+@functools.cache
+def _warn(cause: str) -> None:
+    warnings.warn(
+        f"offload: pinning host memory failed ({cause}); copies go through pageable memory, correct but without "
+        "overlap. Raise the limit of locked memory (ulimit -l), or plan with a larger budget.",
+        stacklevel=2,
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The storage of a tensor, uint8[bytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,0 +1,221 @@
+"""What is there while a schedule is followed: every allocation and free, and a refusal of what cannot run."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.joint_graph import FORWARD, JointGraph
+from ackpt.metering.timeline import Copy, Timeline
+
+from .host_copies import Host
+from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, Schedule, ScheduleError, Step
+
+_CATEGORIES = ("gradients", "activations", "temporaries")
+_GRADIENT, _ACTIVATION, _TEMPORARY, _HOST = range(4)
+
+
+def follow(graph: JointGraph, schedule: Schedule, workspace_bytes) -> Live:
+    """Every allocation and free of `schedule`, in order."""
+    check_same(graph, schedule.graph, "schedule")
+    live = Live(graph, schedule, workspace_bytes)
+    live.run_forward(schedule.forward)
+    live.enter_backward(schedule.saved)
+    live.run_backward(schedule.backward)
+    return live
+
+
+class Live:
+    """Storages and values that are there while a schedule is followed; every change becomes an event.
+
+    ``events``: (bytes, category); ``owner``: the node that each belongs to; ``boundary``: events before backward;
+    ``after``: live bytes on the device and in host memory right after every step that is no free, its arguments not
+    yet freed and without its workspace. ``copies``: [way, storage, event before it starts, event before it is waited
+    for].
+    """
+
+    def __init__(self, graph: JointGraph, schedule: Schedule, workspace_bytes):
+        known = facts(graph)
+        self.graph, self.known, self.workspace_bytes = graph, known, workspace_bytes
+        self.values: set[int] = set(known.given)
+        self.storages: set[int] = set(known.resident)
+        self.members: dict[int, set[int]] = {}
+        self.recomputed: set[int] = set()  # storages whose present content was computed again
+        self.replayed = set(schedule.replayed)
+        self.state_bytes = rng_state_bytes(graph)
+        self.events: list[tuple[int, int]] = []
+        self.owner: list[int | None] = []
+        self.after: list[tuple[int, int]] = []
+        self.total = self.host_total = self.boundary = 0
+        self.host = Host(known, schedule)
+        self.copies: list[list] = []
+        kept = {*schedule.saved, *schedule.offloaded, *_storages(known, known.outputs)}
+        self.category = dict.fromkeys(kept, _ACTIVATION)
+        self.category.update(dict.fromkeys(_storages(known, known.bw_outputs), _GRADIENT))
+
+    def run_forward(self, steps):
+        node = None
+        for step in steps:
+            if step.kind == COMPUTE:
+                node = step.id
+                if node in self.replayed:
+                    self._event(self.state_bytes, _ACTIVATION, node)
+                self._compute(node, False)
+            else:
+                self._move(step, node)
+        self.host.refuse_any("forward")
+
+    def enter_backward(self, saved):
+        """Backward is given the covering value of what was saved, and nothing else of the forward."""
+        self.boundary = len(self.events)
+        if lost := set(saved) - self.storages:
+            raise ScheduleError(f"storages {sorted(lost)} are to be saved, but the forward has freed them")
+        self.members = {storage: {self.known.cover[storage]} for storage in saved}
+        self.values = {*self.known.given, *(self.known.cover[storage] for storage in saved)}
+        self._event(self.known.incoming_bytes, _TEMPORARY, None)
+        for place in self.known.tangents:
+            for storage in self.graph.nodes[place].storages:
+                if storage not in self.storages:
+                    self.storages.add(storage)
+                    self._event(self.known.bytes[storage], _TEMPORARY, place)
+
+    def run_backward(self, steps):
+        last = {step.id: at for at, step in enumerate(steps) if step.kind == COMPUTE and step.id in self.replayed}
+        node = None
+        for at, step in enumerate(steps):
+            if step.kind != COMPUTE:
+                self._move(step, node)
+                continue
+            node = step.id
+            replays = node in self.replayed
+            if replays:  # the generator's present state is put aside
+                self._event(self.state_bytes, _TEMPORARY, node)
+            self._compute(node, self.graph.nodes[node].phase == FORWARD)
+            if replays:
+                self._event(-self.state_bytes, _TEMPORARY, node)
+                if last[node] == at:
+                    self._event(-self.state_bytes, _ACTIVATION, node)
+        self.host.refuse_any("backward")
+        for size in (self.graph.optimizer_step_bytes, -self.graph.optimizer_step_bytes):
+            self._event(size, _TEMPORARY, None)
+
+    def timeline(self) -> Timeline:
+        live = [0]
+        series: list[list[int]] = [[0], [0], [0]]
+        for size, category in self.events:
+            live.append(live[-1] + (size if category != _HOST else 0))
+            for index, values in enumerate(series):
+                values.append(values[-1] + (size if index == category else 0))
+        ways = {OFFLOAD: "out", PREFETCH: "in"}
+        return Timeline(
+            tuple(live),
+            {n: tuple(s) for n, s in zip(_CATEGORIES, series) if any(s)},
+            self.boundary,
+            tuple(Copy(ways[kind], begin, end, self.known.bytes[s]) for kind, s, begin, end in self.copies),
+        )
+
+    def host_live(self) -> tuple[int, ...]:
+        """Bytes in host memory, beside every entry of the timeline."""
+        return tuple(accumulate((size if category == _HOST else 0 for size, category in self.events), initial=0))
+
+    def _compute(self, place: int, again: bool):
+        known = self.known
+        for source in known.reads(place, again):
+            if source not in self.values:
+                raise ScheduleError(
+                    f"{self._name(place)} reads {self._name(source)}, which is not there: the schedule has freed it, "
+                    "never computed it, or not waited for its prefetch"
+                )
+        born = known.born.get(place, frozenset())
+        for storage in known.storages(place, again):
+            if storage in born:
+                if storage in self.storages:
+                    raise ScheduleError(f"{self._name(place)} is computed while its result is still there")
+                self.storages.add(storage)
+                if again:
+                    self.recomputed.add(storage)
+                self._event(known.bytes[storage], self._category(storage), place)
+            self.members.setdefault(storage, set()).add(place)
+        self.values.add(place)
+        self.after.append((self.total, self.host_total))
+        if workspace := self.workspace_bytes[place]:
+            self._event(workspace, _TEMPORARY, place)
+            self._event(-workspace, _TEMPORARY, place)
+
+    def _move(self, step: Step, node: int | None):
+        kind, storage = step
+        if kind == FREE:
+            self._free(storage, node)
+            return
+        size = self.known.bytes[storage]
+        if kind == OFFLOAD:
+            if self.known.cover.get(storage) not in self.values:
+                raise ScheduleError(f"storage {storage} is offloaded, but it is not there")
+            self.host.offload(storage)
+            self._event(size, _HOST, node)
+            self.copies.append([kind, storage, len(self.events), len(self.events)])
+        elif kind == PREFETCH:
+            if storage in self.storages:
+                raise ScheduleError(f"storage {storage} is prefetched while it is still there")
+            self.host.prefetch(storage)
+            self.storages.add(storage)
+            self._event(size, self._category(storage), node)
+            self.copies.append([kind, storage, len(self.events), len(self.events)])
+        elif kind == WAIT:
+            if self.host.wait(storage):
+                self.members[storage] = {self.known.cover[storage]}
+                self.values.add(self.known.cover[storage])
+            next(copy for copy in reversed(self.copies) if copy[1] == storage)[3] = len(self.events)
+        else:
+            raise ScheduleError(f"{kind!r} is no kind of step")
+        self.after.append((self.total, self.host_total))
+        if self.host.is_last(storage):
+            self._event(-size, _HOST, node)
+
+    def _free(self, storage: int, node: int | None):
+        if storage not in self.storages:
+            raise ScheduleError(f"storage {storage} is freed, but it is not there")
+        self.host.refuse_moving(storage, "freed")
+        self._event(-self.known.bytes[storage], self._category(storage), node)
+        self.storages.discard(storage)
+        self.recomputed.discard(storage)
+        self.values -= self.members.pop(storage, set())
+
+    def _category(self, storage: int) -> int:
+        return _TEMPORARY if storage in self.recomputed else self.category.get(storage, _TEMPORARY)
+
+    def _event(self, size: int, category: int, node: int | None):
+        if size:
+            if category == _HOST:
+                self.host_total += size
+            else:
+                self.total += size
+            self.events.append((size, category))
+            self.owner.append(node)
+
+    def _name(self, place: int) -> str:
+        node = self.graph.nodes[place]
+        return f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r}"
+
+
+def _storages(known: Facts, places) -> set[int]:
+    return {storage for place in places if place is not None for storage in known.graph.nodes[place].storages}
+
+
+def rng_state_bytes(graph: JointGraph) -> int:
+    """Bytes, on the graph's device, of the state that a random operation's second run starts from.
+
+    It lies in host memory, so that a step on a GPU has none.
+    """
+    return torch.get_rng_state().numel() if graph.on_cpu else 0
+
+
+def check_same(graph: JointGraph, found: str, what: str) -> None:
+    """Refuse a schedule or plan that was made for another graph."""
+    if found != graph.hash:
+        raise ScheduleError(
+            f"this {what} was made for another graph ({found[:12]}, not {graph.hash[:12]}): model, shapes, dtypes or "
+            "torch differ. Make it anew for this model and these arguments."
+        )

@@ -1,0 +1,214 @@
+"""Where an offloaded storage leaves the device, and where it comes back.
+
+Its copy out starts as soon as it exists. Its memory is given back once the copy is done, which later operations of
+the forward hide; sooner, computing standing still meanwhile, where the peak asks for it. Its copy back starts just
+early enough to be done at the first use in backward, as far as the peak allows. Copies of one way follow each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from itertools import accumulate
+
+from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.costs.profiles import Profile
+
+from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, Schedule, ScheduleError, Step
+from .simulator import step_peaks
+
+
+def offloadable(graph: JointGraph, schedule: Schedule) -> list[int]:
+    """Storages that `schedule` saves and that could be offloaded instead.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.planning.schedule import everything
+        >>> from ackpt.planning.offload_steps import offloadable
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> [graph.storages[storage].bytes for storage in offloadable(graph, everything(graph))]
+        [128]
+    """
+    return [storage for storage in schedule.saved if storage not in facts(graph).held]
+
+
+def offloaded(
+    graph: JointGraph, schedule: Schedule, storages: Iterable[int], profile: Profile, limit_bytes: int = 0
+) -> Schedule:
+    """`schedule` with `storages`, which it saves, in host memory between their uses in forward and backward.
+
+    No place raises the dynamic peak above `limit_bytes`, or above the least that offloading these storages can give
+    if that is more. Without times in the profile every copy is waited for at once.
+
+    Raises:
+        ScheduleError: for storages that `schedule` does not save, that the caller holds, or if it offloads already.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph import simulate
+        >>> from ackpt.planning.schedule import everything
+        >>> from ackpt.planning.offload_steps import offloadable, offloaded
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> profile, plain = ackpt.profile(graph), everything(graph)
+        >>> found = simulate(graph, profile, offloaded(graph, plain, offloadable(graph, plain), profile))
+        >>> found.saved_bytes, found.host_bytes, found.recompute_flops
+        (0, 128, 0)
+    """
+    storages = sorted(set(storages))
+    if wrong := sorted(set(storages) - set(offloadable(graph, schedule))):
+        raise ScheduleError(f"storages {wrong} are not saved, or the caller holds them: they cannot be offloaded")
+    if schedule.offloaded:
+        raise ScheduleError("the schedule offloads already: name all storages at once")
+    plan = _Placing(graph, schedule, storages, profile, limit_bytes)
+    plan.leave()
+    plan.come_back()
+    return plan.placed()
+
+
+@dataclasses.dataclass
+class _Way:
+    """One storage's places among the compute steps of forward (``born``, ``last`` use, ``freed`` after) and backward
+    (``prefetched`` before, ``first`` use); ``copy``: seconds of one copy."""
+
+    storage: int
+    size: int
+    copy: float
+    born: int
+    last: int
+    first: int
+    freed: int
+    prefetched: int
+
+
+class _Placing:
+    """``forward``, ``backward``: dynamic bytes at every compute step, at first with each storage on the device for as
+    short as can be; ``limit``: the most that they may become; ``seconds``: of every compute step, of both parts."""
+
+    def __init__(self, graph: JointGraph, schedule: Schedule, storages, profile, limit_bytes: int):
+        known = facts(graph)
+        self.schedule = schedule
+        orders = [[s.id for s in steps if s.kind == COMPUTE] for steps in (schedule.forward, schedule.backward)]
+        seconds, copies = profile.seconds, profile.swap_seconds
+        if seconds is None or copies is None:
+            seconds, copies = [0.0] * len(graph.nodes), [0.0] * len(graph.storages)
+        self.seconds = [[seconds[place] for place in order] for order in orders]
+        self.ways = _ways(known, storages, orders, copies)
+        self.forward, self.backward = step_peaks(graph, schedule, profile.workspace_bytes)
+        # Each is away after its last use in the forward and before its first in backward.
+        _add(self.forward, [(way.last + 1, len(self.forward), -way.size) for way in self.ways])
+        _add(self.backward, [(0, way.first, -way.size) for way in self.ways])
+        self.limit = max(limit_bytes, *self.forward, *self.backward)
+
+    def leave(self) -> None:
+        """Free each storage in the forward when its copy is done; before, where the limit would be broken."""
+        now = idle = 0.0
+        born, unused = _by(self.ways, "born"), _by(self.ways, "last")
+        done: dict[int, float] = {}
+        leaving: list[_Way] = []  # not read any more in the forward, but still on the device
+        beside = 0  # bytes of these
+        for at, seconds in enumerate(self.seconds[0]):
+            for way in list(leaving):
+                if done[way.storage] <= now or self.forward[at] + beside > self.limit:
+                    now = max(now, done[way.storage])
+                    way.freed = at - 1
+                    leaving.remove(way)
+                    beside -= way.size
+            self.forward[at] += beside
+            now += seconds
+            for way in born.get(at, ()):
+                done[way.storage] = idle = max(idle, now) + way.copy
+            for way in unused.get(at, ()):
+                leaving.append(way)
+                beside += way.size
+            leaving.sort(key=lambda way: done[way.storage])
+        for way in leaving:
+            way.freed = len(self.seconds[0]) - 1
+
+    def come_back(self) -> None:
+        """Prefetch each storage in backward so that its copy is done at its first use, if the limit allows."""
+        begins = list(accumulate(self.seconds[1], initial=0.0))
+        idle = begins[-1]  # from here on the link is taken by the copies that are needed later
+        for way in sorted(self.ways, key=lambda way: (-way.first, -way.storage)):
+            begin = min(begins[way.first], idle) - way.copy
+            at = way.first
+            while at > 0 and begins[at] > begin and self.backward[at - 1] + way.size <= self.limit:
+                at -= 1
+                self.backward[at] += way.size
+            way.prefetched = at
+            idle = max(begin, begins[at])
+
+    def placed(self) -> Schedule:
+        out = {(way.born, 0, way.born, way.storage): [Step(OFFLOAD, way.storage)] for way in self.ways}
+        out |= {
+            (way.freed, 1, way.born, way.storage): [Step(WAIT, way.storage), Step(FREE, way.storage)]
+            for way in self.ways
+        }
+        back = {(way.prefetched, 0, way.first, way.storage): [Step(PREFETCH, way.storage)] for way in self.ways}
+        back |= {(way.first, 1, way.first, way.storage): [Step(WAIT, way.storage)] for way in self.ways}
+        gone = {way.storage for way in self.ways}
+        return dataclasses.replace(
+            self.schedule,
+            forward=_inserted(self.schedule.forward, {(at + 1, *rest): steps for (at, *rest), steps in out.items()}),
+            backward=_inserted(self.schedule.backward, back),
+            saved=tuple(storage for storage in self.schedule.saved if storage not in gone),
+        )
+
+
+def _by(ways: list[_Way], name: str) -> dict[int, list[_Way]]:
+    found: dict[int, list[_Way]] = {}
+    for way in ways:
+        found.setdefault(getattr(way, name), []).append(way)
+    return found
+
+
+def _add(sizes: list[int], spans) -> None:
+    """Add to all sizes from a first place to before another, for every (first, end, bytes) of `spans`."""
+    changes = [0] * (len(sizes) + 1)
+    for begin, end, size in spans:
+        changes[begin] += size
+        changes[end] -= size
+    sizes[:] = map(sum, zip(sizes, accumulate(changes)))
+
+
+def _ways(known: Facts, storages, orders, copy_seconds) -> list[_Way]:
+    forward, backward = orders
+    wanted = set(storages)
+    born = {place: at for at, place in enumerate(forward)}
+    last = {s: at for at, place in enumerate(forward) for s in wanted.intersection(known.touched[FORWARD][place])}
+    first = {
+        s: at
+        for at, place in reversed([*enumerate(backward)])
+        for s in wanted.intersection(known.touched[BACKWARD][place])
+    }
+    return [
+        _Way(
+            storage=s,
+            size=known.bytes[s],
+            copy=copy_seconds[s],
+            born=born[known.cover[s]],
+            last=last[s],
+            first=first[s],
+            freed=last[s],
+            prefetched=first[s],
+        )
+        for s in storages
+    ]
+
+
+def _inserted(steps, moves: dict[tuple, list[Step]]) -> tuple[Step, ...]:
+    """`steps` with others before the compute step whose number each key of `moves` begins with, in the keys' order."""
+    waiting = sorted(moves, reverse=True)
+    found: list[Step] = []
+    at = 0
+    for step in steps:
+        if step.kind == COMPUTE:
+            while waiting and waiting[-1][0] <= at:
+                found += moves[waiting.pop()]
+            at += 1
+        found.append(step)
+    while waiting:
+        found += moves[waiting.pop()]
+    return tuple(found)

@@ -1,0 +1,314 @@
+"""A plan: a schedule, what it promises, and which activation got which fate; saved as JSON, bound to its graph."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ackpt.capture.joint_graph import JointGraph
+from ackpt.metering.meter import memory_format
+from ackpt.metering.timeline import Timeline
+from ackpt.results import read_json, write_text_atomic
+
+from .schedule import COMPUTE, FREE, Schedule, Step
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SAVED, RECOMPUTED, OFFLOADED = "saved", "recomputed", "offloaded"
+_SCHEMA = {"schema": "ackpt.plan", "version": 2}
+
+
+class PlanError(ValueError):
+    """A plan that cannot be read, or that does not belong to the model it is used for.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model, x = torch.nn.Linear(8, 8), torch.ones(4, 8)
+        >>> plan = ackpt.plan(ackpt.trace(model, x))
+        >>> try:
+        ...     ackpt.compile(model, torch.ones(5, 8), plan=plan)
+        ... except ackpt.PlanError:
+        ...     print("the plan is for other shapes")
+        the plan is for other shapes
+    """
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What backward needs of one operation's result: its fate, bytes, and where in the model it comes from.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> (kept,) = ackpt.plan(ackpt.trace(model, torch.ones(4, 8))).activations
+        >>> kept.name, kept.fate, kept.bytes, kept.module
+        ('tanh', 'saved', 128, '1')
+    """
+
+    name: str
+    fate: str
+    bytes: int
+    module: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An operation that runs again: what that costs, and what keeping its result would mean.
+
+    ``cost``: of all its ``runs`` in backward, as a share of the plain step's; ``bytes``: of its result;
+    ``peak_if_kept_bytes``: the dynamic peak of the same plan with the result kept from the forward.
+
+    Example:
+        >>> import torch, ackpt
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+        >>> model = torch.nn.Sequential(block(), block(), block())
+        >>> plan = ackpt.plan(ackpt.trace(model, torch.ones(64, 8)), budget=0.7)
+        >>> dearest = plan.decisions[0]
+        >>> dearest.name, dearest.runs, dearest.bytes, dearest.peak_if_kept_bytes > plan.limit_bytes
+        ('tanh', 1, 16384, True)
+    """
+
+    name: str
+    module: str
+    cost: float
+    bytes: int
+    runs: int
+    peak_if_kept_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `ackpt.plan` promises about a step.
+
+    ``peak_bytes``: the largest sum of resident and dynamic bytes; ``resident_bytes``: parameters, buffers, inputs and
+    optimizer state; ``baseline_peak_bytes``: the peak without checkpointing; ``saved_bytes``: kept on the device for
+    backward. ``flops``: of the step, ``recompute_flops``: those that run again. ``limit_bytes``: the bound on dynamic
+    bytes that the budget means, None without one. ``activations``: what backward needs, in the order of the forward.
+    ``cost``: of what runs again, as a share of the plain step's: seconds where the profile has them, those of waiting
+    for copies among them, else FLOPs and traffic weighed against each other. ``lower_bound``: no schedule within the
+    budget that offloads nothing costs less, in the same unit; None where nothing bounds the plan, where it offloads, or
+    scipy is not there. ``decisions``: the most expensive ones. ``host_bytes``: the most that is offloaded at one time,
+    no part of the peak. ``exposed_seconds``: of the step, in which computing stands still for copies; None where the
+    profile has no times. ``made_for``: the call it was made for, in words; None where that is not known. ``note``:
+    how a step that was captured as ``torch.compile`` runs the model differs from the model's own; None for others.
+
+    Example:
+        >>> import torch, ackpt
+        >>> def block():
+        ...     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+        >>> model = torch.nn.Sequential(block(), block(), block())
+        >>> plan = ackpt.plan(ackpt.trace(model, torch.ones(64, 8)), budget=0.7)
+        >>> plan.fates["tanh"], plan.fates["tanh_2"]
+        ('recomputed', 'saved')
+        >>> plan.dynamic_peak_bytes <= 0.7 * plan.baseline_dynamic_peak_bytes
+        True
+    """
+
+    policy: str
+    limit_bytes: int | None
+    peak_bytes: int
+    resident_bytes: int
+    baseline_peak_bytes: int
+    saved_bytes: int
+    flops: int
+    recompute_flops: int
+    peak_node: str
+    activations: tuple[Activation, ...]
+    schedule: Schedule
+    timeline: Timeline
+    cost: float
+    lower_bound: float | None
+    decisions: tuple[Decision, ...]
+    host_bytes: int = 0
+    exposed_seconds: float | None = None
+    made_for: Mapping[str, str] | None = field(default=None, compare=False)
+    note: str | None = None
+
+    def __repr__(self) -> str:
+        share = self.dynamic_peak_bytes / max(1, self.baseline_dynamic_peak_bytes)
+        return (
+            f"<Plan of policy {self.policy!r}: peak {memory_format(self.peak_bytes)}, dynamic {share:.3f} of the plain "
+            f"step's; table() says more>"
+        )
+
+    @property
+    def dynamic_peak_bytes(self) -> int:
+        """The peak without resident bytes."""
+        return self.peak_bytes - self.resident_bytes
+
+    @property
+    def baseline_dynamic_peak_bytes(self) -> int:
+        """The dynamic peak without checkpointing."""
+        return self.baseline_peak_bytes - self.resident_bytes
+
+    @property
+    def gap(self) -> float | None:
+        """How much longer the step is than the lower bound says it must be, as a share; None without a bound."""
+        return None if self.lower_bound is None else (1 + self.cost) / (1 + self.lower_bound) - 1
+
+    @cached_property
+    def fates(self) -> dict[str, str]:
+        """``{name of the node: "saved" | "recomputed" | "offloaded"}`` for every activation that backward needs."""
+        return {activation.name: activation.fate for activation in self.activations}
+
+    def table(self) -> str:
+        """The promise, the price, the dearest decisions and the largest activations, as aligned text.
+
+        A plan is one of a front that serves every budget, so that something small may be recomputed although it would
+        still fit: "within the budget".
+        """
+        dynamic, baseline = self.dynamic_peak_bytes, self.baseline_dynamic_peak_bytes
+        plain = max(1, self.flops - self.recompute_flops)
+        fates = Counter(activation.fate for activation in self.activations)
+        again = f"{self.recompute_flops / 1e9:.3f} GFLOP, {self.recompute_flops / plain:.1%} of the step's"
+        lines = [
+            f"policy            {self.policy}",
+            f"peak              {memory_format(self.peak_bytes)}, of it {memory_format(self.resident_bytes)} resident",
+            f"dynamic peak      {memory_format(dynamic)} = {dynamic / max(1, baseline):.3f} of the plain step's "
+            f"{memory_format(baseline)}",
+            f"reached at        {self.peak_node}",
+            f"recomputed        {again}",
+            f"cost              {self.cost:.1%} of the step; {self._bound()}",
+            f"activations       {fates[SAVED]} of {len(self.activations)} saved, {memory_format(self.saved_bytes)}; "
+            f"{fates[RECOMPUTED]} recomputed, {fates[OFFLOADED]} offloaded",
+            *self._offload(),
+            *([] if self.note is None else [f"as compiled       {self.note}"]),
+            "",
+            "ten largest       fate        where",
+        ]
+        largest = sorted(self.activations, key=lambda activation: -activation.bytes)[:10]
+        lines += [f"{memory_format(a.bytes):<17} {a.fate:<11} {a.module or '-'} ({a.name})" for a in largest]
+        if self.decisions:
+            lines += ["", "dearest           cost   runs    had it been kept"]
+        limit = self.dynamic_peak_bytes if self.limit_bytes is None else self.limit_bytes
+        for decision in self.decisions:
+            over = decision.peak_if_kept_bytes - limit
+            meant = f"{memory_format(abs(over))} {'above' if over > 0 else 'within'} the budget"
+            if self.limit_bytes is None:
+                meant = f"a peak {memory_format(abs(over))} {'higher' if over > 0 else 'lower'}"
+            lines.append(
+                f"{memory_format(decision.bytes):<17} {decision.cost:<6.2%} {decision.runs:<7} {meant}: "
+                f"{decision.module or '-'} ({decision.name})"
+            )
+        return "\n".join(lines)
+
+    def _bound(self) -> str:
+        if self.lower_bound is not None:
+            return f"no schedule costs less than {self.lower_bound:.1%}, so it takes at most {self.gap:.1%} too long"
+        return "no lower bound was computed"
+
+    def _offload(self) -> list[str]:
+        if not self.host_bytes:
+            return []
+        moved = sum(activation.fate == OFFLOADED for activation in self.activations)
+        waits = "" if self.exposed_seconds is None else f", {1e3 * self.exposed_seconds:.3g} ms of waiting for copies"
+        return [f"offloaded         {moved}, {memory_format(self.host_bytes)} in host memory{waits}"]
+
+    def plot(self, title: str | None = None) -> Figure:
+        """Live bytes over the steps of the plan, as `ackpt.plots.timeline_plot` draws them."""
+        from ackpt.plots import timeline_plot
+
+        share = self.dynamic_peak_bytes / max(1, self.baseline_dynamic_peak_bytes)
+        title = title or f"{self.policy}: {share:.2f} of the plain step's dynamic peak"
+        return timeline_plot(self.timeline.thinned(1000), title, self.resident_bytes)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan as JSON, whole or not at all.
+
+        Raises:
+            RecordError: if it cannot be written there.
+        """
+        data: dict = dict(_SCHEMA)
+        for each in fields(self):
+            data[each.name] = getattr(self, each.name)
+        data["activations"] = [asdict(activation) for activation in self.activations]
+        data["decisions"] = [asdict(decision) for decision in self.decisions]
+        schedule = self.schedule
+        data["schedule"] = {
+            "graph": schedule.graph,
+            "forward": _packed(schedule.forward),
+            "backward": _packed(schedule.backward),
+            "saved": list(schedule.saved),
+            "replayed": list(schedule.replayed),
+        }
+        data["timeline"] = self.timeline.to_json()
+        data["digest"] = _digest(data)
+        return write_text_atomic(path, json.dumps(data) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan that `save` wrote.
+
+        Raises:
+            PlanError: if the file is no plan, is truncated, was written by another version, or changed after that.
+        """
+        data = read_json(path, "plan", PlanError)
+        is_changed = isinstance(data, dict) and "digest" in data and data["digest"] != _digest(data)
+        found = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
+        if found != _SCHEMA:
+            raise PlanError(f"{path} is no plan of this version: expected {_SCHEMA}, found {found}; plan again")
+        try:
+            schedule = data["schedule"]
+            data["schedule"] = Schedule(
+                schedule["graph"],
+                _unpacked(schedule["forward"]),
+                _unpacked(schedule["backward"]),
+                tuple(schedule["saved"]),
+                tuple(schedule["replayed"]),
+            )
+            data["activations"] = tuple(Activation(**activation) for activation in data["activations"])
+            data["decisions"] = tuple(Decision(**decision) for decision in data["decisions"])
+            data["timeline"] = Timeline.from_json(data["timeline"])
+            # Files of earlier days lack what was added since.
+            given = (each.name for each in fields(cls) if each.default is MISSING or each.name in data)
+            plan = cls(**{name: data[name] for name in given})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise PlanError(f"{path} is no whole plan ({error!r} while reading it); plan again") from error
+        if is_changed:
+            raise PlanError(
+                f"{path} was changed after it was saved, so that its figures may not be the plan's; plan again"
+            )
+        return plan
+
+
+def _digest(data: dict) -> str:
+    """SHA-256 of what a file says, but for the digest itself."""
+    said = {key: value for key, value in data.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _packed(steps) -> list:
+    """A compute step as its node's id, a free as -1 - the storage's, another as [kind, storage]."""
+    numbers = {COMPUTE: lambda step: step.id, FREE: lambda step: -1 - step.id}
+    return [numbers.get(step.kind, list)(step) for step in steps]
+
+
+def _unpacked(packed) -> tuple[Step, ...]:
+    steps = []
+    for entry in packed:
+        if isinstance(entry, list):
+            kind, storage = entry
+            steps.append(Step(kind, storage))
+        else:
+            steps.append(Step(COMPUTE, entry) if entry >= 0 else Step(FREE, -1 - entry))
+    return tuple(steps)
+
+
+def activations(graph: JointGraph, storages, saved, offloaded, cover) -> tuple[Activation, ...]:
+    """The activations among `storages` with their fates, in the order of the forward."""
+    found = []
+    for storage in sorted(storages, key=lambda s: cover[s]):
+        node = graph.nodes[cover[storage]]
+        fate = SAVED if storage in saved else OFFLOADED if storage in offloaded else RECOMPUTED
+        found.append(Activation(node.name, fate, graph.storages[storage].bytes, node.module, node.source))
+    return tuple(found)

@@ -1,0 +1,56 @@
+"""Whether a plan that was made before is one of the graph at hand, and says what the simulator says now."""
+
+from __future__ import annotations
+
+from ackpt.capture.analysis import facts
+from ackpt.capture.inspection.calls import differences
+from ackpt.capture.joint_graph import JointGraph
+
+from .live_bytes import follow
+from .plan import Plan, PlanError
+from .schedule import ScheduleError
+
+
+def check_applies(graph: JointGraph, plan: Plan) -> None:
+    """Refuse a plan of another graph, and one whose bytes are not those of its schedule.
+
+    What operations take within themselves is not known here, so that the peak may be higher than what is simulated; so
+    may be what is resident, by the state of an optimizer that `graph` was traced without.
+
+    Raises:
+        PlanError: names the field, or the two graphs.
+    """
+    made_for = plan.schedule.graph
+    if made_for != graph.hash:
+        raise PlanError(
+            f"this plan was made for another graph ({made_for[:12]}, not {graph.hash[:12]}): "
+            f"{_what_differs(graph, plan)}. Plan anew for this model and these arguments."
+        )
+    known = facts(graph)
+    try:
+        timeline = follow(graph, plan.schedule, (0,) * len(graph.nodes)).timeline()
+    except (ScheduleError, LookupError, TypeError) as error:
+        raise PlanError(f"the schedule of this plan cannot run: {error!r}. Plan anew.") from error
+    resident = sum(known.bytes[storage] for storage in known.resident) + graph.optimizer_bytes
+    saved = sum(known.bytes[storage] for storage in plan.schedule.saved)
+    limit = plan.dynamic_peak_bytes if plan.limit_bytes is None else plan.limit_bytes
+    # (field, what it says, the least and the most that it can be)
+    figures = [
+        ("saved_bytes", plan.saved_bytes, saved, saved),
+        ("resident_bytes", plan.resident_bytes, resident, resident if graph.optimizer_bytes else None),
+        ("peak_bytes", plan.peak_bytes, plan.resident_bytes + timeline.peak_bytes, plan.resident_bytes + limit),
+    ]
+    for name, said, least, most in figures:
+        if said < least or (most is not None and said > most):
+            true = f"{least}" if most == least else f"at least {least}" if said < least else f"at most {most}"
+            raise PlanError(
+                f"this plan says that its {name} are {said}, but with this model, and the optimizer if one is given, "
+                f"they are {true}. Plan anew."
+            )
+
+
+def _what_differs(graph: JointGraph, plan: Plan) -> str:
+    if plan.made_for is None or graph.made_for is None:
+        return "model, arguments, dtypes or torch differ"
+    found = differences(plan.made_for, graph.made_for)
+    return "; ".join(found) or "the call is the same, so the model's code or configuration differs"

@@ -1,0 +1,250 @@
+"""From a schedule to the two modules that run, and the proof that they take what was simulated.
+
+Every step but a free becomes one node, in the schedule's order, reading the latest run of what it reads. The modules
+drop each value after its last use, so the frees of the schedule need no code of their own. Both are then run on fake
+tensors, which finds their storages anew, and simulated again: the bytes must be equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.fx.graph import _BoxedCodeGen
+
+from ackpt.capture.analysis import facts, is_training_batch_norm
+from ackpt.capture.joint_graph import FORWARD, JointGraph
+from ackpt.capture.patches.kernels import true_results
+
+from . import copy_operations
+from .live_bytes import follow, rng_state_bytes
+from .proof import RewriteError, live_after, storages_in
+from .rng_replay import run_again, run_and_save
+from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, Schedule, Step
+
+_BATCH_NORM_AGAIN = torch.ops.aten._native_batch_norm_legit.no_stats
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The modules that run a schedule.
+
+    ``forward`` takes the inputs of the graph and returns the model's outputs, then what is kept for backward;
+    ``backward`` takes that and the gradients of the outputs, and returns the gradients. Both take one list, which
+    they empty, so that every argument can be freed after its last use.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph import lower, rewrite
+        >>> graph = ackpt.trace(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.ones(4, 8))
+        >>> step = rewrite(graph, lower(graph, ()))
+        >>> isinstance(step.forward, torch.fx.GraphModule), step.num_outputs
+        (True, 1)
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_outputs: int
+
+
+def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
+    """The forward and backward modules of `schedule`.
+
+    Raises:
+        ScheduleError: if the schedule was made for another graph, or cannot run.
+        RewriteError: if the modules take other bytes than `simulate` says, at any operation.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph import lower, rewrite
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> step = rewrite(graph, lower(graph, ()))
+        >>> torch.ops.aten.tanh.default in [node.target for node in step.backward.graph.nodes]
+        True
+    """
+    expected = follow(graph, schedule, [0] * len(graph.nodes)).after
+    rewritten = _rewritten(graph, schedule)
+    _prove(graph, rewritten, expected)
+    return rewritten
+
+
+def _rewritten(graph: JointGraph, schedule: Schedule) -> Rewritten:
+    known = facts(graph)
+    fw = _Builder(known, again=False)
+    for place in known.placeholders:
+        if place not in known.tangents:
+            fw.placeholder(place)
+    replayed = set(schedule.replayed)
+    for step in schedule.forward:
+        fw.run(step, saves_state=step.kind == COMPUTE and step.id in replayed)
+    inputs = _inputs_needed(known, schedule)
+    passed = [*inputs, *(known.cover[s] for s in schedule.saved)]
+    outputs = [None if place is None else fw.value(place) for place in known.outputs]
+    states = [fw.states[place] for place in schedule.replayed]
+    hosts = [fw.hosts[storage] for storage in schedule.offloaded]
+    fw.output([*outputs, *(fw.value(place) for place in passed), *hosts, *states])
+
+    bw = _Builder(known, again=True)
+    for place in passed:
+        bw.placeholder(place)
+    for storage in schedule.offloaded:
+        bw.hosts[storage] = bw.graph.placeholder(f"host_{known.fx[known.cover[storage]].name}")
+        bw.hosts[storage].meta["val"] = None
+    for place in schedule.replayed:
+        bw.states[place] = bw.graph.placeholder(f"rng_state_{known.fx[place].name}")
+        bw.states[place].meta["val"] = fw.states[place].meta.get("val")
+    for place in known.tangents:
+        bw.placeholder(place)
+    for step in schedule.backward:
+        bw.run(step)
+    bw.output([None if place is None else bw.value(place) for place in known.bw_outputs])
+    return Rewritten(fw.module(graph.module), bw.module(graph.module), len(outputs))
+
+
+def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, int]]) -> None:
+    """Run the modules on fake tensors and compare their live bytes with the simulated ones, operation by operation."""
+    known = facts(graph)
+    hosted: set[int] = set()
+    fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.module.graph.nodes])
+    state = rng_state_bytes(graph)
+
+    def values(places):
+        found = [known.fx[place].meta["val"] for place in places]
+        return [value.detach() if isinstance(value, torch.Tensor) else value for value in found]
+
+    with fake_mode or contextlib.nullcontext(), true_results(fake_mode):
+        inputs = values(place for place in known.placeholders if place not in known.tangents)
+        own = {storage._cdata for value in inputs for storage in storages_in(value)}
+        found, passed = live_after(rewritten.forward, inputs, own, 0, state, hosted)
+        tangents = values(known.tangents)
+        callers = [value for place, value in zip(known.tangents, tangents) if place not in known.restrided]
+        passed, kept = passed[: rewritten.num_outputs], passed[rewritten.num_outputs :]
+        nodes = [() if place is None else graph.nodes[place].storages for place in known.outputs]
+        passed = [value for value, lies_in in zip(passed, nodes) if known.dropped.isdisjoint(lies_in)]
+        # What the caller holds all through backward: outputs and the gradients that come in.
+        held = {s._cdata: s.nbytes() for value in (*passed, *callers) for s in storages_in(value)}
+        held = {key: size for key, size in held.items() if key not in own}
+        given, others = known.incoming_bytes + sum(held.values()), own | held.keys()
+        found += live_after(rewritten.backward, [*kept, *tangents], others, given, state, hosted)[0]
+    if found != expected:
+        at = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
+        raise RewriteError(
+            f"operation {at} of the rewritten step leaves {found[at : at + 1]} bytes alive (on the device, in host "
+            f"memory), {expected[at : at + 1]} were simulated. This is a fault of ackpt: please report it with the "
+            "model."
+        )
+
+
+def boxed(module: fx.GraphModule):
+    """`module` as a function of one list, which it empties; without its detaches, as nothing there has a gradient."""
+    returned = set(module.graph.output_node().all_input_nodes)
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        if node not in returned:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    run = module.forward
+
+    def call(args):
+        return run(args)
+
+    call._boxed_call = True
+    return call
+
+
+def _inputs_needed(known, schedule) -> list[int]:
+    """Parameters, buffers and inputs that the backward reads."""
+    nodes = known.graph.nodes
+    read = set()
+    for step in schedule.backward:
+        if step.kind == COMPUTE:
+            read.update(known.reads(step.id, nodes[step.id].phase == FORWARD))
+    read.update(place for place in known.bw_outputs if place is not None)
+    return [place for place in known.placeholders if place in read and place not in known.tangents]
+
+
+class _Builder:
+    """One fx graph in the making; ``env`` holds the latest run of every node, ``hosts`` copies of storages in host
+    memory, ``moving`` copies on their way with what they are made of."""
+
+    def __init__(self, known, again: bool):
+        self.known = known
+        self.again = again
+        self.graph = fx.Graph()
+        self.env: dict[int, fx.Node] = {}
+        self.states: dict[int, fx.Node] = {}
+        self.hosts: dict[int, fx.Node] = {}
+        self.moving: dict[int, tuple[fx.Node, fx.Node]] = {}
+
+    def placeholder(self, place: int):
+        node = self.graph.placeholder(self.known.fx[place].name)
+        node.meta = dict(self.known.fx[place].meta)
+        self.env[place] = node
+
+    def value(self, place: int) -> fx.Node:
+        if place not in self.env and self.known.fx[place].op == "get_attr":
+            self.env[place] = self._copied(place)
+        return self.env[place]
+
+    def run(self, step: Step, saves_state: bool = False):
+        if step.kind == COMPUTE:
+            self.compute(step.id, saves_state)
+        elif step.kind != FREE:
+            self._copy(*step)
+
+    def compute(self, place: int, saves_state: bool = False):
+        original = self.known.fx[place]
+        is_recomputed = self.again and self.known.graph.nodes[place].phase == FORWARD
+        if is_recomputed and is_training_batch_norm(original):
+            args, kwargs = self._mapped((*original.args[:3], *original.args[5:]), original.kwargs)
+            node = self.graph.call_function(_BATCH_NORM_AGAIN, args, kwargs)
+        elif is_recomputed and place in self.states:
+            args, kwargs = self._mapped(original.args, original.kwargs)
+            node = self.graph.call_function(run_again, (self.states[place], original.target, *args), kwargs)
+        elif saves_state:
+            args, kwargs = self._mapped(original.args, original.kwargs)
+            both = self.graph.call_function(run_and_save, (original.target, *args), kwargs)
+            self.states[place] = self.graph.call_function(operator.getitem, (both, 0))
+            node = self.graph.call_function(operator.getitem, (both, 1))
+        else:
+            self.env[place] = self._copied(place)
+            return
+        node.meta = dict(original.meta)
+        self.env[place] = node
+
+    def output(self, values):
+        self.graph.output(tuple(values))
+
+    def module(self, root) -> fx.GraphModule:
+        self.graph.lint()
+        return fx.GraphModule(root, self.graph)
+
+    def _copy(self, kind: str, storage: int):
+        cover = self.known.cover[storage]
+        if kind == OFFLOAD:
+            source = self.value(cover)
+            self.moving[storage] = self.graph.call_function(copy_operations.offload, (source,)), source
+        elif kind == PREFETCH:
+            source, like = self.hosts[storage], self.known.fx[cover].meta["val"]
+            layout = (like.device, like.dtype, tuple(like.shape), like.stride(), like.storage_offset())
+            self.moving[storage] = self.graph.call_function(copy_operations.prefetch, (source, *layout)), source
+        else:
+            moved, source = self.moving.pop(storage)
+            arrived = self.graph.call_function(copy_operations.wait, (moved, source))
+            if moved.target is copy_operations.offload:
+                self.hosts[storage] = arrived
+            else:
+                arrived.meta = dict(self.known.fx[cover].meta)
+                self.env[cover] = arrived
+
+    def _copied(self, place: int) -> fx.Node:
+        return self.graph.node_copy(self.known.fx[place], lambda node: self.value(node.meta["ackpt_id"]))
+
+    def _mapped(self, args, kwargs):
+        return fx.map_arg((tuple(args), dict(kwargs)), lambda node: self.value(node.meta["ackpt_id"]))

@@ -1,0 +1,224 @@
+"""What each block of a sharded step may keep, and what every choice means for the windows of the step.
+
+A choice is made per block and its recomputation stays in the block's own backward, where FSDP2 has gathered the
+parameters anyway: it costs no collective. So a window depends on its own block's choice alone, and the step of any mix
+of choices is a row of windows. Blocks that are alike have the same windows, and a deep model is as many of them.
+
+What keeps all or runs a block again whole is what eager blocks do, plain or in `ackpt.checkpoint`; the rest is what
+``fully_shard(ackpt.compile(block, ...))`` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ackpt.capture.analysis import facts
+from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.costs.profiles import Profile
+from ackpt.planning.schedule import COMPUTE, Schedule, Step, at_hand, everything, missing, recomputed, scheduled
+from ackpt.policies.chains.block_options import Local
+from ackpt.policies.chains.blocks import cut_at, inner_cuts
+from ackpt.policies.search.recompute_costs import costs
+
+from .sharding import Group, Sharding
+from .step import ROOT, ShardingError, Window, owners, step_windows
+
+PLAIN, PER_BLOCK = "plain", "per-block"
+CAPTURED = 4  # blocks of the graph that stands for deeper ones: the first, the last, and two between that must agree
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to treat a block: ``kept``: what stays of its inside, by block; ``again``: its forward runs again whole,
+    as per-block checkpointing does; otherwise what is missing runs late and once."""
+
+    name: str
+    kept: tuple[frozenset[int], ...]
+    again: bool = False
+
+    @property
+    def eager(self) -> bool:
+        return self.again or self.name == PLAIN
+
+
+class Blocks:
+    """The choices for the blocks of `graph`, whose parameters are in `groups`, the root's first."""
+
+    def __init__(self, graph: JointGraph, profile: Profile, groups: tuple[Group, ...]):
+        self.graph, self.profile, self.groups = graph, profile, groups
+        self.known, self.owners = facts(graph), owners(graph, groups)
+        self.cost = costs(graph, profile)
+        self.plain = everything(graph)
+        self.forward: list[list[int]] = [[] for _ in groups]
+        for node in graph.nodes[: graph.boundary]:
+            reruns = node.id not in self.known.given and node.id not in self.known.fixed
+            if reruns and (node.is_random or node.id not in self.known.effects):
+                self.forward[self.owners[node.id]].append(node.id)
+
+    @cached_property
+    def choices(self) -> tuple[Choice, ...]:
+        """Saving all, per-block checkpointing, and what lies between where the blocks form a chain."""
+        nothing = tuple(frozenset() for _ in self.groups)
+        return (Choice(PLAIN, self._saved_plainly), Choice(PER_BLOCK, nothing, again=True), *self._between())
+
+    def schedule(self, row) -> Schedule:
+        """The schedule with the choice ``row[block]`` for every block; ``row[0]``, the root's, is plain."""
+        saved = set(self._saved_plainly[ROOT] | self._handed)
+        for block in range(1, len(self.groups)):
+            saved |= row[block].kept[block]
+        live = at_hand(self.known, saved)
+        there = {storage for place in live for storage in self.graph.nodes[place].storages}
+        order: list[int] = []
+        begun = {ROOT}
+        for place in self.known.needed_backward:
+            block = self.owners[place]
+            again: list[int] = []
+            if block not in begun and row[block].again:
+                again = [n for n in self.forward[block] if not self.known.born.get(n, frozenset()) & there]
+            begun.add(block)
+            for node in (*again, *missing(self.known, place, live | set(again))):
+                if node not in live:
+                    order.append(node)
+                    live.add(node)
+        eager = [row[block].eager for block in range(len(self.groups))]
+        return self._freed_as_by_autograd(scheduled(self.graph, None, order), [True, *eager[1:]])
+
+    def uniform(self, choice: Choice) -> Schedule:
+        return self.schedule([choice] * len(self.groups))
+
+    def _freed_as_by_autograd(self, schedule: Schedule, eager) -> Schedule:
+        """`schedule`, in which eager blocks free what one function of autograd reads when all of that is done."""
+        nodes, fx = self.graph.nodes, self.known.fx
+        steps: list[Step] = []
+        late: list[Step] = []
+        here, owner, born = None, ROOT, set()
+        for step in schedule.backward:
+            if step.kind == COMPUTE:
+                node = nodes[step.id]
+                of_model = node.phase == BACKWARD and (node.module or node.source) and eager[self.owners[node.id]]
+                function = fx[node.id].meta.get("seq_nr") if of_model else None
+                is_view = node.phase == FORWARD and node.id not in self.known.born and self.owners[node.id] == owner
+                if not is_view and (function is None or function != here):
+                    steps += late
+                    late, here, owner, born = [], function, self.owners[node.id], set()
+                born |= self.known.born.get(node.id, frozenset())
+            elif here is not None and step.id not in born:
+                late.append(step)
+                continue
+            steps.append(step)
+        return replace(schedule, backward=(*steps, *late))
+
+    def windows(self, schedule: Schedule, sharding: Sharding) -> list[Window]:
+        return step_windows(self.graph, schedule, self.profile.workspace_bytes, self.groups, sharding)
+
+    def names(self, choice: Choice, block: int) -> list[str]:
+        """What the choice keeps of the inside of a block: the module within the block, and the operation."""
+        found = []
+        for storage in sorted(choice.kept[block]):
+            node = self.graph.nodes[self.graph.storages[storage].producer]
+            module = node.module.removeprefix(self.groups[block].name).lstrip(".")
+            operation = node.target.removeprefix("aten.").split(".")[0]
+            found.append(f"{module}.{operation}" if module else operation)
+        return found
+
+    def added(self, schedule: Schedule) -> list[tuple[float, int]]:
+        """Cost and FLOPs of what each block runs again."""
+        found = [(0.0, 0)] * len(self.groups)
+        for place in recomputed(self.graph, schedule):
+            cost, flops = found[self.owners[place]]
+            found[self.owners[place]] = cost + self.cost[place], flops + self.profile.flops[place]
+        return found
+
+    def plain_flops(self) -> list[int]:
+        """FLOPs of a step without checkpointing, by group."""
+        found = [0] * len(self.groups)
+        for place, flops in enumerate(self.profile.flops):
+            found[self.owners[place]] += flops
+        return found
+
+    @cached_property
+    def _saved_plainly(self) -> tuple[frozenset[int], ...]:
+        found: list[set[int]] = [set() for _ in self.groups]
+        for storage in self.plain.saved:
+            found[self.owners[self.graph.storages[storage].producer]].add(storage)
+        return tuple(map(frozenset, found))
+
+    @cached_property
+    def _cuts(self) -> list[int] | None:
+        """The storage that each group hands to the next, the root first; None if one hands on more than one tensor."""
+        last: dict[int, int] = {}
+        first_block = min((nodes[0] for nodes in self.forward[1:] if nodes), default=0)
+        for cut in inner_cuts(self.graph):
+            producer = self.graph.storages[cut].producer
+            if self.owners[producer] != ROOT or producer < first_block:
+                last[self.owners[producer]] = cut
+        return [last[group] for group in range(len(self.groups))] if len(last) == len(self.groups) else None
+
+    @cached_property
+    def _chain(self):
+        return None if self._cuts is None else cut_at(self.graph, self._cuts)
+
+    @cached_property
+    def _handed(self) -> frozenset[int]:
+        """What blocks hand on or several of them read: it stays, whatever is chosen."""
+        if self._chain is not None:
+            return frozenset().union(self._chain.pinned, *(block.output for block in self._chain.blocks))
+        crossing: set[int] = set()
+        for node in self.graph.nodes[: self.graph.boundary]:
+            for source in node.inputs:
+                if self.owners[source] != self.owners[node.id]:
+                    crossing |= set(self.graph.nodes[source].storages) & self.known.savable
+        return frozenset(crossing)
+
+    def _between(self) -> list[Choice]:
+        """From saving most to saving least; each block's options, found once for blocks that are alike."""
+        if self._chain is None:
+            return []
+        alike: dict[tuple, list[frozenset[int]]] = {}
+        options: list[list[frozenset[int]]] = [[]]
+        for block, group in zip(self._chain.blocks[1:], self.groups[1:]):
+            units = [sorted(unit) for unit in block.units]
+            key = (group.shapes(), tuple(tuple(self.known.bytes[s] for s in unit) for unit in units))
+            inside = [storage for unit in units for storage in unit]
+            if key not in alike:
+                local = Local(self.known, block, self._chain.pinned, self.cost, self.profile.workspace_bytes)
+                found = sorted(local.options(), key=lambda option: (option.cost, option.saved_bytes))
+                alike[key] = [frozenset(inside.index(storage) for storage in option.saved) for option in found]
+            options.append([frozenset(inside[place] for place in own) for own in alike[key]])
+        count = max(map(len, options))
+        rows = []
+        for number in range(count):
+            kept = (own[round(number * (len(own) - 1) / max(1, count - 1))] for own in options[1:])
+            rows.append(Choice(f"option {number}", (frozenset(), *kept)))
+        return rows
+
+
+def stand_in_for(block: int, blocks: int) -> int:
+    """The one of `CAPTURED` blocks that stands for the given one of more: the first, the last, or one between."""
+    return 1 if block == 1 else CAPTURED if block == blocks else CAPTURED // 2
+
+
+def deep(row: list[Window], blocks: int) -> list[Window]:
+    """The windows of a step with so many blocks, from those of a step with `CAPTURED` ones.
+
+    Raises:
+        ShardingError: if the two blocks in the middle differ, or the root runs between blocks.
+    """
+    keys = [(FORWARD, block) for block in range(CAPTURED + 1)] + [(FORWARD, ROOT), (BACKWARD, ROOT)]
+    keys += [(BACKWARD, block) for block in range(CAPTURED, ROOT, -1)] + [(BACKWARD, ROOT)]
+    if [(window.phase, window.group) for window in row] != keys:
+        raise ShardingError("the blocks do not run one after the other")
+    middle = stand_in_for(2, blocks)
+    by_key = {(window.phase, window.group): window for window in row if window.group != ROOT}
+    for phase in (FORWARD, BACKWARD):
+        if by_key[phase, middle].events != by_key[phase, middle + 1].events:
+            raise ShardingError("the blocks are not alike")
+
+    def of(phase: str, block: int) -> Window:
+        return Window(phase, block, by_key[phase, stand_in_for(block, blocks)].events)
+
+    start, end, back, last = (window for window in row if window.group == ROOT)
+    forward = [of(FORWARD, block) for block in range(1, blocks + 1)]
+    backward = [of(BACKWARD, block) for block in range(blocks, 0, -1)]
+    return [start, *forward, end, back, *backward, last]

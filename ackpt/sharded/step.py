@@ -1,0 +1,234 @@
+"""A schedule's events with those of FSDP2 between them, window by window, to the byte.
+
+A window is what runs for one group without a break: the root or a block, in the forward or in the backward. FSDP2's
+hooks stand at its ends. Before a block's forward its parameters are gathered, while the buffer of the gather before is
+still there; behind it they are freed. Its backward begins with parameters whose gather the block before it in that
+order has started, and starts the next one; behind it they are freed and its gradients reduced, whose buffer stays until
+the next reduction. The root is gathered first and reduced last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ackpt.capture.analysis import facts
+from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.metering.timeline import Timeline
+from ackpt.planning.live_bytes import follow
+from ackpt.planning.schedule import Schedule
+
+from .sharding import COMMUNICATION, GATHERED, REDUCED, UNREDUCED, Group, GroupBytes, Sharding
+
+ROOT = 0
+_CATEGORIES = (UNREDUCED, "activations", "temporaries", REDUCED, GATHERED, COMMUNICATION)  # of `Live` the first three
+_UNREDUCED, _ACTIVATION, _TEMPORARY, _REDUCED, _GATHERED, _COMMUNICATION = range(len(_CATEGORIES))
+
+
+class ShardingError(ValueError):
+    """A step that FSDP2 would not run as it is counted here."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Events of one group in one phase: bytes, negative where they are freed, and a category's number."""
+
+    phase: str
+    group: int
+    events: tuple[tuple[int, int], ...]
+
+    @property
+    def net(self) -> int:
+        return sum(size for size, _ in self.events)
+
+    @property
+    def highest(self) -> int:
+        """The most bytes beyond those that the window begins with."""
+        most = total = 0
+        for size, _ in self.events:
+            total += size
+            most = max(most, total)
+        return most
+
+
+def peak_bytes(windows: Iterable[Window]) -> int:
+    most = total = 0
+    for window in windows:
+        most = max(most, total + window.highest)
+        total += window.net
+    return most
+
+
+def timeline(windows: Iterable[Window]) -> Timeline:
+    """Live dynamic bytes of one rank after every event, by category."""
+    live, series = [0], [[0] for _ in _CATEGORIES]
+    boundary = None
+    for window in windows:
+        if window.phase == BACKWARD and boundary is None:
+            boundary = len(live) - 1
+        for size, category in window.events:
+            live.append(live[-1] + size)
+            for index, values in enumerate(series):
+                values.append(values[-1] + (size if index == category else 0))
+    return Timeline(tuple(live), {n: tuple(s) for n, s in zip(_CATEGORIES, series) if any(s)}, boundary)
+
+
+def owners(graph: JointGraph, groups: tuple[Group, ...]) -> list[int]:
+    """The group in which each node runs, by its number; autograd's sums of gradients belong to the node before."""
+    number = {group.name: index for index, group in enumerate(groups) if index != ROOT}
+    found, here = [], ROOT
+    for node in graph.nodes:
+        if node.module or node.source or node.phase == FORWARD:
+            parts = node.module.split(".")
+            names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+            here = next((number[name] for name in names if name in number), ROOT)
+        found.append(here)
+    return found
+
+
+def step_windows(
+    graph: JointGraph, schedule: Schedule, workspace_bytes, groups: tuple[Group, ...], sharding: Sharding
+) -> list[Window]:
+    """The windows of one rank's step, in order; the last is the root's, with the reduction and the optimizer's step.
+
+    Raises:
+        ShardingError: if a block runs twice in the forward, or again when its backward is not due.
+    """
+    return _Walk(graph, schedule, workspace_bytes, groups, sharding).windows()
+
+
+class _Walk:
+    def __init__(self, graph, schedule, workspace_bytes, groups, sharding):
+        self.live = follow(graph, schedule, workspace_bytes)
+        self.groups, self.owners = groups, owners(graph, groups)
+        self.sizes = [GroupBytes(group, sharding) for group in groups]
+        self.gradients = [_gradients(graph, group) for group in groups]
+        self.found: list[Window] = []
+        self.events: list[tuple[int, int]] = []
+        self.key = (FORWARD, ROOT)
+        self.order: list[int] = []  # blocks as the forward runs them
+        self.buffer = 0  # of the last all-gather
+        self.reducing = 0  # of the last reduce-scatter
+
+    def windows(self) -> list[Window]:
+        live = self.live
+        events = [(size, kind, None if owner is None else self.owners[owner]) for (size, kind), owner in _owned(live)]
+        last = len(events)
+        while last > live.boundary and events[last - 1][2] is None:  # the optimizer's step
+            last -= 1
+        self._gather(ROOT)
+        for size, kind, group in events[: live.boundary]:
+            self._forward_of(ROOT if group is None else group)
+            self._add(size, kind)
+        self._forward_of(ROOT)
+        self._add(-self.buffer, _COMMUNICATION)
+        if missing := [self.groups[i].name for i in range(1, len(self.groups)) if i not in self.order]:
+            raise ShardingError(f"block {missing[0]} does not run in the forward: its parameters would not be gathered")
+        self._open(BACKWARD, ROOT)
+        begun = False
+        for place, (size, kind, group) in enumerate(events[live.boundary : last], live.boundary):
+            if not begun and live.owner[place] is not None and live.owner[place] not in live.known.tangents:
+                self._start_gather(self.order[-1])
+                begun = True
+            self._backward_of(ROOT if group is None else group)
+            self._add(size, kind)
+        self._backward_of(ROOT)
+        if self.order:
+            raise ShardingError(f"block {self.groups[self.order[-1]].name} has no backward")
+        self._reduce(ROOT)
+        self._add(-self.reducing, _COMMUNICATION)
+        for size, kind, _ in events[last:]:
+            self._add(size, kind)
+        self._open(BACKWARD, ROOT)
+        return self.found
+
+    def _forward_of(self, group: int) -> None:
+        here = self.key[1]
+        if group == here:
+            return
+        if here != ROOT:
+            self._add(-self.sizes[here].unsharded, _GATHERED)
+        self._open(FORWARD, group)
+        if group != ROOT:
+            if group in self.order:
+                raise ShardingError(
+                    f"block {self.groups[group].name} runs more than once in the forward, which is not counted here: "
+                    "leave --fsdp out"
+                )
+            self.order.append(group)
+            self._gather(group)
+
+    def _backward_of(self, group: int) -> None:
+        here = self.key[1]
+        if group == here:
+            return
+        if here != ROOT:
+            self._reduce(here)
+        self._open(BACKWARD, group)
+        if group == ROOT:
+            return
+        if not self.order or group != self.order[-1]:
+            raise ShardingError(
+                f"block {self.groups[group].name} runs when its backward is not due, and its parameters are sharded"
+            )
+        self.order.pop()
+        sizes = self.sizes[group]
+        self._add(sizes.unsharded, _GATHERED)
+        self._add(-sizes.gather, _COMMUNICATION)
+        if self.order:
+            self._start_gather(self.order[-1])
+
+    def _gather(self, group: int) -> None:
+        """In the forward: the buffer of the gather before is freed between this one's collective and its copies."""
+        sizes = self.sizes[group]
+        self._start_gather(group)
+        self._add(-self.buffer, _COMMUNICATION)
+        self._add(sizes.unsharded, _GATHERED)
+        self.buffer = sizes.gather
+
+    def _start_gather(self, group: int) -> None:
+        sizes = self.sizes[group]
+        changes = (sizes.cast, sizes.gather, sizes.scratch_gather, -sizes.scratch_gather, -sizes.cast)
+        for size in changes:
+            self._add(size, _COMMUNICATION)
+
+    def _reduce(self, group: int) -> None:
+        """Free the parameters and reduce the gradients, of which the last is freed when all is done."""
+        sizes, gradients = self.sizes[group], self.gradients[group]
+        self._add(-sizes.unsharded, _GATHERED)
+        if not gradients:
+            return
+        self._add(-self.reducing, _COMMUNICATION)
+        self._add(sizes.reduce, _COMMUNICATION)
+        self._add(sizes.padded, _COMMUNICATION)
+        self._add(-sizes.padded, _COMMUNICATION)
+        for size in gradients[:-1]:
+            self._add(-size, _UNREDUCED)
+        stays = _COMMUNICATION if sizes.reduced else _REDUCED
+        self._add(sizes.received, stays)
+        self._add(sizes.scratch_reduce, _COMMUNICATION)
+        self._add(-sizes.scratch_reduce, _COMMUNICATION)
+        if sizes.reduced:
+            self._add(sizes.reduced, _REDUCED)
+            self._add(-sizes.received, _COMMUNICATION)
+        self._add(-gradients[-1], _UNREDUCED)
+        self.reducing = sizes.reduce
+
+    def _add(self, size: int, category: int) -> None:
+        if size:
+            self.events.append((size, category))
+
+    def _open(self, phase: str, group: int) -> None:
+        self.found.append(Window(*self.key, tuple(self.events)))
+        self.events, self.key = [], (phase, group)
+
+
+def _owned(live):
+    return zip(live.events, live.owner)
+
+
+def _gradients(graph: JointGraph, group: Group) -> list[int]:
+    """Bytes of the gradients of a group's parameters, in their order; each lies in memory of its own."""
+    known = facts(graph)
+    places = [graph.gradients[weight.name] for weight in group.weights if weight.name in graph.gradients]
+    return [known.bytes[storage] for place in places for storage in graph.nodes[place].storages]

@@ -1,0 +1,35 @@
+"""A step as a GPU would run it, captured from tensors that pretend to be on the CPU.
+
+A build of torch without CUDA cannot trace fake CUDA tensors: autograd asks for the device. What `predict_cuda` does to
+an eager step, dropout, attention and autocast as on a GPU, is done here while a step is captured.
+
+Not imitated: the fused RMS norm of ``torch.nn.functional.rms_norm``, taken apart here as on the CPU, and the float32
+statistics of norms where values and weights are in half precision (here 2 bytes a row, there 4).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ackpt.metering.cuda_choices import CudaChoices
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class CapturedCudaChoices(CudaChoices):
+    """Calls as on a GPU while a step is captured; `ampere`: on one of compute capability 8.0 or later."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.rms_norm or func is torch.rms_norm:
+            if torch.is_autocast_enabled("cpu"):
+                args = [_widened(argument) for argument in args]
+                kwargs = {name: _widened(argument) for name, argument in kwargs.items()}
+            return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _widened(argument):
+    low = isinstance(argument, torch.Tensor) and argument.dtype in _HALF
+    return argument.float() if low else argument

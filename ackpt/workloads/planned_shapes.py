@@ -1,0 +1,132 @@
+"""``ackpt plan``: the peak of a training step of any model, planned from its shapes.
+
+Neither the model nor its inputs have data: all of it lies on the meta device, so what fits nowhere can be planned
+anywhere. With a device profile the step is captured as a GPU would run it, see `plan_cuda`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+import ackpt
+from ackpt.capture.inspection.calls import MACHINE
+from ackpt.capture.joint_graph import JointGraph
+from ackpt.capture.optimizer_state import optimizer_bytes
+from ackpt.costs.devices import Device, device
+from ackpt.costs.profiles import Profile
+from ackpt.errors import did_you_mean
+from ackpt.metering.resident import rounded
+from ackpt.planning.plan import Plan
+from ackpt.planning.simulator import simulate
+from ackpt.policies import POLICIES
+
+from .cuda_capture import CapturedCudaChoices
+from .named_models import DTYPES, StepRequest, TrainingStep, autocast, training_step
+
+CUDA_BLOCK = 512  # bytes; CUDA's allocator rounds every block up to a multiple
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
+NEEDS_FATES = "manual"
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What to plan: the step, autocast's dtype (float32: none), the optimizer, a device by name, budget and policy.
+
+    The policy is none without a budget, auto with one, unless another is named.
+    """
+
+    step: StepRequest
+    autocast: str = "float32"
+    optimizer: str = "adamw"
+    device: str | None = None
+    budget: float | int | str | None = None
+    policy: str | None = None
+
+    def __post_init__(self):
+        if self.policy is not None:
+            _require("policy", self.policy, [policy for policy in POLICIES if policy != NEEDS_FATES])
+        _require("dtype", self.autocast, DTYPES)
+        _require("optimizer", self.optimizer, OPTIMIZERS)
+        if self.device is not None:
+            for dtype in (str(self.step.dtype).removeprefix("torch."), self.autocast):
+                _require(f"dtype of {self.device}", dtype, device(self.device).flops_per_second)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan of `graph`, the graph of `step`, with the costs in `profile`. `least_bytes`: the smallest peak of policy
+    full, where the device's memory does not hold that of `plan`.
+    """
+
+    config: PlanConfig
+    step: TrainingStep
+    graph: JointGraph
+    profile: Profile
+    plan: Plan
+    device: Device | None
+    least_bytes: int | None
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by category at the peak; the resident ones first."""
+        return at_peak(self.graph, self.plan)
+
+    def seconds(self) -> float | None:
+        """The least run time of forward and backward at the device's rates; None without a device."""
+        return simulate(self.graph, self.profile, self.plan.schedule).seconds
+
+
+def at_peak(graph: JointGraph, plan: Plan) -> dict[str, int]:
+    """Bytes by category at the peak of a plan of `graph`; the resident ones first."""
+    sizes = graph.bytes()
+    resident = {
+        "parameters": sizes["parameter"],
+        "buffers": sizes["buffer"],
+        "inputs": sizes["input"],
+        "optimizer": graph.optimizer_bytes,
+    }
+    return {**resident, **plan.timeline.at(plan.timeline.peak_index)}
+
+
+def run_plan(config: PlanConfig) -> Planned:
+    """Capture the step and plan it.
+
+    Raises:
+        BudgetError: if the budget cannot be kept; names the smallest that can.
+        ValueError: for a step that cannot be built or captured, and what is no budget.
+    """
+    where = None if config.device is None else device(config.device)
+    step = training_step(config.step)
+    graph = captured(step, config, where)
+    profile = ackpt.profile(graph, where)
+    policy = config.policy or ("none" if config.budget is None else "auto")
+    plan = ackpt.plan(graph, config.budget, policy, profile=profile)
+    least = None
+    if where is not None and plan.peak_bytes > where.memory_bytes:
+        least = (plan if plan.policy == FULL else ackpt.plan(graph, policy=FULL, profile=profile)).peak_bytes
+    return Planned(config, step, graph, profile, plan, where, least)
+
+
+def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
+    """The graph of the step, as `where` would run it; sizes as its allocator hands them out."""
+    kind = OPTIMIZERS[config.optimizer]
+    optimizer = None if kind is None else kind(step.model.parameters())
+    choices = contextlib.nullcontext() if where is None else CapturedCudaChoices("bfloat16" in where.flops_per_second)
+    with autocast("cpu", config.autocast), choices:
+        graph = ackpt.trace(step.model, optimizer=optimizer if where is None else None, **step.inputs)
+    if where is not None:
+        graph.made_for = {**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"}
+        graph.storages = tuple(dataclasses.replace(s, bytes=rounded(s.bytes, CUDA_BLOCK)) for s in graph.storages)
+        graph.on_cpu = False
+        if optimizer is not None:
+            graph.optimizer_bytes, graph.optimizer_step_bytes = optimizer_bytes(optimizer, on_cpu=False)
+    return graph
+
+
+def _require(option: str, value: str, known) -> None:
+    if value not in known:
+        raise ValueError(f"{value!r} is no {option}{did_you_mean(value, known)}: choose from {', '.join(known)}")

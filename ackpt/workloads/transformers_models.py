@@ -1,0 +1,145 @@
+"""A training step of any model of transformers that has a loss, from its configuration alone: nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .named_models import TRANSFORMERS, StepRequest, TrainingStep, ids, require_known, require_positions
+
+
+@dataclass(frozen=True)
+class Task:
+    """A head with a loss: `mapping`, the name of transformers' table of the classes that have it."""
+
+    name: str
+    mapping: str
+
+
+SEQ2SEQ = Task("sequence to sequence", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
+MASKED = Task("masked language model", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
+CAUSAL = Task("causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+IMAGES = Task("image classification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES")
+SEQUENCES = Task("sequence classification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
+# In this order a configuration that says nothing gets its head: encoders have causal ones, too.
+TASKS = (SEQ2SEQ, MASKED, CAUSAL, IMAGES, SEQUENCES)
+
+
+def transformers_step(request: StepRequest) -> TrainingStep:
+    """The model of a configuration, on the meta device, and its inputs.
+
+    Raises:
+        ValueError: if transformers is missing, for an unknown configuration or field, values that the model refuses,
+            and a configuration without a head whose inputs are known.
+    """
+    transformers = _transformers()
+    config = _config(transformers, request)
+    task, name = _head(config)
+    limit = getattr(config, "max_position_embeddings", None)
+    if task is not IMAGES and isinstance(limit, int) and limit > 0:
+        require_positions(request.tokens()[1], limit, "max_position_embeddings")
+    inputs = _inputs(config, task, request)
+    model = _made(name, lambda: getattr(transformers, name)(config))
+    return TrainingStep(model.train(), inputs)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            f"{TRANSFORMERS} models need the package transformers, which is not here: pip install 'ackpt[hf]'"
+        ) from error
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def _config(transformers, request: StepRequest):
+    name = request.model.removeprefix(TRANSFORMERS)
+    path = Path(name)
+    if path.suffix == ".json" or path.exists():
+        given = _read(path / "config.json" if path.is_dir() else path)
+        kind = given.get("model_type")
+        if kind not in transformers.CONFIG_MAPPING:
+            raise ValueError(f"{name}: transformers {transformers.__version__} knows no model_type {kind!r}")
+        found = transformers.CONFIG_MAPPING[kind]
+    else:
+        given, found = {}, getattr(transformers, name, None)
+        if not (isinstance(found, type) and issubclass(found, transformers.PretrainedConfig) and found.model_type):
+            raise ValueError(
+                f"transformers {transformers.__version__} has no configuration class {name!r}, and there is no such "
+                "file: write hf:GPT2Config, hf:LlamaConfig or hf:path/to/config.json"
+            )
+    config = _made(name, lambda: found.from_dict(given))
+    require_known(request.fields, {*config.to_dict(), *found.attribute_map}, name)
+    fields = {found.attribute_map.get(field, field): value for field, value in request.fields.items()}
+    if request.image_size is not None and hasattr(config, "image_size"):
+        fields["image_size"] = request.image_size
+    return _made(name, lambda: found.from_dict({**given, **fields}))
+
+
+def _read(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): write hf:GPT2Config, or hf: and the path of a config.json"
+        ) from error
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        raise ValueError(f"{path} is no configuration of transformers: it has no model_type")
+    return found
+
+
+def _head(config) -> tuple[Task, str]:
+    """The task and the name of the class: what the configuration names in ``architectures``, else the first known."""
+    from transformers.models.auto import modeling_auto
+
+    if named := (config.architectures or [None])[0]:
+        found = {name: task for task in reversed(TASKS) for name in _names(getattr(modeling_auto, task.mapping))}
+        if named in found:
+            return found[named], named
+        raise ValueError(f"no loss is known for {named}, which the configuration names in architectures: {_known()}")
+    for task in TASKS:
+        if config.is_encoder_decoder and task is not SEQ2SEQ:  # what else it may have is half of the model
+            continue
+        if name := getattr(modeling_auto, task.mapping).get(config.model_type):
+            return task, _first(name)
+    raise ValueError(f"no head with a loss is known for model_type {config.model_type!r}: {_known()}")
+
+
+def _known() -> str:
+    return f"ackpt plan knows those for {', '.join(task.name for task in TASKS)}"
+
+
+def _first(name) -> str:
+    return name if isinstance(name, str) else name[0]
+
+
+def _names(mapping) -> list[str]:
+    return [one for name in mapping.values() for one in ([name] if isinstance(name, str) else name)]
+
+
+def _inputs(config, task: Task, request: StepRequest) -> dict:
+    if task is IMAGES:
+        size = getattr(config, "image_size", None)
+        images = request.images(getattr(config, "num_channels", 3), *([size] if size else []))
+        return {"pixel_values": images, "labels": ids(request.batch_size)}
+    shape = request.tokens()
+    if task is SEQUENCES:
+        return {"input_ids": ids(*shape), "labels": ids(request.batch_size)}
+    if task is SEQ2SEQ:
+        return {"input_ids": ids(*shape), "decoder_input_ids": ids(*shape), "labels": ids(*shape), "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": ids(*shape), "labels": ids(*shape)}
+    return {**inputs, "use_cache": False} if task is CAUSAL else inputs
+
+
+def _made(name: str, make):
+    """What `make` returns; transformers raises many kinds of errors for values that do not fit."""
+    try:
+        return make()
+    except Exception as error:
+        raise ValueError(f"transformers refuses the configuration of {name}: {error}") from error

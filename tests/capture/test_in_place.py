@@ -1,0 +1,138 @@
+"""Budgets are relative to the peak of the model's own step, in which what is written in place takes nothing."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ackpt
+
+INDEX = torch.arange(8)
+
+
+def doubled(y):
+    return y.sum() + y.detach().repeat(16, 1).mul_(2).sum()
+
+
+def filled(y):
+    table = torch.zeros(1024, 32)
+    table[:64] = y.detach()
+    table[64:].add_(1)
+    return y.sum() + table.sum()
+
+
+def noisy(y):
+    return y.sum() + torch.empty(1024, 32).normal_().sum()
+
+
+def transposed(y):
+    return y.sum() + y.detach().repeat(16, 1).t().add_(1).sum()
+
+
+class Model(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.head, self.linear = head, nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.head(self.linear(x))
+
+
+class Queue(nn.Module):
+    """Keeps the last results, as contrastive methods do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("queue", torch.zeros(1024, 32))
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            self.queue[:64] = y
+        return y.sum()
+
+
+class Picks(nn.Module):
+    """The formula of its gradient writes into zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 1024)
+
+    def forward(self, x):
+        return self.linear(x).index_select(0, INDEX).sum()
+
+
+CASES = {
+    "an operation": lambda: Model(doubled),
+    "a part": lambda: Model(filled),
+    "random numbers": lambda: Model(noisy),
+    "through a view": lambda: Model(transposed),
+    "a buffer": Queue,
+    "a gradient": Picks,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fractions_are_of_what_the_model_itself_takes(name):
+    model, x = CASES[name](), torch.randn(64, 32)
+
+    def peak_bytes(call):
+        def once():
+            model.zero_grad()
+            call(x).backward()
+
+        return ackpt.measure(once, "cpu", resident=(model, x), repeats=0).dynamic_peak_bytes
+
+    own = peak_bytes(model)
+    step = ackpt.compile(model, x, policy="none")
+    measured = peak_bytes(step)
+    assert measured == step.plan.dynamic_peak_bytes > own  # the graph does all of it out of place
+    assert own - x.numel() * 4 <= step.plan.baseline_dynamic_peak_bytes <= own  # a variable may hold a result longer
+    with pytest.raises(ackpt.BudgetError):
+        ackpt.compile(model, x, policy="none", budget=1.0)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
+
+    def forward(self, x):
+        return checkpoint(self.layers, checkpoint(self.layers, x, use_reentrant=False), use_reentrant=False).sum()
+
+
+@pytest.mark.parametrize("way", ["compile", "backend"])
+def test_a_model_that_checkpoints_itself_is_told_what_a_fraction_is_of(way):
+    model, x = Checkpointed(), torch.randn(64, 32)
+    with pytest.warns(UserWarning, match="peak without torch's checkpointing"):
+        if way == "compile":
+            ackpt.compile(model, x, budget=0.9)
+        else:
+            torch.compile(model, backend="ackpt", options={"budget": 0.9})(x)
+
+
+SUMS = {
+    "two gradients": lambda h: (h * 2, h * 3),
+    "three gradients": lambda h: (h * 2, h * 3, h * 4),
+    "a gradient that is read again": lambda h: (h * 2, h.sin() * h),
+    "a residual": lambda h: (h + torch.tanh(h) * 2,),
+    "twice the same": lambda h: (h.sin() * h.sin(),),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_gradients_are_summed_in_place_where_autograd_does_so(name):
+    model, x = Model(SUMS[name]), torch.randn(64, 32)
+
+    def peak_bytes(call):
+        def once():
+            model.zero_grad()
+            outputs = call(x)
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+        return ackpt.measure(once, "cpu", resident=(model, x), repeats=0).dynamic_peak_bytes
+
+    own, plan = peak_bytes(model), ackpt.compile(model, x, policy="none", differentiate="all").plan
+    assert own - x.numel() * 4 - 16 <= plan.baseline_dynamic_peak_bytes <= own  # a node may hold a gradient longer

@@ -1,0 +1,319 @@
+"""A recompute that takes another path than its forward is an error that names the operation."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+import pytest
+import torch
+from conftest import Case, assert_next_step_works, assert_same_step, raises_cleanly
+from torch import nn
+
+import ackpt
+from ackpt.checkpointing import recorder
+
+
+def batch():
+    return torch.randn(5, 4, requires_grad=True)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+calls = [0]
+entry = {"scale": 1.0}
+
+
+def second() -> bool:
+    """Whether this is the second call; a list's entry is nothing that a region can see."""
+    calls[0] += 1
+    return calls[0] == 2
+
+
+def missing(x):
+    y = x.sin().exp()
+    return y if second() else y.sin()
+
+
+def extra(x):
+    y = x.sin().exp()
+    return y.sin() if second() else y
+
+
+def other(x):
+    return x.sin() if second() else x.cos()
+
+
+def scalar(x):
+    entry["scale"] += 1
+    return (x + entry["scale"]).exp()
+
+
+def keyword(x):
+    return torch.add(x, x, alpha=3 if second() else 2).sin()
+
+
+def slices(x):
+    return x[:, : 2 if second() else 1].sum() * x
+
+
+def nested_list(x):
+    return torch.cat([x, x], dim=1 if second() else 0).sum() * x
+
+
+def selection(x):
+    mask = torch.tensor([True, True, second(), True, True])
+    return x[mask].sum() * x
+
+
+def environment(x):
+    return x.relu() if os.environ.get("ACKPT_TEST_FLAG") else x.tanh()
+
+
+def custom(x):
+    return Double.apply(x) if second() else x * 2
+
+
+def custom_twice(x):
+    y = Double.apply(x)
+    return y.neg() if second() else Double.apply(y).neg()
+
+
+layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+
+def other_parameter(x):
+    return layers[1 if second() else 0](x).tanh()
+
+
+def in_place(x):
+    y = x * 1
+    if second():
+        y.mul_(2)
+    return y.sin()
+
+
+DIFFERENT = {
+    "missing": (missing, "sin.*absent"),
+    "extra": (extra, "absent.*sin"),
+    "other operation": (other, "cos.*sin"),
+    "scalar": (scalar, r"add\(\.\.\., 2\.0\).*add\(\.\.\., 3\.0\)"),
+    "keyword": (keyword, "alpha=2.*alpha=3"),
+    "slice": (slices, ":1.*:2"),
+    "argument after a list": (nested_list, "dim=0.*dim=1"),
+    "shape": (selection, r"\[4, 4\].*\[5, 4\]"),
+    "environment": (environment, "tanh.*relu"),
+    "autograd.Function": (custom, "mul"),
+    "one autograd.Function less": (custom_twice, "Double"),
+    "in place": (in_place, "mul_"),
+    "parameter": (other_parameter, "parameter at .*parameter at "),
+}
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch):
+    calls[0], entry["scale"] = 0, 1.0
+    monkeypatch.delenv("ACKPT_TEST_FLAG", raising=False)
+
+
+@pytest.mark.parametrize("offload", [None, "sync"])
+@pytest.mark.parametrize(("function", "match"), DIFFERENT.values(), ids=DIFFERENT)
+def test_another_path_is_an_error(function, match, offload, monkeypatch):
+    x = batch()
+    loss = ackpt.checkpoint(function, x, offload=offload).sum()
+    monkeypatch.setenv("ACKPT_TEST_FLAG", "1")
+    with raises_cleanly(ackpt.CheckpointError, f"(?s)path.*{match}"):
+        loss.backward()
+    assert x.grad is None
+    assert_next_step_works()
+
+
+def test_the_error_names_line_and_module():
+    class Gate(nn.Module):
+        def forward(self, x):
+            return x.sin() if second() else x.cos()
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Gate()))
+    loss = ackpt.checkpoint(model, batch()).sum()
+    with pytest.raises(ackpt.CheckpointError, match=r"test_recorder\.py:\d+, in module '1\.1' \(Gate\)"):
+        loss.backward()
+
+
+def test_a_region_inside_that_takes_another_path_is_named_by_the_inner_region():
+    loss = ackpt.checkpoint(lambda x: ackpt.checkpoint(other, x.exp()).tanh(), batch()).sum()
+    with pytest.raises(ackpt.CheckpointError, match="path"):
+        loss.backward()
+
+
+class Cached(nn.Module):
+    """Builds its mask once, in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.masks = {}
+
+    def forward(self, x):
+        if len(x) not in self.masks:
+            self.masks[len(x)] = torch.linspace(0, 1, len(x)).unsqueeze(1).sqrt()
+        return x * self.masks[len(x)]
+
+
+@lru_cache
+def positions(length):
+    return torch.arange(length).float().unsqueeze(1).cos()
+
+
+def logged(x):
+    y = x.exp()
+    if not ackpt.is_recomputing():
+        calls.append(y.mean())
+    calls.append(float(y.detach().std()))
+    return y
+
+
+def watched(x):
+    y = x.exp()
+    if not second():
+        calls.append(y.detach().square().mean())
+        (y * 3).sum()
+    return y.sin()
+
+
+SAME = {
+    "mask in a dict": lambda: Cached(),
+    "lru_cache": lambda: lambda x: x * positions(len(x)),
+    "nan": lambda: lambda x: (x * float("nan")).clamp(min=float("nan")),
+    "logging": lambda: logged,
+    "what no output depends on": lambda: watched,
+    "several outputs": lambda: lambda x: sum(part.sum() for part in x.unbind(1)) + x,
+    "LSTM": lambda: nn.LSTM(4, 4, batch_first=True),
+    "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+    "attention in evaluation": lambda: nn.TransformerEncoderLayer(4, 2, 8).eval(),
+    "item assignment": lambda: lambda x: torch.zeros(5, 4).index_add(0, torch.arange(5), x) + 0,
+}
+
+
+@pytest.mark.parametrize("make", SAME.values(), ids=SAME)
+def test_what_two_runs_may_do_differently(make):
+    """Caches, logging and values that no output depends on are no difference."""
+
+    def build():
+        calls[0] = 0
+        return Case(make(), (batch(),))
+
+    assert_same_step(build)
+    del calls[1:]
+
+
+def test_counting_flops_is_no_other_path():
+    """Under a dispatch mode the inputs of a recompute are views, which functions such as ``to`` may return."""
+
+    def function(x):
+        y = x.to(torch.float32)
+        return y.pow(2) @ y.contiguous().t()
+
+    x = batch()
+    assert ackpt.count_flops(lambda: ackpt.checkpoint(function, x).sum().backward()) == 4 * 2 * 5 * 5 * 4
+
+
+def test_a_compiled_function_inside_stays_compiled():
+    graphs = []
+
+    def count(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    compiled = torch.compile(lambda x: (x.sin() * 2).cos(), backend=count)
+    for _ in range(3):
+        ackpt.checkpoint(compiled, batch()).sum().backward()
+    assert len(graphs) == 1 and sum(node.op.startswith("call") for node in graphs[0].graph.nodes) == 3
+
+
+def test_guarantees_off_compares_nothing():
+    x = batch()
+    with ackpt.guarantees(unchanged=False):
+        ackpt.checkpoint(missing, x).sum().backward()
+    assert x.grad is not None
+
+
+def running(schema) -> list[str]:
+    return [a.name for a in schema.arguments if a.name.startswith("running_")]
+
+
+def test_every_operation_that_takes_running_statistics_is_watched():
+    schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::") and running(s)]
+    names = {schema.name.removeprefix("aten::") for schema in schemas}
+    without = {name for name in names if "backward" in name or "functional" in name or "no_" in name}
+    assert {name for name in names - without if getattr(torch.ops.aten, name) not in recorder._MAY_WRITE} == set()
+    assert len(names - without) >= 10
+
+
+SWAPPED = {
+    "inputs": lambda x, y: (x, y),
+    "results": lambda x, y: (x.sin(), y.sin()),
+    "results of one call": lambda x, y: (x * y).chunk(2),
+    "items of a list": lambda x, y: ([x.sin(), y.sin()], [y.sin(), x.sin()]),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_arguments_that_change_places_are_another_path(name):
+    runs = []
+
+    def function(x, y):
+        runs.append(1)
+        one, other = SWAPPED[name](x, y)
+        if isinstance(one, list):
+            return torch.cat(one if len(runs) == 1 else other).sin()
+        return one - other if len(runs) == 1 else other - one
+
+    x, y = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    with pytest.raises(ackpt.CheckpointError, match="another path"):
+        ackpt.checkpoint(function, x, y).sum().backward()
+
+
+def test_a_tensor_that_is_given_twice_has_no_place_of_its_own():
+    x, mask = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    for args in [(x, mask, mask), (x, x, x), (x.detach(), x, mask)]:
+        x.grad = None
+        ackpt.checkpoint(lambda one, two, three: (one * two + three).sin(), *args).sum().backward()
+        found, x.grad = x.grad, None
+        (args[0] * args[1] + args[2]).sin().sum().backward()
+        assert torch.equal(x.grad, found)
+
+
+def test_another_path_of_a_region_inside_of_another_one_is_an_error():
+    """Both runs of the inner one, in the recompute of the outer one, take the second way."""
+    seen = []
+
+    def inner(x):
+        seen.append(1)
+        return x.sin().exp().sin() if len(seen) == 1 else x.sin().exp()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(ackpt.CheckpointError, match=r"operation 3 was torch.Tensor.sin.* and is absent now"):
+        ackpt.checkpoint(lambda x: ackpt.checkpoint(inner, x) * 2, x).sum().backward()
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_numbers_inside_of_nested_regions_are_compared(depth):
+    seen = []
+
+    def inner(x):
+        seen.append(1)
+        return x * (2.0 if len(seen) == 1 else 3.0)
+
+    def nested(x, depth):
+        return ackpt.checkpoint(inner if depth == 1 else lambda x: nested(x, depth - 1), x).sin()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(ackpt.CheckpointError, match=r"mul\(..., 2.0\).* and is torch.Tensor.mul\(..., 3.0\)"):
+        nested(x, depth).sum().backward()

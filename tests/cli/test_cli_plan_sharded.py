@@ -1,0 +1,48 @@
+"""``ackpt plan --fsdp``: a rank's share, what is said of it, and what cannot be planned so."""
+
+import json
+
+import pytest
+
+from ackpt.cli.command_line import main
+
+LM = ["lm", "--seq-len", "16", "--set", "dim=32", "ff_dim=64", "layers=2", "head_dim=16", "vocab_size=100"]
+
+
+def test_a_rank_of_many_has_its_share(capsys):
+    options = ["--fsdp", "2", "8", "--dtype", "bfloat16", "--shard-dtype", "float32", "--json"]
+    assert main(["plan", *LM, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["blocks"], [own["ranks"] for own in found["ranks"]]) == (2, [2, 8])
+    two, eight = (own["at_peak"] for own in found["ranks"])
+    assert two["parameters"] == 2 * found["parameters"]
+    assert 8 * eight["parameters"] > 4 * found["parameters"]  # padded: eight do not divide a hundred words
+    for own in found["ranks"]:
+        assert own["peak_bytes"] == sum(own["at_peak"].values()) == own["resident_bytes"] + own["dynamic_peak_bytes"]
+        assert (own["all_gathers"], own["reduce_scatters"], own["recompute_flops"]) == (5, 3, 0)
+        assert own["blocks"][0]["count"] == 2 and own["fits"] is None
+
+
+def test_what_a_sharded_plan_says(capsys):
+    assert main(["plan", *LM, "--fsdp", "2", "8", "--budget", "1GiB", "--device-profile", "h100-80g"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "blocks            2: blocks.0 to blocks.1"
+    assert sum(line.endswith(", all that backward reads") for line in lines) == 2
+    assert lines[-1] == "fewest that fit   2 ranks"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fsdp", "0"], "--fsdp 0: shard over at least 2 ranks"),
+        (["--fsdp", "2", "--policy", "ilp"], "policy 'ilp' knows nothing of shards"),
+        (["--fsdp", "2", "--budget", "1kB"], "cannot keep the budget '1kB' on a rank"),
+        (["--fsdp", "2", "--shard-dtype", "int4"], "--shard-dtype 'int4' is no dtype"),
+        (["--reduce-dtype", "float32"], "--reduce-dtype says how --fsdp shards: give --fsdp as well"),
+        (["--fsdp", "2", "--output", "plan.json"], "--output: with --fsdp there is a plan for each block"),
+    ],
+)
+def test_what_cannot_be_planned_sharded(capsys, arguments, message):
+    assert main(["plan", *LM, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err

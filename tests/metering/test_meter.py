@@ -1,0 +1,323 @@
+"""Bytes are asserted as whole numbers: counted by hand, by the allocator's own counter, by storages."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ackpt
+from ackpt.metering import cpu_meter as meter_cpu
+from ackpt.metering.meter import Measurement, MeterError, Seconds, compare_seconds, measure, memory_format
+from ackpt.metering.resident import Resident
+
+N, D, FP32 = 32, 64, 4
+WEIGHT, BIAS, HIDDEN = D * D * FP32, D * FP32, N * D * FP32
+
+
+@pytest.fixture
+def mlp():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(layer for _ in range(4) for layer in (torch.nn.Linear(D, D), torch.nn.GELU())))
+    return model, torch.randn(N, D)
+
+
+def consistent(measured: Measurement) -> bool:
+    timeline = measured.timeline
+    sums = tuple(map(sum, zip(*timeline.categories.values())))
+    return (
+        sums == timeline.live
+        and min(map(min, timeline.categories.values())) >= 0
+        and sum(measured.categories.values()) == measured.peak_bytes
+    )
+
+
+def test_hand_counted_step(mlp):
+    """Linear + GELU: backward of layer i holds the activations of the layers before it, and what it works on."""
+    model, x = mlp
+
+    def step():
+        model(x).sum().backward()
+        model.zero_grad()
+
+    measured = measure(step, resident=(model, x), repeats=0)
+    assert measured.resident_bytes == 4 * (WEIGHT + BIAS) + HIDDEN
+    live, boundary = measured.timeline.live, measured.timeline.boundary
+    # Each layer leaves its output before and after GELU; the last one's after lives only until the sum has read it.
+    # The sum and the gradient of it are one fp32 number each.
+    assert live[boundary] == 7 * HIDDEN + 2 * FP32
+    assert measured.timeline.at(boundary) == {"activations": live[boundary], "gradients": 0, "temporaries": 0}
+    assert live[0] == live[-1] == 0
+    assert consistent(measured)
+    assert measured.device == "cpu" and measured.allocator == {} and measured.seconds is None
+
+
+def test_repeats_to_the_byte(mlp):
+    model, x = mlp
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    first, *others = (measure(step, resident=(model, optimizer, x), repeats=0) for _ in range(3))
+    assert all(other == first for other in others)
+    assert first.resident_bytes == 3 * 4 * (WEIGHT + BIAS) + 8 * FP32 + HIDDEN  # AdamW counts steps in fp32
+    assert first.timeline.live[0] == 4 * (WEIGHT + BIAS)  # the gradients of the step before ...
+    assert min(first.timeline.live) < WEIGHT  # ... are gone after zero_grad
+    assert consistent(first)
+
+
+class Undefined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, unused):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2, None
+
+
+def test_a_leaf_whose_gradient_is_undefined():
+    x, unused = torch.ones(8, requires_grad=True), torch.ones(4, requires_grad=True)
+
+    def step():
+        x.grad = None
+        Undefined.apply(x, unused).sum().backward()
+
+    measured = measure(step, "cpu", resident=(x, unused), repeats=0)
+    assert unused.grad is None
+    assert measured.categories["gradients"] == 8 * FP32 and consistent(measured)
+
+
+def test_agrees_with_the_allocators_own_counter(mlp):
+    model, x = mlp
+    seen = []
+    actions = meter_cpu._actions
+
+    def noting(results):
+        events, stack = [], results.experimental_event_tree()
+        while stack:
+            event = stack.pop()
+            stack += event.children
+            events.append(event)
+        allocations = [
+            event.typed[1]
+            for event in sorted(events, key=lambda event: event.start_time_ns)
+            if event.name == "[memory]"
+        ]
+        # The allocator's running total moves by the size of each event, so none is lost or out of order.
+        for before, event in zip(allocations, allocations[1:]):
+            seen.append(event.total_allocated - before.total_allocated == event.alloc_size)
+        return actions(results)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meter_cpu, "_actions", noting)
+        measure(lambda: model(x).sum().backward(), resident=(model, x), repeats=0)
+    assert len(seen) > 50 and all(seen)
+
+
+def test_gradients_that_stay(mlp):
+    model, x = mlp
+    measured = measure(lambda: model(x).sum().backward(), resident=(model, x), repeats=0)
+    gradients = 4 * (WEIGHT + BIAS)
+    assert measured.timeline.live[0] == measured.timeline.live[-1] == gradients  # accumulated in place
+    assert set(measured.timeline.categories["gradients"]) == {gradients}
+    model.zero_grad()
+    fresh = measure(lambda: model(x).sum().backward(), resident=(model, x), warmup=0, repeats=0)
+    assert fresh.timeline.live[0] == 0 and fresh.timeline.at(-1)["gradients"] == fresh.timeline.live[-1] == gradients
+
+
+def test_gradients_dropped_in_the_step_are_recognised(mlp):
+    """zero_grad at the end of the step: nothing backs a .grad when it is over."""
+    model, x = mlp
+
+    def step():
+        model(x).sum().backward()
+        model.zero_grad(set_to_none=True)
+
+    measured = measure(step, resident=(model, x), warmup=0, repeats=0)
+    assert max(measured.timeline.categories["gradients"]) == 4 * (WEIGHT + BIAS)
+
+
+def test_gradients_from_before_are_seen_to_die(mlp):
+    """They were allocated before the profiler began, so only Python can tell."""
+    model, x = mlp
+    model(x).sum().backward()
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        model(x)
+
+    measured = measure(step, resident=(model, x), warmup=0, repeats=0)
+    assert measured.timeline.live[0] == 4 * (WEIGHT + BIAS)
+    assert measured.timeline.live[8] == measured.timeline.live[-1] == 0
+    assert measured.timeline.boundary is None and "activations" not in measured.timeline.categories
+
+
+def test_new_optimizer_state_is_optimizer(mlp):
+    model, x = mlp
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(x).sum().backward()
+        optimizer.step()
+
+    first = measure(step, resident=(model, optimizer, x), warmup=0, repeats=0)
+    assert first.timeline.at(-1)["optimizer"] == 2 * 4 * (WEIGHT + BIAS) + 8 * FP32
+    assert first.flops is None
+    later = measure(step, resident=(model, optimizer, x), repeats=0)
+    assert "optimizer" not in later.timeline.categories
+    assert later.categories["optimizer"] == first.timeline.at(-1)["optimizer"]
+
+
+def test_checkpointing_lowers_activations_only(mlp):
+    model, x = mlp
+    plain = measure(lambda: model(x).sum().backward(), resident=(model, x), warmup=0, repeats=0)
+    model.zero_grad()
+    kept = measure(lambda: ackpt.checkpoint(model, x).sum().backward(), resident=(model, x), repeats=0)
+    assert kept.timeline.at(kept.timeline.boundary)["activations"] <= 2 * HIDDEN
+    assert plain.timeline.at(plain.timeline.boundary)["activations"] == 7 * HIDDEN + 2 * FP32
+    assert kept.resident_bytes == plain.resident_bytes and consistent(kept) and consistent(plain)
+
+
+def test_resident_storages_count_once():
+    layer = torch.nn.Linear(D, D, bias=False)
+    layer.register_buffer("mask", torch.ones(D))
+    tied = torch.nn.ModuleList([layer, torch.nn.Linear(D, D, bias=False)])
+    tied[1].weight = layer.weight
+    x = torch.ones(N, D)
+    measured = measure(lambda: layer(x).sum().backward(), resident=(tied, layer, x, x[1:], x.t()), repeats=0)
+    assert measured.categories["parameters"] == WEIGHT
+    assert measured.categories["buffers"] == BIAS
+    assert measured.categories["inputs"] == HIDDEN  # bytes of the storage, whatever the view
+
+
+def test_sparse_gradients():
+    table = torch.nn.Embedding(10, D, sparse=True)
+    index = torch.tensor([1, 3, 3])
+
+    def step():
+        table(index).sum().backward()
+
+    measured = measure(step, resident=(table, index), warmup=0, repeats=0)
+    assert measured.timeline.at(-1)["gradients"] > 0 and consistent(measured)
+
+
+def test_a_failing_step_leaves_nothing_behind(mlp):
+    model, x = mlp
+
+    def step():
+        model(x).sum().backward()
+        raise KeyError("from the step")
+
+    with pytest.raises(KeyError, match="from the step"):
+        measure(step, resident=(model, x), warmup=0)
+    assert not any(leaf._post_accumulate_grad_hooks for leaf in model.parameters())
+    model.zero_grad()
+    assert measure(lambda: model(x), resident=(model, x), repeats=0).dynamic_peak_bytes > 0
+
+
+def test_seconds_and_flops(mlp):
+    model, x = mlp
+    measured = measure(lambda: model(x).sum().backward(), resident=(model, x), repeats=3)
+    seconds = measured.seconds
+    assert len(seconds.samples) == 3 and seconds.low <= seconds.median <= seconds.high
+    assert measured.flops == 2 * N * D * D * (4 + 4 + 3)  # x needs no gradient
+    data = measured.to_json()
+    assert data["peak_bytes"] == measured.peak_bytes == data["resident_bytes"] + data["dynamic_peak_bytes"]
+    assert [name for name in data if "second" in name] == ["seconds"]
+
+
+def test_a_measurement_is_printed_without_its_timeline(mlp):
+    model, x = mlp
+    measured = measure(lambda: model(x).sum().backward(), resident=(model, x), repeats=1)
+    sizes = memory_format(measured.peak_bytes), memory_format(measured.resident_bytes)
+    said = re.fullmatch(r"<Measurement on cpu: peak (.+), of it (.+) resident, \S+ ms, \S+ GFLOP>", repr(measured))
+    assert said and said.groups() == sizes
+    plain = replace(measured, seconds=None, flops=None)
+    assert repr(plain) == f"<Measurement on cpu: peak {sizes[0]}, of it {sizes[1]} resident>"
+
+
+def test_says_nothing():
+    """Neither the profiler's log nor the allocator's warning about blocks it did not see being born."""
+    program = (
+        "import torch, ackpt\n"
+        "model, x, kept = torch.nn.Linear(8, 8), torch.ones(4, 8), {}\n"
+        "def step():\n"
+        "    model.zero_grad()\n"
+        "    kept['output'] = model(x)\n"  # the one of the step before dies here
+        "    kept['output'].sum().backward()\n"
+        "model(x).sum().backward()\n"
+        "ackpt.measure(step, resident=(model, x))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+class TestCompareSeconds:
+    def test_rounds_are_interleaved(self):
+        calls = []
+        functions = {name: lambda name=name: calls.append(name) for name in "ab"}
+        result = compare_seconds(functions, repeats=2, reference="b")
+        assert "".join(calls) == "ab" + "ab" + "ba"
+        assert result.reference == "b" and set(result.ratios["b"].samples) == {1.0}
+        assert len(result.seconds["a"].samples) == 2
+        assert set(result.to_json()) == {"reference", "seconds", "seconds_ratio"}
+
+    def test_bad_arguments(self):
+        with pytest.raises(ValueError, match="at least one function"):
+            compare_seconds({})
+        with pytest.raises(ValueError, match="'c' is none of the functions: a"):
+            compare_seconds({"a": int}, reference="c")
+        with pytest.raises(ValueError, match="repeats is 0"):
+            compare_seconds({"a": int}, repeats=0)
+
+    def test_spread(self):
+        seconds = Seconds.of([3.0, 1.0, 2.0])
+        assert (seconds.median, seconds.low, seconds.high, seconds.samples) == (2.0, 1.0, 3.0, (3.0, 1.0, 2.0))
+
+
+class TestErrors:
+    def test_no_gpu(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(MeterError, match="sees no CUDA GPU"):
+            measure(lambda: None, "cuda")
+
+    def test_meta(self):
+        with pytest.raises(MeterError, match=r"predict\(\)"):
+            measure(lambda: None, resident=(torch.empty(2, device="meta"),))
+
+    def test_profiler_running(self):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            with pytest.raises(MeterError, match="profiler is running"):
+                measure(lambda: None)
+
+    @pytest.mark.parametrize("name, value", [("warmup", -1), ("warmup", 1.5), ("repeats", -1)])
+    def test_counts(self, name, value):
+        with pytest.raises(ValueError, match=f"{name} is {value}"):
+            measure(lambda: None, **{name: value})
+
+    def test_resident(self):
+        with pytest.raises(TypeError, match="must be an iterable"):
+            Resident(torch.nn.Linear(1, 1))
+        with pytest.raises(TypeError, match="holds a dict"):
+            Resident([{}])
+
+
+@pytest.mark.parametrize(
+    "size, text",
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (333447168, "318.0 MiB"), (-(2**31), "-2.0 GiB")]
+    + [(5 * 2**50, "5120.0 TiB")],
+)
+def test_memory_format(size, text):
+    assert memory_format(size) == text
+
+
+@pytest.mark.parametrize("function", [ackpt.measure, ackpt.predict])
+def test_a_loss_is_no_step(function):
+    with pytest.raises(TypeError, match=r"as in lambda: model\(x\).sum\(\).backward\(\); got Tensor"):
+        function(torch.ones(()))

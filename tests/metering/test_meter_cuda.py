@@ -1,0 +1,137 @@
+"""What needs no GPU: the history of a device becomes a timeline."""
+
+import contextlib
+
+import pytest
+import torch
+
+from ackpt.metering import cuda_meter as meter_cuda
+from ackpt.metering import meter
+from ackpt.metering.timeline import build_timeline
+
+HISTORY = [
+    {"action": "segment_alloc", "addr": 4096, "size": 2 << 20},
+    {"action": "alloc", "addr": 4096, "size": 1000},
+    {"action": "alloc", "addr": 8192, "size": 512},
+    {"action": "free_requested", "addr": 8192, "size": 512},
+    {"action": "free_completed", "addr": 8192, "size": 512},
+    {"action": "alloc", "addr": 8192, "size": 1},
+    {"action": "free_requested", "addr": 64, "size": 4},
+    {"action": "snapshot", "addr": 0, "size": 0},
+]
+
+
+def test_actions():
+    marks = [(3, ("backward",)), (4, ("mark", 8192, "gradients"))]
+    assert list(meter_cuda.actions(HISTORY, marks)) == [
+        ("alloc", 4096, 1024),
+        ("alloc", 8192, 512),
+        ("free", 8192),
+        ("backward",),
+        ("alloc", 8192, 512),
+        ("mark", 8192, "gradients"),
+        ("free", 64),
+    ]
+    assert list(meter_cuda.actions([], [(0, ("backward",))])) == [("backward",)]
+
+
+def test_timeline():
+    marks = [(3, ("backward",)), (4, ("mark", 8192, "gradients"))]
+    timeline = build_timeline(meter_cuda.actions(HISTORY, marks), before={64: ("gradients", 512)})
+    assert timeline.live == (512, 1536, 2048, 1536, 2048, 1536)
+    assert timeline.at(timeline.boundary) == {"activations": 1024, "gradients": 512, "temporaries": 0}
+
+
+def test_the_allocators_peak_is_the_peak():
+    timeline = build_timeline([("alloc", 1, 512)])
+    measured = meter.assemble("cuda:0", timeline, {"parameters": 1024, "other": 100}, 2000)
+    assert (measured.peak_bytes, measured.resident_bytes, measured.dynamic_peak_bytes) == (2000, 1124, 876)
+    assert measured.categories["other"] == 2000 - 1024 - 512
+    assert sum(measured.categories.values()) == 2000
+
+
+class Allocator:
+    """Stands in for torch.cuda where there is no GPU: a step tells it what a GPU would have allocated."""
+
+    def __init__(self, patch):
+        self.live, self.peak, self.events, self.history, self.recording = 1000, 1000, [0, 0], [], False
+        self.emptied: list[int] = []  # after how many allocations the cache was
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch.setattr(torch.cuda, "empty_cache", lambda: self.emptied.append(self.events[0]))
+        patch.setattr(torch.cuda, "memory_allocated", lambda: self.live)
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: setattr(self, "peak", self.live))
+        patch.setattr(torch.cuda, "memory_stats", self.statistics)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
+        patch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [self.history]})
+        patch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: self.recording, raising=False)
+
+    def record(self, enabled, **options):
+        self.recording = enabled is not None
+        if options.get("clear_history"):
+            self.history.clear()
+
+    def note(self, action, address, size):
+        self.live += size if action == "alloc" else -size
+        self.peak = max(self.peak, self.live)
+        self.events[action != "alloc"] += 1
+        if self.recording:
+            self.history.append({"action": action, "addr": address, "size": size})
+
+    def statistics(self):
+        return {
+            "allocation.all.allocated": self.events[0],
+            "allocation.all.freed": self.events[1],
+            "allocated_bytes.all.peak": self.peak,
+            "requested_bytes.all.peak": self.peak - 1,
+            "reserved_bytes.all.peak": 2 * self.peak,
+        }
+
+
+class Event:
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 1500.0  # milliseconds
+
+
+def test_measure_with_an_allocator_that_stands_in(monkeypatch):
+    allocator = Allocator(monkeypatch)
+    x = torch.ones(2, requires_grad=True)
+
+    def step():
+        allocator.note("alloc", 1, 4096)
+        allocator.note("alloc", 2, 1024)
+        allocator.note("free_requested", 2, 1024)
+        x.sum().backward()
+        allocator.note("alloc", 2, 2048)
+        allocator.note("free_requested", 1, 4096)
+        allocator.note("free_requested", 2, 2048)
+
+    engine = torch.autograd._engine_run_backward
+    measured = meter.measure(step, "cuda", warmup=1, repeats=2)
+    assert measured.timeline.live == (0, 4096, 5120, 4096, 6144, 2048, 0)
+    assert measured.timeline.boundary == 3
+    assert measured.peak_bytes == 1000 + 6144
+    assert measured.categories["other"] == measured.resident_bytes == 1000
+    assert (measured.categories["activations"], measured.categories["temporaries"]) == (4096, 2048)
+    assert measured.allocator == {"requested_peak_bytes": 7143, "reserved_peak_bytes": 2 * 7144}
+    assert allocator.emptied == [0]  # what others left there would count as reserved
+    assert measured.seconds.samples == (1.5, 1.5)
+    assert torch.autograd._engine_run_backward is engine and not allocator.recording
+
+
+def test_history_in_use(monkeypatch):
+    Allocator(monkeypatch).recording = True
+    with pytest.raises(meter.MeterError, match="memory history is being recorded"):
+        meter.measure(lambda: None, "cuda")

@@ -1,0 +1,221 @@
+"""CUDA's choices, imitated on fake CPU tensors, are compared with those of fake CUDA tensors in forward."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ackpt
+from ackpt.metering.cuda_choices import cuda_choices
+from ackpt.metering.prediction import predict
+
+
+class Log(TorchDispatchMode):
+    """What ran: the operation with the shapes and dtypes of its outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = [(tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if made:
+            self.calls.append((str(func), made))
+        return result
+
+
+CALLS = {
+    "layer_norm": lambda x, w, t: F.layer_norm(x, (8,), w, w),
+    "group_norm": lambda x, w, t: F.group_norm(x, 2, w, w),
+    "dropout": lambda x, w, t: F.dropout(x, 0.5),
+    "cross_entropy": lambda x, w, t: F.cross_entropy(x, t),
+    "cross_entropy sum": lambda x, w, t: F.cross_entropy(x, t, reduction="sum", ignore_index=-1),
+    "mse_loss": lambda x, w, t: F.mse_loss(x, x),
+    "l1_loss": lambda x, w, t: F.l1_loss(x, x),
+    "nll_loss": lambda x, w, t: F.nll_loss(x, t),
+    "bce": lambda x, w, t: F.binary_cross_entropy_with_logits(x, x),
+    "gelu": lambda x, w, t: F.gelu(x),
+    "silu": lambda x, w, t: F.silu(x),
+    "softplus": lambda x, w, t: F.softplus(x),
+    "linear": lambda x, w, t: F.linear(x, torch.empty(4, 8, device=x.device)),
+    "matmul": lambda x, w, t: x @ x.t(),
+    "pow": lambda x, w, t: x.pow(2),
+    "** 2": lambda x, w, t: x**2,
+    "rsqrt": lambda x, w, t: torch.rsqrt(x.mean(-1)),
+    "exp": lambda x, w, t: x.exp(),
+    "logsumexp": lambda x, w, t: x.logsumexp(-1),
+    "softmax": lambda x, w, t: F.softmax(x, -1),
+    "x.softmax": lambda x, w, t: x.softmax(-1),
+    "log_softmax": lambda x, w, t: torch.log_softmax(x, dim=-1),
+    "sum": lambda x, w, t: x.sum(-1),
+    "cumsum": lambda x, w, t: x.cumsum(0),
+    "norm": lambda x, w, t: x.norm(),
+    "vector_norm": lambda x, w, t: torch.linalg.vector_norm(x),
+    "mean": lambda x, w, t: x.mean(),
+    "cat": lambda x, w, t: torch.cat([x, x.float()]),
+    "stack": lambda x, w, t: torch.stack([x, x.float()]),
+    "add": lambda x, w, t: x + w,
+    "embedding": lambda x, w, t: F.embedding(t, x),
+}
+
+
+def run_forward(device, dtype, call, choices):
+    with FakeTensorMode(), torch.no_grad():
+        x, w = torch.empty(6, 8, device=device, dtype=dtype), torch.empty(8, device=device)
+        t = torch.empty(6, device=device, dtype=torch.int64)
+        # torch.autocast("cuda") turns itself off where there is no GPU.
+        torch.set_autocast_dtype(device, torch.bfloat16)
+        torch.set_autocast_enabled(device, True)
+        torch.autocast_increment_nesting()
+        try:
+            with choices, Log() as log:
+                call(x, w, t)
+        finally:
+            torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
+            torch.set_autocast_enabled(device, False)
+    return log.calls
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", CALLS)
+def test_cuda_choices_under_autocast(name, dtype):
+    """In forward, without gradients, fake CUDA tensors show what autocast does on a GPU; nothing else is to run."""
+    on_cuda = run_forward("cuda", dtype, CALLS[name], contextlib.nullcontext())
+    imitated = run_forward("cpu", dtype, CALLS[name], cuda_choices())
+    assert imitated == on_cuda
+
+
+def test_cuda_choices_differ_from_the_cpus():
+    """Otherwise the test above would test nothing."""
+    x, wrong = torch.bfloat16, 0
+    for call in CALLS.values():
+        wrong += run_forward("cuda", x, call, contextlib.nullcontext()) != run_forward(
+            "cpu", x, call, contextlib.nullcontext()
+        )
+    assert wrong >= 10
+
+
+def test_cuda_step():
+    """RMSNorm keeps its input and a number per row, dropout a mask of bytes; both also in a recompute."""
+    rows, dim = 512, 64
+
+    def step_bytes(device, checkpointed):
+        with FakeTensorMode():
+            model = torch.nn.Sequential(torch.nn.RMSNorm(dim, 1e-6), torch.nn.Dropout(0.5))
+            x = torch.empty(rows, dim)
+        run = (lambda: ackpt.checkpoint(model, x)) if checkpointed else (lambda: model(x))
+        predicted = predict(lambda: run().sum().backward(), resident=(model, x), device=device, warmup=0, round_to=1)
+        return predicted.timeline.live[predicted.timeline.boundary], predicted.peak_bytes - predicted.resident_bytes
+
+    saved = {
+        "output of the norm and of dropout": 0,
+        "scale of the norm": rows * 4,
+        "mask of dropout": rows * dim,
+        "sum and its gradient": 2 * 4,
+    }
+    assert step_bytes("cuda", False)[0] == sum(saved.values())
+    assert step_bytes("cpu", False)[0] > 2 * sum(saved.values())  # composed operations, and a mask of floats
+    assert step_bytes("cuda", True)[0] == 2 * 4
+    assert step_bytes("cuda", True)[1] < step_bytes("cpu", True)[1]
+
+
+class Heads(torch.nn.Module):
+    def __init__(self, heads, width, dtype=torch.float32, **options):
+        super().__init__()
+        self.heads, self.options = heads, options
+        self.qkv = torch.nn.Linear(heads * width, 3 * heads * width, bias=False, dtype=dtype)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, mask, **self.options)
+
+
+BATCH, LENGTH, HEADS, WIDTH = 2, 100, 4, 16
+OUTPUT = BATCH * LENGTH * HEADS * WIDTH  # elements
+ROWS = BATCH * HEADS * LENGTH
+FLASH_STATE, EFFICIENT_STATE = 16 + 8, 8 + 8  # of the random generator: flash_api.cpp; seed and offset
+
+
+def attention_saves(dtype, masked=False, context=contextlib.nullcontext, **options):
+    """Bytes at the end of forward, without queries, keys and values."""
+    with FakeTensorMode():
+        model = Heads(HEADS, WIDTH, dtype, **options)
+        x = torch.empty(BATCH, LENGTH, HEADS * WIDTH, dtype=dtype)
+        mask = torch.empty(LENGTH, LENGTH, dtype=torch.bool) if masked else None
+
+    def step():
+        with context():
+            model(x, mask).sum().backward()
+
+    resident = (model, x) if mask is None else (model, x, mask)
+    found = predict(step, resident=resident, device="cuda", warmup=0, round_to=1)
+    boundary = found.timeline.live[found.timeline.boundary]
+    inputs = 3 * OUTPUT * dtype.itemsize
+    return boundary - inputs - 2 * dtype.itemsize  # the loss and its gradient
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_flash_attention_saves_output_and_sums_of_rows(dropout):
+    saved = OUTPUT * 2 + ROWS * 4 + FLASH_STATE
+    assert attention_saves(torch.bfloat16, dropout_p=dropout, is_causal=True) == saved
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_efficient_attention_pads_the_sums_of_rows_and_the_mask(dropout):
+    padded_rows = BATCH * HEADS * 128 * 4
+    saved = OUTPUT * 4 + padded_rows + EFFICIENT_STATE
+    assert attention_saves(torch.float32, dropout_p=dropout) == saved
+    mask = LENGTH * 104 * 4  # numbers instead of bools, in rows of a multiple of 8
+    assert attention_saves(torch.float32, masked=True, dropout_p=dropout) == saved + mask
+
+
+def test_attention_that_no_kernel_fuses_saves_weights_and_a_mask_of_bytes():
+    def math():
+        return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+
+    # Scaled queries and keys and a copy of the values replace the three; the softmax, its dropout and mask are added.
+    weights = ROWS * LENGTH
+    assert attention_saves(torch.float32, dropout_p=0.1, context=math) == 2 * weights * 4 + weights
+
+
+def test_attention_in_a_region_runs_the_same_kernel():
+    def peak(checkpointed, dropout):
+        with FakeTensorMode():
+            model = Heads(HEADS, WIDTH, dropout_p=dropout)
+            x = torch.empty(BATCH, LENGTH, HEADS * WIDTH, requires_grad=True)
+        run = (lambda: ackpt.checkpoint(model, x)) if checkpointed else (lambda: model(x))
+        return predict(lambda: run().sum().backward(), resident=(model, x), device="cuda", round_to=1).peak_bytes
+
+    weights = ROWS * LENGTH * 4
+    for checkpointed in (False, True):
+        assert 0 <= peak(checkpointed, 0.1) - peak(checkpointed, 0.0) < weights / 4
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attention_of_multi_head_attention(autocast):
+    """It is called by Python of torch's own, within which no mode is asked."""
+    with FakeTensorMode():
+        layer = torch.nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
+        x = torch.empty(2, 1024, 64)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+            out = layer(x, x, x, need_weights=False)[0]
+        out.sum().backward()
+
+    matrix = 2 * 4 * 1024 * 1024
+    found = predict(step, resident=(layer, x), device="cuda", round_to=1)
+    assert found.dynamic_peak_bytes < matrix
+    assert predict(step, resident=(layer, x), round_to=1).dynamic_peak_bytes > 4 * matrix
+
+
+def test_attention_on_meta_tensors():
+    x = torch.empty(2, 4, 100, 16, device="meta", requires_grad=True)
+    found = predict(lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1).sum().backward(), device="cuda")
+    assert found.dynamic_peak_bytes < 2 * 4 * 100 * 100 * 4

@@ -1,0 +1,191 @@
+"""Gradients that autograd adds in place: predicted as measured after every allocation, not only at the peak."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ackpt
+from ackpt.metering.meter import measure
+from ackpt.metering.prediction import predict
+
+ELEMENTS = 100_000
+
+
+class UsesItsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.sin() + gradient
+
+
+class OneGradientForTwo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return x + y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        shared = gradient.sin()
+        return shared, shared
+
+
+def three_uses(h):
+    return (h.sin() + h.cos() + h.exp()).sum()
+
+
+def kept_by_a_hook(h):
+    kept = []
+    h.sin().register_hook(kept.append)
+    first = h.cos()
+    first.register_hook(kept.append)
+    return (first + h + h.exp()).sum()
+
+
+def with_retain_grad(h):
+    first = h.cos()
+    first.retain_grad()
+    return (first.sin() + first + h.exp()).sum()
+
+
+def changed_by_a_hook(h):
+    h.register_hook(lambda gradient: gradient.sin() + gradient)
+    return three_uses(h)
+
+
+def residual_chain(h):
+    for _ in range(4):
+        h = h + h.sin().tanh()
+    return h.sum()
+
+
+def products(h):
+    square = h.view(250, 400)
+    return (square @ square.t()).sin().sum() + (h * h).sin().sum()
+
+
+def normed(h):
+    rows = h.view(250, 400)
+    return (F.layer_norm(rows, (400,)) + F.softmax(rows, -1) + rows.sigmoid()).sum()
+
+
+def formulas(h):
+    return (torch.hypot(h, h.sin()) + torch.lerp(h, h.cos(), h.sigmoid()) + torch.addcdiv(h, h, h.exp())).sum()
+
+
+def region(h):
+    def function(x):
+        inner = x.sin()
+        return inner.sin() + inner.cos() + inner.exp() + x
+
+    return (ackpt.checkpoint(function, h) + h.cos()).sum() + ackpt.checkpoint(function, h.sin()).sum()
+
+
+LOSSES = {
+    "three uses": three_uses,
+    "expanded": lambda h: h.sum() + h.sum() + h.sin().sum(),
+    "expanded and not": lambda h: h.sum() + h.cos().sum() + h.sin().sum(),
+    "residual chain": residual_chain,
+    "halves": lambda h: (h[:50_000].sin() + h[50_000:].cos() + h.view(2, 50_000)[0]).sum(),
+    "unbound": lambda h: sum((a * b).sum() for a in h.view(4, 25_000).unbind(0) for b in h.view(4, 25_000).unbind(0)),
+    "transposed": lambda h: h.view(250, 400).t().sin().sum() + h.view(250, 400).cos().sum(),
+    "concatenated": lambda h: torch.cat([h, h.cos(), h]).sin().sum(),
+    "products": products,
+    "normed": normed,
+    "kept by a hook": kept_by_a_hook,
+    "with retain_grad": with_retain_grad,
+    "changed by a hook": changed_by_a_hook,
+    "uses its gradient": lambda h: (UsesItsGradient.apply(h) + h.cos()).sum(),
+    "one gradient for two": lambda h: (OneGradientForTwo.apply(h, h) + h.cos()).sum(),
+    "formulas": formulas,
+    "region": region,
+}
+
+
+def backward(loss, h, x):
+    loss.backward()
+
+
+def twice(loss, h, x):
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def second_order(loss, h, x):
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    gradient.sin().sum().backward()
+
+
+def to_several(loss, h, x):
+    torch.autograd.grad(loss, [h, x])
+
+
+def both(loss_of, run=backward):
+    """The same step measured and predicted."""
+    results = []
+    for meter, options, mode in ((measure, {"repeats": 0}, contextlib.nullcontext()), (predict, {}, FakeTensorMode())):
+        with mode:
+            x = torch.ones(ELEMENTS, requires_grad=True)
+
+        def step():
+            h = x.sin()  # noqa: B023
+            run(loss_of(h), h, x)  # noqa: B023
+            x.grad = None  # noqa: B023
+
+        results.append(meter(step, resident=(x,), **options))
+    return results
+
+
+def levels(measurement):
+    """Live bytes after every allocation and free, in whole tensors: kernels allocate scalars and rows out of sight."""
+    whole = [round(value / (4 * ELEMENTS)) for value in measurement.timeline.live]
+    return [value for value, before in zip(whole, [None, *whole]) if value != before]
+
+
+def is_within(predicted, measured):
+    """Whether the predicted levels are among the measured ones, in their order."""
+    following = iter(measured)
+    return all(any(level == other for other in following) for level in predicted)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_level(name):
+    measured, predicted = both(LOSSES[name])
+    assert is_within(levels(predicted), levels(measured))
+    assert predicted.flops == measured.flops
+
+
+@pytest.mark.parametrize("run", [twice, second_order, to_several])
+def test_every_level_of_other_runs_of_backward(run):
+    measured, predicted = both(three_uses, run)
+    assert is_within(levels(predicted), levels(measured))
+
+
+def matrices(h):
+    square = h.view(250, 400)
+    wide = square.t() @ square  # 400 x 400: larger than what it is computed from
+    return (wide.sin() + wide @ wide + wide.t()).sum()
+
+
+def test_the_peak_where_it_is_a_sum():
+    measured, predicted = both(matrices)
+    assert predicted.peak_bytes == measured.peak_bytes
+
+
+def test_a_mode_of_the_step_itself():
+    """Then torch passes tensors through it first, and no sum is taken for one that is made in place."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FakeTensorMode():
+        x = torch.ones(ELEMENTS, requires_grad=True)
+
+    def step():
+        with FlopCounterMode(display=False):
+            three_uses(x.sin()).backward()
+
+    assert predict(step, resident=(x,)).peak_bytes >= 4 * ELEMENTS

@@ -1,0 +1,108 @@
+"""A process that forks: locks, threads and the store's memory do not get in the way of either side."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+
+HEAD = """
+import os, signal, sys, tempfile, threading
+import torch, ackpt
+
+torch.set_num_threads(1)
+folder = tempfile.mkdtemp()
+store = {"store": sys.argv[1], **({"folder": folder} if sys.argv[1] == "disk" else {})}
+offload = ackpt.offload_saved_tensors("async", min_bytes=0, keep_last=0, **store)
+
+def forward(scale):
+    x = torch.full((1 << 14,), float(scale), requires_grad=True)
+    with offload:
+        y = x
+        for _ in range(6):
+            y = y * 1.5
+            y = y.square() / (1 + y)
+    return x, y.sum()
+
+def gradient(scale):
+    x, loss = forward(scale)
+    loss.backward()
+    return x.grad
+
+def child(work):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)  # a child that hangs is ended, and seen
+        try:
+            os._exit(0 if work() else 1)
+        except BaseException as error:
+            print(type(error).__name__, error)
+            sys.stdout.flush()
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+"""
+
+
+def run(code: str, store: str) -> list[str]:
+    code = HEAD + textwrap.dedent(code)
+    result = subprocess.run([sys.executable, "-c", code, store], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_a_child_trains_while_threads_of_its_parent_do(store):
+    code = """
+        wanted, stop = gradient(2), threading.Event()
+        def busy():
+            while not stop.is_set():
+                gradient(3)
+        thread = threading.Thread(target=busy)
+        thread.start()
+        print([child(lambda: torch.equal(gradient(2), wanted)) for _ in range(12)])
+        stop.set()
+        thread.join()
+    """
+    assert run(code, store) == [str([0] * 12)]
+
+
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_a_child_does_not_write_into_the_store_of_its_parent(store):
+    code = """
+        wanted = gradient(2)
+        x, loss = forward(2)
+        offload.engine.stats()
+        gradient(5)
+        print(child(lambda: globals().pop("loss") is not None and gradient(7) is not None))
+        loss.backward()
+        print(torch.equal(x.grad, wanted))
+    """
+    assert run(code, store) == ["0", "True"]
+
+
+def backward_in_a_child(store):
+    code = """
+        from ackpt.offloading import transport
+        wanted = gradient(2)
+        x, loss = forward(2)
+        def work():
+            loss.backward()
+            return torch.equal(x.grad, wanted)
+        print(child(work))
+    """
+    return run(code, store)
+
+
+def test_a_child_runs_backward_over_what_its_parent_has_in_host_memory():
+    lines = backward_in_a_child("host")
+    assert lines[-1] in ("0", "2") and (lines[-1] == "0" or "forked" in lines[0])
+
+
+def test_a_child_is_told_that_it_cannot_run_backward_over_its_parents_files():
+    message, code = backward_in_a_child("disk")
+    assert code == "2" and message.startswith("OffloadError") and "fork" in message

@@ -1,0 +1,262 @@
+"""Bytes on the device while a step is offloaded, by the allocator's own events: those of theory and prediction.
+
+Gradients exist before the step here. Then the peak lies where the last region is recomputed, and what the boundaries
+before it would take is what offload saves: all but the first region's input, which the caller holds, and the tail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from conftest import seed
+from offload_helpers import MODES, assert_empty, counts, offload
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ackpt
+from ackpt.models.transformer import Block, Transformer, TransformerConfig
+from ackpt.offloading.engine import observers
+
+SIDE, TOKENS = 128, 256
+BOUNDARY = TOKENS * SIDE * 4  # bytes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections():
+    """Every measurement collects garbage, and need not look at all of torch each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Chain(nn.Module):
+    def __init__(self, length):
+        super().__init__()
+        self.blocks = nn.Sequential(*(self._block() for _ in range(length)))
+
+    def _block(self):
+        return nn.Sequential(nn.Linear(SIDE, SIDE), nn.GELU(), nn.Linear(SIDE, SIDE), nn.GELU())
+
+    def forward(self, x):
+        return self.blocks(x).square().sum()
+
+
+class AutoEncoder(nn.Module):
+    def __init__(self, length):
+        super().__init__()
+        sizes = TransformerConfig(dim=SIDE, ff_dim=3 * SIDE, layers=length, head_dim=64)
+        self.transformer = Transformer(sizes)
+        self.register_buffer("offsets", torch.tensor([0, TOKENS // 2, TOKENS], dtype=torch.int32))
+
+    def forward(self, x):
+        return (self.transformer(x, self.offsets, TOKENS // 2) - x).square().mean()
+
+
+BLOCKS = {Chain: nn.Sequential, AutoEncoder: Block}
+
+
+def switch_on(model, how, **options):
+    """ "plain", "classic", a mode, or "saved" and a mode; returns the context of a forward."""
+    if how.startswith("saved"):
+        return offload(how.removeprefix("saved "), min_bytes=1024, **options)
+    if how != "plain":
+        chosen = None if how == "classic" else offload(how, **{"min_bytes": 1024, "keep_last": 1, **options})
+        names = [name for name, _ in model.named_modules() if name.split(".")[-2:-1] == ["blocks"]]
+        ackpt.apply_activation_checkpointing(model, names, offload=chosen)
+    return contextlib.nullcontext()
+
+
+def step_of(model, x, context):
+    def step():
+        model.zero_grad(set_to_none=False)
+        with context:
+            loss = model(x)
+        loss.backward()
+
+    return step
+
+
+@functools.cache
+def measured(kind, length, how, meter=ackpt.measure, without_data=None, **options):
+    with FakeTensorMode() if without_data == "fake" else torch.device(without_data or "cpu"):
+        seed()
+        model, x = kind(length), torch.ones(TOKENS, SIDE)
+    step = step_of(model, x, switch_on(model, how, **options))
+    return meter(step, resident=(model, x), **({"repeats": 0} if meter is ackpt.measure else {}))
+
+
+def left_by_forward(measurement) -> int:
+    """Bytes that live when backward begins, less the gradients, which live all the time, and the loss."""
+    timeline = measurement.timeline
+    return timeline.live[timeline.boundary] - timeline.categories["gradients"][timeline.boundary]
+
+
+def boundaries(size) -> int:
+    """Whole boundaries; scalars and norms' numbers per row do not count."""
+    return size // BOUNDARY
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "keep_last"), [(Chain, 3, 1), (Chain, 6, 0), (Chain, 6, 1), (Chain, 6, 2), (AutoEncoder, 6, 1)]
+)
+def test_the_peak_falls_by_all_boundaries_but_the_first_and_the_tail(kind, length, keep_last):
+    options = {} if keep_last == 1 else {"keep_last": keep_last}
+    classic = measured(kind, length, "classic")
+    sync, together = (measured(kind, length, mode, **options) for mode in MODES)
+    assert sync.peak_bytes == together.peak_bytes
+    # Without a tail, the input that the last region recomputes from is there all the same.
+    assert classic.peak_bytes - sync.peak_bytes == (length - 1 - max(1, keep_last)) * BOUNDARY
+    assert classic.resident_bytes == sync.resident_bytes == together.resident_bytes
+    assert classic.flops == sync.flops == together.flops
+
+
+@pytest.mark.parametrize("how", ["classic", "sync", "async", "saved sync", "saved async"])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_forward_leaves_no_ramp(kind, how):
+    short, long = (left_by_forward(measured(kind, length, how)) for length in (3, 6))
+    if how == "classic":
+        assert long - short == 3 * BOUNDARY
+    elif kind is Chain or not how.startswith("saved"):
+        assert long == short
+    else:  # what is smaller than min_bytes stays
+        assert boundaries(long - short) == 0
+
+
+def test_sync_has_the_tail_on_the_device_and_async_one_copy_besides():
+    found = {how: left_by_forward(measured(Chain, 6, how)) for how in ("classic", "sync", "async")}
+    result = boundaries(found["classic"]) - 5  # what the loss saves
+    assert {how: boundaries(size) - result for how, size in found.items()} == {"classic": 5, "sync": 1, "async": 2}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_forward_is_higher_because_it_is_longer(mode):
+    short, long = (measured(Chain, length, mode).timeline for length in (6, 9))
+    heights = [max(each.live[: each.boundary]) - each.categories["gradients"][0] for each in (short, long)]
+    assert heights[0] == heights[1]
+
+
+@pytest.mark.parametrize("store", ["host", "disk"])
+@pytest.mark.parametrize("how", ["sync", "async", "saved sync", "saved async"])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_nothing_is_allocated_for_the_store_after_the_first_step(kind, how, store, tmp_path):
+    options = {"store": store, **({"folder": str(tmp_path)} if store == "disk" else {})}
+    mode = how.removeprefix("saved ")
+    chosen = ackpt.offload_saved_tensors(mode, min_bytes=1024, **options)
+    engine = chosen.engine
+    engine.release_buffers()
+    model = kind(4)
+    if mode == how:
+        ackpt.apply_activation_checkpointing(model, BLOCKS[kind] if kind is AutoEncoder else None, offload=chosen)
+    step = step_of(model, torch.ones(TOKENS, SIDE), contextlib.nullcontext() if mode == how else chosen)
+    engine.reset_stats()
+    step()
+    first = counts(engine, "pool_hits", "pool_misses", "copies_out", "pool_bytes")
+    assert first["pool_hits"] + first["pool_misses"] == first["copies_out"] and first["pool_misses"] > 0
+    for _ in range(3):
+        engine.reset_stats()
+        step()
+        again = counts(engine, "pool_hits", "pool_misses", "copies_out", "pool_bytes")
+        assert again == {**first, "pool_hits": first["copies_out"], "pool_misses": 0}
+    assert_empty(engine)
+    engine.release_buffers()
+    assert counts(engine, "pool_bytes") == {"pool_bytes": 0}
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
+def test_what_is_ahead_is_bounded_in_both_directions(lookahead):
+    """Bytes that were submitted and that nobody has waited for."""
+    chosen = offload("async", lookahead_bytes=lookahead * BOUNDARY, keep_last=1)
+    x, on_the_way, most = torch.ones(TOKENS, SIDE, requires_grad=True), {}, {"out": 0, "in": 0}
+
+    def observe(what, event, size):
+        if what == "held":
+            on_the_way.pop(event, None)
+        elif what in most:
+            on_the_way[event] = what, size
+            most[what] = max(most[what], sum(size for way, size in on_the_way.values() if way == what))
+
+    chosen.engine.reset_stats()
+    observers.append(observe)
+    try:
+        with chosen:
+            y = x
+            for _ in range(12):
+                y = y.sin()
+        y.sum().backward()
+    finally:
+        observers.remove(observe)
+    # A copy out begins before the oldest one is waited for; without lookahead one runs at a time.
+    assert most == {"out": (lookahead + 1) * BOUNDARY, "in": max(1, lookahead) * BOUNDARY}
+    found = counts(chosen.engine, "found", "just_in_time", "copies_in")
+    # Twelve sines save eleven results; the tail and what has not left yet are here.
+    assert found["copies_in"] == 10 - lookahead
+    assert found["just_in_time"] == (10 if lookahead == 0 else 0)
+    assert found["found"] + found["just_in_time"] == 11
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 4])
+def test_the_device_holds_no_more_than_the_lookahead_besides(lookahead):
+    sync = measured(Chain, 6, "saved sync")
+    ahead = measured(Chain, 6, "saved async", lookahead_bytes=lookahead * BOUNDARY)
+    assert left_by_forward(ahead) - left_by_forward(sync) == lookahead * BOUNDARY
+    assert 0 < ahead.peak_bytes - sync.peak_bytes <= lookahead * BOUNDARY
+
+
+@pytest.mark.parametrize("how", ["classic", "sync", "async", "saved sync", "saved async"])
+@pytest.mark.parametrize(("kind", "without_data"), [(Chain, "fake"), (Chain, "meta"), (AutoEncoder, "fake")])
+def test_predicted_bytes_are_the_measured_ones(kind, how, without_data):
+    real, predicted = measured(kind, 6, how), measured(kind, 6, how, ackpt.predict, without_data)
+    assert left_by_forward(predicted) == left_by_forward(real)
+    assert predicted.store_peak_bytes == real.store_peak_bytes
+    assert predicted.flops == real.flops
+    if kind is Chain:  # attention takes memory of its own while it runs, which a prediction cannot see
+        assert predicted.peak_bytes == real.peak_bytes
+        assert predicted.categories == real.categories
+    elif how in MODES:
+        saved = [
+            measured(kind, 6, "classic", *meter).peak_bytes - offloaded.peak_bytes
+            for meter, offloaded in (((), real), ((ackpt.predict, without_data), predicted))
+        ]
+        assert saved == [4 * BOUNDARY] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_store_holds_what_the_device_does_not(kind, mode):
+    stored = [measured(kind, 6, how).store_peak_bytes for how in ("classic", mode)]
+    assert stored == [0, 5 * BOUNDARY]  # the batch is saved too, the newest input stays
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_predicted_bytes_for_a_gpu_fall_by_the_boundaries(how):
+    classic, offloaded = (measured(AutoEncoder, 6, each, for_a_gpu, "fake").peak_bytes for each in ("classic", how))
+    assert classic - offloaded == 4 * BOUNDARY
+
+
+def for_a_gpu(step, resident):
+    return ackpt.predict(step, resident=resident, device="cuda")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_device_memory_is_free_once_the_graph_is_gone(mode, backward):
+    gc.collect()
+    x = torch.ones(TOKENS, SIDE, requires_grad=True)
+    with offload(mode, keep_last=2):
+        tensors = [x.sin()]
+        for _ in range(5):
+            tensors.append(tensors[-1].sin())
+    storages = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+    loss = tensors[-1].sum()
+    tensors.clear()
+    if backward:
+        loss.backward()
+    del loss
+    assert_empty(offload(mode).engine)
+    assert [storage() for storage in storages] == [None] * 6

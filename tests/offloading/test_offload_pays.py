@@ -1,0 +1,160 @@
+"""Copies against computing, by numbers that can be computed in the head."""
+
+import pytest
+import torch
+
+import ackpt
+from ackpt.errors import OffloadError
+from ackpt.offloading.pays import OffloadPays, _covers_from, _fit, offload_pays
+
+MS = 1e-3
+
+
+@pytest.mark.parametrize(
+    "measured, parts",
+    [
+        ({100: 2.0}, (0, 0.02, 0)),
+        ({1: 3.0, 2: 5.0}, (1, 2, 0)),  # a fixed part: times grow more slowly than lengths
+        ({1: 3.0, 2: 10.0}, (0, 1, 2)),  # a quadratic part: they grow faster
+        ({1: 6.0, 2: 11.0, 3: 18.0}, (3, 2, 1)),
+        ({1: 6.0, 2: 11.0, 3: 18.0, 10: 123.0}, (3, 2, 1)),
+        ({2: 6.0, 4: 12.0, 8: 24.0}, (0, 3, 0)),
+        ({7: 5.0, 70: 5.0}, (5, 0, 0)),
+        ({1: 2.0, 2: 8.0, 5: 50.0}, (0, 0, 2)),
+    ],
+)
+def test_the_law_behind_exact_times_is_found(measured, parts):
+    assert _fit(measured) == pytest.approx(parts, abs=1e-9)
+
+
+def test_no_part_is_negative():
+    fixed, linear, quadratic = _fit({1: 4.0, 2: 1.0, 3: 1.0})
+    assert min(fixed, linear, quadratic) >= 0
+    assert max(fixed, linear, quadratic) > 0
+
+
+@pytest.mark.parametrize(
+    "window, copy, start",
+    [
+        ((0, 2, 0), 1, 1),
+        ((0, 1, 0), 1, 1),
+        ((0, 1, 0), 2, None),
+        ((9, 1, 0), 2, None),  # short ones hide behind the fixed part, long ones do not
+        ((0, 0, 1), 10, 10),
+        ((0, 3, 1), 10, 7),
+        ((0, 0, 2), 5, 3),  # 2.5
+        ((6, 0, 1), 5, 3),  # (T - 2)(T - 3): hidden up to 2 and from 3 on
+        ((7, 0, 1), 5, 1),  # no root
+        ((0, 6, 1), 5, 1),
+    ],
+)
+def test_from_where_on_a_window_covers_a_copy(window, copy, start):
+    assert _covers_from(window, copy) == start
+
+
+def test_a_region_at_one_length():
+    # 1000 tokens of 4000 bytes: 4 MB, at 1 GB/s 4 ms. Forward 8 ms, half of backward (16 ms) 8 ms: both hide it.
+    pays = offload_pays(4000, {1000: 8 * MS}, bandwidth=1e9)
+    assert pays == OffloadPays(
+        tokens=1000,
+        hidden=True,
+        hidden_share=1.0,
+        copy_seconds=pytest.approx(4 * MS),
+        forward_seconds=pytest.approx(8 * MS),
+        backward_seconds=pytest.approx(16 * MS),
+        hidden_from=1,
+        bandwidth=1e9,
+    )
+
+
+def test_what_is_not_hidden():
+    # A copy of 8 ms, a forward of 2 ms, half of a backward of 8 ms: 1/4 of the copy out, 1/2 of the copy in.
+    pays = offload_pays(8000, {1000: 2 * MS}, backward_seconds={1000: 8 * MS}, bandwidth=1e9)
+    assert not pays.hidden
+    assert pays.hidden_share == pytest.approx((1 / 4 + 1 / 2) / 2)
+    assert pays.hidden_from is None
+    # Without recompute all of the backward is there for the copy in.
+    pays = offload_pays(8000, {1000: 2 * MS}, backward_seconds={1000: 8 * MS}, bandwidth=1e9, recompute=False)
+    assert pays.hidden_share == pytest.approx((1 / 4 + 1) / 2)
+
+
+def test_from_which_length_on():
+    # Forward T^2 ns, copy 500 T ns: hidden from 500 on. At 100 tokens a fifth.
+    seconds = {n: n**2 * 1e-9 for n in (100, 1000)}
+    pays = offload_pays(500, seconds, bandwidth=1e9, tokens=100)
+    assert (pays.hidden, pays.hidden_from) == (False, 500)
+    assert pays.hidden_share == pytest.approx(0.2)
+    assert offload_pays(500, seconds, bandwidth=1e9, tokens=500).hidden_share == pytest.approx(1)
+    assert offload_pays(500, seconds, bandwidth=1e9).tokens == 1000
+    # A backward that is only as long as the forward hides the copy in from 1000 tokens on: that decides.
+    slow = offload_pays(500, seconds, backward_seconds=seconds, bandwidth=1e9)
+    assert slow.hidden_from == 1000
+
+
+def test_in_words():
+    seconds = {n: n**2 * 1e-9 for n in (100, 1000)}
+    assert str(offload_pays(500, seconds, bandwidth=1e9, tokens=100)) == (
+        "At 100 tokens copies are hidden to 20 %: one takes 0.05 ms at 1 GB/s, a block 0.01 ms forward and 0.02 ms "
+        "backward; all are from 500 tokens on."
+    )
+    assert str(offload_pays(4, {1: 1.0}, bandwidth=8)).endswith("; all are at any length.")
+    assert str(offload_pays(16, {1: 1.0}, bandwidth=8)).endswith("; there is no length from which on all are.")
+
+
+def test_a_bandwidth_is_measured(monkeypatch):
+    sizes = []
+
+    def one_second(event):
+        return 1.0 if event.done() else 0.0
+
+    monkeypatch.setattr("ackpt.offloading.cpu_streams.Event.seconds", one_second)
+    monkeypatch.setattr("ackpt.offloading.transport._move", lambda buffer, target, source, size: sizes.append(size))
+    pays = offload_pays(100, {8: 1.0}, tokens=50)
+    assert pays.bandwidth == 5000  # 50 tokens in a second
+    assert set(sizes) == {5000} and len(sizes) == 12
+
+
+def test_a_bandwidth_of_real_copies():
+    pays = offload_pays(4096, {1024: 1.0})
+    assert pays.bandwidth > 0 and pays.copy_seconds == pytest.approx(4096 * 1024 / pays.bandwidth)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"bytes_per_token": 0}, "bytes_per_token must be a positive number; got 0"),
+        ({"bytes_per_token": "4"}, "bytes_per_token must be a positive number"),
+        ({"bytes_per_token": True}, "bytes_per_token must be a positive number"),
+        ({"seconds": {}}, "seconds must be {tokens: seconds} with at least one length"),
+        ({"seconds": 0.1}, "seconds must be {tokens: seconds}"),
+        ({"seconds": {8: -1.0}}, r"seconds\[8\] must be a positive number; got -1.0"),
+        ({"seconds": {8: float("nan")}}, r"seconds\[8\] must be a positive number"),
+        ({"seconds": {0: 1.0}}, "a length in seconds must be a whole number of tokens"),
+        ({"seconds": {0.5: 1.0}}, "a length in seconds must be a whole number of tokens"),
+        ({"backward_seconds": {}}, "backward_seconds must be"),
+        ({"bandwidth": -1}, "bandwidth must be a positive number; got -1"),
+        ({"bandwidth": float("inf")}, "bandwidth must be a positive number"),
+        ({"tokens": 0}, "tokens must be a whole number of tokens, 1 or more; got 0"),
+        ({"tokens": 1.5}, "tokens must be a whole number"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        offload_pays(**{"bytes_per_token": 4, "seconds": {8: 1.0}, "bandwidth": 1e9, **arguments})
+
+
+def test_devices_without_streams():
+    with pytest.raises(OffloadError, match="no copy streams"):
+        offload_pays(4, {8: 1.0}, device="meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="give the bandwidth"):
+            offload_pays(4, {8: 1.0}, device="cuda")
+
+
+def test_is_public():
+    assert ackpt.offload_pays is offload_pays
+
+
+def test_an_unknown_device_is_named():
+    with pytest.raises(ValueError, match="device='tpu' is unknown: choose 'cpu' or 'cuda'"):
+        offload_pays(4, {10: 1.0}, device="tpu")

@@ -1,0 +1,388 @@
+"""Races: the copies come as late as they may, freed memory is handed on at once, and every bit must be right.
+
+The same check over transports that are broken on purpose must find wrong bits: it can fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import types
+
+import late
+import pytest
+import torch
+from late import Arena, LateTransport, late_offload
+from steps import (
+    BYTES,
+    KINDS,
+    LAYERS,
+    STEPS,
+    Training,
+    differing,
+    in_regions,
+    one_forward,
+    own_engine,
+    plain,
+    run_network,
+    saved,
+    train,
+)
+
+from ackpt.offloading import engine as offload_engine
+from ackpt.offloading import transport
+from ackpt.offloading.store import Pool, host_memory
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def right():
+    return train()
+
+
+@pytest.fixture
+def made_late():
+    """Makes transports whose copies all run in the end."""
+    transports = []
+
+    def make(kind=LateTransport):
+        transports.append(kind(Arena()))
+        return transports[-1]
+
+    yield make
+    for each in transports:
+        each.finish()
+
+
+@KINDS
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("keep_last", [0, 1, 3])
+def test_copies_as_late_as_they_may_be_give_the_same_bits(right, made_late, kind, mode, keep_last):
+    late_copies = made_late()
+    offload = late_offload(late_copies, mode, keep_last=keep_last)
+    assert differing(train(kind, offload, late_copies.arena), right) == 0
+    assert late_copies.faults == []
+    stats = offload.engine.stats()
+    assert (stats["store_bytes"], stats["stored"]) == (0, 0)
+    saved_each_step = LAYERS // 2 if kind is in_regions else LAYERS
+    assert stats["copies_out"] == STEPS * (saved_each_step - keep_last)
+    assert stats["pool_hits"] >= (STEPS - 1) * (saved_each_step - keep_last)  # buffers are reused
+    assert late_copies.arena.reused > STEPS * LAYERS  # and so are freed blocks
+
+
+@KINDS
+@pytest.mark.parametrize("lookahead", [0, BYTES - 1, BYTES, 3 * BYTES, 100 * BYTES])
+def test_every_lookahead_gives_the_same_bits(right, made_late, kind, lookahead):
+    late_copies = made_late()
+    offload = late_offload(late_copies, keep_last=0, lookahead_bytes=lookahead)
+    assert differing(train(kind, offload, late_copies.arena), right) == 0
+    assert late_copies.faults == [] and offload.engine.stats()["store_bytes"] == 0
+
+
+@KINDS
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    "broken", [late.EventBeforeCopyOut, late.EventBeforeCopyIn, late.FreesSourceEarly, late.UsesTargetEarly]
+)
+def test_the_check_finds_wrong_bits_where_a_transport_is_broken(right, made_late, kind, mode, broken):
+    late_copies = made_late(broken)
+    offload = late_offload(late_copies, mode, keep_last=0)
+    assert differing(train(kind, offload, late_copies.arena), right) > 0
+    assert late_copies.faults or broken in (late.EventBeforeCopyIn, late.UsesTargetEarly)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_one_wrong_copy_is_enough_to_be_found(right, made_late, mode):
+    class OnceEarly(LateTransport):
+        """Broken once: one source is let go of without waiting."""
+
+        def hold(self, event, used=None):
+            is_broken = event in [copy.event for copy in self.copies[1:2]]
+            return transport.Waited(0.0) if is_broken else super().hold(event, used)
+
+    late_copies = made_late(OnceEarly)
+    found = train(saved, late_offload(late_copies, mode, keep_last=0, lookahead_bytes=2 * BYTES), late_copies.arena, 2)
+    assert 0 < differing(found, right[: len(found)])
+
+
+@KINDS
+def test_computing_goes_on_only_when_the_copy_is_complete(right, made_late, kind):
+    late_copies = made_late()
+    log = []
+
+    def observe(what, event, size):
+        if what != "store":
+            log.append((what, event, event.done()))
+
+    offload_engine.observers.append(observe)
+    try:
+        offload = late_offload(late_copies, keep_last=0)
+        made = train(kind, offload, late_copies.arena)
+    finally:
+        offload_engine.observers.remove(observe)
+    assert differing(made, right) == 0
+    submitted = [event for what, event, _ in log if what in ("out", "in")]
+    held = [event for what, event, _ in log if what == "held"]
+    assert sorted(map(id, held)) == sorted(map(id, submitted))  # each once
+    for event in submitted:
+        moments = [(what, done) for what, other, done in log if other is event]
+        assert moments in ([("out", False), ("held", True)], [("in", False), ("held", True)])
+
+
+def test_no_copy_in_begins_before_the_copy_out_has_ended(made_late):
+    late_copies = made_late()
+    offload = late_offload(late_copies, keep_last=0)
+    train(saved, offload, late_copies.arena)
+    checked = 0
+    for place, copy in enumerate(late_copies.copies):
+        if copy.way == "in":
+            earlier = [each for each in late_copies.copies[:place] if each.buffer == copy.buffer]
+            assert earlier[-1].way == "out"
+            assert copy.event._event.began >= earlier[-1].event._event.ended > 0
+            checked += 1
+    assert checked == STEPS * (LAYERS - 1)  # the newest is still on its way out when it is needed
+
+
+def test_no_buffer_is_written_while_an_earlier_copy_uses_it(made_late):
+    late_copies = made_late()
+    train(saved, late_offload(late_copies, keep_last=0, lookahead_bytes=2 * BYTES), late_copies.arena)
+    by_buffer = {}
+    for copy in late_copies.copies:
+        by_buffer.setdefault(copy.buffer, []).append(copy.event._event)
+    assert len(by_buffer) <= LAYERS < len(late_copies.copies)
+    for events in by_buffer.values():
+        for earlier, later in zip(events, events[1:]):
+            assert later.began >= earlier.ended > 0
+
+
+def test_every_copy_is_told_what_used_its_buffer_before(made_late):
+    late_copies = made_late()
+    train(saved, late_offload(late_copies, keep_last=0, lookahead_bytes=2 * BYTES), late_copies.arena)
+    users, reused = {}, 0
+    for copy in late_copies.copies:
+        before = users.setdefault(copy.buffer, {})
+        assert copy.after == tuple(before.values())
+        reused += bool(before)
+        if copy.way == "out":
+            before.clear()
+        before[copy.way] = copy.event
+    assert reused > len(late_copies.copies) / 2
+
+
+def reuse_of_a_buffer(late_copies):
+    """Bytes that arrive from a buffer which is given back, and taken again, while it is still being read."""
+    pool = Pool(host_memory)
+    first, second = late_copies.arena.storage(BYTES), late_copies.arena.storage(BYTES)
+    torch.frombuffer(late_copies.arena._blocks[first.data_ptr()], dtype=torch.uint8).fill_(1)
+    torch.frombuffer(late_copies.arena._blocks[second.data_ptr()], dtype=torch.uint8).fill_(2)
+    buffer = pool.take(BYTES)
+    left = late_copies.copy_out(first, 0, buffer.bytes, BYTES, buffer.after)
+    late_copies.hold(left)
+    target = late_copies.allocate(BYTES)
+    loaded = late_copies.copy_in(buffer.bytes, target, BYTES, [left])
+    pool.give(buffer, [left, loaded])
+    again = pool.take(BYTES)
+    assert again is buffer
+    late_copies.hold(late_copies.copy_out(second, 0, again.bytes, BYTES, again.after))
+    late_copies.hold(loaded, target)
+    return set(torch.tensor(target, dtype=torch.uint8).tolist())
+
+
+def test_a_buffer_is_used_again_only_after_the_copy_that_reads_it(made_late):
+    assert reuse_of_a_buffer(made_late()) == {1}
+
+
+def test_the_check_finds_a_buffer_used_without_its_events(made_late):
+    assert reuse_of_a_buffer(made_late(late.IgnoresEarlierCopies)) == {2}
+
+
+def test_an_arena_hands_a_freed_block_on_at_once():
+    arena = Arena()
+    first = arena.storage(64)
+    address = first.data_ptr()
+    block = arena._blocks[address]
+    block[:] = bytes(64)
+    del first
+    assert block == b"\xff" * 64 and arena.storage(64).data_ptr() == address
+
+
+@KINDS
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("layers_before_it_is_dropped", [1, 2, 3])
+def test_a_graph_dropped_in_the_middle_of_a_copy(right, made_late, kind, mode, layers_before_it_is_dropped):
+    late_copies = made_late()
+    offload = late_offload(late_copies, mode, keep_last=0)
+    training = Training(late_copies.arena)
+    made = []
+    for _ in range(STEPS):
+        state = training.generator.get_state()
+        dropped_forward(training, kind, offload, layers_before_it_is_dropped)
+        training.generator.set_state(state)
+        with one_forward(kind, offload) as call:  # its first tensors get the memory of the dropped ones
+            loss = training.forward(call)
+        loss.backward()
+        made += [loss.detach(), *training.update()]
+    assert differing(made, right) == 0 and late_copies.faults == []
+    stats = offload.engine.stats()
+    assert (stats["store_bytes"], stats["stored"]) == (0, 0)
+
+
+class Broken(Exception):
+    pass
+
+
+def dropped_forward(training, kind, offload, layers):
+    def until(function, x):
+        nonlocal layers
+        if not layers:
+            raise Broken
+        layers -= 1
+        return call(function, x)
+
+    with contextlib.suppress(Broken), one_forward(kind, offload) as call:
+        training.forward(until)
+
+
+@KINDS
+@pytest.mark.parametrize("fails_at", range(LAYERS))
+def test_a_backward_that_breaks_off_while_copies_arrive(right, made_late, kind, fails_at):
+    late_copies = made_late()
+    offload = late_offload(late_copies, keep_last=0, lookahead_bytes=2 * BYTES)
+    training = Training(late_copies.arena)
+    made = []
+    for _ in range(STEPS):
+        state = training.generator.get_state()
+        with contextlib.suppress(Broken):
+            broken_backward(training, kind, offload, fails_at)
+        for weight in training.weights:
+            weight.grad = None
+        training.generator.set_state(state)
+        with one_forward(kind, offload) as call:
+            loss = training.forward(call)
+        loss.backward()
+        made += [loss.detach(), *training.update()]
+    assert differing(made, right) == 0 and late_copies.faults == []
+    stats = offload.engine.stats()
+    assert (stats["store_bytes"], stats["stored"]) == (0, 0)
+
+
+def broken_backward(training, kind, offload, fails_at):
+    def fail(grad):
+        raise Broken
+
+    handle = training.weights[fails_at].register_hook(fail)
+    try:
+        with one_forward(kind, offload) as call:
+            loss = training.forward(call)
+        loss.backward()
+    finally:
+        handle.remove()
+
+
+@KINDS
+def test_two_live_forwards_share_the_streams_and_the_pool(made_late, kind):
+    late_copies = made_late()
+    offload = late_offload(late_copies, keep_last=0)
+    plain_training, training = Training(Arena()), Training(late_copies.arena)
+    for _ in range(STEPS):
+        losses = [plain_training.forward(plain) for _ in range(2)]
+        losses[0].backward()
+        losses[1].backward()
+        expected = [*(loss.detach() for loss in losses), *plain_training.update()]
+        losses = []
+        for _ in range(2):
+            with one_forward(kind, offload) as call:
+                losses.append(training.forward(call))
+        losses[0].backward()
+        losses[1].backward()
+        assert differing([*(loss.detach() for loss in losses), *training.update()], expected) == 0
+    assert late_copies.faults == [] and offload.engine.stats()["store_bytes"] == 0
+
+
+@KINDS
+def test_retained_graphs_are_reloaded_right_every_time(made_late, kind):
+    late_copies = made_late()
+    offload = late_offload(late_copies, keep_last=0)
+    plain_training, training = Training(Arena()), Training(late_copies.arena)
+    for _ in range(STEPS):
+        expected, found = plain_training.forward(plain), None
+        with one_forward(kind, offload) as call:
+            found = training.forward(call)
+        for loss in (expected, found):
+            loss.backward(retain_graph=True)
+            loss.backward()
+        assert differing(training.update(), plain_training.update()) == 0
+    assert late_copies.faults == []
+
+
+def test_hold_tells_how_long_it_has_waited(monkeypatch):
+    now = [100.0]
+
+    class Running:
+        def done(self):
+            return False
+
+        def error(self):
+            now[0] += 5.0 if now[0] == 100.0 else 0.0
+
+    monkeypatch.setattr(transport, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    waited = transport.CpuTransport().hold(Running())
+    assert waited.done() and waited.seconds() == 5.0
+
+
+# Copies that take their time, over torch's own memory and operations.
+
+
+@pytest.fixture(scope="module")
+def network_right():
+    return run_network(None, None)
+
+
+@KINDS
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_slow_copies_give_the_same_bits(network_right, monkeypatch, kind, mode):
+    move = transport._move
+
+    def slow(*args):
+        time.sleep(0.002)
+        move(*args)
+
+    monkeypatch.setattr(transport, "_move", slow)
+    offload = own_engine(mode)
+    assert differing(run_network(kind, offload), network_right) == 0
+    stats = offload.engine.stats()
+    assert stats["store_bytes"] == 0 and 0 < stats["copies_in"] <= stats["copies_out"]
+    assert stats["pool_hits"] > stats["pool_misses"] > 0
+
+
+def test_the_forward_waits_for_a_copy_that_does_not_end(monkeypatch):
+    move, gate, log = transport._move, threading.Event(), []
+
+    def blocked(*args):
+        assert gate.wait(late.LONG)
+        move(*args)
+        log.append("moved")
+
+    monkeypatch.setattr(transport, "_move", blocked)
+    offload = own_engine("sync", keep_last=0)
+
+    def observe(what, event, size):
+        if what == "out":
+            log.append("submitted")
+            threading.Timer(0.02, gate.set).start()
+        elif what == "held":
+            log.append("held")
+
+    x = torch.randn(64, 64, requires_grad=True)
+    offload_engine.observers.append(observe)
+    try:
+        with offload:
+            y = (x * 2).square()
+        y.sum().backward()
+    finally:
+        offload_engine.observers.remove(observe)
+        gate.set()
+    assert log == ["submitted", "moved", "held", "moved", "held"]
+    assert torch.equal(x.grad, 8 * x.detach())

@@ -1,0 +1,365 @@
+"""Buffers of the store: sizes, reuse, the limit, what happens where memory is refused; files that nobody sees."""
+
+import os
+import random
+import re
+import stat
+
+import pytest
+import torch
+
+from ackpt.errors import OffloadError
+from ackpt.offloading.cpu_streams import Stream
+from ackpt.offloading.store import PAGE, Buffer, Folder, Pool, host_memory, no_memory, pinned_memory
+
+KIB = 1 << 10
+
+
+def refused(size):
+    raise RuntimeError(f"CUDA error: out of memory\nwhile pinning {size}")
+
+
+class Made:
+    """Stands for `allocate`: counts what it made."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def __call__(self, size):
+        self.sizes.append(size)
+        return f"{size} bytes"
+
+
+class Ended:
+    """An event that tells how often it was waited for."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def error(self):
+        self.waits += 1
+
+
+def size_class(size):
+    return Pool(no_memory).take(size).size
+
+
+def test_sizes_are_rounded_up_by_at_most_an_eighth():
+    rng = random.Random(0)
+    for size in [8 * PAGE, 8 * PAGE + 1, *(rng.randrange(8 * PAGE, 1 << 34) for _ in range(2000))]:
+        assert size <= size_class(size) <= size * 9 / 8, size
+
+
+def test_small_sizes_are_rounded_up_to_pages():
+    assert [size_class(size) for size in (1, PAGE, PAGE + 1, 7 * PAGE - 1)] == [PAGE, PAGE, 2 * PAGE, 7 * PAGE]
+
+
+def test_size_classes_are_few_and_each_is_its_own():
+    classes = sorted({size_class(size) for size in range(PAGE, 1 << 20, 512)})
+    assert all(size_class(size) == size and size % PAGE == 0 for size in classes)
+    assert len([size for size in classes if 1 << 19 < size <= 1 << 20]) == 8
+
+
+def test_a_buffer_given_back_is_taken_again_by_whatever_fits_its_class():
+    pool = Pool(made := Made())
+    first = pool.take(100 * KIB)
+    assert pool.take(100 * KIB) is not first
+    pool.give(first)
+    assert pool.take(98 * KIB) is first and first.size == 104 * KIB
+    assert (pool.hits, pool.misses, made.sizes) == (1, 2, [104 * KIB] * 2)
+
+
+def test_a_buffer_of_another_class_is_not_taken():
+    pool = Pool(Made())
+    pool.give(pool.take(64 * KIB))
+    assert pool.take(80 * KIB).size == 80 * KIB
+    assert (pool.hits, pool.misses) == (0, 2)
+
+
+def test_the_buffer_that_came_back_first_goes_first():
+    pool = Pool(no_memory)
+    buffers = [pool.take(PAGE) for _ in range(3)]
+    for buffer in (buffers[1], buffers[2], buffers[0]):
+        pool.give(buffer)
+    assert [pool.take(PAGE) for _ in range(3)] == [buffers[1], buffers[2], buffers[0]]
+
+
+def test_no_misses_once_the_pool_has_what_a_step_needs():
+    pool, rng = Pool(Made()), random.Random(1)
+    sizes = [rng.randrange(PAGE, 1 << 20) for _ in range(20)]
+    for step in range(4):
+        pool.hits = pool.misses = 0
+        buffers = [pool.take(size) for size in sizes]
+        for buffer in rng.sample(buffers, len(buffers)):
+            pool.give(buffer)
+        assert (pool.hits, pool.misses) == ((0, 20) if step == 0 else (20, 0))
+
+
+def test_bytes_are_those_in_use_and_idle():
+    pool = Pool(no_memory)
+    first, second = pool.take(2 * PAGE), pool.take(3 * PAGE)
+    assert (pool.bytes, pool.idle_bytes, pool.fallback_bytes) == (5 * PAGE, 0, 0)
+    pool.give(first)
+    assert (pool.bytes, pool.idle_bytes) == (5 * PAGE, 2 * PAGE)
+    pool.give(second)
+    assert (pool.bytes, pool.idle_bytes) == (5 * PAGE, 5 * PAGE)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_idle_bytes_never_exceed_the_most_that_was_used(seed):
+    pool, rng = Pool(no_memory), random.Random(seed)
+    used, most = [], 0
+    for _ in range(2000):
+        if used and rng.random() < 0.5:
+            pool.give(used.pop(rng.randrange(len(used))))
+        elif len(used) < 5:
+            used.append(pool.take(rng.randrange(1, 400 * KIB)))
+        in_use = sum(buffer.size for buffer in used)
+        most = max(most, in_use)
+        assert pool.bytes - pool.idle_bytes == in_use
+        assert 0 <= pool.idle_bytes <= most
+        assert pool.idle_bytes == sum(buffer.size for idle in pool._idle.values() for buffer in idle)
+
+
+def test_what_was_used_longest_ago_is_released_first():
+    pool = Pool(no_memory)
+    old, new = pool.take(4 * PAGE), None
+    pool.give(old)
+    new = pool.take(9 * PAGE)
+    pool.give(new)
+    assert (pool.bytes, pool.idle_bytes) == (9 * PAGE, 9 * PAGE)
+    assert pool.take(9 * PAGE) is new
+
+
+def test_clear_releases_what_is_idle_and_nothing_else():
+    pool = Pool(no_memory)
+    idle, used = pool.take(2 * PAGE), pool.take(PAGE)
+    pool.give(idle)
+    pool.clear()
+    assert (pool.bytes, pool.idle_bytes) == (PAGE, 0)
+    assert pool.take(2 * PAGE) is not idle
+    pool.give(used)
+    assert pool.take(PAGE) is used
+
+
+def test_events_of_a_buffer_given_back_are_handed_on():
+    pool, events = Pool(no_memory), [Ended(), Ended()]
+    buffer = pool.take(PAGE)
+    assert buffer.after == ()
+    pool.give(buffer, events)
+    assert pool.take(PAGE).after == tuple(events)
+    pool.give(buffer)
+    assert pool.take(PAGE).after == ()
+    assert [event.waits for event in events] == [0, 0]  # the next user waits, not the pool
+
+
+def test_a_buffer_is_released_only_after_its_events():
+    pool, event = Pool(no_memory), Ended()
+    pool.give(pool.take(PAGE), [event])
+    pool.clear()
+    assert event.waits == 1 and pool.bytes == 0
+
+
+def test_a_failed_copy_does_not_keep_its_buffer_from_being_released():
+    def failing():
+        raise OSError("copy failed")
+
+    pool = Pool(no_memory)
+    event = Stream("test").submit(failing)
+    assert event.error() is not None  # whoever needed the copy has asked for it
+    pool.give(pool.take(2 * PAGE), [event])
+    pool.clear()
+    assert (pool.bytes, pool.idle_bytes) == (0, 0)
+
+
+def test_at_the_limit_the_fallback_is_taken_with_one_warning_that_says_so():
+    pinned, pageable = Made(), Made()
+    pool = Pool(pinned, pageable, limit=3 * PAGE)
+    first = [pool.take(PAGE), pool.take(2 * PAGE)]
+    assert pageable.sizes == [] and pool.fallback_bytes == 0
+    with pytest.warns(UserWarning) as warned:
+        more = [pool.take(PAGE), pool.take(4 * PAGE)]
+    assert len(warned) == 1 and f"max_pinned_bytes={3 * PAGE} is reached" in str(warned[0].message)
+    assert "pageable" in str(warned[0].message) and "Raise max_pinned_bytes" in str(warned[0].message)
+    assert (pinned.sizes, pageable.sizes) == ([PAGE, 2 * PAGE], [PAGE, 4 * PAGE])
+    assert [buffer.is_fallback for buffer in first + more] == [False, False, True, True]
+    assert (pool.bytes, pool.fallback_bytes, pool.misses) == (8 * PAGE, 5 * PAGE, 4)
+
+
+def test_at_the_limit_idle_buffers_make_room_for_another_size():
+    pinned, pageable, event = Made(), Made(), Ended()
+    pool = Pool(pinned, pageable, limit=4 * PAGE)
+    pool.give(pool.take(4 * PAGE), [event])
+    assert not pool.take(PAGE).is_fallback
+    assert (pinned.sizes, pageable.sizes, event.waits) == ([4 * PAGE, PAGE], [], 1)
+    assert (pool.bytes, pool.idle_bytes) == (PAGE, 0)
+
+
+def test_a_larger_idle_buffer_serves_for_half_its_size_and_more():
+    pool = Pool(Made())
+    small, large = pool.take(4 * PAGE), pool.take(8 * PAGE)
+    pool.give(large)
+    pool.give(small)
+    assert pool.take(3 * PAGE) is small and pool.take(5 * PAGE) is large
+    pool.give(large)
+    assert pool.take(3 * PAGE) is not large
+    assert (pool.hits, pool.misses) == (2, 3)
+
+
+def test_a_limit_of_nothing_pins_nothing():
+    pinned = Made()
+    pool = Pool(pinned, Made(), limit=0)
+    with pytest.warns(UserWarning, match="max_pinned_bytes=0 is reached"):
+        assert pool.take(1).is_fallback
+    assert pinned.sizes == []
+
+
+def test_fallback_buffers_are_reused_and_counted_off():
+    pool = Pool(Made(), Made(), limit=0)
+    with pytest.warns(UserWarning):
+        buffer = pool.take(PAGE)
+    pool.give(buffer)
+    assert pool.take(PAGE) is buffer and pool.hits == 1
+    pool.give(buffer)
+    pool.clear()
+    assert (pool.bytes, pool.fallback_bytes) == (0, 0)
+
+
+def test_where_memory_is_refused_the_fallback_is_taken_with_one_warning_that_says_why():
+    pool = Pool(refused, Made())
+    with pytest.warns(UserWarning) as warned:
+        buffers = [pool.take(PAGE), pool.take(2 * PAGE), pool.take(PAGE)]
+    assert len(warned) == 1
+    message = str(warned[0].message)
+    assert f"pinning {PAGE} bytes of host memory failed (CUDA error: out of memory)" in message
+    assert "pageable memory" in message and "\n" not in message
+    assert all(buffer.is_fallback for buffer in buffers) and pool.fallback_bytes == pool.bytes == 4 * PAGE
+
+
+def test_the_two_causes_share_one_warning():
+    pool = Pool(refused, Made(), limit=PAGE)
+    with pytest.warns(UserWarning) as warned:
+        pool.take(PAGE), pool.take(2 * PAGE)
+    assert len(warned) == 1
+
+
+def test_without_a_fallback_the_error_is_raised_and_nothing_is_counted():
+    pool = Pool(refused, limit=0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pool.take(PAGE)
+    assert (pool.bytes, pool.fallback_bytes, pool.misses, pool.idle_bytes) == (0, 0, 0, 0)
+
+
+def test_where_no_memory_is_left_at_all_an_offload_error_says_so():
+    pool = Pool(host_memory, host_memory)
+    with pytest.raises(OffloadError, match="memory"):
+        pool.take(1 << 60)
+
+
+def test_host_memory_is_writable_and_of_the_size_asked_for():
+    data = host_memory(10 * PAGE)
+    data.fill_(7)
+    assert data.dtype == torch.uint8 and data.shape == (10 * PAGE,) and int(data.sum(dtype=torch.int64)) == 70 * PAGE
+
+
+def test_pinned_memory_is_refused_by_name_where_there_is_no_gpu():
+    if torch.cuda.is_available():
+        assert pinned_memory(PAGE).is_pinned()
+    else:
+        with pytest.raises(RuntimeError):
+            pinned_memory(PAGE)
+
+
+def test_tensors_without_data_get_no_memory():
+    buffer = Pool(no_memory).take(100)
+    assert isinstance(buffer, Buffer) and buffer.bytes is None and not buffer.is_fallback
+
+
+def test_a_folder_keeps_bytes_and_shows_no_file(tmp_path):
+    folder = Folder(tmp_path)
+    data = [folder.allocate(16 * PAGE) for _ in range(3)]
+    for place, each in enumerate(data):
+        each.fill_(place)
+    assert list(tmp_path.iterdir()) == []
+    assert [int(each.max()) for each in data] == [int(each.min()) for each in data] == [0, 1, 2]
+    pool = Pool(folder.allocate)
+    pool.give(pool.take(PAGE))
+    del data, each
+    assert list(tmp_path.iterdir()) == [] and folder.path == os.fspath(tmp_path)
+
+
+def test_the_blocks_of_a_file_are_reserved_before_it_is_mapped(tmp_path, monkeypatch):
+    folder, reserved, reserve = Folder(tmp_path), [], os.posix_fallocate
+
+    def noted(descriptor, offset, size):
+        reserve(descriptor, offset, size)
+        status = os.fstat(descriptor)
+        reserved.append((offset, size, status.st_size, status.st_nlink))
+
+    monkeypatch.setattr(os, "posix_fallocate", noted)
+    assert folder.allocate(64 * PAGE).numel() == 64 * PAGE
+    assert reserved == [(0, 64 * PAGE, 64 * PAGE, 0)]  # no name is left then
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    missing = tmp_path / "missing"
+    with pytest.raises(OffloadError, match=re.escape(repr(str(missing)))) as raised:
+        Folder(missing)
+    assert "No such file" in str(raised.value) and "Make that folder first" in str(raised.value)
+    assert not missing.exists()
+
+
+def test_a_folder_that_holds_no_files_is_not_to_be_made_first(tmp_path, monkeypatch):
+    def not_there(**_):
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", not_there)  # as in /proc
+    with pytest.raises(OffloadError, match="Name a folder that you may write to"):
+        Folder(tmp_path)
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(OffloadError, match="Not a directory"):
+        Folder(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+    if os.geteuid() == 0:  # root may write everywhere: let the system say what it says to others
+        monkeypatch.setattr("tempfile.TemporaryFile", denied)
+    else:
+        tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    with pytest.raises(OffloadError, match="Permission denied"):
+        Folder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def denied(**_):
+    raise PermissionError(13, "Permission denied")
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+    folder = Folder(tmp_path)
+    pool = Pool(folder.allocate)
+
+    def full(descriptor, offset, size):
+        raise OSError(28, "No space left on device")
+
+    kept = pool.take(PAGE)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OffloadError, match=f"cannot hold {2 * PAGE} more bytes.*No space left on device"):
+        pool.take(2 * PAGE)
+    assert list(tmp_path.iterdir()) == [] and (pool.bytes, pool.misses) == (PAGE, 1)
+    monkeypatch.undo()
+    pool.give(kept)
+    assert pool.take(2 * PAGE).size == 2 * PAGE
+
+
+def test_a_system_without_fallocate_reserves_by_writing(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "posix_fallocate")
+    size = (1 << 20) + 3 * PAGE
+    data = Folder(tmp_path).allocate(size)
+    assert data.numel() == size and not data.any()
+    data.fill_(1)
+    assert data.all() and list(tmp_path.iterdir()) == []

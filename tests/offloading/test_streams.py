@@ -1,0 +1,162 @@
+"""Streams of a CPU: order, events, what other streams wait for, errors, and a fork."""
+
+import gc
+import os
+import threading
+import warnings
+import weakref
+
+import pytest
+
+from ackpt.offloading.cpu_streams import Event, Stream
+
+LONG = 20  # seconds that no test comes near
+
+
+@pytest.fixture
+def gate():
+    """Work that waits for it stays where it is until the test opens it."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def passes(gate):
+    assert gate.wait(LONG)
+
+
+def test_submit_returns_before_the_work_is_done(gate):
+    stream = Stream("test")
+    event = stream.submit(passes, gate)
+    assert isinstance(event, Event) and not event.done()
+    gate.set()
+    assert event.wait() is None and event.done() and event.error() is None
+
+
+def test_work_runs_in_the_order_of_its_submission_on_one_thread_that_is_not_the_callers():
+    stream, found, threads = Stream("test"), [], set()
+
+    def note(number):
+        found.append(number)
+        threads.add(threading.get_ident())
+
+    events = [stream.submit(note, number) for number in range(100)]
+    events[-1].wait()
+    assert found == list(range(100)) and all(event.done() for event in events)
+    assert len(threads) == 1 and threading.get_ident() not in threads
+
+
+def test_the_threads_name_tells_the_stream():
+    names = []
+    Stream("copies").submit(lambda: names.append(threading.current_thread().name)).wait()
+    assert names == ["ackpt-copies_0"]
+
+
+def test_two_streams_run_beside_each_other(gate):
+    first, second = Stream("first"), Stream("second")
+    waiting = first.submit(passes, gate)
+    second.submit(gate.set).wait()  # in one stream this would never run
+    waiting.wait()
+    assert gate.is_set()
+
+
+def test_work_starts_after_the_events_of_other_streams(gate):
+    first, second, found = Stream("first"), Stream("second"), []
+    first.submit(passes, gate)
+    earlier = first.submit(found.append, "first")
+    later = second.submit(found.append, "second", after=[earlier])
+    assert not later.done() and found == []
+    gate.set()
+    later.wait()
+    assert found == ["first", "second"]
+
+
+def test_events_may_be_given_by_an_iterator():
+    first, second, found = Stream("first"), Stream("second"), []
+    events = [first.submit(found.append, number) for number in range(3)]
+    second.submit(found.append, 3, after=iter(events)).wait()
+    assert found == [0, 1, 2, 3]
+
+
+def test_an_event_of_the_same_stream_is_no_deadlock():
+    stream, found = Stream("test"), []
+    first = stream.submit(found.append, 1)
+    stream.submit(found.append, 2, after=[first]).wait()
+    assert found == [1, 2]
+
+
+def fails():
+    raise OSError("no space left")
+
+
+def test_wait_raises_what_the_work_raised_and_error_returns_it():
+    event = Stream("test").submit(fails)
+    with pytest.raises(OSError, match="no space left") as raised:
+        event.wait()
+    assert event.error() is raised.value and event.done()
+
+
+def test_work_after_a_failed_one_runs_and_knows_nothing_of_it():
+    stream, other, found = Stream("test"), Stream("other"), []
+    failed = stream.submit(fails)
+    same = stream.submit(found.append, "same stream")
+    same.wait()
+    other.submit(found.append, "other stream", after=[failed]).wait()
+    assert found == ["same stream", "other stream"] and same.error() is None
+    assert isinstance(failed.error(), OSError)
+
+
+def test_seconds_are_those_of_the_work_without_the_waiting_before_it(gate):
+    first, second = Stream("first"), Stream("second")
+    blocking = first.submit(passes, gate)
+    event = second.submit(lambda: None, after=[blocking])
+    gate.set()
+    event.wait()
+    assert event.began >= blocking.ended >= blocking.began > 0
+    assert event.seconds() == event.ended - event.began >= 0
+
+
+def test_failed_work_has_its_time_too():
+    event = Stream("test").submit(fails)
+    assert event.error() is not None and event.ended >= event.began > 0
+
+
+def test_a_stream_that_nobody_has_any_more_ends():
+    stream = Stream("test")
+    stream.submit(lambda: None).wait()
+    reference, threads = weakref.ref(stream), list(stream._executor._threads)
+    del stream
+    gc.collect()
+    assert reference() is None
+    for thread in threads:
+        thread.join(LONG)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def in_a_child(work) -> bool:
+    """Whether `work` returned true in a forked process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # this process has threads; newer versions of Python warn of that
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if work() else 1
+        finally:
+            os._exit(status)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_forked_child_has_streams_of_its_own(gate):
+    stream, found = Stream("test"), []
+    stream.submit(found.append, "parent").wait()
+    stream.submit(passes, gate)  # would keep the child waiting, had it got the parent's queue
+
+    def child():
+        stream.submit(found.append, "child").wait()
+        return found == ["parent", "child"]
+
+    assert in_a_child(child)
+    gate.set()
+    stream.submit(found.append, "parent again").wait()
+    assert found == ["parent", "parent again"]

@@ -1,0 +1,323 @@
+"""The CUDA transport over simulated streams: what each copy, event and wait happens after."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import simulated_cuda as simulated
+import torch
+from simulated_cuda import DEVICE, Machine, SimulatedTransport
+
+from ackpt.offloading.cuda_transport import CudaTransport
+from ackpt.offloading.store import Pool
+
+SIZE = 1024
+
+
+class Setting:
+    """A machine, a transport and a pool; `filled` is a storage that the current stream has written."""
+
+    def __init__(self, kind=SimulatedTransport):
+        self.machine = Machine()
+        self.transport = kind(self.machine)
+        self.pool = Pool(self.machine.host_memory)
+        self.in_use = []
+
+    def take(self):
+        """A buffer that stays in use."""
+        self.in_use.append(self.pool.take(SIZE))
+        return self.in_use[-1]
+
+    def filled(self, value=1, size=SIZE):
+        storage = self.machine.allocate(size)
+        storage.fill_(value)
+        self.machine.launch(writes=[storage])
+        return storage
+
+    def out(self, storage, buffer, begin=0, size=SIZE):
+        return self.transport.copy_out(storage, begin, buffer.bytes, size, buffer.after)
+
+    def back(self, buffer, after, size=SIZE):
+        target = self.transport.allocate(size)
+        return target, self.transport.copy_in(buffer.bytes, target, size, after)
+
+
+def after(stream, event) -> bool:
+    """Whether what is submitted to `stream` now happens after `event`."""
+    return all(stream.clock.get(other, 0) >= tick for other, tick in event.ended.clock.items())
+
+
+def values(storage):
+    return set(torch.tensor(storage, dtype=torch.uint8).tolist())
+
+
+# The steps that a storage goes through; each returns the races it finds. The same steps find the races of a broken
+# transport, below.
+
+
+def a_copy_out_reads_what_was_computed(kind):
+    s = Setting(kind)
+    s.out(s.filled(), s.take())
+    return list(s.machine.races)
+
+
+def also_on_a_stream_of_the_users_own(kind):
+    s = Setting(kind)
+    with s.machine.stream(s.machine.Stream(DEVICE)):
+        s.out(s.filled(), s.take())
+    return list(s.machine.races)
+
+
+def a_source_is_freed_and_its_block_written(kind):
+    s = Setting(kind)
+    source = s.filled()
+    event = s.out(source, s.take())
+    s.transport.hold(event)
+    del source
+    s.filled()
+    assert s.machine.reused == 1
+    return list(s.machine.races)
+
+
+def a_source_is_freed_by_another_stream(kind):
+    s = Setting(kind)
+    source = s.filled()
+    event = s.out(source, s.take())
+    with s.machine.stream(s.machine.Stream(DEVICE)):
+        s.transport.hold(event)
+    del source
+    s.filled()
+    assert s.machine.reused == 1
+    return list(s.machine.races)
+
+
+def what_was_copied_in_is_read(kind):
+    s = Setting(kind)
+    buffer = s.pool.take(SIZE)
+    source = s.filled(7)
+    left = s.out(source, buffer)
+    s.transport.hold(left)
+    target, loaded = s.back(buffer, [left])
+    s.transport.hold(loaded, target)
+    s.machine.launch(reads=[target])
+    assert values(target) == {7}
+    return list(s.machine.races)
+
+
+def a_copy_in_gets_a_block_that_was_just_in_use(kind):
+    s = Setting(kind)
+    buffer = s.pool.take(SIZE)
+    left = s.out(s.filled(), buffer)
+    s.transport.hold(left)
+    old = s.filled(2)
+    s.machine.launch(reads=[old])
+    del old
+    s.back(buffer, [left])
+    assert s.machine.reused >= 1
+    return list(s.machine.races)
+
+
+def a_copy_in_right_behind_the_copy_out(kind):
+    s = Setting(kind)
+    buffer, source = s.pool.take(SIZE), s.filled()
+    left = s.out(source, buffer)
+    s.back(buffer, [left])  # nobody has held the event: the copy in itself must wait
+    return list(s.machine.races)
+
+
+def a_buffer_is_taken_again_while_it_is_read(kind):
+    s = Setting(kind)
+    buffer, source = s.pool.take(SIZE), s.filled()
+    left = s.out(source, buffer)
+    target, loaded = s.back(buffer, [left])
+    s.pool.give(buffer, [left, loaded])
+    assert s.pool.take(SIZE) is buffer
+    s.out(s.filled(2), buffer)
+    s.transport.hold(loaded, target)
+    return list(s.machine.races)
+
+
+def a_buffer_is_taken_back_by_the_host(kind):
+    s = Setting(kind)
+    buffer, source = s.pool.take(SIZE), s.filled()
+    s.pool.give(buffer, [s.out(source, buffer)])
+    del buffer
+    s.pool.clear()
+    gc.collect()
+    return list(s.machine.races)
+
+
+STEPS = [
+    a_copy_out_reads_what_was_computed,
+    also_on_a_stream_of_the_users_own,
+    a_source_is_freed_and_its_block_written,
+    a_source_is_freed_by_another_stream,
+    what_was_copied_in_is_read,
+    a_copy_in_gets_a_block_that_was_just_in_use,
+    a_copy_in_right_behind_the_copy_out,
+    a_buffer_is_taken_again_while_it_is_read,
+    a_buffer_is_taken_back_by_the_host,
+]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_nothing_races_where(step):
+    assert step(SimulatedTransport) == []
+
+
+@pytest.mark.parametrize(
+    "broken, step",
+    [
+        (simulated.EventBeforeTheCopy, a_source_is_freed_and_its_block_written),
+        (simulated.EventBeforeTheCopy, what_was_copied_in_is_read),
+        (simulated.EventBeforeTheCopy, a_copy_in_right_behind_the_copy_out),
+        (simulated.EventBeforeTheCopy, a_buffer_is_taken_back_by_the_host),
+        (simulated.EventOnTheComputingStream, a_source_is_freed_and_its_block_written),
+        (simulated.EventOnTheComputingStream, what_was_copied_in_is_read),
+        (simulated.CachedStream, also_on_a_stream_of_the_users_own),
+        (simulated.FreesSourceEarly, a_source_is_freed_and_its_block_written),
+        (simulated.FreesSourceEarly, a_source_is_freed_by_another_stream),
+        (simulated.UsesTargetEarly, what_was_copied_in_is_read),
+        (simulated.IgnoresOwner, a_source_is_freed_by_another_stream),
+        (simulated.IgnoresComputing, a_copy_out_reads_what_was_computed),
+        (simulated.IgnoresComputing, a_copy_in_gets_a_block_that_was_just_in_use),
+        (simulated.IgnoresEarlierCopies, a_copy_in_right_behind_the_copy_out),
+        (simulated.IgnoresEarlierCopies, a_buffer_is_taken_again_while_it_is_read),
+    ],
+    ids=lambda each: each.__name__,
+)
+def test_a_race_is_found_where_the_transport_is_broken(broken, step):
+    assert step(broken) != []
+
+
+# The orders themselves.
+
+
+def test_a_copy_starts_after_what_the_current_stream_was_given_and_not_after_other_streams():
+    s = Setting()
+    other, mine = s.machine.Stream(DEVICE), s.machine.Stream(DEVICE)
+    with s.machine.stream(other):
+        s.filled()
+    with s.machine.stream(mine):
+        event = s.out(s.filled(), s.take())
+    assert event.began.clock[mine] == mine.clock[mine] == 1
+    assert event.owner is mine and other not in event.ended.clock
+
+
+def test_copies_run_on_a_stream_for_each_way_and_leave_the_current_one_as_it_was():
+    s = Setting()
+    out, back = s.transport.streams["out"], s.transport.streams["in"]
+    assert len({out, back, s.machine.default}) == 3
+    buffer, source = s.pool.take(SIZE), s.filled()
+    left = s.out(source, buffer)
+    assert s.machine.current_stream() is s.machine.default
+    assert (out.clock[out], back.clock) == (1, {})
+    _, loaded = s.back(buffer, [left])
+    assert back.clock[back] == 1 and s.machine.current_stream() is s.machine.default
+    assert out not in s.machine.default.clock and back not in s.machine.default.clock  # computing goes on beside both
+    assert loaded.owner is s.machine.default
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_the_event_is_on_the_copys_stream_behind_the_copy_and_the_first_before_it(way):
+    s = Setting()
+    buffer, source = s.pool.take(SIZE), s.filled()
+    event = s.out(source, buffer)
+    if way == "in":
+        _, event = s.back(buffer, [event])
+    stream = s.transport.streams[way]
+    assert event.ended.clock[stream] == stream.clock[stream] == 1
+    assert event.began.clock.get(stream, 0) == 0
+
+
+def test_hold_makes_the_current_stream_wait_and_no_other():
+    s = Setting()
+    source, other = s.filled(), s.machine.Stream(DEVICE)
+    event = s.out(source, s.take())
+    assert not after(s.machine.default, event)
+    s.transport.hold(event)
+    assert after(s.machine.default, event) and not after(other, event)
+
+
+def test_hold_on_another_stream_makes_that_and_the_owner_wait():
+    s = Setting()
+    source, other, third = s.filled(), s.machine.Stream(DEVICE), s.machine.Stream(DEVICE)
+    event = s.out(source, s.take())
+    with s.machine.stream(other):
+        s.transport.hold(event)
+    assert after(s.machine.default, event) and after(other, event) and not after(third, event)
+
+
+def test_a_copy_comes_behind_the_events_it_is_given():
+    s = Setting()
+    buffer, source = s.pool.take(SIZE), s.filled()
+    left = s.out(source, buffer)
+    _, loaded = s.back(buffer, [left])
+    assert loaded.began.clock[s.transport.streams["out"]] == 1
+    s.pool.give(buffer, [left, loaded])
+    again = s.out(source, s.take())
+    assert again.began.clock[s.transport.streams["in"]] == 1
+
+
+def test_the_host_waits_for_nothing_but_buffers_that_are_released():
+    s = Setting()
+    buffer, source = s.pool.take(SIZE), s.filled()
+    left = s.out(source, buffer)
+    s.transport.hold(left)
+    target, loaded = s.back(buffer, [left])
+    waited = s.transport.hold(loaded, target)
+    assert s.machine.host_waits == 0 and not left.done() and not waited.done()
+    s.pool.give(buffer, [left, loaded])
+    s.pool.clear()
+    assert s.machine.host_waits == 2 and left.done() and loaded.done()
+
+
+def test_memory_that_another_stream_uses_is_recorded_there_and_only_then():
+    s = Setting()
+    buffer, source = s.pool.take(SIZE), s.filled()
+    left = s.out(source, buffer)
+    target, loaded = s.back(buffer, [left])
+    s.transport.hold(left)
+    s.transport.hold(loaded, target)
+    assert s.machine.recorded == []  # its own stream needs none
+    other = s.machine.Stream(DEVICE)
+    with s.machine.stream(other):
+        s.transport.hold(left)
+        assert s.machine.recorded == []  # nothing is used
+        s.transport.hold(loaded, target)
+    assert s.machine.recorded == [(s.machine.block(target), other)]
+
+
+def test_how_long_computing_stood_still_is_taken_on_the_current_stream_around_the_wait():
+    s = Setting()
+    event = s.out(s.filled(), s.take())
+    waited = s.transport.hold(event)
+    out = s.transport.streams["out"]
+    assert out not in waited.began.clock and waited.ended.clock[out] == 1
+    s.machine.synchronize()
+    assert waited.done() and event.done() and (waited.seconds(), event.seconds()) == (0.001, 0.001)
+
+
+def test_a_part_of_a_storage_goes_to_the_beginning_of_a_larger_buffer():
+    s = Setting()
+    source = s.filled(1, size=4 * SIZE)
+    torch.empty(0, dtype=torch.uint8).set_(source)[SIZE : 2 * SIZE] = 9
+    buffer = s.pool.take(SIZE)
+    buffer.bytes.data.fill_(0)
+    left = s.out(source, buffer, begin=SIZE)
+    assert values(buffer.bytes.data[:SIZE].tolist()) == {9} and values(buffer.bytes.data[SIZE:].tolist()) == {0}
+    target, _ = s.back(buffer, [left])
+    assert target.nbytes() == SIZE and values(target) == {9}
+
+
+def test_memory_is_of_the_transports_own_device():
+    machine = Machine()
+    assert CudaTransport(torch.device("cuda"), cuda=machine)._device == DEVICE
+    here = CudaTransport(DEVICE, cuda=machine)
+    here._device = torch.device("cpu")
+    storage = here.allocate(SIZE)
+    assert storage.nbytes() == SIZE
+    part = here._bytes(storage, 64, 100)
+    assert part.dtype == torch.uint8 and part.shape == (100,) and part.data_ptr() == storage.data_ptr() + 64
+    assert part.untyped_storage() is storage
