@@ -38,8 +38,8 @@ from ackpt.results import markdown_table, write_text_atomic
 from ackpt.sharded.blocks import CAPTURED
 from ackpt.sharded.planner import ShardedModel
 from ackpt.sharded.sharding import GroupBytes, Sharding
-from ackpt.workloads.named_models import StepRequest
 from ackpt.workloads.planned_shapes import PlanConfig
+from ackpt.workloads.step_request import StepRequest
 
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
 warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not draw

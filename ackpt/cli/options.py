@@ -54,7 +54,7 @@ def configuration(arguments):
 
 
 def check_device(config, arguments) -> None:
-    from ackpt.workloads.named_models import DTYPES
+    from ackpt.workloads.step_request import DTYPES
 
     if config.dtype not in DTYPES:
         raise UsageError(f"unknown dtype {config.dtype!r}: choose from {', '.join(DTYPES)}")

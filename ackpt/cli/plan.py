@@ -120,8 +120,8 @@ def run_plan_command(arguments, command: str) -> int:
 def configuration(arguments):
     """What the options ask for; ValueError for one that is none."""
     from ackpt.budget import dynamic_limit
-    from ackpt.workloads.named_models import DTYPES, StepRequest
     from ackpt.workloads.planned_shapes import PlanConfig
+    from ackpt.workloads.step_request import DTYPES, StepRequest
 
     dynamic_limit(arguments.budget, 0, 0)  # what is no budget is found before the work
     if arguments.dtype not in DTYPES:
@@ -146,7 +146,7 @@ def configuration(arguments):
 def _shardings(arguments) -> list:
     """What --fsdp and the options beside it ask for; empty without it."""
     from ackpt.sharded.sharding import Sharding
-    from ackpt.workloads.named_models import DTYPES
+    from ackpt.workloads.step_request import DTYPES
 
     from .options import UsageError
 

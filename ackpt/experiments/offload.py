@@ -25,7 +25,7 @@ from ackpt.metering.prediction import predict
 from ackpt.models.transformer import Transformer, TransformerConfig
 from ackpt.offloading.saved_tensors import MIN_BYTES
 from ackpt.results import Record, environment
-from ackpt.workloads.named_models import autocast
+from ackpt.workloads.step_request import autocast
 
 EXPERIMENT = "offload"
 PLAIN = ("baseline", "ckpt_classic")  # they copy nothing

@@ -21,8 +21,9 @@ import ackpt
 from ackpt.experiments.steps.named_steps import tensors, with_data
 from ackpt.sharded.planner import ShardedModel
 from ackpt.sharded.sharding import Sharding, groups_of
-from ackpt.workloads.named_models import TRANSFORMERS, StepRequest, training_step
+from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import PlanConfig
+from ackpt.workloads.step_request import TRANSFORMERS, StepRequest
 
 LIMIT = datetime.timedelta(seconds=120)
 STEPS = 3

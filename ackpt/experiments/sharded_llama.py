@@ -12,8 +12,8 @@ from ackpt.errors import BudgetError
 from ackpt.metering.timeline import Timeline
 from ackpt.sharded.planner import ShardedModel, ShardedPlan
 from ackpt.sharded.sharding import COMMUNICATION, GATHERED, REDUCED, UNREDUCED, Sharding
-from ackpt.workloads.named_models import StepRequest
 from ackpt.workloads.planned_shapes import PlanConfig
+from ackpt.workloads.step_request import StepRequest
 
 GIB = 2**30
 TOKENS = 8192

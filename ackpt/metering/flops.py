@@ -1,4 +1,4 @@
-"""How many FLOPs does an operation compute, how many a step?
+"""Count the FLOPs of an operation or of a whole step.
 
 The rules are those of ``torch.utils.flop_counter``, to which some kernels of attention are added that not every
 version of torch counts. What is compiled is counted as it runs: operation by operation, where its compiler leaves

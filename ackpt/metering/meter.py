@@ -1,8 +1,8 @@
-"""How many bytes, FLOPs and seconds does one training step take?
+"""Measure the bytes, FLOPs and seconds of one training step.
 
 ``measure`` runs a step and answers with exact bytes: the peak, and the live bytes after every allocation and free,
-by category. The CPU's allocator events come from ``meter_cpu``, the caching allocator's history from ``meter_cuda``;
-``predict`` answers the same question from shapes alone.
+by category. The CPU's allocator events come from `cpu_meter`, the caching allocator's history from
+`cuda_meter`; `prediction` answers the same question from shapes alone.
 """
 
 from __future__ import annotations

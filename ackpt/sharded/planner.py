@@ -16,8 +16,9 @@ from ackpt.costs.devices import device
 from ackpt.errors import BudgetError, did_you_mean
 from ackpt.metering.meter import memory_format
 from ackpt.metering.timeline import Timeline
-from ackpt.workloads.named_models import StepRequest, TrainingStep, training_step
+from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import CUDA_BLOCK, OPTIMIZERS, PlanConfig, captured
+from ackpt.workloads.step_request import StepRequest, TrainingStep
 
 from .blocks import CAPTURED, Blocks, deep, stand_in_for
 from .sharding import Group, GroupBytes, Sharding, groups_of, sharded_optimizer

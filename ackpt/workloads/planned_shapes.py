@@ -25,7 +25,8 @@ from ackpt.planning.simulator import simulate
 from ackpt.policies import POLICIES
 
 from .cuda_capture import CapturedCudaChoices
-from .named_models import DTYPES, StepRequest, TrainingStep, autocast, training_step
+from .named_models import training_step
+from .step_request import DTYPES, StepRequest, TrainingStep, autocast
 
 CUDA_BLOCK = 512  # bytes; CUDA's allocator rounds every block up to a multiple
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}

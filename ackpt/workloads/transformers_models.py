@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .named_models import TRANSFORMERS, StepRequest, TrainingStep, ids, require_known, require_positions
+from .step_request import TRANSFORMERS, StepRequest, TrainingStep, ids, require_known, require_positions
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from ackpt.cli.command_line import main
 from ackpt.graph import Plan, PlanError
 from ackpt.models import BertConfig, BertForMaskedLM
 from ackpt.workloads.cuda_capture import CapturedCudaChoices
-from ackpt.workloads.named_models import StepRequest, autocast
 from ackpt.workloads.planned_shapes import PlanConfig, run_plan
+from ackpt.workloads.step_request import StepRequest, autocast
 
 BERT = ["bert-base", "--seq-len", "16", "--set", "dim=32", "ff_dim=64", "layers=2", "heads=2", "vocab_size=100"]
 GPT2 = ["hf:GPT2Config", "--seq-len", "16", "--set", "n_layer=1", "n_embd=32", "n_head=2", "vocab_size=100"]

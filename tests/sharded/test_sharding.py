@@ -14,8 +14,9 @@ from ackpt.sharded.blocks import CAPTURED, Choice, deep
 from ackpt.sharded.planner import ShardedModel
 from ackpt.sharded.sharding import Group, GroupBytes, Sharding, Weight, blocks_of, groups_of, sharded_optimizer
 from ackpt.sharded.step import ShardingError, peak_bytes, step_windows, timeline
-from ackpt.workloads.named_models import StepRequest, training_step
+from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import PlanConfig
+from ackpt.workloads.step_request import StepRequest
 
 DEEP = 5
 

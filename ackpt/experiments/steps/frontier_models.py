@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ackpt.errors import did_you_mean
 from ackpt.models import ResNet, ResNetConfig
-from ackpt.workloads.named_models import autocast
+from ackpt.workloads.step_request import autocast
 
 TRANSFORMER = {
     "batch_size": 2,

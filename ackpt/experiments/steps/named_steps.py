@@ -20,8 +20,9 @@ from ackpt.experiments.offload import TOLERANCE, GradientsDiffer
 from ackpt.metering.meter import measure
 from ackpt.models import BasicBlock, BertBlock, BertForMaskedLM, Block, Bottleneck
 from ackpt.policies import POLICIES
-from ackpt.workloads.named_models import BUILT_IN, StepRequest, autocast, training_step
+from ackpt.workloads.named_models import BUILT_IN, training_step
 from ackpt.workloads.planned_shapes import NEEDS_FATES
+from ackpt.workloads.step_request import StepRequest, autocast
 
 from .settings import record_metrics
 from .training import adamw

@@ -20,7 +20,7 @@ from tqdm import tqdm
 import ackpt
 from ackpt.metering.meter import compare_seconds, measure
 from ackpt.results import Record, environment
-from ackpt.workloads.named_models import autocast
+from ackpt.workloads.step_request import autocast
 
 from .failures import STRICT
 from .methods import PLANNED, chunks_loss, configure

@@ -16,8 +16,9 @@ from ackpt.models import TransformerConfig
 from ackpt.planning.plan import Plan
 from ackpt.policies import auto
 from ackpt.policies.search.frontier import front
-from ackpt.workloads.named_models import StepRequest, training_step
+from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import PlanConfig, at_peak, captured
+from ackpt.workloads.step_request import StepRequest
 
 SCHEMA = {"schema": "ackpt.memory-bars", "version": 1}
 POLICIES = {  # name in short, what it does

@@ -1,5 +1,4 @@
-"""Between two plans of a front there is room: what of the lower one's recomputation can be saved without the higher
-one's peak."""
+"""Add plans between two neighbors on the frontier: save some of what the lower one recomputes, below the higher peak."""
 
 from __future__ import annotations
 

@@ -1,0 +1,94 @@
+"""A request for a training step: a model by name, sizes of its batch, dtypes; and the step that comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+IMAGE_SIZE = 224
+TRANSFORMERS = "hf:"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What is asked for: `model` by name, `fields` of its configuration, sizes of a batch, dtype of the parameters."""
+
+    model: str
+    batch_size: int = 1
+    seq_len: int | None = None
+    image_size: int | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self):
+        for name in ("batch_size", "seq_len", "image_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+    def tokens(self) -> tuple[int, int]:
+        """Batch size and sequence length of a model that reads tokens."""
+        if self.seq_len is None:
+            raise ValueError(f"{self.model} reads tokens: give --seq-len, the tokens of a sequence")
+        if self.image_size is not None:
+            raise ValueError(f"{self.model} reads tokens, so --image-size says nothing about it: leave it out")
+        return self.batch_size, self.seq_len
+
+    def images(self, channels: int, size=IMAGE_SIZE) -> Tensor:
+        """A batch of images for a model that reads those; `size` is what --image-size replaces."""
+        if self.seq_len is not None:
+            raise ValueError(f"{self.model} reads images, so --seq-len says nothing about it: give --image-size")
+        size = self.image_size or size
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return torch.empty(self.batch_size, channels, height, width, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A model and the arguments of the call that returns its loss, all on one device."""
+
+    model: nn.Module
+    inputs: dict[str, Any]
+
+    @property
+    def parameters(self) -> int:
+        """Their number; tied ones count once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def require_known(fields, known, model: str) -> None:
+    """ValueError for the first of `fields` that is not among `known`, with what it may have meant."""
+    for name in fields:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(sorted(known))}"
+            raise ValueError(f"--set {name}: the configuration of {model} has no such field; {hint}")
+
+
+def require_positions(length: int, positions: int, field: str) -> None:
+    """ValueError for a sequence that is longer than the positions in `field` of the configuration."""
+    if length > positions:
+        raise ValueError(
+            f"--seq-len {length} is longer than the {positions} positions of this configuration: give "
+            f"--set {field}={length}, or a shorter sequence"
+        )
+
+
+def ids(*shape: int) -> Tensor:
+    """Tokens or classes: int64 of `shape`, without values."""
+    return torch.empty(shape, dtype=torch.int64)
+
+
+def autocast(device_type: str, dtype: str):
+    """fp32 weights with matrix products in `dtype`; nothing for float32."""
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: choose from {', '.join(DTYPES)}")
+    if dtype == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, DTYPES[dtype])

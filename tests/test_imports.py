@@ -1,0 +1,75 @@
+"""The package is one house: imports point one way, along the path of a step, and every name has one meaning."""
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+from imports import cycles, graph, modules, package_of
+
+import ackpt
+
+IMPORTS = graph()
+# Every package imports only what stands before it; modules of the first level count as packages.
+ORDER = (
+    "errors autograd_state budget provenance results models data offloading metering plots checkpointing capture costs "
+    "planning policies planner compiled graph integrations workloads sharded experiments cli"
+).split()
+PART_ONE = {"offloading", "metering", "checkpointing"}
+MOST_FILES = 16  # in one folder
+
+
+def test_files_have_no_cycle():
+    assert cycles(IMPORTS) == []
+
+
+def test_packages_import_only_what_stands_before_them():
+    against = [
+        (source, target)
+        for source, targets in IMPORTS.items()
+        for target in targets
+        if (importing := package_of(source)) not in ("", "__main__")
+        and importing != package_of(target)
+        and (package_of(target) == "" or ORDER.index(package_of(target)) > ORDER.index(importing))
+        and target != "ackpt"  # for its version
+    ]
+    assert against == []
+
+
+def test_every_package_has_its_place_in_the_order():
+    found = {package_of(name) for name in modules()} - {"", "__main__"}
+    assert found == set(ORDER)
+
+
+def test_part_one_never_imports_part_two():
+    part_two = ORDER[ORDER.index("capture") :]
+    reached = {package_of(t) for name, targets in IMPORTS.items() if package_of(name) in PART_ONE for t in targets}
+    assert not reached & set(part_two)
+
+
+def test_only_the_command_line_imports_experiments():
+    importers = {package_of(name) for name, targets in IMPORTS.items() if any(".experiments" in t for t in targets)}
+    assert importers <= {"experiments", "cli"}
+
+
+def test_no_folder_holds_too_many_files():
+    folders = [path.parent for path in modules().values()]
+    assert {str(folder): folders.count(folder) for folder in folders if folders.count(folder) > MOST_FILES} == {}
+
+
+@pytest.mark.parametrize("name", [name for name, path in modules().items() if path.name == "__init__.py"])
+def test_no_function_has_the_path_of_a_module(name):
+    package = importlib.import_module(name)
+    submodules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    exported = {*getattr(package, "__all__", ()), *(k for k, v in vars(package).items() if inspect.isroutine(v))}
+    assert not submodules & exported
+
+
+@pytest.mark.parametrize("name", sorted(set(modules()) - {"ackpt.__main__"}))
+def test_a_module_says_what_it_is_for(name):
+    first_line = (importlib.import_module(name).__doc__ or "").split("\n")[0]
+    assert first_line.endswith((".", ":")) and len(first_line) > 15
+
+
+def test_the_lazy_names_exist():
+    assert all(hasattr(ackpt, name) for name in [*ackpt.__all__, "graph", "policies", "colab"])
