@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .attention import is_readable
+from .packed_attention import is_readable
 
 __all__ = ["require_ids", "require_positive"]
 

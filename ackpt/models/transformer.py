@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .attention import attention, is_readable
 from .checks import require_positive
+from .packed_attention import attention, is_readable
 
 __all__ = ["PUBLISHED", "Block", "LanguageModel", "RMSNorm", "Transformer", "TransformerConfig", "attention"]
 

@@ -1,4 +1,4 @@
-"""Add plans between two neighbors on the frontier: save some of what the lower one recomputes, below the higher peak."""
+"""Add plans between two neighbors on a frontier: save what the lower one recomputes, as the higher peak allows."""
 
 from __future__ import annotations
 
