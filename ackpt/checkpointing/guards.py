@@ -2,8 +2,8 @@
 
 ``Watch`` remembers the version counter of every tensor the region reads and reports the first one that moved.
 ``State`` gives buffers that the region itself updates their old values for the recompute and their new ones back
-after it, so that running statistics and counters change once per step; so it does with attributes and global names
-that mean another object by then.
+after it, so that running statistics and counters change once per step. It does the same for attributes and global
+names that are bound to another object by then, and for the items of containers in attributes of modules.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -132,12 +133,14 @@ def memory(tensor):
 class State:
     """Buffers of a region: copied before it runs, so that the recompute starts from the values the forward saw."""
 
-    __slots__ = ("_before", "_bindings", "_changed", "_namespaces", "_overwritten", "_parameters")
+    __slots__ = ("_before", "_bindings", "_changed", "_contents", "_namespaces", "_overwritten", "_parameters")
 
     def __init__(self, reach):
         self._bindings = reach.bindings
         self._namespaces = reach.namespaces
         self._overwritten = []
+        containers = [] if reach.sharded else reach.containers  # FSDP's own change between forward and backward
+        self._contents = [(each, each.copy()) for each in containers if len(each) <= _LONGEST]
         self._parameters = [
             (tensor, name, version(tensor))
             for tensor, name in reach.tensors.values()
@@ -175,6 +178,7 @@ class State:
                         elif _has_history(value):
                             self._remember(attributes, name)
         self._namespaces = []
+        self._contents = [each for each in self._contents if not _is_filled_with(*each) and not _has_history(each[1])]
         for tensor, name, mark in self._parameters:
             if version(tensor) != mark:
                 raise CheckpointError(
@@ -219,13 +223,15 @@ class State:
         """
         rebound = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
         rebound += self._left_by_others()
+        contents = [each for each in self._contents if not _is_filled_with(*each)]
         tensors = [tensor for tensor, _ in self._changed]
-        if not tensors and not rebound:
+        if not tensors and not rebound and not contents:
             yield
             return
         now = [tensor.detach().clone() for tensor in tensors]
         with contextlib.ExitStack() as stack:
             stack.enter_context(_bound_again(rebound))
+            stack.enter_context(_filled_again(contents))
             for tensor in tensors:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
             try:
@@ -243,7 +249,7 @@ def _has_history(value) -> bool:
     """Whether `value` is or may hold a tensor that a graph has computed."""
     if isinstance(value, torch.Tensor):
         return value.grad_fn is not None
-    if not isinstance(value, (list, tuple, dict, set)):
+    if not isinstance(value, (list, tuple, dict, set, deque)):
         return False
     items = value.values() if isinstance(value, dict) else value
     return len(value) > _LONGEST or any(map(_has_history, items))
@@ -271,6 +277,33 @@ def _bind(bindings) -> None:
             namespace.pop(name, None)
         else:
             namespace[name] = value
+
+
+@contextlib.contextmanager
+def _filled_again(contents):
+    """Containers with the items that they had, and with those of now afterwards."""
+    now = [(container, container.copy()) for container, _ in contents]
+    _fill(contents)
+    try:
+        yield
+    finally:
+        _fill(now)
+
+
+def _fill(contents) -> None:
+    for container, items in contents:
+        container.clear()
+        (container.extend if isinstance(container, (list, deque)) else container.update)(items)
+
+
+def _is_filled_with(container, items) -> bool:
+    """Whether a container has the very same items as its copy `items`, in the same order."""
+    if len(container) != len(items):
+        return False
+    if isinstance(container, dict):
+        pairs = zip(container.items(), items.items())
+        return all(key is other_key and value is other for (key, value), (other_key, other) in pairs)
+    return all(item is other for item, other in zip(container, items))
 
 
 def _bytes(tensor) -> int:

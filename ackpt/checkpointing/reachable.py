@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import types
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from .rng import stream_of
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, tuple, dict, set)
+_MUTABLE = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_LONGEST = 100  # of a container that is looked through
 _DEPTH = 4  # helper functions and plain objects are followed this far
 
 
@@ -38,16 +41,20 @@ class Reach:
     FSDP, whose hooks expect gradients to arrive inside the region. ``opaque``: whether a module inside runs in C++
     where its calls cannot be recorded: it is scripted, or takes another path when they are. ``unread``: ids of buffers
     that a norm of torch's updates in training and does not read. ``namespaces``: the attributes of every module, with
-    their names.
+    their names. ``containers``: lists, dicts, sets and deques in attributes of modules, and those inside of them.
     """
 
-    __slots__ = ("tensors", "streams", "bindings", "sharded", "opaque", "unread", "walked", "namespaces", "_seen")
+    __slots__ = (
+        *("tensors", "streams", "bindings", "sharded", "opaque", "unread", "walked", "namespaces", "containers"),
+        "_seen",
+    )
 
     def __init__(self, function=None, template=()):
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self.streams: list = []
         self.bindings: list[tuple[Any, Any, object]] = []
         self.namespaces: list[tuple[dict[str, Any], frozenset[str]]] = []
+        self.containers: list = []
         self.sharded = self.opaque = False
         self.unread: set[int] = set()
         self.walked = function is not None
@@ -132,10 +139,11 @@ class Reach:
                 bindings.append((attributes, key, value))
             elif isinstance(value, _CONTAINERS):
                 bindings.append((attributes, key, value))
+                self._containers_in(value)
                 if value and type(next(iter(value.values() if isinstance(value, dict) else value))) not in _ATOMS:
                     self._visit(value, prefix + key, 1)
-            else:
-                self._generator(value)
+            elif not self._generator(value):
+                self._containers_in(value)
         self._globals_of(type(module).forward)
         if isinstance(module, FUSED) and not module.training:
             self.opaque = True
@@ -144,6 +152,14 @@ class Reach:
         for key, child in module._modules.items():
             if child is not None:
                 self._module(child, prefix + key)
+
+    def _containers_in(self, value, depth=0) -> None:
+        if type(value) in _MUTABLE:
+            self.containers.append(value)
+        if type(value) in (tuple, *_MUTABLE) and depth < _DEPTH and len(value) <= _LONGEST:
+            for item in value.values() if isinstance(value, dict) else value:
+                if type(item) not in _ATOMS:
+                    self._containers_in(item, depth + 1)
 
     def _globals_of(self, forward) -> None:
         """Tensors and generators that a module's forward, or a helper of it in the same file, reads as globals."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from functools import partial
 
 import pytest
@@ -355,12 +356,21 @@ def _set(name, value):
     return lambda module: setattr(module, name, value())
 
 
+def _grow(counts):
+    counts[0] += 1
+
+
 STATES = {
     "tuple": (_set("m", lambda: (torch.zeros(4),)), lambda s, v: setattr(s, "m", (s.m[0] + v,)), lambda s: s.m[0]),
     "list": (_set("m", list), lambda s, v: setattr(s, "m", [*s.m, v][-2:]), lambda s: sum(s.m)),
     "dict": (_set("m", dict), lambda s, v: setattr(s, "m", {**s.m, "k": v + s.m.get("k", 0)}), lambda s: s.m["k"]),
     "made": (lambda s: None, lambda s, v: setattr(s, "m", v + getattr(s, "m", 0.0)), lambda s: s.m),
     "counter": (lambda s: None, lambda s, v: setattr(s, "m", getattr(s, "m", 0) + 1), lambda s: 0.1 * s.m),
+    "items of a list": (_set("m", lambda: [0, 0]), lambda s, v: s.m.append(s.m.pop(0) + v), lambda s: s.m[0] + s.m[1]),
+    "items of a dict": (_set("m", dict), lambda s, v: s.m.update(k=v + s.m.get("k", 0)), lambda s: s.m["k"]),
+    "items of a deque": (_set("m", lambda: deque([0.0], 3)), lambda s, v: s.m.append(v), lambda s: sum(s.m)),
+    "items of a set": (_set("m", set), lambda s, v: s.m.add(len(s.m)), lambda s: 0.1 * len(s.m)),
+    "items inside": (_set("m", lambda: {"k": [0]}), lambda s, v: _grow(s.m["k"]), lambda s: 0.1 * s.m["k"][0]),
     "data": (
         lambda s: s.register_buffer("m", torch.zeros(4)),
         lambda s, v: setattr(s.m, "data", s.m * 0.9 + v),
