@@ -1,4 +1,4 @@
-"""The book's page Architecture: its figure follows the imports, its types and functions exist, its examples print that."""
+"""The book's page Architecture: its figure follows the imports, its types exist, its examples print what it says."""
 
 import re
 from pathlib import Path

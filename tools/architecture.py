@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from functools import cache
+from functools import cache, partial
 from html import escape
 from itertools import permutations
 from typing import NamedTuple
@@ -66,8 +66,8 @@ def reduced(edges: dict[str, set[str]]) -> dict[str, set[str]]:
 def rows(edges: dict[str, set[str]]) -> list[list[str]]:
     """The nodes in rows, every node below all that it imports; one that imports nothing is right above its importer.
 
-    An arrow that crosses a row passes through a gap there, called ``"imported>importer"``. Within a row the order is the
-    one that makes the arrows shortest.
+    An arrow that crosses a row passes through a gap there, called ``"imported>importer"``. The order within a row makes
+    the arrows as short as possible.
     """
 
     @cache
@@ -86,14 +86,15 @@ def rows(edges: dict[str, set[str]]) -> list[list[str]]:
         row += [f"{other}>{node}" for other, node in pairs if depths[other] < number < depths[node]]
         arrows = [(other, node) for other, node in pairs if depths[node] == number]
         arrows += [(name.partition(">")[0], name) for name in row if ">" in name]
-
-        def length(order: tuple[str, ...], arrows: list = arrows) -> float:
-            x = centers(order)
-            return sum(abs(x[node] - above.get(f"{other}>{node}", above[other])) for other, node in arrows)
-
-        found.append(list(min(permutations(sorted(row)), key=length)))
+        found.append(list(min(permutations(sorted(row)), key=partial(_length, arrows, above))))
         above |= centers(found[-1])
     return found
+
+
+def _length(arrows: list[tuple[str, str]], above: dict[str, float], row) -> float:
+    """How far the arrows into a row go sideways when it has this order."""
+    x = centers(row)
+    return sum(abs(x[node] - above.get(f"{other}>{node}", above[other])) for other, node in arrows)
 
 
 def centers(row) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The directive ``architecture``: a part of the page Architecture, made from the package's source when the book is built.
+"""The directive ``architecture``: a part of the page Architecture, read from the package's source by the build.
 
 ```{architecture} figure
 ```
