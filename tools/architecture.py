@@ -79,16 +79,16 @@ def rows(edges: dict[str, set[str]]) -> list[list[str]]:
         if not edges[node] and (importers := [depths[other] for other in edges if node in edges[other]]):
             depths[node] = min(importers) - 1
     pairs = [(other, node) for node in edges for other in edges[node]]
-    found: list[list[str]] = []
+    ordered: list[list[str]] = []
     above: dict[str, float] = {}
     for number in range(max(depths.values()) + 1):
         row = [node for node in edges if depths[node] == number]
         row += [f"{other}>{node}" for other, node in pairs if depths[other] < number < depths[node]]
         arrows = [(other, node) for other, node in pairs if depths[node] == number]
         arrows += [(name.partition(">")[0], name) for name in row if ">" in name]
-        found.append(list(min(permutations(sorted(row)), key=partial(_length, arrows, above))))
-        above |= centers(found[-1])
-    return found
+        ordered.append(list(min(permutations(sorted(row)), key=partial(_length, arrows, above))))
+        above |= centers(ordered[-1])
+    return ordered
 
 
 def _length(arrows: list[tuple[str, str]], above: dict[str, float], row) -> float:
@@ -171,9 +171,9 @@ def types() -> str:
     text = []
     for stage in STAGES:
         path, line = definition(stage.returns)
-        found = fields(stage.returns)
+        declared = fields(stage.returns)
         text.append(f"{link(path, line, stage.returns)}, returned by {stage.name}")
-        text.append(f": {', '.join(f'`{name}: {kind}`' for name, kind in found.items())}\n")
+        text.append(f": {', '.join(f'`{name}: {kind}`' for name, kind in declared.items())}\n")
     return "\n".join(text)
 
 
@@ -184,16 +184,16 @@ def definition(name: str, package: str = "") -> tuple:
         ValueError: if not exactly one file of the package defines it.
     """
     where = "ackpt.policies.full" if package == "policies" else f"ackpt.{package}".rstrip(".")
-    found = [
+    definitions = [
         (path, node.lineno)
         for module, path in modules().items()
         if f"{module}.".startswith(f"{where}.")
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name
     ]
-    if len(found) != 1:
-        raise ValueError(f"{name} is defined {len(found)} times in {where}, not once: correct tools/architecture.py")
-    return found[0]
+    if len(definitions) != 1:
+        raise ValueError(f"{where} defines {name} {len(definitions)} times, not once: correct tools/architecture.py")
+    return definitions[0]
 
 
 def fields(name: str) -> dict[str, str]:
@@ -203,8 +203,8 @@ def fields(name: str) -> dict[str, str]:
     body = tree.body if isinstance(tree, ast.ClassDef) else []
     made = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
     typed = [node for node in [*body, *(made.body if made else [])] if isinstance(node, ast.AnnAssign)]
-    found = {ast.unparse(node.target).removeprefix("self."): ast.unparse(node.annotation) for node in typed}
-    return {field: kind for field, kind in found.items() if not field.startswith("_")}
+    declared = {ast.unparse(node.target).removeprefix("self."): ast.unparse(node.annotation) for node in typed}
+    return {field: kind for field, kind in declared.items() if not field.startswith("_")}
 
 
 def link(path, line: int | None = None, text: str = "") -> str:

@@ -34,9 +34,9 @@ class Architecture(SphinxDirective):
         text = architecture.part(name)
         if name == "figure":
             return [nodes.raw("", text, format="html")]
-        found = nodes.Element()
-        self.state.nested_parse(StringList(text.splitlines(), "architecture.md"), self.content_offset, found)
-        return found.children
+        container = nodes.Element()
+        self.state.nested_parse(StringList(text.splitlines(), "architecture.md"), self.content_offset, container)
+        return container.children
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
