@@ -29,7 +29,7 @@ PYTEST = ["-n", "2", "--dist", "loadfile"]
 # Unit tests, and oracles on tiny cases. Together they take about 180 seconds of CPU time; see with `--durations=20`.
 FAST = """
     checkpointing offloading metering
-    capture/test_capture.py capture/test_gradients.py capture/test_trace.py
+    capture/test_capture.py capture/test_gradients.py capture/test_in_place.py
     costs/test_profile.py
     planning/test_plan.py planning/test_rewrite.py planning/test_schedule.py planning/test_simulate.py
     policies/test_chain_table.py policies/test_chen.py policies/test_ilp.py policies/test_policies_compared.py
