@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import nox
@@ -24,6 +26,18 @@ BIN = ROOT / ".nox" / "environment" / ("Scripts" if sys.platform == "win32" else
 # Exact bytes need one number of threads; pages and records are made with this one.
 THREADS = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
 PYTEST = ["-n", "2", "--dist", "loadfile"]
+# Unit tests, and oracles on tiny cases. Together they take about 180 seconds of CPU time; see with `--durations=20`.
+FAST = """
+    checkpointing offloading metering
+    capture/test_capture.py capture/test_gradients.py capture/test_in_place.py
+    costs/test_profile.py
+    planning/test_plan.py planning/test_rewrite.py planning/test_schedule.py planning/test_simulate.py
+    policies/test_chain_table.py policies/test_chen.py policies/test_ilp.py policies/test_policies_compared.py
+    policies/test_revolve.py policies/test_rotor.py
+    test_api_page.py test_imports.py test_results.py
+""".split()
+# What `nox -s all` runs side by side: sessions of one lane run one after the other.
+LANES = ("lint browser", "notebooks", "tests")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # The second brings axe-core: other versions of it have other rules.
 BROWSER = [
@@ -61,6 +75,12 @@ def tests(session: nox.Session) -> None:
     run(session, "pytest", *(session.posargs or PYTEST))
 
 
+@shared
+def fast(session: nox.Session) -> None:
+    """Run the unit tests, and oracles on tiny cases, in under two minutes; arguments go to pytest."""
+    run(session, "pytest", *PYTEST, *(f"tests/{name}" for name in FAST), *session.posargs)
+
+
 @nox.session(reuse_venv=True, default=False)
 @nox.parametrize("torch", ["2.11.0", "2.13.0", "newest"])
 def compat(session: nox.Session, torch: str) -> None:
@@ -87,9 +107,12 @@ def notebooks(session: nox.Session) -> None:
         shutil.copytree(ROOT / "results", Path(folder, "results"), dirs_exist_ok=True)
         for path in sorted((ROOT / "book" / "notebooks").glob("*.ipynb")):
             shutil.copy(path, folder)
+        startup = Path(folder, "ipython", "profile_default", "startup")
+        startup.mkdir(parents=True)
+        shutil.copy(ROOT / "tools" / "brief_times.py", startup)
         options = ["--nbval", "--nbval-current-env", "-n", "2", "--dist", "loadscope", "-p", "no:cacheprovider"]
         with session.chdir(folder):
-            run(session, "pytest", *options, *session.posargs)
+            run(session, "pytest", *options, *session.posargs, env={"IPYTHONDIR": str(startup.parent.parent)})
 
 
 @shared
@@ -103,6 +126,32 @@ def reproduce(session: nox.Session) -> None:
 def book(session: nox.Session) -> None:
     """Build the book from the committed notebooks; nothing is executed."""
     build_book(session)
+
+
+@nox.session(name="all", python=False, requires=["environment"], default=False)
+def everything(session: nox.Session) -> None:
+    """Run lint, browser, notebooks and tests side by side: what each prints comes when it has ended."""
+    folder = Path(session.create_tmp())
+    start, running = time.monotonic(), {}
+    for name in LANES:
+        command = [sys.executable, "-m", "nox", "--forcecolor", "-s", *name.split()]
+        with open(folder / f"{name}.log", "wb") as log:
+            running[name] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    failed = []
+    try:
+        while running:
+            name = next((name for name, process in running.items() if process.poll() is not None), None)
+            if name is None:
+                time.sleep(1)
+                continue
+            failed += [name] * bool(running.pop(name).returncode)
+            print(Path(folder, f"{name}.log").read_text(encoding="utf-8", errors="replace"), flush=True)
+            session.log(f"{name}: {'FAILED' if name in failed else 'passed'} after {time.monotonic() - start:.0f} s")
+    finally:
+        for process in running.values():
+            process.terminate()
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session(reuse_venv=True, default=False, requires=["book"])

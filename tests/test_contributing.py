@@ -1,0 +1,50 @@
+"""The policy that CONTRIBUTING.md shows works as it stands there, and what the page names exists."""
+
+import re
+import sys
+
+import pytest
+from test_readme import ROOT, blocks
+
+from ackpt import policies
+
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+MODULE, TEST = blocks("python", TEXT)
+PATHS = sorted(set(re.findall(r"`((?:ackpt|tests|tools|results|book|notebooks)/[\w/.]+)`", TEXT)))
+
+
+def test_the_policy_of_the_page_keeps_budgets(tmp_path, monkeypatch):
+    assert len(MODULE.splitlines() + TEST.splitlines()) <= 40
+    (tmp_path / "largest_first.py").write_text(MODULE)
+    monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
+    monkeypatch.setitem(policies.POLICIES, "largest-first", "largest_first")
+    names: dict = {}
+    exec(TEST, names)
+    (test,) = (value for name, value in names.items() if name.startswith("test_"))
+    ((_, budgets),) = (mark.args for mark in test.pytestmark)
+    for budget in budgets:
+        test(budget)
+    monkeypatch.delattr(policies, "largest_first")
+    monkeypatch.delitem(sys.modules, "ackpt.policies.largest_first")
+
+
+def test_the_policy_of_the_page_is_none_of_the_packages():
+    assert "largest-first" not in policies.POLICIES
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_file_that_the_page_names_exists(path):
+    made_later = ("ackpt/policies/largest_first.py", "notebooks/NN_topic.py", "results/gpu")
+    assert (ROOT / path).exists() or path in made_later
+
+
+def test_every_session_that_the_page_names_exists():
+    sessions = {name for line in re.findall(r"nox\s-s\s([a-z ]+)", TEXT) for name in line.split()}
+    noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    defined = re.findall(r'^def (\w+)\(session|session\(name="(\w+)"', noxfile, re.M)
+    assert "fast" in sessions and sessions <= {name for names in defined for name in names}
+
+
+def test_the_fast_lane_names_tests_that_exist():
+    (fast,) = re.findall(r'^FAST = """(.*?)"""', (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.M | re.S)
+    assert [name for name in fast.split() if not (ROOT / "tests" / name).exists()] == []
