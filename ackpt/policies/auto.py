@@ -13,13 +13,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.planning.schedule import Schedule, everything, lower, missing, scheduled
+from ackpt.planning.schedule import Schedule, everything, lower
 from ackpt.planning.simulator import peak_of
 from ackpt.policies.chains.block_stages import stages
 from ackpt.policies.chains.blocks import Chain, chain
 from ackpt.policies.chains.chain_table import BACKWARD, ChainTable
+from ackpt.policies.chains.chain_walk import Walk
 from ackpt.policies.chains.long_skips import long_skips
 from ackpt.policies.chains.substitutes import standing_in
 from ackpt.policies.search.frontier import cheapest, pareto
@@ -32,6 +33,7 @@ from .full import segmentations
 
 _ALONE = 40_000  # nodes of graphs whose segments are looked at value for value: for a large graph fewer segments
 _LONGEST = 4  # times the plain backward: longer ones cost more than a step, and long to look at
+_SLOT_STEP = 2  # every second amount of memory is tried; the others gain little
 _SMALL = 800  # nodes of a graph for which there is time for every candidate of `rotor` and `mu_two`, too
 
 
@@ -71,47 +73,32 @@ def segments(graph: JointGraph) -> list[Schedule]:
 
 
 def chain_schedules(
-    graph: JointGraph, found: Chain, profile, cost, memory_bytes: int, levels: int | None = None
+    graph: JointGraph, chain: Chain, profile, cost, memory_bytes: int, partials: int | None = None
 ) -> list[Schedule]:
-    """The solutions of the chain for every amount of memory, with at most so many ways for blocks to stay in part."""
-    known = facts(graph)
-    rows = [replace(row, levels=row.levels[:levels]) for row in stages(known, found, cost, profile.workspace_bytes)]
-    table = ChainTable(rows, memory_bytes)
+    """The cheapest ways through the chain for every amount of memory.
+
+    `partials`: how many partial savings of blocks are tried (None: all of them; 1: only to save nothing).
+    """
+    rows = stages(facts(graph), chain, cost, profile.workspace_bytes)
+    table = ChainTable([replace(row, partials=row.partials[:partials]) for row in rows], memory_bytes)
     schedules = []
     previous = None
-    for slot in range(table.slots, -1, -2):  # between them little is gained
+    for slot in range(table.slots, -1, -_SLOT_STEP):
         if np.isinf(table.costs()[slot]):
             break
         operations = tuple(table.operations(slot))
         if operations != previous:
-            schedules.append(_lowered(known, found, operations))
+            schedules.append(_walked(graph, chain, operations))
         previous = operations
     return schedules
 
 
-def _lowered(known: Facts, found: Chain, operations) -> Schedule:
-    """The operations of the chain as one order of nodes."""
-    blocks = found.blocks
-    backward: list[int] = []
-    done: list[int] = []  # backward nodes stay until their last use
-    live = {*known.given, *(known.cover[s] for s in found.pinned)}
+def _walked(graph: JointGraph, chain: Chain, operations) -> Schedule:
+    """The schedule of the operations of the chain table."""
+    walk = Walk(graph, chain)
     for operation in operations:
-        block = blocks[operation.first]
         if operation.kind == BACKWARD:
-            here = live | set(done)
-            for place in block.backward:
-                for node in missing(known, place, here):
-                    backward.append(node)
-                    here.add(node)
-                done.append(place)
-            live -= {known.cover[s] for unit in (*block.units, block.output) for s in unit}
-            continue
-        covers = {known.cover[s] for s in operation.kept | blocks[operation.last].output}
-        if not operation.is_first:
-            here = set(live)
-            for cover in sorted(covers):
-                for node in missing(known, cover, here):
-                    backward.append(node)
-                    here.add(node)
-        live |= covers
-    return scheduled(known.graph, None, backward)
+            walk.reverse(operation.first, operation.first)
+        else:
+            walk.save(operation.saved | chain.blocks[operation.last].output)
+    return walk.schedule()

@@ -33,12 +33,12 @@ def _recursion(graph: JointGraph, found: Chain, depth: int) -> Schedule:
     def reverse(first: int, last: int, levels: int) -> None:
         if levels == 0 or first == last:
             for block in range(first, last + 1):
-                if not walk.gradients:
-                    walk.keep_all(block)
+                if walk.in_first_forward:
+                    walk.save_all(block)
             walk.reverse(first, last)
             return
         middle = first + (last - first - 1) // 2
-        walk.keep_output(middle)
+        walk.save_output(middle)
         reverse(middle + 1, last, levels - 1)
         reverse(first, middle, levels - 1)
 

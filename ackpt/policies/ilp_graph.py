@@ -17,7 +17,7 @@ from math import inf
 from ackpt.capture.analysis import Facts, facts
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
-from ackpt.planning.schedule import COMPUTE, Schedule, everything, missing, scheduled
+from ackpt.planning.schedule import COMPUTE, Schedule, everything, recompute_late, scheduled
 from ackpt.planning.simulator import peak_of
 from ackpt.policies.search.ilp_program import solver
 from ackpt.policies.search.recompute_costs import added_cost, costs, step_cost
@@ -207,35 +207,27 @@ def lowered(graph: JointGraph, found: Contracted, steps) -> Schedule:
     known = facts(graph)
     kept: set[int] = set()
     order: list[int] = []
-    at_hand: set[int] = set()
+    live: set[int] = set()
     is_backward = False
-
-    def run(place: int) -> None:
-        for node in missing(known, place, at_hand):
-            order.append(node)
-            at_hand.add(node)
 
     for number, (kind, at) in enumerate(steps):
         place, group = found.places[at], found.storages[at]
         covers = {known.cover[s] for s in group if s in known.cover}
         if place >= graph.boundary and not is_backward:
-            at_hand |= {*known.given, *kept}
+            live |= {*known.given, *kept}
             is_backward = True
         if not is_backward:
             kept = kept | covers if kind == COMPUTE else kept - covers
         elif kind != COMPUTE:
-            at_hand -= {node for node in at_hand if group & set(graph.nodes[node].storages)}
+            live -= {node for node in live if group & set(graph.nodes[node].storages)}
         elif place not in known.tangents and at == found.places.index(place):
-            run(place)
-            for cover in sorted(_covers_of_run(known, found, steps[number:])):
-                run(cover)  # before what comes with it is freed
-    for place in known.bw_outputs:
-        if place is not None:
-            run(place)
+            bases = sorted(_bases_of_run(known, found, steps[number:]))  # before what comes with them is freed
+            order += recompute_late(known, [place, *bases], live)
+    order += recompute_late(known, [place for place in known.bw_outputs if place is not None], live)
     return scheduled(graph, None, order)
 
 
-def _covers_of_run(known: Facts, found: Contracted, steps) -> set[int]:
+def _bases_of_run(known: Facts, found: Contracted, steps) -> set[int]:
     """Values of all results that the run at the beginning of `steps` is for."""
     place = found.places[steps[0][1]]
     computed = (at for kind, at in steps if kind == COMPUTE)

@@ -22,8 +22,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
-from ackpt.planning.schedule import Schedule, lower, missing, scheduled
+from ackpt.planning.schedule import Schedule, at_hand, lower, recompute_late
 from ackpt.policies.search.frontier import cheapest
+from ackpt.policies.search.refinement import without_runs
 
 _SETTINGS = [tenth / 10 for tenth in range(11)]
 
@@ -106,28 +107,10 @@ def _late(graph: JointGraph, found: Partition) -> Schedule:
 
 def _as_torch(graph: JointGraph, found: Partition) -> Schedule:
     known = facts(graph)
-    live = set(known.given)
-    for producer in {graph.storages[storage].producer for storage in found.saved | _there_anyway(graph)}:
-        live |= {known.cover[storage] for storage in known.born[producer] if storage in known.cover}
-    order: list[int] = []
-    for place in (*found.backward, *known.needed_backward):
-        for node in missing(known, place, live):
-            order.append(node)
-            live.add(node)
-    return scheduled(graph, None, _without_unread(graph, order))
-
-
-def _without_unread(graph: JointGraph, order: list[int]) -> list[int]:
-    """`order` without recomputations that nothing after them reads: their readers are saved with their siblings."""
-    known = facts(graph)
-    read: set[int] = set()
-    kept = []
-    for place in reversed(order):
-        again = place < graph.boundary
-        if not again or place in read:
-            kept.append(place)
-            read.update(known.reads(place, again))
-    return kept[::-1]
+    live = at_hand(known, found.saved | _there_anyway(graph))
+    order = recompute_late(known, (*found.backward, *known.needed_backward), live)
+    # Some recomputations are read by nothing: their readers are saved together with siblings.
+    return without_runs(graph, order)
 
 
 def _there_anyway(graph: JointGraph) -> set[int]:

@@ -46,8 +46,10 @@ def _binomial(graph: JointGraph, found: Chain, snapshots: int) -> Schedule:
     walk = Walk(graph, found)
     for kind, state, *to in revolve.schedule(len(found.blocks), snapshots):
         if kind == "advance":
-            walk.keep_output(to[0] - 1)
+            walk.save_output(to[0] - 1)
         elif kind == "step":
+            if walk.in_first_forward:
+                walk.save_all(state - 1)
             walk.reverse(state - 1, state - 1)
             if state > 1:  # no later step starts from the state before this one
                 walk.drop_output(state - 2)

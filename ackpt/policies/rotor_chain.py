@@ -64,18 +64,19 @@ def _stages(graph: JointGraph, found: Chain, profile) -> rotor.Chain:
 
 def _persistent(graph: JointGraph, found: Chain, operations) -> Schedule:
     walk = Walk(graph, found)
-    kept_whole = set()
+    saved_whole = set()
     for (kind, stage), following in zip(operations, [*operations[1:], None]):
         if kind == rotor.FORWARD_ALL:
-            kept_whole.add(stage)
-            if following != (rotor.BACKWARD, stage):  # else its inside is computed when it is read
-                walk.keep_all(stage)
+            saved_whole.add(stage)
+            # Right before its backward, a recomputed block is recomputed piece by piece by that.
+            if walk.in_first_forward or following != (rotor.BACKWARD, stage):
+                walk.save_all(stage)
         elif kind == rotor.BACKWARD:
             walk.reverse(stage, stage)
-            if stage - 1 not in kept_whole:
+            if stage - 1 not in saved_whole:
                 walk.drop_output(stage - 1)
         else:
-            walk.keep_output(stage)
+            walk.save_output(stage)
             if kind == rotor.FORWARD_NONE:
                 walk.drop_output(stage - 1)
     return walk.schedule()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ackpt.capture.analysis import Facts
 from ackpt.capture.joint_graph import BACKWARD, FORWARD
-from ackpt.planning.schedule import missing, missing_for
+from ackpt.planning.schedule import missing_for, recompute_late
 
 from .blocks import Block
 
@@ -70,12 +70,7 @@ class Local:
     def _order(self, saved) -> list[int]:
         """The backward, each missing value recomputed right before it is read."""
         live = self.given | {self.known.cover[s] for s in saved | self.block.output}
-        order: list[int] = []
-        for place in self.block.backward:
-            for node in missing(self.known, place, live):
-                order.append(node)
-                live.add(node)
-        return order
+        return recompute_late(self.known, self.block.backward, live)
 
     def _peak(self, order, start, kept, is_backward: bool) -> int:
         """Most live bytes while `order` runs, `start` being there and `kept` staying."""

@@ -8,7 +8,7 @@ from ackpt.capture.analysis import Facts
 
 from .block_options import Local, Option
 from .blocks import Chain
-from .chain_table import Level, Stage
+from .chain_table import Partial, Stage
 
 # What stays of blocks that are run for a later output: shares of the bytes of all their insides.
 _SHARES = (1 / 8, 1 / 4, 1 / 2)
@@ -34,24 +34,24 @@ def stages(known: Facts, found: Chain, cost, workspace) -> list[Stage]:
     rows = [[local.stays(_bare(own)) for local, own in zip(locals_, options)], *_chosen(ways)]
     return [
         Stage(
-            levels=tuple(_level(local, row[index], options[index]) for row in rows),
+            partials=tuple(_partial(local, row[index], options[index]) for row in rows),
             output_bytes=sum(known.bytes[s] for s in block.output),
             incoming_bytes=local.incoming_bytes,
-            left_bytes=local.left_bytes,
+            gradient_bytes=local.left_bytes,
         )
         for index, (block, local) in enumerate(zip(found.blocks, locals_))
     ]
 
 
-def _level(local: Local, kept: Option, options: list[Option]) -> Level:
+def _partial(local: Local, part: Option, options: list[Option]) -> Partial:
     more = [
-        option for option in options if option.saved >= kept.saved and not local.brings_along(kept.saved, option.saved)
+        option for option in options if option.saved >= part.saved and not local.brings_along(part.saved, option.saved)
     ]
-    return Level(
-        kept=kept,
+    return Partial(
+        option=part,
         options=tuple(more),
-        run_costs=tuple(local.run_cost(kept.saved, option.saved) for option in more),
-        forward_cost=local.run_cost(kept.saved, frozenset()),
+        run_costs=tuple(local.run_cost(part.saved, option.saved) for option in more),
+        forward_cost=local.run_cost(part.saved, frozenset()),
     )
 
 

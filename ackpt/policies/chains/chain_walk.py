@@ -1,10 +1,10 @@
-"""What policies for chains decide, as an order of the graph's nodes: blocks are run, kept, dropped and reversed."""
+"""`Walk` turns the decisions of a policy for chains (run, save, drop and reverse blocks) into a schedule."""
 
 from __future__ import annotations
 
 from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.planning.schedule import Schedule, everything, missing, scheduled
+from ackpt.planning.schedule import Schedule, everything, recompute_late, scheduled
 
 from .blocks import Chain, cut_at, inner_cuts
 
@@ -30,53 +30,50 @@ def steps(graph: JointGraph, most: int | None = None) -> Chain:
 
 
 class Walk:
-    """One way through a chain of blocks and back. What is kept before the first reversal costs nothing: it runs anyway.
+    """Builds a schedule block by block, forward and back through `chain`, the blocks of `graph`.
 
-    ``found``: the blocks of `graph`, from `steps`.
+    Saving costs nothing before the first backward, since the first forward runs anyway.
     """
 
-    def __init__(self, graph: JointGraph, found: Chain):
-        self.known, self.blocks = facts(graph), found.blocks
+    def __init__(self, graph: JointGraph, chain: Chain):
+        self.known, self.blocks = facts(graph), chain.blocks
         self.read = set(everything(graph).saved)
-        self.kept = {*self.known.given, *(self.known.cover[s] for s in found.pinned)}
+        self.saved = {*self.known.given, *(self.known.cover[s] for s in chain.pinned)}
         self.order: list[int] = []
-        self.gradients: set[int] = set()  # backward nodes that have run; what they return stays until it is read
+        self.gradients: set[int] = set()  # backward nodes that have run; their results live until they are read
 
-    def keep_output(self, block: int) -> None:
-        """Run up to the end of `block` and keep what it hands on."""
-        self._keep(self.blocks[block].output)
+    @property
+    def in_first_forward(self) -> bool:
+        """Whether no backward has run yet."""
+        return not self.gradients
 
-    def keep_all(self, block: int) -> None:
-        """Run `block` and keep everything that its backward reads, its output too."""
+    def save_output(self, block: int) -> None:
+        """Run up to the end of `block` and save its output."""
+        self.save(self.blocks[block].output)
+
+    def save_all(self, block: int) -> None:
+        """Run `block` and save its output and everything else that its backward reads."""
         inside = {s for unit in self.blocks[block].units for s in unit}
-        self._keep(inside & self.read | self.blocks[block].output)
+        self.save(inside & self.read | self.blocks[block].output)
+
+    def save(self, storages) -> None:
+        """Save `storages` until the backward of their block; after the first backward, recompute them for that."""
+        bases = {self.known.cover[s] for s in storages}
+        if not self.in_first_forward:
+            self.order += recompute_late(self.known, sorted(bases), set(self.saved))
+        self.saved |= bases
 
     def drop_output(self, block: int) -> None:
-        self.kept -= {self.known.cover[s] for s in self.blocks[block].output}
+        """Free the output of `block`."""
+        self.saved -= {self.known.cover[s] for s in self.blocks[block].output}
 
     def reverse(self, first: int, last: int) -> None:
-        """Go back through the blocks `last` to `first`, from what is kept; what is computed again is so once."""
-        if not self.gradients:
-            self.keep_all(last)
-        at_hand = self.kept | self.gradients
+        """Run the backward of the blocks `last` to `first`; each missing activation is recomputed once."""
+        live = self.saved | self.gradients
         for block in reversed(self.blocks[first : last + 1]):
-            for place in block.backward:
-                self._run(place, at_hand)
-                self.gradients.add(place)
-            self.kept -= {self.known.cover[s] for unit in (*block.units, block.output) for s in unit}
+            self.order += recompute_late(self.known, block.backward, live)
+            self.gradients.update(block.backward)
+            self.saved -= {self.known.cover[s] for unit in (*block.units, block.output) for s in unit}
 
     def schedule(self) -> Schedule:
         return scheduled(self.known.graph, None, self.order)
-
-    def _keep(self, storages) -> None:
-        covers = {self.known.cover[s] for s in storages}
-        if self.gradients:
-            at_hand = set(self.kept)
-            for cover in sorted(covers):
-                self._run(cover, at_hand)
-        self.kept |= covers
-
-    def _run(self, place: int, at_hand: set[int]) -> None:
-        for node in missing(self.known, place, at_hand):
-            self.order.append(node)
-            at_hand.add(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +68,7 @@ def spared(
         trials = [sure, sure[:1]] if sure else [[run] for run in unsure[: max(0, guesses)]]
         for skipped in trials:
             tries -= 1
-            less = _scheduled(graph, order, {place for run in skipped for place in (run.place, *run.views)})
+            less = without_runs(graph, order, {place for run in skipped for place in (run.place, *run.views)})
             if peak_of(graph, less, workspace_bytes) <= limit_bytes:
                 schedule = less
                 break
@@ -144,7 +145,7 @@ def keeping(graph: JointGraph, schedule: Schedule, node: int) -> Schedule:
     """`schedule` with what `node` gives saved: without any of its runs in backward."""
     order = [step.id for step in schedule.backward if step.kind == COMPUTE]
     covers = _covers(graph, node)
-    return _scheduled(graph, order, {at for at, other in enumerate(order) if other in covers})
+    return without_runs(graph, order, {at for at, other in enumerate(order) if other in covers})
 
 
 def _covers(graph: JointGraph, node: int) -> set[int]:
@@ -152,8 +153,11 @@ def _covers(graph: JointGraph, node: int) -> set[int]:
     return {node, *(known.cover[s] for s in known.born.get(node, ()) if s in known.cover)}
 
 
-def _scheduled(graph: JointGraph, order: list[int], skipped: set[int]) -> Schedule:
-    """Backward as `order` without the runs at the places `skipped`, and without what runs for their sake alone."""
+def without_runs(graph: JointGraph, order: list[int], skipped: Collection[int] = ()) -> Schedule:
+    """The schedule whose backward is `order` without the positions `skipped` and without recomputations nobody reads.
+
+    `order`: node ids of the backward; `skipped`: positions in it.
+    """
     known = facts(graph)
     kept: list[int] = []
     wanted: set[int] = set()
