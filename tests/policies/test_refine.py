@@ -10,7 +10,7 @@ from ackpt.graph import simulate
 from ackpt.planning.schedule import everything, lower, recomputed
 from ackpt.policies import rotor_chain
 from ackpt.policies.full import segmentations
-from ackpt.policies.search import frontier as front
+from ackpt.policies.search.frontier import frontier
 from ackpt.policies.search.recompute_costs import added_cost, costs
 from ackpt.policies.search.refinement import keeping, spared
 
@@ -47,7 +47,7 @@ def test_at_the_lowest_peak_of_a_recursion_much_of_it_can_be_spared():
     model, inputs = line(pairs=6, width=16)
     graph = ackpt.trace(model, *inputs)
     profile = ackpt.profile(graph)
-    lowest = front.front(graph, profile, rotor_chain.candidates)[-1]
+    lowest = frontier(graph, profile, rotor_chain.candidates)[-1]
     cost = costs(graph, profile)
     less, _ = spared(graph, lowest.schedule, cost, profile.workspace_bytes, lowest.peak_bytes, TRIES)
     assert simulate(graph, profile, less).peak_bytes <= lowest.peak_bytes

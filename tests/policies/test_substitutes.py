@@ -18,8 +18,8 @@ from ackpt.models import BertConfig, BertForMaskedLM
 from ackpt.planning.schedule import everything
 from ackpt.planning.simulator import peak_of
 from ackpt.policies import auto
-from ackpt.policies.chains.blocks import chain
-from ackpt.policies.chains.substitutes import smaller, standing_in
+from ackpt.policies.chains.blocks import coarse_chain
+from ackpt.policies.chains.substitutes import smaller, substituted
 from ackpt.policies.search.frontier import pareto
 from ackpt.policies.search.recompute_costs import costs
 
@@ -76,9 +76,9 @@ def test_sums_that_are_no_larger_than_their_product_stay():
 def test_a_graph_too_large_to_walk_through_often_is_walked_through_once(monkeypatch):
     graph = ackpt.trace(nn.Sequential(*(Residual() for _ in range(3))), torch.ones(8, 16))
     figures = profile(graph)
-    many = standing_in(graph, chain(graph), figures, costs(graph, figures))
+    many = substituted(graph, coarse_chain(graph), figures, costs(graph, figures))
     monkeypatch.setattr("ackpt.policies.chains.substitutes._WALKED", len(graph.nodes) - 1)
-    few = standing_in(graph, chain(graph), figures, costs(graph, figures))
+    few = substituted(graph, coarse_chain(graph), figures, costs(graph, figures))
     assert 0 < len(few) < len(many)
 
 
@@ -94,10 +94,10 @@ def test_a_wide_model_in_mixed_precision_costs_less():
     shapes = Shapes(bert_step.configuration("gpu", fields={"layers": 6}).setting())
     graph, figures = shapes._graph()
     cost = costs(graph, figures)
-    blocks, plain = chain(graph), everything(graph)
+    blocks, plain = coarse_chain(graph), everything(graph)
     base = peak_of(graph, plain, figures.workspace_bytes)
     without = pareto(graph, figures, auto.chain_schedules(graph, blocks, figures, cost, base))
-    within = pareto(graph, figures, standing_in(graph, blocks, figures, cost))
+    within = pareto(graph, figures, substituted(graph, blocks, figures, cost))
     lower = [
         any(ours.peak_bytes <= theirs.peak_bytes and ours.cost < theirs.cost for ours in within) for theirs in without
     ]
