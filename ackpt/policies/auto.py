@@ -65,7 +65,7 @@ def segments(graph: JointGraph) -> list[Schedule]:
     """Chen's segments, recomputed as a whole, and some of them one activation at a time."""
     segmented = segmentations(graph)
     some = evenly_spaced(segmented, max(_LEAST_SEGMENTATIONS, _SEGMENT_NODES // len(graph.nodes)))
-    one_by_one = (mu_two.each_for_itself(facts(graph), saved) for saved in some)
+    one_by_one = (mu_two.once_for_each_reader(facts(graph), saved) for saved in some)
     longest = _LONGEST * len(everything(graph).backward)
     return [
         *(lower(graph, saved) for saved in segmented),

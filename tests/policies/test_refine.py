@@ -12,7 +12,7 @@ from ackpt.policies import rotor_chain
 from ackpt.policies.full import segmentations
 from ackpt.policies.search.frontier import frontier
 from ackpt.policies.search.recompute_costs import added_cost, costs
-from ackpt.policies.search.refinement import keeping, spared
+from ackpt.policies.search.refinement import with_fewer_runs, with_saved
 
 TRIES = 200
 
@@ -25,7 +25,7 @@ def test_what_is_spared_costs_less_and_keeps_the_limit(name):
     for schedule in [lower(graph, saved) for saved in segmentations(graph)][-2:]:
         peak, before = simulate(graph, profile, schedule).peak_bytes, added_cost(graph, schedule, cost)
         for limit in (peak, (peak + plain) // 2, max(peak, plain)):
-            less, left = spared(graph, schedule, cost, workspace, limit, TRIES)
+            less, left = with_fewer_runs(graph, schedule, cost, workspace, limit, TRIES)
             assert simulate(graph, profile, less).peak_bytes <= limit
             assert added_cost(graph, less, cost) <= before and 0 <= left <= TRIES
         if peak < plain:  # there is room for everything
@@ -38,7 +38,7 @@ def test_what_is_kept_runs_once(name):
     schedule = lower(graph, segmentations(graph)[-1])
     cost, results = costs(graph, profile), {storage.producer for storage in graph.storages}
     for place in sorted(results.intersection(recomputed(graph, schedule)), key=lambda place: -cost[place])[:4]:
-        kept = keeping(graph, schedule, place)
+        kept = with_saved(graph, schedule, place)
         simulate(graph, profile, kept)
         assert place not in recomputed(graph, kept)
 
@@ -49,6 +49,6 @@ def test_at_the_lowest_peak_of_a_recursion_much_of_it_can_be_spared():
     profile = ackpt.profile(graph)
     lowest = frontier(graph, profile, rotor_chain.candidates)[-1]
     cost = costs(graph, profile)
-    less, _ = spared(graph, lowest.schedule, cost, profile.workspace_bytes, lowest.peak_bytes, TRIES)
+    less, _ = with_fewer_runs(graph, lowest.schedule, cost, profile.workspace_bytes, lowest.peak_bytes, TRIES)
     assert simulate(graph, profile, less).peak_bytes <= lowest.peak_bytes
     assert added_cost(graph, less, cost) < lowest.cost / 2

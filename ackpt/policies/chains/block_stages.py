@@ -34,7 +34,10 @@ def stages(analysis: Facts, chain: BlockChain, cost, workspace) -> list[Stage]:
         for step, step_options in zip(steps, options)
     ]
     # Empty activations, such as those of batch norms in evaluation, cost nothing to save; they must not be saved twice.
-    rows = [[step.without_duplicates(_least(own)) for step, own in zip(steps, options)], *_rows_by_share(choices)]
+    rows = [
+        [step.without_duplicates(_least(block_options)) for step, block_options in zip(steps, options)],
+        *_rows_by_share(choices),
+    ]
     return [
         Stage(
             partials=tuple(_partial(step, row[index], options[index]) for row in rows),
@@ -67,9 +70,11 @@ def _least(options: list[Option]) -> Option:
 
 def _rows_by_share(choices: list[list[_PartialOption]]) -> list[list[Option]]:
     """For each share the row of options, one per block, whose saved bytes come closest to it."""
-    all_bytes = sum(max(choice.option.saved_bytes for choice in own) for own in choices)
-    picks = rows_by_price([[(choice.cost, choice.option.saved_bytes) for choice in own] for own in choices])
-    rows = [[own[index].option for own, index in zip(choices, row)] for row in picks]
+    all_bytes = sum(max(choice.option.saved_bytes for choice in block_choices) for block_choices in choices)
+    picks = rows_by_price(
+        [[(choice.cost, choice.option.saved_bytes) for choice in block_choices] for block_choices in choices]
+    )
+    rows = [[block_choices[index].option for block_choices, index in zip(choices, row)] for row in picks]
     sizes = [(sum(option.saved_bytes for option in row), row) for row in rows]
     by_size: dict[int, list[Option]] = {}
     for share in _SHARES:
@@ -84,10 +89,13 @@ def rows_by_price(choices: list[list[tuple[float, int]]]) -> list[tuple[int, ...
 
     `choices`: for every block its choices as (cost, saved bytes).
     """
-    price = max((cost / max(1, size) for own in choices for cost, size in own), default=0.0)
+    price = max((cost / max(1, size) for block_choices in choices for cost, size in block_choices), default=0.0)
     rows: dict[tuple[int, ...], None] = {}
     for _ in range(_PRICES):
-        priced = [[(cost + price * size, size, index) for index, (cost, size) in enumerate(own)] for own in choices]
-        rows.setdefault(tuple(min(own)[-1] for own in priced))
+        priced = [
+            [(cost + price * size, size, index) for index, (cost, size) in enumerate(block_choices)]
+            for block_choices in choices
+        ]
+        rows.setdefault(tuple(min(block_prices)[-1] for block_prices in priced))
         price *= 2.0 ** (-1 / 2)
     return list(rows)

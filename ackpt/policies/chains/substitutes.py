@@ -35,9 +35,11 @@ def substituted(graph: JointGraph, chain: BlockChain, profile, cost) -> list[Sch
     steps = (BlockStep(analysis, block, chain.pinned, cost, profile.workspace_bytes) for block in chain.blocks)
     options = [step.options() for step in steps]
     always_saved = chain.pinned.union(*(block.output for block in chain.blocks))
-    choices = [[(option.cost, option.saved_bytes) for option in own] for own in options]
-    rows = [[own[index].saved for own, index in zip(options, row)] for row in rows_by_price(choices)]
-    highest_price = max((cost / size for own in choices for cost, size in own if size), default=0.0)
+    choices = [[(option.cost, option.saved_bytes) for option in block_options] for block_options in options]
+    rows = [
+        [block_options[index].saved for block_options, index in zip(options, row)] for row in rows_by_price(choices)
+    ]
+    highest_price = max((cost / size for block_choices in choices for cost, size in block_choices if size), default=0.0)
     read = frozenset(everything(graph).saved)
 
     @functools.cache  # many prices and rows come to the same
