@@ -103,22 +103,22 @@ def test_measured_times_are_what_counts_where_the_profile_has_them():
 
 
 @pytest.mark.parametrize("name", SKIPS)
-def test_long_skips_stay_beside_the_chain(name):
+def test_long_skips_are_pinned(name):
     graph, _ = traced(name)
-    beside = long_skips(graph)
-    assert beside
+    skips = long_skips(graph)
+    assert skips
     largest = [
-        max(len(block.units) for block in coarse_chain(graph, pinned).blocks) for pinned in (frozenset(), beside)
+        max(len(block.units) for block in coarse_chain(graph, pinned).blocks) for pinned in (frozenset(), skips)
     ]
     assert largest[1] < largest[0] / 2
-    assert beside <= coarse_chain(graph, beside).pinned
+    assert skips <= coarse_chain(graph, skips).pinned
 
 
 def test_a_model_of_small_blocks_has_no_long_skips():
     assert not long_skips(traced("language_model")[0])
 
 
-def test_a_chain_of_single_operations_is_cut_between_all_of_them():
+def test_a_short_chain_of_single_operations_is_cut_everywhere():
     graph, _ = traced("line")
     assert len(coarse_chain(graph).blocks) > 60
 
@@ -155,11 +155,11 @@ class Codebook(nn.Module):
         return loss + 0.25 * nn.functional.mse_loss(z, nearest.detach())
 
 
-def test_what_cannot_run_again_is_no_cut_of_the_chain():
+def test_fixed_operations_are_not_cut_points():
     graph = ackpt.trace(Codebook(), torch.randn(128, 16))
     known = facts(graph)
     fixed = {storage for node in known.fixed for storage in graph.nodes[node].storages} & known.savable
-    chains = [coarse_chain(graph, beside) for beside in (frozenset(), long_skips(graph))]
+    chains = [coarse_chain(graph, skips) for skips in (frozenset(), long_skips(graph))]
     assert fixed and not any(fixed & block.output for each in chains for block in each.blocks)
     least = min(point.peak_bytes for point in frontier_of(graph, ackpt.profile(graph)))
     assert least < 0.9 * ackpt.plan(graph).dynamic_peak_bytes
@@ -183,7 +183,7 @@ class Frozen(nn.Module):
         return h.square().mean()
 
 
-def test_results_without_bytes_are_not_there_twice():
+def test_empty_activations_are_not_saved_twice():
     torch.manual_seed(0)
     graph = ackpt.trace(Frozen().eval(), torch.randn(6, 3, 16, 16))
     profile = ackpt.profile(graph, workspace="measured")

@@ -1,4 +1,4 @@
-"""Plans from which runs are spared: within their limit, cheaper, and sound."""
+"""Plans with fewer recomputations: within their limit, cheaper, and sound."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRIES = 200
 
 
 @pytest.mark.parametrize("name", [*MODELS, *SKIPS])
-def test_what_is_spared_costs_less_and_keeps_the_limit(name):
+def test_fewer_recomputations_cost_less_and_stay_within_the_limit(name):
     graph, profile = traced(name)
     cost, workspace = costs(graph, profile), profile.workspace_bytes
     plain = simulate(graph, profile, everything(graph)).peak_bytes
@@ -33,7 +33,7 @@ def test_what_is_spared_costs_less_and_keeps_the_limit(name):
 
 
 @pytest.mark.parametrize("name", [*MODELS, *SKIPS])
-def test_what_is_kept_runs_once(name):
+def test_a_saved_node_is_not_recomputed(name):
     graph, profile = traced(name)
     schedule = lower(graph, segmentations(graph)[-1])
     cost, results = costs(graph, profile), {storage.producer for storage in graph.storages}
@@ -43,7 +43,7 @@ def test_what_is_kept_runs_once(name):
         assert place not in recomputed(graph, kept)
 
 
-def test_at_the_lowest_peak_of_a_recursion_much_of_it_can_be_spared():
+def test_the_lowest_peak_of_a_recursion_leaves_room_to_save_much_of_it():
     model, inputs = line(pairs=6, width=16)
     graph = ackpt.trace(model, *inputs)
     profile = ackpt.profile(graph)

@@ -50,30 +50,30 @@ def kept(model, price):
     return names(graph, plain), names(graph, found)
 
 
-def test_a_product_stands_in_for_the_sum_it_is_added_to():
+def test_a_product_is_saved_instead_of_the_sum_that_adds_it():
     before, after = kept(Residual(), price=1e9)
     assert "add" in before and "addmm" not in before
     assert "add" not in after and "addmm" in after
 
 
-def test_nothing_stands_in_at_no_price():
+def test_nothing_is_substituted_at_a_price_of_zero():
     before, after = kept(Residual(), price=0)
     assert before == after
 
 
-def test_masks_of_dropout_are_drawn_again_with_what_they_drop():
+def test_dropout_masks_are_recomputed_with_their_results():
     before, after = kept(Residual(dropout=0.5), price=1e9)
     dropouts = [name for name in before if "dropout" in name]
     assert dropouts and not [name for name in after if "dropout" in name]
     assert "addmm" in after
 
 
-def test_sums_that_are_no_larger_than_their_product_stay():
+def test_sums_that_are_not_larger_than_their_product_are_saved():
     before, after = kept(nn.Sequential(Residual(), Residual()).float(), price=1e9)
     assert before.count("add") == after.count("add") == 2
 
 
-def test_a_graph_too_large_to_walk_through_often_is_walked_through_once(monkeypatch):
+def test_large_graphs_have_fewer_tries(monkeypatch):
     graph = ackpt.trace(nn.Sequential(*(Residual() for _ in range(3))), torch.ones(8, 16))
     figures = profile(graph)
     many = substituted(graph, coarse_chain(graph), figures, costs(graph, figures))
