@@ -1,4 +1,4 @@
-"""`ackpt.compile`: a model whose step keeps a budget."""
+"""`ackpt.compile`: a module whose training step runs as planned, within a memory budget."""
 
 from __future__ import annotations
 
@@ -38,27 +38,28 @@ def compile(
 
     Args:
         model: an ``nn.Module``; its parameters and buffers are shared, not copied.
-        args, kwargs: what it will be called with; the plan is made for them now, before anything runs. Called with
-            other shapes later, as by a last batch that is smaller, or in another mode with gradients on, the step is
-            captured and planned anew under the same budget. A fraction is then one of what that call allocates.
+        args, kwargs: example inputs; the plan is made for them now, before anything runs. If the step is called later
+            with other shapes, such as a smaller last batch, or in another mode with gradients enabled, it is captured
+            again and replanned under the same budget. A fraction is then relative to the baseline of that call.
         budget, policy: as in `ackpt.plan`: ``0.5`` or ``"50%"``, ``"6GiB"``.
         options: a dict of options of the policy, such as ``{"fates": {"relu": "recomputed"}}`` for ``"manual"``.
-        plan: a `Plan` to run instead, made for this model and these arguments. It holds for no others: a last batch
-            that is smaller is a `PlanError` when it comes. Leave it out (``drop_last=True`` in a DataLoader), or make
-            a second step with a plan for it.
+        plan: a `Plan` to run instead, made for this model and these arguments. It is valid for no others: a smaller
+            last batch raises a `PlanError`. Skip such a batch (``drop_last=True`` in a DataLoader), or make a second
+            step with a plan for it.
         differentiate: ``"loss"`` or ``"all"``, as in `ackpt.trace`.
-        optimizer: what trains the model; its state and step are then part of the budget.
+        optimizer: the optimizer that trains the model; its state and its step then count toward the budget.
 
     Returns:
-        A `PlannedStep`; its ``plan`` is the `Plan`. It returns what the model returns, with the same gradients, and
-        runs the model itself where no gradient is asked for.
+        A `PlannedStep`; its ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients, and runs
+        the model itself if no gradient is needed.
 
     Raises:
-        BudgetError: if the budget cannot be kept; names the smallest that can.
+        BudgetError: if the budget is infeasible; names the smallest feasible one.
         TraceError: if the model cannot be captured as one graph.
-        TypeError: for keywords that are nearly those of `compile` and that the model's forward does not name.
+        TypeError: for keywords that look like misspelled keywords of `compile` and that the model's forward does not
+            have.
         PlanError: if `plan` was made for another model, other arguments or another version of torch, or if the plan
-            offloads and the model is on the CPU; says what differs.
+            offloads and the model is on the CPU; names the difference.
 
     Example:
         >>> import torch, ackpt
@@ -81,7 +82,7 @@ def compile(
         raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
     _check_options(options, plan)
     _check_keywords(model, kwargs, policy)
-    dynamic_limit(budget, 0, 0)  # what is no budget is found before the work
+    dynamic_limit(budget, 0, 0)  # refuse an invalid budget before the work
     step = PlannedStep(model, _Planner(budget, policy, dict(options or {}), plan), differentiate, optimizer)
     try:
         step.prepare(*args, **kwargs)
@@ -96,10 +97,11 @@ def compile(
 
 
 def _check_keywords(model, kwargs, policy: str) -> None:
-    """Refuse keywords that were hardly meant for the model; what its forward names is the model's."""
+    """Refuse keywords that are probably not meant for the model; every name in its forward is allowed."""
     check_keywords(model, kwargs, _KEYWORDS, "ackpt.compile")
-    if own := sorted((set(kwargs) - forward_names(model)) & set(options_of(policy))):
-        raise TypeError(f"{own[0]!r} is an option of policy {policy!r}: give it as options={{{own[0]!r}: ...}}")
+    if misplaced := sorted((set(kwargs) - forward_names(model)) & set(options_of(policy))):
+        name = misplaced[0]
+        raise TypeError(f"{name!r} is an option of policy {policy!r}: give it as options={{{name!r}: ...}}")
 
 
 def _check_options(options, plan) -> None:
@@ -108,8 +110,8 @@ def _check_options(options, plan) -> None:
             f"options must be a dict of options of the policy, such as {{'time_limit': 60}}, got "
             f"{type(options).__name__}"
         )
-    if own := sorted({"budget", "policy", "graph"} & set(options or ())):
-        raise TypeError(f"{own[0]!r} is no option of a policy: give it beside the options")
+    if misplaced := sorted({"budget", "policy", "graph"} & set(options or ())):
+        raise TypeError(f"{misplaced[0]!r} is no option of a policy: give it beside the options")
     if foreign := sorted({"compiler", "on_plan"} & set(options or ())):
         raise TypeError(f"{foreign[0]!r} is an option of torch.compile(model, backend='ackpt', options=...)")
     if options and plan is not None:
@@ -118,7 +120,7 @@ def _check_options(options, plan) -> None:
 
 @dataclass(frozen=True)
 class _Planner:
-    """What plans a graph that was captured, as `compile` was told to."""
+    """Plans a captured graph with the arguments of `compile`."""
 
     budget: float | str | None
     policy: str

@@ -1,4 +1,4 @@
-"""From a budget to a plan: run the policy, simulate what it returns, refuse what breaks the budget."""
+"""`ackpt.plan`: runs a policy, simulates its schedule, and refuses it if it breaks the budget."""
 
 from __future__ import annotations
 
@@ -35,32 +35,37 @@ def plan(
     profile: Profile | None = None,
     **options: Any,
 ) -> Plan:
-    """A plan of `graph` that keeps its peak within `budget`.
+    """A plan of `graph` whose peak is within `budget`.
 
     Args:
         graph: from `ackpt.trace`.
-        budget: None for no bound; a float in (0, 1] or a string such as ``"50%"``, that fraction of the dynamic peak
-            of the model's own step, without checkpointing; an int or a string such as ``"6GiB"``, bytes of the whole
-            peak: parameters, buffers, inputs, optimizer state and everything the step allocates.
-        policy: ``"auto"`` recomputes least within the budget, and offloads where `profile` has times of copies to the
-            host that hide behind computing, ``"none"`` saves what backward needs, ``"full"`` keeps one tensor between
-            two blocks, ``"manual"`` takes ``fates={"relu": "recomputed", "addmm": "saved"}`` by the names of nodes, or
-            ``"offloaded"`` where `profile` has times of copies to the host. After their sources, on the chain of blocks
-            between single tensors: ``"chen-sqrt"`` cuts it into segments, ``"chen-log"`` into halves of halves,
-            ``"revolve"`` by binomials, ``"rotor"`` by dynamic programming. On any graph: ``"min-cut"`` saves what
-            PyTorch's partitioner would, see `ackpt.policies.min_cut` for its options; ``"mu-two"`` drops results one
-            after the other, or offloads them where `profile` has such times. Each takes the cheapest of its schedules
-            that the simulator finds within the budget. ``"ilp"`` proves that nothing is cheaper, on graphs of up to 160
-            operations, or warns after ``time_limit=`` seconds, 60, how far it may be from that; it needs
+        budget: None for no bound. A float in (0, 1] or a string such as ``"50%"``: a fraction of the baseline's dynamic
+            peak. An int or a string such as ``"6GiB"``: bytes of the whole peak, that is parameters, buffers, inputs,
+            optimizer state and everything that the step allocates.
+        policy: how to decide. Each policy takes the cheapest of its schedules that the simulator finds within the
+            budget.
+
+            ``"auto"`` recomputes least, and offloads if `profile` has times of copies to the host that overlap with
+            compute. ``"none"`` saves everything that backward reads. ``"full"`` saves single tensors between blocks.
+            ``"manual"`` takes ``fates={"relu": "recomputed", "addmm": "saved"}`` by the names of nodes, and
+            ``"offloaded"`` if `profile` has times of copies to the host.
+
+            From papers, on the chain of blocks between single tensors: ``"chen-sqrt"`` cuts it into segments,
+            ``"chen-log"`` into halves of halves, ``"revolve"`` by binomial coefficients, ``"rotor"`` by dynamic
+            programming. On any graph: ``"min-cut"`` saves what PyTorch's partitioner would save, see
+            `ackpt.policies.min_cut` for its options. ``"mu-two"`` drops one activation after the other, or offloads it
+            if `profile` has times of copies. ``"ilp"`` proves that no plan is cheaper, on graphs of up to 160
+            operations; after ``time_limit=`` seconds (60) it warns how large the optimality gap may be. It needs
             ``pip install "ackpt[plan]"``.
-        profile: costs per node, from `ackpt.profile`. If not given, FLOPs are counted, and for real tensors on the
-            CPU what every operation takes within itself is measured, by running each different operation once.
+        profile: costs per node, from `ackpt.profile`. By default FLOPs are counted, and for real tensors on the CPU the
+            workspace of every operation is measured by running each different operation once.
         options: of the policy.
 
     Raises:
-        BudgetError: if the policy cannot keep the budget; names the smallest that it can. Also for a fraction where the
-            model could only be captured as ``torch.compile`` runs it and has no data: its own peak is not known then.
-        ValueError, TypeError: for an unknown policy, what is no budget, and options the policy does not know.
+        BudgetError: if the budget is infeasible for the policy; names the smallest feasible one. Also for a fraction if
+            the model could only be captured as ``torch.compile`` runs it and has no data, since the baseline's peak is
+            unknown then.
+        ValueError, TypeError: for an unknown policy, an invalid budget, and options that the policy does not have.
 
     Example:
         >>> import torch, ackpt
@@ -80,42 +85,42 @@ def plan(
         if profile is None
         else profile
     )
-    every = everything(graph)
-    baseline = simulate(graph, profile, every)
-    baseline_bytes = _baseline_bytes(graph, profile, every, baseline, budget)
-    limit = dynamic_limit(budget, baseline_bytes, baseline.resident_bytes)
+    baseline = everything(graph)
+    simulated = simulate(graph, profile, baseline)
+    baseline_bytes = _baseline_bytes(graph, profile, baseline, simulated, budget)
+    limit = dynamic_limit(budget, baseline_bytes, simulated.resident_bytes)
     _check_options(policy, options)
-    schedule = _decides(policy)(graph, profile, limit, **options)
+    schedule = _schedule_function(policy)(graph, profile, limit, **options)
     if copies(schedule) and profile.swap_seconds is None:
         what = "its profile" if profile.device == "any" else f"the profile of {profile.device!r}"
         raise PlanError(
             f"policy {policy!r} offloads, but {what} has no times of copies to the host: give the "
             "profile of a device with a link, such as profile=ackpt.profile(graph, 'h200'), or offload nothing"
         )
-    found = simulate(graph, profile, schedule)
-    if limit is not None and found.peak_bytes > limit:
-        least = found.peak_bytes + found.resident_bytes
+    simulated = simulate(graph, profile, schedule)
+    if limit is not None and simulated.peak_bytes > limit:
+        least = simulated.peak_bytes + simulated.resident_bytes
         cost = costs(graph, profile)
-        longer = _added(graph, schedule, found, cost) / _plain_cost(every, cost)
+        added = _added_cost(graph, schedule, simulated, cost) / _baseline_cost(baseline, cost)
         raise BudgetError(
-            _refusal(policy, budget, limit, found, baseline_bytes, longer) + _captured_so(graph), least, budget
+            _refusal(policy, budget, limit, simulated, baseline_bytes, added) + _as_compiled(graph), least, budget
         )
-    return _plan(graph, policy, limit, schedule, found, baseline_bytes, every, profile)
+    return _plan(graph, policy, limit, schedule, simulated, baseline_bytes, baseline, profile)
 
 
-def _baseline_bytes(graph: JointGraph, profile: Profile, every: Schedule, simulated: Simulation, budget) -> int:
-    """The dynamic peak of the model's own step: simulated, or measured where it is not the one that was captured.
+def _baseline_bytes(graph: JointGraph, profile: Profile, baseline: Schedule, simulated: Simulation, budget) -> int:
+    """The dynamic peak of the model in eager mode: simulated, or measured if the capture differs from eager mode.
 
     Raises:
-        BudgetError: for a fraction of a peak that is not known.
+        BudgetError: if the budget is a fraction and the peak is unknown.
     """
     if graph.as_compiled is None:
-        own = eager_graph(graph)
-        return min(simulated.peak_bytes, peak_of(own, everything(own), profile.workspace_bytes))
+        eager = eager_graph(graph)
+        return min(simulated.peak_bytes, peak_of(eager, everything(eager), profile.workspace_bytes))
     if graph.as_compiled.baseline_bytes is not None:
-        _, backward = step_peaks(graph, every, profile.workspace_bytes)
+        _, backward = step_peaks(graph, baseline, profile.workspace_bytes)
         return max(graph.as_compiled.baseline_bytes, backward[-1] if graph.optimizer_step_bytes else 0)
-    dynamic_limit(budget, 0, 0)  # what is no budget is said first
+    dynamic_limit(budget, 0, 0)  # refuse an invalid budget first
     if is_share(budget):
         raise BudgetError(
             f"the budget {budget!r} is relative to the peak of the model's own step, which is not known: the model was "
@@ -126,17 +131,17 @@ def _baseline_bytes(graph: JointGraph, profile: Profile, every: Schedule, simula
     return simulated.peak_bytes
 
 
-def _captured_so(graph: JointGraph) -> str:
+def _as_compiled(graph: JointGraph) -> str:
     if graph.as_compiled is None:
         return ""
     return f" The model was captured as torch.compile runs it ({graph.as_compiled}), which may take more than its own."
 
 
 def check_runs(graph: JointGraph, plan: Plan) -> Plan:
-    """`plan`, if what it offloads can be offloaded where `graph` runs.
+    """`plan`, if its activations can be offloaded where `graph` runs.
 
     Raises:
-        PlanError: if there is no host memory beside the device's, or a compiler that knows no copies.
+        PlanError: if the plan offloads and the model is on the CPU, or its compiler does not run copies.
     """
     if copies(plan.schedule) and graph.on_cpu:
         raise PlanError(
@@ -148,86 +153,87 @@ def check_runs(graph: JointGraph, plan: Plan) -> Plan:
     return plan
 
 
-def _decides(policy: str):
+def _schedule_function(policy: str):
     return importlib.import_module(f"ackpt.policies.{POLICIES[policy]}").schedule
 
 
 def options_of(policy: str) -> dict[str, inspect.Parameter]:
     """The options of a policy by their names."""
-    parameters = inspect.signature(_decides(policy)).parameters
+    parameters = inspect.signature(_schedule_function(policy)).parameters
     return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
 def _check_options(policy: str, options) -> None:
-    own = options_of(policy)
-    if unknown := sorted(set(options) - set(own)):
-        knows = f"knows {', '.join(own)}" if own else "knows no options"
-        hint = ": give policy='manual'" if unknown[0] == "fates" else did_you_mean(unknown[0], [*own, *_KEYWORDS])
+    expected = options_of(policy)
+    if unknown := sorted(set(options) - set(expected)):
+        knows = f"knows {', '.join(expected)}" if expected else "knows no options"
+        hint = ": give policy='manual'" if unknown[0] == "fates" else did_you_mean(unknown[0], [*expected, *_KEYWORDS])
         raise TypeError(f"{unknown[0]!r} is no option of a plan; policy {policy!r} {knows}{hint}")
-    if missing := [name for name, p in own.items() if p.default is p.empty and name not in options]:
+    if missing := [name for name, p in expected.items() if p.default is p.empty and name not in options]:
         raise TypeError(f"policy {policy!r} needs the option {missing[0]!r}: see help(ackpt.plan)")
 
 
-def _plan(graph, policy, limit, schedule, found: Simulation, baseline_bytes: int, every: Schedule, profile) -> Plan:
-    known = facts(graph)
+def _plan(
+    graph, policy, limit, schedule: Schedule, simulated: Simulation, baseline_bytes: int, baseline: Schedule, profile
+) -> Plan:
     cost = costs(graph, profile)
-    plain_cost = _plain_cost(every, cost)
-    node = None if found.peak_node is None else graph.nodes[found.peak_node]
-    where = "the optimizer's step"
+    baseline_cost = _baseline_cost(baseline, cost)
+    node = None if simulated.peak_node is None else graph.nodes[simulated.peak_node]
+    peak_node = "the optimizer's step"
     if node is not None:
-        where = f"{node.name} ({node.target}), {node.phase} of {node.module or 'the model'!r}"
+        peak_node = f"{node.name} ({node.target}), {node.phase} of {node.module or 'the model'!r}"
     return Plan(
         policy=policy,
         limit_bytes=limit,
-        peak_bytes=found.peak_bytes + found.resident_bytes,
-        resident_bytes=found.resident_bytes,
-        baseline_peak_bytes=baseline_bytes + found.resident_bytes,
-        saved_bytes=found.saved_bytes,
-        flops=found.flops,
-        recompute_flops=found.recompute_flops,
-        peak_node=where,
+        peak_bytes=simulated.peak_bytes + simulated.resident_bytes,
+        resident_bytes=simulated.resident_bytes,
+        baseline_peak_bytes=baseline_bytes + simulated.resident_bytes,
+        saved_bytes=simulated.saved_bytes,
+        flops=simulated.flops,
+        recompute_flops=simulated.recompute_flops,
+        peak_node=peak_node,
         activations=activations(
             graph,
-            {*every.saved, *schedule.saved, *schedule.offloaded},
+            {*baseline.saved, *schedule.saved, *schedule.offloaded},
             set(schedule.saved),
             set(schedule.offloaded),
-            known.cover,
+            facts(graph).cover,
         ),
         schedule=schedule,
-        timeline=found.timeline,
-        cost=_added(graph, schedule, found, cost) / plain_cost,
-        # The bound is that of schedules that recompute alone.
-        lower_bound=None if limit is None or copies(schedule) else _bound(graph, cost, plain_cost, profile, limit),
-        decisions=decisions(graph, schedule, cost, plain_cost, profile),
-        host_bytes=found.host_bytes,
-        exposed_seconds=found.exposed_seconds,
+        timeline=simulated.timeline,
+        cost=_added_cost(graph, schedule, simulated, cost) / baseline_cost,
+        # The lower bound holds for schedules that only recompute.
+        lower_bound=None if limit is None or copies(schedule) else _bound(graph, cost, baseline_cost, profile, limit),
+        decisions=decisions(graph, schedule, cost, baseline_cost, profile),
+        host_bytes=simulated.host_bytes,
+        exposed_seconds=simulated.exposed_seconds,
         made_for=graph.made_for,
         note=None if graph.as_compiled is None else str(graph.as_compiled),
     )
 
 
-def _added(graph, schedule: Schedule, found: Simulation, cost) -> float:
-    """Cost of what runs again, and the time that is waited for."""
-    return added_cost(graph, schedule, cost) + (found.exposed_seconds or 0.0)
+def _added_cost(graph, schedule: Schedule, simulated: Simulation, cost) -> float:
+    """The cost of recomputation and of waits for copies."""
+    return added_cost(graph, schedule, cost) + (simulated.exposed_seconds or 0.0)
 
 
-def _plain_cost(every: Schedule, cost) -> float:
-    return step_cost(every, cost) or 1.0
+def _baseline_cost(baseline: Schedule, cost) -> float:
+    return step_cost(baseline, cost) or 1.0
 
 
-def _bound(graph, cost, plain_cost: float, profile, limit: int) -> float | None:
-    """The least added cost within the limit, as a share of the plain step's; None where scipy is not installed."""
+def _bound(graph, cost, baseline_cost: float, profile, limit: int) -> float | None:
+    """The lower bound within the limit as a fraction of the baseline's cost; None if scipy is not installed."""
     if importlib.util.find_spec("scipy") is None:
         return None
     from ackpt.policies.search.lower_bound import lower_bound
 
     bound = lower_bound(graph, cost, profile.workspace_bytes, limit)
-    return None if bound is None else bound / plain_cost
+    return None if bound is None else bound / baseline_cost
 
 
-def _refusal(policy, budget, limit, found: Simulation, baseline_bytes: int, cost: float) -> str:
-    least = found.peak_bytes + found.resident_bytes
-    share = least_share(found.peak_bytes, baseline_bytes)
+def _refusal(policy, budget, limit, lowest: Simulation, baseline_bytes: int, cost: float) -> str:
+    least = lowest.peak_bytes + lowest.resident_bytes
+    share = least_share(lowest.peak_bytes, baseline_bytes)
     fraction = "" if share is None else f", or {share} of the plain step's dynamic peak"
     step = (
         " That peak is reached in the optimizer's step, which no checkpointing makes smaller: let it take one "
@@ -235,8 +241,8 @@ def _refusal(policy, budget, limit, found: Simulation, baseline_bytes: int, cost
     )
     return (
         f"policy {policy!r} cannot keep the budget {budget!r}: it leaves {memory_format(max(0, limit))} for what the "
-        f"step allocates, beside {memory_format(found.resident_bytes)} of parameters, buffers, inputs and optimizer "
+        f"step allocates, beside {memory_format(lowest.resident_bytes)} of parameters, buffers, inputs and optimizer "
         f"state. {unit_hint(budget)}"
         f"The smallest budget that this policy keeps is {readable(least)} ({least} bytes){fraction}; it makes the step "
-        f"{cost:.0%} longer.{step if found.peak_node is None else ''}"
+        f"{cost:.0%} longer.{step if lowest.peak_node is None else ''}"
     )

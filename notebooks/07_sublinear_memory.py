@@ -42,7 +42,7 @@ from ackpt.experiments.sublinear import ChainConfig, measured
 from ackpt.graph import PlannedStep
 from ackpt.metering.timeline import Timeline
 from ackpt.policies import chen, revolve, rotor
-from ackpt.policies.chains import chain_walk as on_chain
+from ackpt.policies.chains.blocks import fine_chain
 from ackpt.results import load_reference, markdown_table, write_text_atomic
 
 torch.set_num_threads(2)
@@ -64,7 +64,7 @@ kept = ackpt.plan(graph, policy="none").activations
 S = x.nbytes
 names = f"{kept[0].name}, {kept[1].name}, ..."
 print(f"{len(kept)} activations of {kept[0].bytes} = S bytes, by {names}")
-print(f"{len(on_chain.steps(graph).blocks)} blocks between single tensors")
+print(f"{len(fine_chain(graph).blocks)} blocks between single tensors")
 
 # %% [markdown]
 # One activation each, $\tanh(x_{i-1})$: the derivative of tanh is taken from its result, and the gradient of $W_i$
@@ -519,7 +519,7 @@ rows = []
 for name, (model, args, kwargs) in cases.items():
     graph = ackpt.trace(model, *args, **kwargs)
     profile = ackpt.profile(graph, workspace="measured")
-    count = len(on_chain.steps(graph).blocks)
+    count = len(fine_chain(graph).blocks)
     row = {"model": name, "blocks": count}
     row |= {"sqrt": chen.sqrt_counts(count).peak / count, "log": chen.recursive_peak(count) / count}
     for policy in POLICIES:

@@ -27,7 +27,7 @@ from ackpt.planner import plan
 from ackpt.planning.plan import Plan
 from ackpt.planning.schedule import recomputed
 from ackpt.policies import POLICIES, auto
-from ackpt.policies.search.frontier import front
+from ackpt.policies.search.frontier import frontier
 from ackpt.results import Record, environment
 
 EXPERIMENT = "frontier"
@@ -185,7 +185,7 @@ def _front(graph, costs) -> list[dict]:
             "peak_bytes": point.peak_bytes,
             "recompute_flops": sum(costs.flops[place] for place in recomputed(graph, point.schedule)),
         }
-        for point in front(graph, costs, auto.candidates)
+        for point in frontier(graph, costs, auto.candidates)
     ]
 
 

@@ -17,10 +17,10 @@ from ackpt.planner import plan
 from ackpt.planning.schedule import everything
 from ackpt.planning.simulator import peak_of
 from ackpt.policies import auto, full, ilp_graph, mu_two, rotor_chain
-from ackpt.policies.chains.blocks import chain
-from ackpt.policies.chains.long_skips import long_skips
-from ackpt.policies.chains.substitutes import standing_in
-from ackpt.policies.search.frontier import Point, front, pareto
+from ackpt.policies.chains.blocks import coarse_chain
+from ackpt.policies.chains.cut_points import long_skips
+from ackpt.policies.chains.substitutes import substituted
+from ackpt.policies.search.frontier import Point, frontier, pareto
 from ackpt.policies.search.recompute_costs import costs, step_cost
 
 
@@ -104,12 +104,12 @@ def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
     fronts["blocks"] = pareto(graph, profile, [*found, *_by_blocks(graph, profile, 1)])
     found += _by_blocks(graph, profile, None)
     fronts["levels"] = pareto(graph, profile, found)
-    for beside in {frozenset(): None, long_skips(graph): None}:
-        found += standing_in(graph, chain(graph, beside), profile, costs(graph, profile))
+    for skips in {frozenset(): None, long_skips(graph): None}:
+        found += substituted(graph, coarse_chain(graph, skips), profile, costs(graph, profile))
     fronts["instead"] = pareto(graph, profile, found)
     found += [*rotor_chain.candidates(graph, profile), *mu_two.evictions(graph, replace(profile, swap_seconds=None))]
     fronts["policies"] = pareto(graph, profile, found)
-    fronts["refined"] = front(graph, profile, auto.candidates)
+    fronts["refined"] = frontier(graph, profile, auto.candidates)
     return fronts
 
 
@@ -125,13 +125,13 @@ def least_costs(graph, profile, points: list[Point], budgets) -> dict[float, flo
     return found
 
 
-def _by_blocks(graph, profile, levels: int | None) -> list:
-    """The schedules of auto's dynamic programming, with at most so many ways for blocks to stay in part."""
+def _by_blocks(graph, profile, partials: int | None) -> list:
+    """The schedules of auto's dynamic programming, with at most so many partial savings of blocks."""
     memory_bytes = peak_of(graph, everything(graph), profile.workspace_bytes)
     return [
         schedule
-        for beside in {frozenset(): None, long_skips(graph): None}
+        for skips in {frozenset(): None, long_skips(graph): None}
         for schedule in auto.chain_schedules(
-            graph, chain(graph, beside), profile, costs(graph, profile), memory_bytes, levels
+            graph, coarse_chain(graph, skips), profile, costs(graph, profile), memory_bytes, partials
         )
     ]

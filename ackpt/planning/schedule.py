@@ -147,13 +147,7 @@ def lower(graph: JointGraph, saved: Iterable[int]) -> Schedule:
     # The caller holds the outputs anyway.
     outputs = {s for place in known.outputs if place is not None for s in graph.nodes[place].storages}
     saved = {*saved, *(outputs - known.dropped)}
-    live = at_hand(known, saved)
-    backward: list[int] = []
-    for place in known.needed_backward:
-        for node in missing(known, place, live):
-            backward.append(node)
-            live.add(node)
-    return scheduled(graph, None, backward)
+    return scheduled(graph, None, recompute_late(known, known.needed_backward, at_hand(known, saved)))
 
 
 def everything(graph: JointGraph) -> Schedule:
@@ -183,6 +177,19 @@ def at_hand(known: Facts, saved) -> set[int]:
     for producer in {known.graph.storages[storage].producer for storage in saved}:
         live |= {known.cover[storage] for storage in known.born[producer] if storage in known.cover}
     return live
+
+
+def recompute_late(known: Facts, nodes: Iterable[int], live: set[int]) -> list[int]:
+    """Node ids in the order in which `nodes` run, each missing activation recomputed right before its first reader.
+
+    `live`: nodes whose values exist; every node of the returned order is added to it.
+    """
+    order: list[int] = []
+    for reader in nodes:
+        runs = missing(known, reader, live)
+        order += runs
+        live.update(runs)
+    return order
 
 
 def missing(known: Facts, place: int, live) -> list[int]:

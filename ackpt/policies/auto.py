@@ -1,10 +1,10 @@
-"""The default: the cheapest plan within the budget, from a front of plans that is computed once per graph.
+"""The default policy: the cheapest plan within the budget, from a frontier that is computed once per graph.
 
-Each block's choices are solved once for all blocks of one structure, the chain is solved by dynamic programming for
-every amount of memory, and every solution is lowered and simulated. What no other solution beats in both peak and cost
-is the front; a budget takes from it the cheapest plan that fits. So a lower budget never gives a higher peak, and
-never a lower cost. Where the device has a link to the host, what copies may hide behind computing is offloaded instead.
-Recursion and options: see `chain` and `options`.
+The options of a block are found once for all blocks of one structure. Dynamic programming over the chain of blocks
+solves every amount of memory at once, and the simulator measures every solution. The frontier consists of the solutions
+that no other beats in both peak and cost; a budget takes the cheapest one that fits. So a smaller budget never gives a
+higher peak or a lower cost. On a device with a link to the host, activations are offloaded if their copies overlap with
+compute. For the recursion see `chains.chain_table`, for the options of a block `chains.block_options`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.planning.schedule import Schedule, everything, lower, missing, scheduled
+from ackpt.planning.schedule import Schedule, everything, lower
 from ackpt.planning.simulator import peak_of
 from ackpt.policies.chains.block_stages import stages
-from ackpt.policies.chains.blocks import Chain, chain
+from ackpt.policies.chains.blocks import BlockChain, coarse_chain
 from ackpt.policies.chains.chain_table import BACKWARD, ChainTable
-from ackpt.policies.chains.long_skips import long_skips
-from ackpt.policies.chains.substitutes import standing_in
-from ackpt.policies.search.frontier import cheapest, pareto
+from ackpt.policies.chains.chain_walk import Walk
+from ackpt.policies.chains.cut_points import long_skips
+from ackpt.policies.chains.substitutes import substituted
+from ackpt.policies.search.frontier import cheapest, evenly_spaced, pareto
 from ackpt.policies.search.offload_variants import offloads
 from ackpt.policies.search.recompute_costs import costs
 from ackpt.policies.search.refinement import refined
@@ -30,9 +31,11 @@ from ackpt.policies.search.refinement import refined
 from . import full, mu_two, rotor_chain
 from .full import segmentations
 
-_ALONE = 40_000  # nodes of graphs whose segments are looked at value for value: for a large graph fewer segments
-_LONGEST = 4  # times the plain backward: longer ones cost more than a step, and long to look at
-_SMALL = 800  # nodes of a graph for which there is time for every candidate of `rotor` and `mu_two`, too
+_SEGMENT_NODES = 40_000  # nodes of all segmentations that are recomputed one activation at a time
+_LEAST_SEGMENTATIONS = 4  # so many of them are tried on any graph
+_LONGEST = 4  # times the baseline's backward: longer schedules cost more than a step, and long to simulate
+_SLOT_STEP = 2  # every second amount of memory is tried; the others gain little
+_SMALL = 800  # nodes of a graph for which there is time for all candidates of `rotor` and `mu_two`
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
@@ -40,78 +43,63 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
 
 
 def candidates(graph: JointGraph, profile) -> list[Schedule]:
-    """Solutions of the chain for every amount of memory, what the simpler policies find, and what lies between."""
-    cost, plain = costs(graph, profile), everything(graph)
-    found = [plain, full.schedule(graph, profile, None), *segments(graph)]
-    memory_bytes = peak_of(graph, plain, profile.workspace_bytes)
-    for beside in {frozenset(): None, long_skips(graph): None}:
-        blocks = chain(graph, beside)
-        found += chain_schedules(graph, blocks, profile, cost, memory_bytes)
-        found += standing_in(graph, blocks, profile, cost)
-    small = len(graph.nodes) <= _SMALL
-    if small:
-        found += rotor_chain.candidates(graph, profile)
-        found += mu_two.evictions(graph, replace(profile, swap_seconds=None))
-    points = pareto(graph, profile, found)
-    found = [*(point.schedule for point in points), *refined(graph, points, cost, profile.workspace_bytes)]
-    away = offloads(graph, profile, found)
-    return [*found, *away, *(mu_two.evictions(graph, profile) if away and small else ())]
+    """The chain's solutions for every amount of memory, those of simpler policies, and refinements between both."""
+    cost, baseline = costs(graph, profile), everything(graph)
+    schedules = [baseline, full.schedule(graph, profile, None), *segments(graph)]
+    memory_bytes = peak_of(graph, baseline, profile.workspace_bytes)
+    for skips in {frozenset(): None, long_skips(graph): None}:
+        chain = coarse_chain(graph, skips)
+        schedules += chain_schedules(graph, chain, profile, cost, memory_bytes)
+        schedules += substituted(graph, chain, profile, cost)
+    is_small = len(graph.nodes) <= _SMALL
+    if is_small:
+        schedules += rotor_chain.candidates(graph, profile)
+        schedules += mu_two.evictions(graph, replace(profile, swap_seconds=None))
+    points = pareto(graph, profile, schedules)
+    schedules = [*(point.schedule for point in points), *refined(graph, points, cost, profile.workspace_bytes)]
+    offloading = offloads(graph, profile, schedules)
+    return [*schedules, *offloading, *(mu_two.evictions(graph, profile) if offloading and is_small else ())]
 
 
 def segments(graph: JointGraph) -> list[Schedule]:
-    """Segments run again as a whole, and value by value."""
-    found = segmentations(graph)
-    some = found[:: -(-len(found) // max(4, _ALONE // len(graph.nodes)))] if found else []
-    alone = (mu_two.each_for_itself(facts(graph), saved) for saved in some)
+    """Chen's segments, recomputed as a whole, and some of them one activation at a time."""
+    segmented = segmentations(graph)
+    some = evenly_spaced(segmented, max(_LEAST_SEGMENTATIONS, _SEGMENT_NODES // len(graph.nodes)))
+    one_by_one = (mu_two.once_for_each_reader(facts(graph), saved) for saved in some)
     longest = _LONGEST * len(everything(graph).backward)
     return [
-        *(lower(graph, saved) for saved in found),
-        *(schedule for schedule in alone if len(schedule.backward) <= longest),
+        *(lower(graph, saved) for saved in segmented),
+        *(schedule for schedule in one_by_one if len(schedule.backward) <= longest),
     ]
 
 
 def chain_schedules(
-    graph: JointGraph, found: Chain, profile, cost, memory_bytes: int, levels: int | None = None
+    graph: JointGraph, chain: BlockChain, profile, cost, memory_bytes: int, partials: int | None = None
 ) -> list[Schedule]:
-    """The solutions of the chain for every amount of memory, with at most so many ways for blocks to stay in part."""
-    known = facts(graph)
-    rows = [replace(row, levels=row.levels[:levels]) for row in stages(known, found, cost, profile.workspace_bytes)]
-    table = ChainTable(rows, memory_bytes)
+    """The cheapest ways through the chain for every amount of memory.
+
+    `partials`: how many partial savings of blocks are tried (None: all of them; 1: only to save nothing).
+    """
+    rows = stages(facts(graph), chain, cost, profile.workspace_bytes)
+    table = ChainTable([replace(row, partials=row.partials[:partials]) for row in rows], memory_bytes)
     schedules = []
     previous = None
-    for slot in range(table.slots, -1, -2):  # between them little is gained
+    for slot in range(table.slots, -1, -_SLOT_STEP):
         if np.isinf(table.costs()[slot]):
             break
         operations = tuple(table.operations(slot))
         if operations != previous:
-            schedules.append(_lowered(known, found, operations))
+            schedules.append(_walked(graph, chain, operations))
         previous = operations
     return schedules
 
 
-def _lowered(known: Facts, found: Chain, operations) -> Schedule:
-    """The operations of the chain as one order of nodes."""
-    blocks = found.blocks
-    backward: list[int] = []
-    done: list[int] = []  # backward nodes stay until their last use
-    live = {*known.given, *(known.cover[s] for s in found.pinned)}
+def _walked(graph: JointGraph, chain: BlockChain, operations) -> Schedule:
+    """The schedule of the operations of a chain table."""
+    walk = Walk(graph, chain)
     for operation in operations:
-        block = blocks[operation.first]
         if operation.kind == BACKWARD:
-            here = live | set(done)
-            for place in block.backward:
-                for node in missing(known, place, here):
-                    backward.append(node)
-                    here.add(node)
-                done.append(place)
-            live -= {known.cover[s] for unit in (*block.units, block.output) for s in unit}
-            continue
-        covers = {known.cover[s] for s in operation.kept | blocks[operation.last].output}
-        if not operation.is_first:
-            here = set(live)
-            for cover in sorted(covers):
-                for node in missing(known, cover, here):
-                    backward.append(node)
-                    here.add(node)
-        live |= covers
-    return scheduled(known.graph, None, backward)
+            walk.reverse(operation.first, operation.first)
+        else:
+            walk.save(operation.saved | chain.blocks[operation.last].output)
+    return walk.schedule()

@@ -1,13 +1,14 @@
-"""What checkpointing a chain of equal layers takes, by Chen et al. 2016, section 4 (arXiv:1604.06174).
+"""Memory and recomputation of checkpointing a chain of equal layers, from Chen et al. 2016, section 4.
 
-sqrt(n) segments of equal length: only the outputs between segments are kept, and the inside of a segment is computed
-again when backward reaches it: O(sqrt n) memory for less than one extra forward. The same again inside of each segment,
-g(n) = k + g(n / (k + 1)): with k = 1, O(log n) memory for O(n log n) extra forwards.
+The paper is arXiv:1604.06174. With sqrt(n) segments of equal length, only the outputs between segments are saved, and
+the inside of a segment is recomputed when backward reaches it: O(sqrt n) memory for less than one extra forward. The
+same recursively inside each segment gives g(n) = k + g(n / (k + 1)): with k = 1, O(log n) memory for O(n log n) extra
+forwards.
 
-Counted are outputs of layers, one unit each: a layer's backward reads its input and its output, the chain's input
-belongs to the caller, and gradients are not counted. Neither split is optimal: segments that get shorter towards the
-end need sqrt(2 n) (`ackpt.checkpointing.sequential.segment_lengths`), and `revolve` recomputes least for every number
-of kept states.
+The functions count outputs of layers, one unit each. A layer's backward reads its input and its output. The chain's
+input belongs to the caller, and gradients are not counted. Neither split is optimal: segments that get shorter towards
+the end need sqrt(2 n) (`ackpt.checkpointing.sequential.segment_lengths`), and `revolve` recomputes least for every
+number of saved states.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 
 class Counts(NamedTuple):
-    """``boundaries``: outputs kept between segments; ``extra_forwards``: layers run again; ``peak``: live outputs.
+    """``boundaries``: outputs saved between segments; ``extra_forwards``: layers recomputed; ``peak``: live outputs.
 
     Example:
         >>> sqrt_counts(100).peak
@@ -31,10 +32,10 @@ class Counts(NamedTuple):
 
 
 def sqrt_counts(n: int) -> Counts:
-    """A chain of `n` layers in floor(sqrt n) segments whose lengths differ by at most one, the longer ones first.
+    """The counts for `n` layers in floor(sqrt n) segments whose lengths differ by at most one, the longer ones first.
 
-    The last segment is not run again, nor is the last layer of the others, whose output is a boundary. Code that runs
-    whole segments again, such as ``torch.utils.checkpoint``, runs ``extra_forwards + boundaries``.
+    The last segment is not recomputed, nor is the last layer of the others, whose output is a boundary. Code that
+    recomputes whole segments, such as ``torch.utils.checkpoint``, runs ``extra_forwards + boundaries`` layers.
 
     Example:
         >>> sqrt_counts(16)
@@ -47,7 +48,7 @@ def sqrt_counts(n: int) -> Counts:
 
 
 def recursive_peak(n: int) -> int:
-    """Most live outputs when one output splits `n` layers into halves, and the halves likewise, down to single layers.
+    """The peak number of live outputs if one output splits `n` layers into halves, and so on down to single layers.
 
     Example:
         >>> [recursive_peak(n) for n in (1, 3, 7, 1023)]
@@ -58,7 +59,7 @@ def recursive_peak(n: int) -> int:
 
 
 def recursive_extra_forwards(n: int) -> int:
-    """Layers run again by the recursion of `recursive_peak`: every half runs once for each half it lies in.
+    """Layers recomputed by the recursion of `recursive_peak`: every half runs once for each half that contains it.
 
     Example:
         >>> [recursive_extra_forwards(n) for n in (1, 3, 7, 1023)]

@@ -1,17 +1,17 @@
-"""Policy ``chen-sqrt``: segments of the chain of blocks; their ends are kept, their insides are computed again.
+"""Policy ``chen-sqrt``: segments of the chain of blocks; their ends are saved, their insides are recomputed.
 
-Chen et al. 2016 (arXiv:1604.06174). Without a budget section 4.1: sqrt(n) segments of equally many blocks. With one
-algorithm 3: go through the chain in order and keep a single-tensor cut point whenever the bytes since the last one
-exceed a threshold; of all thresholds the cheapest that fits. A segment is recomputed once, when backward reaches it,
-and the last one is kept. O(sqrt n) memory on a chain of n equal blocks (`chen.sqrt_counts`); not optimal, and on a
-graph without cut points there is nothing to choose.
+From Chen et al. 2016 (arXiv:1604.06174). Without a budget, section 4.1: sqrt(n) segments of equally many blocks. With a
+budget, algorithm 3: go through the chain and save a single-tensor cut point whenever the bytes since the last one
+exceed a threshold; the cheapest threshold that fits is taken. A segment is recomputed once, when backward reaches it,
+and the last one is saved. O(sqrt n) memory on a chain of n equal blocks (`chen.sqrt_counts`). The plan is not optimal,
+and a graph without cut points leaves nothing to choose.
 """
 
 from __future__ import annotations
 
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.schedule import Schedule, everything, lower
-from ackpt.policies.chains.chain_walk import steps
+from ackpt.policies.chains.blocks import fine_chain
 from ackpt.policies.search.frontier import cheapest
 
 from . import chen
@@ -25,23 +25,24 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
 
 
 def candidates(graph: JointGraph, profile) -> list[Schedule]:
-    """One for every threshold, and the equal segments."""
+    """One schedule for every threshold, and the equal segments."""
     return [lower(graph, saved) for saved in (*segmentations(graph), _equal_segments(graph))]
 
 
 def _equal_segments(graph: JointGraph) -> frozenset[int]:
-    """What sqrt(n) segments of equally many blocks keep: their ends, and all of the last."""
-    found = steps(graph)
-    length, longer = divmod(len(found.blocks), chen.sqrt_counts(len(found.blocks)).segments)
-    ends = _ends(len(found.blocks), length, longer)
-    last = found.blocks[ends[-2] + 1 :] if len(ends) > 1 else found.blocks
-    inside = {s for block in last for unit in (*block.units, block.output) for s in unit}
-    kept = {s for end in ends[:-1] for s in found.blocks[end].output}
-    return frozenset(kept | found.pinned | inside & set(everything(graph).saved))
+    """The storages that sqrt(n) segments of equally many blocks save: their ends, and the whole last segment."""
+    chain = fine_chain(graph)
+    blocks = chain.blocks
+    length, longer = divmod(len(blocks), chen.sqrt_counts(len(blocks)).segments)
+    ends = _ends(len(blocks), length, longer)
+    last = blocks[ends[-2] + 1 :] if len(ends) > 1 else blocks
+    in_last = {s for block in last for unit in (*block.units, block.output) for s in unit}
+    at_ends = {s for end in ends[:-1] for s in blocks[end].output}
+    return frozenset(at_ends | chain.pinned | in_last & set(everything(graph).saved))
 
 
 def _ends(blocks: int, length: int, longer: int) -> list[int]:
-    """The last block of each segment; the first `longer` segments have one more than `length`."""
+    """The last block of each segment; the first `longer` segments have one block more than `length`."""
     ends = [-1]
     while ends[-1] + 1 < blocks:
         ends.append(ends[-1] + length + (len(ends) <= longer))

@@ -1,9 +1,9 @@
-"""Checkpoint every block: keep single tensors between blocks, recompute the inside of each block when it is needed.
+"""Per-block checkpointing: save single tensors between blocks, and recompute the inside of each block.
 
-What `torch.utils.checkpoint` around every block does, without being told the blocks: they are found as the stretches
-between cut points. Which of the cut points are kept is chosen by the byte-threshold sweep of Chen et al. 2016
-(arXiv:1604.06174, algorithm 3), each candidate simulated; the lowest peak is taken, then the least recomputation. What
-backward reads first is kept as well, as far as that does not raise the peak.
+This is what ``torch.utils.checkpoint`` around every block does, but the blocks are found rather than given: they are
+the stretches between cut points. The byte thresholds of Chen et al. 2016 (arXiv:1604.06174, algorithm 3) propose sets
+of cut points to save. Every proposal is simulated; the lowest peak wins, then the least recomputation. Activations that
+backward reads first are saved as well, as far as that does not raise the peak.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from ackpt.planning.schedule import Schedule, everything, lower, recomputed
 from ackpt.planning.simulator import peak_of
 from ackpt.policies.chains.cut_points import cut_points
 
+_THRESHOLD_GROWTH = 1.25  # from one byte threshold to the next
+
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
     def peak(saved):
         return peak_of(graph, lower(graph, saved), profile.workspace_bytes)
 
-    def worth(saved):
-        found = lower(graph, saved)
-        taken = peak_of(graph, found, profile.workspace_bytes)
-        return taken, sum(profile.flops[place] for place in recomputed(graph, found))
+    def rank(saved):
+        candidate = lower(graph, saved)
+        peak_bytes = peak_of(graph, candidate, profile.workspace_bytes)
+        return peak_bytes, sum(profile.flops[node] for node in recomputed(graph, candidate))
 
-    best = min(segmentations(graph), key=worth)
-    return lower(graph, _with_the_end(graph, best, peak))
+    lowest = min(segmentations(graph), key=rank)
+    return lower(graph, _with_the_end(graph, lowest, peak))
 
 
 def _with_the_end(graph, saved: frozenset[int], peak) -> frozenset[int]:
-    """`saved` and what backward reads first, as far back as that does not raise the peak."""
+    """`saved` and the activations that backward reads first, as many as do not raise the peak."""
     limit = peak(saved)
     rest = [s for s in everything(graph).saved if s not in saved]
     rest.sort(key=lambda storage: -graph.storages[storage].producer)
@@ -45,43 +47,46 @@ def _with_the_end(graph, saved: frozenset[int], peak) -> frozenset[int]:
 
 
 def segmentations(graph) -> list[frozenset[int]]:
-    """Sets of storages to save, one for each way in which a byte threshold cuts the chain of blocks."""
-    known = facts(graph)
+    """Sets of storages to save, two for each way in which a byte threshold cuts the chain of blocks.
+
+    The one saves the ends of segments alone, the other also the inside of the last segment.
+    """
+    analysis = facts(graph)
     needed = everything(graph).saved
-    pinned = {s for place in known.fixed for s in graph.nodes[place].storages if s in known.savable}
+    fixed = {s for node in analysis.fixed for s in graph.nodes[node].storages if s in analysis.savable}
     cuts = cut_points(graph)
     births = [graph.storages[cut].producer for cut in cuts]
-    sizes = [0] * (len(cuts) + 1)  # bytes that backward needs, between one cut and the next
-    own = [graph.storages[cut].bytes if cut in needed else 0 for cut in cuts]
+    block_bytes = [0] * (len(cuts) + 1)  # that backward needs, between one cut and the next
+    cut_bytes = [graph.storages[cut].bytes if cut in needed else 0 for cut in cuts]
     block_of = {}
     for storage in needed:
         block = sum(birth <= graph.storages[storage].producer for birth in births)
         if storage not in cuts:
-            sizes[block] += graph.storages[storage].bytes
+            block_bytes[block] += graph.storages[storage].bytes
         block_of[storage] = block
-    found: dict[frozenset[int], None] = {}
-    for threshold in _thresholds([*sizes, *own]):
-        kept, running = [], 0
+    proposals: dict[frozenset[int], None] = {}
+    for threshold in _thresholds([*block_bytes, *cut_bytes]):
+        ends, running = [], 0
         for index in range(len(cuts)):
-            running += sizes[index]
+            running += block_bytes[index]
             if running > threshold:
-                kept.append(index)
+                ends.append(index)
                 running = 0
-            else:  # a cut that is not kept is recomputed with the rest
-                running += own[index]
-        inside = {s for s, block in block_of.items() if not kept or block > kept[-1]}
-        saved = {cuts[index] for index in kept} | pinned
-        found[frozenset(saved)] = None
-        found[frozenset(saved | inside)] = None
-    return list(found)
+            else:  # a cut that is not saved is recomputed with the rest
+                running += cut_bytes[index]
+        last_segment = {s for s, block in block_of.items() if not ends or block > ends[-1]}
+        saved = {cuts[index] for index in ends} | fixed
+        proposals[frozenset(saved)] = None
+        proposals[frozenset(saved | last_segment)] = None
+    return list(proposals)
 
 
 def _thresholds(sizes) -> list[int]:
-    """From the smallest block to all of them, in steps that grow like the number of blocks of a segment."""
+    """Byte thresholds from the smallest size to their sum, each a fixed ratio above the one before."""
     total, least = sum(sizes), min((size for size in sizes if size), default=1)
-    steps = [0]
+    thresholds = [0]
     threshold = least
     while threshold < total:
-        steps.append(threshold)
-        threshold = max(threshold + 1, int(threshold * 1.25))
-    return [*steps, total]
+        thresholds.append(threshold)
+        threshold = max(threshold + 1, int(threshold * _THRESHOLD_GROWTH))
+    return [*thresholds, total]

@@ -1,15 +1,15 @@
-"""The cheapest rematerialisation of any graph within a budget, as an integer program.
+"""The cheapest recomputation of any graph within a budget, as an integer program.
 
-Jain et al. 2020, "Checkmate: breaking the memory wall with optimal tensor rematerialization" (arXiv:1910.02653),
-section 4: the nodes in one topological order, a stage for each, ending with its first computation; R[t, i]: node i is
-computed in stage t, S[t, i]: its result is kept from before stage t. The objective is the paper's. How long a result
-stays within a stage is written with one number for each stretch between two of its readers instead of the paper's
-FREE: the same plans, and a tighter relaxation.
+From Jain et al. 2020, "Checkmate: breaking the memory wall with optimal tensor rematerialization" (arXiv:1910.02653),
+section 4. The nodes have one topological order; stage t ends with the first computation of node t. R[t, i] says that
+node i is computed in stage t, S[t, i] that its result is saved from before stage t. The objective is the paper's. The
+lifetime of a result within a stage has one variable for each stretch between two of its readers, instead of the paper's
+FREE: this describes the same plans with a tighter relaxation.
 
-Optimal for that order of first computations, where nodes of a stage run in that order too, and where results have one
-size and live at once with what their nodes read. Another order may need less. The solver is HiGHS, by way of scipy; it
-proves optimality up to about a hundred nodes. Out of time it still gives a bound, and the better of its plan and of a
-greedy one. No offload, no partial results.
+The plan is optimal for that order of first computations if the nodes of a stage run in that order too, and if every
+result has one size and is live together with everything its node reads. Another order may need less memory. The solver
+is HiGHS, called through scipy; it proves optimality up to about a hundred nodes. Out of time, it still gives a lower
+bound, and the better of its plan and a greedy one. Offload and partly saved results are not modeled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from math import inf
 from numbers import Real
 
 from ackpt.errors import BudgetError
-from ackpt.policies.search.ilp_program import Found, rounded_up, run, solver
+from ackpt.policies.search.ilp_program import Result, rounded_up, run, solver
 
 COMPUTE, FREE = "compute", "free"
 
@@ -32,9 +32,9 @@ class Dag:
     """A step's operations in topological order.
 
     ``costs`` and ``bytes``: of every node's computation and result. ``edges``: (producer, consumer) pairs of indices.
-    ``workspace``: bytes that a node takes while it runs. ``held``: nodes whose results stay to the end; ``once``: nodes
-    that cannot run again. Before the first computation of the node ``boundary`` nothing runs again. ``siblings``:
-    ``{node: an earlier one}``, further results of one operation, which come with every later run of it.
+    ``workspace``: bytes that a node allocates while it runs. ``held``: nodes whose results live to the end; ``once``:
+    nodes that cannot be recomputed. Nothing is recomputed before the first computation of the node ``boundary``.
+    ``siblings``: ``{node: earlier node}``, further results of one operation, which every later run of it allocates too.
 
     Raises:
         ValueError: for lengths that differ, negative numbers, or an edge that does not lead forward.
@@ -83,8 +83,8 @@ class Dag:
         return [sorted({b for a, b in self.edges if a == node}) for node in range(len(self.costs))]
 
     @cached_property
-    def last_help(self) -> list[int]:
-        """The last stage in which each node's result is of use."""
+    def last_use(self) -> list[int]:
+        """The last stage in which each node's result is read, directly or to recompute something."""
         last = list(range(len(self.costs)))
         for node in reversed(last):
             last[node] = max([node, *(last[reader] for reader in self.readers[node])])
@@ -93,16 +93,17 @@ class Dag:
 
 @dataclass(frozen=True)
 class Solution:
-    """``schedule``: (``"compute"`` or ``"free"``, node) in order, every result freed right after its last use.
+    """A schedule of a `Dag`, and how good it is.
 
+    ``schedule``: (``"compute"`` or ``"free"``, node) in order; every result is freed right after its last use.
     ``cost``: of all its computations. ``lower_bound``: no schedule within the budget costs less. ``optimal``: whether
-    they are equal. ``peak_bytes``: the most that lives at once.
+    the two are equal. ``peak_bytes``: the largest number of live bytes.
 
     Example:
-        >>> found = solve(Dag(costs=[1, 2], bytes=[4, 4], edges=[(0, 1)]), budget=8)
-        >>> found.schedule
+        >>> solution = solve(Dag(costs=[1, 2], bytes=[4, 4], edges=[(0, 1)]), budget=8)
+        >>> solution.schedule
         (('compute', 0), ('compute', 1), ('free', 0), ('free', 1))
-        >>> found.peak_bytes, found.optimal
+        >>> solution.peak_bytes, solution.optimal
         (8, True)
     """
 
@@ -117,22 +118,22 @@ def solve(dag: Dag, budget: float, *, time_limit: float | None = None) -> Soluti
     """The cheapest schedule of `dag` within `budget` bytes.
 
     Args:
-        dag: what is computed from what.
-        budget: bytes for all results that live at once.
-        time_limit: seconds after which the best schedule found so far is returned; None: until it is optimal. What a
-            refusal names is searched for as long again.
+        dag: the operations and what they read.
+        budget: an upper bound on the bytes of all live results.
+        time_limit: seconds after which the best schedule so far is returned; None: until it is optimal. The search for
+            the budget that a refusal names takes at most as long again.
 
     Raises:
-        BudgetError: if there is no schedule; names the smallest budget for which there is one. Also if none was found
-            in time; names one that is known to be kept.
+        BudgetError: if the budget is infeasible; names the smallest feasible one. Also if no schedule was found in
+            time; names a budget that is known to be feasible.
         ImportError: without scipy.
         ValueError: for a budget or a time limit that is not positive.
 
-    Example: four layers, whose backwards read the layer's input and output and the gradient.
+    Example: four layers; the backward of each reads the layer's input and output and the gradient.
         >>> forward = [(0, 1), (1, 2), (2, 3)]
         >>> backward = [(2, 4), (3, 4), (1, 5), (2, 5), (4, 5), (0, 6), (1, 6), (5, 6), (0, 7), (6, 7)]
-        >>> found = solve(Dag([1, 1, 1, 1, 2, 2, 2, 2], [1] * 8, forward + backward), budget=4)
-        >>> found.cost, found.optimal, found.peak_bytes
+        >>> solution = solve(Dag([1, 1, 1, 1, 2, 2, 2, 2], [1] * 8, forward + backward), budget=4)
+        >>> solution.cost, solution.optimal, solution.peak_bytes
         (13, True, 4)
     """
     if not budget > 0:
@@ -140,54 +141,54 @@ def solve(dag: Dag, budget: float, *, time_limit: float | None = None) -> Soluti
     check_time_limit(time_limit)
     solver()
     least = sum(dag.costs)
-    keeping = solution(dag, range(len(dag.costs)), least)
-    if keeping.peak_bytes <= budget:
-        return keeping
-    known = greedy(dag, budget)
-    found = _search(dag, budget, time_limit, None if known is None else sum(dag.costs[node] for node in known))
-    if known is None and found.infeasible:
+    baseline = solution(dag, range(len(dag.costs)), least)
+    if baseline.peak_bytes <= budget:
+        return baseline
+    start = greedy(dag, budget)
+    result = _search(dag, budget, time_limit, None if start is None else sum(dag.costs[node] for node in start))
+    if start is None and result.infeasible:
         raise BudgetError(_refusal(dag, budget, time_limit))
-    bound = rounded_up(dag, max(found.bound, least))
-    solutions = [solution(dag, order, bound) for order in (found.order, known) if order is not None]
+    bound = rounded_up(dag, max(result.bound, least))
+    solutions = [solution(dag, order, bound) for order in (result.order, start) if order is not None]
     if not solutions:
         raise BudgetError(
             f"no schedule within {budget} bytes was found in {time_limit} s, nor was it shown that there is none: "
-            f"raise the time limit, or the budget; {keeping.peak_bytes} bytes are kept without recomputation."
+            f"raise the time limit, or the budget; {baseline.peak_bytes} bytes are kept without recomputation."
         )
     return min(solutions, key=lambda solution: solution.cost)
 
 
 def cheaper(dag: Dag, budget: float, cost: float, *, time_limit: float | None = None) -> tuple[Solution | None, float]:
-    """A schedule within `budget` that costs less than `cost`, None if none was found; and a bound for all schedules.
+    """A schedule within `budget` that costs less than `cost`, None if none was found; and a lower bound on all costs.
 
-    Told that only less than `cost` is of interest, the solver is quicker where there is nothing, and slower where there
-    is something: it is told so for the first third of the time.
+    The constraint to cost less than `cost` makes the solver faster where there is no such schedule, and slower where
+    there is one. So the first third of the time has the constraint, the rest has not.
     """
-    parts = [(None, None)] if cost == inf else [(cost, 1 / 3), (None, 2 / 3)]
+    parts = [(None, 1)] if cost == inf else [(cost, 1 / 3), (None, 2 / 3)]
     bound, best = float(sum(dag.costs)), None
-    for known, share in parts:
-        found = _search(dag, budget, None if time_limit is None else time_limit * (share or 1), known)
-        bound = max(bound, min(cost, rounded_up(dag, found.bound)))
-        if found.order is not None and (best is None or solution(dag, found.order).cost < best.cost):
-            best = solution(dag, found.order)
-        if found.infeasible or best is not None and best.cost <= bound:
+    for cost_limit, share in parts:
+        result = _search(dag, budget, None if time_limit is None else time_limit * share, cost_limit)
+        bound = max(bound, min(cost, rounded_up(dag, result.bound)))
+        if result.order is not None and (best is None or solution(dag, result.order).cost < best.cost):
+            best = solution(dag, result.order)
+        if result.infeasible or best is not None and best.cost <= bound:
             break
     return (best if best is not None and best.cost < cost else None), bound
 
 
-def _search(dag: Dag, budget: float, time_limit: float | None, cost: float | None) -> Found:
-    """What the solver finds that costs less than `cost`, within the budget exactly: its sums are rounded."""
+def _search(dag: Dag, budget: float, time_limit: float | None, cost: float | None) -> Result:
+    """The solver's result for less than `cost`, within the exact budget; the solver's own sums are rounded."""
     end = inf if time_limit is None else time.monotonic() + time_limit
-    first = found = run(dag, budget, time_limit, cost)
+    first = result = run(dag, budget, time_limit, cost)
     if cost is not None and first.infeasible:
         return replace(first, bound=cost)
     limit = budget
-    while found.order is not None and (peak := solution(dag, found.order).peak_bytes) > budget:
+    while result.order is not None and (peak := solution(dag, result.order).peak_bytes) > budget:
         limit -= peak - budget
-        found = run(dag, limit, None if end == inf else max(0.0, end - time.monotonic()), cost)
-    if found is first and found.optimal and found.order is not None:
-        return replace(found, bound=sum(dag.costs[node] for node in found.order))
-    return replace(first, order=found.order, optimal=False)
+        result = run(dag, limit, None if end == inf else max(0.0, end - time.monotonic()), cost)
+    if result is first and result.optimal and result.order is not None:
+        return replace(result, bound=sum(dag.costs[node] for node in result.order))
+    return replace(first, order=result.order, optimal=False)
 
 
 def check_time_limit(time_limit: float | None) -> None:
@@ -196,10 +197,10 @@ def check_time_limit(time_limit: float | None) -> None:
 
 
 def greedy(dag: Dag, budget: float) -> list[int] | None:
-    """An order of nodes within `budget` that evicts what is cheap, large and not read for long; None if it fails.
+    """An order of nodes within `budget`, evicting results that are cheap, large and not read soon; None if it fails.
 
-    Like Kirisame et al. 2021, "Dynamic tensor rematerialization" (arXiv:2006.09616), with the next first computation
-    that reads a result in place of the time since it was read last. Not for graphs with siblings.
+    Like Kirisame et al. 2021, "Dynamic tensor rematerialization" (arXiv:2006.09616), but by the next stage that reads a
+    result instead of the time since it was last read. Always None for graphs with siblings.
     """
     if dag.siblings:
         return None
@@ -210,7 +211,7 @@ def greedy(dag: Dag, budget: float) -> list[int] | None:
         return next((reader for reader in dag.readers[node] if reader >= stage), inf)
 
     def compute(node, stage, pinned) -> bool:
-        """Bring `node` about, beside what is pinned."""
+        """Compute `node` without evicting `pinned`; False if that fails."""
         if (node in dag.once or stage < dag.boundary) and node != stage:
             return False
         for source in dag.inputs[node]:
@@ -219,28 +220,28 @@ def greedy(dag: Dag, budget: float) -> list[int] | None:
         needed = pinned | {*dag.inputs[node], node}
         live.add(node)
         while sum(dag.bytes[n] for n in live) + dag.workspace[node] > budget:
-            movable = [n for n in live - needed if n not in dag.held and not lost(n, stage)]
-            if not movable:
+            evictable = [n for n in live - needed if n not in dag.held and not is_needed(n, stage)]
+            if not evictable:
                 return False
-            live.remove(min(movable, key=lambda n: worth(n, stage)))
+            live.remove(min(evictable, key=lambda n: priority(n, stage)))
         order.append(node)
         return True
 
-    def lost(node, stage):
+    def is_needed(node, stage):  # and cannot be recomputed
         return (node in dag.once or stage < dag.boundary) and next_reader(node, stage) < inf
 
-    def worth(node, stage):
+    def priority(node, stage):
         return dag.costs[node] / max(dag.bytes[node], 1) / (next_reader(node, stage) - stage + 1), node
 
     for stage in range(len(dag.costs)):
         if not compute(stage, stage, set()):
             return None
-        live = {node for node in live if dag.last_help[node] > stage or node in dag.held}
+        live = {node for node in live if dag.last_use[node] > stage or node in dag.held}
     return order
 
 
 def solution(dag: Dag, order, bound: float = 0) -> Solution:
-    """`order` without what nobody reads, everything freed right after its last use."""
+    """The nodes in `order`, without recomputations that nobody reads, each result freed right after its last use."""
     needed: set[int] = set(dag.held)
     first = {}
     for at, node in enumerate(order):
@@ -265,8 +266,8 @@ def solution(dag: Dag, order, bound: float = 0) -> Solution:
 
 def lowest_peak(dag: Dag, time_limit: float | None = None) -> tuple[Solution, bool]:
     """The schedule of the lowest peak that is found in time, and whether no schedule has a lower one."""
-    found = run(dag, None, time_limit)
-    return solution(dag, found.order or range(len(dag.costs))), found.optimal
+    result = run(dag, None, time_limit)
+    return solution(dag, result.order or range(len(dag.costs))), result.optimal
 
 
 def _refusal(dag: Dag, budget, time_limit: float | None) -> str:

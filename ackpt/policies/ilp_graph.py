@@ -1,9 +1,10 @@
-"""Policy ``ilp``: the integer program of `ilp` on a whole graph, for small ones.
+"""Policy ``ilp``: the integer program of `ilp` on a whole graph, for small graphs.
 
-One node for every operation that brings storages along, in the order of the graph, and one more for each further group
-of its storages that the same nodes read; views are rebuilt where they are read. The forward runs as it is, backward
-operations run once, and what the caller gets stays. The search starts from the plans of ``auto``, ``rotor`` and a
-greedy one. So the plan is the cheapest for the graph's own order of operations, and never dearer than those.
+The program has one node for every operation that allocates storages, in the graph's order. Storages of one operation
+that different nodes read get a node for each group. Views are rebuilt where they are read. The forward runs as it is,
+backward operations run once, and outputs and gradients stay allocated. The search starts from the plans of ``auto``,
+``rotor`` and a greedy one. So its plan is the cheapest for the graph's own order of operations, and never more
+expensive than theirs.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from math import inf
 from ackpt.capture.analysis import Facts, facts
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
-from ackpt.planning.schedule import COMPUTE, Schedule, everything, missing, scheduled
+from ackpt.planning.schedule import COMPUTE, Schedule, everything, recompute_late, scheduled
 from ackpt.planning.simulator import peak_of
 from ackpt.policies.search.ilp_program import solver
 from ackpt.policies.search.recompute_costs import added_cost, costs, step_cost
 
 from . import auto, ilp, rotor_chain
 
-_MOST = 160  # nodes; what the solver takes grows with a high power of them
+_MOST_NODES = 160  # the solver's time grows with a high power of them
 
 
 @dataclass(frozen=True)
 class Contracted:
-    """``places``: the graph's operation for each node of the program's graph ``dag``; ``storages``: its results."""
+    """A graph without its views: for each node of ``dag`` the graph's node and the storages that it allocates."""
 
     dag: ilp.Dag
-    places: tuple[int, ...]
+    nodes: tuple[int, ...]
     storages: tuple[frozenset[int], ...]
 
 
 @dataclass(frozen=True)
 class Best:
-    """``cost``: of what ``schedule`` runs again; ``lower_bound``: no plan of the program costs less.
+    """The best ``schedule`` found, the ``cost`` of its recomputation, and the ``lower_bound`` of all costs.
 
     Example:
         >>> import torch, ackpt
@@ -56,14 +57,14 @@ class Best:
 def schedule(
     graph: JointGraph, profile: Profile, limit_bytes: int | None, *, time_limit: float | None = 60.0
 ) -> Schedule:
-    """The cheapest schedule, as far as that is proved in time.
+    """The cheapest schedule within `limit_bytes`, as far as `time_limit` allows to prove it.
 
     Args:
-        time_limit: seconds after which the best plan so far is returned, with a warning that says how far it may be
-            from the cheapest; None: until that is proved.
+        time_limit: seconds after which the best plan so far is returned, with a warning that names its largest possible
+            optimality gap; None: no limit.
 
     Raises:
-        ValueError: for a graph of more nodes than can be solved, or a time limit that is not positive.
+        ValueError: for a graph of more nodes than the solver can handle, or a time limit that is not positive.
         ImportError: without scipy.
 
     Example:
@@ -75,20 +76,21 @@ def schedule(
     """
     if limit_bytes is None:
         return everything(graph)
-    found = solve(graph, profile, limit_bytes, time_limit)
-    if found.cost > found.lower_bound:
-        plain = step_cost(everything(graph), costs(graph, profile)) or 1.0
+    best = solve(graph, profile, limit_bytes, time_limit)
+    if best.cost > best.lower_bound:
+        baseline = step_cost(everything(graph), costs(graph, profile)) or 1.0
         warnings.warn(
-            f"policy 'ilp' ran out of time after {time_limit} s: what its plan runs again costs "
-            f"{found.cost / plain:.3%} of the plain step, and {found.lower_bound / plain:.3%} is proved to be needed. "
-            "Raise time_limit for a smaller gap, or use policy 'auto', which proves nothing and takes seconds.",
+            f"policy 'ilp' ran out of time after {time_limit} s: the recomputation of its plan costs "
+            f"{best.cost / baseline:.3%} of the baseline step, and at least {best.lower_bound / baseline:.3%} is "
+            "proved to be needed. Raise time_limit for a smaller gap, or use policy 'auto', which proves nothing and "
+            "takes seconds.",
             stacklevel=3,
         )
-    return found.schedule
+    return best.schedule
 
 
 def solve(graph: JointGraph, profile: Profile, limit_bytes: int, time_limit: float | None = 60.0) -> Best:
-    """The cheapest plan within `limit_bytes` that is found in time; if there is none, that of the lowest peak.
+    """The cheapest plan within `limit_bytes` that is found in time; if there is none, the one with the lowest peak.
 
     Example:
         >>> import torch, ackpt
@@ -98,8 +100,8 @@ def solve(graph: JointGraph, profile: Profile, limit_bytes: int, time_limit: flo
         >>> model = torch.nn.Sequential(block(), block(), block())
         >>> graph = ackpt.trace(model, torch.ones(64, 8))
         >>> auto = ackpt.plan(graph, budget=0.8)
-        >>> found = ilp_graph.solve(graph, ackpt.profile(graph), auto.limit_bytes)
-        >>> found.cost == found.lower_bound
+        >>> best = ilp_graph.solve(graph, ackpt.profile(graph), auto.limit_bytes)
+        >>> best.cost == best.lower_bound
         True
     """
     ilp.check_time_limit(time_limit)
@@ -108,136 +110,134 @@ def solve(graph: JointGraph, profile: Profile, limit_bytes: int, time_limit: flo
     def peak(candidate):
         return peak_of(graph, candidate, profile.workspace_bytes)
 
-    plain = everything(graph)
-    if peak(plain) <= limit_bytes:
-        return Best(plain, 0.0, 0.0)
+    baseline = everything(graph)
+    if peak(baseline) <= limit_bytes:
+        return Best(baseline, 0.0, 0.0)
     end = inf if time_limit is None else time.monotonic() + time_limit
     cost = costs(graph, profile)
-    found = contracted(graph, profile)
+    program = contracted(graph, profile)
     starts = [auto.schedule(graph, profile, limit_bytes), rotor_chain.schedule(graph, profile, limit_bytes)]
-    if (order := ilp.greedy(found.dag, limit_bytes)) is not None:
-        starts.append(lowered(graph, found, ilp.solution(found.dag, order).schedule))
+    if (order := ilp.greedy(program.dag, limit_bytes)) is not None:
+        starts.append(lowered(graph, program, ilp.solution(program.dag, order).schedule))
     if min(map(peak, starts)) > limit_bytes:
-        lowest, proved = ilp.lowest_peak(found.dag, time_limit)
-        starts.append(lowered(graph, found, lowest.schedule))
+        lowest, proved = ilp.lowest_peak(program.dag, time_limit)
+        starts.append(lowered(graph, program, lowest.schedule))
         if proved and min(map(peak, starts)) > limit_bytes:
             start = min(starts, key=peak)
             added = added_cost(graph, start, cost)
             return Best(start, added, added)
     start = min(starts, key=lambda one: (max(0, peak(one) - limit_bytes), added_cost(graph, one, cost)))
     added = added_cost(graph, start, cost)
-    known = added if peak(start) <= limit_bytes else inf
+    cost_limit = added if peak(start) <= limit_bytes else inf
     bound, budget = 0.0, limit_bytes
     while budget > 0 and time.monotonic() < end:
         left = None if time_limit is None else end - time.monotonic()
-        better, least = ilp.cheaper(found.dag, budget, sum(found.dag.costs) + known, time_limit=left)
+        better, least = ilp.cheaper(program.dag, budget, sum(program.dag.costs) + cost_limit, time_limit=left)
         if budget == limit_bytes:
-            bound = min(known, least - sum(found.dag.costs))
+            bound = min(cost_limit, least - sum(program.dag.costs))
         if better is None:
             break
-        candidate = lowered(graph, found, better.schedule)
+        candidate = lowered(graph, program, better.schedule)
         if peak(candidate) <= limit_bytes:
             return Best(candidate, added_cost(graph, candidate, cost), bound)
-        budget -= peak(candidate) - limit_bytes  # states of random generators are not in the program
+        budget -= peak(candidate) - limit_bytes  # the program does not model RNG states
     return Best(start, added, min(bound, added))
 
 
 def contracted(graph: JointGraph, profile) -> Contracted:
-    """The operations of `graph` that bring storages along or have an effect, by groups of storages.
+    """The operations of `graph` that allocate storages or have an effect, one node for each group of their storages.
 
     Raises:
         ValueError: if there are too many for the solver.
     """
-    known = facts(graph)
-    plain = everything(graph)
-    order = {step.id for step in (*plain.forward, *plain.backward) if step.kind == COMPUTE} | set(known.tangents)
-    order = sorted(place for place in order if known.born.get(place, set()) - known.resident or place in known.effects)
-    reads = {place: _read_storages(known, place) for place in order}
-    places: list[int] = []
+    analysis = facts(graph)
+    baseline = everything(graph)
+    order = {step.id for step in (*baseline.forward, *baseline.backward) if step.kind == COMPUTE}
+    order |= set(analysis.tangents)
+    order = sorted(
+        node for node in order if analysis.born.get(node, set()) - analysis.resident or node in analysis.effects
+    )
+    reads = {node: _read_storages(analysis, node) for node in order}
+    nodes: list[int] = []
     storages: list[frozenset[int]] = []
-    for place in order:
+    for node in order:
         groups: dict[tuple, set[int]] = {}
-        for storage in sorted(known.born.get(place, frozenset()) - known.resident):
-            comes_again = storage in known.storages(place, again=True)
-            who = (reader for reader in order if storage in reads[reader])
-            groups.setdefault((comes_again, storage in known.held, *who), set()).add(storage)
-        found = sorted(groups, key=lambda group: not group[0]) or [()]  # what every run brings along first
-        places += [place] * len(found)
-        storages += [frozenset(groups.get(group, ())) for group in found]
-    if len(places) > _MOST:
+        for storage in sorted(analysis.born.get(node, frozenset()) - analysis.resident):
+            is_reallocated = storage in analysis.storages(node, again=True)
+            readers = (reader for reader in order if storage in reads[reader])
+            groups.setdefault((is_reallocated, storage in analysis.held, *readers), set()).add(storage)
+        # First the group that every run allocates.
+        keys = sorted(groups, key=lambda key: not key[0]) or [()]
+        nodes += [node] * len(keys)
+        storages += [frozenset(groups.get(key, ())) for key in keys]
+    if len(nodes) > _MOST_NODES:
         raise ValueError(
-            f"policy 'ilp' solves graphs of up to {_MOST} nodes, and this one has {len(places)}: use policy 'auto', or "
-            "a smaller model"
+            f"policy 'ilp' solves graphs of up to {_MOST_NODES} nodes, and this one has {len(nodes)}: use policy "
+            "'auto', or a smaller model"
         )
-    return Contracted(_dag(known, profile, places, storages, reads), tuple(places), tuple(storages))
+    return Contracted(_dag(analysis, profile, nodes, storages, reads), tuple(nodes), tuple(storages))
 
 
-def _read_storages(known: Facts, place: int) -> set[int]:
-    sources = {*known.reads(place), *known.reads(place, again=place < known.graph.boundary)}
-    return {s for source in sources for s in known.graph.nodes[source].storages}
+def _read_storages(analysis: Facts, node: int) -> set[int]:
+    sources = {*analysis.reads(node), *analysis.reads(node, again=node < analysis.graph.boundary)}
+    return {s for source in sources for s in analysis.graph.nodes[source].storages}
 
 
-def _dag(known: Facts, profile, places, storages, reads) -> ilp.Dag:
-    graph = known.graph
+def _dag(analysis: Facts, profile, nodes, storages, reads) -> ilp.Dag:
+    """The program's graph; its nodes are indices into `nodes`."""
+    graph = analysis.graph
     cost = costs(graph, profile)
-    whole = all(value.is_integer() for value in cost)
-    nodes = range(len(places))
-    first = {place: at for at, place in reversed(list(enumerate(places)))}
-    last = {place: at for at, place in enumerate(places)}
-    producer = {storage: at for at in nodes for storage in storages[at]}
-    edges = {(producer[s], at) for at in nodes for s in reads[places[at]] if producer.get(s, at) < first[places[at]]}
-    edges |= {(first[places[at]], at) for at in nodes if first[places[at]] < at}
-    comes_again = [not storages[at] or bool(storages[at] & set(known.storages(places[at], True))) for at in nodes]
-    held = {at for at in nodes if storages[at] & known.held}
-    fixed = {places[at] for at in held} | set(known.fixed)
+    is_integral = all(value.is_integer() for value in cost)
+    indices = range(len(nodes))
+    first = {node: at for at, node in reversed(list(enumerate(nodes)))}
+    last = {node: at for at, node in enumerate(nodes)}
+    producer = {storage: at for at in indices for storage in storages[at]}
+    edges = {(producer[s], at) for at in indices for s in reads[nodes[at]] if producer.get(s, at) < first[nodes[at]]}
+    edges |= {(first[nodes[at]], at) for at in indices if first[nodes[at]] < at}
+    is_reallocated = [
+        not storages[at] or bool(storages[at] & set(analysis.storages(nodes[at], True))) for at in indices
+    ]
+    held = {at for at in indices if storages[at] & analysis.held}
+    fixed = {nodes[at] for at in held} | set(analysis.fixed)
     return ilp.Dag(
-        [0 if at != first[place] else int(cost[place]) if whole else cost[place] for at, place in enumerate(places)],
-        [sum(known.bytes[s] for s in group) for group in storages],
+        [0 if at != first[node] else int(cost[node]) if is_integral else cost[node] for at, node in enumerate(nodes)],
+        [sum(analysis.bytes[s] for s in group) for group in storages],
         sorted(edges),
-        workspace=[max(0, profile.workspace_bytes[place]) * (at == last[place]) for at, place in enumerate(places)],
+        workspace=[max(0, profile.workspace_bytes[node]) * (at == last[node]) for at, node in enumerate(nodes)],
         held=held,
-        once={at for at in nodes if places[at] >= graph.boundary or places[at] in fixed or not comes_again[at]},
-        boundary=sum(place < graph.boundary for place in places),
-        siblings={at: first[places[at]] for at in nodes if first[places[at]] < at and comes_again[at]},
+        once={at for at in indices if nodes[at] >= graph.boundary or nodes[at] in fixed or not is_reallocated[at]},
+        boundary=sum(node < graph.boundary for node in nodes),
+        siblings={at: first[nodes[at]] for at in indices if first[nodes[at]] < at and is_reallocated[at]},
     )
 
 
-def lowered(graph: JointGraph, found: Contracted, steps) -> Schedule:
-    """The backward's part of `steps` as an order of nodes: views are put where they are read."""
-    known = facts(graph)
-    kept: set[int] = set()
+def lowered(graph: JointGraph, program: Contracted, steps) -> Schedule:
+    """The schedule of the backward part of `steps`, a solution of the program; views are rebuilt for their readers."""
+    analysis = facts(graph)
+    saved: set[int] = set()
     order: list[int] = []
-    at_hand: set[int] = set()
+    live: set[int] = set()
     is_backward = False
-
-    def run(place: int) -> None:
-        for node in missing(known, place, at_hand):
-            order.append(node)
-            at_hand.add(node)
-
     for number, (kind, at) in enumerate(steps):
-        place, group = found.places[at], found.storages[at]
-        covers = {known.cover[s] for s in group if s in known.cover}
-        if place >= graph.boundary and not is_backward:
-            at_hand |= {*known.given, *kept}
+        node, group = program.nodes[at], program.storages[at]
+        bases = {analysis.cover[s] for s in group if s in analysis.cover}
+        if node >= graph.boundary and not is_backward:
+            live |= {*analysis.given, *saved}
             is_backward = True
         if not is_backward:
-            kept = kept | covers if kind == COMPUTE else kept - covers
+            saved = saved | bases if kind == COMPUTE else saved - bases
         elif kind != COMPUTE:
-            at_hand -= {node for node in at_hand if group & set(graph.nodes[node].storages)}
-        elif place not in known.tangents and at == found.places.index(place):
-            run(place)
-            for cover in sorted(_covers_of_run(known, found, steps[number:])):
-                run(cover)  # before what comes with it is freed
-    for place in known.bw_outputs:
-        if place is not None:
-            run(place)
+            live -= {value for value in live if group & set(graph.nodes[value].storages)}
+        elif node not in analysis.tangents and at == program.nodes.index(node):
+            # All results of the run, before the first of them is freed.
+            order += recompute_late(analysis, [node, *sorted(_bases_of_run(analysis, program, steps[number:]))], live)
+    order += recompute_late(analysis, [node for node in analysis.bw_outputs if node is not None], live)
     return scheduled(graph, None, order)
 
 
-def _covers_of_run(known: Facts, found: Contracted, steps) -> set[int]:
-    """Values of all results that the run at the beginning of `steps` is for."""
-    place = found.places[steps[0][1]]
+def _bases_of_run(analysis: Facts, program: Contracted, steps) -> set[int]:
+    """The base tensors of all results of the run that `steps` begins with."""
+    node = program.nodes[steps[0][1]]
     computed = (at for kind, at in steps if kind == COMPUTE)
-    own = takewhile(lambda at: found.places[at] == place, computed)
-    return {known.cover[s] for at in own for s in found.storages[at] if s in known.cover}
+    of_run = takewhile(lambda at: program.nodes[at] == node, computed)
+    return {analysis.cover[s] for at in of_run for s in program.storages[at] if s in analysis.cover}

@@ -1,4 +1,4 @@
-"""Given fates: every activation by the name of its node."""
+"""Policy ``manual``: the caller gives the fate of each activation by the name of its node."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ackpt.planning.schedule import Schedule, everything, lower
 
 
 def schedule(graph: JointGraph, profile: Profile, limit_bytes: int | None, *, fates: Mapping[str, str]) -> Schedule:
-    """Save what `fates` says; what it does not name is saved if backward reads it, or if it cannot be recomputed.
+    """A schedule with the given `fates`; other activations are saved if backward reads them or they are fixed.
 
     Raises:
-        TypeError: if `fates` is no mapping.
-        ValueError: for unknown names and fates, for siblings of one operation of which only some are recomputed, and
-            for what cannot be recomputed or offloaded.
+        TypeError: if `fates` is not a mapping.
+        ValueError: for unknown names and fates, for results of one operation with different fates, and for activations
+            that cannot be recomputed or offloaded.
 
     Example:
         >>> import torch, ackpt
@@ -29,29 +29,31 @@ def schedule(graph: JointGraph, profile: Profile, limit_bytes: int | None, *, fa
     """
     if not isinstance(fates, Mapping):
         raise TypeError(f"fates must be a dict {{name of an activation: fate}}, got {type(fates).__name__}")
-    known = facts(graph)
-    names = {graph.nodes[known.cover[storage]].name: storage for storage in known.savable}
-    if unknown := [name for name in fates if name not in names]:
+    analysis = facts(graph)
+    storage_of = {graph.nodes[analysis.cover[storage]].name: storage for storage in analysis.savable}
+    if unknown := [name for name in fates if name not in storage_of]:
         raise ValueError(
             f"no activation is called {unknown[0]!r}; the names are those of plan.fates under policy 'none'"
         )
     if wrong := [fate for fate in fates.values() if fate not in (SAVED, RECOMPUTED, OFFLOADED)]:
         raise ValueError(f"a fate is 'saved', 'recomputed' or 'offloaded', got {wrong[0]!r}")
-    kept = {names[name] for name, fate in fates.items() if fate != RECOMPUTED}
-    saved = known.pinned.union(everything(graph).saved, kept)
-    saved -= {names[name] for name, fate in fates.items() if fate == RECOMPUTED}
+    not_recomputed = {storage_of[name] for name, fate in fates.items() if fate != RECOMPUTED}
+    saved = analysis.pinned.union(everything(graph).saved, not_recomputed)
+    saved -= {storage_of[name] for name, fate in fates.items() if fate == RECOMPUTED}
     for name, fate in fates.items():
-        producer = graph.storages[names[name]].producer
-        siblings = [graph.nodes[known.cover[s]].name for s in known.born[producer] if s in known.savable]
+        producer = graph.storages[storage_of[name]].producer
+        siblings = [graph.nodes[analysis.cover[s]].name for s in analysis.born[producer] if s in analysis.savable]
         if fate == RECOMPUTED:
             if other := next((s for s in siblings if fates.get(s, RECOMPUTED) != RECOMPUTED), None):
                 raise ValueError(
                     f"{name!r} and {other!r} are results of one operation, {graph.nodes[producer].name!r}: running it "
                     "again brings both, so give them one fate"
                 )
-            saved -= known.born[producer]
-    found = lower(graph, saved)
-    away = {names[name]: name for name, fate in fates.items() if fate == OFFLOADED}
-    if stay := sorted(set(away) - set(offloadable(graph, found))):
-        raise ValueError(f"{away[stay[0]]!r} cannot be offloaded: backward does not read it, or the caller holds it")
-    return offloaded(graph, found, away, profile, limit_bytes or 0) if away else found
+            saved -= analysis.born[producer]
+    recomputing = lower(graph, saved)
+    to_host = {storage_of[name]: name for name, fate in fates.items() if fate == OFFLOADED}
+    if refused := sorted(set(to_host) - set(offloadable(graph, recomputing))):
+        raise ValueError(
+            f"{to_host[refused[0]]!r} cannot be offloaded: backward does not read it, or the caller holds it"
+        )
+    return offloaded(graph, recomputing, to_host, profile, limit_bytes or 0) if to_host else recomputing

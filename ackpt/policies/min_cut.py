@@ -1,14 +1,15 @@
-"""Policy ``min-cut``: what PyTorch's own partitioner would save, as a peer beside the others.
+"""Policy ``min-cut``: saves what PyTorch's own partitioner would save, for comparison.
 
-`torch._functorch.partitioners.min_cut_rematerialization_partition` on a copy of the joint graph, without decompositions
-and without merging equal operations. Its knob is ``activation_memory_budget``, a fraction between saving nothing but
-inputs (0) and what backward needs (1): a bound on saved bytes, not on the peak. So all settings in steps of a tenth are
-tried, and the cheapest that the simulator finds within the budget is taken; without a budget it is torch's default, 1.
+It runs `torch._functorch.partitioners.min_cut_rematerialization_partition` on a copy of the joint graph, without
+decompositions and without merging equal operations. The partitioner's option ``activation_memory_budget`` is a fraction
+between saving only inputs (0) and everything that backward needs (1). It bounds saved bytes, not the peak. So this
+policy tries all settings in steps of a tenth, and takes the cheapest one that the simulator finds within the budget;
+without a budget it takes torch's default, 1.
 
-``order="late"`` recomputes in the order of `lower`: each value right before its first use. ``order="torch"`` keeps the
-order of torch's backward graph, which may raise the peak. In both, what one operation brings along has one fate, what
-cannot run again is saved, views are rebuilt, random numbers are replayed, and what of the backward torch would compute
-in its forward stays in the backward.
+``order="late"`` recomputes as `lower` does: each activation right before its first reader. ``order="torch"`` keeps the
+order of torch's backward graph, which may raise the peak. In both orders the results of one operation have one fate,
+operations that cannot be recomputed are saved, views are rebuilt, random numbers are replayed, and the backward
+operations that torch would move to its forward stay in the backward.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
-from ackpt.planning.schedule import Schedule, lower, missing, scheduled
+from ackpt.planning.schedule import Schedule, at_hand, lower, recompute_late
 from ackpt.policies.search.frontier import cheapest
+from ackpt.policies.search.refinement import without_runs
 
 _SETTINGS = [tenth / 10 for tenth in range(11)]
 
 
 class Partition(NamedTuple):
-    """``saved``: storages that torch hands to its backward; ``backward``: nodes of that in their order."""
+    """torch's partition: the storages that its forward saves, and the nodes of its backward in order."""
 
     saved: frozenset[int]
     backward: tuple[int, ...]
@@ -43,11 +45,11 @@ def schedule(
     order: str = "late",
     activation_memory_budget: float | None = None,
 ) -> Schedule:
-    """What torch's partitioner saves, at the cheapest of its settings that fits, or at one of them.
+    """A schedule that saves what torch's partitioner saves, at the cheapest setting that fits, or at a given one.
 
     Args:
         order: ``"late"`` or ``"torch"``, see above.
-        activation_memory_budget: the one setting to take, whatever it needs.
+        activation_memory_budget: the setting to take, whatever its peak.
 
     Raises:
         ValueError: for an unknown order, or a setting that is not between 0 and 1.
@@ -71,70 +73,52 @@ def schedule(
 
 
 def partition(graph: JointGraph, setting: float) -> Partition:
-    """What torch's partitioner decides for an ``activation_memory_budget``; computed once."""
-    found: dict = graph.__dict__.setdefault("_partitions", {})
-    if setting not in found:
-        found[setting] = _partition(graph, setting)
-    return found[setting]
+    """The partition of torch's partitioner for an ``activation_memory_budget``; computed once."""
+    cached: dict = graph.__dict__.setdefault("_partitions", {})
+    if setting not in cached:
+        cached[setting] = _partition(graph, setting)
+    return cached[setting]
 
 
 def _partition(graph: JointGraph, setting: float) -> Partition:
-    known = facts(graph)
+    analysis = facts(graph)
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.module.graph, {}))
     for node, original in zip(copied.nodes, graph.module.graph.nodes):
         node.meta = dict(original.meta)
-    inputs = [place for place in known.placeholders if place not in known.tangents]
-    owned = {s.id for s in graph.storages if s.category in ("parameter", "buffer")}
-    static = [at for at, place in enumerate(inputs) if set(graph.nodes[place].storages) & owned]
-    outputs = len(known.outputs)
+    inputs = [node for node in analysis.placeholders if node not in analysis.tangents]
+    of_model = {s.id for s in graph.storages if s.category in ("parameter", "buffer")}
+    static = [at for at, node in enumerate(inputs) if set(graph.nodes[node].storages) & of_model]
+    outputs = len(analysis.outputs)
     with config.patch(activation_memory_budget=float(setting), cse=False):
         forward, backward = min_cut_rematerialization_partition(
             fx.GraphModule(graph.module, copied), None, num_fwd_outputs=outputs, static_lifetime_input_indices=static
         )
     (returned,) = forward.graph.find_nodes(op="output")
-    handed = [node.meta["ackpt_id"] for node in returned.args[0][outputs:] if isinstance(node, fx.Node)]
-    saved = frozenset(s for place in handed for s in graph.nodes[place].storages if s in known.savable)
-    given = set(known.given)
+    returned_to_backward = [node.meta["ackpt_id"] for node in returned.args[0][outputs:] if isinstance(node, fx.Node)]
+    saved = frozenset(s for node in returned_to_backward for s in graph.nodes[node].storages if s in analysis.savable)
+    given = set(analysis.given)
     order = [node.meta["ackpt_id"] for node in backward.graph.nodes if node.op == "call_function"]
-    return Partition(saved, tuple(place for place in order if place not in given))
+    return Partition(saved, tuple(node for node in order if node not in given))
 
 
-def _late(graph: JointGraph, found: Partition) -> Schedule:
-    return lower(graph, found.saved | _there_anyway(graph))
+def _late(graph: JointGraph, partitioned: Partition) -> Schedule:
+    return lower(graph, partitioned.saved | _always_saved(graph))
 
 
-def _as_torch(graph: JointGraph, found: Partition) -> Schedule:
-    known = facts(graph)
-    live = set(known.given)
-    for producer in {graph.storages[storage].producer for storage in found.saved | _there_anyway(graph)}:
-        live |= {known.cover[storage] for storage in known.born[producer] if storage in known.cover}
-    order: list[int] = []
-    for place in (*found.backward, *known.needed_backward):
-        for node in missing(known, place, live):
-            order.append(node)
-            live.add(node)
-    return scheduled(graph, None, _without_unread(graph, order))
+def _as_torch(graph: JointGraph, partitioned: Partition) -> Schedule:
+    analysis = facts(graph)
+    live = at_hand(analysis, partitioned.saved | _always_saved(graph))
+    order = recompute_late(analysis, (*partitioned.backward, *analysis.needed_backward), live)
+    # Some recomputations are read by nothing: their readers are saved together with siblings.
+    return without_runs(graph, order)
 
 
-def _without_unread(graph: JointGraph, order: list[int]) -> list[int]:
-    """`order` without recomputations that nothing after them reads: their readers are saved with their siblings."""
-    known = facts(graph)
-    read: set[int] = set()
-    kept = []
-    for place in reversed(order):
-        again = place < graph.boundary
-        if not again or place in read:
-            kept.append(place)
-            read.update(known.reads(place, again))
-    return kept[::-1]
-
-
-def _there_anyway(graph: JointGraph) -> set[int]:
-    """What cannot be computed again, and what the caller holds."""
-    known = facts(graph)
-    places = [*known.fixed, *(place for place in known.outputs if place is not None)]
-    return {s for place in places for s in graph.nodes[place].storages if s in known.savable}
+def _always_saved(graph: JointGraph) -> set[int]:
+    """Storages of operations that cannot be recomputed, and of outputs, which the caller holds."""
+    analysis = facts(graph)
+    nodes = [*analysis.fixed, *(node for node in analysis.outputs if node is not None)]
+    return {s for node in nodes for s in graph.nodes[node].storages if s in analysis.savable}
 
 
 def _late_candidates(graph: JointGraph, profile) -> list[Schedule]:

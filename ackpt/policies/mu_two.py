@@ -1,18 +1,19 @@
-"""mu-TWO for one model: swap or recompute, whatever is cheaper, the longest idle or the most rewarding first.
+"""mu-TWO for one model: one intermediate after the other is swapped or recomputed, whichever has less overhead.
 
-Purandare et al., mu-TWO, MLSys 2023. Its algorithms, and where they are: A, the profile: ``ackpt.profile``, also of
-graphs that the device does not hold; B, the choice: here; C to F, overheads and what a choice changes in others:
-`intermediates`; G, the memory that a choice takes: `ackpt.graph.simulate`; H, running on three streams:
-`ackpt.planning.copy_operations`.
+From Purandare et al., mu-TWO, MLSys 2023. The candidate for swapping is the one that stays unused longest, the
+candidate for recomputation the one that frees most bytes per time. Where the paper's algorithms are: A, the profile, in
+``ackpt.profile``, also for graphs that do not fit on the device; B, the choice, here; C to F, overheads and what a
+choice changes for the other intermediates, in `intermediates`; G, the memory of a choice, in `ackpt.graph.simulate`; H,
+execution on three streams, in `ackpt.planning.copy_operations`.
 
-Of the printed B, two lines are wrong: in the branch that recomputes it takes the candidate for swapping, and it evicts
-once before it looks at the budget. The printed G starts with all intermediates in memory although those that are
-dropped are added again when they come back, and knows nothing of what a chain of recomputations takes while it runs;
-the simulator does. The paper recomputes a chain anew for every member of it; keeping each member from its first use in
-backward to its last is cheaper and takes more memory, so both orders are tried.
+The printed B has two errors: its branch for recomputation takes the candidate for swapping, and it evicts once before
+it checks the budget. The printed G starts with all intermediates in memory although it adds the dropped ones again when
+they are recomputed, and it ignores the memory of a chain of recomputations; the simulator does neither. The paper
+recomputes a whole chain for each of its members. Saving each member from its first use in backward to its last is
+cheaper and takes more memory, so both schedules are tried.
 
-B goes on until nothing is left to evict. A budget takes the cheapest of the schedules on the way that fits: so a lower
-budget never gives a higher peak, and never a lower cost.
+B continues until nothing is left to evict. A budget takes the cheapest schedule on the way that fits. So a smaller
+budget never gives a higher peak or a lower cost.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ackpt.policies.search.frontier import cheapest
 from ackpt.policies.search.intermediates import Intermediate, Link, drop, intermediates
 from ackpt.policies.search.recompute_costs import costs
 
-_SCHEDULES = 100  # at most; of many choices only some are simulated, evenly spaced, and the last
+_MOST_STATES = 100  # of more choices only evenly spaced ones are simulated, and the last
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
@@ -37,10 +38,10 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
 
 
 class State(NamedTuple):
-    """Where algorithm B stands. Attributes and `kept` are those of now: the next choice changes them.
+    """The state of algorithm B after a choice; the next choice changes the intermediates and `kept`.
 
-    ``chosen``: the last choice, None at first, and whether it ``is_swap``; ``kept``: intermediates that are not
-    dropped, ``swaps``, those of them that are swapped, ``candidates``, those that still may be chosen.
+    ``chosen``: the last choice, None at first; ``is_swap``: whether it is swapped. ``kept``: the intermediates that are
+    not dropped; ``swaps``: those of them that are swapped; ``candidates``: those that may still be chosen.
 
     Example:
         >>> import torch, ackpt
@@ -60,7 +61,7 @@ class State(NamedTuple):
 
 
 def states(graph: JointGraph, profile: Profile) -> Iterator[State]:
-    """Algorithm B to its end: where it stands before the first choice and after each.
+    """The states of algorithm B before the first choice and after each, until nothing is left to evict.
 
     Example:
         >>> import torch, ackpt
@@ -70,9 +71,9 @@ def states(graph: JointGraph, profile: Profile) -> Iterator[State]:
         >>> [len(state.candidates) for state in mu_two.states(graph, ackpt.profile(graph))]
         [2, 1, 0]
     """
-    known, run_time = facts(graph), costs(graph, profile)
+    run_time = costs(graph, profile)
     swap_seconds = None if profile.seconds is None else profile.swap_seconds
-    kept = list(intermediates(known, everything(graph), run_time, swap_seconds).values())
+    kept = list(intermediates(facts(graph), everything(graph), run_time, swap_seconds).values())
     candidates = [i for i in kept if i.can_recompute or i.swap_time is not None]
     recomps: list[Intermediate] = []
     swaps: list[Intermediate] = []
@@ -92,17 +93,18 @@ def states(graph: JointGraph, profile: Profile) -> Iterator[State]:
 
 def evictions(graph: JointGraph, profile) -> list[Schedule]:
     """The schedules after the choices of algorithm B."""
-    found = states(graph, profile)
-    count = len(next(found).candidates)
+    remaining = states(graph, profile)
+    count = len(next(remaining).candidates)
+    every = max(1, -(-count // _MOST_STATES))
     schedules: list[Schedule] = []
-    for state in found:
-        if count < _SCHEDULES or not len(state.candidates) % -(-count // _SCHEDULES):
+    for state in remaining:
+        if len(state.candidates) % every == 0:
             schedules += schedules_of(graph, profile, state)
     return schedules
 
 
 def schedules_of(graph: JointGraph, profile: Profile, state: State) -> list[Schedule]:
-    """Two that keep and swap what `state` says: whatever is dropped runs again once, or each for itself.
+    """Two schedules of a state: dropped intermediates are recomputed once, or once for each of their readers.
 
     Example:
         >>> import torch, ackpt
@@ -114,17 +116,17 @@ def schedules_of(graph: JointGraph, profile: Profile, state: State) -> list[Sche
         >>> [schedule.saved for schedule in mu_two.schedules_of(graph, profile, end)]
         [(), ()]
     """
-    known = facts(graph)
-    saved = known.pinned.union(*(i.storages for i in state.kept))
-    away = {storage for swap in state.swaps for storage in swap.storages}
+    analysis = facts(graph)
+    saved = analysis.pinned.union(*(i.storages for i in state.kept))
+    swapped = {storage for swap in state.swaps for storage in swap.storages}
     return [
-        offloaded(graph, found, away.intersection(offloadable(graph, found)), profile)
-        for found in (lower(graph, saved), each_for_itself(known, saved))
+        offloaded(graph, schedule, swapped.intersection(offloadable(graph, schedule)), profile)
+        for schedule in (lower(graph, saved), once_for_each_reader(analysis, saved))
     ]
 
 
 def _choice(candidates: list[Intermediate], link: Link) -> tuple[Intermediate, bool]:
-    """One step of algorithm B: the candidate with the smaller overhead, and whether it is swapped."""
+    """One choice of algorithm B: the candidate with less overhead, and whether it is swapped."""
     swap = max((c for c in candidates if c.swap_time is not None), key=lambda c: c.inactive_time, default=None)
     recompute = max((c for c in candidates if c.can_recompute), key=lambda c: c.recompute_ratio, default=None)
     if swap is None or (recompute is not None and recompute.total_recomp_time < link.overhead(swap)):
@@ -133,22 +135,24 @@ def _choice(candidates: list[Intermediate], link: Link) -> tuple[Intermediate, b
     return swap, True
 
 
-def each_for_itself(known: Facts, saved) -> Schedule:
-    """As `lower`, but what was recomputed only on the way to something else is dropped, and run again for itself.
+def once_for_each_reader(analysis: Facts, saved) -> Schedule:
+    """As `lower`, but what a recomputation needs on the way is freed, and recomputed again for its own readers.
+
+    This is the recomputation of the paper's pseudocode.
 
     Raises:
         ScheduleError: if a value is not saved that cannot be recomputed.
     """
-    graph = known.graph
+    graph = analysis.graph
     nodes = graph.nodes
-    saved = {*saved, *(s for s in known.held if nodes[graph.storages[s].producer].phase == FORWARD)}
-    live = at_hand(known, saved)
+    saved = {*saved, *(s for s in analysis.held if nodes[graph.storages[s].producer].phase == FORWARD)}
+    live = at_hand(analysis, saved)
     backward: list[int] = []
-    for place in known.needed_backward:
-        chain = missing(known, place, live)
-        backward += chain
-        read = {storage for source in nodes[place].inputs for storage in nodes[source].storages}
-        again = {s for node in chain if nodes[node].phase == FORWARD for s in known.born.get(node, ())}
-        dropped = {s for s in again if not known.born[graph.storages[s].producer] & read}
-        live |= {node for node in chain if not dropped.intersection(nodes[node].storages)}
+    for reader in analysis.needed_backward:
+        runs = missing(analysis, reader, live)
+        backward += runs
+        read = {storage for source in nodes[reader].inputs for storage in nodes[source].storages}
+        recomputed = {s for node in runs if nodes[node].phase == FORWARD for s in analysis.born.get(node, ())}
+        freed = {s for s in recomputed if not analysis.born[graph.storages[s].producer] & read}
+        live |= {node for node in runs if not freed.intersection(nodes[node].storages)}
     return scheduled(graph, None, backward)

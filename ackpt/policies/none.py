@@ -1,4 +1,4 @@
-"""Save what backward needs: the step without checkpointing."""
+"""Policy ``none``: saves everything that backward reads. This is the baseline, a step without checkpointing."""
 
 from __future__ import annotations
 

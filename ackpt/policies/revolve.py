@@ -1,12 +1,11 @@
-"""Binomial checkpointing: the fewest forward steps that reverse a chain of equal steps with so many snapshots.
+"""Binomial checkpointing: the fewest forward steps that reverse a chain of equal steps with a number of snapshots.
 
-Griewank and Walther 2000, "Algorithm 799: revolve" (doi:10.1145/347837.347846). A snapshot is the state before a step,
-from which the step and all after it can be run again; **the state before the first step counts as one of them**
-(others do not count it). To reverse a step is to run it from the state before it and to go back at once.
+From Griewank and Walther 2000, "Algorithm 799: revolve" (doi:10.1145/347837.347846). A snapshot is the state before a
+step, from which the step and all later ones can be recomputed. **The state before the first step counts as a snapshot**
+(some authors do not count it). To reverse a step means to run it from the state before it and then its backward.
 
-Optimal where all steps cost the same, all states are of one size, the length is known, and what a step leaves for its
-own backward need not be kept: it lives only while that step is reversed. For chains whose steps differ, or where a
-step's activations may be kept, see `rotor`.
+Optimal if all steps cost the same, all states have one size, the length is known, and the activations inside a step are
+live only while that step is reversed. For chains whose steps differ, or whose activations may be saved, see `rotor`.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from math import comb
 
 
 def beta(snapshots: int, repeats: int) -> int:
-    """The most steps that `snapshots` snapshots can reverse with no step run forward more than `repeats` times.
+    """The most steps that `snapshots` snapshots can reverse if no step runs forward more than `repeats` times.
 
-    The run that belongs to a step's reversal is not one of them. Proposition 1 of the paper.
+    The forward run within a step's reversal does not count. Proposition 1 of the paper.
 
     Example:
         >>> beta(2, 2)
@@ -27,10 +26,10 @@ def beta(snapshots: int, repeats: int) -> int:
 
 
 def advances(steps: int, snapshots: int) -> int:
-    """Least number of plain forward steps that reverse `steps` steps; every step's reversal runs it once more.
+    """The least number of forward steps that reverse `steps` steps, without the forward within each reversal.
 
-    The least of ``j + advances(steps - j, snapshots - 1) + advances(j, snapshots)`` over the place j of the next
-    snapshot, in closed form.
+    This is the minimum of ``j + advances(steps - j, snapshots - 1) + advances(j, snapshots)`` over the position j of
+    the next snapshot, in closed form.
 
     Example:
         >>> advances(4, 2), advances(1000, 10)
@@ -44,9 +43,9 @@ def advances(steps: int, snapshots: int) -> int:
 def schedule(steps: int, snapshots: int) -> list[tuple[str, int] | tuple[str, int, int]]:
     """The actions that reverse `steps` steps, in order; states are numbered from 0, the state before the first step.
 
-    ``("save", i)``: keep state i, which is at hand; it replaces a snapshot that is not loaded again. ``("load", i)``:
-    take state i from its snapshot. ``("advance", i, j)``: run from state i to state j. ``("step", i)``: run step i
-    from state i - 1 and reverse it.
+    ``("save", i)``: store the current state i in place of a snapshot that is not loaded again. ``("load", i)``: restore
+    state i from its snapshot. ``("advance", i, j)``: run from state i to state j. ``("step", i)``: run step i from
+    state i - 1 and reverse it.
 
     Example:
         >>> schedule(2, 1)
@@ -54,19 +53,19 @@ def schedule(steps: int, snapshots: int) -> list[tuple[str, int] | tuple[str, in
     """
     _check(steps, snapshots)
     actions: list[tuple[str, int] | tuple[str, int, int]] = [("save", 0)]
-    at_hand: int | None = 0
-    todo = [(0, steps, snapshots)]  # stretches from a saved state, and how many snapshots they have, that one included
+    current: int | None = 0
+    todo = [(0, steps, snapshots)]  # stretches from a saved state, and their number of snapshots with that one
     while todo:
         start, end, free = todo.pop()
-        if at_hand != start:
+        if current != start:
             actions.append(("load", start))
         if end - start == 1:
             actions.append(("step", end))
-            at_hand = None
+            current = None
             continue
         middle = start + _furthest(end - start, free)
         actions.append(("advance", start, middle))
-        at_hand = middle
+        current = middle
         if end - middle > 1:
             actions.append(("save", middle))
         todo += [(start, middle, free), (middle, end, free - 1)]
@@ -74,7 +73,7 @@ def schedule(steps: int, snapshots: int) -> list[tuple[str, int] | tuple[str, in
 
 
 def _furthest(steps: int, snapshots: int) -> int:
-    """The longest of the first stretches with which the number of advances is least."""
+    """The length of the longest first stretch that minimizes the number of advances."""
     if snapshots == 1:
         return steps - 1
     repeats = _repeats(steps, snapshots)
@@ -82,7 +81,7 @@ def _furthest(steps: int, snapshots: int) -> int:
 
 
 def _repeats(steps: int, snapshots: int) -> int:
-    """How often some step must run forward."""
+    """The largest number of times that a step must run forward."""
     repeats = 0
     while beta(snapshots, repeats) < steps:
         repeats += 1
@@ -90,6 +89,6 @@ def _repeats(steps: int, snapshots: int) -> int:
 
 
 def _check(steps, snapshots) -> None:
-    for what, number in (("steps", steps), ("snapshots", snapshots)):
+    for name, number in (("steps", steps), ("snapshots", snapshots)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{what} must be a whole number, at least 1; got {number!r}")
+            raise ValueError(f"{name} must be a whole number, at least 1; got {number!r}")

@@ -16,8 +16,8 @@ from functools import cached_property
 from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.costs.profiles import Profile
-from ackpt.planning.schedule import COMPUTE, Schedule, Step, at_hand, everything, missing, recomputed, scheduled
-from ackpt.policies.chains.block_options import Local
+from ackpt.planning.schedule import COMPUTE, Schedule, Step, at_hand, everything, recompute_late, recomputed, scheduled
+from ackpt.policies.chains.block_options import BlockStep
 from ackpt.policies.chains.blocks import cut_at, inner_cuts
 from ackpt.policies.search.recompute_costs import costs
 
@@ -73,14 +73,12 @@ class Blocks:
         begun = {ROOT}
         for place in self.known.needed_backward:
             block = self.owners[place]
-            again: list[int] = []
             if block not in begun and row[block].again:
                 again = [n for n in self.forward[block] if not self.known.born.get(n, frozenset()) & there]
+                order += [node for node in again if node not in live]
+                live.update(again)
             begun.add(block)
-            for node in (*again, *missing(self.known, place, live | set(again))):
-                if node not in live:
-                    order.append(node)
-                    live.add(node)
+            order += recompute_late(self.known, [place], live)
         eager = [row[block].eager for block in range(len(self.groups))]
         return self._freed_as_by_autograd(scheduled(self.graph, None, order), [True, *eager[1:]])
 
@@ -182,7 +180,7 @@ class Blocks:
             key = (group.shapes(), tuple(tuple(self.known.bytes[s] for s in unit) for unit in units))
             inside = [storage for unit in units for storage in unit]
             if key not in alike:
-                local = Local(self.known, block, self._chain.pinned, self.cost, self.profile.workspace_bytes)
+                local = BlockStep(self.known, block, self._chain.pinned, self.cost, self.profile.workspace_bytes)
                 found = sorted(local.options(), key=lambda option: (option.cost, option.saved_bytes))
                 alike[key] = [frozenset(inside.index(storage) for storage in option.saved) for option in found]
             options.append([frozenset(inside[place] for place in own) for own in alike[key]])

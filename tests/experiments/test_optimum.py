@@ -9,7 +9,7 @@ import ackpt
 from ackpt.experiments import optimum, sublinear
 from ackpt.experiments.steps.frontier_models import checked_sizes, workload
 from ackpt.policies import auto
-from ackpt.policies.search.frontier import front, pareto
+from ackpt.policies.search.frontier import frontier, pareto
 from ackpt.policies.search.recompute_costs import costs as costs_of
 from ackpt.policies.search.refinement import refined
 
@@ -48,7 +48,7 @@ def test_the_parts_of_auto_end_in_its_front_and_none_makes_it_worse():
     graph, profile = traced(work.model, *work.args)
     parts = optimum.parts_of_auto(graph, profile)
     assert [*parts] == ["segments", "blocks", "levels", "instead", "policies", "refined"]
-    points = front(graph, profile, auto.candidates)
+    points = frontier(graph, profile, auto.candidates)
     assert parts["refined"] == points
     again = refined(graph, parts["policies"], costs_of(graph, profile), profile.workspace_bytes)
     before = [point.schedule for point in parts["policies"]]

@@ -1,4 +1,4 @@
-"""The default policy: a front of sound plans, each as cheap as its neighbours allow, the same every time."""
+"""The default policy: a frontier of sound plans, each as cheap as its neighbours allow, the same every time."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from ackpt.capture.analysis import facts
 from ackpt.graph import simulate
 from ackpt.planning.schedule import everything
 from ackpt.policies import auto
-from ackpt.policies.chains.blocks import chain
-from ackpt.policies.chains.long_skips import long_skips
-from ackpt.policies.search import frontier as policy_front
+from ackpt.policies.chains.blocks import coarse_chain
+from ackpt.policies.chains.cut_points import long_skips
+from ackpt.policies.search.frontier import frontier
 from ackpt.policies.search.recompute_costs import added_cost, costs
 
 ALL = [*MODELS, *SKIPS]
 
 
-def front_of(graph, profile):
-    return policy_front.front(graph, profile, auto.candidates)
+def frontier_of(graph, profile):
+    return frontier(graph, profile, auto.candidates)
 
 
 @cache
-def front(name):
-    return front_of(*traced(name))
+def plans_of(name):
+    return frontier_of(*traced(name))
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_front_is_what_the_simulator_finds(name):
+def test_the_frontier_is_what_the_simulator_finds(name):
     graph, profile = traced(name)
-    points = front(name)
+    points = plans_of(name)
     assert points[0].schedule == everything(graph) and points[0].cost == 0
     for point in points:
         assert simulate(graph, profile, point.schedule).peak_bytes == point.peak_bytes
@@ -74,8 +74,8 @@ def test_what_full_keeps_auto_keeps_at_no_more_cost(name):
 @pytest.mark.parametrize("name", ["language_model", "unet"])
 def test_the_same_graph_has_the_same_plans(name):
     again = ackpt.trace(*flat(build(name)))
-    assert [(p.peak_bytes, p.cost, p.schedule) for p in front_of(again, ackpt.profile(again))] == [
-        (p.peak_bytes, p.cost, p.schedule) for p in front(name)
+    assert [(p.peak_bytes, p.cost, p.schedule) for p in frontier_of(again, ackpt.profile(again))] == [
+        (p.peak_bytes, p.cost, p.schedule) for p in plans_of(name)
     ]
 
 
@@ -103,28 +103,30 @@ def test_measured_times_are_what_counts_where_the_profile_has_them():
 
 
 @pytest.mark.parametrize("name", SKIPS)
-def test_long_skips_stay_beside_the_chain(name):
+def test_long_skips_are_pinned(name):
     graph, _ = traced(name)
-    beside = long_skips(graph)
-    assert beside
-    largest = [max(len(block.units) for block in chain(graph, pinned).blocks) for pinned in (frozenset(), beside)]
+    skips = long_skips(graph)
+    assert skips
+    largest = [
+        max(len(block.units) for block in coarse_chain(graph, pinned).blocks) for pinned in (frozenset(), skips)
+    ]
     assert largest[1] < largest[0] / 2
-    assert beside <= chain(graph, beside).pinned
+    assert skips <= coarse_chain(graph, skips).pinned
 
 
 def test_a_model_of_small_blocks_has_no_long_skips():
     assert not long_skips(traced("language_model")[0])
 
 
-def test_a_chain_of_single_operations_is_cut_between_all_of_them():
+def test_a_short_chain_of_single_operations_is_cut_everywhere():
     graph, _ = traced("line")
-    assert len(chain(graph).blocks) > 60
+    assert len(coarse_chain(graph).blocks) > 60
 
 
 def test_a_long_chain_of_single_operations_is_cut_into_so_many_blocks():
     layers = [layer for _ in range(150) for layer in (nn.Linear(2, 2), nn.Tanh())]
     graph = ackpt.trace(nn.Sequential(*layers), torch.ones(1, 2), differentiate="all")
-    assert 64 < len(chain(graph).blocks) <= 130
+    assert 64 < len(coarse_chain(graph).blocks) <= 130
 
 
 class Codebook(nn.Module):
@@ -153,13 +155,13 @@ class Codebook(nn.Module):
         return loss + 0.25 * nn.functional.mse_loss(z, nearest.detach())
 
 
-def test_what_cannot_run_again_is_no_cut_of_the_chain():
+def test_fixed_operations_are_not_cut_points():
     graph = ackpt.trace(Codebook(), torch.randn(128, 16))
     known = facts(graph)
     fixed = {storage for node in known.fixed for storage in graph.nodes[node].storages} & known.savable
-    chains = [chain(graph, beside) for beside in (frozenset(), long_skips(graph))]
+    chains = [coarse_chain(graph, skips) for skips in (frozenset(), long_skips(graph))]
     assert fixed and not any(fixed & block.output for each in chains for block in each.blocks)
-    least = min(point.peak_bytes for point in front_of(graph, ackpt.profile(graph)))
+    least = min(point.peak_bytes for point in frontier_of(graph, ackpt.profile(graph)))
     assert least < 0.9 * ackpt.plan(graph).dynamic_peak_bytes
 
 
@@ -181,7 +183,7 @@ class Frozen(nn.Module):
         return h.square().mean()
 
 
-def test_results_without_bytes_are_not_there_twice():
+def test_empty_activations_are_not_saved_twice():
     torch.manual_seed(0)
     graph = ackpt.trace(Frozen().eval(), torch.randn(6, 3, 16, 16))
     profile = ackpt.profile(graph, workspace="measured")

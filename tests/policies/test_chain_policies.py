@@ -16,7 +16,7 @@ from ackpt.capture.analysis import facts
 from ackpt.planning.schedule import recomputed
 from ackpt.planning.simulator import simulate
 from ackpt.policies import chen, chen_log, chen_sqrt, revolve, revolve_chain, rotor_chain
-from ackpt.policies.chains import chain_walk as on_chain
+from ackpt.policies.chains.blocks import fine_chain
 from ackpt.policies.search.recompute_costs import added_cost, costs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +42,7 @@ class Line(nn.Module):
 
 def line_of(n):
     graph = ackpt.trace(Line(n), torch.ones(UNIT // 4))
-    return graph, ackpt.profile(graph), len(on_chain.steps(graph).blocks)
+    return graph, ackpt.profile(graph), len(fine_chain(graph).blocks)
 
 
 def runs_again(graph, schedule):
@@ -95,9 +95,9 @@ def test_numbers_of_snapshots_grow_to_one_for_each_state():
 def test_long_chains_are_joined():
     graph, _, blocks = line_of(30)
     assert blocks == 32
-    joined = on_chain.steps(graph, 10).blocks
+    joined = fine_chain(graph, 10).blocks
     assert len(joined) == 8 and sum(len(block.forward) for block in joined) == sum(
-        len(block.forward) for block in on_chain.steps(graph).blocks
+        len(block.forward) for block in fine_chain(graph).blocks
     )
 
 
@@ -174,6 +174,6 @@ def test_a_model_without_cut_points():
 
 def test_stages_are_counted_in_whole_units():
     graph, profile = traced("line")
-    chain = rotor_chain._stages(graph, on_chain.steps(graph), profile)
+    chain = rotor_chain.stages(graph, fine_chain(graph), profile)
     assert all(isinstance(size, int) for size in chain.sizes())
     assert rotor_chain._SLOTS * 0.8 <= sum(chain.saved_bytes) <= rotor_chain._SLOTS * 1.2

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ackpt.policies.chains.block_options import Option
-from ackpt.policies.chains.chain_table import BACKWARD, ChainTable, Level, Stage
+from ackpt.policies.chains.chain_table import BACKWARD, ChainTable, Partial, Stage
 
 
 @st.composite
@@ -29,14 +29,14 @@ def stages(draw, most=5):
             options.append(Option(saved, size, size + output + room, sum(sizes) + output + room, cost))
         bare = options[-1]
         half = options[draw(st.integers(1, 2))]
-        levels = tuple(
-            Level(kept, tuple(more), (cost,) * len(more), cost)
+        partials = tuple(
+            Partial(kept, tuple(more), (cost,) * len(more), cost)
             for kept, more, cost in (
                 (bare, options, float(sum(dear))),
                 (half, [o for o in options if o.saved >= half.saved], float(sum(dear)) / 2),
             )
         )
-        found.append(Stage(levels, output, draw(st.integers(0, 3)), draw(st.integers(0, 2))))
+        found.append(Stage(partials, output, draw(st.integers(0, 3)), draw(st.integers(0, 2))))
     return found
 
 
@@ -50,20 +50,19 @@ def replay(stages, operations) -> float:
             index = left.pop()
             assert operation.first == index and 0 in there[index - 1]
             kept = frozenset(there.pop(index, set()) - {0})
-            cost += next(o.cost for level in stages[index].levels for o in level.options if o.saved == kept)
+            cost += next(o.cost for partial in stages[index].partials for o in partial.options if o.saved == kept)
             continue
         assert 0 in there[operation.first - 1]
         for index in range(operation.first, operation.last + 1):
-            inside = frozenset(s for s in operation.kept if s // 10 == index)
+            inside = frozenset(s for s in operation.saved if s // 10 == index)
             before = frozenset(there.get(index, set()) - {0})
-            level = next(level for level in stages[index].levels if level.kept.saved == before)
+            partial = next(partial for partial in stages[index].partials if partial.option.saved == before)
             assert inside >= before
-            if index not in ran:
-                assert operation.is_first
+            if index not in ran:  # the first forward costs nothing
+                assert len(left) == len(stages)
                 ran.add(index)
             else:
-                assert not operation.is_first
-                cost += level.forward_cost
+                cost += partial.forward_cost
             there[index] = set(inside)
         there[operation.last].add(0)
     assert not left
@@ -73,7 +72,7 @@ def replay(stages, operations) -> float:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(stages())
 def test_the_operations_of_every_slot_cost_what_the_table_says(chain):
-    most = sum(stage.output_bytes + sum(o.saved_bytes for o in stage.levels[0].options) for stage in chain) + 40
+    most = sum(stage.output_bytes + sum(o.saved_bytes for o in stage.partials[0].options) for stage in chain) + 40
     table = ChainTable(chain, most, slots=most)  # a slot is a byte: nothing is rounded
     costs = table.costs()
     assert np.isfinite(costs[-1]) and all(a >= b for a, b in itertools.pairwise(costs))
@@ -84,8 +83,8 @@ def test_the_operations_of_every_slot_cost_what_the_table_says(chain):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(stages(most=4))
 def test_more_ways_cost_no_more(chain):
-    most = sum(stage.output_bytes + sum(o.saved_bytes for o in stage.levels[0].options) for stage in chain) + 40
-    one = [Stage(s.levels[:1], s.output_bytes, s.incoming_bytes, s.left_bytes) for s in chain]
+    most = sum(stage.output_bytes + sum(o.saved_bytes for o in stage.partials[0].options) for stage in chain) + 40
+    one = [Stage(s.partials[:1], s.output_bytes, s.incoming_bytes, s.gradient_bytes) for s in chain]
     assert (ChainTable(chain, most, slots=most).costs() <= ChainTable(one, most, slots=most).costs()).all()
 
 
@@ -94,7 +93,7 @@ def test_more_ways_cost_no_more(chain):
 def test_a_block_that_comes_again_and_again_is_solved_as_often_as_it_looks(chain):
     """Blocks that agree in all numbers share their solutions; with all of them told apart the table is the same."""
     repeated = chain * 3
-    most = sum(stage.output_bytes + sum(o.saved_bytes for o in stage.levels[0].options) for stage in repeated) + 40
+    most = sum(stage.output_bytes + sum(o.saved_bytes for o in stage.partials[0].options) for stage in repeated) + 40
     shared = ChainTable(repeated, most, slots=most).costs()
 
     class Apart(ChainTable):
@@ -102,7 +101,7 @@ def test_a_block_that_comes_again_and_again_is_solved_as_often_as_it_looks(chain
             self.count = itertools.count()
             super().__init__(*args, **kwargs)
 
-    apart = [Different(s.levels, s.output_bytes, s.incoming_bytes, s.left_bytes) for s in repeated]
+    apart = [Different(s.partials, s.output_bytes, s.incoming_bytes, s.gradient_bytes) for s in repeated]
     assert (Apart(apart, most, slots=most).costs() == shared).all()
 
 

@@ -242,7 +242,7 @@ def test_nothing_is_found_in_time(monkeypatch):
 
 def test_a_refusal_says_if_there_was_no_time_to_find_the_smallest_budget(monkeypatch):
     def run(dag, budget, *rest):
-        return ilp_program.run(dag, budget, *rest) if budget else ilp_program.Found(None, -inf, False, False)
+        return ilp_program.run(dag, budget, *rest) if budget else ilp_program.Result(None, -inf, False, False)
 
     monkeypatch.setattr(ilp, "run", run)
     with pytest.raises(

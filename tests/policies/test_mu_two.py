@@ -18,7 +18,7 @@ from ackpt.graph import lower, profile, rewrite, simulate
 from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
 from ackpt.planning.host_copies import copies
 from ackpt.planning.schedule import everything, missing
-from ackpt.policies.mu_two import each_for_itself, evictions
+from ackpt.policies.mu_two import evictions, once_for_each_reader
 from ackpt.policies.search.intermediates import Intermediate, Link, drop, intermediates
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(CAPTURED_AS_COMPILED)]
@@ -200,17 +200,17 @@ def test_on_the_cpu_it_recomputes_and_the_measured_peak_keeps_the_budget(case):
 
 def test_two_ways_of_running_a_chain_again(chain):
     known = facts(chain)
-    once, anew = (simulate(chain, profile(chain), made) for made in (lower(chain, ()), each_for_itself(known, ())))
+    once, anew = (simulate(chain, profile(chain), made) for made in (lower(chain, ()), once_for_each_reader(known, ())))
     # The second Tanh's result needs the first one's, which runs again for itself: two products more than once.
     product = 2 * 2 * 4 * 4
     assert (once.recompute_flops, anew.recompute_flops) == (2 * product, 3 * product)
 
 
 def test_choices_that_are_many_are_simulated_now_and_then(monkeypatch):
-    monkeypatch.setattr(sys.modules["ackpt.policies.mu_two"], "_SCHEDULES", 4)
+    monkeypatch.setattr(sys.modules["ackpt.policies.mu_two"], "_MOST_STATES", 4)
     layers = [layer for _ in range(10) for layer in (nn.Linear(4, 4), nn.Tanh())]
     graph = ackpt.trace(nn.Sequential(*layers), torch.ones(64, 4))
     found = [simulate(graph, profile(graph), made) for made in evictions(graph, profile(graph))]
     assert 4 <= len(found) <= 2 * 4
-    nothing_kept = simulate(graph, profile(graph), each_for_itself(facts(graph), ()))
+    nothing_kept = simulate(graph, profile(graph), once_for_each_reader(facts(graph), ()))
     assert min(each.peak_bytes for each in found) == nothing_kept.peak_bytes

@@ -12,7 +12,7 @@ from ackpt.graph import profile, rewrite, simulate
 from ackpt.planning.host_copies import copies, waiting
 from ackpt.planning.offload_steps import offloadable
 from ackpt.policies import auto
-from ackpt.policies.search.frontier import front
+from ackpt.policies.search.frontier import frontier
 from ackpt.policies.search.offload_variants import offloads
 from ackpt.policies.search.recompute_costs import added_cost, costs
 
@@ -34,12 +34,12 @@ def alone(linked):
     return replace(linked, swap_seconds=None)
 
 
-def front_of(graph, costs):
-    return front(graph, costs, auto.candidates)
+def frontier_of(graph, costs):
+    return frontier(graph, costs, auto.candidates)
 
 
-def test_the_front_counts_what_is_waited_for(graph, linked):
-    points = front_of(graph, linked)
+def test_the_frontier_counts_what_is_waited_for(graph, linked):
+    points = frontier_of(graph, linked)
     assert any(copies(point.schedule) for point in points)
     for point in points:
         found = simulate(graph, linked, point.schedule)
@@ -51,11 +51,11 @@ def test_the_front_counts_what_is_waited_for(graph, linked):
 
 def test_a_link_is_never_a_loss_and_mostly_a_gain(graph, linked, alone):
     gains = 0
-    for without in front_of(graph, alone):
-        best = min(point.cost for point in front_of(graph, linked) if point.peak_bytes <= without.peak_bytes)
+    for without in frontier_of(graph, alone):
+        best = min(point.cost for point in frontier_of(graph, linked) if point.peak_bytes <= without.peak_bytes)
         assert best <= without.cost
         gains += best < without.cost
-    assert gains > len(front_of(graph, alone)) / 2
+    assert gains > len(frontier_of(graph, alone)) / 2
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -69,14 +69,14 @@ def test_plans_that_do_both_keep_their_budget_and_are_proved(graph, linked, budg
 
 def test_only_the_lowest_plan_may_wait_for_a_slow_link(graph, alone):
     slow = replace(alone, swap_seconds=tuple(1e3 * sum(alone.seconds) for _ in graph.storages))
-    schedules = [point.schedule for point in front_of(graph, alone)]
+    schedules = [point.schedule for point in frontier_of(graph, alone)]
     (one,) = offloads(graph, slow, schedules)
     assert waiting(slow, one) > 0 and len(one.offloaded) == len(offloadable(graph, schedules[-1]))
-    assert not any(copies(point.schedule) for point in front_of(graph, slow)[:-1])
+    assert not any(copies(point.schedule) for point in frontier_of(graph, slow)[:-1])
 
 
 def test_without_a_link_or_behind_inductor_nothing_is_offloaded(graph, linked, alone, monkeypatch):
-    schedules = [point.schedule for point in front_of(graph, alone)]
+    schedules = [point.schedule for point in frontier_of(graph, alone)]
     assert offloads(graph, alone, schedules) == []
     assert offloads(graph, replace(linked, seconds=None), schedules) == []
     assert offloads(graph, linked, schedules)

@@ -26,8 +26,8 @@ def test_rotor_is_not_slower_than_segments_and_halves(n):
 
 @settings(max_examples=60, deadline=None)
 @given(chains(stages=6))
-def test_the_front_of_rotor_has_the_fastest_schedule_of_every_budget(chain):
-    found = [(replay(chain, solution.operations), solution.time) for solution in rotor.front(chain)]
+def test_the_frontier_of_rotor_has_the_fastest_schedule_of_every_budget(chain):
+    found = [(replay(chain, solution.operations), solution.time) for solution in rotor.frontier(chain)]
     assert all(time == promised for (time, _), promised in found)
     for (_, peak), _ in found:
         if peak:

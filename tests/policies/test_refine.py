@@ -1,4 +1,4 @@
-"""Plans from which runs are spared: within their limit, cheaper, and sound."""
+"""Plans with fewer recomputations: within their limit, cheaper, and sound."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ackpt.graph import simulate
 from ackpt.planning.schedule import everything, lower, recomputed
 from ackpt.policies import rotor_chain
 from ackpt.policies.full import segmentations
-from ackpt.policies.search import frontier as front
+from ackpt.policies.search.frontier import frontier
 from ackpt.policies.search.recompute_costs import added_cost, costs
-from ackpt.policies.search.refinement import keeping, spared
+from ackpt.policies.search.refinement import with_fewer_runs, with_saved
 
 TRIES = 200
 
 
 @pytest.mark.parametrize("name", [*MODELS, *SKIPS])
-def test_what_is_spared_costs_less_and_keeps_the_limit(name):
+def test_fewer_recomputations_cost_less_and_stay_within_the_limit(name):
     graph, profile = traced(name)
     cost, workspace = costs(graph, profile), profile.workspace_bytes
     plain = simulate(graph, profile, everything(graph)).peak_bytes
     for schedule in [lower(graph, saved) for saved in segmentations(graph)][-2:]:
         peak, before = simulate(graph, profile, schedule).peak_bytes, added_cost(graph, schedule, cost)
         for limit in (peak, (peak + plain) // 2, max(peak, plain)):
-            less, left = spared(graph, schedule, cost, workspace, limit, TRIES)
+            less, left = with_fewer_runs(graph, schedule, cost, workspace, limit, TRIES)
             assert simulate(graph, profile, less).peak_bytes <= limit
             assert added_cost(graph, less, cost) <= before and 0 <= left <= TRIES
         if peak < plain:  # there is room for everything
@@ -33,22 +33,22 @@ def test_what_is_spared_costs_less_and_keeps_the_limit(name):
 
 
 @pytest.mark.parametrize("name", [*MODELS, *SKIPS])
-def test_what_is_kept_runs_once(name):
+def test_a_saved_node_is_not_recomputed(name):
     graph, profile = traced(name)
     schedule = lower(graph, segmentations(graph)[-1])
     cost, results = costs(graph, profile), {storage.producer for storage in graph.storages}
     for place in sorted(results.intersection(recomputed(graph, schedule)), key=lambda place: -cost[place])[:4]:
-        kept = keeping(graph, schedule, place)
+        kept = with_saved(graph, schedule, place)
         simulate(graph, profile, kept)
         assert place not in recomputed(graph, kept)
 
 
-def test_at_the_lowest_peak_of_a_recursion_much_of_it_can_be_spared():
+def test_the_lowest_peak_of_a_recursion_leaves_room_to_save_much_of_it():
     model, inputs = line(pairs=6, width=16)
     graph = ackpt.trace(model, *inputs)
     profile = ackpt.profile(graph)
-    lowest = front.front(graph, profile, rotor_chain.candidates)[-1]
+    lowest = frontier(graph, profile, rotor_chain.candidates)[-1]
     cost = costs(graph, profile)
-    less, _ = spared(graph, lowest.schedule, cost, profile.workspace_bytes, lowest.peak_bytes, TRIES)
+    less, _ = with_fewer_runs(graph, lowest.schedule, cost, profile.workspace_bytes, lowest.peak_bytes, TRIES)
     assert simulate(graph, profile, less).peak_bytes <= lowest.peak_bytes
     assert added_cost(graph, less, cost) < lowest.cost / 2

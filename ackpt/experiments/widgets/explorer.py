@@ -14,7 +14,7 @@ from ackpt.metering.timeline import CATEGORIES, Timeline
 from ackpt.planner import plan
 from ackpt.planning.plan import RECOMPUTED, SAVED, Plan
 from ackpt.policies import auto
-from ackpt.policies.search.frontier import front
+from ackpt.policies.search.frontier import frontier
 from ackpt.results import write_text_atomic
 
 SCHEMA = {"schema": "ackpt.explorer", "version": 1}
@@ -57,7 +57,7 @@ def explorer(graph, profile, record) -> dict:
             "resident_bytes": plain.resident_bytes,
             "flops": plain.flops,
         },
-        "least_bytes": front(graph, profile, auto.candidates)[-1].peak_bytes,
+        "least_bytes": frontier(graph, profile, auto.candidates)[-1].peak_bytes,
         "events_in_bucket": width,
         "categories": names,
         "activations": [{"name": a.name, "module": a.module, "bytes": a.bytes} for a in activations],

@@ -15,7 +15,7 @@ from ackpt.metering.timeline import CATEGORIES
 from ackpt.models import TransformerConfig
 from ackpt.planning.plan import Plan
 from ackpt.policies import auto
-from ackpt.policies.search.frontier import front
+from ackpt.policies.search.frontier import frontier
 from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import PlanConfig, at_peak, captured
 from ackpt.workloads.step_request import StepRequest
@@ -83,7 +83,7 @@ def _step(model: Bars, size: int) -> dict:
     graph = captured(step, config, None)
     profile = ackpt.profile(graph)
     plain = ackpt.plan(graph, policy="none", profile=profile)
-    least = front(graph, profile, auto.candidates)[-1].peak_bytes
+    least = frontier(graph, profile, auto.candidates)[-1].peak_bytes
     full = ackpt.plan(graph, policy="full", profile=profile)
     plans: dict[str, Plan | None] = {"none": plain, "full": full}
     for name, budget in {"half": 0.5, "least": least + plain.resident_bytes}.items():

@@ -1,6 +1,7 @@
-"""What can be done with one block: which of its results to save, and what each choice takes and costs.
+"""The options of one block: which of its activations to save, and the peaks and the cost of each choice.
 
-The choices are found by dropping, again and again, the unit that frees most bytes per added cost.
+`BlockStep.options` finds them greedily: it starts from saving everything that the block's backward reads, and drops one
+unit (the activations of one operation) after the other, always the one that frees most bytes per added cost.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from dataclasses import dataclass
 
 from ackpt.capture.analysis import Facts
 from ackpt.capture.joint_graph import BACKWARD, FORWARD
-from ackpt.planning.schedule import missing, missing_for
+from ackpt.planning.schedule import missing_for, recompute_late
+from ackpt.policies.search.frontier import undominated
 
 from .blocks import Block
 
 
 @dataclass(frozen=True)
 class Option:
-    """One choice for one block.
+    """One choice for one block; sizes in bytes.
 
-    ``saved``: storages of its inside that its forward leaves for its backward; ``saved_bytes`` of them;
-    ``forward_peak``, ``backward_peak``: most bytes that live beside what the block is given, while it runs;
-    ``cost``: of what its backward runs again.
+    ``saved``: storages inside the block that its forward saves for its backward, ``saved_bytes`` of them.
+    ``forward_peak``, ``backward_peak``: the dynamic peak of each pass without the activations of other blocks.
+    ``cost``: of what its backward recomputes.
     """
 
     saved: frozenset[int]
@@ -31,161 +33,141 @@ class Option:
     cost: float
 
 
-class Local:
-    """One block's forward and backward, walked for a choice of what is saved."""
+class BlockStep:
+    """The forward and backward of one block, simulated for any choice of what is saved."""
 
-    def __init__(self, known: Facts, block: Block, pinned, costs, workspace):
-        self.known, self.block, self.costs, self.workspace = known, block, costs, workspace
-        nodes = known.graph.nodes
+    def __init__(self, analysis: Facts, block: Block, pinned, costs, workspace):
+        self.analysis, self.block, self.costs, self.workspace = analysis, block, costs, workspace
+        nodes = analysis.graph.nodes
         inside = set(block.forward)
-        reads = {source for place in (*block.forward, *block.backward) for source in nodes[place].inputs}
-        # What comes from other blocks: their outputs, which live beside this block, and gradients, which it uses up.
-        own = {s for place in inside for s in known.born.get(place, ())}
+        reads = {source for node in (*block.forward, *block.backward) for source in nodes[node].inputs}
+        # Other blocks give it their outputs, which live while this block runs, and gradients, which it uses up.
+        allocated = {s for node in inside for s in analysis.born.get(node, ())}
         others = {
-            s for s in reads if nodes[s].phase == FORWARD and s not in inside and not own & set(nodes[s].storages)
+            node
+            for node in reads
+            if nodes[node].phase == FORWARD and node not in inside and not allocated & set(nodes[node].storages)
         }
-        self.given = {*known.given, *(known.cover[s] for s in pinned), *others}
-        self.given |= {cover for place in others for cover in _covers(known, place)}
-        gradients = {s for s in reads if nodes[s].phase != FORWARD} - set(block.backward) - set(known.given)
-        self.free = {s for place in self.given for s in nodes[place].storages}
-        self.incoming = {s for place in gradients for s in nodes[place].storages} - self.free
+        self.given = {*analysis.given, *_bases(analysis, pinned), *others}
+        self.given |= {base for node in others for base in _bases(analysis, nodes[node].storages)}
+        gradients = {node for node in reads if nodes[node].phase != FORWARD} - set(block.backward) - set(analysis.given)
+        self.outside = {s for node in self.given for s in nodes[node].storages}
+        self.incoming = {s for node in gradients for s in nodes[node].storages} - self.outside
         self.given |= gradients
-        self.needed_later = _read_later(known, block)
+        self.gradients = _read_later(analysis, block)
 
     def option(self, saved: frozenset[int]) -> Option:
-        """What saving `saved` means, less those that come along anyway when their siblings are recomputed."""
-        known, block = self.known, self.block
+        """The option that saves `saved`, except storages that recomputing their siblings allocates anyway."""
+        analysis, block = self.analysis, self.block
         order: list[int] = []
-        again: set[int] | None = None
-        while again is None or again & saved:
-            saved = saved - (again or set())
-            order = self._order(saved)
-            runs = [node for node in order if known.graph.nodes[node].phase == FORWARD]
-            again = {s for node in runs for s in known.born.get(node, ())}
+        reallocated: set[int] | None = None
+        while reallocated is None or reallocated & saved:
+            saved = saved - (reallocated or set())
+            order = recompute_late(analysis, block.backward, self.given | _bases(analysis, saved | block.output))
+            runs = [node for node in order if analysis.graph.nodes[node].phase == FORWARD]
+            reallocated = {s for node in runs for s in analysis.born.get(node, ())}
         cost = sum(self.costs[node] for node in runs)
-        backward_peak = self._peak(order, saved | block.output | self.incoming, self.needed_later, True)
+        backward_peak = self._peak(order, saved | block.output | self.incoming, self.gradients, True)
         forward_peak = self._peak(list(block.forward), frozenset(), saved | block.output, False)
-        return Option(saved, sum(known.bytes[s] for s in saved), forward_peak, backward_peak, cost)
+        return Option(saved, sum(analysis.bytes[s] for s in saved), forward_peak, backward_peak, cost)
 
-    def _order(self, saved) -> list[int]:
-        """The backward, each missing value recomputed right before it is read."""
-        live = self.given | {self.known.cover[s] for s in saved | self.block.output}
-        order: list[int] = []
-        for place in self.block.backward:
-            for node in missing(self.known, place, live):
-                order.append(node)
-                live.add(node)
-        return order
-
-    def _peak(self, order, start, kept, is_backward: bool) -> int:
-        """Most live bytes while `order` runs, `start` being there and `kept` staying."""
-        known, nodes = self.known, self.known.graph.nodes
-        touched = known.touched[BACKWARD if is_backward else FORWARD]
-        last = {storage: at for at, place in enumerate(order) for storage in touched[place]}
-        live = {s for s in start if s in last or s in kept}
-        total = peak = sum(known.bytes[s] for s in live)
-        for at, place in enumerate(order):
-            again = is_backward and nodes[place].phase == FORWARD
-            for storage in known.storages(place, again):
-                if storage not in live and storage not in self.free and storage not in known.resident:
+    def _peak(self, order: list[int], start, end, is_backward: bool) -> int:
+        """The peak while `order` runs; the storages `start` are live before it and `end` after it."""
+        analysis, nodes = self.analysis, self.analysis.graph.nodes
+        touched = analysis.touched[BACKWARD if is_backward else FORWARD]
+        last = {storage: at for at, node in enumerate(order) for storage in touched[node]}
+        live = {s for s in start if s in last or s in end}
+        total = peak = sum(analysis.bytes[s] for s in live)
+        for at, node in enumerate(order):
+            is_recomputed = is_backward and nodes[node].phase == FORWARD
+            for storage in analysis.storages(node, is_recomputed):
+                if storage not in live and storage not in self.outside and storage not in analysis.resident:
                     live.add(storage)
-                    total += known.bytes[storage]
-            peak = max(peak, total + self.workspace[place])
-            for storage in touched[place]:
-                if last[storage] == at and storage in live and storage not in kept:
+                    total += analysis.bytes[storage]
+            peak = max(peak, total + self.workspace[node])
+            for storage in touched[node]:
+                if last[storage] == at and storage in live and storage not in end:
                     live.discard(storage)
-                    total -= known.bytes[storage]
+                    total -= analysis.bytes[storage]
         return peak
 
-    def runs_again(self, kept: frozenset[int], wanted: frozenset[int]) -> list[int]:
-        """Nodes of the forward that run again for the output and for `wanted`, `kept` being there."""
-        live = self.given | {self.known.cover[s] for s in kept}
-        return missing_for(self.known, [self.known.cover[s] for s in self.block.output | wanted], live)
+    def _recomputed(self, saved: frozenset[int], wanted: frozenset[int]) -> list[int]:
+        """Forward nodes that are recomputed for the block's output and the storages `wanted` if `saved` are saved."""
+        live = self.given | _bases(self.analysis, saved)
+        return missing_for(self.analysis, _bases(self.analysis, self.block.output | wanted), live)
 
-    def run_cost(self, kept: frozenset[int], wanted: frozenset[int]) -> float:
-        return sum(self.costs[node] for node in self.runs_again(kept, wanted))
+    def recompute_cost(self, saved: frozenset[int], wanted: frozenset[int]) -> float:
+        """The cost of recomputing the block's output and the storages `wanted` if `saved` are saved."""
+        return sum(self.costs[node] for node in self._recomputed(saved, wanted))
 
-    def brings_along(self, kept: frozenset[int], wanted: frozenset[int]) -> frozenset[int]:
-        """What of `kept` would be there twice then: its siblings run again."""
-        again = {s for node in self.runs_again(kept, wanted) for s in self.known.born.get(node, ())}
-        return kept & again
+    def allocated_twice(self, saved: frozenset[int], wanted: frozenset[int]) -> frozenset[int]:
+        """The storages of `saved` that recomputing the output and `wanted` allocates again, with their siblings."""
+        recomputed = self._recomputed(saved, wanted)
+        return saved & {s for node in recomputed for s in self.analysis.born.get(node, ())}
 
-    def stays(self, option: Option) -> Option:
-        """`option` without what the block's output, when it runs again, brings along anyway."""
-        while twice := self.brings_along(option.saved, frozenset()):
-            option = self.option(option.saved - twice)
+    def without_duplicates(self, option: Option) -> Option:
+        """`option` without the storages that recomputing the block's output allocates anyway."""
+        while duplicates := self.allocated_twice(option.saved, frozenset()):
+            option = self.option(option.saved - duplicates)
         return option
 
     @property
     def incoming_bytes(self) -> int:
-        """Gradients that the backward begins with."""
-        return sum(self.known.bytes[s] for s in self.incoming)
+        """Bytes of the gradients that the backward begins with."""
+        return sum(self.analysis.bytes[s] for s in self.incoming)
 
     @property
-    def left_bytes(self) -> int:
-        """Gradients of parameters that the backward leaves."""
-        held = {s for s in self.needed_later if s in self.known.held}
-        return sum(self.known.bytes[s] for s in held)
+    def parameter_gradient_bytes(self) -> int:
+        """Bytes of the gradients of parameters that the backward leaves."""
+        return sum(self.analysis.bytes[s] for s in self.gradients & self.analysis.held)
 
     def options(self) -> list[Option]:
-        """Choices from saving all that the backward reads to saving nothing, none worse than another in everything."""
-        known, block = self.known, self.block
-        read = {
-            s
-            for place in block.backward
-            for source in known.graph.nodes[place].inputs
-            for s in known.graph.nodes[source].storages
-        }
+        """The options from saving everything that the backward reads to saving nothing, without dominated ones."""
+        nodes, block = self.analysis.graph.nodes, self.block
+        read = {s for node in block.backward for source in nodes[node].inputs for s in nodes[source].storages}
         unit_of = {storage: unit for unit in block.units for storage in unit}
         units = {unit_of[s] for s in read if s in unit_of}
-        current = frozenset(s for unit in units for s in unit if s in read)
-        found = [self.option(current)]
+        saved = frozenset(s for unit in units for s in unit if s in read)
+        options = [self.option(saved)]
         queue: list[tuple[float, int, frozenset[int]]] = []
         for number, unit in enumerate(sorted(units, key=min)):
-            heapq.heappush(queue, (self._worth(found[-1], current - unit)[0], number, unit))
+            heapq.heappush(queue, (self._rank(options[-1], saved - unit)[0], number, unit))
         while queue:
             _, number, unit = heapq.heappop(queue)
-            if not unit & current:
+            if not unit & saved:
                 continue
-            worth, option = self._worth(found[-1], current - unit)
-            if queue and worth > queue[0][0] * (1 - 1e-9 if queue[0][0] < 0 else 1 + 1e-9):
-                heapq.heappush(queue, (worth, number, unit))
+            rank, option = self._rank(options[-1], saved - unit)
+            # The rank may have changed since it was queued; the margin ignores rounding.
+            if queue and rank > queue[0][0] * (1 - 1e-9 if queue[0][0] < 0 else 1 + 1e-9):
+                heapq.heappush(queue, (rank, number, unit))
                 continue
-            current = option.saved
-            found.append(option)
-        return pareto(found)
+            saved = option.saved
+            options.append(option)
+        return undominated(sorted(set(options), key=lambda option: sorted(option.saved)), _values)
 
-    def _worth(self, before: Option, saved: frozenset[int]) -> tuple[float, Option]:
-        """Minus the bytes that are freed for each added cost, and the option."""
+    def _rank(self, before: Option, saved: frozenset[int]) -> tuple[float, Option]:
+        """Minus the freed bytes per added cost, and the option that saves only `saved`."""
         option = self.option(saved)
         added = max(option.cost - before.cost, 1e-3)
         return -(before.saved_bytes - option.saved_bytes) / added, option
 
 
-def pareto(options: list[Option]) -> list[Option]:
-    """Those that no other beats in saved bytes, both peaks and cost at once."""
-
-    def values(o):
-        return (o.saved_bytes, o.forward_peak, o.backward_peak, o.cost)
-
-    kept: list[Option] = []
-    for option in sorted(set(options), key=lambda o: (*values(o), sorted(o.saved))):
-        if not any(all(a <= b for a, b in zip(values(other), values(option))) for other in kept):
-            kept.append(option)
-    return kept
+def _values(option: Option) -> tuple[float, ...]:
+    return option.saved_bytes, option.forward_peak, option.backward_peak, option.cost
 
 
-def _covers(known: Facts, place: int):
-    return [known.cover[s] for s in known.graph.nodes[place].storages if s in known.cover]
+def _bases(analysis: Facts, storages) -> set[int]:
+    """The base tensors of `storages`, as node ids."""
+    return {analysis.cover[s] for s in storages if s in analysis.cover}
 
 
-def _read_later(known: Facts, block: Block) -> set[int]:
-    """Storages born in the block's backward that something after it needs: gradients."""
-    graph = known.graph
+def _read_later(analysis: Facts, block: Block) -> set[int]:
+    """Storages allocated in the block's backward that something after it reads: gradients."""
+    graph = analysis.graph
     inside = set(block.backward)
-    born = {s for place in block.backward for s in known.born.get(place, ())}
-    found = {s for p in known.bw_outputs if p is not None for s in graph.nodes[p].storages}
+    allocated = {s for node in block.backward for s in analysis.born.get(node, ())}
+    read = {s for node in analysis.bw_outputs if node is not None for s in graph.nodes[node].storages}
     for node in graph.nodes[graph.boundary :]:
         if node.id not in inside:
-            found.update(s for source in node.inputs for s in graph.nodes[source].storages)
-    return born & found
+            read.update(s for source in node.inputs for s in graph.nodes[source].storages)
+    return allocated & read

@@ -1,4 +1,4 @@
-"""The blocks of a graph as the recursion over the chain sees them: ways to run each, and what may stay of it."""
+"""The blocks of a graph as stages of the chain table: the options of each, and the parts of it that may stay saved."""
 
 from __future__ import annotations
 
@@ -6,80 +6,96 @@ from dataclasses import dataclass
 
 from ackpt.capture.analysis import Facts
 
-from .block_options import Local, Option
-from .blocks import Chain
-from .chain_table import Level, Stage
+from .block_options import BlockStep, Option
+from .blocks import BlockChain
+from .chain_table import Partial, Stage
 
-# What stays of blocks that are run for a later output: shares of the bytes of all their insides.
-_SHARES = (1 / 8, 1 / 4, 1 / 2)
-_PRICES = 64  # prices of a byte that are tried for each share
+_SHARES = (1 / 8, 1 / 4, 1 / 2)  # of the bytes inside all blocks, which partials save
+_PRICES = 64  # prices of a byte that are tried
 
 
 @dataclass(frozen=True)
-class _Way:
-    """An option as something that stays: its cost is that of running the block again and of its backward."""
+class _PartialOption:
+    """An option as a partial; ``cost``: of recomputing the block's output and of its backward."""
 
     option: Option
     cost: float
 
 
-def stages(known: Facts, found: Chain, cost, workspace) -> list[Stage]:
-    locals_ = [Local(known, block, found.pinned, cost, workspace) for block in found.blocks]
-    options = [local.options() for local in locals_]
-    ways = [
-        [_Way(option, option.cost + local.run_cost(option.saved, frozenset())) for option in map(local.stays, own)]
-        for local, own in zip(locals_, options)
+def stages(analysis: Facts, chain: BlockChain, cost, workspace) -> list[Stage]:
+    """One stage of the chain table for each block of `chain`."""
+    steps = [BlockStep(analysis, block, chain.pinned, cost, workspace) for block in chain.blocks]
+    options = [step.options() for step in steps]
+    choices = [
+        [
+            _PartialOption(option, option.cost + step.recompute_cost(option.saved, frozenset()))
+            for option in map(step.without_duplicates, step_options)
+        ]
+        for step, step_options in zip(steps, options)
     ]
-    # Empty results, as batch norms save in evaluation, are saved for nothing, but must not be there twice either.
-    rows = [[local.stays(_bare(own)) for local, own in zip(locals_, options)], *_chosen(ways)]
+    # Empty activations, such as those of batch norms in evaluation, cost nothing to save; they must not be saved twice.
+    rows = [
+        [step.without_duplicates(_least(block_options)) for step, block_options in zip(steps, options)],
+        *_rows_by_share(choices),
+    ]
     return [
         Stage(
-            levels=tuple(_level(local, row[index], options[index]) for row in rows),
-            output_bytes=sum(known.bytes[s] for s in block.output),
-            incoming_bytes=local.incoming_bytes,
-            left_bytes=local.left_bytes,
+            partials=tuple(_partial(step, row[index], options[index]) for row in rows),
+            output_bytes=sum(analysis.bytes[s] for s in block.output),
+            incoming_bytes=step.incoming_bytes,
+            gradient_bytes=step.parameter_gradient_bytes,
         )
-        for index, (block, local) in enumerate(zip(found.blocks, locals_))
+        for index, (block, step) in enumerate(zip(chain.blocks, steps))
     ]
 
 
-def _level(local: Local, kept: Option, options: list[Option]) -> Level:
-    more = [
-        option for option in options if option.saved >= kept.saved and not local.brings_along(kept.saved, option.saved)
+def _partial(step: BlockStep, part: Option, options: list[Option]) -> Partial:
+    extending = [
+        option
+        for option in options
+        if option.saved >= part.saved and not step.allocated_twice(part.saved, option.saved)
     ]
-    return Level(
-        kept=kept,
-        options=tuple(more),
-        run_costs=tuple(local.run_cost(kept.saved, option.saved) for option in more),
-        forward_cost=local.run_cost(kept.saved, frozenset()),
+    return Partial(
+        option=part,
+        options=tuple(extending),
+        run_costs=tuple(step.recompute_cost(part.saved, option.saved) for option in extending),
+        forward_cost=step.recompute_cost(part.saved, frozenset()),
     )
 
 
-def _bare(options: list[Option]) -> Option:
+def _least(options: list[Option]) -> Option:
     """The option that saves least."""
     return min(options, key=lambda option: (option.saved_bytes, option.backward_peak, option.cost))
 
 
-def _chosen(ways: list[list[_Way]]) -> list[list[Option]]:
-    """For some prices of a byte, the option of every block that is cheapest then; a price for every share."""
-    everything = sum(max(way.option.saved_bytes for way in own) for own in ways)
-    rows = by_price([[(way.cost, way.option.saved_bytes) for way in own] for own in ways])
-    found = [[own[index].option for own, index in zip(ways, row)] for row in rows]
-    sizes = [(sum(option.saved_bytes for option in row), row) for row in found]
-    picked: dict[int, list[Option]] = {}
+def _rows_by_share(choices: list[list[_PartialOption]]) -> list[list[Option]]:
+    """For each share the row of options, one per block, whose saved bytes come closest to it."""
+    all_bytes = sum(max(choice.option.saved_bytes for choice in block_choices) for block_choices in choices)
+    picks = rows_by_price(
+        [[(choice.cost, choice.option.saved_bytes) for choice in block_choices] for block_choices in choices]
+    )
+    rows = [[block_choices[index].option for block_choices, index in zip(choices, row)] for row in picks]
+    sizes = [(sum(option.saved_bytes for option in row), row) for row in rows]
+    by_size: dict[int, list[Option]] = {}
     for share in _SHARES:
-        size, row = min(sizes, key=lambda pair: abs(pair[0] - share * everything))
-        if 0 < size < everything:
-            picked[size] = row
-    return list(picked.values())
+        size, row = min(sizes, key=lambda pair: abs(pair[0] - share * all_bytes))
+        if 0 < size < all_bytes:
+            by_size[size] = row
+    return list(by_size.values())
 
 
-def by_price(ways: list[list[tuple[float, int]]]) -> list[tuple[int, ...]]:
-    """For falling prices of a byte the way of every block that is cheapest then, of ways with a cost and bytes."""
-    price = max((cost / max(1, size) for own in ways for cost, size in own), default=0.0)
-    found: dict[tuple[int, ...], None] = {}
+def rows_by_price(choices: list[list[tuple[float, int]]]) -> list[tuple[int, ...]]:
+    """For falling prices of a saved byte, the index of every block's cheapest choice at that price, without repeats.
+
+    `choices`: for every block its choices as (cost, saved bytes).
+    """
+    price = max((cost / max(1, size) for block_choices in choices for cost, size in block_choices), default=0.0)
+    rows: dict[tuple[int, ...], None] = {}
     for _ in range(_PRICES):
-        worth = [[(cost + price * size, size, index) for index, (cost, size) in enumerate(own)] for own in ways]
-        found.setdefault(tuple(min(own)[-1] for own in worth))
+        priced = [
+            [(cost + price * size, size, index) for index, (cost, size) in enumerate(block_choices)]
+            for block_choices in choices
+        ]
+        rows.setdefault(tuple(min(block_prices)[-1] for block_prices in priced))
         price *= 2.0 ** (-1 / 2)
-    return list(found)
+    return list(rows)

@@ -1,10 +1,10 @@
-"""The best way through a chain of blocks for every amount of memory at once, by dynamic programming.
+"""The cheapest way through a chain of blocks for every amount of memory at once, by dynamic programming.
 
-rotor's recursion (Beaumont et al. 2019, arXiv:1911.13214) with several ways to run each block, as in Rockmate (Zhao et
-al. 2023, arXiv:2307.01236): either a block is run and what one of its options saves is kept until its backward, or
-blocks are run for the sake of their last output alone and run again later. Beyond both: the gradients of parameters
-stay once they exist, what the first forward runs anyway costs nothing, and blocks that are run for their last output
-may leave a part of their insides behind, from which running them again is cheaper (a `Level`).
+This is rotor's recursion (Beaumont et al. 2019, arXiv:1911.13214) with several ways to run each block, as in Rockmate
+(Zhao et al. 2023, arXiv:2307.01236). A block either runs and saves what one of its options says until its backward, or
+a stretch of blocks runs for the sake of its last output and is recomputed later. It goes beyond both in three ways: the
+gradients of parameters stay allocated once they exist, the first forward costs nothing, and a stretch that runs for its
+last output may save a part of every block (a `Partial`), from which recomputing it is cheaper.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 @dataclass(frozen=True)
-class Level:
-    """What stays of a block that is run for the sake of a later output, and what follows from that; bytes.
+class Partial:
+    """The part of a block that is saved when the block runs for the sake of a later output, and what follows from it.
 
-    ``kept``: the option that saves just this. ``options``: ways to run it again for its backward, with the cost of
-    running each forward in ``run_costs``; ``forward_cost``: of running it again for its output alone.
+    ``option``: the option that saves exactly this part. ``options``: the ways to run the block again for its backward,
+    with the cost of each such forward in ``run_costs``; ``forward_cost``: of running it again for its output alone.
     """
 
-    kept: Option
+    option: Option
     options: tuple[Option, ...]
     run_costs: tuple[float, ...]
     forward_cost: float
@@ -35,194 +35,216 @@ class Level:
 
 @dataclass(frozen=True)
 class Stage:
-    """A block as the recursion sees it, in bytes.
+    """A block as the recursion sees it; sizes in bytes.
 
-    ``levels``: the first keeps nothing; ``output_bytes``: what it hands on; ``incoming_bytes``: gradients that its
-    backward begins with; ``left_bytes``: gradients of parameters that it leaves.
+    ``partials``: the first saves nothing. ``incoming_bytes``: gradients that the block's backward begins with;
+    ``gradient_bytes``: gradients of parameters that it leaves.
     """
 
-    levels: tuple[Level, ...]
+    partials: tuple[Partial, ...]
     output_bytes: int
     incoming_bytes: int
-    left_bytes: int
+    gradient_bytes: int
 
     def numbers(self) -> tuple:
-        """What the recursion depends on: stages that agree in this are solved once."""
+        """What the recursion depends on: stages with the same numbers are solved once."""
 
         def of(option):
             return option.saved_bytes, option.forward_peak, option.backward_peak, option.cost
 
-        levels = tuple(
-            (of(level.kept), tuple(map(of, level.options)), level.run_costs, level.forward_cost)
-            for level in self.levels
+        partials = tuple(
+            (of(partial.option), tuple(map(of, partial.options)), partial.run_costs, partial.forward_cost)
+            for partial in self.partials
         )
-        return levels, self.output_bytes, self.incoming_bytes, self.left_bytes
+        return partials, self.output_bytes, self.incoming_bytes, self.gradient_bytes
 
 
 @dataclass(frozen=True)
 class Operation:
-    """``forward``: run the blocks `first` to `last`; ``kept``: storages that stay beside the output of the last one.
+    """``forward``: run the blocks `first` to `last` and save the storages ``saved`` and the output of the last one.
 
-    ``backward``: run the backward of block `first`. ``is_first``: a forward of the first pass, which runs whatever is
-    planned.
+    ``backward``: run the backward of block `first`.
     """
 
     kind: str
     first: int
     last: int
-    kept: frozenset[int] = field(default=frozenset())
-    is_first: bool = False
+    saved: frozenset[int] = field(default=frozenset())
+
+
+@dataclass(frozen=True)
+class _RunAndSave:
+    """Run the first block of the stretch and save what its option with this index says, until its backward."""
+
+    option: int
+
+
+@dataclass(frozen=True)
+class _RunStretch:
+    """Run the first ``length`` blocks for the sake of their last output, with the partial of this index saved."""
+
+    partial: int
+    length: int
+
+
+class _GoBack:
+    """Run the backward of a single block from what is saved."""
+
+
+_Decision = _RunAndSave | _RunStretch | _GoBack
 
 
 @dataclass(frozen=True)
 class _Solved:
-    """By slots of memory: the least cost, and what to do first: an option, or where to split and at which level."""
+    """The least cost and the first decision of a stretch of blocks, both by memory slots."""
 
     costs: np.ndarray
-    choices: np.ndarray
+    decisions: np.ndarray
 
 
 class ChainTable:
-    """Least added cost of every stretch of the chain for every number of memory slots."""
+    """The least added cost of every stretch of the chain for every number of memory slots."""
 
     def __init__(self, stages: list[Stage], memory_bytes: int, slots: int = 600):
         self.stages, self.slots = stages, slots
         self.slot_bytes = max(1.0, memory_bytes / slots)
         n = len(stages)
-        self.levels = len(stages[0].levels)
-        self.left = _sums([stage.left_bytes for stage in stages])
-        kept = [[stage.levels[level].kept for stage in stages] for level in range(self.levels)]
-        self.kept = [_sums([option.saved_bytes for option in row]) for row in kept]
-        self.forward = [_sums([stage.levels[level].forward_cost for stage in stages]) for level in range(self.levels)]
-        self.given = np.array([0, *(stage.output_bytes for stage in stages[:-1])], dtype=float)
-        self.running = [np.array([option.forward_peak for option in row], dtype=float) for row in kept]
-        self.again: dict[tuple[int, int, int], _Solved] = {}  # level, first and last block
-        numbers: dict[tuple, int] = {}
-        kinds = [numbers.setdefault(stage.numbers(), len(numbers)) for stage in stages]
+        self.partials = range(len(stages[0].partials))
+        rows = [[stage.partials[number] for stage in stages] for number in self.partials]
+        # Prefix sums over the blocks: entry t - entry s is the sum of the blocks from s up to and without t.
+        self.gradients = _prefix_sums([stage.gradient_bytes for stage in stages])
+        self.saved = [_prefix_sums([partial.option.saved_bytes for partial in row]) for row in rows]
+        self.forward_costs = [_prefix_sums([partial.forward_cost for partial in row]) for row in rows]
+        self.input_bytes = np.array([0, *(stage.output_bytes for stage in stages[:-1])], dtype=float)
+        self.forward_peaks = [np.array([partial.option.forward_peak for partial in row], dtype=float) for row in rows]
+        self.stretches = [
+            np.array([_RunStretch(number, length) for length in range(1, n + 1)], dtype=object)
+            for number in self.partials
+        ]
+        self.later_passes: dict[tuple[int, int, int], _Solved] = {}  # by partial, first and last block
+        kind_of: dict[tuple, int] = {}
+        kinds = [kind_of.setdefault(stage.numbers(), len(kind_of)) for stage in stages]
         solved: dict[tuple, _Solved] = {}
-        for level in range(self.levels - 1, -1, -1):
+        for partial in reversed(self.partials):
             for length in range(1, n + 1):
                 for s in range(n - length + 1):
                     t = s + length - 1
-                    key = (level, *kinds[s : t + 1])
+                    key = (partial, *kinds[s : t + 1])
                     if key not in solved:
-                        solved[key] = self._solve(level, s, t)
-                    self.again[level, s, t] = solved[key]
-        self.first: dict[int, _Solved] = {}
+                        solved[key] = self._solve_later_pass(partial, s, t)
+                    self.later_passes[partial, s, t] = solved[key]
+        self.first_passes: dict[int, _Solved] = {}  # by first block
         for s in range(n - 1, -1, -1):
-            self.first[s] = self._solve_first(s)
+            self.first_passes[s] = self._solve_first_pass(s)
 
     def costs(self) -> np.ndarray:
         """Added cost of the whole chain by slots of memory; infinite where it does not fit."""
-        return self.first[0].costs
+        return self.first_passes[0].costs
 
     def operations(self, slot: int) -> Iterator[Operation]:
         """The cheapest way through the chain within `slot` slots."""
         yield from self._first_pass(0, slot)
 
-    def _solve(self, level: int, s: int, t: int) -> _Solved:
-        """Backward of the blocks `s` to `t`, of which `level` has stayed and whose input is there."""
-        stage, rows = self.stages[s], _Rows(self.slots)
-        delta = self.stages[t].incoming_bytes
-        left, kept = self.left[t + 1] - self.left[s + 1], self.kept[level][t + 1] - self.kept[level][s + 1]
-        here = stage.levels[level]
+    def _solve_later_pass(self, partial: int, s: int, t: int) -> _Solved:
+        """The backward of the blocks `s` to `t`, from the input of `s` and the saved `partial` of all of them."""
+        stage, best = self.stages[s], _Best(self.slots)
+        incoming = self.stages[t].incoming_bytes
+        gradients = self.gradients[t + 1] - self.gradients[s + 1]
+        saved = self.saved[partial][t + 1] - self.saved[partial][s + 1]
+        ways = stage.partials[partial]
         if s == t:
-            rows.offer(-1, here.kept.cost, self._slots(here.kept.backward_peak))
-            return rows.solved()
-        for number, (option, run) in enumerate(zip(here.options, here.run_costs)):
-            need = max(option.forward_peak + delta + kept, option.backward_peak + left)
-            stays = option.saved_bytes + stage.output_bytes
-            rest = self.again[level, s + 1, t].costs
-            rows.offer(number, self._shifted(rest, stays) + (run + option.cost), self._slots(need))
-        # What stays may grow from nothing when blocks are run again; from then on it is the same until their backward.
-        for new in range(self.levels) if level == 0 else (level,):
-            self._offer_splits(
-                rows, s, t, level, new, delta, [self.again[level, j, t].costs for j in range(s + 1, t + 1)]
-            )
-        return rows.solved()
+            best.offer(_GoBack(), ways.option.cost, self._slots(ways.option.backward_peak))
+            return best.solved()
+        for number, (option, run_cost) in enumerate(zip(ways.options, ways.run_costs)):
+            need = max(option.forward_peak + incoming + saved, option.backward_peak + gradients)
+            rest = self._shifted(self.later_passes[partial, s + 1, t].costs, option.saved_bytes + stage.output_bytes)
+            best.offer(_RunAndSave(number), rest + (run_cost + option.cost), self._slots(need))
+        # A part may be saved when blocks are recomputed; from then on it is the same part until their backward.
+        for new in self.partials if partial == 0 else (partial,):
+            rests = [self.later_passes[partial, j, t].costs for j in range(s + 1, t + 1)]
+            self._offer_stretches(best, s, t, partial, new, incoming, rests)
+        return best.solved()
 
-    def _solve_first(self, s: int) -> _Solved:
-        """First forward of the blocks from `s` on, and the backward of them."""
-        stage, rows, t = self.stages[s], _Rows(self.slots), len(self.stages) - 1
-        left = self.left[t + 1] - self.left[s + 1]
-        for number, option in enumerate(stage.levels[0].options):
-            need = max(option.forward_peak, option.backward_peak + left)
+    def _solve_first_pass(self, s: int) -> _Solved:
+        """The first forward of the blocks from `s` on, and their backward."""
+        stage, best, t = self.stages[s], _Best(self.slots), len(self.stages) - 1
+        gradients = self.gradients[t + 1] - self.gradients[s + 1]
+        for number, option in enumerate(stage.partials[0].options):
+            need = max(option.forward_peak, option.backward_peak + gradients)
             rest: np.ndarray | float = 0.0
             if s < t:
-                rest = self._shifted(self.first[s + 1].costs, option.saved_bytes + stage.output_bytes)
-            rows.offer(number, rest + option.cost, self._slots(need))
-        for new in range(self.levels):
-            self._offer_splits(rows, s, t, None, new, 0, [self.first[j].costs for j in range(s + 1, t + 1)])
-        return rows.solved()
+                rest = self._shifted(self.first_passes[s + 1].costs, option.saved_bytes + stage.output_bytes)
+            best.offer(_RunAndSave(number), rest + option.cost, self._slots(need))
+        for new in self.partials:
+            rests = [self.first_passes[j].costs for j in range(s + 1, t + 1)]
+            self._offer_stretches(best, s, t, None, new, 0, rests)
+        return best.solved()
 
-    def _offer_splits(self, rows: _Rows, s: int, t: int, level: int | None, new: int, delta: int, rests) -> None:
-        """Run blocks from `s` on for one output alone, leaving level `new` of them; then what follows; then them.
+    def _offer_stretches(self, best: _Best, s: int, t: int, partial: int | None, new: int, incoming: int, rests):
+        """Offer every stretch that starts with `s` and saves the partial `new`, then the rest, then the stretch.
 
-        `level`: what there is of the blocks up to `t` before, None in the first pass, which costs nothing.
+        `partial`: what is saved of the blocks up to `t` before, None in the first pass, which costs nothing. `rests`:
+        the costs of what follows, by the length of the stretch.
         """
         if s == t:
             return
-        j = np.arange(s + 1, t + 1)
-        stays = self.kept[new][j] - self.kept[new][s]
-        beside = np.zeros(t - s) if level is None else self.kept[level][t + 1] - self.kept[level][s + 1 : t + 1]
-        before = self.kept[new][s:t] - self.kept[new][s]
-        running = self.running[new][s:t] + self.given[s:t] + before + beside
-        running[0] -= self.given[s]  # the input of the first one is accounted for by the caller
-        needs = np.maximum.accumulate(running) + delta
-        cost = np.zeros(t - s) if level is None else self.forward[level][j] - self.forward[level][s]
-        later = np.stack([self.again[new, s, last].costs for last in range(s, t)])
-        after = _moved(later, self._slots(self.left[t + 1] - self.left[j]))
-        first = _moved(np.stack(rests), self._slots(self.given[j] + stays))
-        costs = first + after + cost[:, None]
+        j = np.arange(s + 1, t + 1)  # the first block after the stretch
+        is_first = partial is None
+        saved_after = np.zeros(t - s) if is_first else self.saved[partial][t + 1] - self.saved[partial][s + 1 : t + 1]
+        saved_before = self.saved[new][s:t] - self.saved[new][s]
+        running = self.forward_peaks[new][s:t] + self.input_bytes[s:t] + saved_before + saved_after
+        running[0] -= self.input_bytes[s]  # the caller accounts for the input of the first block
+        needs = np.maximum.accumulate(running) + incoming
+        run_costs = np.zeros(t - s) if is_first else self.forward_costs[partial][j] - self.forward_costs[partial][s]
+        stretches = np.stack([self.later_passes[new, s, last].costs for last in range(s, t)])
+        stretches = _moved(stretches, self._slots(self.gradients[t + 1] - self.gradients[j]))
+        saved = self.input_bytes[j] + (self.saved[new][j] - self.saved[new][s])
+        costs = _moved(np.stack(rests), self._slots(saved)) + stretches + run_costs[:, None]
         costs[np.arange(self.slots + 1)[None, :] < self._slots(needs)[:, None]] = np.inf
-        best = np.argmin(costs, axis=0)
-        rows.take(np.take_along_axis(costs, best[None, :], axis=0)[0], self._number(new, 1 + best))
-
-    def _number(self, level: int, length):
-        """One whole number below -1 for a split after `length` blocks, of which a level stays."""
-        return -2 - (level * len(self.stages) + length)
-
-    def _split(self, number: int) -> tuple[int, int]:
-        return divmod(-2 - number, len(self.stages))
+        cheapest = np.argmin(costs, axis=0)
+        best.take(np.take_along_axis(costs, cheapest[None, :], axis=0)[0], self.stretches[new][cheapest])
 
     def _first_pass(self, s: int, slot: int) -> Iterator[Operation]:
         stage, t = self.stages[s], len(self.stages) - 1
-        number = int(self.first[s].choices[slot])
-        if number >= 0:
-            option = stage.levels[0].options[number]
-            yield Operation(FORWARD, s, s, option.saved, True)
+        decision: _Decision = self.first_passes[s].decisions[slot]
+        if isinstance(decision, _RunStretch):
+            j = s + decision.length
+            yield self._run_stretch(decision, s)
+            yield from self._first_pass(j, slot - self._slots_saved(decision, s))
+            slot -= int(self._slots(self.gradients[t + 1] - self.gradients[j]))
+            yield from self._later_pass(decision.partial, s, j - 1, slot)
+        elif isinstance(decision, _RunAndSave):
+            option = stage.partials[0].options[decision.option]
+            yield Operation(FORWARD, s, s, option.saved)
             if s < t:
                 yield from self._first_pass(s + 1, slot - int(self._slots(option.saved_bytes + stage.output_bytes)))
             yield Operation(BACKWARD, s, s)
-            return
-        level, length = self._split(number)
-        j = s + length
-        yield Operation(FORWARD, s, j - 1, self._left_behind(level, s, j), True)
-        stays = self.given[j] + self.kept[level][j] - self.kept[level][s]
-        yield from self._first_pass(j, slot - int(self._slots(stays)))
-        yield from self._second_pass(level, s, j - 1, slot - int(self._slots(self.left[t + 1] - self.left[j])))
 
-    def _second_pass(self, level: int, s: int, t: int, slot: int) -> Iterator[Operation]:
-        number = int(self.again[level, s, t].choices[slot])
-        if number == -1:
-            yield Operation(BACKWARD, s, s)
+    def _later_pass(self, partial: int, s: int, t: int, slot: int) -> Iterator[Operation]:
+        decision: _Decision = self.later_passes[partial, s, t].decisions[slot]
+        if isinstance(decision, _RunStretch):
+            j = s + decision.length
+            yield self._run_stretch(decision, s)
+            yield from self._later_pass(partial, j, t, slot - self._slots_saved(decision, s))
+            slot -= int(self._slots(self.gradients[t + 1] - self.gradients[j]))
+            yield from self._later_pass(decision.partial, s, j - 1, slot)
             return
-        if number >= 0:
-            option = self.stages[s].levels[level].options[number]
+        if isinstance(decision, _RunAndSave):
+            option = self.stages[s].partials[partial].options[decision.option]
             yield Operation(FORWARD, s, s, option.saved)
-            stays = option.saved_bytes + self.stages[s].output_bytes
-            yield from self._second_pass(level, s + 1, t, slot - int(self._slots(stays)))
-            yield Operation(BACKWARD, s, s)
-            return
-        new, length = self._split(number)
-        j = s + length
-        yield Operation(FORWARD, s, j - 1, self._left_behind(new, s, j))
-        stays = self.given[j] + self.kept[new][j] - self.kept[new][s]
-        yield from self._second_pass(level, j, t, slot - int(self._slots(stays)))
-        yield from self._second_pass(new, s, j - 1, slot - int(self._slots(self.left[t + 1] - self.left[j])))
+            slot -= int(self._slots(option.saved_bytes + self.stages[s].output_bytes))
+            yield from self._later_pass(partial, s + 1, t, slot)
+        yield Operation(BACKWARD, s, s)
 
-    def _left_behind(self, level: int, s: int, j: int) -> frozenset[int]:
-        return frozenset().union(*(self.stages[i].levels[level].kept.saved for i in range(s, j)))
+    def _run_stretch(self, decision: _RunStretch, s: int) -> Operation:
+        blocks = self.stages[s : s + decision.length]
+        saved = frozenset().union(*(stage.partials[decision.partial].option.saved for stage in blocks))
+        return Operation(FORWARD, s, s + decision.length - 1, saved)
+
+    def _slots_saved(self, decision: _RunStretch, s: int) -> int:
+        """Slots that a stretch from `s` on leaves occupied: its output and the parts that are saved."""
+        j, saved = s + decision.length, self.saved[decision.partial]
+        return int(self._slots(self.input_bytes[j] + saved[j] - saved[s]))
 
     def _slots(self, size):
         return np.maximum(0, np.rint(np.asarray(size, dtype=float) / self.slot_bytes)).astype(np.int64)
@@ -231,25 +253,27 @@ class ChainTable:
         return _moved(costs[None, :], self._slots([size]))[0]
 
 
-class _Rows:
-    """The best of what is offered, by slots."""
+class _Best:
+    """The cheapest of the decisions that are offered, by slots."""
 
     def __init__(self, slots: int):
         self.costs = np.full(slots + 1, np.inf)
-        self.choices = np.full(slots + 1, -1, dtype=np.int64)
+        self.decisions = np.full(slots + 1, None, dtype=object)
 
-    def offer(self, number: int, costs, need) -> None:
+    def offer(self, decision: _Decision, costs, need) -> None:
+        """Offer `decision`, which needs at least `need` slots and costs `costs`, by slots or for all of them."""
         costs = np.broadcast_to(np.asarray(costs, dtype=float), self.costs.shape).copy()
         costs[: int(need)] = np.inf
-        self.take(costs, np.full(len(costs), number))
+        self.take(costs, np.full(len(costs), decision, dtype=object))
 
-    def take(self, costs, numbers) -> None:
+    def take(self, costs: np.ndarray, decisions: np.ndarray) -> None:
+        """Take over from `decisions`, by slots, wherever `costs` are lower."""
         better = costs < self.costs
         self.costs[better] = costs[better]
-        self.choices[better] = numbers[better]
+        self.decisions[better] = decisions[better]
 
     def solved(self) -> _Solved:
-        return _Solved(self.costs, self.choices)
+        return _Solved(self.costs, self.decisions)
 
 
 def _moved(rows: np.ndarray, by) -> np.ndarray:
@@ -258,5 +282,5 @@ def _moved(rows: np.ndarray, by) -> np.ndarray:
     return np.where(at >= 0, np.take_along_axis(rows, np.maximum(at, 0), axis=1), np.inf)
 
 
-def _sums(values) -> np.ndarray:
+def _prefix_sums(values) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(values)])

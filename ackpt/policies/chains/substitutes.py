@@ -1,8 +1,9 @@
-"""Something smaller kept instead: what a saved value can be made of without a product, on the way to backward.
+"""Saves smaller activations from which the larger ones can be recomputed without a matrix product.
 
-For a residual sum the product that it adds can be kept: half its size where sums are float32 and products bfloat16. For
-the result of a norm its argument, which the norm's backward needs anyway. For the mask of a dropout nothing: it is
-drawn again. A recursion over blocks sees none of this, since it keeps what they hand on.
+Examples: instead of a residual sum in float32, the bfloat16 product that it adds, which is half its size; instead of
+the result of a norm, its argument, which the norm's backward reads anyway; instead of the mask of a dropout nothing,
+since the mask is drawn again from the saved RNG state. The recursion over blocks cannot find these plans, because it
+always saves the outputs of blocks.
 """
 
 from __future__ import annotations
@@ -13,28 +14,32 @@ import itertools
 from ackpt.capture.analysis import Facts, facts
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.schedule import Schedule, at_hand, everything, lower
-from ackpt.policies.search.frontier import pareto
+from ackpt.policies.search.frontier import evenly_spaced, pareto
 
-from .block_options import Local
-from .block_stages import by_price
-from .blocks import Chain
+from .block_options import BlockStep
+from .block_stages import rows_by_price
+from .blocks import BlockChain
 
-_WALKED = 400_000  # nodes that are walked through for a front
-# What a byte may cost, as a share of the dearest: the further back one goes, the more runs again for it.
-_DEARER = (1 / 30, 1 / 10, 1 / 3)
+_WALKED = 400_000  # nodes of all schedules that are tried for one graph: small graphs get more tries
+# Prices of a saved byte, as shares of the highest price that any option of a block pays.
+_PRICE_SHARES = (1 / 30, 1 / 10, 1 / 3)
 
 
-def standing_in(graph: JointGraph, found: Chain, profile, cost) -> list[Schedule]:
-    """Blocks as one price of a byte says, the first ones as a lower price; then smaller values instead.
+def substituted(graph: JointGraph, chain: BlockChain, profile, cost) -> list[Schedule]:
+    """Schedules that save, for one price of a byte, the cheapest option of every block, and then `smaller` ones.
 
-    Where a price gives nothing that another does not beat, nothing is looked for beside it.
+    Half of the tries are such schedules. The other half mixes two of them that are neighbors on the frontier: the first
+    blocks follow the one, the last blocks the other.
     """
-    known = facts(graph)
-    options = [Local(known, block, found.pinned, cost, profile.workspace_bytes).options() for block in found.blocks]
-    stays = found.pinned.union(*(block.output for block in found.blocks))
-    numbers = [[(option.cost, option.saved_bytes) for option in own] for own in options]
-    rows = [[own[index].saved for own, index in zip(options, row)] for row in by_price(numbers)]
-    dearest = max((cost / size for own in numbers for cost, size in own if size), default=0.0)
+    analysis = facts(graph)
+    steps = (BlockStep(analysis, block, chain.pinned, cost, profile.workspace_bytes) for block in chain.blocks)
+    options = [step.options() for step in steps]
+    always_saved = chain.pinned.union(*(block.output for block in chain.blocks))
+    choices = [[(option.cost, option.saved_bytes) for option in block_options] for block_options in options]
+    rows = [
+        [block_options[index].saved for block_options, index in zip(options, row)] for row in rows_by_price(choices)
+    ]
+    highest_price = max((cost / size for block_choices in choices for cost, size in block_choices if size), default=0.0)
     read = frozenset(everything(graph).saved)
 
     @functools.cache  # many prices and rows come to the same
@@ -42,85 +47,87 @@ def standing_in(graph: JointGraph, found: Chain, profile, cost) -> list[Schedule
         return lower(graph, saved)
 
     @functools.cache
-    def kept(saved: frozenset[int], share: float) -> frozenset[int]:
-        return frozenset(smaller(known, saved, read, profile.flops, cost, share * dearest))
+    def substitutes_of(saved: frozenset[int], share: float) -> frozenset[int]:
+        return frozenset(smaller(analysis, saved, read, profile.flops, cost, share * highest_price))
 
-    def made(row, share: float) -> Schedule:
-        return lowered(kept(stays.union(*row), share))
+    def schedule_of(row, share: float) -> Schedule:
+        return lowered(substitutes_of(always_saved.union(*row), share))
 
     tries = max(1, _WALKED // len(graph.nodes))
-    rows = rows[:: -(-len(rows) * len(_DEARER) * 2 // tries)]
-    whole = {(share, index): made(row, share) for share in _DEARER for index, row in enumerate(rows)}
-    tries -= len(whole)
-    cost_of = {point.schedule.backward: point.cost for point in pareto(graph, profile, whole.values())}
+    rows = evenly_spaced(rows, tries, 2 * len(_PRICE_SHARES))
+    schedules = {(share, index): schedule_of(row, share) for share in _PRICE_SHARES for index, row in enumerate(rows)}
+    tries -= len(schedules)
+    cost_of = {point.schedule.backward: point.cost for point in pareto(graph, profile, schedules.values())}
     pairs = []
-    for share in _DEARER:
-        best = [i for i in range(len(rows)) if whole[share, i].backward in cost_of]
+    for share in _PRICE_SHARES:
+        best = [i for i in range(len(rows)) if schedules[share, i].backward in cost_of]
         for i, j in itertools.pairwise(best):
-            gap = abs(cost_of[whole[share, i].backward] - cost_of[whole[share, j].backward])
+            gap = abs(cost_of[schedules[share, i].backward] - cost_of[schedules[share, j].backward])
             pairs.append((-gap, share, i, j))
-    between = []
+    mixed = []
     for _, share, i, j in sorted(pairs):
-        step = -(-len(options) // max(1, tries - len(between)))
+        step = -(-len(options) // max(1, tries - len(mixed)))
         for count in range(step, len(options), step):
-            between.append(made([*rows[j][:count], *rows[i][count:]], share))
-    return [*whole.values(), *between]
+            mixed.append(schedule_of([*rows[j][:count], *rows[i][count:]], share))
+    return [*schedules.values(), *mixed]
 
 
-def smaller(known: Facts, saved, read, flops, cost, price: float) -> set[int]:
-    """The storages `saved`, or smaller ones instead wherever a byte that this frees costs at most `price`.
+def smaller(analysis: Facts, saved, read, flops, cost, price: float) -> set[int]:
+    """The storages `saved`, with smaller ones instead wherever recomputation costs at most `price` per freed byte.
 
-    `read`: what a backward reads for which all is saved; of what one operation brings along, that is saved together.
+    `read`: storages that the baseline's backward reads. A substitute is saved together with those of its siblings.
     """
-    graph = known.graph
+    graph = analysis.graph
     before: set[int] = set()
     saved = set(saved)
-    while before != saved:  # what is kept for one value may do for another
+    while before != saved:  # a substitute of one activation may serve for another
         before = set(saved)
-        live = at_hand(known, saved)
+        live = at_hand(analysis, saved)
         for producer in sorted({graph.storages[storage].producer for storage in saved}):
-            unit = known.born[producer] & saved
-            found = _instead(known, saved, live, unit, flops) if unit and not flops[producer] else None
-            if found is None:
+            unit = analysis.born[producer] & saved
+            substitution = _substitution(analysis, saved, live, unit, flops) if unit and not flops[producer] else None
+            if substitution is None:
                 continue
-            again, gone, new = found
-            new = {born for s in new for born in known.born[graph.storages[s].producer] & (read | {s})} - saved
-            freed = sum(known.bytes[s] for s in gone) - sum(known.bytes[s] for s in new)
-            if freed > 0 and sum(cost[node] for node in sorted(again)) <= price * freed:
-                saved = (saved - gone) | new
-                live.difference_update(known.cover[s] for s in gone)
-                live.update(known.cover[s] for s in new)
+            recomputed, dropped, added = substitution
+            producers = {s: graph.storages[s].producer for s in added}
+            added = {sibling for s in added for sibling in analysis.born[producers[s]] & (read | {s})} - saved
+            freed_bytes = sum(analysis.bytes[s] for s in dropped) - sum(analysis.bytes[s] for s in added)
+            recompute_cost = sum(cost[node] for node in sorted(recomputed))
+            if freed_bytes > 0 and recompute_cost <= price * freed_bytes:
+                saved = (saved - dropped) | added
+                live.difference_update(analysis.cover[s] for s in dropped)
+                live.update(analysis.cover[s] for s in added)
     return saved
 
 
-def _instead(known: Facts, saved: set[int], live: set[int], unit, flops):
-    """What runs again, without a product, if `unit` is not saved; what all is not saved then, and what is instead.
+def _substitution(analysis: Facts, saved: set[int], live: set[int], unit, flops):
+    """The nodes that are recomputed if `unit` is not saved, all storages dropped for it, and those saved instead.
 
-    None if it comes from a product itself, or cannot run again.
+    No recomputed node is a matrix product. None if `unit` needs a product itself, or cannot be recomputed.
     """
-    graph = known.graph
-    gone = set(unit)
+    graph = analysis.graph
+    dropped = set(unit)
     while True:
-        away = {known.cover[storage] for storage in gone}
-        again: set[int] = set()
-        new: set[int] = set()
-        todo = list(away)
+        dropped_bases = {analysis.cover[storage] for storage in dropped}
+        recomputed: set[int] = set()
+        added: set[int] = set()
+        todo = list(dropped_bases)
         while todo:
             node = todo.pop()
-            if node in again or (node in live and node not in away):
+            if node in recomputed or (node in live and node not in dropped_bases):
                 continue
-            own = {s for s in known.storages(node, again=True) if known.cover.get(s) == node}
-            makers = {node, *(graph.storages[s].producer for s in own)}
-            if any(flops[maker] or maker in known.fixed for maker in makers):
-                if not own or own & gone:
+            storages = {s for s in analysis.storages(node, again=True) if analysis.cover.get(s) == node}
+            producers = {node, *(graph.storages[s].producer for s in storages)}
+            if any(flops[producer] or producer in analysis.fixed for producer in producers):
+                if not storages or storages & dropped:
                     return None
-                new |= own
+                added |= storages
                 continue
-            again.add(node)
-            todo += known.reads(node, again=True)
-        along = gone | ({s for node in again for s in known.born.get(node, ())} & saved)
-        if along & (known.held | known.pinned):
+            recomputed.add(node)
+            todo += analysis.reads(node, again=True)
+        reallocated = {s for node in recomputed for s in analysis.born.get(node, ())} & saved
+        if (dropped | reallocated) & (analysis.held | analysis.pinned):
             return None
-        if along == gone:
-            return again, gone, new
-        gone = along
+        if reallocated <= dropped:
+            return recomputed, dropped, added
+        dropped = dropped | reallocated

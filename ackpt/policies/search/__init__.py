@@ -1,5 +1,5 @@
-"""Search: the Pareto frontier of schedules, the cost they are compared by, its lower bound, and solvers.
+"""Search: the Pareto frontier of schedules, the costs that are compared, and the lower bound.
 
-Read `frontier` first. `refinement` and `offload_variants` improve a frontier; `ilp_program`, `rotor_table` and
-`intermediates` belong to the solvers `ilp`, `rotor` and `mu_two`.
+Read `frontier` first. `refinement` and `offload_variants` extend a frontier, and `decisions` explains a plan.
+`ilp_program` and `intermediates` belong to the policies `ilp` and `mu_two`.
 """

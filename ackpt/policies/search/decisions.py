@@ -1,4 +1,4 @@
-"""Why a plan recomputes what it recomputes: for each of the most expensive decisions, the step had it been kept."""
+"""Explains a plan: the most expensive recomputations, and for each the peak if its result were saved instead."""
 
 from __future__ import annotations
 
@@ -11,39 +11,36 @@ from ackpt.planning.plan import Decision
 from ackpt.planning.schedule import Schedule, recomputed
 from ackpt.planning.simulator import peak_of
 
-from .refinement import keeping
+from .refinement import with_saved
 
 
 def decisions(graph: JointGraph, schedule: Schedule, cost, step_cost: float, profile, count: int = 10):
     """The `count` recomputed operations that cost most, the most expensive first.
 
     Args:
-        graph, schedule: what was decided.
-        cost: of every node; ``step_cost``: of the step without recomputation, in the same unit.
+        graph, schedule: the plan.
+        cost: of every node; ``step_cost``: of the baseline step, in the same unit.
         profile: with times of copies, if the schedule offloads.
     """
-    known = facts(graph)
+    analysis = facts(graph)
     runs = Counter(recomputed(graph, schedule))
-    spent = {place: number * cost[place] for place, number in runs.items() if cost[place] and place in known.born}
-    dearest = sorted(spent, key=lambda place: (-spent[place], place))[:count]
-    found = []
-    for place in dearest:
-        node = graph.nodes[place]
-        found.append(
-            Decision(
-                name=node.name,
-                module=node.module,
-                cost=spent[place] / step_cost,
-                bytes=sum(known.bytes[s] for s in known.born.get(place, ()) if s in known.savable),
-                runs=runs[place],
-                peak_if_kept_bytes=peak_of(graph, _kept(graph, schedule, place, profile), profile.workspace_bytes),
-            )
+    total = {node: number * cost[node] for node, number in runs.items() if cost[node] and node in analysis.born}
+    most_expensive = sorted(total, key=lambda node: (-total[node], node))[:count]
+    return tuple(
+        Decision(
+            name=graph.nodes[node].name,
+            module=graph.nodes[node].module,
+            cost=total[node] / step_cost,
+            bytes=sum(analysis.bytes[s] for s in analysis.born.get(node, ()) if s in analysis.savable),
+            runs=runs[node],
+            peak_if_kept_bytes=peak_of(graph, _with_saved(graph, schedule, node, profile), profile.workspace_bytes),
         )
-    return tuple(found)
+        for node in most_expensive
+    )
 
 
-def _kept(graph: JointGraph, schedule: Schedule, place: int, profile) -> Schedule:
-    """`schedule` without the runs of `place` in backward, and without what runs for their sake alone."""
-    found = keeping(graph, schedule, place)
-    away = set(schedule.offloaded).intersection(offloadable(graph, found))
-    return offloaded(graph, found, away, profile) if away else found
+def _with_saved(graph: JointGraph, schedule: Schedule, node: int, profile) -> Schedule:
+    """`schedule` with the results of `node` saved, and the same storages offloaded as far as possible."""
+    saving = with_saved(graph, schedule, node)
+    to_host = set(schedule.offloaded).intersection(offloadable(graph, saving))
+    return offloaded(graph, saving, to_host, profile) if to_host else saving

@@ -1,12 +1,12 @@
-"""The front of a policy's schedules: what each takes by the simulator and costs, and the cheapest within a budget.
+"""The Pareto frontier of a policy's schedules by simulated peak and cost, and the cheapest schedule within a budget.
 
-Whatever the budget, its schedule comes from the same front: a lower one never has a higher peak, nor less cost.
+Every budget picks from the same frontier. So a smaller budget never gives a higher peak or a lower cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.host_copies import waiting
@@ -15,9 +15,11 @@ from ackpt.planning.simulator import peak_of
 
 from .recompute_costs import added_cost, costs
 
+T = TypeVar("T")
+
 
 class Point(NamedTuple):
-    """A schedule with the cost of what it runs again and waits for, and its simulated dynamic peak."""
+    """A schedule, the cost of its recomputation and of its waits for copies, and its simulated dynamic peak."""
 
     cost: float
     peak_bytes: int
@@ -25,37 +27,53 @@ class Point(NamedTuple):
 
 
 def cheapest(graph: JointGraph, profile, limit_bytes: int | None, candidates: Callable) -> Schedule:
-    """The schedule that recomputes least within the limit; if none fits, that of the lowest peak.
+    """The cheapest schedule within the limit; if none fits, the one with the lowest peak.
 
-    One of ``candidates(graph, profile)``, or, wherever it fits, the plain step.
+    It is one of ``candidates(graph, profile)``, or the baseline's schedule wherever that fits.
     """
-    plain = everything(graph)
-    if limit_bytes is None or peak_of(graph, plain, profile.workspace_bytes) <= limit_bytes:
-        return plain
-    points = front(graph, profile, candidates)
+    baseline = everything(graph)
+    if limit_bytes is None or peak_of(graph, baseline, profile.workspace_bytes) <= limit_bytes:
+        return baseline
+    points = frontier(graph, profile, candidates)
     return next((point for point in points if point.peak_bytes <= limit_bytes), points[-1]).schedule
 
 
-def front(graph: JointGraph, profile, candidates: Callable) -> list[Point]:
-    """From the least cost to the lowest peak, those that no other beats in both. Computed once for a profile."""
-    known: list = graph.__dict__.setdefault("_fronts_by_candidates", [])
-    for made_by, made_for, points in known:
+def frontier(graph: JointGraph, profile, candidates: Callable) -> list[Point]:
+    """The Pareto frontier of the baseline and ``candidates(graph, profile)``, from the least cost to the lowest peak.
+
+    It is computed once for each graph, profile and function `candidates`.
+    """
+    cached: list = graph.__dict__.setdefault("_frontiers_by_candidates", [])
+    for made_by, made_for, points in cached:
         if made_by is candidates and made_for == profile:
             return points
-    kept = pareto(graph, profile, (everything(graph), *candidates(graph, profile)))
-    known.append((candidates, profile, kept))
-    return kept
+    points = pareto(graph, profile, (everything(graph), *candidates(graph, profile)))
+    cached.append((candidates, profile, points))
+    return points
 
 
-def pareto(graph: JointGraph, profile, schedules) -> list[Point]:
-    """From the least cost to the lowest peak, those of `schedules` that no other beats in both."""
+def pareto(graph: JointGraph, profile, schedules: Iterable[Schedule]) -> list[Point]:
+    """The Pareto frontier of `schedules`, from the least cost to the lowest peak."""
     cost = costs(graph, profile)
     points = []
     for schedule in {(one.forward, one.backward): one for one in schedules}.values():
         peak = peak_of(graph, schedule, profile.workspace_bytes)
         points.append(Point(added_cost(graph, schedule, cost) + waiting(profile, schedule), peak, schedule))
-    kept: list[Point] = []
-    for point in sorted(points, key=lambda point: point[:2]):
-        if not kept or point.peak_bytes < kept[-1].peak_bytes:
-            kept.append(point)
-    return kept
+    return undominated(points, lambda point: point[:2])
+
+
+def undominated(items: Iterable[T], values: Callable[[T], tuple]) -> list[T]:
+    """The `items` that no other is at least as good as in all of its ``values(item)``, sorted by them; less is better.
+
+    Of items with equal values the first one remains.
+    """
+    best: list[T] = []
+    for item in sorted(items, key=values):
+        if not any(all(a <= b for a, b in zip(values(other), values(item))) for other in best):
+            best.append(item)
+    return best
+
+
+def evenly_spaced(items: Sequence[T], tries: int, each: int = 1) -> Sequence[T]:
+    """`items`, evenly thinned out until all of them take at most `tries`, where one takes `each`."""
+    return items[:: max(1, -(-len(items) * each // tries))]

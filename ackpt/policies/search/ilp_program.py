@@ -1,4 +1,4 @@
-"""Checkmate's integer program (see `ilp`) in the form that scipy's HiGHS takes, and what the solver finds."""
+"""Checkmate's integer program (see `ackpt.policies.ilp`) as matrices for HiGHS, and the solver's result."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 if TYPE_CHECKING:
     from ackpt.policies.ilp import Dag
 
-_OPTIMAL, _OUT_OF_TIME, _INFEASIBLE = 0, 1, 2  # scipy's words for how it ended
-_RANGE = 10**6  # what the solver's numbers are scaled to; it tells 1e-6 from zero
-_WHOLE = 1e-6  # how far above a whole number a bound may be by the solver's rounding alone
+_OPTIMAL, _OUT_OF_TIME, _INFEASIBLE = 0, 1, 2  # statuses of scipy
+_RANGE = 10**6  # largest number given to the solver, which treats less than 1e-6 as zero
+_ROUNDING = 1e-6  # how far above a whole number a bound may be by the solver's rounding alone
 
 
 @dataclass(frozen=True)
-class Found:
-    """``order``: of nodes, None if none was found; ``bound``: no order costs less; ``optimal``: nor can be better."""
+class Result:
+    """The solver's result: an ``order`` of nodes, None if none was found, and a lower ``bound`` on the cost."""
 
     order: list[int] | None
     bound: float
@@ -28,17 +28,17 @@ class Found:
     infeasible: bool
 
 
-def run(dag: Dag, budget: float | None, seconds: float | None, known: float | None = None) -> Found:
-    """The cheapest order within `budget`, or, without one, that of the lowest peak, as far as found in `seconds`.
+def run(dag: Dag, budget: float | None, seconds: float | None, cost_limit: float | None = None) -> Result:
+    """The cheapest order within `budget` and below `cost_limit` that is found in `seconds`.
 
-    One that costs `known` is of no interest.
+    Without a budget, the order with the lowest peak.
     """
     milp, bounds, constraints = solver()
     program = Program(dag, budget)
-    if known is not None:
-        program.cost_less_than(known)
-    # Presolve takes worse plans for optimal: github.com/ERGO-Code/HiGHS/issues/3043, and rarely 1.12 too.
-    # Without presolve it has called infeasible what is not, about once in a thousand, so that both have to say so.
+    if cost_limit is not None:
+        program.cost_less_than(cost_limit)
+    # With presolve HiGHS reports suboptimal plans as optimal: github.com/ERGO-Code/HiGHS/issues/3043; rarely in 1.12
+    # too. Without it, about one in a thousand feasible programs is reported as infeasible, so both must agree on that.
     end = None if seconds is None else time.monotonic() + seconds
     result: Any = None
     for presolve in (False, True):
@@ -58,13 +58,13 @@ def run(dag: Dag, budget: float | None, seconds: float | None, known: float | No
         raise RuntimeError(f"the solver failed: {result.message}")
     bound = -inf if result.mip_dual_bound is None else result.mip_dual_bound * program.cost_unit
     order = None if result.x is None else program.order(result.x)
-    return Found(order, bound, result.status == _OPTIMAL, result.status == _INFEASIBLE)
+    return Result(order, bound, result.status == _OPTIMAL, result.status == _INFEASIBLE)
 
 
 class Program:
-    """Minimise ``objective x`` where ``matrix x <= limits`` and ``low <= x <= high``; `whole` x are whole numbers.
+    """Minimize ``objective x`` such that ``matrix x <= limits`` and ``low <= x <= high``; `whole` x are integers.
 
-    ``runs[t, i]`` is R, ``kept[t, i]`` is S; without an entry they are zero.
+    ``runs[t, i]`` is R[t, i], ``saved[t, i]`` is S[t, i]; those without an entry are zero.
     """
 
     def __init__(self, dag: Dag, budget: float | None):
@@ -78,8 +78,8 @@ class Program:
         self.cost_unit, self.exact = (1.0, True) if budget is None else _unit(dag.costs, sum(dag.costs))
         self.byte_unit, _ = _unit([*dag.bytes, *dag.workspace], budget or sum(dag.bytes) + max(dag.workspace))
         self.runs = {(t, i): self._run_variable(t, i, budget) for t in range(self.count) for i in self._may_run(t)}
-        self.kept = {(t, i): self._kept_variable(i) for t in range(self.count) for i in self._may_be_kept(t)}
-        self._read_what_is_there()
+        self.saved = {(t, i): self._saved_variable(i) for t in range(self.count) for i in self._may_be_saved(t)}
+        self._inputs_are_live()
         self._siblings_run_together()
         if budget is None:
             self.top = self._variable(1.0, 0.0, inf)
@@ -88,29 +88,29 @@ class Program:
         for stage in range(self.count):
             self._count_bytes(stage)
 
-    def cost_less_than(self, known: float) -> None:
-        """Where rounding could hide what is cheaper, not more than `known`.
+    def cost_less_than(self, limit: float) -> None:
+        """Add the constraint that the cost is less than `limit`; if costs are not integers, at most `limit`.
 
-        Between two whole costs: at a cost that can be reached, the solver has called what is there infeasible.
+        The bound is put between two integers: at a cost that is reached, HiGHS has reported feasible as infeasible.
         """
         terms = [(cost, variable) for variable, cost in enumerate(self.objective) if cost]
-        self._at_most(known / self.cost_unit - self.exact / 2, *terms)
+        self._at_most(limit / self.cost_unit - self.exact / 2, *terms)
 
     def _may_run(self, stage):
         dag = self.dag
         if stage < dag.boundary or stage in dag.siblings:  # nothing runs between the results of one operation
             return [stage]
-        again = [i for i in range(stage) if i not in dag.once and i not in dag.held and dag.last_help[i] >= stage]
-        return [*again, stage]
+        recomputable = [i for i in range(stage) if i not in dag.once and i not in dag.held and dag.last_use[i] >= stage]
+        return [*recomputable, stage]
 
-    def _may_be_kept(self, stage):
-        return [i for i in range(stage) if i in self.dag.held or self.dag.last_help[i] >= stage]
+    def _may_be_saved(self, stage):
+        return [i for i in range(stage) if i in self.dag.held or self.dag.last_use[i] >= stage]
 
     def _run_variable(self, stage, node, budget):
         cost = 0.0 if budget is None else self.dag.costs[node] / self.cost_unit
         return self._variable(cost, float(node == stage), 1.0, 1)
 
-    def _kept_variable(self, node):
+    def _saved_variable(self, node):
         return self._variable(0.0, float(node in self.dag.held), 1.0, 1)
 
     def _variable(self, cost: float, low: float, high: float, whole: int = 0) -> int:
@@ -121,21 +121,21 @@ class Program:
         return len(self.objective) - 1
 
     def _at_most(self, limit: float, *terms: tuple[float, int | None]) -> None:
-        """The sum of (factor, variable) is at most `limit`; what is not there (None) is zero."""
+        """Add the constraint that the sum of factor times variable is at most `limit`; a variable None is zero."""
         row = len(self.limits)
         self.limits.append(limit)
         self.entries += [(row, variable, factor) for factor, variable in terms if variable is not None]
 
-    def _read_what_is_there(self) -> None:
-        runs, kept = self.runs, self.kept
+    def _inputs_are_live(self) -> None:
+        runs, saved = self.runs, self.saved
         for (stage, node), run in runs.items():
             for source in self.dag.inputs[node]:
-                self._at_most(0.0, (1, run), (-1, runs.get((stage, source))), (-1, kept.get((stage, source))))
-            if (stage, node) in kept:
-                self._at_most(1.0, (1, run), (1, kept[stage, node]))  # what is there is not computed
-        for (stage, node), keep in kept.items():
+                self._at_most(0.0, (1, run), (-1, runs.get((stage, source))), (-1, saved.get((stage, source))))
+            if (stage, node) in saved:
+                self._at_most(1.0, (1, run), (1, saved[stage, node]))  # a saved result is not computed
+        for (stage, node), variable in saved.items():
             before = (stage - 1, node)
-            self._at_most(0.0, (1, keep), (-1, runs.get(before)), (-1, kept.get(before)))
+            self._at_most(0.0, (1, variable), (-1, runs.get(before)), (-1, saved.get(before)))
 
     def _siblings_run_together(self) -> None:
         for (stage, node), run in self.runs.items():
@@ -145,45 +145,50 @@ class Program:
                 self._at_most(0.0, (1, other), (-1, run))
 
     def _count_bytes(self, stage: int) -> None:
-        """What lives while each node of `stage` runs, by how it changes from one to the next."""
+        """Bound the live bytes while each node of `stage` runs, by the changes from one node to the next."""
         runs = self.runs
-        places = [node for node in range(stage + 1) if (stage, node) in runs]
-        changes: dict[int, list[tuple[float, int | None]]] = {place: [] for place in places}
+        running = [node for node in range(stage + 1) if (stage, node) in runs]
+        changes: dict[int, list[tuple[float, int | None]]] = {node: [] for node in running}
         for node in range(stage + 1):
             size = self.dag.bytes[node] / self.byte_unit
             before = None
-            for start, lives in self._stretches(stage, node):
-                if (place := next((p for p in places if p >= start), None)) is not None:
-                    changes[place] += [(size, lives), (-size, before)]
-                    before = lives
-        live = None
-        for place in places:
-            now = self._variable(0.0, 0.0, self.high[self.top])
-            self._at_most(0.0, (1, live), (-1, now), *changes[place])
-            freed = [s for s, one in self.dag.siblings.items() if one == place < s < stage and (stage, s) not in runs]
-            own = (self.dag.workspace[place] + sum(self.dag.bytes[s] for s in freed)) / self.byte_unit
-            self._at_most(0.0, (1, now), (own, runs[stage, place]), (-1, self.top))
-            live = now
+            for start, is_live in self._stretches(stage, node):
+                if (first := next((n for n in running if n >= start), None)) is not None:
+                    changes[first] += [(size, is_live), (-size, before)]
+                    before = is_live
+        live_before = None
+        for node in running:
+            live = self._variable(0.0, 0.0, self.high[self.top])
+            self._at_most(0.0, (1, live_before), (-1, live), *changes[node])
+            freed = [
+                s for s, first in self.dag.siblings.items() if first == node < s < stage and (stage, s) not in runs
+            ]
+            workspace = (self.dag.workspace[node] + sum(self.dag.bytes[s] for s in freed)) / self.byte_unit
+            self._at_most(0.0, (1, live), (workspace, runs[stage, node]), (-1, self.top))
+            live_before = live
 
     def _stretches(self, stage: int, node: int) -> list[tuple[int, int | None]]:
-        """From which node of `stage` on which variable says that the result of `node` lives."""
+        """(start, variable): from node `start` of `stage` on, the variable says whether the result of `node` is live.
+
+        Each applies until the next.
+        """
         runs = self.runs
-        run, keep, after = runs.get((stage, node)), self.kept.get((stage, node)), self.kept.get((stage + 1, node))
+        run, before, after = runs.get((stage, node)), self.saved.get((stage, node)), self.saved.get((stage + 1, node))
         reads = [reader for reader in self.dag.readers[node] if (stage, reader) in runs]
-        found = [(0, keep)]
+        stretches = [(0, before)]
         if run is not None:
-            found.append((node, self._variable(0.0, 0.0, 1.0)))
-            self._at_most(0.0, (1, run), (-1, found[-1][1]))
+            stretches.append((node, self._variable(0.0, 0.0, 1.0)))
+            self._at_most(0.0, (1, run), (-1, stretches[-1][1]))
         for reader in reads[:-1]:
-            self._at_most(0.0, (1, runs[stage, reader]), (-1, found[-1][1]))
-            found.append((reader + 1, self._variable(0.0, 0.0, 1.0)))
-            self._at_most(0.0, (1, found[-1][1]), (-1, found[-2][1]))
+            self._at_most(0.0, (1, runs[stage, reader]), (-1, stretches[-1][1]))
+            stretches.append((reader + 1, self._variable(0.0, 0.0, 1.0)))
+            self._at_most(0.0, (1, stretches[-1][1]), (-1, stretches[-2][1]))
         if reads:
-            self._at_most(0.0, (1, runs[stage, reads[-1]]), (-1, found[-1][1]))
+            self._at_most(0.0, (1, runs[stage, reads[-1]]), (-1, stretches[-1][1]))
         if reads or run is not None:
-            self._at_most(0.0, (1, after), (-1, found[-1][1]))
-            found.append((max([node, *reads]) + 1, after))
-        return found
+            self._at_most(0.0, (1, after), (-1, stretches[-1][1]))
+            stretches.append((max([node, *reads]) + 1, after))
+        return stretches
 
     def matrix(self):
         from scipy.sparse import coo_array
@@ -207,13 +212,13 @@ def solver() -> tuple[Any, Any, Any]:
 
 
 def rounded_up(dag: Dag, bound: float) -> float:
-    """What costs at least `bound` costs at least this."""
+    """The lowest cost of a schedule that costs at least `bound`: the next multiple of the unit of all costs."""
     unit, exact = _unit(dag.costs, sum(dag.costs))
-    return ceil(bound / unit - _WHOLE) * int(unit) if exact else bound
+    return ceil(bound / unit - _ROUNDING) * int(unit) if exact else bound
 
 
 def _unit(values, total) -> tuple[float, bool]:
-    """What the solver's numbers are counted in, and whether they are whole then and small enough to be told apart."""
+    """The unit of the solver's numbers, and whether it makes them integers that are small enough to be exact."""
     if all(isinstance(value, Integral) for value in values):
         divisor = gcd(*(int(value) for value in values)) or 1
         if total / divisor <= _RANGE:

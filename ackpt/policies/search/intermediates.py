@@ -1,17 +1,17 @@
-"""What mu-TWO knows of every intermediate, and keeps right while fates are chosen (algorithms C to F of the paper).
+"""The attributes of mu-TWO's intermediates, and how a choice changes them (algorithms C to F of the paper).
 
 Names are the paper's: Purandare, Wasay, Idreos and Jain, mu-TWO: 3x Faster Multi-Model Training with Orchestration and
-Memory Optimization, MLSys 2023. An intermediate is what one operation leaves for backward; several results of one
-operation are one, since running it again brings them all.
+Memory Optimization, MLSys 2023. An intermediate is what one operation saves for backward. Several results of one
+operation are one intermediate, since recomputing it allocates all of them.
 
-Where the printed pseudocode errs it is mended here:
+This code corrects the printed pseudocode in three places:
 
-- C can return a negative overhead, where computing would hide more than the copy: what is left is never below 0. It
-  hides several copies behind the same operations: here each operation's time is spent once.
-- D, E and F add run times of sources along each path, so that an ancestor of two sources counts twice: here what runs
-  again is a set of operations, whose times are added once.
-- E leaves total_recomp_time as it was before a source was dropped, and F's second case overwrites what the first has
-  set: here both follow from the set and from how many recomputations need it, after every choice.
+- C returns a negative overhead where there is more compute than the copy needs; here the overhead is at least 0. C also
+  overlaps several copies with the same operations; here the time of each operation is used once.
+- D, E and F add the run times of sources along each path, so that an ancestor of two sources counts twice; here the
+  recomputed operations are a set, whose times are added once.
+- E does not update total_recomp_time when a source is dropped, and F's second case overwrites the values of the first;
+  here both follow from the set and from the number of recomputations that need it, after every choice.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ackpt.planning.schedule import Schedule, missing
 
 @dataclass(eq=False)
 class Intermediate:
-    """Attributes of one intermediate; times in seconds, or in the unit of the run times it was made from.
+    """Attributes of one intermediate; times in seconds, or in the unit of the given run times.
 
-    ``rank``: the node that makes it; ``storages``: where it lies, ``memory_size`` bytes. ``last_fw_access``,
+    ``rank``: the node that computes it; ``storages``: its storages, ``memory_size`` bytes. ``last_fw_access``,
     ``first_bw_access``, ``last_bw_access``: nodes; ``inactive_time``: run time between the first two; ``swap_time``: of
-    one copy, None without a link. ``recomp_nodes``: what runs to have it again, from ``recomp_srcs``, ranks of other
-    intermediates. ``recomp_cnt``: how often it would be recomputed, once for itself and once for each recomputation
-    that has it as a source. ``can_recompute``: whether all of it may run again.
+    one copy, None without a link. ``recomp_nodes``: the nodes that recompute it from ``recomp_srcs``, the ranks of
+    other intermediates. ``recomp_cnt``: how often it would be recomputed: once for itself and once for each
+    recomputation that has it as a source. ``can_recompute``: whether all of its nodes can be recomputed.
 
     Example:
         >>> import torch, ackpt
         >>> from ackpt.policies import mu_two
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         >>> graph = ackpt.trace(model, torch.ones(4, 8))
-        >>> (found,) = next(mu_two.states(graph, ackpt.profile(graph))).candidates
-        >>> found.memory_size, found.recomp_cnt, found.total_recomp_time == found.recomp_time
+        >>> (tanh,) = next(mu_two.states(graph, ackpt.profile(graph))).candidates
+        >>> tanh.memory_size, tanh.recomp_cnt, tanh.total_recomp_time == tanh.recomp_time
         (128, 1, True)
     """
 
@@ -70,66 +70,71 @@ class Intermediate:
 
     @property
     def recompute_ratio(self) -> float:
-        """Bytes that are freed for each unit of time."""
+        """Freed bytes per unit of recomputation time."""
         return self.memory_size / max(self.total_recomp_time, 1e-12)
 
     def replace_source(self, dropped: Intermediate) -> None:
-        """Algorithms E and F: `dropped` will not be there; what it is made from is read instead."""
+        """Algorithms E and F: read the sources of `dropped` instead of `dropped`, which is recomputed from them."""
         self.recomp_srcs = (self.recomp_srcs - {dropped.rank}) | dropped.recomp_srcs
         self.recomp_nodes |= dropped.recomp_nodes
         self.__post_init__()
 
 
-def intermediates(known: Facts, plain: Schedule, run_time, swap_seconds) -> dict[int, Intermediate]:
-    """What the step without checkpointing, `plain`, saves for backward, by rank; nothing has been chosen yet.
+def intermediates(analysis: Facts, baseline: Schedule, run_time, swap_seconds) -> dict[int, Intermediate]:
+    """The intermediates of the baseline by rank, before any choice.
 
     Args:
-        known: facts of the graph.
-        plain: its schedule that saves everything.
+        analysis: of the graph.
+        baseline: the schedule that saves everything.
         run_time: by node.
         swap_seconds: by storage, None without a link.
     """
-    graph = known.graph
+    graph = analysis.graph
     begins = list(accumulate(run_time, initial=0.0))
-    rank_of = {storage: graph.storages[storage].producer for storage in plain.saved}
-    stays = known.held | known.pinned
-    live = {*known.given, *(known.cover[s] for s in stays.union(plain.saved) if s in known.cover)}
-    found = {}
+    rank_of = {storage: graph.storages[storage].producer for storage in baseline.saved}
+    always_live = analysis.held | analysis.pinned
+    live = {*analysis.given, *_bases(analysis, always_live.union(baseline.saved))}
+    by_rank = {}
     for rank in sorted(set(rank_of.values())):
-        mine = frozenset(storage for storage in plain.saved if rank_of[storage] == rank) - known.held
-        if not mine:
+        storages = frozenset(storage for storage in baseline.saved if rank_of[storage] == rank) - analysis.held
+        if not storages:
             continue
-        own = {known.cover[storage] for storage in known.born[rank] if storage in known.cover}
-        nodes = frozenset(node for s in mine for node in missing(known, known.cover[s], live - own))
-        made = {s for node in nodes for s in known.storages(node, again=True) if s in known.born.get(node, ())}
-        read = {source for node in nodes for source in known.reads(node, again=True)} & (live - own)
+        others = live - _bases(analysis, analysis.born[rank])
+        nodes = frozenset(node for s in storages for node in missing(analysis, analysis.cover[s], others))
+        allocated = {s for n in nodes for s in analysis.storages(n, again=True) if s in analysis.born.get(n, ())}
+        read = {source for node in nodes for source in analysis.reads(node, again=True)} & others
         lasts, firsts, ends = (
-            [at for s in mine if (at := getattr(graph.storages[s], name)) is not None]
+            [at for s in storages if (at := getattr(graph.storages[s], name)) is not None]
             for name in ("last_fw_access", "first_bw_access", "last_bw_access")
         )
         last, first = max(lasts, default=rank), min(firsts, default=len(graph.nodes) - 1)
-        found[rank] = Intermediate(
+        by_rank[rank] = Intermediate(
             rank=rank,
-            storages=mine,
-            memory_size=sum(known.bytes[storage] for storage in mine),
+            storages=storages,
+            memory_size=sum(analysis.bytes[storage] for storage in storages),
             last_fw_access=last,
             first_bw_access=first,
             last_bw_access=max(ends, default=first),
             inactive_time=begins[first] - begins[last + 1],
-            swap_time=None if swap_seconds is None else sum(swap_seconds[storage] for storage in mine),
-            can_recompute=not (nodes & known.fixed.keys() or stays & made),
+            swap_time=None if swap_seconds is None else sum(swap_seconds[storage] for storage in storages),
+            can_recompute=not (nodes & analysis.fixed.keys() or always_live & allocated),
             recomp_nodes=nodes,
             recomp_srcs={rank_of[s] for source in read for s in graph.nodes[source].storages if s in rank_of} - {rank},
             run_time=run_time,
         )
-    return found
+    return by_rank
+
+
+def _bases(analysis: Facts, storages) -> set[int]:
+    """The base tensors of `storages`, as node ids."""
+    return {analysis.cover[storage] for storage in storages if storage in analysis.cover}
 
 
 def drop(chosen: Intermediate, recomps: list[Intermediate], kept: list[Intermediate]) -> None:
-    """Algorithms E and F: `chosen` goes from `kept` to `recomps`, and all attributes are what that makes of them.
+    """Algorithms E and F: move `chosen` from `kept` to `recomps`, and update the attributes of all others.
 
-    What comes along anyway, since what makes it runs again on the way to `chosen`, goes with it: of a batch norm the
-    saved mean, once its result is needed again.
+    Intermediates that the recomputation of `chosen` allocates anyway move with it, such as the saved mean of a batch
+    norm whose result is recomputed.
 
     Example:
         >>> import torch, ackpt
@@ -142,41 +147,41 @@ def drop(chosen: Intermediate, recomps: list[Intermediate], kept: list[Intermedi
         >>> first in kept, first in recomps, first.recomp_nodes < second.recomp_nodes
         (False, True, True)
     """
-    for gone in [each for each in kept if each is chosen or each.rank in chosen.recomp_nodes]:
-        kept.remove(gone)
+    for dropped in [each for each in kept if each is chosen or each.rank in chosen.recomp_nodes]:
+        kept.remove(dropped)
         for other in (*recomps, *kept):
-            if gone.rank in other.recomp_srcs:
-                other.replace_source(gone)
-        recomps.append(gone)
+            if dropped.rank in other.recomp_srcs:
+                other.replace_source(dropped)
+        recomps.append(dropped)
     uses = Counter(source for recomp in recomps for source in recomp.recomp_srcs)
     for other in (*recomps, *kept):
         other.recomp_cnt = 1 + uses[other.rank]
 
 
 class Link:
-    """Run time that is left to hide copies behind, by node (algorithm C)."""
+    """The link to the host: run time that copies can still overlap with, by node (algorithm C)."""
 
     def __init__(self, run_time, boundary: int):
         self.left = list(run_time)
         self.boundary = boundary
 
     def overhead(self, wanted: Intermediate, spend: bool = False) -> float:
-        """Seconds for which the copies of `wanted` are not hidden, never below 0; `spend` takes the time they hide in.
+        """Seconds that the copies of `wanted` add to the step; with `spend`, use up the time that they overlap with.
 
-        The copy out may last from where it is made to the end of the forward, the copy in from the beginning of
+        The copy out may last from its computation to the end of the forward, the copy back from the beginning of the
         backward to its first use there.
         """
         assert wanted.swap_time is not None
-        out = self._left_of(wanted.swap_time, range(wanted.rank + 1, self.boundary), spend)
-        back = self._left_of(wanted.swap_time, range(wanted.first_bw_access - 1, self.boundary - 1, -1), spend)
+        out = self._not_overlapped(wanted.swap_time, range(wanted.rank + 1, self.boundary), spend)
+        back = self._not_overlapped(wanted.swap_time, range(wanted.first_bw_access - 1, self.boundary - 1, -1), spend)
         return out + back
 
-    def _left_of(self, seconds: float, nodes, spend: bool) -> float:
+    def _not_overlapped(self, seconds: float, nodes, spend: bool) -> float:
         for node in nodes:
             if seconds <= 0:
                 break
-            hidden = min(seconds, self.left[node])
-            seconds -= hidden
+            overlap = min(seconds, self.left[node])
+            seconds -= overlap
             if spend:
-                self.left[node] -= hidden
+                self.left[node] -= overlap
         return seconds

@@ -1,11 +1,11 @@
-"""A cost that no schedule of a graph can go below within a budget: the honest side of a plan's price.
+"""A lower bound: a cost that no schedule of a graph can beat within a budget.
 
-What backward reads is either kept from the forward until then, or some operation runs again; what that operation reads
-is kept or runs again in turn. At every instant of backward, what is kept for later lies beside the gradients that live
-then. Of all this only the sums are asked for, not an order, and fractions are allowed: a linear program, whose optimum
-is at most the cost of any schedule that computes every backward node once and in the graph's order. That includes all
-schedules of this package. The program is that of Checkmate (Jain et al. 2020, arXiv:1910.02653) with one run of each
-operation and without the bytes that a recomputation itself takes.
+Each activation that backward reads is either saved by the forward or recomputed, and a recomputed operation reads
+activations that are saved or recomputed in turn. At every instant of backward, the activations that are saved for later
+are live together with the gradients of that instant. The linear program states these conditions as sums, without an
+order, and allows fractions. So its optimum is at most the cost of any schedule that computes every backward node once
+and in the graph's order, which includes all schedules of this package. The program is that of Checkmate (Jain et al.
+2020, arXiv:1910.02653) with one run of each operation and without the memory of recomputation itself.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 from ackpt.capture.analysis import Facts, facts
 from ackpt.capture.joint_graph import BACKWARD, JointGraph
 
-_INSTANTS = 256  # of backward at which the bytes are bounded
-_INFEASIBLE = 2  # scipy's word for how it ended
+_INSTANTS = 256  # at most so many positions in backward at which the live bytes are bounded
+_INFEASIBLE = 2  # status of scipy
 
 
 def lower_bound(
     graph: JointGraph, cost: Sequence[float], workspace_bytes: Sequence[int], limit_bytes: int
 ) -> float | None:
-    """The least cost of what runs again, in the unit of `cost`; None if nothing fits into `limit_bytes`.
+    """The lower bound on the cost of recomputation, in the unit of `cost`; None if nothing fits into `limit_bytes`.
 
     Args:
         graph: the graph.
         cost: of every node.
         workspace_bytes: of every node.
-        limit_bytes: a bound on the dynamic peak.
+        limit_bytes: an upper bound on the dynamic peak.
 
     Example:
         >>> import torch, ackpt
@@ -50,46 +50,51 @@ def lower_bound(
 
 
 class _Program:
-    """For every storage of the forward how much of it is kept, and for every operation how much of it runs again."""
+    """The linear program; a variable is the saved fraction of a storage or the recomputed fraction of an operation.
 
-    def __init__(self, known: Facts, cost, workspace_bytes):
-        self.known, self.cost = known, cost
-        graph = known.graph
-        self.order = known.needed_backward
-        free = {s for s in known.held if s in known.savable}  # outputs, which the caller holds anyway
-        self.kept = {storage: number for number, storage in enumerate(sorted(known.savable - free))}
-        births = sorted({graph.storages[storage].producer for storage in self.kept})
-        self.again = {birth: len(self.kept) + number for number, birth in enumerate(births)}
+    ``saved`` and ``recomputed`` are the numbers of the variables by storage and by producer.
+    """
+
+    def __init__(self, analysis: Facts, cost, workspace_bytes):
+        self.analysis, self.cost = analysis, cost
+        graph = analysis.graph
+        self.order = analysis.needed_backward
+        outputs = analysis.held & analysis.savable  # the caller holds them
+        self.saved = {storage: number for number, storage in enumerate(sorted(analysis.savable - outputs))}
+        producers = sorted({graph.storages[storage].producer for storage in self.saved})
+        self.recomputed = {producer: len(self.saved) + number for number, producer in enumerate(producers)}
         self.last_read: dict[int, int] = {}
-        for at, place in enumerate(self.order):
-            self.last_read.update({s: at for s in known.touched[BACKWARD][place] if s in self.kept})
+        for at, node in enumerate(self.order):
+            self.last_read.update({s: at for s in analysis.touched[BACKWARD][node] if s in self.saved})
         self.instants = self._instants(workspace_bytes)
 
     def _instants(self, workspace_bytes) -> list[tuple[int | None, int]]:
-        """Positions in backward, None for its beginning, and bytes that live there whatever is kept.
+        """Positions in backward, None for its beginning, and the bytes that are live there whatever is saved.
 
-        Those at which most bytes live, and evenly spread ones.
+        These are the positions with most live bytes, and evenly spaced ones.
         """
-        known = self.known
-        last = {storage: at for at, place in enumerate(self.order) for storage in known.touched[BACKWARD][place]}
-        live = {s for place in known.tangents for s in known.graph.nodes[place].storages}
-        live |= known.held & known.savable
-        total = begin = sum(known.bytes[s] for s in live)
-        found = []
-        for at, place in enumerate(self.order):
-            touched = known.touched[BACKWARD][place]
+        analysis = self.analysis
+        size, touched_by = analysis.bytes, analysis.touched[BACKWARD]
+        last = {storage: at for at, node in enumerate(self.order) for storage in touched_by[node]}
+        live = {s for node in analysis.tangents for s in analysis.graph.nodes[node].storages}
+        live |= analysis.held & analysis.savable
+        total = begin = sum(size[s] for s in live)
+        instants = []
+        for at, node in enumerate(self.order):
+            touched = touched_by[node]
             for storage in touched:
-                if storage not in live and storage not in self.kept:
+                if storage not in live and storage not in self.saved:
                     live.add(storage)
-                    total += known.bytes[storage]
-            found.append((at, total + sum(known.bytes[s] for s in touched if s in self.kept) + workspace_bytes[place]))
+                    total += size[storage]
+            instants.append((at, total + sum(size[s] for s in touched if s in self.saved) + workspace_bytes[node]))
             for storage in touched:
-                if last[storage] == at and storage in live and storage not in known.held:
+                if last[storage] == at and storage in live and storage not in analysis.held:
                     live.discard(storage)
-                    total -= known.bytes[storage]
-        spread = found[:: max(1, len(found) // (_INSTANTS // 2))]
-        most = sorted(found, key=lambda pair: -pair[1])[: _INSTANTS // 2]
-        return [(None, begin), *dict.fromkeys([*spread, *most])]
+                    total -= size[storage]
+        half = _INSTANTS // 2
+        evenly_spaced = instants[:: max(1, len(instants) // half)]
+        highest = sorted(instants, key=lambda pair: -pair[1])[:half]
+        return [(None, begin), *dict.fromkeys([*evenly_spaced, *highest])]
 
     def solve(self, limit_bytes: int) -> float | None:
         try:
@@ -100,13 +105,13 @@ class _Program:
                 f"the lower bound is the solution of a linear program and needs scipy ({error}): "
                 'pip install "ackpt[plan]"'
             ) from error
-        scale = max((self.cost[birth] for birth in self.again), default=0.0) or 1.0
-        count = len(self.kept) + len(self.again)
+        scale = max((self.cost[producer] for producer in self.recomputed), default=0.0) or 1.0
+        count = len(self.saved) + len(self.recomputed)
         objective = np.zeros(count)
         upper = np.ones(count)
-        for birth, variable in self.again.items():
-            objective[variable] = self.cost[birth] / scale
-            upper[variable] = birth not in self.known.fixed
+        for producer, variable in self.recomputed.items():
+            objective[variable] = self.cost[producer] / scale
+            upper[variable] = producer not in self.analysis.fixed
         rows = [*self._needs(), *self._bytes(max(1, limit_bytes))]
         if not count:  # nothing can be recomputed
             return 0.0 if all(bound >= 0 for _, bound in rows) else None
@@ -114,32 +119,32 @@ class _Program:
         i, j, values = zip(*entries) if entries else ((), (), ())
         matrix = coo_array((values, (i, j)), shape=(len(rows), count)).tocsr()
         bounds = np.stack([np.zeros(count), upper], axis=1)
-        found = linprog(objective, A_ub=matrix, b_ub=[bound for _, bound in rows], bounds=bounds, method="highs")
-        if found.status == _INFEASIBLE:
+        result = linprog(objective, A_ub=matrix, b_ub=[bound for _, bound in rows], bounds=bounds, method="highs")
+        if result.status == _INFEASIBLE:
             return None
-        if found.status != 0:
-            raise RuntimeError(f"the lower bound was not found: {found.message}")
-        return max(0.0, float(found.fun) * scale)
+        if result.status != 0:
+            raise RuntimeError(f"the lower bound was not found: {result.message}")
+        return max(0.0, float(result.fun) * scale)
 
     def _needs(self):
-        """What backward reads is kept or runs again; and so is what an operation reads that runs again."""
-        known, nodes = self.known, self.known.graph.nodes
+        """Rows: everything that backward or a recomputed operation reads is saved or recomputed."""
+        analysis, nodes, storages = self.analysis, self.analysis.graph.nodes, self.analysis.graph.storages
         for storage in self.last_read:
-            yield {self.kept[storage]: -1.0, self.again[known.graph.storages[storage].producer]: -1.0}, -1.0
-        for birth, variable in self.again.items():
-            read = {s for source in known.reads_again(birth) for s in nodes[source].storages if s in self.kept}
+            yield {self.saved[storage]: -1.0, self.recomputed[storages[storage].producer]: -1.0}, -1.0
+        for reader, variable in self.recomputed.items():
+            read = {s for source in analysis.reads_again(reader) for s in nodes[source].storages if s in self.saved}
             for storage in sorted(read):
-                producer = known.graph.storages[storage].producer
-                if producer != birth:
-                    yield {variable: 1.0, self.kept[storage]: -1.0, self.again[producer]: -1.0}, 0.0
+                producer = storages[storage].producer
+                if producer != reader:
+                    yield {variable: 1.0, self.saved[storage]: -1.0, self.recomputed[producer]: -1.0}, 0.0
 
     def _bytes(self, limit_bytes: int):
-        """At every instant what is kept for later fits beside what lives then."""
-        for at, taken in self.instants:
+        """Rows: at every instant the storages saved for later fit into the limit together with the live bytes."""
+        for at, live_bytes in self.instants:
             if at is None:
-                stays = set(self.kept)
+                for_later = set(self.saved)
             else:
-                here = self.known.touched[BACKWARD][self.order[at]]
-                stays = {s for s, last in self.last_read.items() if last > at}.difference(here)
-            row = {self.kept[s]: self.known.bytes[s] / limit_bytes for s in sorted(stays)}
-            yield row, (limit_bytes - taken) / limit_bytes
+                touched = self.analysis.touched[BACKWARD][self.order[at]]
+                for_later = {s for s, last in self.last_read.items() if last > at}.difference(touched)
+            row = {self.saved[s]: self.analysis.bytes[s] / limit_bytes for s in sorted(for_later)}
+            yield row, (limit_bytes - live_bytes) / limit_bytes

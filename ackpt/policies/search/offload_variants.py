@@ -1,4 +1,4 @@
-"""The third fate in a front: what its schedules save, in host memory instead, as far as copies may be hidden."""
+"""Offloads what the schedules of a frontier save, as far as the copies overlap with compute."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.offload_steps import offloadable, offloaded
 from ackpt.planning.schedule import COMPUTE, Schedule
 
-from .frontier import pareto
+from .frontier import evenly_spaced, pareto
 
-_WALKED = 1_000_000  # nodes that are walked through for a front
-_SHARES = (3 / 4, 1)  # of the forward's seconds, for which the link copies
+_WALKED = 1_000_000  # nodes of all schedules that are tried for one graph: small graphs get more tries
+_SHARES = (3 / 4, 1)  # of the forward's seconds that the link is busy
 
 
 def offloads(graph: JointGraph, profile, schedules) -> list[Schedule]:
-    """The front of `schedules`, evenly spaced, with as much of what each saves in host memory as may be hidden.
+    """Evenly spaced schedules of the frontier, with as many activations offloaded as overlap with compute.
 
-    Of the lowest of them also one with all of it there, whatever that costs. None where `profile` has no times of
-    copies, or what runs the graph knows none.
+    The one with the lowest peak also comes with all of its activations offloaded, at any cost. Empty if `profile` has
+    no times of copies, or if the graph's compiler does not run copies.
     """
     if profile.swap_seconds is None or profile.seconds is None or not graph.replays_random:
         return []
     points = pareto(graph, profile, schedules)
-    some = points[:: -(-len(points) * len(_SHARES) * len(graph.nodes) // _WALKED)]
-    chosen = [(point.schedule, storages) for point in some for storages in _hidden(graph, point.schedule, profile)]
+    some = evenly_spaced(points, _WALKED, each=len(_SHARES) * len(graph.nodes))
+    chosen = [(point.schedule, storages) for point in some for storages in _overlapping(graph, point.schedule, profile)]
     lowest = points[-1].schedule
     return [offloaded(graph, *one, profile) for one in [*chosen, (lowest, offloadable(graph, lowest))] if one[1]]
 
 
-def _hidden(graph: JointGraph, schedule: Schedule, profile) -> list[list[int]]:
-    """What the link can copy meanwhile. Backward goes the other way: what forward leaves first waits longest."""
+def _overlapping(graph: JointGraph, schedule: Schedule, profile) -> list[list[int]]:
+    """The storages that the link can copy during each share of the forward, those first that stay unused longest.
+
+    Backward reads in the reverse order, so the first one whose last forward reader is done stays unused longest.
+    """
     order = sorted(offloadable(graph, schedule), key=lambda storage: (_last_use(graph, storage), storage))
     copied = [0.0, *accumulate(profile.swap_seconds[storage] for storage in order)]
     forward = sum(profile.seconds[step.id] for step in schedule.forward if step.kind == COMPUTE)

@@ -1,4 +1,4 @@
-"""What a node costs: the one unit in which policies weigh one recomputation against another."""
+"""The cost of each node, in the one unit in which all policies compare recomputations."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.planning.schedule import COMPUTE, Schedule, recomputed
 
-_BYTES = 10  # cost of a byte that is read or written, in FLOPs: a processor that is neither fast nor slow at memory
+_FLOPS_PER_BYTE = 10  # cost of a byte that is read or written, on a processor with an average memory bandwidth
 
 
 def costs(graph: JointGraph, profile: Profile) -> list[float]:
-    """Cost of every node: its seconds where the profile has them, else FLOPs and traffic weighed against each other.
+    """The cost of every node: seconds if the profile has them, else FLOPs plus weighted memory traffic.
 
     Example:
         >>> import torch, ackpt
@@ -21,20 +21,22 @@ def costs(graph: JointGraph, profile: Profile) -> list[float]:
         >>> costs(graph, profile) == list(profile.seconds)
         True
     """
-    known = facts(graph)
+    analysis = facts(graph)
     if profile.seconds is not None:
         return list(profile.seconds)
     return [
-        float(profile.flops[n] + _BYTES * (profile.bytes_in[n] + profile.bytes_out[n])) if n in known.born else 0.0
+        float(profile.flops[n] + _FLOPS_PER_BYTE * (profile.bytes_in[n] + profile.bytes_out[n]))
+        if n in analysis.born
+        else 0.0
         for n in range(len(graph.nodes))
     ]
 
 
 def added_cost(graph: JointGraph, schedule: Schedule, cost) -> float:
-    """Of all forward nodes that run in backward."""
-    return sum(cost[place] for place in recomputed(graph, schedule))
+    """The cost of all forward nodes that run in backward."""
+    return sum(cost[node] for node in recomputed(graph, schedule))
 
 
 def step_cost(schedule: Schedule, cost) -> float:
-    """Of all nodes that run in a step."""
+    """The cost of all nodes that run in a step."""
     return sum(cost[step.id] for step in (*schedule.forward, *schedule.backward) if step.kind == COMPUTE)

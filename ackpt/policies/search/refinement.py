@@ -1,7 +1,8 @@
-"""Add plans between two neighbors on a frontier: save what the lower one recomputes, as the higher peak allows."""
+"""Adds plans between two neighbors on a frontier: they save some of what the lower one recomputes."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -11,20 +12,20 @@ from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.planning.schedule import COMPUTE, Schedule, scheduled
 from ackpt.planning.simulator import peak_of, step_peaks
 
-_WALKED = 600_000  # nodes that are walked through for a front: a small graph has more tries than a large one
-_GUESSED = 20_000  # the same for what might fit into one plan
-_SHARES = (0, 1 / 2, 1)  # of the room between two plans that a plan may take
+_WALKED = 600_000  # nodes of all schedules that are tried for one graph: small graphs get more tries
+_GUESSED = 20_000  # the same for trials that may not fit, for one plan
+_SHARES = (0, 1 / 2, 1)  # of the bytes between the peaks of two plans that a plan between them may use
 
 
 class Run(NamedTuple):
-    """A forward node that runs in backward, at `place` of its order.
+    """A run of the forward node `node` in backward, at `position` of its order.
 
-    Without the run its results, `size` bytes, would live on from compute step `start` of the whole step to `stop`, and
-    the runs at the places `views`, of views of them, would go, too.
+    Without it the node's results, `size` bytes, would be live from compute step `start` of the whole step to `stop`,
+    and the runs at the positions `views`, which rebuild their views, would be dropped too.
     """
 
     node: int
-    place: int
+    position: int
     start: int
     stop: int
     size: int
@@ -32,44 +33,45 @@ class Run(NamedTuple):
 
 
 def refined(graph: JointGraph, points, cost, workspace_bytes) -> list[Schedule]:
-    """For every two neighbours of `points` schedules below the higher one's peak, cheaper than the lower one.
+    """Schedules between every two neighbors of `points`: below the higher peak, and cheaper than the lower plan.
 
-    The neighbours that are furthest apart in cost come first. Neighbours without such schedules give none.
+    The neighbors that differ most in cost come first.
     """
     pairs = sorted(zip(points, points[1:]), key=lambda pair: (pair[0].cost - pair[1].cost, pair[1].peak_bytes))
-    left = _WALKED // len(graph.nodes)
-    found = []
+    tries = _WALKED // len(graph.nodes)
+    schedules = []
     for higher, lower in pairs:
         for share in _SHARES:
             limit = lower.peak_bytes + int(share * (higher.peak_bytes - 1 - lower.peak_bytes))
-            schedule, left = spared(graph, lower.schedule, cost, workspace_bytes, limit, left)
+            schedule, tries = with_fewer_runs(graph, lower.schedule, cost, workspace_bytes, limit, tries)
             if schedule is not lower.schedule:
-                found.append(schedule)
-    return found
+                schedules.append(schedule)
+    return schedules
 
 
-def spared(
+def with_fewer_runs(
     graph: JointGraph, schedule: Schedule, cost, workspace_bytes, limit_bytes: int, tries: int
 ) -> tuple[Schedule, int]:
-    """`schedule` without the dearest runs in backward that there is room to do without, and how many `tries` are left.
+    """`schedule` without the most expensive recomputations that the limit allows to drop, and the remaining `tries`.
 
-    Those that surely fit come first, as many at once as fit beside each other; then those whose own reads might make
-    the room.
+    First those whose results surely fit, as many at once as fit together. Then single ones that may fit, because what
+    they read need not stay live.
     """
     failed: set[tuple[int, int]] = set()
     while tries > 0:
         order = [step.id for step in schedule.backward if step.kind == COMPUTE]
-        live, found = runs(graph, schedule, order, workspace_bytes)
-        found = sorted((run for run in found if cost[run.node]), key=lambda run: (-cost[run.node], run))
-        sure = _together(found, live, limit_bytes)
-        unsure = [run for run in found if (run.node, run.stop - run.start) not in failed]
+        live, every = runs(graph, schedule, order, workspace_bytes)
+        by_cost = sorted((run for run in every if cost[run.node]), key=lambda run: (-cost[run.node], run))
+        sure = _fitting(by_cost, live, limit_bytes)
+        unsure = [run for run in by_cost if (run.node, run.stop - run.start) not in failed]
         guesses = max(1, _GUESSED // len(graph.nodes)) - len(failed)
         trials = [sure, sure[:1]] if sure else [[run] for run in unsure[: max(0, guesses)]]
         for skipped in trials:
             tries -= 1
-            less = _scheduled(graph, order, {place for run in skipped for place in (run.place, *run.views)})
-            if peak_of(graph, less, workspace_bytes) <= limit_bytes:
-                schedule = less
+            positions = {position for run in skipped for position in (run.position, *run.views)}
+            cheaper = without_runs(graph, order, positions)
+            if peak_of(graph, cheaper, workspace_bytes) <= limit_bytes:
+                schedule = cheaper
                 break
             failed.update((run.node, run.stop - run.start) for run in skipped)
             if tries <= 0:
@@ -80,27 +82,26 @@ def spared(
 
 
 def runs(graph: JointGraph, schedule: Schedule, order: list[int], workspace_bytes) -> tuple[np.ndarray, list[Run]]:
-    """Dynamic bytes at every compute step, int64[steps], and what runs again in backward, whose nodes are `order`."""
-    known = facts(graph)
+    """Dynamic bytes at every compute step, int64[steps], and the recomputations in the backward `order` of nodes."""
+    analysis = facts(graph)
     forward, backward = step_peaks(graph, schedule, workspace_bytes)
-    places = (step.id for step in schedule.forward if step.kind == COMPUTE)
-    last = {s: place for place, node in enumerate(places) for s in known.born.get(node, ())}
-    touched, found = known.touched[BACKWARD], []
-    for place, (node, views) in enumerate(zip(order, _views(graph, order)), len(forward)):
-        born = known.born.get(node)
-        # A view is no result that could be kept.
-        if born and graph.nodes[node].phase == FORWARD and views is not None:
-            size = sum(known.bytes[s] for s in known.storages(node, again=True) if s in born)
-            start = max((last[s] for s in born if s in last), default=place)
-            found.append(Run(node, place - len(forward), start, place, size, views))
-        last.update(dict.fromkeys(touched[node], place))
-    return np.array([*forward, *backward]), found
+    forward_nodes = (step.id for step in schedule.forward if step.kind == COMPUTE)
+    last = {s: at for at, node in enumerate(forward_nodes) for s in analysis.born.get(node, ())}
+    touched, recomputations = analysis.touched[BACKWARD], []
+    for at, (node, views) in enumerate(zip(order, _views(graph, order)), len(forward)):
+        allocated = analysis.born.get(node)  # nothing for a view, which cannot be saved
+        if allocated and graph.nodes[node].phase == FORWARD and views is not None:
+            size = sum(analysis.bytes[s] for s in analysis.storages(node, again=True) if s in allocated)
+            start = max((last[s] for s in allocated if s in last), default=at)
+            recomputations.append(Run(node, at - len(forward), start, at, size, views))
+        last.update(dict.fromkeys(touched[node], at))
+    return np.array([*forward, *backward]), recomputations
 
 
-def _together(found: list[Run], live: np.ndarray, limit_bytes: int) -> list[Run]:
-    """What of `found`, from the first on and one run of a node, can be kept beside what lives anyway."""
+def _fitting(candidates: list[Run], live: np.ndarray, limit_bytes: int) -> list[Run]:
+    """The first of `candidates`, at most one per node, whose results fit together on top of the `live` bytes."""
     live, chosen = live.copy(), {}
-    for run in found:
+    for run in candidates:
         if run.node not in chosen and live[run.start : run.stop].max(initial=0) + run.size <= limit_bytes:
             live[run.start : run.stop] += run.size
             chosen[run.node] = run
@@ -108,61 +109,66 @@ def _together(found: list[Run], live: np.ndarray, limit_bytes: int) -> list[Run]
 
 
 def _views(graph: JointGraph, order: list[int]) -> list[tuple[int, ...] | None]:
-    """For every run of a forward node, places in `order` of the views of its results that are there without the run:
-    those that backward is given if it is the first, else those of the run before. None where one would be missing
-    that only the operation itself can give again, as one of several results.
+    """For every run in `order`, the positions of the views of its results that exist without the run too.
+
+    For the first run of a node these are the views that backward is given, else those of the run before. None if
+    another view would be missing that only the operation itself can rebuild, as one of several results.
     """
-    known = facts(graph)
-    base = {cover: node for node in known.born for cover in _covers(graph, node) if cover != node}
+    analysis = facts(graph)
+    producer = {base: node for node in analysis.born for base in _bases(graph, node) if base != node}
     before: dict[int, set[int] | None] = {}
     latest: dict[int, tuple[int, dict[int, int]]] = {}
-    found: list[tuple[int, ...] | None] = [()] * len(order)
+    positions: list[tuple[int, ...] | None] = [()] * len(order)
 
     def close(node: int) -> None:
         at, views = latest[node]
-        there = before.get(node)
-        found[at] = tuple(place for place, view in views.items() if there is None or view in there)
-        if len(known.born[node]) > 1 and len(found[at] or ()) < len(views):
-            found[at] = None
+        existing = before.get(node)
+        positions[at] = tuple(position for position, view in views.items() if existing is None or view in existing)
+        if len(analysis.born[node]) > 1 and len(positions[at] or ()) < len(views):
+            positions[at] = None
         before[node] = set(views.values())
 
     for at, node in enumerate(order):
         if graph.nodes[node].phase != FORWARD:
             continue
-        if node in known.born:
+        if node in analysis.born:
             if node in latest:
                 close(node)
             latest[node] = at, {}
-        elif base.get(node) in latest:
-            latest[base[node]][1][at] = node
+        elif producer.get(node) in latest:
+            latest[producer[node]][1][at] = node
     for node in latest:
         close(node)
-    return found
+    return positions
 
 
-def keeping(graph: JointGraph, schedule: Schedule, node: int) -> Schedule:
-    """`schedule` with what `node` gives saved: without any of its runs in backward."""
+def with_saved(graph: JointGraph, schedule: Schedule, node: int) -> Schedule:
+    """`schedule` with the results of `node` saved instead of recomputed."""
     order = [step.id for step in schedule.backward if step.kind == COMPUTE]
-    covers = _covers(graph, node)
-    return _scheduled(graph, order, {at for at, other in enumerate(order) if other in covers})
+    bases = _bases(graph, node)
+    return without_runs(graph, order, {at for at, other in enumerate(order) if other in bases})
 
 
-def _covers(graph: JointGraph, node: int) -> set[int]:
-    known = facts(graph)
-    return {node, *(known.cover[s] for s in known.born.get(node, ()) if s in known.cover)}
+def _bases(graph: JointGraph, node: int) -> set[int]:
+    """`node` and the base tensors of the storages that it allocates."""
+    analysis = facts(graph)
+    return {node, *(analysis.cover[s] for s in analysis.born.get(node, ()) if s in analysis.cover)}
 
 
-def _scheduled(graph: JointGraph, order: list[int], skipped: set[int]) -> Schedule:
-    """Backward as `order` without the runs at the places `skipped`, and without what runs for their sake alone."""
-    known = facts(graph)
-    kept: list[int] = []
-    wanted: set[int] = set()
+def without_runs(graph: JointGraph, order: list[int], skipped: Collection[int] = ()) -> Schedule:
+    """The schedule whose backward is `order` without the positions `skipped` and without recomputations nobody reads.
+
+    `order`: node ids of the backward; `skipped`: positions in it.
+    """
+    analysis = facts(graph)
+    remaining: list[int] = []
+    read: set[int] = set()
     for at in range(len(order) - 1, -1, -1):
         node = order[at]
-        again = graph.nodes[node].phase == FORWARD
-        if at in skipped or (again and node not in wanted):
+        is_recomputed = graph.nodes[node].phase == FORWARD
+        if at in skipped or (is_recomputed and node not in read):
             continue
-        kept.append(node)
-        wanted.discard(node)
-        wanted.update(known.reads(node, again))
-    return scheduled(graph, None, kept[::-1])
+        remaining.append(node)
+        read.discard(node)
+        read.update(analysis.reads(node, is_recomputed))
+    return scheduled(graph, None, remaining[::-1])

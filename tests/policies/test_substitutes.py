@@ -18,8 +18,8 @@ from ackpt.models import BertConfig, BertForMaskedLM
 from ackpt.planning.schedule import everything
 from ackpt.planning.simulator import peak_of
 from ackpt.policies import auto
-from ackpt.policies.chains.blocks import chain
-from ackpt.policies.chains.substitutes import smaller, standing_in
+from ackpt.policies.chains.blocks import coarse_chain
+from ackpt.policies.chains.substitutes import smaller, substituted
 from ackpt.policies.search.frontier import pareto
 from ackpt.policies.search.recompute_costs import costs
 
@@ -50,35 +50,35 @@ def kept(model, price):
     return names(graph, plain), names(graph, found)
 
 
-def test_a_product_stands_in_for_the_sum_it_is_added_to():
+def test_a_product_is_saved_instead_of_the_sum_that_adds_it():
     before, after = kept(Residual(), price=1e9)
     assert "add" in before and "addmm" not in before
     assert "add" not in after and "addmm" in after
 
 
-def test_nothing_stands_in_at_no_price():
+def test_nothing_is_substituted_at_a_price_of_zero():
     before, after = kept(Residual(), price=0)
     assert before == after
 
 
-def test_masks_of_dropout_are_drawn_again_with_what_they_drop():
+def test_dropout_masks_are_recomputed_with_their_results():
     before, after = kept(Residual(dropout=0.5), price=1e9)
     dropouts = [name for name in before if "dropout" in name]
     assert dropouts and not [name for name in after if "dropout" in name]
     assert "addmm" in after
 
 
-def test_sums_that_are_no_larger_than_their_product_stay():
+def test_sums_that_are_not_larger_than_their_product_are_saved():
     before, after = kept(nn.Sequential(Residual(), Residual()).float(), price=1e9)
     assert before.count("add") == after.count("add") == 2
 
 
-def test_a_graph_too_large_to_walk_through_often_is_walked_through_once(monkeypatch):
+def test_large_graphs_have_fewer_tries(monkeypatch):
     graph = ackpt.trace(nn.Sequential(*(Residual() for _ in range(3))), torch.ones(8, 16))
     figures = profile(graph)
-    many = standing_in(graph, chain(graph), figures, costs(graph, figures))
+    many = substituted(graph, coarse_chain(graph), figures, costs(graph, figures))
     monkeypatch.setattr("ackpt.policies.chains.substitutes._WALKED", len(graph.nodes) - 1)
-    few = standing_in(graph, chain(graph), figures, costs(graph, figures))
+    few = substituted(graph, coarse_chain(graph), figures, costs(graph, figures))
     assert 0 < len(few) < len(many)
 
 
@@ -94,10 +94,10 @@ def test_a_wide_model_in_mixed_precision_costs_less():
     shapes = Shapes(bert_step.configuration("gpu", fields={"layers": 6}).setting())
     graph, figures = shapes._graph()
     cost = costs(graph, figures)
-    blocks, plain = chain(graph), everything(graph)
+    blocks, plain = coarse_chain(graph), everything(graph)
     base = peak_of(graph, plain, figures.workspace_bytes)
     without = pareto(graph, figures, auto.chain_schedules(graph, blocks, figures, cost, base))
-    within = pareto(graph, figures, standing_in(graph, blocks, figures, cost))
+    within = pareto(graph, figures, substituted(graph, blocks, figures, cost))
     lower = [
         any(ours.peak_bytes <= theirs.peak_bytes and ours.cost < theirs.cost for ours in within) for theirs in without
     ]
