@@ -1,4 +1,4 @@
-"""The state of autograd that regions and offload ask for: which run of a region a thread is in, versions of tensors."""
+"""State shared by regions and offload: which run of a region this thread is in, and version counters of tensors."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import torch
 
 
 class Phase(threading.local):
-    """The state of one thread.
+    """The run of a region that this thread is in.
 
-    ``recomputing``: a region is being recomputed. ``dropping``: the graph being built will be dropped when the region
-    ends, so nothing needs to be saved. ``function``: what is being recomputed. ``left``: tensors of the dropped graphs
-    of nested regions that are still alive although they should not be. ``recorder``: that of the innermost region that
-    is running.
+    ``recomputing``: whether a region is being recomputed. ``dropping``: whether the graph being built is dropped when
+    the region ends, so that nothing needs to be saved. ``function``: the function being recomputed. ``leaked``: tensors
+    of the dropped graphs of nested regions that are still alive. ``recorder``: the recorder of the innermost region.
     """
 
     recomputing = False
     dropping = False
     function: Any = None
-    left: list | tuple = ()
+    leaked: list | tuple = ()
     recorder: Any = None
 
 
@@ -28,7 +27,7 @@ phase = Phase()
 
 
 def is_recomputing() -> bool:
-    """Whether the calling code runs inside a recomputation. A forward hook can check this to act once per step.
+    """Whether the calling code runs in a recomputation. A forward hook can check this to act once per step.
 
     Example:
         >>> import ackpt
@@ -39,5 +38,5 @@ def is_recomputing() -> bool:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """The version counter, which every operation in place raises; inference tensors have none."""
+    """The version counter of a tensor, which every in-place operation increments; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version

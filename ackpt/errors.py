@@ -1,14 +1,14 @@
-"""The errors of the package: each message names a cause and a way out."""
+"""The exceptions of the package. Each message names the cause and what to do instead."""
 
 from difflib import get_close_matches
 
-_NEARLY = 0.85  # of difflib's ratio: a letter too many, too few or another one; "captions" are no "options"
+_SIMILAR = 0.85  # difflib's ratio: one letter added, missing or changed; "captions" is not similar to "options"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpointed region cannot give the gradients of the plain model.
+    """A checkpointed region cannot compute the gradients of the baseline.
 
-    Raised instead of a silently wrong result; nothing has been added to any ``.grad`` by the region that raises.
+    Raised instead of a silently wrong result. The region that raises has not added anything to any ``.grad``.
 
     Example:
         >>> import torch, ackpt
@@ -25,7 +25,7 @@ class CheckpointError(RuntimeError):
 
 
 class OffloadError(RuntimeError):
-    """A tensor could not be taken to the store or brought back; nothing was replaced by something else silently.
+    """A tensor could not be copied to the offload store or back. Raised instead of any silent fallback.
 
     Example:
         >>> import torch, ackpt
@@ -38,7 +38,7 @@ class OffloadError(RuntimeError):
 
 
 class TraceError(ValueError):
-    """A model cannot be captured as one graph; the message names the line or the cause, and the way out.
+    """A model cannot be captured as one graph; the message names the line, the cause and what to do instead.
 
     Example:
         >>> import torch, ackpt
@@ -52,14 +52,14 @@ class TraceError(ValueError):
         it decides by the values of a tensor
     """
 
-    reason: str = ""  # where a model looks at values, for what is captured in another way instead
+    reason: str = ""  # the code that reads a tensor's values, if that is the cause
 
 
 class BudgetError(ValueError):
     """No plan keeps the step within the budget; the message names the smallest budget that works.
 
-    ``least_bytes``: that budget of a whole step, resident bytes included; None where a solver knows no graph.
-    ``budget``: what was asked for, as it was given; None for a solver's bytes.
+    ``least_bytes``: the smallest feasible budget of a whole step in bytes, including resident memory; None if a solver
+    without a graph raised the error. ``budget``: the budget as the caller gave it; None for a solver's bytes.
 
     Example:
         >>> import torch, ackpt
@@ -78,23 +78,20 @@ class BudgetError(ValueError):
         self.budget: float | str | None = budget
 
 
-def did_you_mean(name, known) -> str:
-    """A question to append to a message that lists the `known` names; empty where none of them is like `name`.
+def did_you_mean(name, names) -> str:
+    """A question to append to an error that lists the valid `names`; empty if none of them is similar to `name`.
 
     Example:
         >>> did_you_mean("ful", ["none", "full"])
         " (did you mean 'full'?)"
     """
-    asked = str(name).lower()
-    close = [one for one in known if asked and one.startswith(asked)] or get_close_matches(asked, list(known), 1)
+    text = str(name).lower()
+    close = [other for other in names if text and other.startswith(text)] or get_close_matches(text, list(names), 1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def check_misspelt(given, known, what: str) -> None:
-    """Refuse the first of the `given` names that is nearly one of the `known`, which are those of `what`.
-
-    Raises:
-        TypeError: naming both.
+def check_misspelt(given, names, owner: str) -> None:
+    """Raise TypeError if one of the `given` names is a misspelling of one of the `names`, the keywords of `owner`.
 
     Example:
         >>> check_misspelt(["budgt"], ["budget", "policy"], "ackpt.compile")
@@ -103,6 +100,6 @@ def check_misspelt(given, known, what: str) -> None:
         TypeError: 'budgt' is no keyword of ackpt.compile: did you mean 'budget'?
     """
     for name in given:
-        close = get_close_matches(name.lower(), known, 1, _NEARLY)
-        if close and name not in known:
-            raise TypeError(f"{name!r} is no keyword of {what}: did you mean {close[0]!r}?")
+        close = get_close_matches(name.lower(), names, 1, _SIMILAR)
+        if close and name not in names:
+            raise TypeError(f"{name!r} is no keyword of {owner}: did you mean {close[0]!r}?")

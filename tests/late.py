@@ -1,4 +1,4 @@
-"""What shows a race every time: copies that run as late as they may, over memory that is handed on at once."""
+"""A CPU transport that makes races visible: copies run as late as allowed, and freed memory is reused at once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 import ackpt
 from ackpt.offloading.cpu_streams import Stream
-from ackpt.offloading.engine import Engine, Lane
+from ackpt.offloading.engine import Engine
+from ackpt.offloading.saved_storages import DeviceStore
 from ackpt.offloading.store import Pool, host_memory
-from ackpt.offloading.transport import CpuTransport, Waited
+from ackpt.offloading.transport import CpuTransport, Wait
 
 LONG = 30  # seconds that no test comes near
 
@@ -164,21 +165,21 @@ class EventBeforeCopyIn(LateTransport):
 
 
 class FreesSourceEarly(LateTransport):
-    """Broken: the source of a copy out is let go of without waiting."""
+    """Broken: the source of a copy out is freed without waiting."""
 
-    def hold(self, event, used=None):
-        return Waited(0.0) if used is None else super().hold(event, used)
+    def wait_event(self, event, used=None):
+        return Wait(0.0) if used is None else super().wait_event(event, used)
 
 
 class UsesTargetEarly(LateTransport):
-    """Broken: what is copied in is used without waiting."""
+    """Broken: the target of a copy in is used without waiting."""
 
-    def hold(self, event, used=None):
-        return super().hold(event, used) if used is None else Waited(0.0)
+    def wait_event(self, event, used=None):
+        return super().wait_event(event, used) if used is None else Wait(0.0)
 
 
 class IgnoresEarlierCopies(LateTransport):
-    """Broken: a buffer is read, and written, without the copies that used it before."""
+    """Broken: a copy does not wait for the earlier copies of its buffer."""
 
     def copy_out(self, source, begin, buffer, size, after, *stream):
         return super().copy_out(source, begin, buffer, size, (), *stream)
@@ -191,5 +192,5 @@ def late_offload(transport, mode="async", **options) -> ackpt.offloading.saved_t
     """An Offload whose engine has `transport` and a pool of its own."""
     offload = ackpt.offload_saved_tensors(mode, min_bytes=options.pop("min_bytes", 1), **options)
     offload.engine = Engine("host")
-    offload.engine._lanes[torch.device("cpu"), False] = Lane(transport, Pool(host_memory))
+    offload.engine._device_stores[torch.device("cpu"), False] = DeviceStore(transport, Pool(host_memory))
     return offload

@@ -1,4 +1,4 @@
-"""Helpers of the offload tests: offloads that take everything, and an engine that must be empty in the end."""
+"""Helpers of the offload tests: contexts that offload every tensor, and checks that the engine is empty afterwards."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A ``torch.cuda`` that computes nothing and knows of every access to memory what it happens after.
+"""A simulated ``torch.cuda`` that detects races between memory accesses and computes nothing.
 
-Streams and events carry vector clocks. Every copy and every launch notes which block it reads or writes; two accesses
-of one block of which at least one writes must be ordered, or they are a race, whether or not it would show on a GPU
-today. Device memory is that of a caching allocator: a freed block goes to the next tensor of the same size and stream.
-The bytes themselves are moved at once.
+Streams and events carry vector clocks. Every copy and every launch records the block that it reads or writes. Two
+accesses of one block, at least one of them a write, are a race unless they are ordered, even if a real GPU would rarely
+show it. Device memory behaves like that of a caching allocator: a freed block goes to the next tensor of the same size
+and stream. Bytes are copied at once.
 """
 
 from __future__ import annotations
@@ -259,21 +259,21 @@ class CachedStream(SimulatedTransport):
 class FreesSourceEarly(SimulatedTransport):
     """Broken: nobody waits before the source of a copy out is freed."""
 
-    def hold(self, event, used=None):
-        return super().hold(event, used) if used is not None else CudaEvent(self._timed(), self._timed(), None)
+    def wait_event(self, event, used=None):
+        return super().wait_event(event, used) if used is not None else CudaEvent(self._timed(), self._timed(), None)
 
 
 class UsesTargetEarly(SimulatedTransport):
     """Broken: nobody waits before what was copied in is used."""
 
-    def hold(self, event, used=None):
-        return super().hold(event, used) if used is None else CudaEvent(self._timed(), self._timed(), None)
+    def wait_event(self, event, used=None):
+        return super().wait_event(event, used) if used is None else CudaEvent(self._timed(), self._timed(), None)
 
 
 class IgnoresOwner(SimulatedTransport):
     """Broken: the current stream waits, the one that the memory belongs to does not."""
 
-    def hold(self, event, used=None):
+    def wait_event(self, event, used=None):
         self.machine.current_stream().wait_event(event.ended)
         return event
 

@@ -1,4 +1,4 @@
-"""Random steps of training on a simulated GPU, by real autograd: what runs where, and what is dropped when."""
+"""Random training steps on a simulated GPU, run by real autograd, with random streams and lifetimes of tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from simulated_cuda import DEVICE, Machine, SimulatedTransport, join
 
 import ackpt
-from ackpt.offloading.engine import Engine, Lane
+from ackpt.offloading.engine import Engine
+from ackpt.offloading.saved_storages import DeviceStore
 from ackpt.offloading.store import Pool
 
 SIZES = (256, 1024)  # elements
@@ -186,7 +187,7 @@ def simulated_offload(machine, kind=SimulatedTransport, mode="async", **options)
     """An Offload whose engine takes the CPU's tensors for those of `machine`."""
     offload = ackpt.offload_saved_tensors(mode, min_bytes=1, **options)
     offload.engine = Engine("host")
-    offload.engine._lanes[torch.device("cpu"), False] = Lane(kind(machine), Pool(machine.host_memory))
+    offload.engine._device_stores[torch.device("cpu"), False] = DeviceStore(kind(machine), Pool(machine.host_memory))
     return offload
 
 

@@ -1,4 +1,4 @@
-"""Steps of training whose copies can be watched: layers over an arena, a small network, and two ways to offload."""
+"""Training steps whose copies can be observed: layers in an arena, a small network, and two ways to offload."""
 
 from __future__ import annotations
 

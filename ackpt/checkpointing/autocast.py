@@ -1,4 +1,4 @@
-"""The autocast state of all devices: taken in the forward, restored around the recompute."""
+"""The autocast state of all devices, recorded in the forward and restored for the recomputation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps")
 class Autocast:
     """A snapshot of the autocast switches, dtypes and weight-cache flag of this thread.
 
-    It sets the switches themselves, because ``torch.autocast("cuda")`` turns itself off where no GPU is present and
-    shapes alone are being followed.
+    `restored` sets the switches directly, because ``torch.autocast("cuda")`` disables itself without a GPU, for example
+    when `predict` runs a step from shapes alone.
     """
 
     __slots__ = ("modes", "cache")
@@ -30,18 +30,18 @@ class Autocast:
 
     @contextlib.contextmanager
     def restored(self):
-        """This snapshot inside, the state of now afterwards."""
-        now = Autocast()
+        """Apply this snapshot in the body, and the present state after it."""
+        present = Autocast()
         torch.autocast_increment_nesting()
         self._apply()
-        # A weight that was cast outside the region has its history there; the recompute needs a cast of its own.
+        # A cached cast made outside the region has its autograd history there; the recomputation needs its own cast.
         torch.clear_autocast_cache()
         try:
             yield
         finally:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
-            now._apply()
+            present._apply()
 
 
 any_enabled = torch._C._is_any_autocast_enabled

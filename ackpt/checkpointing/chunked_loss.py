@@ -1,10 +1,10 @@
-"""The loss head in chunks: the logits of a language model never exist whole.
+"""``chunked_cross_entropy``: the loss of a language model without ever allocating all logits.
 
-With 8192 tokens and a vocabulary of 50257, fp32 logits take 1.5 GiB, and cross-entropy keeps several copies of them:
-in the published language-model experiment they, not the blocks, dominate the memory. The loss needs only a few rows
-of logits at a time, and its gradient with respect to them is known as soon as they are: softmax minus one-hot, times
-a scalar that arrives later. So the gradients of the hidden states and of the weight are formed chunk by chunk while
-the logits are there; nothing is saved for backward but the two gradients, and nothing is recomputed.
+With 8192 tokens and a vocabulary of 50257, fp32 logits take 1.5 GiB, and cross-entropy needs several tensors of this
+size. In the published language-model experiment they take more memory than the blocks. The loss needs only a few rows
+of logits at a time. The gradient with respect to the logits is softmax minus one-hot, times a scalar that backward
+provides. So the forward computes the gradients of the hidden states and of the weight chunk by chunk, and saves only
+these two; nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -31,25 +31,24 @@ def chunked_cross_entropy(
 
     Args:
         hidden: final hidden states, ``[N, D]``, floating point.
-        weight: vocabulary head, ``[V, D]``, same dtype as `hidden` (under autocast, the matrix products run in the
-            autocast dtype, as ``F.linear`` does).
-        targets: class indices, ``[N]``, int64; `ignore_index` marks rows that do not count.
-        chunks: into how many parts the rows are cut; the largest temporary is ``ceil(N / chunks) * V`` elements, in
-            fp32 (fp64 for fp64 inputs).
-        reduction: ``"mean"`` over the rows that count, or ``"sum"``.
+        weight: vocabulary head, ``[V, D]``, same dtype as `hidden` (under autocast, matrix products run in the autocast
+            dtype, like ``F.linear``).
+        targets: class indices, ``[N]``, int64; `ignore_index` marks rows to ignore.
+        chunks: number of parts that the rows are split into; the largest temporary has ``ceil(N / chunks) * V``
+            elements, in fp32 (fp64 for fp64 inputs).
+        reduction: ``"mean"`` over the rows that are not ignored, or ``"sum"``.
+        ignore_index: the target of rows to ignore.
 
     Returns:
         The loss, a scalar in fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ValueError, TypeError: for shapes, dtypes or options that do not fit.
-        IndexError: for a target that is no row of `weight` (on a GPU torch stops the program instead).
+        ValueError, TypeError: for inconsistent shapes, wrong dtypes or unknown options.
+        IndexError: for a target outside the rows of `weight` (on a GPU torch stops the program instead).
         CheckpointError: in a backward with ``create_graph=True``.
 
-    Loss and gradients are those of ``F.cross_entropy`` up to the order of summation (about 1e-6 relative in fp32).
-
-    Source: the logits' share of the memory is that of the published language-model experiment; recomputing chunk by
-    chunk would give the same peak for one more forward of the head.
+    Loss and gradients equal those of ``F.cross_entropy`` up to the order of summation (about 1e-6 relative in fp32).
+    Checkpointing the head chunk by chunk would have the same peak and cost one more forward of the head.
 
     Example:
         >>> import torch, ackpt
@@ -63,7 +62,7 @@ def chunked_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
     elif weight.dtype != hidden.dtype:
         raise TypeError(f"hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them or use autocast")
-    if not torch.is_grad_enabled():  # then no gradient need be formed
+    if not torch.is_grad_enabled():  # so that no gradient is computed
         hidden, weight = hidden.detach(), weight.detach()
     return _ChunkedCrossEntropy.apply(hidden, weight, targets, chunks, reduction, ignore_index, dtype)
 
@@ -90,10 +89,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 torch.addmm(grad_weight, grad_logits.T, inputs, out=grad_weight)
             elif needs_weight:
                 grad_weight += grad_logits.T @ inputs
-            del grad_logits  # or it would stay alive beside the next chunk's
-        # The gradients are kept without the 1/N of the mean: in fp16 it would push small probabilities under zero.
+            del grad_logits  # otherwise it would be live together with the next chunk's
+        # The gradients are saved without the 1/N of the mean, with which small probabilities would underflow in fp16.
         rows_counted = counted.sum().to(precise) if reduction == "mean" else torch.ones_like(total)
-        scale = rows_counted.clamp(min=1).reciprocal()  # with no row to count torch's loss is nan, its gradients are 0
+        scale = rows_counted.clamp(
+            min=1
+        ).reciprocal()  # if all rows are ignored, torch's loss is nan and its gradients are 0
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(scale, *([grad_hidden] * needs_hidden), *([grad_weight] * needs_weight))
         return total / rows_counted
@@ -107,21 +108,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             )
         scale, *saved = ctx.saved_tensors
         scale = scale * grad_loss
-        # Both are as large as the tensors they belong to; a copy is made only if a second backward may follow.
-        again = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
-        grads = iter([grad * scale if again else grad.mul_(scale) for grad in saved])
+        # Both are as large as their tensors, so they are scaled in place unless a second backward may follow.
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+        grads = iter([grad * scale if keep_graph else grad.mul_(scale) for grad in saved])
         grad_hidden = next(grads) if ctx.needs_input_grad[0] else None
         grad_weight = next(grads).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _chunk(inputs, head, targets, counted, precise):
-    """Loss summed over one chunk of rows, and its gradient with respect to the logits in the dtype of `inputs`."""
+    """The summed loss of one chunk of rows, and its gradient with respect to the logits, in the dtype of `inputs`."""
     logits = (inputs @ head.T).to(precise)
-    normaliser = torch.logsumexp(logits, dim=1)
-    index = targets.where(counted, 0).unsqueeze(1)  # any other index outside the vocabulary is an error of gather
+    log_normalizer = torch.logsumexp(logits, dim=1)
+    index = targets.where(counted, 0).unsqueeze(1)  # gather raises for any other index outside the vocabulary
     try:
-        losses = normaliser - logits.gather(1, index).squeeze(1)
+        losses = log_normalizer - logits.gather(1, index).squeeze(1)
     except RuntimeError as error:
         if "out of bounds" not in str(error):
             raise
@@ -129,7 +130,7 @@ def _chunk(inputs, head, targets, counted, precise):
             f"targets holds classes from {int(targets[counted].min())} to {int(targets[counted].max())}, outside of "
             f"the {head.shape[0]} rows of weight; rows that do not count hold ignore_index"
         ) from error
-    probabilities = logits.sub_(normaliser.unsqueeze(1)).exp_()
+    probabilities = logits.sub_(log_normalizer.unsqueeze(1)).exp_()
     probabilities.scatter_add_(1, index, torch.full_like(index, -1, dtype=precise))
     probabilities.mul_(counted.unsqueeze(1))
     return torch.where(counted, losses, 0).sum(), probabilities.to(inputs.dtype)

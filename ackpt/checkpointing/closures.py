@@ -1,4 +1,4 @@
-"""What a function closes over, as its recompute must see it: today's objects, cut off from their history."""
+"""Closures of a region's function: fix their cells for the recomputation, and detach the tensors in them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 _local = threading.local()
 
 
-class Cut(TorchFunctionMode):
-    """Closed-over tensors with a history, replaced by leaves over the same values in every torch call.
+class DetachClosedOver(TorchFunctionMode):
+    """Replaces closed-over tensors that have an autograd history by detached leaves, in every torch call.
 
-    The graph of a recompute has to end there: its backward would run on into the history, which belongs to the
-    outer backward, and count that part twice. ``leaves``: ``{id(tensor): (tensor, leaf)}``.
+    The graph of a recomputation must end at these tensors. Otherwise the inner backward would run into their history,
+    which belongs to the outer backward, and count it twice. ``leaves``: ``{id(tensor): (tensor, leaf)}``.
     """
 
     def __init__(self, leaves: dict[int, tuple[torch.Tensor, torch.Tensor]]):
@@ -26,12 +26,12 @@ class Cut(TorchFunctionMode):
         self.leaves = leaves
 
     def __enter__(self):
-        self._outer = current_cut()
-        _local.cut = self
+        self._outer = current_detached()
+        _local.detached = self
         return super().__enter__()
 
     def __exit__(self, *exception):
-        _local.cut = self._outer
+        _local.detached = self._outer
         return super().__exit__(*exception)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -39,8 +39,8 @@ class Cut(TorchFunctionMode):
 
     def replaced(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
-            known = self.leaves.get(id(obj))
-            return obj if known is None else known[1]
+            pair = self.leaves.get(id(obj))
+            return obj if pair is None else pair[1]
         if type(obj) in (list, tuple):
             return type(obj)(self.replaced(item) for item in obj)
         if type(obj) is dict:
@@ -48,16 +48,16 @@ class Cut(TorchFunctionMode):
         return obj
 
 
-def current_cut() -> Cut | None:
-    """The cut of the recompute that is running in this thread: regions inside it must repeat it."""
-    return getattr(_local, "cut", None)
+def current_detached() -> DetachClosedOver | None:
+    """The mode of the recomputation that this thread runs; regions nested in it must apply the same replacements."""
+    return getattr(_local, "detached", None)
 
 
 def frozen(function):
-    """The function with today's closure: a loop variable that moves on would change what a recompute calls.
+    """A copy of the function whose closure keeps its present values, for the recomputation.
 
-    Functions in the closure and in partials are frozen with it. Cells that one of them rebinds (``nonlocal``) stay
-    shared with the caller.
+    Otherwise a loop variable in the closure would have another value in backward. Functions in the closure and in
+    partials are frozen too. Cells that one of them rebinds (``nonlocal``) stay shared with the caller.
     """
     if not isinstance(function, (types.FunctionType, functools.partial)):
         return function
@@ -68,7 +68,7 @@ def frozen(function):
 
 
 def _find_rebound(function, shared, seen):
-    """Put the cells that `function` or a function in its closure rebinds into `shared`: ``{id: cell}``."""
+    """Add the cells that `function`, or a function in its closure, rebinds to `shared`, ``{id: cell}``."""
     if isinstance(function, functools.partial):
         for item in (function.func, *function.args, *function.keywords.values()):
             _find_rebound(item, shared, seen)
@@ -84,14 +84,14 @@ def _find_rebound(function, shared, seen):
 
 
 def _copied(function, cells, copies):
-    """`function` over copies of its cells, but for those in `cells`, which it extends."""
+    """A copy of `function` with copies of its cells. `cells` maps ids to cells to use instead, and is extended."""
     if type(function) is functools.partial:
         items = [_copied(item, cells, copies) for item in (function.func, *function.args)]
         keywords = {key: _copied(item, cells, copies) for key, item in function.keywords.items()}
         return functools.partial(*items, **keywords)
     if not isinstance(function, types.FunctionType) or not function.__closure__ or id(function) in copies:
         return copies.get(id(function), function)
-    copies[id(function)] = function  # a function that finds itself in its closure finds the original: no cycle is made
+    copies[id(function)] = function  # a recursive function refers to the original, so that the copy forms no cycle
     for cell in function.__closure__:
         if id(cell) not in cells:
             cells[id(cell)] = types.CellType(_copied(cell.cell_contents, cells, copies))
@@ -114,7 +114,7 @@ def bound(cell) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def rebound_names(code) -> frozenset[str]:
-    """Closure names that the code, or code nested in it, assigns to."""
+    """The names of closure cells that the code, or code nested in it, assigns to."""
     names = {item.argval for item in dis.get_instructions(code) if item.opname in ("STORE_DEREF", "DELETE_DEREF")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

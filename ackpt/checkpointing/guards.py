@@ -1,9 +1,9 @@
-"""What may not change between the forward of a region and its recompute, and what must change only once.
+"""Guards between a region's forward and its recomputation: check what must not change, restore what the region changed.
 
-``Watch`` remembers the version counter of every tensor the region reads and reports the first one that moved.
-``State`` gives buffers that the region itself updates their old values for the recompute and their new ones back
-after it, so that running statistics and counters change once per step. It does the same for attributes and global
-names that are bound to another object by then, and for the items of containers in attributes of modules.
+``Watch`` records the version counter of every tensor that the region reads, and raises an error if one changed.
+``MutableState`` handles buffers, attributes, global names, and containers in attributes that the region itself updates.
+For the recomputation it restores the values from before the forward, and afterwards the present ones, so that running
+statistics and counters change once per step.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ackpt.autograd_state import version
 from ackpt.errors import CheckpointError
 
-_LONGEST = 100  # of a container that is looked through
-_SMALL = 1 << 20  # bytes up to which a buffer is always copied before the region runs
+from .reachable import LONGEST_CONTAINER
+
+_SMALL = 1 << 20  # bytes; buffers up to this size are always copied before the region runs
 _ABSENT = object()
-_STEADY: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # larger buffers that a region left alone
+_UNCHANGED_BUFFERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # larger buffers that a region did not change
 
 
 @dataclasses.dataclass(frozen=True)
 class Guarantees:
-    """Which guarantees beyond torch's own are on; see :func:`guarantees`."""
+    """The guarantees beyond those of torch's checkpoint that are on; see :func:`guarantees`."""
 
     other_rng: bool = True
     unchanged: bool = True
@@ -48,18 +49,19 @@ _ALL = Guarantees()
 
 @contextlib.contextmanager
 def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: bool = True) -> Iterator[None]:
-    """Choose, for the regions entered in this block, which guarantees beyond torch's own are given.
+    """Choose the guarantees, beyond those of torch's checkpoint, for the regions entered in this block.
 
-    All are on by default. What they cost depends on the number of a region's modules and tensors, not on their sizes
-    (microseconds for a few, about a millisecond for fifty modules), so only regions of very small tensors notice.
+    All are on by default. Their cost depends on the number of modules and tensors of a region, not on tensor sizes: a
+    few microseconds for a few modules, about a millisecond for fifty. It only matters for regions of tiny tensors.
 
     Args:
-        other_rng: replay Python's ``random``, numpy and generator objects as well as torch's own streams.
-        unchanged: raise if a parameter, a buffer or a closed-over tensor changed between forward and recompute, or if
-            the recompute takes another path; let buffers change once per step.
-        exact_graph: outputs require grad exactly where the plain function's do, and parameters get their gradients
-            through the outer graph (hooks fire once, DDP's bookkeeping holds, sums have the plain model's order). Off,
-            the forward runs without a graph and gradients accumulate inside, as in torch's reentrant checkpoint.
+        other_rng: replay Python's ``random``, numpy and generator objects, in addition to torch's streams.
+        unchanged: raise an error if a parameter, a buffer or a closed-over tensor changed between forward and
+            recomputation, or if the recomputation takes another path. Buffers change once per step.
+        exact_graph: outputs require grad exactly where those of the baseline do, and parameters receive their gradients
+            through the outer graph: hooks fire once, DDP counts every gradient once, and sums have the baseline's
+            order. If off, the forward runs without a graph and gradients accumulate inside the region, as in torch's
+            reentrant checkpoint.
 
     Example:
         >>> import torch, ackpt
@@ -79,7 +81,7 @@ def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: b
 
 
 class Watch:
-    """Version counters and storages of tensors, to be found unchanged later."""
+    """The version counters and storages of tensors, which `check` compares with the present ones."""
 
     __slots__ = ("_marks",)
 
@@ -101,9 +103,9 @@ BACKWARD_FIRST = (
 )
 
 
-def changed_between(what: str, how: str = "changed") -> CheckpointError:
+def changed_between(tensor: str, how: str = "changed") -> CheckpointError:
     return CheckpointError(
-        f"{what} was {how} between the forward of this checkpointed region and its backward, so the recompute would "
+        f"{tensor} was {how} between the forward of this checkpointed region and its backward, so the recompute would "
         f"not repeat the forward. {BACKWARD_FIRST}"
     )
 
@@ -119,48 +121,48 @@ def describe(tensor) -> str:
 
 
 def storage(tensor):
-    """The identity of the storage, which tells ``p.data = other``; subclasses (DTensor) may swap theirs freely."""
+    """The identity of a tensor's storage, to detect ``p.data = other``; None for subclasses, which may replace it."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
         return tensor.untyped_storage()._cdata
     return None
 
 
 def memory(tensor):
-    """The identity of the storage whatever the tensor's class; None where a layout has none."""
+    """The identity of a tensor's storage for any class of tensor; None for layouts without a storage."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
-class State:
-    """Buffers of a region: copied before it runs, so that the recompute starts from the values the forward saw."""
+class MutableState:
+    """The buffers, attributes and globals that a region may change, with their values from before its forward."""
 
     __slots__ = ("_before", "_bindings", "_changed", "_contents", "_namespaces", "_overwritten", "_parameters")
 
-    def __init__(self, reach):
-        self._bindings = reach.bindings
-        self._namespaces = reach.namespaces
+    def __init__(self, reachable):
+        self._bindings = reachable.bindings
+        self._namespaces = reachable.namespaces
         self._overwritten = []
-        containers = [] if reach.sharded else reach.containers  # FSDP's own change between forward and backward
-        self._contents = [(each, each.copy()) for each in containers if len(each) <= _LONGEST]
+        containers = [] if reachable.sharded else reachable.containers  # FSDP's own change between forward and backward
+        self._contents = [(each, each.copy()) for each in containers if len(each) <= LONGEST_CONTAINER]
         self._parameters = [
             (tensor, name, version(tensor))
-            for tensor, name in reach.tensors.values()
+            for tensor, name in reachable.tensors.values()
             if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
         ]
         self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._before = [
             (tensor, name, version(tensor), _copy(tensor))
-            for tensor, name in reach.tensors.values()
+            for tensor, name in reachable.tensors.values()
             if not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter) and not tensor.is_inference()
         ]
 
     def after_forward(self, leaves, written) -> set[int]:
-        """Keep the old values of what the forward changed; return the ids of those buffers.
+        """Keep the old values of the buffers that the forward changed; return the ids of these buffers.
 
-        `written`: storages that may have changed although their version counters have not, None if any may.
+        `written`: storages that may have changed although their version counters have not; None if any may.
 
-        Of the values before the forward that have a history, only those among `leaves` are kept: a module that
-        remembers its last output would else keep the graphs of all its steps alive. Of the others, the recompute may
-        overwrite what a later forward has left, so their names are.
+        Of attributes whose value before the forward has an autograd history, only those with a value among `leaves` are
+        kept. Otherwise a module that stores its last output would keep the graphs of all steps alive. Of the other
+        attributes only the names are kept, because the recomputation may overwrite the value of a later forward.
         """
         used = {id(leaf) for leaf in leaves}
         bindings, self._bindings = self._bindings, []
@@ -168,7 +170,7 @@ class State:
             if not _has_history(binding[2]) or id(binding[2]) in used:
                 self._bindings.append(binding)
             else:
-                self._remember(*binding[:2])
+                self._record_result(*binding[:2])
         for attributes, names in self._namespaces:
             if len(attributes) > len(names):
                 for name, value in attributes.items():
@@ -176,7 +178,7 @@ class State:
                         if _is_state(value):
                             self._bindings.append((attributes, name, _ABSENT))
                         elif _has_history(value):
-                            self._remember(attributes, name)
+                            self._record_result(attributes, name)
         self._namespaces = []
         self._contents = [each for each in self._contents if not _is_filled_with(*each) and not _has_history(each[1])]
         for tensor, name, mark in self._parameters:
@@ -190,10 +192,10 @@ class State:
             silently = copy is not None if written is None else memory(tensor) in written
             if version(tensor) == mark and not silently:
                 if _bytes(tensor) > _SMALL:
-                    _STEADY[tensor] = True
+                    _UNCHANGED_BUFFERS[tensor] = True
                 continue
             if copy is None:
-                _STEADY.pop(tensor)
+                _UNCHANGED_BUFFERS.pop(tensor)
                 raise CheckpointError(
                     f"buffer {name!r}, {describe(tensor)}, is changed by this checkpointed region for the first time "
                     "after steps that left it alone, and no copy of its old value was kept. Repeat the step (from now "
@@ -203,35 +205,35 @@ class State:
         self._before = []
         return {id(tensor) for tensor, _ in self._changed}
 
-    def _remember(self, namespace, name) -> None:
-        """Note what the forward has left under a name, without keeping it alive."""
-        left = namespace.get(name)
-        self._overwritten.append((namespace, name, weakref.ref(left) if isinstance(left, torch.Tensor) else None))
+    def _record_result(self, namespace, name) -> None:
+        """Record the value that the forward assigned to a name, without keeping it alive."""
+        value = namespace.get(name)
+        self._overwritten.append((namespace, name, weakref.ref(value) if isinstance(value, torch.Tensor) else None))
 
-    def _left_by_others(self):
-        """Bindings, with the values of now, that another forward than this region's has made since."""
-        for namespace, name, left in self._overwritten:
-            now = namespace.get(name, _ABSENT)
-            if left is None or left() is not now:
-                yield namespace, name, now
+    def _assigned_later(self):
+        """The present bindings of names that another forward has assigned since."""
+        for namespace, name, reference in self._overwritten:
+            present = namespace.get(name, _ABSENT)
+            if reference is None or reference() is not present:
+                yield namespace, name, present
 
     @contextlib.contextmanager
-    def as_before(self):
-        """Old values inside, and after the body the values of now again; version counters stay.
+    def restored(self):
+        """Restore the values from before the forward in the body, and the present ones after it; keep versions.
 
-        The backward of the recomputed graph belongs inside as well: it may read a buffer that the region has updated.
+        The body includes the backward of the recomputed graph, which may read a buffer that the region has updated.
         """
         rebound = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
-        rebound += self._left_by_others()
+        rebound += self._assigned_later()
         contents = [each for each in self._contents if not _is_filled_with(*each)]
         tensors = [tensor for tensor, _ in self._changed]
         if not tensors and not rebound and not contents:
             yield
             return
-        now = [tensor.detach().clone() for tensor in tensors]
+        present = [tensor.detach().clone() for tensor in tensors]
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_bound_again(rebound))
-            stack.enter_context(_filled_again(contents))
+            stack.enter_context(_rebound(rebound))
+            stack.enter_context(_refilled(contents))
             for tensor in tensors:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
             try:
@@ -241,34 +243,34 @@ class State:
                 yield
             finally:
                 with torch.no_grad():
-                    for tensor, value in zip(tensors, now):
+                    for tensor, value in zip(tensors, present):
                         tensor.copy_(value)
 
 
 def _has_history(value) -> bool:
-    """Whether `value` is or may hold a tensor that a graph has computed."""
+    """Whether `value` is, or may contain, a tensor with an autograd history."""
     if isinstance(value, torch.Tensor):
         return value.grad_fn is not None
     if not isinstance(value, (list, tuple, dict, set, deque)):
         return False
     items = value.values() if isinstance(value, dict) else value
-    return len(value) > _LONGEST or any(map(_has_history, items))
+    return len(value) > LONGEST_CONTAINER or any(map(_has_history, items))
 
 
 def _is_state(value) -> bool:
-    """Whether an attribute that a forward has made is a tensor or number of its own."""
+    """Whether the value of a new attribute is a number or a tensor without an autograd history."""
     return isinstance(value, (torch.Tensor, int, float)) and not _has_history(value)
 
 
 @contextlib.contextmanager
-def _bound_again(bindings):
-    """Names as they were: ``namespace[name] = value`` inside, what they are now afterwards."""
-    now = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name, _ in bindings]
+def _rebound(bindings):
+    """Set ``namespace[name] = value`` for all bindings in the body, and the present values after it."""
+    present = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name, _ in bindings]
     _bind(bindings)
     try:
         yield
     finally:
-        _bind(now)
+        _bind(present)
 
 
 def _bind(bindings) -> None:
@@ -280,14 +282,14 @@ def _bind(bindings) -> None:
 
 
 @contextlib.contextmanager
-def _filled_again(contents):
-    """Containers with the items that they had, and with those of now afterwards."""
-    now = [(container, container.copy()) for container, _ in contents]
+def _refilled(contents):
+    """Restore the items of containers in the body, and the present ones after it."""
+    present = [(container, container.copy()) for container, _ in contents]
     _fill(contents)
     try:
         yield
     finally:
-        _fill(now)
+        _fill(present)
 
 
 def _fill(contents) -> None:
@@ -311,6 +313,6 @@ def _bytes(tensor) -> int:
 
 
 def _copy(tensor):
-    if _bytes(tensor) > _SMALL and tensor in _STEADY:
+    if _bytes(tensor) > _SMALL and tensor in _UNCHANGED_BUFFERS:
         return None
     return tensor.detach().clone()

@@ -1,9 +1,9 @@
-"""What a region can reach besides its arguments: parameters, buffers, closed-over tensors and generators.
+"""Find the state that a region can read besides its tensor arguments: parameters, buffers, closed-over tensors, RNGs.
 
-Two views, and both are needed. ``Reach`` walks the *objects* (modules, closures, defaults, partials, bound methods,
-globals that the code names) before the region runs: it finds frozen parameters and buffers, which leave no trace in
-the autograd graph. ``graph_inputs`` walks the *autograd graph* after the region ran: it finds exactly those tensors
-whose gradient flows out of the region, however they were reached.
+There are two walks, and both are needed. ``ReachableState`` walks the *objects* (modules, closures, defaults, partials,
+bound methods, globals that the code names) before the region runs. It finds frozen parameters and buffers, which leave
+no trace in the autograd graph. ``graph_inputs`` walks the *autograd graph* after the region ran. It finds exactly those
+tensors whose gradient flows out of the region, however the function got them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from .rng import stream_of
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, tuple, dict, set)
 _MUTABLE = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-_LONGEST = 100  # of a container that is looked through
-_DEPTH = 4  # helper functions and plain objects are followed this far
+LONGEST_CONTAINER = 100  # items of a container that is looked through
+_DEPTH = 4  # levels of helper functions and plain objects that are followed
 
 
-class Reach:
-    """Tensors and generators reachable from a function and its non-tensor arguments.
+class ReachableState:
+    """The tensors and generators reachable from a function and its non-tensor arguments.
 
-    ``tensors``: ``{id: (tensor, name)}``. ``streams``: generator objects. ``bindings``: names that could come to mean
-    something else, ``(namespace, name, value)``: parameters, buffers, tensor and number attributes of modules, tensors
-    in containers, objects and rebound cells, globals of functions. ``sharded``: whether a module inside is managed by
-    FSDP, whose hooks expect gradients to arrive inside the region. ``opaque``: whether a module inside runs in C++
-    where its calls cannot be recorded: it is scripted, or takes another path when they are. ``unread``: ids of buffers
-    that a norm of torch's updates in training and does not read. ``namespaces``: the attributes of every module, with
-    their names. ``containers``: lists, dicts, sets and deques in attributes of modules, and those inside of them.
+    ``tensors``: ``{id: (tensor, name)}``. ``streams``: generator objects. ``bindings``: names that may be assigned
+    another object later, as ``(namespace, name, value)``: parameters, buffers, tensor and number attributes of modules,
+    tensors in containers, objects and rebound cells, globals of functions. ``sharded``: whether FSDP manages a module
+    of the region; its hooks expect gradients to arrive inside the region. ``opaque``: whether a module's calls cannot
+    be recorded, because it is scripted or takes another path while they are. ``unread``: ids of buffers that a norm of
+    torch updates in training and does not read. ``namespaces``: the attributes of every module, with their names.
+    ``containers``: lists, dicts, sets and deques in attributes of modules, and those inside of them. ``walked``: False
+    for the empty state, for which no object was walked.
     """
 
     __slots__ = (
@@ -61,7 +62,7 @@ class Reach:
         self._seen: set[int] = set()
         if function is None:
             return
-        # A bound `forward` runs without the module's own hooks, so only modules below it can be sharded inside.
+        # A bound `forward` runs without the module's own hooks, so only its submodules can be sharded inside.
         if isinstance(function, types.MethodType) and isinstance(function.__self__, nn.Module):
             self._module(function.__self__, "", own_hooks=False)
         else:
@@ -79,7 +80,7 @@ class Reach:
         elif isinstance(obj, _CONTAINERS):
             if depth < _DEPTH and id(obj) not in self._seen:
                 self._seen.add(id(obj))
-                namespace = obj if isinstance(obj, dict) else _Items(obj) if isinstance(obj, list) else None
+                namespace = obj if isinstance(obj, dict) else _ListNamespace(obj) if isinstance(obj, list) else None
                 for key, item in obj.items() if isinstance(obj, dict) else enumerate(obj):
                     if type(item) not in _ATOMS:
                         self._visit(item, f"{name}[{key!r}]", depth + 1)
@@ -108,7 +109,7 @@ class Reach:
             return
         self._seen.add(id(module))
         prefix = f"{name}." if name else ""
-        if isinstance(module, torch.jit.ScriptModule):  # its attributes live in C++ and cannot be bound again
+        if isinstance(module, torch.jit.ScriptModule):  # its attributes are in C++ and cannot be rebound
             self.opaque = True
             for key, value in (*module.named_parameters(), *module.named_buffers()):
                 self.tensors.setdefault(id(value), (value, prefix + key))
@@ -122,7 +123,7 @@ class Reach:
                 self.tensors.setdefault(id(value), (value, prefix + key))
                 bindings.append((module._parameters, key, value))
         if module._buffers:
-            if isinstance(module, _NormBase) and module.training and _is_torchs(type(module).forward):
+            if isinstance(module, _NormBase) and module.training and _is_of_torch(type(module).forward):
                 self.unread.update(map(id, module._buffers.values()))
             for key, value in module._buffers.items():
                 if value is not None:
@@ -156,13 +157,13 @@ class Reach:
     def _containers_in(self, value, depth=0) -> None:
         if type(value) in _MUTABLE:
             self.containers.append(value)
-        if type(value) in (tuple, *_MUTABLE) and depth < _DEPTH and len(value) <= _LONGEST:
+        if type(value) in (tuple, *_MUTABLE) and depth < _DEPTH and len(value) <= LONGEST_CONTAINER:
             for item in value.values() if isinstance(value, dict) else value:
                 if type(item) not in _ATOMS:
                     self._containers_in(item, depth + 1)
 
     def _globals_of(self, forward) -> None:
-        """Tensors and generators that a module's forward, or a helper of it in the same file, reads as globals."""
+        """Visit tensors and generators that a module's forward, or its helper in the same file, reads as globals."""
         function = inspect.unwrap(forward)
         code = getattr(function, "__code__", None)
         if code is None or code.co_filename.startswith(_TORCH) or id(code) in self._seen:
@@ -199,7 +200,7 @@ class Reach:
             value = cell.cell_contents
             self._visit(value, key, depth + 1)
             if isinstance(value, torch.Tensor) and key in rebound_names(function.__code__):
-                self.bindings.append((_Contents(cell), key, value))
+                self.bindings.append((_CellNamespace(cell), key, value))
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._visit(item, name, depth + 1)
         read, written = _global_names(function.__code__)
@@ -218,29 +219,29 @@ class Reach:
                 self._generator(value)
 
 
-def _is_torchs(function) -> bool:
+def _is_of_torch(function) -> bool:
     return function.__module__.startswith("torch.nn.")
 
 
-class _Items:
-    """The items of a list under the names 0, 1, ..., so that they can be bound again like attributes."""
+class _ListNamespace:
+    """A namespace over the items of a list, with the names 0, 1, ..., so that items can be rebound like attributes."""
 
     def __init__(self, items):
         self.items = items
 
-    def get(self, place, default=None):
-        return self.items[place] if place < len(self.items) else default
+    def get(self, index, default=None):
+        return self.items[index] if index < len(self.items) else default
 
-    def __setitem__(self, place, value):
-        if place < len(self.items):
-            self.items[place] = value
+    def __setitem__(self, index, value):
+        if index < len(self.items):
+            self.items[index] = value
 
-    def pop(self, place, default=None):
-        """A list that is shorter now stays so."""
+    def pop(self, index, default=None):
+        """Do nothing: an item that the list no longer has is not removed."""
 
 
-class _Contents:
-    """A closure's cell in the same way."""
+class _CellNamespace:
+    """A namespace over the content of a closure's cell."""
 
     def __init__(self, cell):
         self.cell = cell
@@ -255,30 +256,30 @@ class _Contents:
         del self.cell.cell_contents
 
 
-def held(items) -> dict[int, torch.Tensor]:
-    """Tensors in containers and plain objects among `items`, ``{id: tensor}``; modules and functions are left out."""
-    found: dict[int, torch.Tensor] = {}
+def tensors_in(items) -> dict[int, torch.Tensor]:
+    """The tensors in containers and plain objects among `items`, ``{id: tensor}``, without modules and functions."""
+    tensors: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     level = list(items)
     for _ in range(_DEPTH + 1):
-        below: list = []
+        next_level: list = []
         for item in level:
             if isinstance(item, torch.Tensor):
-                found[id(item)] = item
+                tensors[id(item)] = item
             elif type(item) not in _ATOMS and id(item) not in seen and not isinstance(item, (nn.Module, *_FUNCTIONS)):
                 seen.add(id(item))
                 if isinstance(item, dict):
-                    below += item.values()
+                    next_level += item.values()
                 elif isinstance(item, _CONTAINERS):
-                    below += item
+                    next_level += item
                 elif _is_plain_object(item):
-                    below += vars(item).values()
-        level = below
-    return found
+                    next_level += vars(item).values()
+        level = next_level
+    return tensors
 
 
 def _is_plain_object(obj) -> bool:
-    """Whether `obj` is an instance of a user's class, worth a look at its attributes."""
+    """Whether `obj` has attributes and is neither a class, a Python module nor a builtin function."""
     return hasattr(obj, "__dict__") and not isinstance(obj, (type, types.ModuleType, types.BuiltinFunctionType))
 
 
@@ -287,7 +288,7 @@ _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _ABSENT = object()
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _MODULE_FIELDS = frozenset(vars(nn.Module()))
-# In evaluation, without gradients, these have a fused kernel that torch leaves when a TorchFunctionMode is active.
+# Without gradients in evaluation these use a fused kernel, unless a TorchFunctionMode such as the recorder is active.
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
@@ -300,12 +301,12 @@ def _generator_types():
 
 @functools.lru_cache(maxsize=4096)
 def _global_names(code) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Names that the code, or code nested in it, reads as globals, and those that it assigns to."""
-    found: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "STORE_GLOBAL": set()}
-    for item in dis.get_instructions(code):
-        if item.opname in found:
-            found[item.opname].add(item.argval)
-    read, written = found.values()
+    """The global names that the code, or code nested in it, reads, and those that it assigns to."""
+    names: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "STORE_GLOBAL": set()}
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in names:
+            names[instruction.opname].add(instruction.argval)
+    read, written = names.values()
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             more_read, more_written = _global_names(constant)
@@ -324,30 +325,30 @@ _ACCUMULATE_GRAD = _accumulate_grad_type()
 
 
 def graph_inputs(outputs, aliases, tensors, started: int):
-    """Where the graph of `outputs` ends besides in `aliases`: ``(tensors, unreachable node or None, nodes)``.
+    """The tensors other than `aliases` at which the graph of `outputs` ends.
 
-    `nodes` are those of the graph in the order of the walk, which is the same for equal graphs. `started` is the
-    autograd sequence number at the start of the region: an older node belongs to the history of a closed-over tensor
-    and is not entered. If it belongs to none of `tensors` the node is returned, because no gradient could be handed on
-    through it.
+    Returns ``(tensors, unreachable node or None, nodes)``. `nodes` are the nodes of the graph in the order of the walk,
+    which is the same for equal graphs. `started` is the autograd sequence number at the start of the region: an older
+    node belongs to the history of a closed-over tensor, and the walk stops there. If that tensor is not among
+    `tensors`, its gradient could not leave the region, and its node is returned as unreachable.
     """
     closed_over = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in tensors if tensor.grad_fn is not None}
-    found: list = []
+    inputs: list = []
     seen = dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
     stack = list(seen)
     while stack:
         for edge in stack.pop().next_functions:
             node = edge[0]
             if type(node) is _ACCUMULATE_GRAD:
-                found.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+                inputs.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
             elif node is None or node in seen:
                 continue
             elif closed_over and edge in closed_over:
-                found.append(closed_over[edge])
+                inputs.append(closed_over[edge])
             elif node._sequence_nr() < started:
                 return [], node, seen
             else:
                 seen[node] = None
                 stack.append(node)
-    own = {id(alias) for alias in aliases}
-    return [tensor for tensor in dict.fromkeys(found) if id(tensor) not in own], None, seen
+    arguments = {id(alias) for alias in aliases}
+    return [tensor for tensor in dict.fromkeys(inputs) if id(tensor) not in arguments], None, seen

@@ -134,7 +134,7 @@ class Recorder(TorchFunctionMode):
         return super().__exit__(*error)
 
     def record_region(self, inner: Path, output) -> None:
-        """To be called for a region inside of this one, which is one node of its graph: its path is part of this."""
+        """Record a nested region, which is one node of this region's graph, with its path and its output."""
         call = Call(_region, ((inner,), ()), output.shape, output.dtype)
         self.calls.append((output.grad_fn._sequence_nr(), call, []))
 
@@ -148,12 +148,12 @@ class Recorder(TorchFunctionMode):
             self._record(func, args, kwargs, result, started)
         return result
 
-    def takes(self, tensors) -> None:
+    def record_inputs(self, tensors) -> None:
         """Record the positions of the tensors that the function is called with; one that is passed twice gets none."""
         ids = [id(tensor) for tensor in tensors]
         self.inputs = {key: position for position, key in enumerate(ids) if ids.count(key) == 1}
 
-    def refuse_gradients_of_what_is_left(self) -> None:
+    def refuse_gradients_of_live_results(self) -> None:
         """Make backward raise if it reaches a result that is still alive, though the run's graph should be gone."""
         for result in self.results:
             if (tensor := result()) is not None and tensor.requires_grad:
@@ -191,7 +191,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _region():
-    """What a region is called with in another one's path."""
+    """Stands for the function of a nested region in a `Call`."""
 
 
 class Path(NamedTuple):
@@ -236,30 +236,31 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder, functio
     if forward == recomputed:
         return
     calls = zip(forward.calls, recomputed.calls)
-    place = next((i for i, pair in enumerate(calls) if repr(pair[0]) != repr(pair[1])), None)  # repr, as nan != nan
-    if place is None and len(forward.calls) == len(recomputed.calls):
+    index = next((i for i, pair in enumerate(calls) if repr(pair[0]) != repr(pair[1])), None)  # repr, as nan != nan
+    if index is None and len(forward.calls) == len(recomputed.calls):
         _check_same_sources(forward, recomputed, function)
         if forward.nodes == recomputed.nodes:
             return
         missing, extra = _only_in(forward.nodes, recomputed.nodes), _only_in(recomputed.nodes, forward.nodes)
         raise _other_path(function, f"only the forward has {missing or 'none'}, only the recompute {extra or 'none'}")
-    place = min(len(forward.calls), len(recomputed.calls)) if place is None else place
-    was = forward.calls[place] if place < len(forward.calls) else "absent"
-    call = recomputed.calls[place] if place < len(recomputed.calls) else None
-    if isinstance(was, Call) and isinstance(call, Call) and was.function is call.function is _region:
-        (before,), (now,) = was.values[0], call.values[0]
+    index = min(len(forward.calls), len(recomputed.calls)) if index is None else index
+    expected = forward.calls[index] if index < len(forward.calls) else "absent"
+    call = recomputed.calls[index] if index < len(recomputed.calls) else None
+    if isinstance(expected, Call) and isinstance(call, Call) and expected.function is call.function is _region:
+        (before,), (now,) = expected.values[0], call.values[0]
         return check_same_path(before, now, recorder, function)
-    where = ""
+    caller = ""
     if recorder.different is not None and recorder.different[0] is call:
-        where = _described(*recorder.different[1:], function)
-    raise _other_path(function, f"operation {place + 1} was {was} in the forward and is {call or 'absent'} now{where}")
+        caller = _caller_text(*recorder.different[1:], function)
+    difference = f"operation {index + 1} was {expected} in the forward and is {call or 'absent'} now{caller}"
+    raise _other_path(function, difference)
 
 
 def _check_same_sources(forward: Path, recomputed: Path, function) -> None:
     for at, (before, now) in enumerate(zip(forward.sources, recomputed.sources)):
-        for was, found in zip(before, now):
-            if was != found and was is not None and found is not None:
-                change = f"was given {_source_text(was)} in the forward and is given {_source_text(found)} now"
+        for first, second in zip(before, now):
+            if first != second and first is not None and second is not None:
+                change = f"was given {_source_text(first)} in the forward and is given {_source_text(second)} now"
                 raise _other_path(function, f"operation {at + 1}, {forward.calls[at]}, {change}")
 
 
@@ -300,7 +301,7 @@ def _plain(value):
     if type(value) in _ATOMS or isinstance(value, numbers.Number):
         return value
     if isinstance(value, torch.Tensor):
-        return _Which(id(value)) if isinstance(value, nn.Parameter) else None
+        return _ParameterId(id(value)) if isinstance(value, nn.Parameter) else None
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     if type(value) is slice:
@@ -308,8 +309,8 @@ def _plain(value):
     return type(value)
 
 
-class _Which(int):
-    """The identity of a parameter: a recomputation that uses another one of the same shape takes a different path."""
+class _ParameterId(int):
+    """The identity of a parameter; a recomputation that uses another one of the same shape takes a different path."""
 
     def __repr__(self) -> str:
         return f"parameter at {int(self):#x}"
@@ -340,14 +341,14 @@ def _caller() -> tuple[str, nn.Module | None]:
     return line, None
 
 
-def _described(line: str, module: nn.Module | None, function) -> str:
-    where = f" at {line}" if line else ""
+def _caller_text(line: str, module: nn.Module | None, function) -> str:
+    location = f" at {line}" if line else ""
     if module is None:
-        return where
+        return location
     owner = function.__self__ if isinstance(function, types.MethodType) else function
     names = {id(part): name for name, part in owner.named_modules()} if isinstance(owner, nn.Module) else {}
     name = names.get(id(module))
-    return f"{where}, in {f'module {name!r} ' if name else ''}({type(module).__name__})"
+    return f"{location}, in {f'module {name!r} ' if name else ''}({type(module).__name__})"
 
 
 def _name(function) -> str:

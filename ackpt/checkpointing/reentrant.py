@@ -1,7 +1,7 @@
-"""Activation checkpointing from scratch: keep a region's inputs, forget everything inside, recompute it in backward.
+"""Activation checkpointing from scratch: save a region's inputs, drop its activations, recompute them in backward.
 
-The idea is ten lines. Run the function and keep only its inputs; when the gradient of its output arrives, run it
-again, now keep the graph, and send the gradient through:
+The method takes ten lines. The forward runs the function and saves only its inputs. When the gradient of the output
+arrives, backward runs the function again, this time with a graph, and sends the gradient through that graph:
 
     class Checkpoint(torch.autograd.Function):
         def forward(ctx, function, x):
@@ -15,16 +15,19 @@ again, now keep the graph, and send the gradient through:
                 y = ctx.function(x)
             return None, *torch.autograd.grad(y, [x], grad)
 
-The rest is what makes these lines give the plain model's gradients bit for bit, or an error: here the call and its
-autograd node, in ``region.py`` what happens in the two runs of the function, in ``reach.py``, ``guards.py``,
-``recorder.py``, ``rng.py`` and ``autocast.py`` what must be the same in both. The inner backward runs inside the outer
-one, hence *reentrant*; the idea is Chen et al. 2016 (arXiv:1604.06174), section 3.
+The rest of the package makes these lines return the baseline's gradients bit for bit, or raise an error. This file has
+the call and its autograd node. ``region.py`` has the two runs of the function. ``reachable.py``, ``guards.py``,
+``recorder.py``, ``rng.py`` and ``autocast.py`` make sure that both runs see the same parameters, buffers, random
+numbers and settings. The inner backward runs inside the outer one, hence the name *reentrant*. Source: Chen et al. 2016
+(arXiv:1604.06174), section 3.
 
-Two decisions differ from ``torch.utils.checkpoint(use_reentrant=True)``. The first forward runs with grad mode on and
-its graph is dropped when the region ends: the same kernels run as in the plain model, and it is known exactly which
-outputs need a gradient and which parameters receive one. Those parameters become inputs of the autograd node, so
-their gradients leave through the outer graph: hooks fire once, DDP's bookkeeping holds, shared parameters are summed
-by the engine. The transient memory of a region's first forward never exceeds that of its recompute.
+Two decisions differ from ``torch.utils.checkpoint(use_reentrant=True)``:
+
+- The first forward runs in grad mode, and its graph is dropped when the region ends. So the same kernels run as in the
+  baseline, and the graph shows which outputs need a gradient and which parameters receive one. The transient memory of
+  the first forward never exceeds that of the recomputation.
+- These parameters are inputs of the autograd node, so their gradients pass through the outer graph. Hooks fire once,
+  DDP counts every gradient once, and the engine sums the gradients of shared parameters.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ import torch
 
 from ackpt.autograd_state import phase
 from ackpt.errors import CheckpointError
-from ackpt.offloading.placeholders import saved_tensors_of
+from ackpt.offloading.packed_tensors import saved_tensors_of
 from ackpt.offloading.saved_tensors import Offload, resolve
 
 from .region import Region
@@ -59,30 +62,30 @@ def checkpoint(
     offload: Offload | Literal["sync", "async"] | None = None,
     **kwargs: object,
 ) -> _Result:
-    """Call ``function(*args, **kwargs)`` keeping only its input tensors; backward recomputes the rest.
+    """Call ``function(*args, **kwargs)`` and save only its input tensors; backward recomputes the rest.
 
     Args:
-        function: any callable. Tensors may sit in dicts, lists, tuples and dataclasses of its arguments and outputs.
-            Parameters and closed-over tensors get their gradients like arguments do.
-        preserve_rng_state: replay in the recompute every random number stream the region drew from (torch on all
-            devices, Python's ``random``, numpy, generator objects in reach of the arguments).
-        offload: where the saved inputs wait: ``None`` on their device, ``"sync"`` or ``"async"`` in host memory, or as
-            an :func:`offload_saved_tensors` object says.
+        function: any callable. Its arguments and outputs may contain tensors in dicts, lists, tuples and dataclasses.
+            Parameters and closed-over tensors receive gradients like arguments.
+        preserve_rng_state: replay in the recomputation every random number stream that the region drew from (torch on
+            all devices, Python's ``random``, numpy, and generator objects that the arguments refer to).
+        offload: where the saved inputs are until backward: ``None`` on their device, ``"sync"`` or ``"async"`` in host
+            memory, or as given by an :func:`offload_saved_tensors` object.
 
     Returns:
-        What `function` returns, bit for bit.
+        The result of `function`, bit for bit.
 
     Raises:
         CheckpointError: in forward, if the region changes its own inputs or parameters in place, or puts tensors into
-            an object that it got as an argument; in backward, for ``create_graph=True``, ``torch.autograd.grad`` and
-            ``backward(inputs=...)``, if a parameter, a buffer, an input or a closed-over tensor changed since the
-            forward, or if the recompute takes another path: other operations, other numbers, other outputs.
+            an object that it got as an argument. In backward, for ``create_graph=True``, ``torch.autograd.grad`` and
+            ``backward(inputs=...)``; if a parameter, a buffer, an input or a closed-over tensor changed since the
+            forward; or if the recomputation calls other operations, or the same ones with other arguments or results.
 
-    With grad mode off the function is simply called. Regions nest. What a module keeps (buffers, tensors and numbers
-    as attributes) changes once per step, as in the plain model; other side effects of the function, such as appending
-    to a list, happen in the recompute as well (see :func:`is_recomputing`). A sum of gradients that plain autograd
-    would build from several uses inside *and* outside of one region is grouped per region, which may differ in the
-    last bit.
+    With grad mode off, the function is called without a region. Regions can be nested. The state of modules (buffers,
+    and tensors and numbers as attributes) changes once per step, as in the baseline. Other side effects of the
+    function, such as appending to a list, happen again in the recomputation (see :func:`is_recomputing`). If a tensor
+    is used inside *and* outside of a region, its gradient is summed per region first, which may differ from the
+    baseline in the last bit.
 
     Source: Chen et al. 2016 (arXiv:1604.06174).
 
@@ -96,7 +99,7 @@ def checkpoint(
                 [1., 1.]])
     """
     offload = resolve(offload)
-    if not callable(function) or not _TORCHS.isdisjoint(kwargs):
+    if not callable(function) or not _TORCH_OPTIONS.isdisjoint(kwargs):
         _check_call(function, kwargs)
     if torch._C._are_functorch_transforms_active():
         raise CheckpointError(
@@ -109,7 +112,8 @@ def checkpoint(
     return run(function, args, kwargs, preserve_rng_state, offload)
 
 
-_TORCHS = frozenset({"use_reentrant", "context_fn", "determinism_check", "early_stop"})  # torch's checkpoint has these
+# Options of torch's checkpoint that this one does not have.
+_TORCH_OPTIONS = frozenset({"use_reentrant", "context_fn", "determinism_check", "early_stop"})
 
 
 def _check_call(function, kwargs) -> None:
@@ -119,85 +123,87 @@ def _check_call(function, kwargs) -> None:
             "checkpoint(layer, x), not checkpoint(layer(x))"
         )
     try:
-        taken = inspect.signature(getattr(function, "forward", function)).parameters.values()
+        parameters = inspect.signature(getattr(function, "forward", function)).parameters.values()
     except (TypeError, ValueError):
         return
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
-    if foreign := sorted(_TORCHS & kwargs.keys() - {parameter.name for parameter in taken}):
+    if options := sorted(_TORCH_OPTIONS & kwargs.keys() - {parameter.name for parameter in parameters}):
         raise TypeError(
-            f"{foreign[0]!r} is an option of torch's checkpoint; ackpt.checkpoint has one implementation and no such "
+            f"{options[0]!r} is an option of torch's checkpoint; ackpt.checkpoint has one implementation and no such "
             "option: drop it"
         )
 
 
-_ran: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose forward has run as a region
+_modules_run: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose forward has run as a region
 
 
 def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:
     if isinstance(owner := getattr(function, "__self__", None), torch.nn.Module):
-        _ran.add(owner)
+        _modules_run.add(owner)
     region = Region(function, args, kwargs, preserve_rng_state)
     inputs, leaves = region.first_forward()
-    if not region.own:
+    if not region.node_outputs:  # no output needs a gradient
         return region.result(())
-    # A leaf that requires grad, for a region whose parameters get their gradients inside.
+    # The node needs an input that requires grad. If all gradients are accumulated inside the region, it is this leaf.
     anchor = None if any(region.needs_grad) or leaves else torch.zeros((), requires_grad=True)
-    needed = [tensor for tensor, needs_grad in zip(inputs, region.needs_grad) if needs_grad]
+    inputs_with_grad = [tensor for tensor, needs_grad in zip(inputs, region.needs_grad) if needs_grad]
     with offload.for_region().hooks if offload is not None else _NOTHING:
-        made = _apply(region, inputs, leaves, anchor, *needed, *leaves)
+        outputs = _apply(region, inputs, leaves, anchor, *inputs_with_grad, *leaves)
     if phase.recorder is not None and region.path is not None:
-        phase.recorder.record_region(region.path, made[0])
-    return region.result(made)
+        phase.recorder.record_region(region.path, outputs[0])
+    return region.result(outputs)
 
 
-_disabled = []
+_run_without_dynamo = []  # one function, made on first use; Dynamo warns of `functools.cache` here
 
 
 def _outside_dynamo():
-    """`_run` as a clean graph break for ``torch.compile``, which cannot trace a region."""
-    if not _disabled:
-        _disabled.append(torch._dynamo.disable(_run))
-    return _disabled[0]
+    """`_run` behind a graph break, because ``torch.compile`` cannot trace a region."""
+    if not _run_without_dynamo:
+        _run_without_dynamo.append(torch._dynamo.disable(_run))
+    return _run_without_dynamo[0]
 
 
 class _Recompute(torch.autograd.Function):
-    """The autograd node of a region: inputs are its tensors and parameters, outputs its outputs."""
+    """The autograd node of a region, from its input tensors and parameters to its outputs."""
 
     @staticmethod
-    def forward(ctx, region, inputs, leaves, anchor, *needed):
+    def forward(ctx, region, inputs, leaves, anchor, *inputs_with_grad):
         ctx.region = region
         ctx.leaves = leaves
         ctx.set_materialize_grads(False)
-        # Something is saved in any case: a second backward must find it released.
+        # Always save a tensor, so that a second backward raises torch's error about released tensors.
         ctx.save_for_backward(*inputs) if inputs else ctx.save_for_backward(torch.empty(0))
-        return region.take_values()
+        return region.take_output_values()
 
     @staticmethod
     def backward(ctx, *grad_outputs):
         region = ctx.region
         _refuse_unsupported(region)
         region.check_unchanged()
-        with region.state.as_before() if region.state is not None else _NOTHING:
-            saved, later = saved_tensors_of(ctx)
-            starts, outputs = region.recompute(saved, ctx.leaves)
+        with region.state.restored() if region.state is not None else _NOTHING:
+            # Second run of the function, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
+            saved, prefetch = saved_tensors_of(ctx)
+            graph_inputs, outputs = region.recompute(saved, ctx.leaves)
             del saved
-            if later is not None:
-                _halfway(outputs).register_prehook(later)
+            if prefetch is not None:
+                _middle_node(outputs).register_prehook(prefetch)
+            # Backward through that graph; outputs that the loss does not depend on have no gradient.
             used = [i for i, output in enumerate(outputs) if grad_outputs[i] is not None and output.requires_grad]
             if len(used) < len(outputs):
                 outputs, grad_outputs = [outputs[i] for i in used], [grad_outputs[i] for i in used]
-            if region.inside:
+            if region.accumulates_inside:
                 if used:
                     torch.autograd.backward(outputs, grad_outputs)
-                return None, None, None, None, *(start.grad for start in starts)
+                return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
             hooked = [leaf for leaf in ctx.leaves if leaf.grad_fn is None and leaf._backward_hooks]
-            with _silenced(hooked) if hooked else _NOTHING:
-                found = _gradients(outputs, grad_outputs, [*starts, *region.left])
-            return None, None, None, None, *found[: len(starts)]
+            with _hooks_removed(hooked) if hooked else _NOTHING:
+                gradients = _gradients(outputs, grad_outputs, [*graph_inputs, *region.leaked])
+            return None, None, None, None, *gradients[: len(graph_inputs)]
 
 
-# Without the Python wrapper around ``apply``, which looks for functorch transforms: checkpoint() has done that.
+# ``apply`` without its Python wrapper, which checks for functorch transforms: checkpoint() has done that already.
 _apply: Any = super(torch.autograd.Function, _Recompute).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -208,7 +214,7 @@ def _refuse_unsupported(region):
             "graph and cannot be differentiated again. Call the function without checkpoint() where you need second "
             "derivatives."
         )
-    if not region.nested and not torch.autograd._is_checkpoint_valid():
+    if not region.is_nested and not torch.autograd._is_checkpoint_valid():
         raise CheckpointError(
             "torch.autograd.grad() or backward(inputs=...) reached a checkpointed region, which supports only a full "
             "backward pass. Call loss.backward() without inputs= and read .grad, or call the function without "
@@ -216,33 +222,33 @@ def _refuse_unsupported(region):
         )
 
 
-def _halfway(outputs):
-    """The node of a graph that backward runs when half of the others are done."""
+def _middle_node(outputs):
+    """The node of a graph that backward reaches after half of the nodes."""
     nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
     stack = list(nodes)
     while stack:
         for node, _ in stack.pop().next_functions:
-            if node is not None and node not in nodes and node.next_functions:  # those without end the graph
+            if node is not None and node not in nodes and node.next_functions:  # not a leaf's node
                 nodes.add(node)
                 stack.append(node)
     return sorted(nodes, key=lambda node: node._sequence_nr(), reverse=True)[len(nodes) // 2]
 
 
 def _gradients(outputs, grads, inputs):
-    """``torch.autograd.grad`` less its checks of the gradients' shapes, which the engine has just made itself."""
+    """``torch.autograd.grad`` without its checks of the gradients' shapes, which the outer engine has made already."""
     return torch.autograd.Variable._execution_engine.run_backward(
         tuple(outputs), tuple(grads), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
 
 
 @contextlib.contextmanager
-def _silenced(leaves):
-    """No tensor hooks while gradients are captured: they fire on the way out, through the outer graph."""
-    kept = [dict(leaf._backward_hooks) for leaf in leaves]
+def _hooks_removed(leaves):
+    """Remove the tensor hooks of `leaves` for the inner backward; they fire once, in the outer graph."""
+    removed = [dict(leaf._backward_hooks) for leaf in leaves]
     for leaf in leaves:
         leaf._backward_hooks.clear()
     try:
         yield
     finally:
-        for leaf, hooks in zip(leaves, kept):
+        for leaf, hooks in zip(leaves, removed):
             leaf._backward_hooks.update(hooks)

@@ -1,4 +1,4 @@
-"""The errors for what a region refuses; each message names the cause and what to do instead."""
+"""The error messages of regions; each names the cause and what to do instead."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def _describe(signature) -> str:
     return f"shape {list(shape)} {dtype} on {device}{'' if requires_grad else ' without grad'}"
 
 
-def changes_inputs(what: str) -> CheckpointError:
+def changes_inputs(tensor: str) -> CheckpointError:
     return CheckpointError(
-        f"this checkpointed region changes {what} in place, so the old value is lost for the recompute. Work on a "
+        f"this checkpointed region changes {tensor} in place, so the old value is lost for the recompute. Work on a "
         "clone inside the region, use the out-of-place operation (nn.ReLU(inplace=False) as first layer, for "
         "example), or start the region after the change."
     )
 
 
-def changes_argument(holders) -> CheckpointError:
-    names = ", ".join(sorted({type(holder).__name__ for holder in holders}))
+def changes_argument(arguments) -> CheckpointError:
+    names = ", ".join(sorted({type(argument).__name__ for argument in arguments}))
     return CheckpointError(
         f"this checkpointed region changes an object that it got as an argument (one of: {names}): it puts tensors "
         "into it or replaces some, and its recompute would do so again, on what the forward has left. Do not pass it "
@@ -51,19 +51,19 @@ def changes_argument(holders) -> CheckpointError:
     )
 
 
-def other_outputs(count: int, expected: dict, found: list) -> CheckpointError:
-    """The error for outputs that differ from the forward's.
+def other_outputs(count: int, expected: dict, recomputed: list) -> CheckpointError:
+    """The error for outputs of the recomputation that differ from the forward's.
 
-    `count`: how many tensors the forward returned; `expected`: signatures, by position, of those that the region
-    computed; `found`: signatures of all outputs of the recomputation.
+    `count`: number of tensors that the forward returned; `expected`: signatures, by index, of those that the region
+    computed; `recomputed`: signatures of all outputs of the recomputation.
     """
     different = [
-        f"output {place}: {_describe(signature)} in forward, {_describe(found[place])} in recompute"
-        for place, signature in expected.items()
-        if place < len(found) and found[place] != signature
+        f"output {index}: {_describe(signature)} in forward, {_describe(recomputed[index])} in recompute"
+        for index, signature in expected.items()
+        if index < len(recomputed) and recomputed[index] != signature
     ]
-    if len(found) != count:
-        different.insert(0, f"{count} tensors in forward, {len(found)} in recompute")
+    if len(recomputed) != count:
+        different.insert(0, f"{count} tensors in forward, {len(recomputed)} in recompute")
     return CheckpointError(
         "the recompute of a checkpointed region returned other outputs than its forward ("
         + "; ".join(different)
@@ -73,13 +73,13 @@ def other_outputs(count: int, expected: dict, found: list) -> CheckpointError:
 
 
 def refuse_gradient_of(tensor) -> None:
-    """Make backward raise if it reaches `tensor`, which belongs to a first forward's graph that should be gone."""
-    tensor.register_hook(_leak)
+    """Make backward raise an error if it reaches `tensor`, which belongs to the dropped graph of a first forward."""
+    tensor.register_hook(_raise_leak)
     if phase.recomputing:
-        phase.left.append(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+        phase.leaked.append(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _leak(grad):
+def _raise_leak(grad):
     raise CheckpointError(
         "a tensor computed inside a checkpointed region left it other than through its return value (kept as an "
         "attribute, in a list, or in a returned object that is no list, tuple, dict or dataclass) and takes part in "

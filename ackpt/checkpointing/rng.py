@@ -1,9 +1,9 @@
-"""Every random number stream a region may draw from: saved before the forward, replayed in the recompute.
+"""Random number streams: their states are saved before a region's forward and replayed in its recomputation.
 
-A stream is torch's CPU generator, the generators of all initialised devices, Python's ``random``, numpy's global
-state, and any generator object found in the region's arguments (``torch.Generator``, ``random.Random``,
-``numpy.random.Generator`` and ``RandomState``). A state is kept only if the region really drew from the stream, so a
-region without dropout saves nothing.
+The streams are torch's CPU generator, the default generators of all initialized devices, Python's ``random``, numpy's
+global state, and the generator objects in the region's arguments (``torch.Generator``, ``random.Random``,
+``numpy.random.Generator`` and ``RandomState``). A state is kept only if the region drew from the stream, so a region
+without random numbers keeps nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-# One region at a time may own the global streams: another thread's dropout between snapshot and draw, or in the
-# middle of a replay, would give the recompute another mask than the forward had.
+# Only one region at a time may use the global streams. Otherwise a draw of another thread, between snapshot and draw or
+# during a replay, would give the recomputation another dropout mask than the forward.
 LOCK = threading.RLock()
 
 
 class TorchStream:
-    """A ``torch.Generator``: a device's default one or one of the user's."""
+    """A ``torch.Generator``, either a device's default generator or the user's."""
 
     def __init__(self, generator: torch.Generator):
         self.generator = generator
@@ -59,7 +59,7 @@ class PythonStream:
 
 
 class NumpyStream:
-    """A ``numpy.random.Generator`` or ``RandomState`` of the user's."""
+    """A user's ``numpy.random.Generator`` or ``RandomState``."""
 
     def __init__(self, source):
         self.bits = getattr(source, "bit_generator", None)
@@ -88,9 +88,9 @@ def repr_state(state):
 class NumpyGlobalStream:
     """numpy's legacy global state (Mersenne Twister).
 
-    Reading the full state costs some 30 microseconds, so the raw words at the address that numpy publishes for
-    ``ctypes`` users tell first whether anything moved since the last full read. They do not show the cached second
-    half of a Gaussian pair: a state that has one is always read, and always kept.
+    Reading the full state takes about 30 microseconds. So the stream first compares the raw words, at the address that
+    numpy publishes for ``ctypes``, with those of the last full read. They do not include the cached second half of a
+    Gaussian pair; a state that has one is always read and always kept.
     """
 
     _WORDS = 624 * 4 + 4  # key and position of the Mersenne Twister, in bytes
@@ -100,26 +100,26 @@ class NumpyGlobalStream:
         bits = numpy_random.mtrand._rand._bit_generator
         self.bits = bits
         self.address = bits.ctypes.state_address if type(bits).__name__ == "MT19937" else None
-        self._known = (None, None)
+        self._last_read = (None, None)
 
     def get(self):
         words = self._read_words()
-        known_words, state = self._known
-        if words is not None and state is not None and words == known_words and not state["has_gauss"]:
+        last_words, state = self._last_read
+        if words is not None and state is not None and words == last_words and not state["has_gauss"]:
             return state
         state = self.random.get_state(legacy=False)
-        self._known = (words, state)
+        self._last_read = (words, state)
         return state
 
     def set(self, state):
         self.random.set_state(state)
-        self._known = (None, None)
+        self._last_read = (None, None)
 
     def moved(self, state) -> bool:
         if state.get("has_gauss"):
             return True
         words = self._read_words()
-        if words is not None and words == self._known[0] and state is self._known[1]:
+        if words is not None and words == self._last_read[0] and state is self._last_read[1]:
             return False
         return repr_state(state) != repr_state(self.random.get_state(legacy=False))
 
@@ -136,7 +136,7 @@ _MPS = torch.backends.mps.is_built()
 
 
 def _device_streams() -> list[TorchStream]:
-    """The default generators of every device that is already in use (none is initialised for this)."""
+    """The default generators of all initialized devices; initializes none."""
     generators = [g for module in _DEVICE_MODULES if module.is_initialized() for g in module.default_generators]
     if _MPS and torch.backends.mps.is_available():
         generators.append(torch.mps._get_default_mps_generator())
@@ -149,7 +149,7 @@ _numpy_global: list[NumpyGlobalStream] = []
 
 
 def _numpy():
-    """numpy's global stream if numpy is loaded; rebuilt when someone replaced the global bit generator."""
+    """A list with numpy's global stream, empty if numpy is not loaded; follows ``numpy.random.set_bit_generator``."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is None:
         return []
@@ -159,7 +159,7 @@ def _numpy():
 
 
 def stream_of(obj):
-    """The stream of a generator object, or None if `obj` is none."""
+    """The stream of a generator object; None for other objects."""
     if isinstance(obj, torch.Generator):
         return TorchStream(obj)
     if isinstance(obj, random.Random) and not isinstance(obj, random.SystemRandom):
@@ -171,7 +171,7 @@ def stream_of(obj):
 
 
 def snapshot(generators=(), other=True) -> list:
-    """States of all streams now: ``[(stream, state)]``; torch's own only when `other` is False."""
+    """The present states of all streams, ``[(stream, state)]``; only torch's streams if `other` is False."""
     streams = [_TORCH_CPU, *_device_streams()] if _DEVICE_MODULES or _MPS else [_TORCH_CPU]
     if other:
         streams += [_PYTHON, *_numpy(), *generators]
@@ -179,22 +179,22 @@ def snapshot(generators=(), other=True) -> list:
 
 
 def drawn_from(states: list) -> list:
-    """The part of a snapshot whose streams have moved since: what the region drew from."""
+    """The part of a snapshot whose streams have advanced since, because the region drew from them."""
     return [(stream, state) for stream, state in states if stream.moved(state)]
 
 
 @contextlib.contextmanager
 def replay(states: list):
-    """Run the body with the streams set back to `states`; afterwards they stand where they stood before."""
+    """Set the streams to `states` for the body, and back to their present states after it."""
     if not states:
         yield
         return
     with LOCK:
-        now = [(stream, stream.get()) for stream, _ in states]
+        present = [(stream, stream.get()) for stream, _ in states]
         try:
             for stream, state in states:
                 stream.set(state)
             yield
         finally:
-            for stream, state in now:
+            for stream, state in present:
                 stream.set(state)

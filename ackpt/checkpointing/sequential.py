@@ -1,4 +1,4 @@
-"""Chen's chain in segments: each segment but the last is one region."""
+"""``checkpoint_sequential``: run a chain of functions in segments, each segment but the last as one region."""
 
 from __future__ import annotations
 
@@ -26,15 +26,19 @@ def checkpoint_sequential(
     """Run a chain of functions on `input`, checkpointed in segments; the last segment is not recomputed.
 
     Args:
-        functions: an ``nn.Sequential`` or a sequence of callables, each called with the output of the one before.
-        segments: how many segments of equal length (within one), or ``None`` for the lengths of least peak where each
-            function keeps as much as its input: see :func:`segment_lengths`. Functions that keep much more, such as
-            whole Transformer layers, need less as a segment each: ``segments=len(functions)``.
-        input: what the first function is called with.
-        offload: as in :func:`checkpoint`: where the inputs of the segments wait for backward.
+        functions: an ``nn.Sequential`` or a sequence of callables. Each is called with the output of the previous one.
+        segments: number of segments, of equal length up to one function. ``None`` chooses the lengths with the smallest
+            peak for functions that save as much as their input; see :func:`segment_lengths`. For functions that save
+            much more, such as whole Transformer layers, ``segments=len(functions)`` has a smaller peak.
+        input: the argument of the first function.
+        preserve_rng_state: as in :func:`checkpoint`.
+        offload: as in :func:`checkpoint`, for the inputs of the segments.
+
+    Returns:
+        The output of the last function.
 
     Raises:
-        ValueError: if `segments` is not between 1 and the number of functions, or there is no function.
+        ValueError: if `segments` is not between 1 and the number of functions, or if there is no function.
         TypeError: if `input` is missing, or given in place of `functions`.
 
     Source: Chen et al. 2016 (arXiv:1604.06174), section 3.
@@ -63,7 +67,7 @@ def checkpoint_sequential(
 
 
 class _Chain:
-    """Functions called one after the other."""
+    """Calls functions one after the other, each with the result of the previous one."""
 
     def __init__(self, functions):
         self.functions = functions
@@ -75,13 +79,13 @@ class _Chain:
 
 
 def segment_lengths(layers: int, segments: int | None = None) -> list[int]:
-    """Lengths of the segments of a chain of `layers` equal layers, first to last.
+    """The lengths of the segments, first to last, of a chain of `layers` equal layers.
 
-    While segment i is recomputed, the i - 1 boundaries before it are alive besides its own activations, so with equal
-    lengths the last segment alone sets the peak: ``(segments - 1) + length`` activations. ``segments=None`` lets
-    earlier segments use the room that the missing boundaries leave: lengths fall by one per segment, which needs
-    ``p`` live activations for up to ``p (p + 1) / 2`` layers, about ``sqrt(2 n)`` instead of ``2 sqrt(n)``. Among
-    plans of that peak it takes the one that recomputes least (the longest last segment, which is not recomputed).
+    While segment i is recomputed, the inputs of the i - 1 segments before it are live in addition to its own
+    activations. So with equal lengths the last segment determines the peak, ``(segments - 1) + length`` activations.
+    With ``segments=None`` earlier segments are longer: lengths fall by one per segment. This needs ``p`` live
+    activations for up to ``p (p + 1) / 2`` layers, which is about ``sqrt(2 n)`` instead of ``2 sqrt(n)``. Of all
+    lengths with that peak it returns those with the least recomputation, that is, with the longest last segment.
 
     Example:
         >>> segment_lengths(16, 4)

@@ -1,8 +1,8 @@
-"""Tensors inside nested arguments: take them out, put others in.
+"""Take the tensors out of nested arguments and results, and put other tensors in their place.
 
 ``strip`` replaces every tensor in dicts, lists, tuples, named tuples and dataclasses by a numbered slot; ``fill`` is
-its inverse. Containers that hold no tensor are passed through as they are, so a list that only collects numbers
-stays the caller's own list.
+its inverse. A container without tensors is not copied, so a list that the function appends numbers to remains the
+caller's list.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Slot:
-    """The place of tensor number ``index`` in a stripped structure."""
+    """Stands for tensor number ``index`` in a stripped structure."""
 
     __slots__ = ("index",)
 
@@ -23,7 +23,7 @@ class Slot:
 
 
 class Tensors(list):
-    """Distinct tensors in the order of first appearance; a tensor passed twice keeps one slot."""
+    """A list of distinct tensors in the order of first appearance; a tensor that appears twice has one slot."""
 
     __slots__ = ("_slots",)
 
@@ -42,12 +42,12 @@ _ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dty
 
 
 def is_plain(item) -> bool:
-    """Whether a stripped argument is a tensor's slot or a value that can hold no tensor."""
+    """Whether a stripped argument is a slot or a value that cannot contain a tensor."""
     return type(item) is Slot or type(item) in _ATOMS
 
 
 def strip(obj, tensors: Tensors):
-    """Return `obj` with its tensors moved to `tensors` and slots in their places."""
+    """Return `obj` with slots in place of its tensors, which are added to `tensors`."""
     if isinstance(obj, torch.Tensor):
         return tensors.slot(obj)
     return _map(obj, lambda leaf: tensors.slot(leaf) if isinstance(leaf, torch.Tensor) else leaf)
@@ -61,7 +61,7 @@ def fill(obj, tensors):
 
 
 def strip_arguments(args, tensors: Tensors) -> tuple[tuple, bool]:
-    """`strip` for the items of `args`: the stripped tuple, and whether a container among them held tensors."""
+    """`strip` for the items of `args`; return the stripped tuple, and whether a container in it has tensors."""
     stripped, nested = [], False
     for item in args:
         if isinstance(item, torch.Tensor):
@@ -77,7 +77,7 @@ _ONLY = Slot(0)
 
 
 def strip_result(result) -> tuple[list, object]:
-    """The distinct tensors of a function's result and the result with slots in their places."""
+    """Return the distinct tensors of a function's result, and the result with slots in their place."""
     if isinstance(result, torch.Tensor):
         return [result], _ONLY
     tensors = Tensors()

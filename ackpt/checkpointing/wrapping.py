@@ -1,9 +1,9 @@
-"""Checkpointing switched on from outside, for chosen modules of a model.
+"""``apply_activation_checkpointing``: checkpoint chosen modules of a model without changing its code.
 
-``apply_activation_checkpointing`` gives each chosen module a class that differs in ``forward`` only. Parameters,
-buffers, hooks, attributes and names stay where they are, so ``state_dict``, ``named_parameters`` and optimizers see
-no difference; the class keeps its name, and pickles and copies of the model stay checkpointed. The first forward with
-gradients checks that what was chosen ran.
+Each chosen module gets a subclass of its class that differs only in ``forward``. Parameters, buffers, hooks, attributes
+and names do not change, so ``state_dict``, ``named_parameters`` and optimizers work as before. The class keeps its
+name, and pickles and copies of the model are checkpointed too. The first forward with gradients checks that the chosen
+modules were called.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ackpt.errors import CheckpointError
 from ackpt.offloading.saved_tensors import Offload, resolve
 
 from .reachable import graph_inputs
-from .reentrant import _ran, checkpoint
+from .reentrant import _modules_run, checkpoint
 from .tree import strip_result
 
 
@@ -40,11 +40,13 @@ def apply_activation_checkpointing(
     """Checkpoint chosen submodules of `model`, in place; each becomes one region.
 
     Args:
-        check_fn: which modules: a predicate ``module -> bool``, a module class or several, or qualified names
-            (``"blocks.0"``, or several). ``None`` takes the repeated blocks: members of an ``nn.ModuleList`` or
-            ``nn.Sequential`` that share their class with a sibling, have submodules and parameters, and belong to no
-            other such block. A list inside a list is never called, so its members count as members of the outer one.
-        offload: as in :func:`checkpoint`: where the inputs of the chosen modules wait for backward.
+        model: the model to change.
+        check_fn: the modules to checkpoint: a predicate ``module -> bool``, one or several module classes, or one or
+            several qualified names such as ``"blocks.0"``. ``None`` chooses the repeated blocks: members of an
+            ``nn.ModuleList`` or ``nn.Sequential`` that have the class of a sibling, have submodules and parameters, and
+            are not inside another such block. Members of a list inside a list count as members of the outer list.
+        preserve_rng_state: as in :func:`checkpoint`.
+        offload: as in :func:`checkpoint`, for the inputs of the chosen modules.
 
     Returns:
         The qualified names of the modules that are checkpointed now, in the order of ``named_modules``.
@@ -52,15 +54,16 @@ def apply_activation_checkpointing(
     Raises:
         ValueError: if nothing matches, a name does not exist, or a module has its ``forward`` replaced on the instance.
         TypeError: if `check_fn` is none of the above, or the model is planned by `ackpt.compile`.
-        CheckpointError: in the first forward with gradients, if the parameters of a chosen module take part but the
-            module itself was not called, so that its region saves nothing.
+        CheckpointError: in the first forward with gradients, if parameters of a chosen module were used but the module
+            itself was not called, so that it is not checkpointed.
 
     Warns:
-        UserWarning: if a model of transformers has ``config.use_cache`` on, which no region can recompute.
+        UserWarning: if a model of transformers has ``config.use_cache`` on; a region cannot recompute a cache.
 
-    Forward hooks of a chosen module fire once per step; those of modules inside it fire again in the recompute (see
-    :func:`is_recomputing`). Use it before ``fully_shard``, DDP and ``torch.compile``.
-    Source: the per-module switch of static-graph frameworks; Chen et al. 2016 (arXiv:1604.06174) per block.
+    Forward hooks of a chosen module fire once per step; those of its submodules fire again in the recomputation (see
+    :func:`is_recomputing`). Call this before ``fully_shard``, DDP and ``torch.compile``.
+
+    Source: Chen et al. 2016 (arXiv:1604.06174), with every block as one segment.
 
     Example:
         >>> import torch, ackpt
@@ -92,7 +95,7 @@ def apply_activation_checkpointing(
             module.__class__ = _checkpointed_class(type(module))
         options = {"preserve_rng_state": preserve_rng_state, "offload": offload}
         vars(module)["_checkpoint_options"] = options
-        _ran.discard(module)
+        _modules_run.discard(module)
     _stop_checking(model)
     model.register_forward_hook(_check_regions_ran)
     _warn_of_cache(model)
@@ -119,12 +122,12 @@ def remove_activation_checkpointing(model: nn.Module) -> list[str]:
 
 
 class _Checkpointed:
-    """Mixed in before a module's own class: runs the original ``forward`` as one region."""
+    """Mixin in front of a module's class; the combined class runs the original ``forward`` as one region."""
 
     _checkpoint_options: dict
 
     def __reduce_ex__(self, protocol):
-        # The class is made at run time and cannot be found by name: pickle the original and switch it on again.
+        # Pickle cannot find a class made at run time by its name: pickle the original class, replace it when loading.
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         return _rebuild, (_original_class(type(self)),), state
 
@@ -140,7 +143,7 @@ def _checkpointed_class(cls):
 
 
 def _original_class(cls):
-    """The class without the checkpoint; what others (FSDP) put in front of it stays out of reach and is refused."""
+    """The class before checkpointing; raises TypeError if another library, such as FSDP, has changed it since."""
     bases = cls.__bases__
     if bases[0] is not _Checkpointed:
         raise TypeError(
@@ -207,26 +210,26 @@ def _repeated_blocks(model) -> dict[str, nn.Module]:
             continue
         if any(name == block or name.startswith(block + ".") for block in chosen):
             continue
-        members = dict(_called(module, name))
+        members = dict(_callable_members(module, name))
         siblings = collections.Counter(map(type, members.values()))
         for path, child in members.items():
-            # A module without children is one operation: its region would save what the operation saves anyway.
-            if siblings[type(child)] > 1 and _has(child.children()) and _has(child.parameters()):
+            # A module without children is one operation, whose region would save the same tensors as the operation.
+            if siblings[type(child)] > 1 and _is_not_empty(child.children()) and _is_not_empty(child.parameters()):
                 chosen.setdefault(path, child)
     return chosen
 
 
-def _called(module, name):
-    """Members that can be called, ``(path, module)``: those of a container without a forward stand for it."""
+def _callable_members(module, name):
+    """The callable members of a module, ``(path, module)``; members of a container without a forward replace it."""
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if type(child).forward is nn.Module.forward:
-            yield from _called(child, path)
+            yield from _callable_members(child, path)
         else:
             yield path, child
 
 
-def _has(items) -> bool:
+def _is_not_empty(items) -> bool:
     return any(True for _ in items)
 
 
@@ -248,23 +251,25 @@ def _stop_checking(model) -> None:
 
 
 def _check_regions_ran(model, args, result) -> None:
-    """Check, as a hook of the first forward with gradients, that every chosen module that took part ran as a region.
+    """Check in the first forward with gradients that every chosen module with parameters in the graph ran as a region.
 
-    A module that is skipped (LayerDrop, an expert without tokens) takes no part: its parameters are not in the graph.
+    Parameters of a skipped module (LayerDrop, an expert without tokens) are not in the graph. This is a forward hook.
     """
     if torch.compiler.is_dynamo_compiling():
         return
     outputs = [tensor for tensor in strip_result(result)[0] if tensor.grad_fn is not None]
-    if not outputs or any(type(output) is not torch.Tensor for output in outputs):  # such as a captured one
+    if not outputs or any(
+        type(output) is not torch.Tensor for output in outputs
+    ):  # for example, while the model is captured
         return
     _stop_checking(model)
     regions: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, _Checkpointed)}
-    covered = {id(p) for module in regions.values() if module in _ran for p in module.parameters()}
+    covered = {id(p) for module in regions.values() if module in _modules_run for p in module.parameters()}
     reached = {id(leaf) for leaf in graph_inputs(outputs, [], [], started=0)[0]} - covered
     unused = [
         name
         for name, module in regions.items()
-        if module not in _ran and any(id(parameter) in reached for parameter in module.parameters())
+        if module not in _modules_run and any(id(parameter) in reached for parameter in module.parameters())
     ]
     if unused:
         raise CheckpointError(_not_run(unused, regions))
@@ -272,7 +277,9 @@ def _check_regions_ran(model, args, result) -> None:
 
 def _not_run(names, regions) -> str:
     first = regions[names[0]]
-    inside = sorted({type(child).__name__ for _, child in _called(first, "") if _has(child.parameters())})
+    inside = sorted(
+        {type(child).__name__ for _, child in _callable_members(first, "") if _is_not_empty(child.parameters())}
+    )
     better = (
         f"check_fn=lambda module: type(module).__name__ in {inside!r}" if inside else "check_fn= with other modules"
     )

@@ -7,7 +7,7 @@ and the logsumexp of each row.
 Sources, in torch: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` (`can_use_flash_attention`,
 `can_use_mem_efficient_attention`, in this order) and ``aten/src/ATen/native/transformers/attention.cpp``. cuDNN's
 kernel, which takes precedence on Hopper and Blackwell, is not modeled. Without a mask it saves what flash attention
-saves.
+saves. This module can be removed together with `cuda_choices`, which uses it and names the test.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def scaled_dot_product_attention(
 
 def _is_fusible(query, key, value, enable_gqa) -> bool:
     """Whether both fused kernels can take the inputs: no broadcast batches or heads, one dtype, contiguous rows."""
-    given = (query, key, value)
-    if any(tensor.dim() != 4 or tensor.dtype != query.dtype or not tensor.shape[2] for tensor in given):
+    tensors = (query, key, value)
+    if any(tensor.dim() != 4 or tensor.dtype != query.dtype or not tensor.shape[2] for tensor in tensors):
         return False
-    heads = {tensor.shape[1] for tensor in given}
+    heads = {tensor.shape[1] for tensor in tensors}
     is_grouped = enable_gqa and key.shape[1] == value.shape[1] and not query.shape[1] % key.shape[1]
-    packed = all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in given)
-    return packed and len({tensor.shape[0] for tensor in given}) == 1 and (len(heads) == 1 or is_grouped)
+    packed = all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
+    return packed and len({tensor.shape[0] for tensor in tensors}) == 1 and (len(heads) == 1 or is_grouped)
 
 
 def _flash_runs(query, key, value, mask, is_causal, ampere) -> bool:
@@ -80,8 +80,8 @@ def _flash(query, key, value, mask, dropout_p, is_causal, scale):
     if width % 8:  # padding by zero elements would still copy
         query, key, value = (F.pad(tensor, (0, -width % 8)) for tensor in (query, key, value))
     scale = width**-0.5 if scale is None else scale
-    found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
-    return found[0][..., :width]
+    results = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+    return results[0][..., :width]
 
 
 def _efficient(query, key, value, mask, dropout_p, is_causal, scale):

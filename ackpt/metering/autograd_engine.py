@@ -1,4 +1,8 @@
-"""Being there when autograd starts: it tells nobody, but all of torch's Python enters its engine by one function."""
+"""``around_backward``: run every backward within a context.
+
+Autograd has no hook for the start of a backward. But all of torch's Python code enters the engine through one function,
+``torch.autograd.graph._engine_run_backward``, which ``torch.autograd`` imports; this module replaces that name.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 
 @contextlib.contextmanager
 def around_backward(context):
-    """Inside, every run of backward that Python starts runs within ``context()``."""
+    """While this context is active, every backward that Python code starts runs within ``context()``."""
     autograd: Any = torch.autograd
     engine = autograd._engine_run_backward
 

@@ -1,8 +1,8 @@
-"""Exact bytes on the CPU: the allocator's own events, ordered by the profiler's clock.
+"""Exact bytes of a step on the CPU, from the events that torch's allocator reports to the profiler.
 
-The allocator reports to the profiler every block that is born, and the death of every block that was born while
-profiling. So the warm-up runs inside the profile too, and what only Python knows (a block backs a ``.grad`` now, a
-gradient that existed before is gone) is written into the same stream as a mark: an event with a name.
+The profiler records every allocation, and the free of every block that was allocated while it runs, so the warm-up runs
+inside the profile too. Facts that only Python knows (a block now backs a ``.grad``, an earlier gradient was freed) are
+written into the same stream as *marks*: profiler events with a special name.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def trace(step_fn, warm_up, owned, device):
     """Run `warm_up`, then `step_fn` once with its allocations recorded; see ``meter.measure``."""
     if _profiler_enabled():
         raise MeterError("a torch profiler is running, and measure() needs it for itself: measure outside of it")
-    # Kineto prints a line to stderr at every start and stop; it reads its log level once, at its first start.
+    # Without this level Kineto prints a line to stderr at every start and stop. It reads it once, at its first start.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     gc.collect()
-    # The allocator prints a warning when a block that was born before profiling dies in it: keep those storages.
+    # Keep the storages of earlier gradients: the allocator warns about frees of blocks allocated before the profile.
     earlier = [storage for _, storage in owned.gradients(_ON_CPU)]
     with profile(use_kineto=True, profile_memory=True) as profiler:
         warm_up()
         gc.collect()
-        held = owned.bytes(_ON_CPU)
+        resident_bytes = owned.bytes(_ON_CPU)
         existing = {storage.data_ptr(): storage for _, storage in owned.gradients(_ON_CPU)}
         with store_watched(_mark_copy) as store, _marks(owned), no_collection():
             _mark("step")
@@ -47,14 +47,14 @@ def trace(step_fn, warm_up, owned, device):
             _mark("end")
         after = owned.backed(_ON_CPU, torch.UntypedStorage.data_ptr)
     before = {pointer: ("gradients", storage.nbytes()) for pointer, storage in existing.items()}
-    del earlier, existing  # alive until here, so that no block of the step could take their addresses
+    del earlier, existing  # kept until here, so that no block of the step has their address
     assert profiler is not None and profiler.kineto_results is not None
     peaks = {"store_peak_bytes": store.peak_bytes} if store.peak_bytes else {}
-    return build_timeline(_actions(profiler.kineto_results), before, after), held, None, peaks
+    return build_timeline(_actions(profiler.kineto_results), before, after), resident_bytes, None, peaks
 
 
 def _actions(results):
-    """The allocator's events and our marks between the marks "step" and "end", in the order of their clock."""
+    """The actions for `build_timeline`, from the events between the marks "step" and "end", in order of time."""
     events, stack = [], results.experimental_event_tree()[::-1]
     while stack:
         event = stack.pop()
@@ -73,18 +73,18 @@ def _actions(results):
         elif kind == _EventType.TorchOp:
             name = event.name
             if name.startswith(_MARK):
-                what, _, pointer = name.removeprefix(_MARK).partition(":")
-                if what in ("step", "end"):
-                    inside = what == "step"
-                elif what == "gradient":
-                    yield "mark", int(pointer), "gradients"
-                elif what == "held":
-                    yield "held", int(pointer)
-                elif what == "copy":
-                    number, way, size = pointer.split(":")
+                mark, _, argument = name.removeprefix(_MARK).partition(":")
+                if mark in ("step", "end"):
+                    inside = mark == "step"
+                elif mark == "gradient":
+                    yield "mark", int(argument), "gradients"
+                elif mark == "waited":
+                    yield "waited", int(argument)
+                elif mark == "copy":
+                    number, way, size = argument.split(":")
                     yield "copy", int(number), way, int(size)
                 else:
-                    yield "free", int(pointer)
+                    yield "free", int(argument)
             elif inside and name.startswith(_BACKWARD):
                 yield ("backward",)
 
@@ -107,7 +107,7 @@ def _mark_copy(action) -> None:
 
 @contextlib.contextmanager
 def _marks(owned):
-    """Note in the profile when a leaf's gradient is complete, and when one that existed before is dropped."""
+    """Write marks when a leaf's gradient is complete, and when a gradient from before the step is freed."""
 
     def complete(leaf):
         for storage in storages_of(leaf.grad):
@@ -128,11 +128,11 @@ def _marks(owned):
 
 @contextlib.contextmanager
 def no_collection():
-    """Cycles that die inside the step die after it: a collection at a random moment would not repeat."""
-    was = gc.isenabled()
+    """Disable the garbage collector, so that reference cycles are not freed at a random point of the step."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()

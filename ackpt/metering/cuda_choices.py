@@ -1,13 +1,19 @@
-"""What torch chooses on a GPU, for tensors that only pretend to be on the CPU.
+"""Make a step on fake CPU tensors save what the same step saves on a GPU.
 
-Where torch has no CUDA, backward on fake CUDA tensors ends the process. So the step runs on fake *CPU* tensors, with
-``torch.autocast("cpu", dtype)`` where the GPU's step would have ``torch.autocast("cuda", dtype)``, and this function
-mode puts right what differs on a GPU in the bytes that stay: autocast's rules for what runs in fp32 (the list is that
-of the CUDA backend in torch's ``autocast_mode.h``), the fused kernels of RMSNorm and dropout, and the kernel of
-attention (`predict_attention`), which is chosen as on a GPU of compute capability 8.0 or later.
+If torch has no CUDA, an operation on a fake CUDA tensor that requires grad ends the process:
+``InputMetadata::InputMetadata`` (``torch/csrc/autograd/input_metadata.cpp``) asks for the device guard of a device that
+is not there. So a predicted step runs on fake *CPU* tensors, with ``torch.autocast("cpu", dtype)`` in place of
+``torch.autocast("cuda", dtype)``, and this function mode replaces the calls that save other bytes on a GPU:
 
-Not imitated: optimizers choose ``foreach`` by themselves only on a GPU (give ``foreach=True`` or ``fused=True``), and
-what is invisible on any device, such as workspaces: those of attention's backward are floats as large as the queries.
+- autocast's operations in fp32 (lists ``AT_FORALL_FP32*`` in ``aten/src/ATen/autocast_mode.h``);
+- the fused kernels of RMSNorm (``aten/src/ATen/native/layer_norm.cpp``) and dropout (``is_fused_kernel_acceptable`` in
+  ``aten/src/ATen/native/Dropout.cpp``);
+- attention (`attention_choices`), by default as on a GPU of compute capability 8.0 or later.
+
+Remove this module once ``tests/metering/test_predict_cuda.py::test_fake_cuda_tensors_end_the_process`` fails.
+
+Not imitated: optimizers choose ``foreach`` by default only on a GPU (pass ``foreach=True`` or ``fused=True``).
+Workspaces are not counted; those of attention's backward are fp32 tensors as large as the queries.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ from .autograd_engine import around_backward
 
 
 def _functions(names: str) -> set:
-    """Every spelling of the named functions: in torch, in torch.nn.functional, as a method, as an operator."""
+    """All functions with these names, in torch, torch.nn.functional, torch.special, torch.linalg and as methods."""
     owners = (torch, F, torch.Tensor, torch.special, torch.linalg)
     return {getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)}
 
@@ -51,19 +57,19 @@ _imitating = threading.local()
 
 @contextlib.contextmanager
 def cuda_choices():
-    """Inside, calls run as they would on a GPU; see the module."""
-    # A mode is off within what it was called for, such as `loss.backward()`, and so it would be in a recompute.
+    """A context in which calls on the CPU save what they would save on a GPU; see the module."""
+    # While torch runs a function for a mode, such as `loss.backward()`, it disables the mode. Recomputation needs it.
     with CudaChoices(), around_backward(CudaChoices):
         yield
 
 
 def imitates_cuda() -> bool:
-    """Whether this thread runs as it would on a GPU."""
+    """Whether `CudaChoices` is active in this thread."""
     return getattr(_imitating, "depth", 0) > 0
 
 
 class CudaChoices(TorchFunctionMode):
-    """What `cuda_choices` does to calls outside of backward; `ampere`: as a GPU of capability 8.0 or later does."""
+    """The function mode of `cuda_choices`; `ampere`: whether the GPU's compute capability is 8.0 or later."""
 
     def __init__(self, ampere: bool = True):
         super().__init__()
@@ -86,7 +92,7 @@ class CudaChoices(TorchFunctionMode):
             return _dropout(func, *args, **kwargs)
         if func in _ATTENTION:
             return scaled_dot_product_attention(*args, **kwargs, ampere=self.ampere)
-        if func is F.multi_head_attention_forward:  # Python, within which no mode is asked
+        if func is F.multi_head_attention_forward:  # a Python function, whose inner calls the mode does not see
             attention = functools.partial(scaled_dot_product_attention, ampere=self.ampere)
             with mock.patch.object(F, "scaled_dot_product_attention", attention):
                 return func(*args, **kwargs)
@@ -118,10 +124,10 @@ def _dropout(func, input, p=0.5, training=True, inplace=False):
 
 
 def _cross_entropy(func, input, target, *args, **kwargs):
-    """The softmax is asked for the logits' own dtype, so it stays in that; the loss is in fp32."""
+    """Cross-entropy as under CUDA autocast: the softmax in the logits' dtype, the loss in fp32."""
     with torch.autocast("cpu", enabled=False):
         smoothing = kwargs.pop("label_smoothing", 0.0)
-        if smoothing or target.is_floating_point() or not _is_low(input):  # the first two: in fp32 altogether
+        if smoothing or target.is_floating_point() or not _is_low(input):  # the first two run in fp32
             return func(_to_fp32(input), target, *args, label_smoothing=smoothing, **kwargs)
         scores = torch.log_softmax(input, 1 if input.dim() > 1 else 0)
         return F.nll_loss(scores.float(), target, *args, **kwargs)
@@ -134,7 +140,7 @@ def _rms_norm(autocast, input, normalized_shape, weight=None, eps=None):
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """The bytes of CUDA's ``_fused_rms_norm``: it saves its input and one number per row."""
+    """Allocates and saves like CUDA's ``_fused_rms_norm``: the input, the weight and one fp32 element per row."""
 
     @staticmethod
     def forward(ctx, input, weight, dims):

@@ -1,9 +1,9 @@
-"""Bytes on a CUDA GPU: the caching allocator's own peak, and its history of allocations and frees as the timeline.
+"""Bytes of a step on a CUDA GPU, from the caching allocator's peak and its history of allocations and frees.
 
-The peak is ``max_memory_allocated``. The history reports the bytes that were requested; rounded up to 512 they make
-the timeline. What is left to the peak (larger blocks that the allocator did not split, tensors that nobody named as
-resident, workspaces) is the category "other". The history has no marks; that backward begins or a gradient is
-complete is noted beside it, together with the number of allocations and frees so far, which tells its place.
+The peak is ``max_memory_allocated``. The history has the requested bytes; rounded up to 512 they form the timeline. The
+difference to the peak (blocks that the allocator did not split, tensors not listed as resident, workspaces) is the
+category "other". The history cannot contain marks, so the start of backward and complete gradients are recorded
+separately, with the number of allocations and frees so far as their position.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def trace(step_fn, warm_up, owned, device):
 
     with torch.cuda.device(index):
         gc.collect()
-        torch.cuda.empty_cache()  # what is reserved from here on is reserved by the step, not by another before it
+        torch.cuda.empty_cache()  # so that reserved bytes are those of this step
         warm_up()
         gc.collect()
         torch.cuda.synchronize()
-        held = owned.bytes(counts, BLOCK)
+        resident_bytes = owned.bytes(counts, BLOCK)
         before = {
             storage.data_ptr(): ("gradients", rounded(storage.nbytes(), BLOCK))
             for _, storage in owned.gradients(counts)
         }
-        known = sum(held.values()) + sum(size for _, size in before.values())
-        held["other"] = torch.cuda.memory_allocated() - known
+        listed_bytes = sum(resident_bytes.values()) + sum(size for _, size in before.values())
+        resident_bytes["other"] = torch.cuda.memory_allocated() - listed_bytes
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
         try:
@@ -65,11 +65,11 @@ def trace(step_fn, warm_up, owned, device):
     if store.peak_bytes:
         peaks["store_peak_bytes"] = store.peak_bytes
     timeline = build_timeline(actions(history, marks), before, after)
-    return timeline, held, statistics["allocated_bytes.all.peak"], peaks
+    return timeline, resident_bytes, statistics["allocated_bytes.all.peak"], peaks
 
 
 def clock(step_fn, device) -> float:
-    """Seconds of one run between two CUDA events, the work queued before having ended."""
+    """Seconds of one run, between two CUDA events, after all earlier work has ended."""
     with torch.cuda.device(device):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
@@ -81,9 +81,9 @@ def clock(step_fn, device) -> float:
 
 
 def actions(history, marks):
-    """The actions that ``build_timeline`` takes, of a device trace and ``(events so far, action)`` marks.
+    """The actions for ``build_timeline``, from a device trace and marks ``(events so far, action)``.
 
-    Memory counts as freed when that is requested, as in ``memory_allocated``, also while another stream still uses it.
+    Memory counts as freed when the free is requested, as in ``memory_allocated``, even if a stream still uses it.
     """
     marks = sorted(marks, key=lambda mark: mark[0], reverse=True)
     events = 0
@@ -102,7 +102,7 @@ def actions(history, marks):
 
 @contextlib.contextmanager
 def _marks(owned, counts):
-    """Collect ``(events so far, action)`` for the start of backward and for every completed gradient."""
+    """Collect marks ``(events so far, action)`` at the start of backward and at every complete gradient."""
     marks = []
     start = _events()
 
@@ -129,6 +129,6 @@ def _marks(owned, counts):
 
 
 def _events() -> int:
-    """Allocations and frees of the current device so far."""
+    """Number of allocations and frees on the current device so far."""
     statistics = torch.cuda.memory_stats()
     return statistics["allocation.all.allocated"] + statistics["allocation.all.freed"]

@@ -1,8 +1,7 @@
 """Count the FLOPs of an operation or of a whole step.
 
-The rules are those of ``torch.utils.flop_counter``, to which some kernels of attention are added that not every
-version of torch counts. What is compiled is counted as it runs: operation by operation, where its compiler leaves
-operations to count.
+The rules are those of ``torch.utils.flop_counter``, with formulas for kernels of attention and oneDNN's LSTM that some
+versions of torch do not count. Compiled code is counted as it runs, if its compiler runs torch's operations.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _INDUCTOR = "torch._inductor.output_code"
 
 
 class UncountedFlops(MeterError):
-    """A step ran code whose FLOPs cannot be counted; the message says which, and what can be counted instead.
+    """A step ran code whose FLOPs cannot be counted; the message names it, and what can be counted instead.
 
     Example:
         >>> import ackpt
@@ -41,9 +40,9 @@ class UncountedFlops(MeterError):
 
 
 def formula(operator):
-    """The FLOP formula of an operator such as ``torch.ops.aten.mm``, called with its arguments and ``out_val=result``.
+    """The FLOP formula of an operator such as ``torch.ops.aten.mm``; call it with its arguments and ``out_val=result``.
 
-    None where there is none: for elementwise operations, views, copies and the like, which are not counted.
+    None for operators that are not counted: elementwise operations, views, copies and the like.
     """
     return _OWN.get(str(operator)) or flop_registry.get(operator)
 
@@ -57,12 +56,12 @@ def _attention_backward(grad, query, key, value, *args, out_val=None, **kwargs) 
 
 
 def _for_all_heads(tensor, query):
-    """The shape [batch, heads, length, dim] of keys or values, of which several heads of queries may share one."""
+    """The shape of keys or values, [batch, heads, length, dim], with as many heads as the queries."""
     return (tensor.shape[0], query.shape[1], *tensor.shape[2:])
 
 
 def _rnn_layer(x, input_weights, state_weights, *args, out_val=None, **kwargs) -> int:
-    """Of oneDNN's LSTM: all gates of every element of the sequences ``x``, (length, batch, width)."""
+    """FLOPs of oneDNN's LSTM: all gates for every element of the sequences ``x``, [length, batch, width]."""
     return 2 * x.shape[0] * x.shape[1] * (input_weights.numel() + state_weights.numel())
 
 
@@ -70,14 +69,14 @@ def _rnn_layer_backward(*args, out_val=None, **kwargs) -> int:
     return 2 * _rnn_layer(*args)
 
 
-# Torch counts attention on the CPU from 2.15 on, `varlen_attn` (it takes the arguments of flash attention) and heads
-# that share keys from 2.13 on. By name, since `varlen_attn` exists once the step has imported its module.
+# Torch counts attention on the CPU from version 2.15, `varlen_attn` (which takes the arguments of flash attention) and
+# heads that share keys from 2.13. Keys are names, because `varlen_attn` exists only once its module is imported.
 _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _OWN = {
     **{f"aten._scaled_dot_product_{name}": _attention for name in _KERNELS},
     **{f"aten._scaled_dot_product_{name}_backward": _attention_backward for name in _KERNELS},
     "aten.mkldnn_rnn_layer": _rnn_layer,
-    "ackpt_graph.rnn_layer": _rnn_layer,  # the same, as a captured step runs it
+    "ackpt_graph.rnn_layer": _rnn_layer,  # the same in a captured step
     "aten.mkldnn_rnn_layer_backward": _rnn_layer_backward,
     "torch_attn._varlen_attn": flop_registry[torch.ops.aten._flash_attention_forward],
     "torch_attn._varlen_attn_backward": flop_registry[torch.ops.aten._flash_attention_backward],
@@ -87,12 +86,12 @@ _OWN = {
 def count_flops(step_fn: Callable[[], object]) -> int:
     """FLOPs of the matrix products, convolutions and attentions of one call of `step_fn` (a multiply-add is 2).
 
-    The rules are those of ``torch.utils.flop_counter``, to which CPU flash attention is added; causal attention
-    counts as full. A recompute counts again. What ``torch.compile`` or `ackpt.compile` made is counted as it runs.
+    The rules are those of ``torch.utils.flop_counter``, with CPU flash attention added. Causal attention counts as full
+    attention, and recomputation counts again. Compiled code is counted as it runs.
 
     Raises:
-        UncountedFlops: after the step, if part of it ran as code that Inductor generated, whose products and
-            attentions need not be operations of torch any more.
+        UncountedFlops: after the step, if part of it ran as code that Inductor generated, in which matrix products and
+            attention need not be operations of torch.
 
     Example:
         >>> import torch, ackpt
@@ -112,12 +111,12 @@ def count_flops(step_fn: Callable[[], object]) -> int:
 
 
 class _Counter(FlopCounterMode):
-    """What `_Mode` counts into."""
+    """The counter for `_Mode`, with our formulas and without torch's tracker of modules."""
 
     def __init__(self):
         super().__init__(display=False)
         self.flop_registry = _Formulas()
-        # Instead of a tracker of modules, whose hooks fail in the backward of a checkpointed region.
+        # The hooks of torch's tracker fail in the backward of a checkpointed region.
         self.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -126,7 +125,7 @@ class _NoModules:
 
 
 class _Formulas(dict):
-    """Looks formulas up when an operation runs, so that those count which a library adds in the step."""
+    """Looks up formulas when an operation runs, so that formulas registered during the step count too."""
 
     def __contains__(self, operator):
         return formula(operator) is not None
@@ -138,15 +137,15 @@ class _Formulas(dict):
 class _Mode(_FlopCounterMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Dynamo compiles, and runs what it compiled, as it does without this mode.
+        """True, so that Dynamo compiles the model and runs compiled code under this mode.
 
-        For other modes it runs the model itself instead, before torch 2.15 also when the mode is over.
+        Under other modes it runs the uncompiled model, before torch 2.15 even after the mode has ended.
         """
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # The counter takes apart what it has no formula for. What a device runs as one kernel is none of that: it has
-        # no products inside, and apart it would take other bytes.
+        # The counter decomposes operations without a formula. An operation that is one kernel must not be decomposed:
+        # it contains no matrix products, and its decomposition would allocate other bytes.
         if _is_one_kernel(func) and formula(func.overloadpacket) is None:
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -161,7 +160,7 @@ def _is_one_kernel(operator) -> bool:
 
 @contextlib.contextmanager
 def _inductor_runs():
-    """A list that grows with every run of a graph which Inductor compiled."""
+    """A context that yields a list with one item for every run of a graph that Inductor compiled."""
     runs: list[None] = []
     if _INDUCTOR not in sys.modules:  # torch.compile imports it
         yield runs
@@ -170,9 +169,9 @@ def _inductor_runs():
 
     call = CompiledFxGraph.__call__
 
-    def noting(self, inputs):
+    def recorded(self, inputs):
         runs.append(None)
         return call(self, inputs)
 
-    with mock.patch.object(CompiledFxGraph, "__call__", noting):
+    with mock.patch.object(CompiledFxGraph, "__call__", recorded):
         yield runs

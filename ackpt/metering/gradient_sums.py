@@ -23,9 +23,9 @@ class EngineSums:
     """Recognizes the sums that the engine would make in place; before `learn` has run, it recognizes none."""
 
     def __init__(self):
-        self._known: tuple | None = None
+        self._in_place_signature: tuple | None = None
         self._learning = False
-        self._born: dict[int, int] = {}  # storage -> sequence number of the autograd node that allocated it
+        self._allocated_by: dict[int, int] = {}  # storage -> sequence number of the autograd node that allocated it
 
     def learn(self) -> None:
         """Observe one sum that the engine would make in place; call this under the same modes as the step."""
@@ -37,12 +37,12 @@ class EngineSums:
         finally:
             self._learning = False
 
-    def born(self, key: int) -> None:
+    def allocated(self, key: int) -> None:
         if node := torch._C._current_autograd_node():
-            self._born[key] = node._sequence_nr()
+            self._allocated_by[key] = node._sequence_nr()
 
-    def died(self, key: int) -> None:
-        self._born.pop(key, None)
+    def freed(self, key: int) -> None:
+        self._allocated_by.pop(key, None)
 
     def in_place(self, func, args) -> bool:
         """Whether this call is a sum of the engine that would be in place in a real step."""
@@ -54,13 +54,13 @@ class EngineSums:
         if first.layout != torch.strided or second.layout != torch.strided:
             return False
         storage = first.untyped_storage()
-        seen = (_frames_from_engine(), first._use_count(), torch._C._storage_Use_Count(storage._cdata))
+        signature = (_frames_from_engine(), first._use_count(), torch._C._storage_Use_Count(storage._cdata))
         if self._learning:
-            self._known = seen
-        if seen != self._known or first._is_zerotensor() or not is_dense(first):
+            self._in_place_signature = signature
+        if signature != self._in_place_signature or first._is_zerotensor() or not is_dense(first):
             return False
         node = torch._C._current_autograd_node()
-        if node is None or self._born.get(storage._cdata) != node._sequence_nr():
+        if node is None or self._allocated_by.get(storage._cdata) != node._sequence_nr():
             return True
         # The running node allocated it: a temporary of its formula, unless two of its gradients go to the same target.
         targets = [target for target in node.next_functions if target[0] is not None]

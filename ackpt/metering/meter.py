@@ -1,8 +1,7 @@
 """Measure the bytes, FLOPs and seconds of one training step.
 
-``measure`` runs a step and answers with exact bytes: the peak, and the live bytes after every allocation and free,
-by category. The CPU's allocator events come from `cpu_meter`, the caching allocator's history from
-`cuda_meter`; `prediction` answers the same question from shapes alone.
+``measure`` runs a step and returns exact bytes: the peak, and the live bytes by category after every allocation and
+free. `cpu_meter` and `cuda_meter` record these events; `prediction` derives them from shapes alone.
 """
 
 from __future__ import annotations
@@ -71,28 +70,28 @@ class Ratio(Spread):
 
     Example:
         >>> from ackpt.metering.meter import Ratio
-        >>> found = Ratio.of([1.2, 1.0, 1.1])
-        >>> found.low, found.high
+        >>> ratio = Ratio.of([1.2, 1.0, 1.1])
+        >>> ratio.low, ratio.high
         (1.0, 1.2)
     """
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one step took: bytes at the peak by category, the timeline, seconds and FLOPs.
+    """The memory, seconds and FLOPs of one step: bytes at the peak by category, and the timeline of live bytes.
 
-    ``resident_bytes``: parameters, buffers, inputs, optimizer state. ``dynamic_peak_bytes``: everything else at its
-    highest; gradients count here also when they exist before the step. ``allocator`` holds what only CUDA knows,
-    requested and reserved bytes at their peaks, and, where tensors were offloaded, the store's peak. ``seconds`` and
-    ``flops`` are ``None`` where they were not measured, ``flops`` also where they cannot be counted.
+    ``resident_bytes``: parameters, buffers, inputs, optimizer state. ``dynamic_peak_bytes``: the peak of everything
+    else, including gradients that exist before the step. ``allocator``: on CUDA, the peaks of requested and reserved
+    bytes; with offload, the peak of the store. ``seconds`` and ``flops`` are ``None`` if they were not measured;
+    ``flops`` also if they cannot be counted.
 
     Example:
         >>> import torch, ackpt
         >>> layer, x = torch.nn.Linear(256, 256), torch.ones(8, 256)
-        >>> found = ackpt.measure(lambda: layer(x).sum().backward(), resident=(layer, x), repeats=0)
-        >>> found.peak_bytes == found.resident_bytes + found.dynamic_peak_bytes == sum(found.categories.values())
+        >>> step = ackpt.measure(lambda: layer(x).sum().backward(), resident=(layer, x), repeats=0)
+        >>> step.peak_bytes == step.resident_bytes + step.dynamic_peak_bytes == sum(step.categories.values())
         True
-        >>> found.categories["gradients"], found.seconds
+        >>> step.categories["gradients"], step.seconds
         (263168, None)
     """
 
@@ -119,11 +118,11 @@ class Measurement:
 
     @property
     def store_peak_bytes(self) -> int:
-        """Most bytes that were offloaded at one time; they are no part of the other sizes."""
+        """The largest number of bytes in the offload store at one time; not part of the other sizes."""
         return self.allocator.get("store_peak_bytes", 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data without the timeline (``timeline.thinned(400).to_json()`` gives that); times only in seconds."""
+        """Plain data without the timeline, for which there is ``timeline.thinned(400).to_json()``."""
         return {
             "device": self.device,
             "peak_bytes": self.peak_bytes,
@@ -144,27 +143,27 @@ def measure(
     warmup: int = 1,
     repeats: int = 3,
 ) -> Measurement:
-    """Run a step `warmup` times, once more for its bytes, and `repeats` times for its seconds.
+    """Measure the memory, FLOPs and time of a step, which runs ``warmup + 1 + repeats`` times.
 
     Args:
-        step_fn: called without arguments; one forward and backward, with or without an optimizer step. What it
-            returns is dropped at once.
-        device: ``"cpu"`` or ``"cuda"``; by default that of the resident tensors.
-        resident: modules, optimizers and tensors whose bytes are there all the time. Bytes of shared storages count
-            once. Gradients of resident parameters are followed by their ``.grad``.
-        warmup: steps before, so that optimizer state exists (or, with 0, does not). The first one counts the FLOPs,
-            by `count_flops`; where that cannot, a warning says why.
-        repeats: timed steps; with 0 there are no seconds.
+        step_fn: one forward and backward, with or without an optimizer step; called without arguments. Its result is
+            dropped at once.
+        device: ``"cpu"`` or ``"cuda"``; by default the device of the resident tensors.
+        resident: modules, optimizers and tensors that are allocated before and after the step. Shared storages count
+            once. Gradients of resident parameters are identified by their ``.grad``.
+        warmup: number of steps before the measurement, so that optimizer state exists (or does not, with 0). The first
+            one counts the FLOPs with `count_flops`; a warning explains if that fails.
+        repeats: number of timed steps; with 0 there are no seconds.
 
     Returns:
         A `Measurement`; all sizes in bytes, times in seconds.
 
     Raises:
-        MeterError: no such device here, or a torch profiler is already running.
-        TypeError, ValueError: for arguments that do not fit.
+        MeterError: if this machine has no such device, or a torch profiler is already running.
+        TypeError, ValueError: for arguments of the wrong type or value.
 
-    On the CPU the bytes are those of torch's allocator, exact to the byte, of this thread and the threads of its
-    backward; scratch memory that a library (oneDNN, MKL) takes elsewhere is not in them. On CUDA the peak is
+    On the CPU the bytes are those of torch's allocator, exact to the byte, in this thread and the threads of its
+    backward. They do not include scratch memory that a library (oneDNN, MKL) allocates itself. On CUDA the peak is
     ``torch.cuda.max_memory_allocated``.
 
     Example:
@@ -193,12 +192,12 @@ def measure(
             else:
                 step_fn()
 
-    timeline, held, peak_bytes, allocator = backend.trace(step_fn, warm_up, owned, device)
+    timeline, resident_bytes, peak_bytes, allocator = backend.trace(step_fn, warm_up, owned, device)
     samples = [backend.clock(step_fn, device) for _ in range(repeats)]
     return assemble(
         str(device),
         timeline,
-        held,
+        resident_bytes,
         peak_bytes,
         allocator=allocator,
         seconds=Seconds.of(samples) if samples else None,
@@ -206,28 +205,28 @@ def measure(
     )
 
 
-def assemble(device, timeline, held, peak_bytes=None, **rest) -> Measurement:
-    """A Measurement from the bytes `held` by category all the time and a timeline of the others."""
-    resident_bytes = sum(held.values())
+def assemble(device, timeline, resident, peak_bytes=None, **rest) -> Measurement:
+    """A Measurement from the `resident` bytes by category and the timeline of the dynamic bytes."""
+    resident_bytes = sum(resident.values())
     at_peak = timeline.at(timeline.peak_index)
-    categories = {name: held.get(name, 0) + at_peak.get(name, 0) for name in CATEGORIES}
+    categories = {name: resident.get(name, 0) + at_peak.get(name, 0) for name in CATEGORIES}
     if peak_bytes is None:
         peak_bytes = resident_bytes + timeline.peak_bytes
-    else:  # the allocator's own figure, which knows more than the timeline does
+    else:  # the allocator's peak, which includes more than the timeline
         categories["other"] = peak_bytes - sum(categories.values())
     return Measurement(device, resident_bytes, peak_bytes - resident_bytes, categories, timeline, **rest)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds of every function, and the ratio to the reference within each round.
+    """Seconds of every function, and their ratios to the reference function within each round.
 
     Example:
         >>> import ackpt
-        >>> found = ackpt.compare_seconds({"short": lambda: sum(range(10)), "long": lambda: sum(range(10_000))})
-        >>> found.reference, found.ratios["short"].median
+        >>> comparison = ackpt.compare_seconds({"short": lambda: sum(range(10)), "long": lambda: sum(range(10_000))})
+        >>> comparison.reference, comparison.ratios["short"].median
         ('short', 1.0)
-        >>> len(found.seconds["long"].samples)
+        >>> len(comparison.seconds["long"].samples)
         5
     """
 
@@ -236,7 +235,7 @@ class Comparison:
     ratios: dict[str, Ratio]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; ratios of times stand in ``seconds_ratio``, since they differ from run to run."""
+        """Plain data; the key ``seconds_ratio`` tells that ratios of times differ from run to run."""
         return {
             "reference": self.reference,
             "seconds": {name: seconds.to_json() for name, seconds in self.seconds.items()},
@@ -250,13 +249,13 @@ def compare_seconds(
     reference: str | None = None,
     device: torch.device | str | None = None,
 ) -> Comparison:
-    """Time several functions against one another in one process, one after the other in every round.
+    """Time several functions in rounds, in one process; in every round each function runs once.
 
     Args:
-        functions: ``{name: function}``; each is called without arguments, once before the clock starts to count.
-        repeats: rounds. Every second round runs in reverse order, so that nobody always comes first.
-        reference: the name that ratios refer to; by default the first.
-        device: ``"cpu"`` (default) or ``"cuda"``, where every run is timed by CUDA events.
+        functions: ``{name: function}``; each is called without arguments, and once before the first round.
+        repeats: number of rounds. Every second round runs in reverse order, so that no function is always the first.
+        reference: name of the function that ratios refer to; by default the first.
+        device: ``"cpu"`` (default) or ``"cuda"``, which times every run by CUDA events.
 
     Returns:
         Seconds of each function and its ratios to the reference, taken within each round.
@@ -288,7 +287,7 @@ def compare_seconds(
 
 
 def memory_format(size: int) -> str:
-    """Bytes for people, in binary units with one decimal.
+    """Format a number of bytes in binary units with one decimal.
 
     Example:
         >>> import ackpt.metering.meter
@@ -308,7 +307,7 @@ def _backend(device):
 
 
 def _device(device, owned) -> torch.device:
-    """The device asked for, or the resident tensors' one; an error if it cannot be measured."""
+    """The given device, or that of the resident tensors; raises MeterError if it cannot be measured."""
     if device is None:
         types = {tensor.device.type for _, tensor in owned.tensors()}
         device = next((name for name in ("meta", "cuda") if name in types), "cpu")
@@ -321,7 +320,7 @@ def _device(device, owned) -> torch.device:
 
 
 def check_step(step_fn) -> None:
-    """TypeError for what is no function of a step."""
+    """Raise TypeError if `step_fn` is not callable."""
     if not callable(step_fn):
         raise TypeError(
             "step_fn must be a function without arguments that runs one step, as in "

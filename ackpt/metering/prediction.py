@@ -1,12 +1,12 @@
-"""The peak of a training step from shapes alone, for models that do not fit and GPUs that are not there.
+"""Predict the memory of a training step from shapes alone, for models that do not fit and GPUs that are not there.
 
-The step runs on fake or meta tensors under a dispatch mode that sees every operation below autograd: each storage
-that an output brings along is born there, and dies when its last tensor does. The same engine drops the same saved
-tensors at the same moments as in a real step, so births and deaths come in the real order.
+The step runs on fake or meta tensors under a dispatch mode that sees every operation below autograd. A storage in the
+outputs of an operation counts as allocated there, and as freed when its last tensor is freed. Autograd's engine drops
+saved tensors at the same points as in a real step, so allocations and frees have the real order.
 
-What it does not see: memory that an operation takes and gives back inside itself (CPU flash attention's buffers per
-thread, cuBLAS workspaces, the sorting in an embedding's backward), what an allocator adds beyond `round_to`, and the
-states of random numbers that checkpointed regions with dropout keep (5 kB each).
+Not included: workspaces, which an operation allocates and frees internally (CPU flash attention's buffers per thread,
+cuBLAS workspaces, the sort in an embedding's backward); bytes that an allocator adds beyond `round_to`; and the RNG
+states that checkpointed regions with dropout keep (5 kB each).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .timeline import MeterError, build_timeline
 
 _LIFT = torch.ops.aten.lift_fresh.default
 _TO_COPY = torch.ops.aten._to_copy.default
-# Attention that no fused kernel computes; on a CPU that with dropout, which is what follows it then.
+# The sign of attention without a fused kernel. On a CPU attention with dropout has none, and dropout follows.
 _MATH_ATTENTION = torch.ops.aten._safe_softmax.default
 _DROPOUT = torch.ops.aten.native_dropout.default, torch.ops.aten.empty_like.default
-_DETACH = torch.ops.aten.detach.default  # between them, of what autograd saves
+_DETACH = torch.ops.aten.detach.default  # between these two, for tensors that autograd saves
 
 
 def predict(
@@ -49,25 +49,25 @@ def predict(
     warmup: int = 1,
     round_to: int | None = None,
 ) -> Measurement:
-    """Follow the bytes of one step on tensors without data.
+    """Predict the bytes of one step by running it on tensors without data.
 
     Args:
-        step_fn: called without arguments; one forward and backward, with or without an optimizer step.
-        resident: modules, optimizers and tensors, all made under ``FakeTensorMode`` on its CPU, or on ``"meta"``.
-            Prefer the first: on ``"meta"`` torch takes a few operations apart, and then predicts too much for them.
-        device: the device whose step is predicted. ``"cuda"`` makes torch choose as it does on a GPU (fused kernels,
-            autocast's rules), so that no GPU and no CUDA build is needed; see ``predict_cuda``.
-        warmup: steps before, so that gradients and optimizer state exist as they would in the measured step.
+        step_fn: one forward and backward, with or without an optimizer step; called without arguments.
+        resident: modules, optimizers and tensors, all created under ``FakeTensorMode`` on its CPU, or on ``"meta"``.
+            Prefer the first: on ``"meta"`` torch decomposes some operations, whose predicted bytes are too large.
+        device: the device whose step is predicted. For ``"cuda"`` the step uses the fused kernels and autocast rules of
+            a GPU; neither a GPU nor a CUDA build of torch is needed (see ``ackpt/metering/cuda_choices.py``).
+        warmup: number of steps before, so that gradients and optimizer state exist as in the measured step.
         round_to: bytes to which every block is rounded up; by default 512 on CUDA, 1 on the CPU.
 
     Returns:
-        A `Measurement` without seconds; all sizes in bytes. Not in it is what an operation takes only while it runs,
-        as convolutions do on a CPU: `ackpt.plan` measures that, with a graph captured from a model that has data.
+        A `Measurement` without seconds; all sizes in bytes. It does not include workspaces, such as those of
+        convolutions on a CPU. `ackpt.plan` measures them, for a graph captured from a model with data.
 
     Raises:
-        MeterError: for a device other than CPU and CUDA, for resident tensors that have data or lie on a fake GPU,
-            for autocast on meta tensors, which it does not touch, for attention on them, which is not fused there, for
-            a step that fails on them, and for code that Inductor generated.
+        MeterError: for a device other than CPU and CUDA; for resident tensors with data or on a fake GPU; for autocast
+            on meta tensors, which it does not change; for attention on meta tensors, which is not fused; for a step
+            that fails on meta tensors; and for code that Inductor generated.
 
     Example:
         >>> import torch
@@ -83,7 +83,7 @@ def predict(
     owned = Resident(resident)
     for category, tensor in owned.tensors():
         _check(category, tensor)
-    # A GPU holds nothing of the numbers that the step keeps on the CPU: an optimizer's count of steps, say.
+    # On a GPU, tensors that the step keeps on the CPU do not count, such as an optimizer's count of steps.
     storages = _Storages(round_to, follow_real=device == "cpu")
     fake_mode = detect_fake_mode([tensor for _, tensor in owned.tensors()])
     choices = cuda_choices() if device == "cuda" else contextlib.nullcontext()
@@ -91,7 +91,7 @@ def predict(
         for _ in range(warmup):
             step_fn()
         gc.collect()
-        held = owned.bytes(storages.counts, round_to)
+        resident_bytes = owned.bytes(storages.counts, round_to)
         with store_watched(storages.actions.append) as store, storages.recording(owned), no_collection():
             try:
                 flops = count_flops(storages.after_learning(step_fn))
@@ -101,33 +101,34 @@ def predict(
                     'model before torch.compile, or compile it with the backend "ackpt" or "aot_eager"'
                 ) from error
         after = owned.backed(storages.counts, lambda storage: storage._cdata)
-    timeline = build_timeline(settled(storages.actions, storages.casts), storages.before, after)
+    timeline = build_timeline(with_sorted_frees(storages.actions, storages.casts), storages.before, after)
     peaks = {"store_peak_bytes": store.peak_bytes} if store.peak_bytes else {}
-    return assemble(f"{device} (predicted)", timeline, held, flops=flops, allocator=peaks)
+    return assemble(f"{device} (predicted)", timeline, resident_bytes, flops=flops, allocator=peaks)
 
 
-def settled(actions, casts):
-    """The actions, with frees in a row of blocks that were born at the places `casts` in the order of their births.
+def with_sorted_frees(actions, casts):
+    """The actions, with consecutive frees of casts sorted by their allocation; `casts` are indices of allocations.
 
-    Autocast drops its casts of the weights all at once, in the order of a hash table, which differs from run to run.
+    Autocast frees its casts of the weights together, in the order of a hash table, which differs from run to run.
     """
-    born: dict[int, int] = {}
-    row: list[tuple] = []
+    allocated: dict[int, int] = {}  # key of a block -> index of its allocation
+    frees: list[tuple] = []
 
     def in_order():
-        loose = [place for place, free in enumerate(row) if born.get(free[1]) in casts]
-        for place, free in zip(loose, sorted((row[place] for place in loose), key=lambda free: born[free[1]])):
-            row[place] = free
-        yield from row
-        row.clear()
+        unordered = [i for i, free in enumerate(frees) if allocated.get(free[1]) in casts]
+        ordered = sorted((frees[i] for i in unordered), key=lambda free: allocated[free[1]])
+        for i, free in zip(unordered, ordered):
+            frees[i] = free
+        yield from frees
+        frees.clear()
 
-    for place, action in enumerate(actions):
+    for index, action in enumerate(actions):
         if action[0] == "free":
-            row.append(action)
+            frees.append(action)
             continue
         yield from in_order()
         if action[0] == "alloc":
-            born[action[1]] = place
+            allocated[action[1]] = index
         yield action
     yield from in_order()
 
@@ -137,14 +138,14 @@ _FAKE = "make the model, its inputs and the optimizer under FakeTensorMode inste
 
 @contextlib.contextmanager
 def _explained_on_meta():
-    """What torch cannot do on a meta device leaves as an error that names the way out."""
+    """Turn errors of torch about the meta device into a MeterError that names the fix."""
     try:
         yield
     except RuntimeError as error:
         if "meta" not in str(error):
             raise
-        said = str(error).splitlines()[0].rstrip(".!")
-        raise MeterError(f"the step does not run on meta tensors, {_FAKE}. Torch says: {said}") from error
+        message = str(error).splitlines()[0].rstrip(".!")
+        raise MeterError(f"the step does not run on meta tensors, {_FAKE}. Torch says: {message}") from error
 
 
 def _check(category, tensor):
@@ -162,7 +163,7 @@ def _check(category, tensor):
 
 
 class _Storages(TorchDispatchMode):
-    """Follows the births and deaths of the storages that operations bring along."""
+    """Records the allocations and frees of the storages in the outputs of operations."""
 
     def __init__(self, round_to: int, follow_real: bool):
         super().__init__()
@@ -170,7 +171,7 @@ class _Storages(TorchDispatchMode):
         self.follow_real = follow_real
         self.active = self.backward = False
         self.actions: list[tuple] = []
-        self.casts: set[int] = set()  # places of allocations in `actions`
+        self.casts: set[int] = set()  # indices of their allocations in `actions`
         self.before: dict[int, tuple[str, int]] = {}
         self._followed: dict[int, tuple[weakref.ref, int]] = {}
         self._follows_attention = False
@@ -178,24 +179,24 @@ class _Storages(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Dynamo compiles as it does without this mode, and what it compiled runs under it."""
+        """True, so that Dynamo compiles the model and runs compiled code under this mode."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._follows_attention and func not in (*_DROPOUT, _DETACH):
             raise MeterError(f"attention on meta tensors is not that of any device: {_FAKE}")
-        # Where a GPU is imitated, attention is its own choice.
-        is_attention = self.follow_real and func is _MATH_ATTENTION and any(tensor.is_meta for tensor in given)
+        # Not for a GPU, for which `attention_choices` chooses the kernel.
+        is_attention = self.follow_real and func is _MATH_ATTENTION and any(tensor.is_meta for tensor in inputs)
         self._follows_attention = is_attention or (self._follows_attention and func is _DETACH)
         if self.active and not self.backward and torch._C._current_graph_task_id() != -1:
             self.backward = True
             self.actions.append(("backward",))
         if self.active and self._sums.in_place(func, args):
             func = torch.ops.aten.add_.Tensor
-        if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
-            # A random number state, an optimizer's count of steps: values that the step reads, so they stay real.
+        if inputs and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
+            # Tensors with values that the step reads, such as an RNG state or an optimizer's count of steps, stay real.
             with unset_fake_temporarily():
                 result = func(*args, **kwargs)
         else:
@@ -203,25 +204,25 @@ class _Storages(TorchDispatchMode):
         if func in LOSSES:
             result = in_whole_memory(result, *args)
         if self.active:
-            known = {storage._cdata for tensor in given for storage in storages_of(tensor)} if func != _LIFT else ()
+            existing = {storage._cdata for tensor in inputs for storage in storages_of(tensor)} if func != _LIFT else ()
             for tensor in tree_leaves(result):
                 if isinstance(tensor, torch.Tensor):
                     before = len(self.actions)
-                    self._see(tensor, known)
+                    self._record(tensor, existing)
                     if func is _TO_COPY:
                         self.casts.update(range(before, len(self.actions)))
         return result
 
-    def _see(self, tensor, known):
+    def _record(self, tensor, existing):
         if not self.counts(tensor):
             return
         for storage in storages_of(tensor):
             key, size = storage._cdata, rounded(storage.nbytes(), self.round_to)
             if key not in self._followed:
-                if key not in known and size:
+                if key not in existing and size:
                     self.actions.append(("alloc", key, size))
                     self._follow(storage, size)
-                    self._sums.born(key)
+                    self._sums.allocated(key)
             elif self._followed[key][1] != size:  # resized in place
                 self.actions += [("free", key), ("alloc", key, size)]
                 self._follow(storage, size)
@@ -230,15 +231,15 @@ class _Storages(TorchDispatchMode):
         return self.follow_real or isinstance(tensor, FakeTensor) or tensor.is_meta
 
     def _follow(self, storage, size):
-        self._followed[storage._cdata] = (weakref.ref(storage, lambda _, key=storage._cdata: self._died(key)), size)
+        self._followed[storage._cdata] = (weakref.ref(storage, lambda _, key=storage._cdata: self._freed(key)), size)
 
-    def _died(self, key):
+    def _freed(self, key):
         del self._followed[key]
-        self._sums.died(key)
+        self._sums.freed(key)
         self.actions.append(("free", key))
 
     def after_learning(self, step_fn):
-        """`step_fn`, preceded by what `EngineSums` learns under the same modes; that leaves no actions."""
+        """A function that lets `EngineSums` learn under the step's modes, discards its actions, and runs the step."""
 
         def step():
             self._sums.learn()
@@ -250,7 +251,7 @@ class _Storages(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recording(self, owned):
-        """Record inside; gradients that exist already are followed as such."""
+        """A context that records actions; existing gradients are followed as gradients."""
         for _, storage in owned.gradients(self.counts):
             size = rounded(storage.nbytes(), self.round_to)
             self.before[storage._cdata] = ("gradients", size)
@@ -271,7 +272,7 @@ class _Storages(TorchDispatchMode):
 
 
 class _NoAutocastOnMeta(TorchFunctionMode):
-    """An error where a step on meta tensors relies on autocast, which passes them by."""
+    """Raises an error if a step on meta tensors relies on autocast, which does not change them."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):

@@ -1,4 +1,4 @@
-"""What is in memory all the time: the storages of modules, optimizers and input tensors, each counted once."""
+"""The resident memory of a step: storages of modules, optimizers and input tensors, each counted once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Item: TypeAlias = torch.nn.Module | torch.optim.Optimizer | torch.Tensor
 
 
 def storages_of(tensor):
-    """The storages behind a tensor: one, those of the indices and values of a sparse tensor, or none for None."""
-    if tensor is None:  # autograd reports a gradient as complete also where it is undefined
+    """The storages of a tensor: one, or those of the indices and values of a sparse tensor; none for None."""
+    if tensor is None:  # hooks for complete gradients are called for undefined gradients too
         return []
     if tensor.layout == torch.strided:
         return [tensor.untyped_storage()]
@@ -48,18 +48,18 @@ class Resident:
         yield from (("inputs", item) for item in self.items if isinstance(item, torch.Tensor))
 
     def trainable(self) -> list[torch.Tensor]:
-        """Every resident leaf that can get a gradient, once."""
+        """All resident leaves that can get a gradient, each once."""
         leaves = {id(tensor): tensor for _, tensor in self.tensors() if tensor.is_leaf and tensor.requires_grad}
         return list(leaves.values())
 
     def storages(self, counts):
         """``(category, storage)`` of every resident tensor for which `counts(tensor)` holds, each storage once."""
-        found = {}
+        storages = {}
         for category, tensor in self.tensors():
             if counts(tensor):
                 for storage in storages_of(tensor):
-                    found.setdefault(storage._cdata, (category, storage))
-        return found.values()
+                    storages.setdefault(storage._cdata, (category, storage))
+        return storages.values()
 
     def gradients(self, counts):
         """``(gradient, storage)`` of the resident leaves' gradients that exist now."""
@@ -69,15 +69,15 @@ class Resident:
 
     def bytes(self, counts, round_to: int = 1) -> dict[str, int]:
         """Bytes by category, every block rounded up to `round_to`."""
-        held: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for category, storage in self.storages(counts):
-            held[category] = held.get(category, 0) + rounded(storage.nbytes(), round_to)
-        return held
+            sizes[category] = sizes.get(category, 0) + rounded(storage.nbytes(), round_to)
+        return sizes
 
     def backed(self, counts, key) -> dict[int, str]:
-        """``key(storage) -> category`` of what is resident or a gradient now."""
-        found = {key(storage): category for category, storage in self.storages(counts)}
-        return found | {key(storage): "gradients" for _, storage in self.gradients(counts)}
+        """``{key(storage): category}`` for all resident tensors and present gradients."""
+        resident = {key(storage): category for category, storage in self.storages(counts)}
+        return resident | {key(storage): "gradients" for _, storage in self.gradients(counts)}
 
 
 def rounded(size: int, multiple: int) -> int:
@@ -85,5 +85,5 @@ def rounded(size: int, multiple: int) -> int:
 
 
 def on(device_type: str):
-    """A predicate: is this tensor on such a device?"""
+    """A predicate for tensors on devices of this type."""
     return lambda tensor: tensor.device.type == device_type

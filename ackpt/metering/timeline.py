@@ -1,7 +1,7 @@
-"""From an allocator's actions to live bytes by category, after every event.
+"""``Timeline``: live bytes by category after every allocation and free, built from an allocator's actions.
 
-The CPU's and CUDA's allocators and the prediction from shapes all report the same three things in order: a block is
-born, a block dies, backward begins. Which category a block belongs to is decided here, once, for all of them.
+The CPU's allocator, the caching allocator and the prediction from shapes report the same kinds of actions in order:
+allocations, frees, and the start of backward. This module assigns a category to every block, for all three.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-#: What live bytes are told apart as.
+#: The categories of live bytes.
 CATEGORIES = ("parameters", "buffers", "inputs", "optimizer", "gradients", "activations", "temporaries")
 
 
 class MeterError(ValueError):
-    """A measurement that was asked for cannot be made here.
+    """A step cannot be measured or predicted as requested.
 
     Example:
         >>> import ackpt
@@ -32,8 +32,8 @@ class MeterError(ValueError):
 class Copy:
     """A copy of offloaded bytes, ``"out"`` to the store or ``"in"`` back.
 
-    It was submitted after event number `begin`, and computing was made to wait for it after event number `end`; when
-    it really ran in between is a matter of time, not of the order of events.
+    It was submitted after event number `begin`, and compute waited for it after event number `end`. The order of events
+    does not tell when it ran in between.
 
     Example:
         >>> from ackpt.metering.timeline import Copy
@@ -51,8 +51,8 @@ class Copy:
 class Timeline:
     """Live dynamic bytes after every allocation and free of a step: ``live[0]`` before it, ``live[i]`` after event i.
 
-    ``categories[name][i]`` splits ``live[i]``; ``boundary`` is the number of events before backward began, so that
-    ``live[boundary]`` are the bytes the forward has left (``None`` if the step ran no backward). ``copies`` are those
+    ``categories[name][i]`` splits ``live[i]``. ``boundary`` is the number of events before backward, so that
+    ``live[boundary]`` are the live bytes after the forward; ``None`` if the step ran no backward. ``copies`` are those
     of offload, in the order of their submission.
 
     Example:
@@ -82,13 +82,13 @@ class Timeline:
         return {name: series[index] for name, series in self.categories.items()}
 
     def thinned(self, points: int) -> Timeline:
-        """At most about `points` events, for a plot or a record; the peak, the boundary and the ends stay."""
+        """A timeline of about `points` events, for a plot or a record, with the same peak, boundary and ends."""
         last = len(self.live) - 1
-        kept = {0, last, self.peak_index} | ({self.boundary} if self.boundary is not None else set())
+        selected = {0, last, self.peak_index} | ({self.boundary} if self.boundary is not None else set())
         width = max(1, -(-(last + 1) // max(1, points)))
         for start in range(0, last + 1, width):
-            kept.add(max(range(start, min(start + width, last + 1)), key=self.live.__getitem__))
-        order = sorted(kept)
+            selected.add(max(range(start, min(start + width, last + 1)), key=self.live.__getitem__))
+        order = sorted(selected)
         return Timeline(
             tuple(self.live[i] for i in order),
             {name: tuple(series[i] for i in order) for name, series in self.categories.items()},
@@ -113,27 +113,27 @@ class Timeline:
 
 
 def build_timeline(actions, before=None, after=None) -> Timeline:
-    """A Timeline from an allocator's actions in their order.
+    """Build a Timeline from an allocator's actions in order.
 
-    Actions are tuples: ``("alloc", key, bytes)``, ``("free", key)``, ``("mark", key, category)`` for the block that
-    lives at `key` now, ``("backward",)`` where backward begins, ``("copy", number, way, bytes)`` where offload submits
-    a copy and ``("held", number)`` where computing waits for it. `before` maps keys of blocks that live already to
-    ``(category, bytes)``; `after` maps keys to the category of what they back at the end.
+    Actions are tuples: ``("alloc", key, bytes)``, ``("free", key)``, ``("mark", key, category)`` for the present block
+    with this key, ``("backward",)`` at the start of backward, ``("copy", number, way, bytes)`` when offload submits a
+    copy and ``("waited", number)`` when compute waits for it. `before` maps keys of blocks that exist before the step
+    to ``(category, bytes)``; `after` maps keys of blocks that exist after the step to their category.
 
-    A block has one category for all its life. Unmarked blocks are activations if they were born in the forward and
-    live when backward begins, else temporaries. Frees of unknown keys belong to blocks that are not followed.
+    A block has one category. Blocks without a mark are activations if they were allocated in the forward and are live
+    when backward begins, else temporaries. Frees of unknown keys are ignored.
     """
-    blocks = []  # [bytes, event of birth, event of death, category]
-    alive = {}
+    blocks = []  # [bytes, event of allocation, event of free, category]
+    by_key = {}
     for key, (category, size) in (before or {}).items():
         blocks.append([size, 0, None, category])
-        alive[key] = blocks[-1]
+        by_key[key] = blocks[-1]
     live = [sum(block[0] for block in blocks)]
     boundary = None
     submitted: dict[int, list] = {}
 
     def free(key, event):
-        block = alive.pop(key)
+        block = by_key.pop(key)
         block[2] = event
         return block[0]
 
@@ -141,33 +141,34 @@ def build_timeline(actions, before=None, after=None) -> Timeline:
         if kind == "alloc":
             key, size = rest
             event = len(live)
-            lost = free(key, event) if key in alive else 0  # its free was not reported: another thread's, say
+            # A free can go unreported, for example one in another thread.
+            lost = free(key, event) if key in by_key else 0
             live.append(live[-1] + size - lost)
             blocks.append([size, event, None, None])
-            alive[key] = blocks[-1]
-        elif kind == "free" and rest[0] in alive:
+            by_key[key] = blocks[-1]
+        elif kind == "free" and rest[0] in by_key:
             live.append(live[-1] - free(rest[0], len(live)))
-        elif kind == "mark" and rest[0] in alive:
-            alive[rest[0]][3] = rest[1]
+        elif kind == "mark" and rest[0] in by_key:
+            by_key[rest[0]][3] = rest[1]
         elif kind == "backward" and boundary is None:
             boundary = len(live) - 1
         elif kind == "copy":
             number, way, size = rest
             submitted[number] = [way, len(live) - 1, None, size]
-        elif kind == "held" and submitted[rest[0]][2] is None:
+        elif kind == "waited" and submitted[rest[0]][2] is None:
             submitted[rest[0]][2] = len(live) - 1
     for key, category in (after or {}).items():
-        if key in alive:
-            alive[key][3] = category
+        if key in by_key:
+            by_key[key][3] = category
 
     changes = {name: [0] * len(live) for name in CATEGORIES}
-    for size, born, died, category in blocks:
+    for size, allocated, freed, category in blocks:
         if category is None:
-            kept = boundary is not None and born <= boundary and (died is None or died > boundary)
-            category = "activations" if kept else "temporaries"
-        changes[category][born] += size
-        if died is not None:
-            changes[category][died] -= size
+            is_saved = boundary is not None and allocated <= boundary and (freed is None or freed > boundary)
+            category = "activations" if is_saved else "temporaries"
+        changes[category][allocated] += size
+        if freed is not None:
+            changes[category][freed] -= size
     return Timeline(
         tuple(live),
         {name: tuple(accumulate(series)) for name, series in changes.items() if any(series)},

@@ -1,6 +1,7 @@
-"""Offload: storages that autograd saves wait in host memory or on disk until backward needs them.
+"""Offload: copy the tensors that autograd saves to host memory or disk in forward, and back for backward.
 
-Read `saved_tensors` first: it is the context manager and its options. `engine` decides what is copied when,
-`placeholders` stand for the saved tensors, `store` holds the bytes, and a transport copies them (CPU threads or CUDA
-streams). `pays` answers whether offload can overlap with compute at all.
+Read `saved_tensors` first: the context manager and its options. `engine` decides what is copied when, with the state in
+`saved_storages`. `packed_tensors` replace the saved tensors in the graph. `store` allocates host memory or files, and a
+`transport` copies bytes to and from it (CPU threads or CUDA streams). `pays` estimates whether the copies overlap with
+compute.
 """

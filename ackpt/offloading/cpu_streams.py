@@ -1,8 +1,8 @@
-"""Streams and events on a CPU: a stream is one worker thread that runs what it is given in order.
+"""CUDA-like streams and events on a CPU: a stream is one worker thread that runs functions in order.
 
-The words are those of CUDA: work is *submitted* to a stream and runs later; an *event* is reached when a piece of work
-has ended; work can be told to start only *after* events of other streams. What can go wrong between streams of a GPU
-goes wrong between these in the same way, which is how races are tested, and shown in the book, without one.
+Work is *submitted* to a stream and runs later. An *event* marks the end of one piece of work, and work can be told to
+start only *after* events of other streams. Races between the streams of a GPU occur here in the same way, so tests and
+the book can show them without a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _forks = 0
 
 
 def _after_fork() -> None:
-    """Threads do not survive a fork: in the child all streams get new ones, and what was running is lost."""
+    """Give all streams new threads in a forked child, since threads do not survive a fork; running work is lost."""
     global _forks
     _forks += 1
     for stream in _streams:
@@ -30,7 +30,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Event:
-    """The end of one piece of work: a future, and when the work ran (seconds of ``time.perf_counter``).
+    """The end of one piece of work, with the times at which it began and ended (``time.perf_counter``, seconds).
 
     Example:
         >>> from ackpt.offloading.cpu_streams import Stream
@@ -54,12 +54,12 @@ class Event:
         return self._forks != _forks or self._future.done()
 
     def wait(self) -> None:
-        """Return when the work has ended; raises what it raised."""
+        """Block until the work has ended, and raise its exception if it raised one."""
         if (error := self.error()) is not None:
             raise error
 
     def error(self) -> BaseException | None:
-        """What the work raised; waits for it."""
+        """Block until the work has ended, and return the exception that it raised, or None."""
         if self._forks == _forks:
             return self._future.exception()
         if self._failure is None and not self.ended:
@@ -67,19 +67,19 @@ class Event:
         return self._failure
 
     def seconds(self) -> float:
-        """How long the work took, without the waiting before it."""
+        """Duration of the work, without the time before it started."""
         return self.ended - self.began
 
 
 class Stream:
-    """Runs functions in the order of their submission, beside the thread that submits them.
+    """Runs functions in the order of their submission, in a thread of its own.
 
     Example:
         >>> from ackpt.offloading.cpu_streams import Stream
-        >>> copies, found = Stream("copies"), []
-        >>> first = copies.submit(found.append, 1)
-        >>> copies.submit(found.append, 2, after=[first]).wait()
-        >>> found
+        >>> copies, log = Stream("copies"), []
+        >>> first = copies.submit(log.append, 1)
+        >>> copies.submit(log.append, 2, after=[first]).wait()
+        >>> log
         [1, 2]
     """
 
@@ -92,7 +92,7 @@ class Stream:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"ackpt-{self._name}")
 
     def submit(self, function: Callable[..., object], *args: object, after: Iterable[Event] = ()) -> Event:
-        """Run ``function(*args)`` once everything submitted before and the events `after` have ended, well or not."""
+        """Run ``function(*args)`` after all work submitted before and the events `after`, even if these failed."""
         event = Event()
         event._future = self._executor.submit(_run, event, function, args, tuple(after))
         return event
@@ -100,7 +100,7 @@ class Stream:
 
 def _run(event, function, args, after):
     for other in after:
-        other.error()  # whoever needs its result has asked for it
+        other.error()  # waits; its own waiters raise the error
     event.began = time.perf_counter()
     try:
         function(*args)

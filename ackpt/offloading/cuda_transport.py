@@ -1,15 +1,15 @@
-"""Offload on a CUDA GPU: one stream for copies each way, and events between them and the stream that computes.
+"""The transport for CUDA GPUs: one copy stream per direction, synchronized with the compute stream by events.
 
-The rules that make it right, each of which has been broken in the wild:
+It follows five rules; published offload code has broken each of them:
 
-- A copy out starts after what was given so far to the stream that was *current* when the tensor was saved; the
-  current stream is asked for every time.
-- The event of a copy is recorded on the copy's own stream, behind the copy.
-- The source of a copy out is freed only after the computing stream has been made to wait for that event, since the
-  allocator may give its block to the next operation at once.
-- Memory for a copy in is allocated on the computing stream, and the copy waits for what that stream was given so far:
-  the block may have been in use until then.
-- A buffer is used again only behind the events of its earlier copies (the caller passes them as `after`).
+- A copy out waits for the work submitted so far to the stream that was *current* when the tensor was saved. The
+  current stream is looked up for every tensor.
+- The event of a copy is recorded on the copy stream, after the copy.
+- The source of a copy out is freed only after the compute stream waits for that event, because the allocator may reuse
+  its block for the next operation.
+- Memory for a copy in is allocated on the compute stream, and the copy waits for the work submitted to that stream so
+  far, which may still use the same block.
+- A buffer is reused only after the events of its earlier copies (the caller passes them as `after`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 
 class CudaEvent:
-    """The end of a copy on its stream, with the time between its beginning and its end."""
+    """The end of a copy on its stream, and the event of its start for timing."""
 
     __slots__ = ("began", "ended", "owner")
 
@@ -29,18 +29,18 @@ class CudaEvent:
         return self.ended.query()
 
     def error(self) -> None:
-        """Block the host until the copy has ended; CUDA's own errors are raised."""
+        """Block the host until the copy has ended; raises CUDA's own errors."""
         self.ended.synchronize()
 
     def seconds(self) -> float:
-        """How long the copy took on the GPU; only once it is ``done``."""
+        """Duration of the copy on the GPU; valid once it is ``done``."""
         return self.began.elapsed_time(self.ended) / 1000
 
 
 class CudaTransport:
-    """Copies between a GPU and host memory; see the module. `cuda` is ``torch.cuda``, or what a test puts there."""
+    """Copies between a GPU and host memory; see the module. `cuda` is ``torch.cuda``, or a simulation in tests."""
 
-    stall_seconds = 20e-6  # two events in a row lie this far apart without any wait
+    stall_seconds = 20e-6  # two consecutive events differ by this much even without a wait
 
     def __init__(self, device: torch.device, cuda=torch.cuda):
         self._cuda = cuda
@@ -48,30 +48,34 @@ class CudaTransport:
         self.streams = {"out": cuda.Stream(self._device), "in": cuda.Stream(self._device)}
 
     def current(self):
-        """The stream that computes here."""
+        """The current compute stream."""
         return self._cuda.current_stream(self._device)
 
     def copy_out(
         self, source: torch.UntypedStorage, begin: int, buffer: torch.Tensor, size: int, after, owner=None
     ) -> CudaEvent:
-        """Copy `size` bytes of `source`, from byte `begin` on, into `buffer`; `source` lives until ``hold``.
+        """Copy `size` bytes of `source`, from byte `begin` on, into `buffer`.
 
-        `owner` is the stream that has computed them, by default the current one.
+        The caller keeps `source` alive until ``wait_event``. `owner` is the stream that computed the bytes, by default
+        the current one.
         """
         return self._copy("out", buffer[:size], self._bytes(source, begin, size), after, owner or self.current())
 
     def copy_in(self, buffer: torch.Tensor, target: torch.UntypedStorage, size: int, after) -> CudaEvent:
-        """Copy `size` bytes of `buffer` into `target`, allocated on the current stream; it lives until ``hold``."""
+        """Copy `size` bytes of `buffer` into `target`, which was allocated on the current stream.
+
+        The caller keeps `target` alive until ``wait_event``.
+        """
         return self._copy("in", self._bytes(target, 0, size), buffer[:size], after, self.current())
 
     def allocate(self, size: int) -> torch.UntypedStorage:
-        """Memory on the GPU, of the current stream."""
+        """Allocate memory on the GPU for the current stream."""
         return torch.empty(size, dtype=torch.uint8, device=self._device).untyped_storage()
 
-    def hold(self, event: CudaEvent, used: torch.UntypedStorage | None = None) -> CudaEvent:
-        """Let the current stream, and the one that the memory belongs to, go on after `event`; the host goes on.
+    def wait_event(self, event: CudaEvent, used: torch.UntypedStorage | None = None) -> CudaEvent:
+        """Let the current stream, and the stream that owns the memory, wait for `event`, without blocking the host.
 
-        `used` is a storage that the current stream works on from now on.
+        `used` is the storage that the current stream uses next.
         """
         current = self.current()
         before, after = self._timed(), self._timed()
@@ -80,12 +84,12 @@ class CudaTransport:
         after.record(current)
         if event.owner != current:
             event.owner.wait_event(event.ended)
-            if used is not None:  # its block goes back to the other stream
+            if used is not None:  # when freed, its block returns to the owner
                 self._bytes(used, 0, used.nbytes()).record_stream(current)
         return CudaEvent(before, after, current)
 
-    def _copy(self, way: str, target, source, after, owner) -> CudaEvent:
-        stream = self.streams[way]
+    def _copy(self, direction: str, target, source, after, owner) -> CudaEvent:
+        stream = self.streams[direction]
         stream.wait_stream(owner)
         for event in after:
             stream.wait_event(event.ended)

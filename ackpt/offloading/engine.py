@@ -1,11 +1,14 @@
-"""The offload engine: which storage is where, when it is copied, and when its memory may be freed.
+"""The offload engine: decides when a saved storage is copied to the store and back, and when its memory is freed.
 
-The unit is the *storage*: views of one storage share one copy in the store and one reload. A storage that autograd
-saves goes through these states: it *stays* on the device while it is among the newest (backward needs those first);
-it is *leaving* while it is copied, its memory kept; it is *away*; it is *arriving* or back. What is on the way at one
-time, in either direction, is bounded in bytes.
+The unit is the *storage*: views of one storage share one copy in the store and one reload. A saved storage passes
+through these states:
 
-The same code runs over every transport.
+1. on the device, while it is among the newest, which backward reads first;
+2. being copied out, its memory still allocated;
+3. in the store alone;
+4. being copied in, then on the device again.
+
+The bytes being copied at one time are bounded in each direction. The same code runs over every transport.
 """
 
 from __future__ import annotations
@@ -22,34 +25,24 @@ import torch
 from ackpt.autograd_state import version
 from ackpt.errors import OffloadError
 
-from .counters import Tally, observers
-from .saved_storages import Forward, Stored, alive, root_of
+from .counters import Counters, observers
+from .saved_storages import DeviceStore, ForwardState, OffloadedStorage, live, root_of
 from .store import Folder, Pool, host_memory, no_memory, pinned_memory
-from .transport import ShapeTransport, Transport, has_no_data, transport_for
+from .transport import ShapeTransport, has_no_data, transport_for
 
-__all__ = ["Engine", "Lane", "observers"]
-
-
-class Lane:
-    """One device's way to the store: its transport and its pool of buffers; `is_lost` where a fork has cut it off."""
-
-    def __init__(self, transport: Transport, pool: Pool):
-        self.transport: Transport = transport
-        self.pool: Pool = pool
-        self.is_lost: bool = False
-
+__all__ = ["Engine", "observers"]
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """In the child: no thread holds a lock any more, and files are still shared with the parent."""
+    """Replace the locks in a forked child, and give up files, which the child still shares with its parent."""
     for engine in _engines:
         engine._lock = threading.RLock()
         if engine._folder is not None:
-            for lane in engine._lanes.values():
-                lane.is_lost = True
-            engine._lanes, engine._known = {}, {}
+            for device_store in engine._device_stores.values():
+                device_store.is_lost = True
+            engine._device_stores, engine._storages = {}, {}
             engine._folder.clear()
 
 
@@ -58,7 +51,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Engine:
-    """Moves storages between devices and one store; shared by everything that names the same store.
+    """Copies storages between devices and one store; shared by all contexts and regions that name the same store.
 
     Example:
         >>> import torch, ackpt
@@ -75,91 +68,96 @@ class Engine:
     def __init__(self, store: str, folder: str | None = None, max_pinned_bytes: int | None = None):
         self._max_pinned_bytes = max_pinned_bytes
         self._folder = Folder(folder) if store == "disk" else None
-        self._lanes: dict[tuple[torch.device, bool], Lane] = {}
-        self._known: dict[int, list[weakref.ref[Stored]]] = {}
+        self._device_stores: dict[tuple[torch.device, bool], DeviceStore] = {}
+        self._storages: dict[int, list[weakref.ref[OffloadedStorage]]] = {}  # by the storage's `_cdata`
         self._lock = threading.RLock()
-        self.returned: deque[tuple[Any, ...]] = deque()
-        self._tally = Tally(self)
+        self.returned: deque[tuple[Any, ...]] = deque()  # what graphs have released, filled by `OffloadedStorage`
+        self._counters = Counters(self)
         _engines.add(self)
 
-    def put(self, tensor: torch.Tensor, forward: Forward, begin: int, size: int) -> tuple[Stored, tuple[int, int]]:
-        """Take bytes `begin` to `begin + size` of a tensor's storage, and their place in the order of the forward.
+    def put(
+        self, tensor: torch.Tensor, forward: ForwardState, begin: int, size: int
+    ) -> tuple[OffloadedStorage, tuple[int, int]]:
+        """Take over `size` bytes of a tensor's storage from byte `begin` on.
 
-        What was taken already is shared.
+        Returns ``(storage, position)``, with the position of this save in the order of the forward. Bytes that the
+        engine has already are shared.
         """
         with self._lock:
-            self._settle_returned()
+            self._recycle_returned()
             stored = self._find(tensor, begin, size)
             if stored is None:
-                stored = Stored(self, self._lane(tensor), forward, tensor, begin, size)
-                self._known.setdefault(stored.key, []).append(weakref.ref(stored))
+                device_store = self._device_store(tensor)
+                stored = OffloadedStorage(self.returned, device_store, forward, tensor, begin, size)
+                self._storages.setdefault(stored.storage_id, []).append(weakref.ref(stored))
             else:
-                self._tally.counts["shared"] += 1
-            place = forward.saved(stored)
+                self._counters.counts["shared"] += 1
+            position = forward.record(stored)
             try:
-                while len(forward.staying) > forward.keep_last:
-                    if (oldest := forward.staying.popleft()()) is not None:
-                        self._leave(oldest)
-                self._bound_leaving(forward, forward.lookahead)
+                while len(forward.newest) > forward.keep_last:
+                    if (oldest := forward.newest.popleft()()) is not None:
+                        self._copy_out(oldest)
+                self._bound_copies_out(forward, forward.lookahead)
             except BaseException:
-                forward.over = True  # what is left of it must not trouble the next
+                forward.is_over = True  # so that the next forward of regions does not continue this one
                 raise
-            return stored, place
+            return stored, position
 
     def fetch(
-        self, stored: Stored, forward: Forward, place: tuple[int, int] | None
+        self, stored: OffloadedStorage, forward: ForwardState, position: tuple[int, int] | None
     ) -> tuple[torch.UntypedStorage, int]:
-        """``(storage, its first byte)`` on the device, ready for the current stream.
+        """``(storage, number of its first byte)`` on the device, ready for the current stream.
 
-        What was saved before `place` is started on its way. Without a place, `bring_ahead` will be called later, and
-        until then nothing but these bytes is on the device: what is on its way out is freed.
+        Also prefetches what was saved before `position`. If `position` is None, the caller calls `prefetch` later;
+        until then the device holds nothing but these bytes, so sources of copies out are freed.
         """
         with self._lock:
-            self._settle_returned()
-            forward.over = True
-            found = stored.here()
-            if stored.refused:
+            self._recycle_returned()
+            forward.is_over = True
+            location = stored.on_device()
+            if stored.refusal:
                 raise OffloadError(
-                    f"a tensor saved for backward was {stored.refused}, so its gradient would be wrong. Change a clone "
+                    f"a tensor saved for backward was {stored.refusal}, so its gradient would be wrong. Change a clone "
                     "instead, or run backward before the change."
                 )
-            if found is None:
-                self._tally.counts["just_in_time"] += 1
-                found = self._load(stored), stored.begin
+            if location is None:
+                self._counters.counts["just_in_time"] += 1
+                location = self._copy_in(stored), stored.begin
             else:
-                self._tally.counts["found"] += 1
-            if stored.back is not None:
-                self._arrive(stored)
-            elif stored.is_back(found[0]):
-                stored.lane.transport.hold(stored.loaded, found[0])
-            if stored.alias is not None and stored.left is not None:
-                self._release(stored)
-            if place is None:
-                self._bound_leaving(forward, 0)
+                self._counters.counts["found"] += 1
+            if stored.reloaded is not None:
+                self._hand_over(stored)
+            elif stored.is_reloaded(location[0]):
+                stored.device_store.transport.wait_event(stored.copy_in, location[0])
+            if stored.alias is not None and stored.copy_out is not None:
+                self._free_source(stored)
+            if position is None:
+                self._bound_copies_out(forward, 0)
             else:
-                self._bring_ahead(forward, place, stored)
-            return found
+                self._prefetch(forward, position, stored)
+            return location
 
-    def bring_ahead(self, forward: Forward, place: tuple[int, int]) -> None:
-        """Start what was saved before `place` on its way back, as far as the lookahead allows."""
+    def prefetch(self, forward: ForwardState, position: tuple[int, int]) -> None:
+        """Start copies back of what was saved before `position`, as many as the lookahead allows."""
         with self._lock:
-            self._settle_returned()
-            self._bring_ahead(forward, place)
+            self._recycle_returned()
+            self._prefetch(forward, position)
 
     def stats(self) -> dict[str, int | float]:
-        """Counters since the last ``reset_stats``, and what is in the store now.
+        """The counters since the last ``reset_stats``, and the present content of the store.
 
-        ``store_bytes``, ``store_peak_bytes``, ``stored``: bytes and storages in the store. ``pool_*``: buffers that
-        were reused (hits) or allocated (misses), all their bytes, and those that could not be pinned (pageable).
-        ``copies_*``, ``bytes_*``: each way. ``shared``: saved tensors whose storage was there already. ``found`` and
-        ``just_in_time``: reloads that were on the device when asked for, and those that had to begin then.
-        ``stalls``: how often computing stood still for a copy, ``seconds_stalled`` for how long, ``seconds_copying``
-        how long the copies took; a GPU's are complete once it is synchronized.
+        ``store_bytes``, ``store_peak_bytes``, ``stored``: bytes and storages in the store. ``pool_hits`` and
+        ``pool_misses``: buffers reused and allocated; ``pool_bytes``: bytes of all buffers; ``pageable_bytes``: those
+        that could not be pinned. ``copies_*``, ``bytes_*``: in each direction. ``shared``: saved tensors whose storage
+        the engine had already. ``found``: saved tensors that were on the device when backward read them;
+        ``just_in_time``: those whose copy back started only then. ``stalls``: how often compute waited for a copy.
+        ``seconds_stalled``, ``seconds_copying``: duration of these waits and of the copies, in seconds; on a GPU they
+        are complete once it is synchronized.
         """
         with self._lock:
-            self._settle_returned()
-            pools = [lane.pool for lane in self._lanes.values()]
-            return self._tally.as_dict() | {
+            self._recycle_returned()
+            pools = [device_store.pool for device_store in self._device_stores.values()]
+            return self._counters.as_dict() | {
                 "pool_hits": sum(pool.hits for pool in pools),
                 "pool_misses": sum(pool.misses for pool in pools),
                 "pool_bytes": sum(pool.bytes for pool in pools),
@@ -167,148 +165,151 @@ class Engine:
             }
 
     def reset_stats(self) -> None:
-        """Set the counters to zero; what is in the store stays."""
+        """Set the counters to zero. The content of the store does not change."""
         with self._lock:
-            self._settle_returned()
-            self._tally.reset()
-            for lane in self._lanes.values():
-                lane.pool.hits = lane.pool.misses = 0
+            self._recycle_returned()
+            self._counters.reset()
+            for device_store in self._device_stores.values():
+                device_store.pool.hits = device_store.pool.misses = 0
 
     def release_buffers(self) -> None:
-        """Give the memory or disk space of all buffers that are not in use back to the system."""
+        """Return the memory or disk space of all unused buffers to the system."""
         with self._lock:
-            self._settle_returned()
-            for lane in self._lanes.values():
-                lane.pool.clear()
+            self._recycle_returned()
+            for device_store in self._device_stores.values():
+                device_store.pool.clear()
             if self._folder is not None:
                 self._folder.clear()
 
-    def _find(self, tensor: torch.Tensor, begin: int, size: int) -> Stored | None:
-        """The `Stored` that has these bytes already; versions can be compared between views of one root only."""
+    def _find(self, tensor: torch.Tensor, begin: int, size: int) -> OffloadedStorage | None:
+        """The `OffloadedStorage` that covers these bytes, or None."""
         key = tensor.untyped_storage()._cdata
-        mark, root = version(tensor), root_of(tensor)
-        known = []
-        found = None
-        for reference in self._known.get(key, ()):
+        current, root = version(tensor), root_of(tensor)
+        references = []
+        match = None
+        for reference in self._storages.get(key, ()):
             stored = reference()
-            if stored is not None and stored.storage() is not None:  # an address may have a new storage by now
-                known.append(reference)
-                same = stored.mark == mark and stored.root() is root
+            if stored is not None and stored.storage() is not None:  # a new storage may have the same address by now
+                references.append(reference)
+                # Versions are comparable only between views of one base.
+                same = stored.version == current and stored.root() is root
                 if same and stored.begin <= begin and begin + size <= stored.begin + stored.size:
-                    found = stored
-        if known:
-            self._known[key] = known
+                    match = stored
+        if references:
+            self._storages[key] = references
         else:
-            self._known.pop(key, None)
-        return found
+            self._storages.pop(key, None)
+        return match
 
-    def _lane(self, tensor) -> Lane:
+    def _device_store(self, tensor) -> DeviceStore:
         key = tensor.device, has_no_data(tensor)
-        if key not in self._lanes:
-            self._lanes[key] = self._new_lane(*key)
-        return self._lanes[key]
+        if key not in self._device_stores:
+            self._device_stores[key] = self._new_device_store(*key)
+        return self._device_stores[key]
 
-    def _new_lane(self, device, without_data) -> Lane:
+    def _new_device_store(self, device, without_data) -> DeviceStore:
         if without_data:
-            return Lane(ShapeTransport(device), Pool(no_memory))
+            return DeviceStore(ShapeTransport(device), Pool(no_memory))
         transport = transport_for(device)
         if self._folder is not None:
-            return Lane(transport, Pool(self._folder.allocate))
+            return DeviceStore(transport, Pool(self._folder.allocate))
         allocate = pinned_memory if device.type == "cuda" else host_memory
-        return Lane(transport, Pool(allocate, host_memory, self._max_pinned_bytes))
+        return DeviceStore(transport, Pool(allocate, host_memory, self._max_pinned_bytes))
 
-    def _leave(self, stored: Stored) -> None:
-        """Begin the copy to the store."""
-        if stored.alias is None or stored.left is not None:
+    def _copy_out(self, stored: OffloadedStorage) -> None:
+        """Start the copy to the store."""
+        if stored.alias is None or stored.copy_out is not None:
             return
-        stored.check(stored.alias)
-        lane = stored.lane
-        buffer = lane.pool.take(stored.size)
+        stored.check_version(stored.alias)
+        device_store = stored.device_store
+        buffer = device_store.pool.take(stored.size)
         source = stored.alias.untyped_storage()
         try:
-            stored.left = lane.transport.copy_out(
-                source, stored.begin, buffer.bytes, stored.size, buffer.after, stored.owner
+            stored.copy_out = device_store.transport.copy_out(
+                source, stored.begin, buffer.bytes, stored.size, buffer.after, stored.stream
             )
         except BaseException:
-            lane.pool.give(buffer, buffer.after)
+            device_store.pool.give(buffer, buffer.after)
             raise
         stored.buffer = buffer
-        self._tally.store_changed(1, stored.size)
-        self._tally.submitted("out", stored.left, stored.size)
-        stored.forward.leaving.append(weakref.ref(stored))
+        self._counters.store_changed(1, stored.size)
+        self._counters.submitted("out", stored.copy_out, stored.size)
+        stored.forward.copying_out.append(weakref.ref(stored))
 
-    def _bound_leaving(self, forward: Forward, allowed: int) -> None:
-        """Free the oldest sources until those on the way out are no more than `allowed` bytes."""
-        on_the_way = [stored for stored in alive(forward.leaving) if stored.alias is not None]
-        total = sum(stored.size for stored in on_the_way)
+    def _bound_copies_out(self, forward: ForwardState, allowed: int) -> None:
+        """Free the oldest sources of copies out until the rest takes at most `allowed` bytes."""
+        copying_out = [stored for stored in live(forward.copying_out) if stored.alias is not None]
+        total = sum(stored.size for stored in copying_out)
         while total > allowed:
-            oldest = on_the_way.pop(0)
+            oldest = copying_out.pop(0)
             total -= oldest.size
-            self._release(oldest)
-        forward.leaving = [weakref.ref(stored) for stored in on_the_way]
+            self._free_source(oldest)
+        forward.copying_out = [weakref.ref(stored) for stored in copying_out]
 
-    def _release(self, stored: Stored) -> None:
-        """Let go of the source: the copy to the store is complete for whoever computes from here on."""
+    def _free_source(self, stored: OffloadedStorage) -> None:
+        """Let compute wait for the copy to the store, then drop the reference to its source."""
         assert stored.alias is not None
-        self._hold(stored.lane, stored.left)
-        stored.check(stored.alias)
+        self._wait(stored.device_store, stored.copy_out)
+        stored.check_version(stored.alias)
         stored.alias = None
 
-    def _load(self, stored: Stored):
-        """Begin the copy back to the device; returns the storage there."""
-        transport = stored.lane.transport
+    def _copy_in(self, stored: OffloadedStorage):
+        """Start the copy back to the device; return the new storage there."""
+        transport = stored.device_store.transport
         assert stored.buffer is not None
-        if stored.lane.is_lost:
+        if stored.device_store.is_lost:
             raise OffloadError(
                 "a tensor was offloaded to disk before this process was forked off, and its parent may have written "
                 "over it. Run backward before the fork, or offload to host memory."
             )
-        back = transport.allocate(stored.size)
-        stored.loaded = transport.copy_in(stored.buffer.bytes, back, stored.size, stored.copies())
-        stored.back, stored.arriving = back, True
-        self._tally.submitted("in", stored.loaded, stored.size)
-        return back
+        reloaded = transport.allocate(stored.size)
+        stored.copy_in = transport.copy_in(stored.buffer.bytes, reloaded, stored.size, stored.copies())
+        stored.reloaded, stored.copy_in_pending = reloaded, True
+        self._counters.submitted("in", stored.copy_in, stored.size)
+        return reloaded
 
-    def _arrive(self, stored: Stored) -> None:
-        """What was loaded may be used, and lives as long as somebody does."""
-        assert stored.back is not None
-        if stored.arriving:
-            self._hold(stored.lane, stored.loaded, stored.back)
-            stored.arriving = False
-        else:  # whoever came first has waited, on another stream perhaps
-            stored.lane.transport.hold(stored.loaded, stored.back)
-        stored.back_reference = weakref.ref(stored.back)
-        stored.back = None
+    def _hand_over(self, stored: OffloadedStorage) -> None:
+        """Let compute wait for the copy back; from then on only autograd's tensors own the new storage."""
+        assert stored.reloaded is not None
+        if stored.copy_in_pending:
+            self._wait(stored.device_store, stored.copy_in, stored.reloaded)
+            stored.copy_in_pending = False
+        else:  # an earlier reader has waited, perhaps on another stream
+            stored.device_store.transport.wait_event(stored.copy_in, stored.reloaded)
+        stored.reloaded_reference = weakref.ref(stored.reloaded)
+        stored.reloaded = None
 
-    def _bring_ahead(self, forward: Forward, place: tuple[int, int], held: Stored | None = None) -> None:
-        wanted = forward.next(place, forward.lookahead, held)
-        for other in alive(forward.ahead):  # asked for in another order than expected
-            if other.back is not None and other not in wanted:
-                self._arrive(other)
-        for earlier in wanted:
-            if earlier.alias is not None or earlier.back is not None:
+    def _prefetch(
+        self, forward: ForwardState, position: tuple[int, int], current: OffloadedStorage | None = None
+    ) -> None:
+        upcoming = forward.next_in_backward(position, forward.lookahead, current)
+        for other in live(forward.prefetched):  # backward reads in another order than expected
+            if other.reloaded is not None and other not in upcoming:
+                self._hand_over(other)
+        for stored in upcoming:
+            if stored.alias is not None or stored.reloaded is not None:
                 continue
-            elif earlier.back_reference is not None and (storage := earlier.back_reference()) is not None:
-                earlier.back = storage  # so that it outlives those who use it now
-            elif earlier.here() is None:
-                self._load(earlier)
-        forward.ahead = [weakref.ref(earlier) for earlier in wanted]
+            elif stored.reloaded_reference is not None and (storage := stored.reloaded_reference()) is not None:
+                stored.reloaded = storage  # so that it outlives its present owners
+            elif stored.on_device() is None:
+                self._copy_in(stored)
+        forward.prefetched = [weakref.ref(stored) for stored in upcoming]
 
-    def _hold(self, lane, event, used=None) -> None:
-        waited = lane.transport.hold(event, used)
-        self._tally.held(waited, lane.transport.stall_seconds, event)
+    def _wait(self, device_store, event, used=None) -> None:
+        wait = device_store.transport.wait_event(event, used)
+        self._counters.waited(wait, device_store.transport.stall_seconds, event)
 
-    def _settle_returned(self) -> None:
-        """Take care of what the graphs have let go of since."""
+    def _recycle_returned(self) -> None:
+        """Free the memory and the buffers of storages whose graphs are gone."""
         while self.returned:
-            lane, key, size, alias, back, left, loaded, buffer = self.returned.popleft()
-            for memory, event in ((alias, left), (back, loaded)):
+            device_store, key, size, alias, reloaded, copy_out, copy_in, buffer = self.returned.popleft()
+            for memory, event in ((alias, copy_out), (reloaded, copy_in)):
                 if memory is not None:
                     with contextlib.suppress(OffloadError):
-                        self._hold(lane, event)
+                        self._wait(device_store, event)
             if buffer is not None:
-                self._tally.store_changed(-1, -size)
-                lane.pool.give(buffer, [event for event in (left, loaded) if event is not None])
-            known = [reference for reference in self._known.pop(key, ()) if reference() is not None]
-            if known:
-                self._known[key] = known
+                self._counters.store_changed(-1, -size)
+                device_store.pool.give(buffer, [event for event in (copy_out, copy_in) if event is not None])
+            references = [reference for reference in self._storages.pop(key, ()) if reference() is not None]
+            if references:
+                self._storages[key] = references

@@ -1,15 +1,16 @@
-"""Does offload pay? Whether the copies of a block fit into the time that computing leaves for them.
+"""``offload_pays``: whether the copies of a block overlap with compute completely, so that offload adds no time.
 
-Per block and step the same bytes go out once and come back once:
+In every step each block copies the same bytes out once and back in once:
 
-- the *copy out* begins when the block's forward does and may last as long as that forward: what is behind it waits;
-- the *copy in* of a region's input begins half-way through the backward of the region behind it, when half of what
-  that one recomputed has been freed, and must end with it: half of a block's backward (without the recompute);
-- tensors that are offloaded without recompute come back all through a block's backward.
+- The *copy out* starts with the block's forward and may take as long as that forward, because the next copy waits.
+- The *copy in* of a region's input starts halfway through the backward of the following region, when half of the
+  recomputed activations have been freed, and must end with it. So it may take half of a block's backward, not counting
+  recomputation.
+- Tensors that are offloaded without recomputation may be copied in during all of a block's backward.
 
-A copy takes ``bytes per token x tokens / bandwidth`` seconds, computing ``fixed + linear x tokens + quadratic x
-tokens^2`` (launches, matrix products, attention), fitted to what was measured. So long sequences hide their copies as
-soon as there is a quadratic part; without one the ratio of two constants decides.
+A copy takes ``bytes per token x tokens / bandwidth`` seconds. Compute takes ``fixed + linear x tokens + quadratic x
+tokens^2`` seconds (launches, matrix products, attention), fitted to measurements. With a quadratic part, copies overlap
+completely from some length on. Without it, the ratio of two constants decides.
 """
 
 from __future__ import annotations
@@ -26,26 +27,27 @@ from .transport import transport_for
 
 __all__ = ["OffloadPays", "offload_pays"]
 
-LARGEST_TRIAL = 1 << 26  # bytes; a bandwidth does not change beyond
-# The order breaks ties: with one length proportional, with two a fixed or a quadratic part beside the linear one.
+LARGEST_TRIAL = 1 << 26  # bytes; larger copies have the same bandwidth
+# The exponents of each fit. Their order breaks ties: one length gives a proportional fit, two lengths a linear and a
+# fixed or quadratic part.
 PARTS = ((1,), (0,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2))
 
 
 @dataclass(frozen=True)
 class OffloadPays:
-    """Copies and computing of one block at ``tokens`` tokens; ``print`` says it in words.
+    """The time of one block's copies and compute at ``tokens`` tokens; ``print`` shows it as a sentence.
 
-    ``copy_seconds``: one copy, out or in. ``forward_seconds``, ``backward_seconds``: computing, recompute not counted.
-    ``hidden_share``: of the copies' time, what computing hides (1.0: all); ``hidden``: whether that is all of it.
-    ``hidden_from``: the length in tokens from which on all copies are hidden; 1: at any, None: from none on.
-    ``bandwidth``: bytes per second, as given or measured.
+    ``copy_seconds``: one copy, in one direction. ``forward_seconds``, ``backward_seconds``: compute without
+    recomputation. ``hidden_share``: the fraction of the copies' time that overlaps with compute; ``hidden``: whether it
+    is 1. ``hidden_from``: the number of tokens from which on all copies overlap completely; 1 for any number, None for
+    no number. ``bandwidth``: bytes per second, given or measured.
 
     Example:
         >>> import ackpt
-        >>> found = ackpt.offload_pays(4096, {1024: 0.002}, bandwidth=16e9)
-        >>> found.copy_seconds, found.hidden
+        >>> pays = ackpt.offload_pays(4096, {1024: 0.002}, bandwidth=16e9)
+        >>> pays.copy_seconds, pays.hidden
         (0.000262144, True)
-        >>> str(found).split(":")[0]
+        >>> str(pays).split(":")[0]
         'At 1024 tokens copies are hidden'
     """
 
@@ -59,15 +61,17 @@ class OffloadPays:
     bandwidth: float
 
     def __str__(self) -> str:
-        here = "are hidden" if self.hidden else f"are hidden to {math.floor(100 * self.hidden_share)} %"
+        at_tokens = "are hidden" if self.hidden else f"are hidden to {math.floor(100 * self.hidden_share)} %"
         if self.hidden_from is None:
-            where = "there is no length from which on all are"
+            at_others = "there is no length from which on all are"
         else:
-            where = "all are at any length" if self.hidden_from == 1 else f"all are from {self.hidden_from} tokens on"
+            at_others = (
+                f"all are from {self.hidden_from} tokens on" if self.hidden_from > 1 else "all are at any length"
+            )
         return (
-            f"At {self.tokens} tokens copies {here}: one takes {1e3 * self.copy_seconds:.3g} ms at "
+            f"At {self.tokens} tokens copies {at_tokens}: one takes {1e3 * self.copy_seconds:.3g} ms at "
             f"{self.bandwidth / 1e9:.3g} GB/s, a block {1e3 * self.forward_seconds:.3g} ms forward and "
-            f"{1e3 * self.backward_seconds:.3g} ms backward; {where}."
+            f"{1e3 * self.backward_seconds:.3g} ms backward; {at_others}."
         )
 
 
@@ -81,32 +85,34 @@ def offload_pays(
     recompute: bool = True,
     device: torch.device | str = "cpu",
 ) -> OffloadPays:
-    """Whether the copies of offloaded blocks can be hidden behind computing, and from which sequence length on.
+    """Whether the copies of offloaded blocks overlap with compute completely, and from which sequence length on.
 
     Args:
-        bytes_per_token: bytes that one block offloads for each token; for a checkpointed Transformer block, its width
-            times the bytes of a number.
-        seconds: ``{tokens: seconds}``, one block's forward as measured at one or several lengths. One length gives a
-            proportional law, two a fixed or a quadratic part as well, three all parts (least squares of the relative
-            errors, no part negative).
-        backward_seconds: the same for its backward without recompute; None: twice the forward.
-        bandwidth: bytes per second between device and store; None: measured here, the slower way of the two.
-        tokens: the length that is asked about; None: the longest of `seconds`.
-        recompute: True for inputs of checkpointed regions, False for tensors offloaded without recompute.
-        device: where a bandwidth is measured, ``"cpu"`` or ``"cuda"``.
+        bytes_per_token: bytes that one block offloads per token; for a checkpointed Transformer block, its width times
+            the bytes of an element.
+        seconds: ``{tokens: seconds}``, one block's forward, measured at one or several lengths. One length gives a
+            proportional fit, two lengths add a fixed or a quadratic part, three lengths allow all parts (least squares
+            of the relative errors; no part is negative).
+        backward_seconds: the same for the block's backward without recomputation; None: twice the forward.
+        bandwidth: bytes per second between device and store; None: measured, in the slower direction.
+        tokens: the length to answer for; None: the longest in `seconds`.
+        recompute: True for inputs of checkpointed regions, False for tensors offloaded without recomputation.
+        device: the device whose bandwidth is measured, ``"cpu"`` or ``"cuda"``.
 
     Returns:
         :class:`~ackpt.offloading.pays.OffloadPays`.
 
     Raises:
-        ValueError: for numbers that are not positive, lengths that are no whole numbers, no length at all.
-        OffloadError: if a bandwidth is to be measured on a device without copy streams.
+        ValueError: for numbers that are not positive, lengths that are not whole numbers, or no length.
+        OffloadError: if the bandwidth must be measured on a device without copy streams.
 
-    Model: a copy out has one forward to hide behind, a copy in half of a backward (``recompute=True``) or a whole one.
-    ``hidden_share`` is the mean of both ways. Latencies, the first and the last block, and one direction slowing
-    the other down are left out. Where backward is twice the forward, the condition is ``copy <= forward``.
-    Source: derived from when ``ackpt/offloading/engine.py`` starts its copies; copies behind a layer's computing are
-    those of Rhu et al. 2016, vDNN (arXiv:1602.08124).
+    Model: a copy out overlaps with one forward, a copy in with half of a backward (``recompute=True``) or with all of
+    it. ``hidden_share`` is the mean of both directions. If backward takes twice the forward, the condition is
+    ``copy <= forward``. The model ignores latencies, the first and the last block, and that one direction may slow down
+    the other.
+
+    Source: derived from the points at which ``ackpt/offloading/engine.py`` starts its copies; overlapping copies with a
+    layer's compute is from Rhu et al. 2016, vDNN (arXiv:1602.08124).
 
     Example:
         >>> import ackpt
@@ -129,7 +135,7 @@ def offload_pays(
     windows = forward, tuple(part / 2 for part in backward) if recompute else backward
     covered = [min(1.0, _at(window, tokens) / (copy * tokens)) for window in windows]
     starts = [_covers_from(window, copy) for window in windows]
-    known = [start for start in starts if start is not None]
+    finite = [start for start in starts if start is not None]
     return OffloadPays(
         tokens=tokens,
         hidden=min(covered) == 1,
@@ -137,7 +143,7 @@ def offload_pays(
         copy_seconds=copy * tokens,
         forward_seconds=_at(forward, tokens),
         backward_seconds=_at(backward, tokens),
-        hidden_from=max(known) if len(known) == len(starts) else None,
+        hidden_from=max(finite) if len(finite) == len(starts) else None,
         bandwidth=bandwidth,
     )
 
@@ -147,7 +153,7 @@ def _at(parts, tokens) -> float:
 
 
 def _covers_from(window, copy: float) -> int | None:
-    """The first length from which on ``window(tokens) >= copy * tokens`` always holds; None if there is none."""
+    """The smallest length from which on ``window(tokens) >= copy * tokens`` always holds; None if there is none."""
     fixed, linear, quadratic = window
     slope = linear - copy
     if quadratic == 0:
@@ -156,12 +162,12 @@ def _covers_from(window, copy: float) -> int | None:
     if slope >= 0 or inside < 0:
         return 1
     root = (-slope + math.sqrt(inside)) / (2 * quadratic)
-    near = round(root)  # a root that is a whole number may be missed by a rounding
+    near = round(root)  # rounding errors may move a root that is a whole number
     return max(1, near if math.isclose(root, near, rel_tol=1e-9) else math.ceil(root))
 
 
 def _fit(measured: dict[int, float]) -> tuple[float, float, float]:
-    """Fixed, linear and quadratic part, none negative: the best of the fits with no more parts than lengths."""
+    """The fixed, linear and quadratic part of the best fit with at most as many parts as lengths; none is negative."""
     best, least = (0.0, 0.0, 0.0), math.inf
     lengths = torch.tensor(list(measured), dtype=torch.float64)
     times = torch.tensor(list(measured.values()), dtype=torch.float64)
@@ -169,16 +175,16 @@ def _fit(measured: dict[int, float]) -> tuple[float, float, float]:
         columns = torch.stack([lengths**power / times for power in powers], 1)  # times 1: relative errors
         scale = columns.norm(dim=0)
         ones = torch.ones(len(measured), 1, dtype=torch.float64)
-        found = torch.linalg.lstsq(columns / scale, ones).solution[:, 0]
-        off = float((columns / scale @ found - 1).square().sum())
-        if float(found.min()) >= 0 and off < least - 1e-12:
-            least, parts = off, dict(zip(powers, (found / scale).tolist()))
+        solution = torch.linalg.lstsq(columns / scale, ones).solution[:, 0]
+        error = float((columns / scale @ solution - 1).square().sum())
+        if float(solution.min()) >= 0 and error < least - 1e-12:
+            least, parts = error, dict(zip(powers, (solution / scale).tolist()))
             best = parts.get(0, 0.0), parts.get(1, 0.0), parts.get(2, 0.0)
     return best
 
 
 def _measured_bandwidth(device, size: int) -> float:
-    """Bytes per second of a copy through the device's transport, of the slower way."""
+    """Bytes per second of a copy through the device's transport, in the slower direction."""
     try:
         device = torch.device(device)
     except RuntimeError as error:
@@ -189,11 +195,11 @@ def _measured_bandwidth(device, size: int) -> float:
     transport = transport_for(device)
     buffer = (pinned_memory if device.type == "cuda" else host_memory)(size)
     memory = transport.allocate(size)
-    ways = {
+    copies = {
         "out": lambda: transport.copy_out(memory, 0, buffer, size, ()),
         "in": lambda: transport.copy_in(buffer, memory, size, ()),
     }
-    return size / max(median([_timed(copy) for _ in range(6)][1:]) for copy in ways.values())
+    return size / max(median([_timed(copy) for _ in range(6)][1:]) for copy in copies.values())
 
 
 def _timed(copy) -> float:

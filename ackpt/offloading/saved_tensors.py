@@ -1,8 +1,8 @@
-"""Offload of what autograd saves: it waits in host memory or on disk, and comes back when backward needs it.
+"""``offload_saved_tensors``: copy the tensors that autograd saves to host memory or disk, and back for backward.
 
-Autograd offers one seam for this, a pair of hooks: *pack* is called with every tensor that is saved and returns
-whatever shall be kept in its place, *unpack* makes the tensor again. Here pack decides what is worth moving and hands
-it to the engine; what a saved tensor was (a view with strides, half of a storage, conjugated) is remembered exactly.
+Autograd provides a pair of hooks for this: *pack* is called with every saved tensor and returns an object to save in
+its place, *unpack* turns that object back into the tensor. The pack hook here decides which tensors to offload and
+passes them to the engine.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from ackpt.autograd_state import phase
 
 from .engine import Engine
-from .placeholders import Kept, Saved, extent, unpack
-from .saved_storages import Forward, root_of
+from .packed_tensors import OffloadedTensor, TensorOnDevice, extent, unpack
+from .saved_storages import ForwardState, root_of
 
 MODES = ("sync", "async")
 STORES = ("host", "disk")
@@ -41,34 +41,37 @@ def offload_saved_tensors(
     max_pinned_bytes: int | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> Offload:
-    """A context in which tensors saved for backward are offloaded; nothing is recomputed.
+    """Return a context manager that offloads the tensors saved for backward. Nothing is recomputed.
 
     Args:
-        mode: ``"async"`` copies beside the computing and brings back ahead of need; ``"sync"`` waits for every copy.
+        mode: ``"async"`` overlaps copies with compute and prefetches for backward; ``"sync"`` waits for every copy.
         store: ``"host"`` memory (page-locked for a GPU), or ``"disk"``: memory-mapped files in `folder`.
-        min_bytes: storages below this many bytes stay on the device.
-        keep_last: how many of the newest storages stay: backward needs them first.
-        lookahead_bytes: bytes that ``"async"`` may keep on the device for copies on their way, in each direction;
-            ``None``: as many as the largest offloaded storage, or as the inputs of one region.
-        max_pinned_bytes: page-locked memory that may be allocated; beyond it, pageable memory and one warning.
-        folder: where ``"disk"`` keeps its files. They have no names there, and are gone when the process is.
+        min_bytes: storages smaller than this stay on the device.
+        keep_last: number of the newest storages that stay on the device, since backward reads them first.
+        lookahead_bytes: bytes on the device that ``"async"`` may use for running copies, in each direction. ``None``:
+            the size of the largest offloaded storage, or of the inputs of one region.
+        max_pinned_bytes: limit of page-locked memory, in bytes. Beyond it the store uses pageable memory and warns
+            once.
+        folder: the folder for the files of ``"disk"``. The files have no names and disappear with the process.
 
     Returns:
-        A context manager, to be entered around each forward; as often as needed, nested, in several threads. It gives
-        the :class:`~ackpt.offloading.engine.Engine`, whose ``stats()`` count. ``offload=`` of :func:`checkpoint` takes
-        such an object as well as a mode.
+        A context manager. Enter it around each forward; entering it repeatedly, nested or in several threads is fine.
+        It yields the :class:`~ackpt.offloading.engine.Engine`, whose ``stats()`` returns counters. The ``offload=``
+        argument of :func:`checkpoint` accepts this object too.
 
     Raises:
-        ValueError: for an unknown mode or store, negative sizes, a folder without ``"disk"`` or the other way round.
-        OffloadError: if nothing can be written to `folder`; inside, if the store is full, a copy fails, the device has
-            no streams, or a saved tensor was modified in place before its copy was complete.
+        ValueError: for an unknown mode or store, a negative size, a folder without ``"disk"``, or ``"disk"`` without a
+            folder.
+        OffloadError: if `folder` is not writable. Inside the context: if the store is full, a copy fails, the device
+            has no streams, or a saved tensor was modified in place before its copy was complete.
 
-    Gradients are those of the plain model, bit for bit. Parameters, buffers and leaves that require grad stay, as do
-    tensor subclasses and sparse tensors. A storage is copied once, however many views of it are saved (a view of less
-    than half of it by itself). On the CPU the same engine runs with worker threads, and the store lies outside of
-    torch's allocator.
-    Source: the seam is ``torch.autograd.graph.saved_tensors_hooks``; offload beside computing, Rhu et al. 2016, vDNN
-    (arXiv:1602.08124).
+    Gradients equal the baseline's bit for bit. Parameters, buffers, leaves that require grad, tensor subclasses and
+    sparse tensors stay on the device. A storage is copied once, no matter how many views of it are saved; a view of
+    less than half of its storage is copied by itself. On the CPU the same engine copies in worker threads, to memory
+    outside of torch's allocator.
+
+    Source: the hooks are ``torch.autograd.graph.saved_tensors_hooks``; overlapping offload with compute is from Rhu et
+    al. 2016, vDNN (arXiv:1602.08124).
 
     Example:
         >>> import torch, ackpt
@@ -141,7 +144,7 @@ class Offload:
         _entered().pop().hooks.__exit__(*exception)
 
     def for_region(self) -> _Entry:
-        """The entry under which a checkpointed region saves its inputs; one for all regions of a forward."""
+        """The entry with which checkpointed regions save their inputs; all regions of a forward share one."""
         open_entries = _local.__dict__.setdefault("open", weakref.WeakKeyDictionary())
         entry = open_entries.get(self)
         if entry is None or entry.is_over():
@@ -150,7 +153,7 @@ class Offload:
 
 
 def resolve(offload: Offload | str | None) -> Offload | None:
-    """The Offload that an ``offload=`` argument names: None, a mode, or what ``offload_saved_tensors`` returned."""
+    """Convert an ``offload=`` argument, which is None, a mode or an `Offload`, to an `Offload` or None."""
     if offload is None or isinstance(offload, Offload):
         return offload
     if isinstance(offload, str) and offload in MODES:
@@ -164,9 +167,9 @@ _engines: dict[tuple, Engine] = {}
 
 
 def _engine(*key) -> Engine:
-    """The engine of a store, a folder and a limit: one in the process, so that buffers are reused from step to step."""
-    for gone in [other for other in _engines if other[1] is not None and not os.path.isdir(other[1])]:
-        del _engines[gone]
+    """The engine for (store, folder, limit): one per process, so that all steps reuse its buffers."""
+    for stale in [other for other in _engines if other[1] is not None and not os.path.isdir(other[1])]:
+        del _engines[stale]
     if key not in _engines:
         _engines[key] = Engine(*key)
     return _engines[key]
@@ -177,30 +180,30 @@ def _entered() -> list[_Entry]:
 
 
 class _Entry:
-    """One entering of an Offload, or one forward of regions: the hooks, and the order of what they saw."""
+    """The saved-tensors hooks of one ``with offload:`` block, or of one forward of regions."""
 
     def __init__(self, offload: Offload, of_regions: bool = False):
         self._min_bytes = offload.min_bytes
         self._engine = offload.engine
-        self._forward = Forward(offload.keep_last, offload.lookahead, of_regions)
+        self._forward = ForwardState(offload.keep_last, offload.lookahead, of_regions)
         self._task = _task()
         self._modules: dict[int, tuple[weakref.ref[nn.Module], frozenset[int]]] = {}
         self.hooks: saved_tensors_hooks = saved_tensors_hooks(self.pack, unpack)
 
     def is_over(self) -> bool:
-        return self._forward.over or self._forward.is_empty() or self._task != _task()
+        return self._forward.is_over or self._forward.is_empty() or self._task != _task()
 
-    def pack(self, tensor: torch.Tensor) -> Kept | Saved:
-        if self._stays(tensor):
-            return Kept(tensor)
+    def pack(self, tensor: torch.Tensor) -> TensorOnDevice | OffloadedTensor:
+        if self._stays_on_device(tensor):
+            return TensorOnDevice(tensor)
         begin, size = extent(tensor)
         if size < max(1, self._min_bytes):
-            return Kept(tensor)
-        stored, place = self._engine.put(tensor, self._forward, begin, size)
-        return Saved(tensor, stored, self._forward, place)
+            return TensorOnDevice(tensor)
+        storage, position = self._engine.put(tensor, self._forward, begin, size)
+        return OffloadedTensor(tensor, self._engine, storage, self._forward, position)
 
-    def _stays(self, tensor) -> bool:
-        # Within a backward that began later: a recompute saves what is needed at once.
+    def _stays_on_device(self, tensor) -> bool:
+        # In a backward that this block did not start in, a recomputation saves tensors that are read right away.
         if self._task != _task() or phase.dropping:
             return True
         if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.layout is not torch.strided:
@@ -215,16 +218,16 @@ class _Entry:
         return root.untyped_storage()._cdata in self._storages_of_running_module()
 
     def _storages_of_running_module(self) -> frozenset:
-        """The storages of parameters and buffers of the outermost module that is being called or recomputed here."""
+        """Storages of the parameters and buffers of the outermost module that this thread is calling or recomputing."""
         outermost = _module_called() if phase.function is None else _module_of(phase.function)
         if outermost is None:
             return frozenset()
-        known = self._modules.get(id(outermost))
-        if known is None or known[0]() is not outermost:
+        cached = self._modules.get(id(outermost))
+        if cached is None or cached[0]() is not outermost:
             tensors = [*outermost.parameters(), *outermost.buffers()]
             storages = {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _PLAIN}
-            known = self._modules[id(outermost)] = weakref.ref(outermost), frozenset(storages)
-        return known[1]
+            cached = self._modules[id(outermost)] = weakref.ref(outermost), frozenset(storages)
+        return cached[1]
 
 
 def _module_called() -> nn.Module | None:
@@ -254,9 +257,9 @@ def _path(folder) -> str:
     return os.path.realpath(os.path.expanduser(folder))
 
 
-def _one_of(name: str, value, known) -> None:
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(map(repr, known))}")
+def _one_of(name: str, value, choices) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(map(repr, choices))}")
 
 
 def _size(name: str, value) -> int:

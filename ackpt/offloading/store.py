@@ -1,7 +1,7 @@
-"""Where offloaded bytes lie: buffers of host memory or of memory-mapped files, kept for reuse.
+"""The memory that offloaded bytes are copied to: reusable buffers of host memory or of memory-mapped files.
 
-The buffers come straight from the operating system, not from torch's allocator, so that what is in the store never
-counts as memory of the device, not even where the device is the CPU.
+The buffers come from the operating system instead of torch's allocator, so that the store never counts as memory of the
+device, even if the device is the CPU.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from ackpt.errors import OffloadError
 
 PAGE = 4096
-LARGEST_FILE = 1 << 30  # bytes; more only where one buffer is larger
+LARGEST_FILE = 1 << 30  # bytes, unless one buffer is larger
 # A forked child must not share the store with its parent.
 _PRIVATE: dict = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 
 
 def host_memory(size: int) -> torch.Tensor:
-    """`size` bytes of pageable host memory; raises `OffloadError` if there are none.
+    """Allocate `size` bytes of pageable host memory; raises `OffloadError` if there are none left.
 
     Example:
         >>> from ackpt.offloading.store import host_memory
@@ -43,44 +43,44 @@ def host_memory(size: int) -> torch.Tensor:
 
 
 def pinned_memory(size: int) -> torch.Tensor:
-    """`size` bytes of page-locked host memory, which a GPU copies to and from beside its computing."""
+    """Allocate `size` bytes of page-locked host memory, which a GPU can copy to and from while it computes."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def no_memory(size: int) -> None:
-    """For tensors without data."""
+    """Allocate nothing, for tensors without data."""
 
 
 class Folder:
-    """Memory-mapped files in a folder of the user's choice; raises `OffloadError` if none can be made there.
+    """Memory-mapped files in one folder; raises `OffloadError` if the folder is not writable.
 
-    A file has lost its name before the first byte is written, so the system removes it when the process ends, however
-    it ends. Its blocks are reserved at once: a disk that is full says so here, not in the middle of a copy. Buffers
-    share files that double in size, since each file takes one of the process's file descriptors.
+    Files are unlinked before the first byte is written, so the system removes them when the process ends for any
+    reason. Their blocks are reserved at once, so a full disk raises here and not in the middle of a copy. Buffers share
+    files of doubling size, because each file needs a file descriptor.
     """
 
     def __init__(self, path):
         self.path = os.fspath(path)
-        self._rest = torch.empty(0, dtype=torch.uint8)  # of the last file
-        self._made = PAGE
+        self._rest = torch.empty(0, dtype=torch.uint8)  # the unused bytes of the last file
+        self._next_size = PAGE
         self._file(PAGE)
 
     def allocate(self, size: int) -> torch.Tensor:
-        """`size` bytes, a multiple of `PAGE`, of a file."""
+        """Allocate `size` bytes, a multiple of `PAGE`, in a file."""
         if size > len(self._rest):
             self._rest = torch.empty(0, dtype=torch.uint8)
             try:
-                self._rest = self._file(max(size, min(self._made, LARGEST_FILE)))
+                self._rest = self._file(max(size, min(self._next_size, LARGEST_FILE)))
             except OffloadError:
                 self._rest = self._file(size)
-            self._made += len(self._rest)
+            self._next_size += len(self._rest)
         taken, self._rest = self._rest[:size], self._rest[size:]
         return taken
 
     def clear(self) -> None:
-        """Give up what is left of the last file."""
+        """Release the unused bytes of the last file."""
         self._rest = torch.empty(0, dtype=torch.uint8)
-        self._made = PAGE
+        self._next_size = PAGE
 
     def _file(self, size: int) -> torch.Tensor:
         try:
@@ -100,7 +100,7 @@ _CURES = {
     errno.ENOTDIR: "Name a folder, not a file",
     errno.EACCES: _WRITABLE,
     errno.EROFS: _WRITABLE,
-    errno.ENOENT: _WRITABLE,  # of a folder that is there, such as /proc
+    errno.ENOENT: _WRITABLE,  # raised for some folders that exist, such as /proc
     errno.EMFILE: "Raise the limit of open files (ulimit -n), call engine.release_buffers()",
 }
 
@@ -119,7 +119,7 @@ def _reserve(file, size: int) -> None:
 
 
 class Buffer:
-    """Bytes of a store. Who uses them next must let the work that ends with `after` (events) come first.
+    """Bytes of a store. Their next user must wait for the events `after`.
 
     Example:
         >>> from ackpt.offloading.store import Pool, host_memory
@@ -138,16 +138,17 @@ class Buffer:
 
 
 class Pool:
-    """Buffers that are allocated once and then reused.
+    """A pool of buffers that are allocated once and then reused.
 
     Args:
-        allocate: makes the bytes of a new buffer.
-        fallback: makes them where `allocate` fails or `limit` is reached (pinned memory: pageable memory); one
-            warning says so. Without it, the error is raised.
-        limit: bytes that `allocate` may have made and not released.
+        allocate: allocates the bytes of a new buffer.
+        fallback: allocates them if `allocate` fails or `limit` is reached, with one warning (pageable instead of pinned
+            memory). Without a fallback the error is raised.
+        limit: largest number of bytes that `allocate` may have allocated at one time.
 
-    Sizes are rounded up by at most an eighth, and an idle buffer serves for half its size and more, so that lengths
-    which vary share buffers. Idle buffers never hold more bytes than were in use at the highest point.
+    Sizes are rounded up by at most an eighth, and an idle buffer can serve any request of at least half its size, so
+    that steps of different lengths share buffers. Idle buffers never exceed the largest number of bytes that were in
+    use at one time.
 
     Example:
         >>> from ackpt.offloading.store import Pool, host_memory
@@ -173,10 +174,10 @@ class Pool:
         self.bytes: int = 0
         self.fallback_bytes: int = 0
         self.idle_bytes: int = 0
-        self._most_used = 0
+        self._peak_in_use = 0
 
     def take(self, size: int) -> Buffer:
-        """A buffer of at least `size` bytes; raises `OffloadError` if there is none to be had."""
+        """A buffer of at least `size` bytes; raises `OffloadError` if none can be allocated."""
         size = _rounded(size)
         if (fitting := self._fitting(size)) is not None:
             buffer = self._idle[fitting].popleft()
@@ -185,24 +186,24 @@ class Pool:
         else:
             buffer = self._new(size)
             self.misses += 1
-        self._most_used = max(self._most_used, self.bytes - self.idle_bytes)
+        self._peak_in_use = max(self._peak_in_use, self.bytes - self.idle_bytes)
         return buffer
 
     def give(self, buffer: Buffer, after: Iterable[Any] = ()) -> None:
-        """Take `buffer` back; copies from and to it may still be running until the events `after`."""
+        """Return `buffer` to the pool; copies from and to it may still run until the events `after`."""
         buffer.after = tuple(after)
         idle = self._idle.pop(buffer.size, deque())
         idle.append(buffer)
-        self._idle[buffer.size] = idle  # the sizes that were used last stand last
+        self._idle[buffer.size] = idle  # most recently used sizes come last
         self.idle_bytes += buffer.size
-        self._shrink(self._most_used)
+        self._shrink(self._peak_in_use)
 
     def clear(self) -> None:
         """Release all idle buffers."""
         self._shrink(0)
 
     def _fitting(self, size: int) -> int | None:
-        """The size of an idle buffer for `size` bytes: the same, or the next larger one up to twice that."""
+        """The size of the idle buffer to use for `size` bytes, at most twice as large; None without one."""
         if self._idle.get(size):
             return size
         return min((other for other, idle in self._idle.items() if idle and size < other <= 2 * size), default=None)
@@ -212,7 +213,7 @@ class Pool:
             size = next(size for size, idle in self._idle.items() if idle)
             buffer = self._idle[size].popleft()
             for event in buffer.after:
-                event.error()  # waits; what failed has been reported where it was needed
+                event.error()  # waits; a failed copy has been reported to its waiter
             self.idle_bytes -= size
             self.bytes -= size
             self.fallback_bytes -= size * buffer.is_fallback

@@ -1,7 +1,8 @@
-"""How bytes get from a device to the store and back: the CPU's transport, the one for tensors without data, the choice.
+"""Transports copy bytes between a device and the store: the protocol, the CPU's, and the one for tensors without data.
 
-A transport knows one device. ``copy_out`` and ``copy_in`` submit a copy and return its event at once; ``hold`` makes
-the device's computing wait for an event. What is copied when, and what may be freed, is not decided here.
+A transport belongs to one device. ``copy_out`` and ``copy_in`` submit a copy and return its event at once.
+``wait_event`` lets compute on the device wait for an event. The engine decides what is copied when and what may be
+freed. `cuda_transport` has the transport for GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .cpu_streams import Event, Stream
 
 
 class Transport(Protocol):
-    """What the engine asks of a device; events are the transport's own kind."""
+    """The operations that the engine needs from a device. Each transport has its own class of events."""
 
     stall_seconds: float
 
@@ -34,11 +35,11 @@ class Transport(Protocol):
 
     def allocate(self, size: int) -> torch.UntypedStorage: ...
 
-    def hold(self, event: Any, used: Any = None) -> Any: ...
+    def wait_event(self, event: Any, used: Any = None) -> Any: ...
 
 
-class Waited:
-    """How long computing stood still for a copy."""
+class Wait:
+    """A finished wait of compute for a copy, with its duration in seconds."""
 
     __slots__ = ("_seconds",)
 
@@ -53,41 +54,41 @@ class Waited:
 
 
 class CpuTransport:
-    """Two worker threads copy, one each way; what computes is the thread that asks.
+    """Copies in two worker threads, one per direction; the calling thread computes.
 
-    The CPU stands in for a device here: its memory is what offload relieves, the store lies beside it.
+    The CPU plays the device: offload saves memory of torch's CPU allocator, and the store is memory outside of it.
     """
 
-    stall_seconds = 0.0  # a wait longer than this is a stall
+    stall_seconds = 0.0  # a longer wait counts as a stall
 
     def __init__(self):
         self.streams = {"out": Stream("out"), "in": Stream("in")}
 
     def current(self) -> None:
-        """What a transport with several computing streams names: the one that computes here."""
+        """The current compute stream; the CPU has no streams of its own, so None."""
 
     def copy_out(
         self, source: torch.UntypedStorage, begin: int, buffer: torch.Tensor, size: int, after, owner=None
     ) -> Event:
         """Copy `size` bytes of `source`, from byte `begin` on, into `buffer`.
 
-        Whoever calls keeps `source` alive until ``hold``: if the worker had the last reference, the memory would be
-        freed by another thread, at a moment that does not repeat.
+        The caller keeps `source` alive until ``wait_event``. If the worker held the last reference, it would free the
+        memory in its own thread, at a time that differs from run to run.
         """
         addresses = buffer.data_ptr(), source.data_ptr() + begin
         return self.streams["out"].submit(_move, buffer, *addresses, size, after=after)
 
     def copy_in(self, buffer: torch.Tensor, target: torch.UntypedStorage, size: int, after) -> Event:
-        """Copy `size` bytes of `buffer` into `target`, which the caller keeps alive until ``hold``."""
+        """Copy `size` bytes of `buffer` into `target`, which the caller keeps alive until ``wait_event``."""
         addresses = target.data_ptr(), buffer.data_ptr()
         return self.streams["in"].submit(_move, buffer, *addresses, size, after=after)
 
     def allocate(self, size: int) -> torch.UntypedStorage:
-        """Memory on the device for a copy back."""
+        """Allocate memory on the device for a copy back."""
         return torch.empty(size, dtype=torch.uint8).untyped_storage()
 
-    def hold(self, event: Event, used=None) -> Waited:
-        """Let computing go on after `event`, and use the storage `used`; raises `OffloadError` if the copy failed."""
+    def wait_event(self, event: Event, used=None) -> Wait:
+        """Block until `event`; raises `OffloadError` if the copy failed. `used` is the storage to be used next."""
         if event.done():
             waited = 0.0
         else:
@@ -96,16 +97,16 @@ class CpuTransport:
             waited = time.perf_counter() - began
         if (error := event.error()) is not None:
             raise OffloadError(f"a copy to or from the offload store failed: {error}") from error
-        return Waited(waited)
+        return Wait(waited)
 
 
 def _move(buffer, target: int, source: int, size: int) -> None:
-    """The copy itself, without the GIL and without torch's thread pool. `buffer` is only kept alive."""
+    """Copy bytes between two addresses, without the GIL or torch's thread pool. The argument keeps `buffer` alive."""
     ctypes.memmove(target, source, size)
 
 
-class _Reached:
-    """The event of a copy that moves nothing."""
+class _DoneEvent:
+    """The event of a copy without data, which is done at once."""
 
     def done(self) -> bool:
         return True
@@ -118,7 +119,7 @@ class _Reached:
 
 
 class ShapeTransport:
-    """For meta and fake tensors: allocates and frees as a copy would, so that peaks can be predicted from shapes."""
+    """The transport for meta and fake tensors: allocates like a real copy, so that `predict` finds the same peak."""
 
     stall_seconds = 0.0
 
@@ -128,17 +129,17 @@ class ShapeTransport:
     def current(self) -> None:
         pass
 
-    def copy_out(self, source, begin, buffer, size, after, owner=None) -> _Reached:
-        return _Reached()
+    def copy_out(self, source, begin, buffer, size, after, owner=None) -> _DoneEvent:
+        return _DoneEvent()
 
-    def copy_in(self, buffer, target, size, after) -> _Reached:
-        return _Reached()
+    def copy_in(self, buffer, target, size, after) -> _DoneEvent:
+        return _DoneEvent()
 
     def allocate(self, size: int) -> torch.UntypedStorage:
         return torch.empty(size, dtype=torch.uint8, device=self._device).untyped_storage()
 
-    def hold(self, event, used=None) -> Waited:
-        return Waited(0.0)
+    def wait_event(self, event, used=None) -> Wait:
+        return Wait(0.0)
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:

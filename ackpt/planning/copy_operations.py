@@ -65,7 +65,7 @@ class _Event:
         self._transport, self._event, self._storage = transport, event, storage
 
     def hold(self) -> None:
-        self._transport.hold(self._event, self._storage)
+        self._transport.wait_event(self._event, self._storage)
 
 
 def _transport(tensor: torch.Tensor, device: torch.device | None = None):

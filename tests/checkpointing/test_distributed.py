@@ -1,4 +1,4 @@
-"""Regions under DistributedDataParallel and fully_shard: two gloo processes, bit-equal to the same without regions."""
+"""Regions under DistributedDataParallel and fully_shard: two gloo processes, bit-equal to training without regions."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ SCENARIOS = {
 }
 
 
-def train(model, rank):
+def train_on_rank(model, rank):
     """Losses, gradients of every step, and the state at the end: the local part of each."""
     made = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -128,10 +128,10 @@ def compare(make, before, distribute, after, rank):
     recomputed = []
     for each in (reference, model):
         each.blocks[2][2].register_forward_hook(lambda *_: recomputed.append(ackpt.is_recomputing()))
-    plain = train(distribute(reference), rank)
+    plain = train_on_rank(distribute(reference), rank)
     assert recomputed == [False] * len(recomputed)
     recomputed.clear()
-    checkpointed = train(after(distribute(before(model))), rank)
+    checkpointed = train_on_rank(after(distribute(before(model))), rank)
     assert recomputed == [False, True] * (len(recomputed) // 2) and len(recomputed) >= 6
     if [name for name, _ in plain] != [name for name, _ in checkpointed]:
         return ["other tensors have gradients"]

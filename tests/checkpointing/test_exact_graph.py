@@ -1,4 +1,4 @@
-"""``guarantees(exact_graph=False)``: the classic reentrant algorithm, with the gradients of the plain model."""
+"""``guarantees(exact_graph=False)``: the classic reentrant algorithm has the gradients of the baseline."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Buffers change once per step; what changes between forward and backward is found; names mean what they meant."""
+"""Buffers change once per step, changes between forward and backward are detected, and names are restored."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Renorm(nn.BatchNorm1d):
 
 
 class BatchNormAndReLU(nn.BatchNorm1d):
-    """A subclass with a forward of its own."""
+    """A subclass with its own forward."""
 
     def forward(self, x):
         return super().forward(x).relu()
@@ -254,7 +254,7 @@ def test_buffers_of_a_scripted_module_change_once_per_step():
 
 
 def test_a_norm_that_is_evaluated_in_the_region_and_trained_before_its_backward():
-    """The recompute reads the statistics of its own forward. (Plain autograd reads those of now: it saves no copy.)"""
+    """The recomputation reads the statistics of its forward. (Plain autograd reads the present ones.)"""
 
     def run(call, trains):
         seed()
@@ -276,7 +276,7 @@ def test_training_with_buffers(make):
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_several_forwards_through_buffers_before_the_backwards(make):
-    """Each recompute starts from the values its own forward saw; the values of now are put back."""
+    """Each recomputation starts from the values of its own forward; afterwards the present values are restored."""
 
     def run(call):
         seed()
@@ -325,7 +325,7 @@ def test_a_large_buffer_that_changes_for_the_first_time_is_refused_once():
 
 
 def test_what_another_operation_saved_of_a_buffer_stays_usable():
-    """Old values go in and out without a trace in the version counter that autograd compares."""
+    """Restoring old values does not change the version counter that autograd compares."""
 
     def run(call):
         seed()
@@ -414,7 +414,7 @@ class _KeepsItsOutput(nn.Module):
 @pytest.mark.parametrize("wrapped", [lambda h: h, lambda h: [h], lambda h: (h, 1)], ids=["tensor", "list", "tuple"])
 @pytest.mark.parametrize("made", [False, True])
 def test_an_attribute_with_a_history_is_that_of_the_last_forward(made, wrapped):
-    """Two forwards before their backwards: the recompute of the first must not leave its own output there."""
+    """Two forwards, then two backwards: the recomputation of the first must not leave its output in the attribute."""
 
     def train(call):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What changes between forward and backward is found, or its old meaning restored; what a region may not change."""
+"""Changes between forward and backward are detected or undone, and changes that a region must not make are errors."""
 
 from __future__ import annotations
 

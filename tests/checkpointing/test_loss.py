@@ -1,4 +1,4 @@
-"""The chunked loss is F.cross_entropy of hidden @ weight.T, without the logits."""
+"""``chunked_cross_entropy`` equals F.cross_entropy of hidden @ weight.T and never allocates all logits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def full(hidden, weight, targets, chunks=None, **options):
     return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets, **options)
 
 
-def step(loss_of, hidden, weight, targets, **options):
+def loss_and_gradients(loss_of, hidden, weight, targets, **options):
     """The loss and both gradients."""
     hidden, weight = (tensor.detach().requires_grad_(tensor.requires_grad) for tensor in (hidden, weight))
     loss = loss_of(hidden, weight, targets, **options)
@@ -38,8 +38,8 @@ def step(loss_of, hidden, weight, targets, **options):
 
 
 def assert_close(made, **options):
-    expected = step(full, *made, **{key: value for key, value in options.items() if key != "chunks"})
-    found = step(ackpt.chunked_cross_entropy, *made, **options)
+    expected = loss_and_gradients(full, *made, **{key: value for key, value in options.items() if key != "chunks"})
+    found = loss_and_gradients(ackpt.chunked_cross_entropy, *made, **options)
     for one, other in zip(expected, found):
         assert (one is None) == (other is None)
         if one is not None:
@@ -79,7 +79,9 @@ def test_gradcheck(reduction, chunks):
 def test_no_row_that_counts(reduction, rows):
     """torch's loss is nan for the mean of nothing; its gradients are zero."""
     made = inputs(rows=rows, ignored=range(4))
-    expected, found = (step(each, *made, reduction=reduction) for each in (full, ackpt.chunked_cross_entropy))
+    expected, found = (
+        loss_and_gradients(each, *made, reduction=reduction) for each in (full, ackpt.chunked_cross_entropy)
+    )
     assert expected[0].isnan() == found[0].isnan() == (reduction == "mean")
     for one, other in zip(expected[1:], found[1:]):
         assert torch.equal(one, other) and other.abs().sum() == 0
@@ -94,7 +96,7 @@ def test_large_logits_do_not_overflow():
     hidden, weight, targets = inputs(dtype=torch.float32)
     made = ((hidden * 1e4).detach().requires_grad_(), weight, targets)
     assert_close(made)
-    assert all(value.isfinite().all() for value in step(ackpt.chunked_cross_entropy, *made))
+    assert all(value.isfinite().all() for value in loss_and_gradients(ackpt.chunked_cross_entropy, *made))
 
 
 @pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
@@ -103,11 +105,13 @@ def test_under_autocast(hidden_dtype):
     hidden, weight, targets = inputs(dtype=torch.float32, rows=64, dim=32, vocabulary=50)
     hidden = hidden.detach().to(hidden_dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        expected = step(full, hidden, weight, targets)
-        found = step(ackpt.chunked_cross_entropy, hidden, weight, targets)
+        expected = loss_and_gradients(full, hidden, weight, targets)
+        found = loss_and_gradients(ackpt.chunked_cross_entropy, hidden, weight, targets)
     assert found[0].dtype == torch.float32 and found[1].dtype == hidden_dtype and found[2].dtype == torch.float32
     torch.testing.assert_close(expected[0], found[0], rtol=1e-6, atol=0)
-    exact = step(full, hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), targets)
+    exact = loss_and_gradients(
+        full, hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), targets
+    )
     for place in (1, 2):
         error = (found[place].double() - exact[place]).norm() / exact[place].norm()
         torchs = (expected[place].double() - exact[place]).norm() / exact[place].norm()
@@ -116,8 +120,8 @@ def test_under_autocast(hidden_dtype):
 
 def test_in_bf16_without_autocast():
     hidden, weight, targets = inputs(dtype=torch.bfloat16, rows=64, dim=32, vocabulary=50)
-    found = step(ackpt.chunked_cross_entropy, hidden, weight, targets)
-    expected = step(full, hidden, weight, targets)
+    found = loss_and_gradients(ackpt.chunked_cross_entropy, hidden, weight, targets)
+    expected = loss_and_gradients(full, hidden, weight, targets)
     assert found[0].dtype == torch.float32 and found[1].dtype == found[2].dtype == torch.bfloat16
     for one, other in zip(expected, found):
         torch.testing.assert_close(one.float(), other.float(), rtol=3e-2, atol=3e-3)
@@ -160,14 +164,14 @@ def test_a_weight_that_is_the_embedding_too():
 @pytest.mark.parametrize("inside", [True, False])
 def test_with_a_checkpointed_model(inside):
     hidden, weight, targets = inputs()
-    expected = step(lambda h, w, t: full(h.sin(), w, t), hidden, weight, targets)
+    expected = loss_and_gradients(lambda h, w, t: full(h.sin(), w, t), hidden, weight, targets)
 
     def loss(hidden, weight, targets):
         if inside:
             return ackpt.checkpoint(lambda h: ackpt.chunked_cross_entropy(h.sin(), weight, targets), hidden)
         return ackpt.chunked_cross_entropy(ackpt.checkpoint(torch.sin, hidden), weight, targets)
 
-    for one, other in zip(expected, step(loss, hidden, weight, targets)):
+    for one, other in zip(expected, loss_and_gradients(loss, hidden, weight, targets)):
         torch.testing.assert_close(one, other)
 
 
@@ -193,9 +197,9 @@ def test_nothing_as_large_as_the_logits_is_allocated():
     made = inputs(rows=rows, vocabulary=vocabulary, dtype=torch.float32)
 
     def peak(loss_of):
-        step(loss_of, *made)
+        loss_and_gradients(loss_of, *made)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step(loss_of, *made)
+            loss_and_gradients(loss_of, *made)
         sizes, alive, highest = [], 0, 0
         for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
             if event.name() == "[memory]":

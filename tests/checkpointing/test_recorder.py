@@ -1,4 +1,4 @@
-"""A recompute that takes another path than its forward is an error that names the operation."""
+"""A recomputation that takes another path than its forward raises an error that names the operation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ entry = {"scale": 1.0}
 
 
 def second() -> bool:
-    """Whether this is the second call; a list's entry is nothing that a region can see."""
+    """Whether this is the second call; a region cannot detect a changed list entry."""
     calls[0] += 1
     return calls[0] == 2
 
@@ -203,7 +203,7 @@ SAME = {
 
 @pytest.mark.parametrize("make", SAME.values(), ids=SAME)
 def test_what_two_runs_may_do_differently(make):
-    """Caches, logging and values that no output depends on are no difference."""
+    """Differences in caches, logging and values that no output depends on are allowed."""
 
     def build():
         calls[0] = 0
@@ -291,7 +291,7 @@ def test_a_tensor_that_is_given_twice_has_no_place_of_its_own():
 
 
 def test_another_path_of_a_region_inside_of_another_one_is_an_error():
-    """Both runs of the inner one, in the recompute of the outer one, take the second way."""
+    """In the recomputation of the outer region, both runs of the inner region take the second path."""
     seen = []
 
     def inner(x):

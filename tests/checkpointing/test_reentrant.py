@@ -1,4 +1,4 @@
-"""A region gives the plain model's bits: parameters, shapes of the graph, modes, several passes."""
+"""Regions are bit-equal to the baseline: parameters, graph shapes, modes, several backward passes."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_grad_mode_is_the_forwards_inside_of_a_recompute():
 
 @pytest.mark.parametrize("preserve", [True, False])
 def test_two_threads_at_once(preserve):
-    """The recompute's mask is the forward's, whatever regions of another thread draw meanwhile."""
+    """The recomputation has the forward's dropout mask, even if regions of another thread draw in between."""
     inputs = torch.randn(30, 8, 4)  # drawn here: draws outside of regions are not kept apart
     models = [mlp(nn.Dropout(0.5) if preserve else nn.Tanh()) for _ in range(2)]
     twins = copy.deepcopy(models)

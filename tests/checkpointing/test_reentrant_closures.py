@@ -1,4 +1,4 @@
-"""What a function reaches besides its arguments: closures, globals, attributes, partials, and autograd of its own."""
+"""State that a function reads besides its arguments: closures, globals, attributes, partials, custom autograd."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def history(*tensors):
 
 
 class Holder:
-    """A plain object that computes with what it holds."""
+    """A plain object that computes with its attributes."""
 
     def __init__(self, weight, scale=2.0):
         self.weight = weight
@@ -116,7 +116,7 @@ def test_several_regions_close_over_one_tensor():
 
 
 def test_a_closed_over_tensor_made_from_what_the_region_uses_itself():
-    """The recompute's backward must stop at it, not run on into its history."""
+    """The backward of the recomputation must stop at this tensor and not run into its history."""
 
     def build():
         weight, x = nn.Parameter(torch.randn(4)), batch()
@@ -296,7 +296,7 @@ class _Keeps(torch.nn.Module):
 
 @pytest.mark.parametrize("choice", [["1.block"], ["1", "1.block"]], ids=["alone", "nested"])
 def test_what_a_hook_keeps_is_refused_in_the_loss_inside_of_another_region_too(choice):
-    """There its gradient was dropped: the recompute asks the engine for the gradients of its own inputs alone."""
+    """An earlier version dropped its gradient: a recomputation asks only for the gradients of its own inputs."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), _Keeps())
     ackpt.apply_activation_checkpointing(model, choice)
     with pytest.raises(ackpt.CheckpointError, match="other than through its return value"):

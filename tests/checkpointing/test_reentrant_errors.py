@@ -1,4 +1,4 @@
-"""What cannot give the plain model's gradients is an error with a cause and a cure, and leaves nothing behind."""
+"""Regions that cannot compute the gradients of the baseline raise an error with cause and fix, and leave no trace."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_an_unreachable_tensor_is_named():
 
 
 def counted(*results):
-    """A function that does another thing each time it is called."""
+    """A function that returns a different result in each call."""
     calls = iter(results)
     return lambda x: next(calls)(x)
 

@@ -19,7 +19,7 @@ def batch():
 
 
 def heard_by(scenario):
-    """What the hooks of `scenario(call, heard)` were given: without and with checkpoint."""
+    """The arguments of the hooks of `scenario(call, heard)`, without and with checkpoint."""
     both = []
     for call in (plain_call, ackpt.checkpoint):
         seed()

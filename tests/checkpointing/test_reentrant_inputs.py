@@ -1,4 +1,4 @@
-"""What goes into a region and what comes out: any nesting of tensors, outputs of every kind."""
+"""Arguments and results of regions: any nesting of tensors, outputs of every kind."""
 
 from __future__ import annotations
 

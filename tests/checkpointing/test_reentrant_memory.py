@@ -1,4 +1,4 @@
-"""Only inputs are saved: bytes alive after the forward and at the peak, by the allocator's own events."""
+"""Regions save only their inputs: exact bytes after the forward and at the peak, from the allocator's events."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_nothing_is_alive_after_the_backward_but_the_gradients():
 
 
 def test_nested_regions_hold_their_boundaries_only_in_forward_and_recompute():
-    """Bisection: log2(n) levels of two halves, so a handful of tensors instead of 64."""
+    """Bisection: log2(n) levels of two halves, so a few tensors instead of 64."""
 
     def bisect(x, length):
         if length == 1:

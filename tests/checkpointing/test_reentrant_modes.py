@@ -121,7 +121,7 @@ def test_a_weight_used_inside_and_outside_of_the_region_under_autocast(order, ca
 
 @pytest.mark.parametrize("cast", [bf16, no_cache])
 def test_a_closed_over_tensor_and_a_backward_inside_of_autocast(cast):
-    """A cast that the cache keeps from outside would look like a part of the closed-over tensor's history."""
+    """A cast that was cached outside the region would look like a part of the closed-over tensor's history."""
 
     def run(call):
         seed()

@@ -1,4 +1,4 @@
-"""Names that mean something else by the time of the recompute, and state that a function carries along."""
+"""Names that are rebound before the recomputation, and state that a function changes."""
 
 from __future__ import annotations
 

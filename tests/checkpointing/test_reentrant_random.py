@@ -1,4 +1,4 @@
-"""Random small programs: nested arguments, some needing grad, dropout in places, regions in regions."""
+"""Random small programs: nested arguments, partly requiring grad, with dropout and nested regions."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def execute(program, tensors, layer, call, form):
     return tensors
 
 
-def run(program, needs, form, call, frozen, passes):
+def run_program(program, needs, form, call, frozen, passes):
     seed()
     layer = nn.Linear(4, 4, bias=False)
     layer.weight.requires_grad_(not frozen)
@@ -85,8 +85,8 @@ def run(program, needs, form, call, frozen, passes):
 @quick
 @given(PROGRAMS, NEEDS, FORMS, st.booleans(), st.integers(1, 2))
 def test_a_random_program_gives_the_plain_results(program, needs, form, frozen, passes):
-    plain = run(program, needs, form, plain_call, frozen, passes)
-    checkpointed = run(program, needs, form, ackpt.checkpoint, frozen, passes)
+    plain = run_program(program, needs, form, plain_call, frozen, passes)
+    checkpointed = run_program(program, needs, form, ackpt.checkpoint, frozen, passes)
     assert_equal(plain[0], checkpointed[0], "output")
     assert plain[1] == checkpointed[1]
     assert plain[3] == checkpointed[3]
@@ -103,8 +103,8 @@ STRAIGHT = st.lists(st.sampled_from(SINGLE), min_size=1, max_size=4)
 @quick
 @given(st.lists(STRAIGHT, min_size=1, max_size=4), st.integers(1, 3))
 def test_a_random_chain_is_equal_to_the_last_bit(chain, passes):
-    plain = run(chain, [True], "positional", plain_call, True, passes)
-    checkpointed = run(chain, [True], "positional", ackpt.checkpoint, True, passes)
+    plain = run_program(chain, [True], "positional", plain_call, True, passes)
+    checkpointed = run_program(chain, [True], "positional", ackpt.checkpoint, True, passes)
     for one, other in zip((plain[0], plain[2]), (checkpointed[0], checkpointed[2])):
         assert_equal(one, other, "value")
     assert plain[1] == checkpointed[1] and plain[3] == checkpointed[3]

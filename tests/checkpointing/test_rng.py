@@ -1,4 +1,4 @@
-"""Random number streams: replayed in the recompute, and left where the plain model leaves them."""
+"""Random number streams are replayed in the recomputation, and end in the same state as in the baseline."""
 
 # ruff: noqa: NPY002
 

@@ -1,4 +1,4 @@
-"""A chain of functions in segments, and the lengths of least peak."""
+"""``checkpoint_sequential`` and the segment lengths with the smallest peak."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_errors_of_checkpoint_sequential(call, error, message):
 
 
 def peak_of(lengths) -> int:
-    """Activations alive at most: while a segment is recomputed, the boundaries before it are, too."""
+    """The peak in activations: while a segment is recomputed, the inputs of the segments before it are live too."""
     return max(place + length for place, length in enumerate(lengths))
 
 

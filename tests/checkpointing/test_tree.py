@@ -1,4 +1,4 @@
-"""Taking tensors out of nested containers and putting others in."""
+"""Tensors are taken out of nested containers and put back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpointing switched on from outside changes nothing but the memory."""
+"""``apply_activation_checkpointing`` changes nothing but the memory."""
 
 from __future__ import annotations
 

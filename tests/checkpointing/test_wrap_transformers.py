@@ -1,4 +1,4 @@
-"""Models of the transformers library, checkpointed from outside."""
+"""``apply_activation_checkpointing`` on models of the transformers library."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def forward(model, call=None, masked=True):
     return (call or model)(input_ids=tokens, attention_mask=mask, labels=tokens)
 
 
-def step(model, call=None, masked=True):
+def loss_and_gradients(model, call=None, masked=True):
     out = forward(model, call, masked)
     out.loss.backward()
     return out, [out.loss.detach(), out.logits.detach(), *(p.grad for p in model.parameters())]
@@ -68,8 +68,8 @@ def test_a_model_with_dropout_gives_the_same_bits(make):
     other = copy.deepcopy(model)
     names = ackpt.apply_activation_checkpointing(other)
     assert len(names) == 3 and all(name[-1] in "012" for name in names)
-    _, plain = step(model)
-    out, checkpointed = step(other)
+    _, plain = loss_and_gradients(model)
+    out, checkpointed = loss_and_gradients(other)
     assert_equal(plain, checkpointed, "gradient")
     assert isinstance(out, transformers.utils.ModelOutput) and out["loss"] is out.loss
 
@@ -79,8 +79,8 @@ def test_a_whole_model_as_one_region_returns_its_model_output(make):
     seed()
     model = make().train()
     other = copy.deepcopy(model)
-    plain_out, plain = step(model)
-    out, checkpointed = step(other, lambda **inputs: ackpt.checkpoint(other, **inputs))
+    plain_out, plain = loss_and_gradients(model)
+    out, checkpointed = loss_and_gradients(other, lambda **inputs: ackpt.checkpoint(other, **inputs))
     assert_equal(plain, checkpointed, "gradient")
     assert type(out) is type(plain_out) and list(out) == list(plain_out)
 
@@ -93,7 +93,7 @@ def test_a_key_value_cache_is_refused_and_the_message_says_how_to_go_on(masked):
     with raises_cleanly(ackpt.CheckpointError, r"changes an object .*DynamicCache.*use_cache=False"):
         forward(model, masked=masked)
     model.config.use_cache = False
-    step(model)
+    loss_and_gradients(model)
     assert all(parameter.grad is not None for parameter in model.parameters())
     with torch.no_grad():  # generating needs no gradient, so the cache works
         assert model.generate(torch.tensor([[3, 4]]), max_new_tokens=3, do_sample=False).shape == (1, 5)

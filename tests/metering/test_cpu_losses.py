@@ -1,4 +1,4 @@
-"""Scalars of losses that take as many bytes as the model's output: predicted as measured."""
+"""Losses whose scalar takes as many bytes as the model's output: predicted bytes equal measured ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes are asserted as whole numbers: counted by hand, by the allocator's own counter, by storages."""
+"""``measure`` against exact bytes: counted by hand, by the allocator's counter, and by storages."""
 
 import re
 import subprocess
@@ -35,7 +35,7 @@ def consistent(measured: Measurement) -> bool:
 
 
 def test_hand_counted_step(mlp):
-    """Linear + GELU: backward of layer i holds the activations of the layers before it, and what it works on."""
+    """Linear + GELU: in the backward of layer i, the activations of earlier layers and its own tensors are live."""
     model, x = mlp
 
     def step():
@@ -132,7 +132,7 @@ def test_gradients_that_stay(mlp):
 
 
 def test_gradients_dropped_in_the_step_are_recognised(mlp):
-    """zero_grad at the end of the step: nothing backs a .grad when it is over."""
+    """After zero_grad at the end of the step, no storage belongs to a .grad any more."""
     model, x = mlp
 
     def step():
@@ -144,7 +144,7 @@ def test_gradients_dropped_in_the_step_are_recognised(mlp):
 
 
 def test_gradients_from_before_are_seen_to_die(mlp):
-    """They were allocated before the profiler began, so only Python can tell."""
+    """They were allocated before the profile, so the allocator does not report their free; Python must."""
     model, x = mlp
     model(x).sum().backward()
 
@@ -243,7 +243,7 @@ def test_a_measurement_is_printed_without_its_timeline(mlp):
 
 
 def test_says_nothing():
-    """Neither the profiler's log nor the allocator's warning about blocks it did not see being born."""
+    """Prints neither the profiler's log nor the allocator's warning about blocks from before the profile."""
     program = (
         "import torch, ackpt\n"
         "model, x, kept = torch.nn.Linear(8, 8), torch.ones(4, 8), {}\n"
@@ -268,44 +268,39 @@ class TestCompareSeconds:
         assert len(result.seconds["a"].samples) == 2
         assert set(result.to_json()) == {"reference", "seconds", "seconds_ratio"}
 
-    def test_bad_arguments(self):
-        with pytest.raises(ValueError, match="at least one function"):
-            compare_seconds({})
-        with pytest.raises(ValueError, match="'c' is none of the functions: a"):
-            compare_seconds({"a": int}, reference="c")
-        with pytest.raises(ValueError, match="repeats is 0"):
-            compare_seconds({"a": int}, repeats=0)
-
     def test_spread(self):
         seconds = Seconds.of([3.0, 1.0, 2.0])
         assert (seconds.median, seconds.low, seconds.high, seconds.samples) == (2.0, 1.0, 3.0, (3.0, 1.0, 2.0))
 
 
-class TestErrors:
-    def test_no_gpu(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        with pytest.raises(MeterError, match="sees no CUDA GPU"):
-            measure(lambda: None, "cuda")
+def measure_in_a_profile():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        measure(lambda: None)
 
-    def test_meta(self):
-        with pytest.raises(MeterError, match=r"predict\(\)"):
-            measure(lambda: None, resident=(torch.empty(2, device="meta"),))
 
-    def test_profiler_running(self):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-            with pytest.raises(MeterError, match="profiler is running"):
-                measure(lambda: None)
+A_LOSS = r"as in lambda: model\(x\).sum\(\).backward\(\); got Tensor"
+ERRORS = {
+    "no GPU": (lambda: measure(lambda: None, "cuda"), MeterError, "sees no CUDA GPU"),
+    "meta": (lambda: measure(lambda: None, resident=[torch.empty(2, device="meta")]), MeterError, r"predict\(\)"),
+    "in a profile": (measure_in_a_profile, MeterError, "profiler is running"),
+    "warmup": (lambda: measure(lambda: None, warmup=-1), ValueError, "warmup is -1"),
+    "half a warmup": (lambda: measure(lambda: None, warmup=1.5), ValueError, "warmup is 1.5"),
+    "repeats": (lambda: measure(lambda: None, repeats=-1), ValueError, "repeats is -1"),
+    "a model as resident": (lambda: Resident(torch.nn.Linear(1, 1)), TypeError, "must be an iterable"),
+    "resident of a dict": (lambda: Resident([{}]), TypeError, "holds a dict"),
+    "measure of a loss": (lambda: ackpt.measure(torch.ones(())), TypeError, A_LOSS),
+    "predict of a loss": (lambda: ackpt.predict(torch.ones(())), TypeError, A_LOSS),
+    "no function": (lambda: compare_seconds({}), ValueError, "at least one function"),
+    "reference": (lambda: compare_seconds({"a": int}, reference="c"), ValueError, "'c' is none of the functions: a"),
+    "no round": (lambda: compare_seconds({"a": int}, repeats=0), ValueError, "repeats is 0"),
+}
 
-    @pytest.mark.parametrize("name, value", [("warmup", -1), ("warmup", 1.5), ("repeats", -1)])
-    def test_counts(self, name, value):
-        with pytest.raises(ValueError, match=f"{name} is {value}"):
-            measure(lambda: None, **{name: value})
 
-    def test_resident(self):
-        with pytest.raises(TypeError, match="must be an iterable"):
-            Resident(torch.nn.Linear(1, 1))
-        with pytest.raises(TypeError, match="holds a dict"):
-            Resident([{}])
+@pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors(call, error, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(error, match=message):
+        call()
 
 
 @pytest.mark.parametrize(
@@ -315,9 +310,3 @@ class TestErrors:
 )
 def test_memory_format(size, text):
     assert memory_format(size) == text
-
-
-@pytest.mark.parametrize("function", [ackpt.measure, ackpt.predict])
-def test_a_loss_is_no_step(function):
-    with pytest.raises(TypeError, match=r"as in lambda: model\(x\).sum\(\).backward\(\); got Tensor"):
-        function(torch.ones(()))

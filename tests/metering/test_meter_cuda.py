@@ -1,4 +1,4 @@
-"""What needs no GPU: the history of a device becomes a timeline."""
+"""The timeline of a CUDA memory history, tested without a GPU."""
 
 import contextlib
 
@@ -51,7 +51,7 @@ def test_the_allocators_peak_is_the_peak():
 
 
 class Allocator:
-    """Stands in for torch.cuda where there is no GPU: a step tells it what a GPU would have allocated."""
+    """Replaces torch.cuda without a GPU: a step tells it what a GPU would have allocated."""
 
     def __init__(self, patch):
         self.live, self.peak, self.events, self.history, self.recording = 1000, 1000, [0, 0], [], False

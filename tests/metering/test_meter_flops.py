@@ -1,4 +1,4 @@
-"""FLOPs are whole numbers that a hand can count."""
+"""``count_flops`` against FLOPs counted by hand."""
 
 import contextlib
 import io
@@ -71,7 +71,7 @@ def test_prints_nothing(mlp):
 
 
 class TestCompiled:
-    """What is compiled is counted as it runs, and stays compiled."""
+    """Compiled code is counted as it runs, and is not compiled again."""
 
     @pytest.fixture(autouse=True)
     def fresh(self):
@@ -81,7 +81,7 @@ class TestCompiled:
 
     @pytest.mark.parametrize("cold", [True, False])
     def test_a_planned_step_behind_torch_compile(self, mlp, cold):
-        """FLOPs of the recompute, and the bytes of the plan: the model itself would show neither."""
+        """FLOPs include recomputation, and bytes are those of the plan, so it is not the uncompiled model that ran."""
         model, x = mlp
         plans = []
         call = torch.compile(model, backend="ackpt", options={"policy": "full", "on_plan": plans.append})
@@ -125,7 +125,7 @@ class TestCompiled:
 
     @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's, at the import
     def test_code_of_inductor(self):
-        """A product alone, which Inductor passes on to torch: no C++ is compiled."""
+        """A single matrix product, which Inductor delegates to torch, so that no C++ is compiled."""
         x = torch.randn(N, D)
         call = torch.compile(lambda x: x @ x.t())
         with pytest.raises(UncountedFlops, match=r"code that Inductor generated \(1 times\)"):

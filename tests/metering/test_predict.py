@@ -1,4 +1,4 @@
-"""Predicted bytes are compared with measured ones: equal where an operation hides nothing."""
+"""``predict`` against ``measure``: the same bytes for operations without workspace."""
 
 import contextlib
 import itertools
@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
 from ackpt.metering.meter import measure
-from ackpt.metering.prediction import predict, settled
+from ackpt.metering.prediction import predict, with_sorted_frees
 from ackpt.metering.timeline import MeterError
 
 
@@ -202,43 +202,40 @@ def test_resized_storage():
     assert predict(step, resident=(x,), warmup=0).timeline.live == (0, 400, 0, 4000, 0)
 
 
-class TestErrors:
-    def test_device(self):
-        with pytest.raises(MeterError, match="'tpu' cannot be predicted"):
-            predict(lambda: None, device="tpu")
+def on_a_fake_gpu():
+    with FakeTensorMode():
+        return torch.empty(2, device="cuda")
 
-    def test_data(self):
-        with pytest.raises(MeterError, match=r"parameters, \[2, 3\]\) has data"):
-            predict(lambda: None, resident=(torch.nn.Linear(3, 2),))
 
-    def test_fake_gpu(self):
-        with FakeTensorMode():
-            x = torch.empty(2, device="cuda")
-        with pytest.raises(MeterError, match="fake cuda"):
-            predict(lambda: None, resident=(x,))
+def in_autocast(x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ x
 
-    def test_autocast_on_meta(self):
-        x = torch.empty(2, 2, device="meta")
 
-        def step():
-            with torch.autocast("cpu", torch.bfloat16):
-                x @ x  # noqa: B018
+ARGUMENTS = {
+    "device": (lambda: {"device": "tpu"}, "'tpu' cannot be predicted"),
+    "data": (lambda: {"resident": [torch.nn.Linear(3, 2)]}, r"parameters, \[2, 3\]\) has data"),
+    "fake GPU": (lambda: {"resident": [on_a_fake_gpu()]}, "fake cuda"),
+}
+ON_META = {
+    "autocast": (in_autocast, "autocast does nothing to meta"),
+    "a CPU tensor": (lambda x: x + torch.arange(4), "does not run on meta tensors, make the model, .*on device cpu"),
+    "a value": (lambda x: x * float(x.sum().item()), "does not run on meta tensors.* under FakeTensorMode"),
+    "attention": (lambda x: F.scaled_dot_product_attention(x, x, x), "attention on meta tensors is not that of any"),
+}
 
-        with pytest.raises(MeterError, match="autocast does nothing to meta"):
-            predict(step, resident=(x,))
 
-    @pytest.mark.parametrize(
-        ("forward", "said"),
-        [
-            (lambda x: x + torch.arange(4), "does not run on meta tensors, make the model, .*on device cpu"),
-            (lambda x: x * float(x.sum().item()), "does not run on meta tensors.* under FakeTensorMode"),
-            (lambda x: F.scaled_dot_product_attention(x, x, x), "attention on meta tensors is not that of any device"),
-        ],
-    )
-    def test_what_is_otherwise_on_meta(self, forward, said):
-        x = torch.empty(1, 1, 4, 4, device="meta", requires_grad=True)
-        with pytest.raises(MeterError, match=said):
-            predict(lambda: forward(x).sum().backward(), resident=(x,))
+@pytest.mark.parametrize(("arguments", "message"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_errors_for_arguments(arguments, message):
+    with pytest.raises(MeterError, match=message):
+        predict(lambda: None, **arguments())
+
+
+@pytest.mark.parametrize(("forward", "message"), ON_META.values(), ids=ON_META)
+def test_errors_on_meta_tensors(forward, message):
+    x = torch.empty(1, 1, 4, 4, device="meta", requires_grad=True)
+    with pytest.raises(MeterError, match=message):
+        predict(lambda: forward(x).sum().backward(), resident=(x,))
 
 
 @pytest.mark.parametrize("activation", [F.silu, F.mish, F.gelu, torch.tanh, F.hardswish])
@@ -263,5 +260,5 @@ def test_casts_that_die_in_a_row_have_one_order():
         first, *others = order
         actions = [*births, first, ("free", 8), *others, ("alloc", 5, 1), ("free", 5)]
         expected = [*births, ("free", 7), ("free", 8), ("free", 5), ("free", 6), ("alloc", 5, 1), ("free", 5)]
-        assert list(settled(actions, {0, 1, 2})) == expected
-        assert list(settled(actions, set())) == actions
+        assert list(with_sorted_frees(actions, {0, 1, 2})) == expected
+        assert list(with_sorted_frees(actions, set())) == actions

@@ -1,6 +1,8 @@
-"""CUDA's choices, imitated on fake CPU tensors, are compared with those of fake CUDA tensors in forward."""
+"""``cuda_choices`` on fake CPU tensors against fake CUDA tensors, in forward."""
 
 import contextlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from ackpt.metering.prediction import predict
 
 
 class Log(TorchDispatchMode):
-    """What ran: the operation with the shapes and dtypes of its outputs."""
+    """Records the operations that run, with the shapes and dtypes of their outputs."""
 
     def __init__(self):
         super().__init__()
@@ -85,14 +87,29 @@ def run_forward(device, dtype, call, choices):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", CALLS)
 def test_cuda_choices_under_autocast(name, dtype):
-    """In forward, without gradients, fake CUDA tensors show what autocast does on a GPU; nothing else is to run."""
+    """In forward without gradients, fake CUDA tensors run the operations that autocast chooses on a GPU."""
     on_cuda = run_forward("cuda", dtype, CALLS[name], contextlib.nullcontext())
     imitated = run_forward("cpu", dtype, CALLS[name], cuda_choices())
     assert imitated == on_cuda
 
 
+FAKE_CUDA = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    torch.empty(4, 4, device="cuda", requires_grad=True).sin()
+"""
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="with CUDA, fake CUDA tensors can require grad")
+def test_fake_cuda_tensors_end_the_process():
+    """The reason for `cuda_choices` and `attention_choices`. If this fails, predict on fake CUDA tensors instead."""
+    finished = subprocess.run([sys.executable, "-c", FAKE_CUDA], capture_output=True, text=True, check=False)
+    assert finished.returncode != 0 and "not linked with support for cuda devices" in finished.stderr
+
+
 def test_cuda_choices_differ_from_the_cpus():
-    """Otherwise the test above would test nothing."""
+    """A control: without `cuda_choices`, the test above fails for most calls."""
     x, wrong = torch.bfloat16, 0
     for call in CALLS.values():
         wrong += run_forward("cuda", x, call, contextlib.nullcontext()) != run_forward(
@@ -102,7 +119,7 @@ def test_cuda_choices_differ_from_the_cpus():
 
 
 def test_cuda_step():
-    """RMSNorm keeps its input and a number per row, dropout a mask of bytes; both also in a recompute."""
+    """RMSNorm saves its input and one element per row, dropout a byte mask; the same in a recomputation."""
     rows, dim = 512, 64
 
     def step_bytes(device, checkpointed):
@@ -199,7 +216,7 @@ def test_attention_in_a_region_runs_the_same_kernel():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_attention_of_multi_head_attention(autocast):
-    """It is called by Python of torch's own, within which no mode is asked."""
+    """torch calls attention from its own Python code, in which function modes are disabled."""
     with FakeTensorMode():
         layer = torch.nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
         x = torch.empty(2, 1024, 64)

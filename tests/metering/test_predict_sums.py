@@ -1,4 +1,4 @@
-"""Gradients that autograd adds in place: predicted as measured after every allocation, not only at the peak."""
+"""Gradients that autograd sums in place: predicted bytes equal measured ones after every allocation."""
 
 import contextlib
 
@@ -178,7 +178,7 @@ def test_the_peak_where_it_is_a_sum():
 
 
 def test_a_mode_of_the_step_itself():
-    """Then torch passes tensors through it first, and no sum is taken for one that is made in place."""
+    """Torch then passes tensors through that mode first, and no sum must be mistaken for an in-place one."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FakeTensorMode():

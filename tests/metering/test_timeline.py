@@ -1,4 +1,4 @@
-"""From hand-made allocator actions to live bytes by category."""
+"""``build_timeline`` on hand-written allocator actions."""
 
 from ackpt.metering.timeline import Timeline, build_timeline
 

@@ -1,4 +1,4 @@
-"""What is changed in place after it was saved: the right gradient or an error, never a wrong gradient."""
+"""In-place changes of saved tensors give the right gradient or an error, never a wrong gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHANGES = {
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Copies wait for it."""
+    """An event that all copies wait for."""
     opened, move = threading.Event(), ackpt.offloading.transport._move
 
     def waits(*args):
@@ -115,7 +115,7 @@ def test_a_tensor_that_stays_and_is_changed_in_place_is_refused():
 
 
 def test_changes_that_the_plain_step_allows_are_allowed():
-    """Running statistics, and buffers and tensors that nothing has saved."""
+    """Changes of running statistics, and of buffers and tensors that are not saved."""
     model = nn.Sequential(nn.BatchNorm1d(SIDE), nn.Linear(SIDE, SIDE), nn.BatchNorm1d(SIDE))
     x, found = matrix(), []
     for context in (plain()[0], offloaded("async")[0]):

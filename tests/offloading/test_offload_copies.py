@@ -1,4 +1,4 @@
-"""Each storage is copied once, and only what should be; counted."""
+"""Counted copies: each storage is copied once, and no storage that should stay on the device."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_input_of_several_regions_is_copied_once(mode):
 
 
 class Weights(nn.Module):
-    """Uses what it owns in every form, and makes one activation per form."""
+    """Uses parameters and buffers in every form, and computes one activation per form."""
 
     def __init__(self):
         super().__init__()

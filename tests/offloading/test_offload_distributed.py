@@ -1,4 +1,4 @@
-"""Offload under DistributedDataParallel and fully_shard: two gloo processes, bit-equal to the same without offload."""
+"""Offload under DistributedDataParallel and fully_shard: two gloo processes, bit-equal to training without offload."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shard(made):
 
 
 def checkpointed(offload):
-    """Every layer is a region; what the forward runs in; the engine."""
+    """Make every layer a region; return the context for the forward and the engine."""
 
     def wrap(made):
         ackpt.apply_activation_checkpointing(made, [str(place) for place in range(LAYERS)], offload=offload)
@@ -67,7 +67,7 @@ SCENARIOS = {
 }
 
 
-def train(made, around, rank):
+def train_on_rank(made, around, rank):
     """Losses and gradients of every step, and the parameters at the end: the local part of each."""
     found = []
     optimizer = torch.optim.AdamW(made.parameters(), lr=0.01)
@@ -84,13 +84,13 @@ def train(made, around, rank):
 
 
 def compare(distribute, way, rank, folder):
-    """What is wrong, in words; nothing, if all is right."""
+    """Descriptions of all differences; empty if there are none."""
     reference = model()
     other = copy.deepcopy(reference)
-    plain = train(distribute(reference), contextlib.nullcontext(), rank)
+    plain = train_on_rank(distribute(reference), contextlib.nullcontext(), rank)
     wrap, around, offload = WAYS[way](folder)
     offload.engine.reset_stats()
-    made = train(distribute(wrap(other)), around, rank)
+    made = train_on_rank(distribute(wrap(other)), around, rank)
     stats = offload.engine.stats()
     wrong = [f"{place} differs" for place, (one, two) in enumerate(zip(plain, made)) if not torch.equal(one, two)]
     if len(plain) != len(made) or not any(gradient.abs().sum() > 0 for gradient in plain):

@@ -1,4 +1,4 @@
-"""Bad input is named; a store that gives out fails the step, leaves no file, and training can go on without it."""
+"""Errors of offload: bad arguments are named; a full store fails the step and leaves no file; training can continue."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_choices_are_named(options, message):
 
 
 def calls(offload):
-    """Every function that takes `offload`, and refuses it before anything runs."""
+    """Calls of all functions with an `offload` argument, which they must refuse before anything runs."""
     layers = blocks(2)
     yield lambda: ackpt.checkpoint(layers, matrix(), offload=offload)
     yield lambda: ackpt.checkpoint_sequential(layers, 2, matrix(), offload=offload)
@@ -92,7 +92,7 @@ def test_a_device_without_streams_is_refused_by_name(device):
 
 
 def test_a_step_on_a_device_without_streams_is_refused(monkeypatch, tmp_path):
-    """As it would be there: the transport is asked for when the first tensor of a device arrives."""
+    """Simulated: the engine requests the transport when the first tensor of a device is saved."""
     chosen = ackpt.offload_saved_tensors("async", "disk", min_bytes=0, folder=tmp_path)
     monkeypatch.setattr("ackpt.offloading.engine.transport_for", lambda device: transport_for(torch.device("xpu")))
     x = matrix().requires_grad_()
@@ -107,7 +107,7 @@ def test_a_step_on_a_device_without_streams_is_refused(monkeypatch, tmp_path):
     assert_empty(chosen.engine)
 
 
-def step(model, x, chosen, way):
+def step_with_offload(model, x, chosen, way):
     if way == "regions":
         ackpt.apply_activation_checkpointing(model, offload=chosen)
         loss = model(x).sum()
@@ -126,7 +126,7 @@ def without_offload(model, x):
 
 @pytest.fixture
 def fills_up(monkeypatch):
-    """A disk with room for so many more bytes."""
+    """Simulates a disk with space for this many more bytes."""
 
     def limit(room):
         def fallocate(descriptor, offset, size):
@@ -152,7 +152,7 @@ def test_a_full_disk_fails_the_step_and_nothing_else(mode, way, room, fills_up, 
     fills_up(room * SIZE)
     for _ in range(2):
         with raises_cleanly(ackpt.OffloadError, f"cannot hold .* bytes in folder .*{tmp_path.name}.*No space left"):
-            step(model, x, chosen, way)
+            step_with_offload(model, x, chosen, way)
     assert gradients(model, x) == [None] * len(expected)
     gc.collect()  # pytest keeps the frames of an error in a cycle
     assert_empty(chosen.engine)
@@ -160,7 +160,7 @@ def test_a_full_disk_fails_the_step_and_nothing_else(mode, way, room, fills_up, 
     assert list(tmp_path.iterdir()) == []
     assert_equal(expected, without_offload(model, x), "gradient")
     fills_up(1 << 30)
-    assert_equal(expected, step(model, x, chosen, way), "gradient")
+    assert_equal(expected, step_with_offload(model, x, chosen, way), "gradient")
     assert_empty(chosen.engine)
 
 
@@ -172,12 +172,12 @@ def test_a_folder_that_vanishes_fails_the_step(tmp_path):
     chosen = ackpt.offload_saved_tensors("async", "disk", min_bytes=0, folder=folder)
     shutil.rmtree(folder)
     with raises_cleanly(ackpt.OffloadError, "No such file"):
-        step(model, x, chosen, "regions")
+        step_with_offload(model, x, chosen, "regions")
     assert_equal(expected, without_offload(model, x), "gradient")
     folder.mkdir()
-    assert_equal(expected, step(model, x, chosen, "regions"), "gradient")
+    assert_equal(expected, step_with_offload(model, x, chosen, "regions"), "gradient")
     shutil.rmtree(folder)  # its buffers have no names, and stay
-    assert_equal(expected, step(model, x, chosen, "regions"), "gradient")
+    assert_equal(expected, step_with_offload(model, x, chosen, "regions"), "gradient")
 
 
 def test_the_way_of_writing_a_folder_does_not_matter(tmp_path):

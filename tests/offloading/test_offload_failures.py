@@ -1,4 +1,4 @@
-"""Copies that fail: the step says so with one OffloadError, and the next step gives the right bits."""
+"""Failed copies: the step raises one OffloadError, and the next step is bit-equal to the baseline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def network_right():
 
 
 def failure(step, *args):
-    """Message and cause of the OffloadError that `step` raises; its frames, and what they hold, are let go."""
+    """The message and cause of the OffloadError that `step` raises; drops its traceback and the tensors in it."""
     try:
         step(*args)
     except ackpt.OffloadError as error:
@@ -29,7 +29,7 @@ def failure(step, *args):
 
 
 def count_moves(monkeypatch, kind, mode):
-    """How many copies one step makes."""
+    """The number of copies in one step."""
     counted, move = [], transport._move
     monkeypatch.setattr(transport, "_move", lambda *args: (counted.append(1), move(*args)))
     run_network(kind, own_engine(mode, keep_last=0), 1)
@@ -38,7 +38,7 @@ def count_moves(monkeypatch, kind, mode):
 
 
 def failing_at(monkeypatch, number):
-    """Let the copy of that number fail, and no other."""
+    """Make only the copy with this number fail."""
     move, count, lock = transport._move, iter(range(10**6)), threading.Lock()
 
     def fails_once(*args):

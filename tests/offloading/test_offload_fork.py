@@ -1,4 +1,4 @@
-"""A process that forks: locks, threads and the store's memory do not get in the way of either side."""
+"""Offload in a forked process: locks, threads and memory of parent and child do not interfere."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def child(work):
 """
 
 
-def run(code: str, store: str) -> list[str]:
+def run_in_process(code: str, store: str) -> list[str]:
     code = HEAD + textwrap.dedent(code)
     result = subprocess.run([sys.executable, "-c", code, store], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
@@ -68,7 +68,7 @@ def test_a_child_trains_while_threads_of_its_parent_do(store):
         stop.set()
         thread.join()
     """
-    assert run(code, store) == [str([0] * 12)]
+    assert run_in_process(code, store) == [str([0] * 12)]
 
 
 @pytest.mark.parametrize("store", ["host", "disk"])
@@ -82,7 +82,7 @@ def test_a_child_does_not_write_into_the_store_of_its_parent(store):
         loss.backward()
         print(torch.equal(x.grad, wanted))
     """
-    assert run(code, store) == ["0", "True"]
+    assert run_in_process(code, store) == ["0", "True"]
 
 
 def backward_in_a_child(store):
@@ -95,7 +95,7 @@ def backward_in_a_child(store):
             return torch.equal(x.grad, wanted)
         print(child(work))
     """
-    return run(code, store)
+    return run_in_process(code, store)
 
 
 def test_a_child_runs_backward_over_what_its_parent_has_in_host_memory():

@@ -1,4 +1,4 @@
-"""Offloaded steps give the plain step's gradients, in every mode, way and store."""
+"""Offloaded steps have the gradients of the baseline, in every mode and store, with and without regions."""
 
 from __future__ import annotations
 

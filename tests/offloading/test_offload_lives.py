@@ -1,4 +1,4 @@
-"""Graphs live and die in many ways; the gradients are right in each, and the store is empty after it."""
+"""Graphs that end in many ways: the gradients are right, and the store is empty afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import ackpt
 
 @pytest.fixture(scope="module")
 def no_collector():
-    """Nothing may need the garbage collector to die."""
+    """Disable the garbage collector: reference counting must free everything."""
     gc.collect()
     gc.disable()
     yield
@@ -29,7 +29,7 @@ def model_and_input():
 
 
 def forward(context, call, model, x):
-    """Three blocks as regions in one context, with an operation of its own between."""
+    """Three blocks as regions in one context, with an operation outside of regions between them."""
     with context():
         for layer in model:
             x = call(layer, x).sin()
@@ -288,7 +288,7 @@ def test_gradients_are_right_and_the_store_is_empty(no_collector, mode, scenario
     assert_equal(expected, found, "gradient")
     assert counts(engine, "copies_out")["copies_out"] > 0
     assert_empty(engine)
-    assert not engine._known and not engine.returned
+    assert not engine._storages and not engine.returned
 
 
 def test_the_tensors_of_a_dropped_graph_die_with_it(no_collector):

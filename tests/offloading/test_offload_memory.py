@@ -1,7 +1,7 @@
-"""Bytes on the device while a step is offloaded, by the allocator's own events: those of theory and prediction.
+"""Bytes on the device during an offloaded step, from the allocator's events, equal those of theory and prediction.
 
-Gradients exist before the step here. Then the peak lies where the last region is recomputed, and what the boundaries
-before it would take is what offload saves: all but the first region's input, which the caller holds, and the tail.
+Gradients exist before the step here, so the peak occurs while the last region is recomputed. Offload saves the inputs
+of the earlier regions, except the first region's input, which the caller holds, and the newest ones (`keep_last`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BOUNDARY = TOKENS * SIDE * 4  # bytes
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections():
-    """Every measurement collects garbage, and need not look at all of torch each time."""
+    """Exclude torch's own objects from garbage collection, which every measurement runs."""
     gc.collect()
     gc.freeze()
     yield
@@ -92,7 +92,7 @@ def measured(kind, length, how, meter=ackpt.measure, without_data=None, **option
 
 
 def left_by_forward(measurement) -> int:
-    """Bytes that live when backward begins, less the gradients, which live all the time, and the loss."""
+    """Live bytes when backward begins, without the loss and the gradients, which exist during the whole step."""
     timeline = measurement.timeline
     return timeline.live[timeline.boundary] - timeline.categories["gradients"][timeline.boundary]
 
@@ -170,12 +170,12 @@ def test_nothing_is_allocated_for_the_store_after_the_first_step(kind, how, stor
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
 def test_what_is_ahead_is_bounded_in_both_directions(lookahead):
-    """Bytes that were submitted and that nobody has waited for."""
+    """Bounds the bytes of submitted copies that compute has not waited for yet."""
     chosen = offload("async", lookahead_bytes=lookahead * BOUNDARY, keep_last=1)
     x, on_the_way, most = torch.ones(TOKENS, SIDE, requires_grad=True), {}, {"out": 0, "in": 0}
 
     def observe(what, event, size):
-        if what == "held":
+        if what == "waited":
             on_the_way.pop(event, None)
         elif what in most:
             on_the_way[event] = what, size

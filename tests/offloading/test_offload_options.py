@@ -1,4 +1,4 @@
-"""Offload is an option of a model: by name or object, in copies and pickles, switched on and off."""
+"""The ``offload=`` option of a model: by name or object, in copies and pickles, applied and removed."""
 
 from __future__ import annotations
 

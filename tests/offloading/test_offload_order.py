@@ -1,6 +1,6 @@
-"""The engine over the CUDA transport on a simulated GPU: in random steps, no two accesses that conflict are unordered.
+"""The engine with the CUDA transport on a simulated GPU: in random steps all conflicting accesses are ordered.
 
-Every program is run without offload first, which must not race either; then its numbers must be the same, to the bit.
+Every program first runs without offload and must not race either. Then its results with offload must be bit-equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def one_stream(program):
 
 
 def side_stream(program):
-    """All on a stream of the user's own."""
+    """Run everything on a user's stream."""
     (stream,) = streams_of(program.machine, 1)
 
     def forward():
@@ -51,7 +51,7 @@ def forked(program):
     return lambda: program.forked_forward(streams)
 
 
-def run(seed, shape, options=None, kind=SimulatedTransport):
+def run_program(seed, shape, options=None, kind=SimulatedTransport):
     """``(races, numbers, engine, machine)`` of a few steps."""
     machine = Machine()
     program = Program(seed, machine)
@@ -67,9 +67,9 @@ def run(seed, shape, options=None, kind=SimulatedTransport):
 def test_no_accesses_of_a_buffer_or_a_block_are_unordered(shape, options):
     reused = copies = 0
     for seed in SEEDS:
-        races, plain, _, _ = run(seed, shape)
+        races, plain, _, _ = run_program(seed, shape)
         assert races == [], "the program itself"
-        races, made, engine, machine = run(seed, shape, options)
+        races, made, engine, machine = run_program(seed, shape, options)
         assert races == [], f"seed {seed}"
         assert made == plain, f"seed {seed}"
         stats = engine.stats()
@@ -97,10 +97,10 @@ def test_no_accesses_of_a_buffer_or_a_block_are_unordered(shape, options):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_broken_transport_is_found_with_every_seed(broken, shape, mode):
     for seed in range(4):
-        races, *_ = run(seed, shape, {"mode": mode, "keep_last": 0}, broken)
+        races, *_ = run_program(seed, shape, {"mode": mode, "keep_last": 0}, broken)
         assert races != [], f"seed {seed}"
 
 
 def test_the_host_waits_for_no_copy():
-    *_, machine = run(0, one_stream, {"keep_last": 0})
+    *_, machine = run_program(0, one_stream, {"keep_last": 0})
     assert machine.host_waits == 0

@@ -1,4 +1,4 @@
-"""Copies against computing, by numbers that can be computed in the head."""
+"""``offload_pays`` on numbers that are easy to verify by hand."""
 
 import pytest
 import torch

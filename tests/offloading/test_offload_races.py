@@ -1,6 +1,6 @@
-"""Races: the copies come as late as they may, freed memory is handed on at once, and every bit must be right.
+"""Races: copies run as late as allowed, freed memory is reused at once, and every result must be bit-equal.
 
-The same check over transports that are broken on purpose must find wrong bits: it can fail.
+The same check with transports that are broken on purpose must find wrong bits, which shows that it can fail.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def right():
 
 @pytest.fixture
 def made_late():
-    """Makes transports whose copies all run in the end."""
+    """A factory of transports, all of whose copies run at the end of the test."""
     transports = []
 
     def make(kind=LateTransport):
@@ -96,11 +96,11 @@ def test_the_check_finds_wrong_bits_where_a_transport_is_broken(right, made_late
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_one_wrong_copy_is_enough_to_be_found(right, made_late, mode):
     class OnceEarly(LateTransport):
-        """Broken once: one source is let go of without waiting."""
+        """Broken once: one source is freed without waiting."""
 
-        def hold(self, event, used=None):
+        def wait_event(self, event, used=None):
             is_broken = event in [copy.event for copy in self.copies[1:2]]
-            return transport.Waited(0.0) if is_broken else super().hold(event, used)
+            return transport.Wait(0.0) if is_broken else super().wait_event(event, used)
 
     late_copies = made_late(OnceEarly)
     found = train(saved, late_offload(late_copies, mode, keep_last=0, lookahead_bytes=2 * BYTES), late_copies.arena, 2)
@@ -124,11 +124,11 @@ def test_computing_goes_on_only_when_the_copy_is_complete(right, made_late, kind
         offload_engine.observers.remove(observe)
     assert differing(made, right) == 0
     submitted = [event for what, event, _ in log if what in ("out", "in")]
-    held = [event for what, event, _ in log if what == "held"]
+    held = [event for what, event, _ in log if what == "waited"]
     assert sorted(map(id, held)) == sorted(map(id, submitted))  # each once
     for event in submitted:
         moments = [(what, done) for what, other, done in log if other is event]
-        assert moments in ([("out", False), ("held", True)], [("in", False), ("held", True)])
+        assert moments in ([("out", False), ("waited", True)], [("in", False), ("waited", True)])
 
 
 def test_no_copy_in_begins_before_the_copy_out_has_ended(made_late):
@@ -172,21 +172,21 @@ def test_every_copy_is_told_what_used_its_buffer_before(made_late):
 
 
 def reuse_of_a_buffer(late_copies):
-    """Bytes that arrive from a buffer which is given back, and taken again, while it is still being read."""
+    """The bytes copied from a buffer that is returned and taken again while it is still being read."""
     pool = Pool(host_memory)
     first, second = late_copies.arena.storage(BYTES), late_copies.arena.storage(BYTES)
     torch.frombuffer(late_copies.arena._blocks[first.data_ptr()], dtype=torch.uint8).fill_(1)
     torch.frombuffer(late_copies.arena._blocks[second.data_ptr()], dtype=torch.uint8).fill_(2)
     buffer = pool.take(BYTES)
     left = late_copies.copy_out(first, 0, buffer.bytes, BYTES, buffer.after)
-    late_copies.hold(left)
+    late_copies.wait_event(left)
     target = late_copies.allocate(BYTES)
     loaded = late_copies.copy_in(buffer.bytes, target, BYTES, [left])
     pool.give(buffer, [left, loaded])
     again = pool.take(BYTES)
     assert again is buffer
-    late_copies.hold(late_copies.copy_out(second, 0, again.bytes, BYTES, again.after))
-    late_copies.hold(loaded, target)
+    late_copies.wait_event(late_copies.copy_out(second, 0, again.bytes, BYTES, again.after))
+    late_copies.wait_event(loaded, target)
     return set(torch.tensor(target, dtype=torch.uint8).tolist())
 
 
@@ -328,7 +328,7 @@ def test_hold_tells_how_long_it_has_waited(monkeypatch):
             now[0] += 5.0 if now[0] == 100.0 else 0.0
 
     monkeypatch.setattr(transport, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    waited = transport.CpuTransport().hold(Running())
+    waited = transport.CpuTransport().wait_event(Running())
     assert waited.done() and waited.seconds() == 5.0
 
 
@@ -372,8 +372,8 @@ def test_the_forward_waits_for_a_copy_that_does_not_end(monkeypatch):
         if what == "out":
             log.append("submitted")
             threading.Timer(0.02, gate.set).start()
-        elif what == "held":
-            log.append("held")
+        elif what == "waited":
+            log.append("waited")
 
     x = torch.randn(64, 64, requires_grad=True)
     offload_engine.observers.append(observe)
@@ -384,5 +384,5 @@ def test_the_forward_waits_for_a_copy_that_does_not_end(monkeypatch):
     finally:
         offload_engine.observers.remove(observe)
         gate.set()
-    assert log == ["submitted", "moved", "held", "moved", "held"]
+    assert log == ["submitted", "moved", "waited", "moved", "waited"]
     assert torch.equal(x.grad, 8 * x.detach())

@@ -1,4 +1,4 @@
-"""What comes back from the store is what was saved: values, strides, and what kind of view it was."""
+"""Reloaded tensors equal the saved ones: values, strides, and kind of view."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def folder(tmp_path_factory):
 
 
 class Saves(torch.autograd.Function):
-    """Saves a tensor that its gradient does not need, and shows what comes back."""
+    """Saves a tensor that its gradient does not need, and exposes the reloaded tensor."""
 
     @staticmethod
     def forward(ctx, x, tensor, found):

@@ -1,4 +1,4 @@
-"""Buffers of the store: sizes, reuse, the limit, what happens where memory is refused; files that nobody sees."""
+"""Buffers of the store: sizes, reuse, the limit, failed allocations, and files without names."""
 
 import os
 import random
@@ -20,7 +20,7 @@ def refused(size):
 
 
 class Made:
-    """Stands for `allocate`: counts what it made."""
+    """Replaces `allocate` and counts its calls."""
 
     def __init__(self):
         self.sizes = []
@@ -31,7 +31,7 @@ class Made:
 
 
 class Ended:
-    """An event that tells how often it was waited for."""
+    """An event that counts how often it was waited for."""
 
     def __init__(self):
         self.waits = 0

@@ -1,4 +1,4 @@
-"""Streams of a CPU: order, events, what other streams wait for, errors, and a fork."""
+"""CPU streams: order, events, waits between streams, errors, and a fork."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ LONG = 20  # seconds that no test comes near
 
 @pytest.fixture
 def gate():
-    """Work that waits for it stays where it is until the test opens it."""
+    """Work that waits for this gate does not start until the test opens it."""
     event = threading.Event()
     yield event
     event.set()

@@ -1,4 +1,4 @@
-"""The CUDA transport over simulated streams: what each copy, event and wait happens after."""
+"""The CUDA transport on simulated streams: the order of every copy, event and wait."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def a_source_is_freed_and_its_block_written(kind):
     s = Setting(kind)
     source = s.filled()
     event = s.out(source, s.take())
-    s.transport.hold(event)
+    s.transport.wait_event(event)
     del source
     s.filled()
     assert s.machine.reused == 1
@@ -85,7 +85,7 @@ def a_source_is_freed_by_another_stream(kind):
     source = s.filled()
     event = s.out(source, s.take())
     with s.machine.stream(s.machine.Stream(DEVICE)):
-        s.transport.hold(event)
+        s.transport.wait_event(event)
     del source
     s.filled()
     assert s.machine.reused == 1
@@ -97,9 +97,9 @@ def what_was_copied_in_is_read(kind):
     buffer = s.pool.take(SIZE)
     source = s.filled(7)
     left = s.out(source, buffer)
-    s.transport.hold(left)
+    s.transport.wait_event(left)
     target, loaded = s.back(buffer, [left])
-    s.transport.hold(loaded, target)
+    s.transport.wait_event(loaded, target)
     s.machine.launch(reads=[target])
     assert values(target) == {7}
     return list(s.machine.races)
@@ -109,7 +109,7 @@ def a_copy_in_gets_a_block_that_was_just_in_use(kind):
     s = Setting(kind)
     buffer = s.pool.take(SIZE)
     left = s.out(s.filled(), buffer)
-    s.transport.hold(left)
+    s.transport.wait_event(left)
     old = s.filled(2)
     s.machine.launch(reads=[old])
     del old
@@ -134,7 +134,7 @@ def a_buffer_is_taken_again_while_it_is_read(kind):
     s.pool.give(buffer, [left, loaded])
     assert s.pool.take(SIZE) is buffer
     s.out(s.filled(2), buffer)
-    s.transport.hold(loaded, target)
+    s.transport.wait_event(loaded, target)
     return list(s.machine.races)
 
 
@@ -236,7 +236,7 @@ def test_hold_makes_the_current_stream_wait_and_no_other():
     source, other = s.filled(), s.machine.Stream(DEVICE)
     event = s.out(source, s.take())
     assert not after(s.machine.default, event)
-    s.transport.hold(event)
+    s.transport.wait_event(event)
     assert after(s.machine.default, event) and not after(other, event)
 
 
@@ -245,7 +245,7 @@ def test_hold_on_another_stream_makes_that_and_the_owner_wait():
     source, other, third = s.filled(), s.machine.Stream(DEVICE), s.machine.Stream(DEVICE)
     event = s.out(source, s.take())
     with s.machine.stream(other):
-        s.transport.hold(event)
+        s.transport.wait_event(event)
     assert after(s.machine.default, event) and after(other, event) and not after(third, event)
 
 
@@ -264,9 +264,9 @@ def test_the_host_waits_for_nothing_but_buffers_that_are_released():
     s = Setting()
     buffer, source = s.pool.take(SIZE), s.filled()
     left = s.out(source, buffer)
-    s.transport.hold(left)
+    s.transport.wait_event(left)
     target, loaded = s.back(buffer, [left])
-    waited = s.transport.hold(loaded, target)
+    waited = s.transport.wait_event(loaded, target)
     assert s.machine.host_waits == 0 and not left.done() and not waited.done()
     s.pool.give(buffer, [left, loaded])
     s.pool.clear()
@@ -278,21 +278,21 @@ def test_memory_that_another_stream_uses_is_recorded_there_and_only_then():
     buffer, source = s.pool.take(SIZE), s.filled()
     left = s.out(source, buffer)
     target, loaded = s.back(buffer, [left])
-    s.transport.hold(left)
-    s.transport.hold(loaded, target)
+    s.transport.wait_event(left)
+    s.transport.wait_event(loaded, target)
     assert s.machine.recorded == []  # its own stream needs none
     other = s.machine.Stream(DEVICE)
     with s.machine.stream(other):
-        s.transport.hold(left)
+        s.transport.wait_event(left)
         assert s.machine.recorded == []  # nothing is used
-        s.transport.hold(loaded, target)
+        s.transport.wait_event(loaded, target)
     assert s.machine.recorded == [(s.machine.block(target), other)]
 
 
 def test_how_long_computing_stood_still_is_taken_on_the_current_stream_around_the_wait():
     s = Setting()
     event = s.out(s.filled(), s.take())
-    waited = s.transport.hold(event)
+    waited = s.transport.wait_event(event)
     out = s.transport.streams["out"]
     assert out not in waited.began.clock and waited.ended.clock[out] == 1
     s.machine.synchronize()

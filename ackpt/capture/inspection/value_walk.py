@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ackpt.checkpointing.closures import bound, rebound_names
-from ackpt.checkpointing.reachable import _Contents, _generator_types, _global_names
+from ackpt.checkpointing.reachable import _CellNamespace, _generator_types, _global_names
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import stream_of
 
@@ -100,7 +100,7 @@ class Walk:
     def close_over(self, codes) -> None:
         """Record what the functions with these codes close over."""
         for cell, name, code in _cells(codes):
-            self.note(_Contents(cell), name, f"{name!r} of {said(code)}", 0)
+            self.note(_CellNamespace(cell), name, f"{name!r} of {said(code)}", 0)
 
     def note(self, namespace, name: str, label: str, depth: int, is_optional: bool = False) -> None:
         value = namespace.get(name, _ABSENT)
