@@ -26,7 +26,7 @@ BIN = ROOT / ".nox" / "environment" / ("Scripts" if sys.platform == "win32" else
 # Exact bytes need one number of threads; pages and records are made with this one.
 THREADS = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
 PYTEST = ["-n", "2", "--dist", "loadfile"]
-# Unit tests, and oracles on tiny cases. Together they take about 180 seconds of CPU time; see with `--durations=20`.
+# Unit tests, and oracles on tiny cases. Together they take about three minutes of CPU time; see with `--durations=20`.
 FAST = """
     checkpointing offloading metering
     capture/test_capture.py capture/test_gradients.py capture/test_in_place.py
