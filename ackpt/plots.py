@@ -74,25 +74,34 @@ def timeline_plot(timeline: Timeline, title: str, resident_bytes: int = 0) -> Fi
     """
     with style.context("default"):
         figure, axes = _axes(title, "allocations and frees, in order", "live memory (MiB)")
-        events = range(len(timeline.live))
-        layers = {"resident": (resident_bytes,) * len(events)} if resident_bytes else {}
-        layers |= timeline.categories
-        found = stack(axes, events, layers)
-        peak = (resident_bytes + timeline.peak_bytes) / MIB
-        axes.set_xlim(0, max(1, len(events) - 1))
-        axes.set_ylim(0, peak * 1.2 or 1)
-        _mark_peak(axes, timeline.peak_index, peak, len(events))
-        if timeline.boundary is not None:
-            _mark_backward(axes, timeline.boundary, len(events))
-        return _finished(figure, [*found.values()][::-1], [*found][::-1])
+        axes.set_xlim(0, max(1, len(timeline.live) - 1))
+        axes.set_ylim(0, (resident_bytes + timeline.peak_bytes) / MIB * 1.2 or 1)
+        handles = draw_step(axes, timeline, resident_bytes, len(timeline.live))
+        return _finished(figure, [*handles.values()][::-1], [*handles][::-1])
 
 
-def stack(axes, events, layers: dict) -> dict:
-    """Draw ``{name: bytes at every event}`` on one another in MiB, resident first, then the order of the categories.
+def draw_step(axes, timeline: Timeline, resident_bytes: int, width: int, start: int = 0) -> dict:
+    """Draw a step from the event `start` of an axis that is `width` events wide: its stack, its peak, its backward.
 
     Returns:
-        ``{name: handle}`` of what was drawn, from the bottom to the top.
+        ``{category: handle}`` of its stack, from the bottom to the top.
     """
+    handles = stack(axes, start, timeline, resident_bytes)
+    _mark_peak(axes, start + timeline.peak_index, (resident_bytes + timeline.peak_bytes) / MIB, width)
+    if timeline.boundary is not None:
+        _mark_backward(axes, start + timeline.boundary, width)
+    return handles
+
+
+def stack(axes, start: int, timeline: Timeline, resident_bytes: int) -> dict:
+    """Draw the live bytes of a step from the event `start` of an axis, in MiB: resident, then category on category.
+
+    Returns:
+        ``{category: handle}``, from the bottom to the top.
+    """
+    events = range(start, start + len(timeline.live))
+    layers = {"resident": (resident_bytes,) * len(events)} if resident_bytes else {}
+    layers |= timeline.categories
     handles = {}
     bottom = [0.0] * len(events)
     for name in ("resident", *CATEGORIES):

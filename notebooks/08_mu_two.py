@@ -49,9 +49,8 @@ from ackpt import models, plots
 from ackpt.costs.devices import device
 from ackpt.experiments import batch_size, graph_profile, mu_two
 from ackpt.experiments.reports import batch_size as batch_report
+from ackpt.experiments.reports.figures import curves_plot, ratio_plot
 from ackpt.experiments.reports.gpu_records import gpu_records
-from ackpt.experiments.reports.mu_two_plots import ratio_plot
-from ackpt.experiments.reports.sublinear_plots import curves_plot
 from ackpt.experiments.sublinear import measured
 from ackpt.graph import PlannedStep, simulate
 from ackpt.planning.offload_steps import offloadable, offloaded

@@ -44,9 +44,8 @@ from ackpt.experiments import batch_size, bert, bert_block
 from ackpt.experiments.graph_profile import orders_plot
 from ackpt.experiments.reports import batch_size as batch_report
 from ackpt.experiments.reports import bert as bert_report
+from ackpt.experiments.reports.figures import curves_plot, stacked_plot
 from ackpt.experiments.reports.gpu_records import gpu_records
-from ackpt.experiments.reports.sublinear_plots import curves_plot
-from ackpt.experiments.reports.training import stacked_plot
 from ackpt.experiments.steps.named_steps import RunStep, one_step
 from ackpt.experiments.steps.training import adamw
 from ackpt.results import load_reference, markdown_table, write_text_atomic

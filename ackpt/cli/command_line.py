@@ -50,13 +50,11 @@ def main(argv: list[str] | None = None) -> int:
         return _status(error)
 
 
-
 def _errors():
     from ackpt.data import DataError
     from ackpt.results import RecordError
 
     return (ValueError, OSError, DataError, RecordError, *_broken_promises())
-
 
 
 def _broken_promises():
@@ -67,10 +65,8 @@ def _broken_promises():
     return (LossesDiffer, GradientsDiffer, CheckpointError, OffloadError)
 
 
-
 def _status(error) -> int:
     return 1 if isinstance(error, _broken_promises()) else 2
-
 
 
 class _Parser(argparse.ArgumentParser):

@@ -37,7 +37,6 @@ def add_offload(commands) -> None:
     parser.set_defaults(run=run_offload_experiment)
 
 
-
 def run_offload_experiment(arguments, command: str) -> int:
     from ackpt.experiments.offload import predict_offload, run_offload
     from ackpt.experiments.reports import offload as report
@@ -52,7 +51,6 @@ def run_offload_experiment(arguments, command: str) -> int:
             record.save(folder / report.file_name(record))
         _save_figures(report, records, folder)
     return printed(records, report, arguments)
-
 
 
 def _save_figures(report, records, folder: Path) -> None:

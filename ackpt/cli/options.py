@@ -19,7 +19,6 @@ class UsageError(ValueError):
     """An option that does not fit; the message names the way out."""
 
 
-
 def add_common(add, autocast: str, rounds: int, *also_rounds: str) -> None:
     """The options that every experiment has: `autocast` are its dtypes, `rounds` its default of timed rounds."""
     add("--device", help="cpu or cuda")
@@ -29,7 +28,6 @@ def add_common(add, autocast: str, rounds: int, *also_rounds: str) -> None:
     add("--timed-rounds", *also_rounds, type=int, default=rounds, metavar="N", help=timed)
     add("--predict", action="store_true", help="peaks from shapes alone; needs neither a GPU nor the memory")
     add("--json", action="store_true", help="print the records as JSON instead of the table")
-
 
 
 def configuration(arguments):
@@ -52,7 +50,6 @@ def configuration(arguments):
     return config
 
 
-
 def check_device(config, arguments) -> None:
     from ackpt.workloads.step_request import DTYPES
 
@@ -70,7 +67,6 @@ def check_device(config, arguments) -> None:
         )
 
 
-
 def prepared(arguments):
     """Configuration and output folder of an experiment, before any work."""
     config = configuration(arguments)
@@ -80,14 +76,12 @@ def prepared(arguments):
     return config, folder
 
 
-
 def printed(records, report, arguments) -> int:
     if arguments.json:
         print(json.dumps([record.to_json() for record in records], indent=1, sort_keys=True))
     else:
         print(report.text_table(records))
     return 0
-
 
 
 def writable(folder: str | None, option: str) -> Path | None:

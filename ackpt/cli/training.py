@@ -49,7 +49,6 @@ def _add_experiment(commands, name, summary):
     return parser
 
 
-
 def run_experiment(arguments, command: str) -> int:
     from ackpt.experiments.lm import run_lm
     from ackpt.experiments.reports import training as report

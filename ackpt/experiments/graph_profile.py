@@ -29,30 +29,29 @@ def breakdown(graph, planned: Plan) -> Timeline:
 
 
 def by_part(graph, profile, planned: Plan, part) -> dict[str, dict[str, int]]:
-    """What every part of the model keeps for backward, and what its forward computes.
+    """Bytes that every part of the model saves for backward, and FLOPs of its forward.
 
     Args:
-        part: from a module's qualified name (``""``: the model itself) to the name of its part.
+        part: maps a module's qualified name (``""``: the model itself) to the name of its part.
 
     Returns:
-        ``{part: {"bytes": kept for backward, "flops": of its forward}}``, in the order of the forward.
+        ``{part: {"bytes": saved for backward, "flops": of its forward}}``, in the order of the forward.
     """
-    found: dict[str, dict[str, int]] = {}
+    parts: dict[str, dict[str, int]] = {}
     for node in graph.nodes[: graph.boundary]:
         if node.inputs:
-            row = found.setdefault(part(node.module), {"bytes": 0, "flops": 0})
+            row = parts.setdefault(part(node.module), {"bytes": 0, "flops": 0})
             row["flops"] += profile.flops[node.id]
     for activation in planned.activations:
         if activation.fate == SAVED:
-            found[part(activation.module)]["bytes"] += activation.bytes
-    return found
+            parts[part(activation.module)]["bytes"] += activation.bytes
+    return parts
 
 
 def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int):
-    """Live memory of one step in several orders, side by side on one axis of bytes.
+    """A Figure of the live memory of one step in several orders, side by side.
 
-    Returns:
-        A Figure; every step has its peak marked, and a broken line where backward begins.
+    In every step the peak is marked, and a dashed line shows where backward begins.
     """
     from matplotlib.lines import Line2D
 
@@ -64,18 +63,17 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int):
         highest = (resident_bytes + max(step.peak_bytes for step in steps.values())) / plots.MIB
         axes.set_xlim(0, pitch * len(steps))
         axes.set_ylim(0, highest * 1.15)
-        broken = {"color": plots.TEXT, "linewidth": 1, "linestyle": (0, (4, 3))}
+        dashed = {"color": plots.TEXT, "linewidth": 1, "linestyle": (0, (4, 3))}
         handles = {}
-        for place, step in enumerate(steps.values()):
-            events = range(pitch * place, pitch * place + len(step.live))
-            handles |= plots.stack(axes, events, {"resident": [resident_bytes] * len(events), **step.categories})
-            peak = (resident_bytes + step.peak_bytes) / plots.MIB
-            at, width = events[step.peak_index], pitch * len(steps)
+        for index, step in enumerate(steps.values()):
+            start, width = pitch * index, pitch * len(steps)
+            handles |= plots.stack(axes, start, step, resident_bytes)
+            peak, at = (resident_bytes + step.peak_bytes) / plots.MIB, start + step.peak_index
             plots._mark_peak(axes, at, peak, width if at > 0.8 * width else 2 * width)  # the legend is on the right
-            axes.axvline(events[step.boundary or 0], **broken)
-        axes.set_xticks([pitch * place + len(step.live) / 2 for place, step in enumerate(steps.values())], [*steps])
+            axes.axvline(start + (step.boundary or 0), **dashed)
+        axes.set_xticks([pitch * index + len(step.live) / 2 for index, step in enumerate(steps.values())], [*steps])
         axes.tick_params(axis="x", length=0)
-        shown = {"backward begins": Line2D([], [], **broken), **dict(reversed(handles.items()))}
+        shown = {"backward begins": Line2D([], [], **dashed), **dict(reversed(handles.items()))}
         return plots._finished(figure, [*shown.values()], [*shown])
 
 

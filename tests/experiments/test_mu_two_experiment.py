@@ -8,7 +8,7 @@ from torch import nn
 
 import ackpt
 from ackpt.experiments.mu_two import along_paths, choices, decided, found, name_of, printed_overhead
-from ackpt.experiments.reports.mu_two_plots import ratio_plot
+from ackpt.experiments.reports.figures import ratio_plot
 from ackpt.graph import simulate
 from ackpt.models import LanguageModel, TransformerConfig
 from ackpt.policies.mu_two import evictions

@@ -8,6 +8,8 @@ from ackpt.models.transformer import Block
 METHODS = ("baseline", "checkpoint", "chunked-loss", "checkpoint+chunked-loss")
 OFFLOADED = "checkpoint+offload"  # the inputs of the checkpointed blocks wait in host memory
 PLANNED = "auto"  # a plan that needs no more than the measured peak of checkpoint
+
+
 def check_methods(methods, known=METHODS) -> tuple[str, ...]:
     """The methods without repetitions; ValueError for one that is not among `known`."""
     for method in methods:
@@ -31,5 +33,3 @@ def configure(model, method: str) -> None:
 
 def chunks_loss(method: str) -> bool:
     return "chunked-loss" in method
-
-
