@@ -39,9 +39,8 @@ from ackpt.experiments import lm
 from ackpt.experiments.reports import training as report
 from ackpt.experiments.reports.figures import stacked_plot
 from ackpt.experiments.reports.gpu_records import gpu_records
-from ackpt.experiments.steps.methods import configure
 from ackpt.experiments.steps.predicted import predict_experiment
-from ackpt.experiments.steps.training import adamw, one_step
+from ackpt.experiments.steps.training import adamw, configure, one_step
 from ackpt.metering.meter import measure
 from ackpt.results import load_reference, markdown_table, write_text_atomic
 

@@ -13,9 +13,8 @@ import torch
 
 from ackpt.data import DATASETS, Batch, packed_batches, token_stream
 from ackpt.experiments.steps.failures import STRICT
-from ackpt.experiments.steps.methods import METHODS, OFFLOADED, PLANNED, check_methods, chunks_loss
 from ackpt.experiments.steps.settings import require_lengths, require_positive
-from ackpt.experiments.steps.training import Task, run_lengths
+from ackpt.experiments.steps.training import METHODS, OFFLOADED, PLANNED, Task, check_methods, chunks_loss, run_lengths
 from ackpt.models.transformer import LanguageModel, TransformerConfig
 
 EXPERIMENT = "lm"

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ackpt.experiments.steps.failures import STRICT
 from ackpt.experiments.steps.offload_methods import KEEPS_ALL, METHODS, OURS, Method, cannot_run, make_method
-from ackpt.experiments.steps.overlap import traced
+from ackpt.experiments.steps.profiling import traced
 from ackpt.experiments.steps.settings import record_config, record_metrics, require_positive
 from ackpt.metering.meter import compare_seconds, measure
 from ackpt.metering.prediction import predict

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from ackpt.experiments.steps.failures import STRICT
-from ackpt.experiments.steps.methods import METHODS, OFFLOADED, PLANNED, check_methods
 from ackpt.experiments.steps.settings import require_lengths, require_positive
-from ackpt.experiments.steps.training import Task, run_lengths
+from ackpt.experiments.steps.training import METHODS, OFFLOADED, PLANNED, Task, check_methods, run_lengths
 from ackpt.models.transformer import TransformerConfig
 from ackpt.workloads.named_models import Autoencoder
 

@@ -15,11 +15,10 @@ from ackpt.experiments import lm, synthetic
 from ackpt.metering.prediction import predict
 from ackpt.results import Record, environment
 
-from .methods import PLANNED, configure
 from .named_steps import Method, Setting
 from .settings import record_config, record_metrics
 from .step_shapes import Shapes
-from .training import adamw, one_step
+from .training import PLANNED, adamw, configure, one_step
 
 
 def predict_experiment(config, command: str = ""):

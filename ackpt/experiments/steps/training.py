@@ -18,13 +18,43 @@ import torch
 from tqdm import tqdm
 
 import ackpt
+from ackpt.checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
 from ackpt.metering.meter import compare_seconds, measure
+from ackpt.models.transformer import Block
 from ackpt.results import Record, environment
 from ackpt.workloads.step_request import autocast
 
 from .failures import STRICT
-from .methods import PLANNED, chunks_loss, configure
 from .settings import record_config, record_metrics
+
+METHODS = ("baseline", "checkpoint", "chunked-loss", "checkpoint+chunked-loss")
+OFFLOADED = "checkpoint+offload"  # the inputs of the checkpointed blocks are offloaded
+PLANNED = "auto"  # a plan whose budget is the measured peak of checkpoint
+
+
+def check_methods(methods, known=METHODS) -> tuple[str, ...]:
+    """The methods without repetitions; ValueError for one that is not in `known`."""
+    for method in methods:
+        if method not in known:
+            hint = " (this experiment has no vocabulary head)" if chunks_loss(method) else ""
+            raise ValueError(f"unknown method {method!r}{hint}: choose from {', '.join(known)}")
+    if not methods:
+        raise ValueError(f"no method given: choose from {', '.join(known)}")
+    if PLANNED in methods and "checkpoint" not in methods[: methods.index(PLANNED)]:
+        raise ValueError(f"method {PLANNED!r} has the peak of checkpoint as its budget: give checkpoint before it")
+    return tuple(dict.fromkeys(methods))
+
+
+def configure(model, method: str) -> None:
+    """Switch checkpointing of the model's blocks, and the offload of their inputs, on or off for `method`."""
+    if "checkpoint" in method:
+        apply_activation_checkpointing(model, Block, offload="async" if method == OFFLOADED else None)
+    else:
+        remove_activation_checkpointing(model)
+
+
+def chunks_loss(method: str) -> bool:
+    return "chunked-loss" in method
 
 
 @dataclass(frozen=True)
