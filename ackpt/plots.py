@@ -1,6 +1,6 @@
-"""Figures of the book: readable on white and on dark pages, the same bytes in every run.
+"""Figures of the book: readable on white and on dark pages, with the same bytes in every run.
 
-Backgrounds are transparent, text and lines have middle tones. A figure's title states its finding; it is passed in.
+Backgrounds are transparent; text and lines have middle tones. The caller passes a title that states the finding.
 Sizes are given in bytes and drawn in MiB.
 """
 
@@ -141,11 +141,11 @@ def bar_plot(
         width = 0.8 / len(series)
         crowded = len(labels) * len(series) > 10
         highest = max((value / unit for values in series.values() for value in values if value is not None), default=1)
-        for place, (name, values) in enumerate(series.items()):
-            shift = (place - (len(series) - 1) / 2) * width
+        for number, (name, values) in enumerate(series.items()):
+            shift = (number - (len(series) - 1) / 2) * width
             positions = [index + shift for index in range(len(labels))]
             heights = [0 if value is None else value / unit for value in values]
-            axes.bar(positions, heights, width * 0.92, color=SERIES[place % len(SERIES)], label=name)
+            axes.bar(positions, heights, width * 0.92, color=SERIES[number % len(SERIES)], label=name)
             for x, value, height in zip(positions, values, heights):
                 text = "not measured" if value is None else _number(height, highest)
                 upright = crowded or value is None
@@ -195,8 +195,8 @@ def line_plot(
         figure, axes = _axes(title, xlabel, ylabel)
         names = list(dict.fromkeys((*predicted, *measured)))
         handles = []
-        for place, name in enumerate(names):
-            color, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
+        for index, name in enumerate(names):
+            color, marker = SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
             for values, looks in (
                 (predicted.get(name), {"linestyle": DASHES, "linewidth": 1.6, "clip_on": False, "zorder": 3}),
                 (measured.get(name), {"linestyle": "none", "marker": marker, "markersize": 6.5}),
@@ -266,7 +266,7 @@ def _finished(figure, handles, labels):
     if handles:
         looks = {"frameon": False, "labelcolor": TEXT, "fontsize": 8.5, "handlelength": 1.6, "borderaxespad": 0}
         figure.axes[0].legend(handles, labels, loc="upper left", bbox_to_anchor=(1.02, 1), **looks)
-    # The layout is found once: solving it again from its own result moves things by fractions of a pixel.
+    # The layout is computed once: computing it again from its own result moves things by fractions of a pixel.
     figure.set_dpi(DPI)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")

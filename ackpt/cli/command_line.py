@@ -60,7 +60,7 @@ def _errors():
 
 def _broken_promises():
     from ackpt.errors import CheckpointError, OffloadError
-    from ackpt.experiments.offload import GradientsDiffer
+    from ackpt.experiments.steps.gradients import GradientsDiffer
     from ackpt.experiments.steps.training import LossesDiffer
 
     return (LossesDiffer, GradientsDiffer, CheckpointError, OffloadError)

@@ -78,7 +78,7 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int):
 
 
 def random_fates(graph, seed: int) -> dict[str, str]:
-    """Fates for the policy manual: a coin for every operation that may run again says whether it does."""
+    """Fates for the policy manual: a coin decides for every operation that may be recomputed whether it is."""
     known, coin, fates = facts(graph), random.Random(seed), {}
     for producer in sorted({graph.storages[storage].producer for storage in known.savable}):
         siblings = sorted(known.born[producer] & known.savable)
@@ -89,10 +89,10 @@ def random_fates(graph, seed: int) -> dict[str, str]:
 
 
 def compare(model, args, kwargs, policy: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict:
-    """A step by `policy`, predicted and run: do bytes and gradients agree?
+    """Predict and run a step by `policy`; returns whether bytes and gradients agree.
 
-    The plan is made from shapes alone, so that it is the same everywhere. What operations take within themselves is
-    then measured, and the plan simulated once more, for the comparison with the allocator.
+    The plan is made from shapes alone, so that it is the same everywhere. To compare it with the allocator, it is
+    simulated once more with measured workspaces.
 
     Args:
         model, args, kwargs: called on the CPU, returning a scalar loss.
@@ -100,9 +100,9 @@ def compare(model, args, kwargs, policy: str, *, dtype: torch.dtype = torch.floa
         dtype: bfloat16 runs the forward under autocast.
 
     Returns:
-        ``peak_bytes``: dynamic, of the operations' results alone; ``saved_bytes``; ``recompute_ratio``: FLOPs that run
-        again over those of the plain step; ``off_bytes``: simulated minus measured dynamic peak; ``is_equal``: whether
-        all gradients are bit-equal to those of the plain model.
+        ``peak_bytes``: the dynamic peak without workspaces; ``saved_bytes``; ``recompute_ratio``: FLOPs of
+        recomputation over those of the baseline; ``off_bytes``: simulated minus measured dynamic peak; ``is_equal``:
+        whether all gradients are bit-equal to the baseline's.
     """
     graphs = []
 
@@ -119,11 +119,11 @@ def compare(model, args, kwargs, policy: str, *, dtype: torch.dtype = torch.floa
         loss.backward()
         return [parameter.grad for parameter in model.parameters()]
 
-    plain = gradients(model)
+    baseline = gradients(model)
     step = PlannedStep(model, planner)
-    pairs = zip(plain, gradients(step), strict=True)
+    pairs = zip(baseline, gradients(step), strict=True)
     is_equal = all(torch.equal(a, b) for a, b in pairs)
-    del plain
+    del baseline
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     measured = measure(lambda: gradients(step), "cpu", resident=(model, *tensors), repeats=0)
     (graph,) = graphs

@@ -5,13 +5,15 @@ Each report next to this file adds what is its own: the columns, the notes below
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ackpt.results import RecordError, load_reference
 
 MIB = 2**20
 PERCENT = "{:+.1f} %"  # a difference from the baseline
 
 
-def table(rows, headings: dict[str, str], forms: dict[str, str] | None = None, left: int = 0, always=()) -> list[str]:
+def table(rows, headings: Mapping[str, str], forms: Mapping | None = None, left: int = 0, always=()) -> list[str]:
     """The lines of a table: a column for every key of `headings` for which a row has a value.
 
     Args:
@@ -24,11 +26,12 @@ def table(rows, headings: dict[str, str], forms: dict[str, str] | None = None, l
     Example:
         >>> from ackpt.experiments.reports.tables import PERCENT, table
         >>> rows = [{"method": "plain", "peak": 4.0}, {"method": "full", "peak": 1.0, "change": -75.0}]
-        >>> print("\\n".join(table(rows, {"method": "", "peak": "MiB", "change": ""}, {"change": PERCENT}, left=1)))
-               MiB
-        -----  ---  -------
-        plain  4.0        -
-        full   1.0  -75.0 %
+        >>> for line in table(rows, {"method": "method", "peak": "MiB", "change": "vs plain"}, {"change": PERCENT}, 1):
+        ...     print(line)
+        method  MiB  vs plain
+        ------  ---  --------
+        plain   4.0         -
+        full    1.0   -75.0 %
     """
     forms = forms or {}
     names = [name for name in headings if name in always or any(row.get(name) is not None for row in rows)]
