@@ -155,8 +155,7 @@ def _local_files(path: Path, split: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise DataError(f"not a folder, a parquet file or an arrow file: {path}")
-    found = sorted(file for file in path.rglob("*") if file.suffix in KINDS)
-    names = {file: file.relative_to(path).as_posix() for file in found}
+    names = {file: file.relative_to(path).as_posix() for file in sorted(path.rglob("*")) if file.suffix in KINDS}
     files = [file for file, name in names.items() if not NOT_THE_DATA.search(f"/{path.name}/{name}")]
     if not files:
         raise DataError(f"no parquet or arrow file of {WIKITEXT[1]} in {path}")

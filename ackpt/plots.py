@@ -1,6 +1,6 @@
-"""Figures of the book: readable on white and on dark pages, the same bytes in every run.
+"""Figures of the book: readable on white and on dark pages, with the same bytes in every run.
 
-Backgrounds are transparent, text and lines have middle tones. A figure's title states its finding; it is passed in.
+Backgrounds are transparent; text and lines have middle tones. The caller passes a title that states the finding.
 Sizes are given in bytes and drawn in MiB.
 """
 
@@ -74,25 +74,34 @@ def timeline_plot(timeline: Timeline, title: str, resident_bytes: int = 0) -> Fi
     """
     with style.context("default"):
         figure, axes = _axes(title, "allocations and frees, in order", "live memory (MiB)")
-        events = range(len(timeline.live))
-        layers = {"resident": (resident_bytes,) * len(events)} if resident_bytes else {}
-        layers |= timeline.categories
-        found = stack(axes, events, layers)
-        peak = (resident_bytes + timeline.peak_bytes) / MIB
-        axes.set_xlim(0, max(1, len(events) - 1))
-        axes.set_ylim(0, peak * 1.2 or 1)
-        _mark_peak(axes, timeline.peak_index, peak, len(events))
-        if timeline.boundary is not None:
-            _mark_backward(axes, timeline.boundary, len(events))
-        return _finished(figure, [*found.values()][::-1], [*found][::-1])
+        axes.set_xlim(0, max(1, len(timeline.live) - 1))
+        axes.set_ylim(0, (resident_bytes + timeline.peak_bytes) / MIB * 1.2 or 1)
+        handles = draw_step(axes, timeline, resident_bytes, len(timeline.live))
+        return _finished(figure, [*handles.values()][::-1], [*handles][::-1])
 
 
-def stack(axes, events, layers: dict) -> dict:
-    """Draw ``{name: bytes at every event}`` on one another in MiB, resident first, then the order of the categories.
+def draw_step(axes, timeline: Timeline, resident_bytes: int, width: int, start: int = 0) -> dict:
+    """Draw a step from the event `start` of an axis that is `width` events wide: its stack, its peak, its backward.
 
     Returns:
-        ``{name: handle}`` of what was drawn, from the bottom to the top.
+        ``{category: handle}`` of its stack, from the bottom to the top.
     """
+    handles = stack(axes, start, timeline, resident_bytes)
+    _mark_peak(axes, start + timeline.peak_index, (resident_bytes + timeline.peak_bytes) / MIB, width)
+    if timeline.boundary is not None:
+        _mark_backward(axes, start + timeline.boundary, width)
+    return handles
+
+
+def stack(axes, start: int, timeline: Timeline, resident_bytes: int) -> dict:
+    """Draw the live bytes of a step from the event `start` of an axis, in MiB: resident, then category on category.
+
+    Returns:
+        ``{category: handle}``, from the bottom to the top.
+    """
+    events = range(start, start + len(timeline.live))
+    layers = {"resident": (resident_bytes,) * len(events)} if resident_bytes else {}
+    layers |= timeline.categories
     handles = {}
     bottom = [0.0] * len(events)
     for name in ("resident", *CATEGORIES):
@@ -132,11 +141,11 @@ def bar_plot(
         width = 0.8 / len(series)
         crowded = len(labels) * len(series) > 10
         highest = max((value / unit for values in series.values() for value in values if value is not None), default=1)
-        for place, (name, values) in enumerate(series.items()):
-            shift = (place - (len(series) - 1) / 2) * width
+        for number, (name, values) in enumerate(series.items()):
+            shift = (number - (len(series) - 1) / 2) * width
             positions = [index + shift for index in range(len(labels))]
             heights = [0 if value is None else value / unit for value in values]
-            axes.bar(positions, heights, width * 0.92, color=SERIES[place % len(SERIES)], label=name)
+            axes.bar(positions, heights, width * 0.92, color=SERIES[number % len(SERIES)], label=name)
             for x, value, height in zip(positions, values, heights):
                 text = "not measured" if value is None else _number(height, highest)
                 upright = crowded or value is None
@@ -186,8 +195,8 @@ def line_plot(
         figure, axes = _axes(title, xlabel, ylabel)
         names = list(dict.fromkeys((*predicted, *measured)))
         handles = []
-        for place, name in enumerate(names):
-            color, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
+        for index, name in enumerate(names):
+            color, marker = SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
             for values, looks in (
                 (predicted.get(name), {"linestyle": DASHES, "linewidth": 1.6, "clip_on": False, "zorder": 3}),
                 (measured.get(name), {"linestyle": "none", "marker": marker, "markersize": 6.5}),
@@ -257,7 +266,7 @@ def _finished(figure, handles, labels):
     if handles:
         looks = {"frameon": False, "labelcolor": TEXT, "fontsize": 8.5, "handlelength": 1.6, "borderaxespad": 0}
         figure.axes[0].legend(handles, labels, loc="upper left", bbox_to_anchor=(1.02, 1), **looks)
-    # The layout is found once: solving it again from its own result moves things by fractions of a pixel.
+    # The layout is computed once: computing it again from its own result moves things by fractions of a pixel.
     figure.set_dpi(DPI)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")

@@ -1,4 +1,4 @@
-"""Where a record is made: device, versions, threads, commit, day and command."""
+"""The environment of a record: device, versions, threads, commit, day and command."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 
 
 def environment(device: torch.device | str = "cpu", command: str = "") -> dict[str, Any]:
-    """Where a record is made: device, versions, threads, commit, day and command.
+    """The environment of a record: device, versions, threads, commit, day and command.
 
-    ``commit`` is that of the checkout the package lies in, with ``-dirty`` behind it when ``ackpt/``, ``notebooks/``
-    or ``pyproject.toml`` have changes. Where git cannot say, as in a copy without its history, it is that of the
-    environment variable ``ACKPT_COMMIT``, or None. ``date`` is the day in UTC: two runs on one day give the same bytes.
+    ``commit`` is that of the package's checkout, followed by ``-dirty`` if ``ackpt/``, ``notebooks/`` or
+    ``pyproject.toml`` have changes. In a copy without git history it is the environment variable ``ACKPT_COMMIT``, or
+    None. ``date`` is the day in UTC: two runs on one day give the same bytes.
     A GPU adds ``capability``, ``device_bytes``, ``driver``, ``cuda`` and ``cudnn``.
 
     Example:
@@ -43,7 +43,7 @@ def environment(device: torch.device | str = "cpu", command: str = "") -> dict[s
 
 
 def _cuda(device) -> dict:
-    """What a record of a GPU says beside the device's name."""
+    """The fields that a GPU adds."""
     properties = torch.cuda.get_device_properties(device)
     return {
         "capability": f"{properties.major}.{properties.minor}",
@@ -55,21 +55,21 @@ def _cuda(device) -> dict:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver, if the system or its tool says."""
+    """The version of NVIDIA's driver, from the system or from nvidia-smi; None if unknown."""
     version = Path("/proc/driver/nvidia/version")
-    if version.is_file() and (found := _driver_in(version.read_text())):
-        return found
+    if version.is_file() and (driver := _driver_in(version.read_text())):
+        return driver
     try:
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=30)
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None
 
 
 def _driver_in(text: str) -> str | None:
-    found = re.search(r"Module.*?\s(\d+\.[\d.]+)", text)
-    return found[1] if found else None
+    match = re.search(r"Module.*?\s(\d+\.[\d.]+)", text)
+    return match[1] if match else None
 
 
 def _package_version() -> str:

@@ -1,7 +1,7 @@
-"""Records of experiments: what was run, what came out, where. JSON in, JSON out, checked on the way.
+"""Records of experiments: configuration, metrics and environment of a run, read and written as checked JSON.
 
-Tables and figures are made from records only. A record holds measured times only in fields whose names start with
-``seconds``, so that everything else can be compared between two runs byte by byte.
+Tables and figures are made from records only. Measured times are only in fields whose names start with ``seconds``, so
+that everything else can be compared between two runs byte by byte.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ def load_reference(name: str, folder: str | os.PathLike[str] = REFERENCES) -> di
     """
     path = Path(folder, f"{name}.json")
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in Path(folder).glob("*.json"))) or "none here"
+        names = ", ".join(sorted(file.stem for file in Path(folder).glob("*.json"))) or "none here"
         raise RecordError(
-            f"no reference figures named {name!r} in {folder} (known: {known}); they are part of the repository, not "
+            f"no reference figures named {name!r} in {folder} (known: {names}); they are part of the repository, not "
             "of the installed package"
         )
     data = _read(path, REFERENCE_SCHEMA)
@@ -295,7 +295,7 @@ def _check_fields(data: dict, fields: dict, where: str, prefix: str = "") -> Non
 
 
 def _check_value(value, where: str) -> None:
-    """Plain JSON only: what is written is what is read."""
+    """RecordError for a value that JSON would not read back as it was written."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

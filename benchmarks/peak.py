@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
 from ackpt.experiments.lm import LMConfig, task
-from ackpt.experiments.steps.methods import configure
-from ackpt.experiments.steps.training import adamw, one_step
+from ackpt.experiments.steps.training import adamw, configure, one_step
 from ackpt.models.transformer import Block
 
 KIB = 1024

@@ -36,9 +36,8 @@ from ackpt import plots
 from ackpt.experiments import synthetic
 from ackpt.experiments.reports import training as report
 from ackpt.experiments.reports.gpu_records import gpu_records
-from ackpt.experiments.steps.methods import configure
 from ackpt.experiments.steps.predicted import predict_experiment
-from ackpt.experiments.steps.training import one_step
+from ackpt.experiments.steps.training import configure, one_step
 from ackpt.metering.prediction import predict
 from ackpt.results import load_reference, markdown_table, write_text_atomic
 

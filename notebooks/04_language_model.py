@@ -37,10 +37,10 @@ from ackpt import plots
 from ackpt.data import corpus_fingerprint, embedded_corpus, token_stream, train_tokenizer
 from ackpt.experiments import lm
 from ackpt.experiments.reports import training as report
+from ackpt.experiments.reports.figures import stacked_plot
 from ackpt.experiments.reports.gpu_records import gpu_records
-from ackpt.experiments.steps.methods import configure
 from ackpt.experiments.steps.predicted import predict_experiment
-from ackpt.experiments.steps.training import adamw, one_step
+from ackpt.experiments.steps.training import adamw, configure, one_step
 from ackpt.metering.meter import measure
 from ackpt.results import load_reference, markdown_table, write_text_atomic
 
@@ -346,7 +346,7 @@ for place, m in enumerate(methods):
     parts["temporaries"][place] -= logits.get(m, 0) - waiting
 share = logits["checkpoint"] / runs["checkpoint", T]["dynamic_peak_bytes"]
 before, after = (runs[m, T]["peak_bytes"] / 2**20 for m in ("checkpoint", lean))
-figure = report.stacked_plot(
+figure = stacked_plot(
     methods,
     parts,
     f"Logits are {share:.0%} of the dynamic bytes at the checkpointed peak; "

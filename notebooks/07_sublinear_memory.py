@@ -37,7 +37,7 @@ import torch
 import ackpt
 from ackpt import models, plots
 from ackpt.experiments import graph_profile, sublinear
-from ackpt.experiments.reports import sublinear_plots
+from ackpt.experiments.reports import figures
 from ackpt.experiments.sublinear import ChainConfig, measured
 from ackpt.graph import PlannedStep
 from ackpt.metering.timeline import Timeline
@@ -186,7 +186,7 @@ for method in LENGTHS:
         theory = sublinear.predicted(ChainConfig(n, method))
         theory_peaks.setdefault(method, {})[n] = theory.live + theory.beside
         theory_runs.setdefault(method, {})[n] = (n + theory.runs_again) / n
-figure = sublinear_plots.curves_plot(
+figure = figures.curves_plot(
     found_peaks,
     theory_peaks,
     f"1,024 blocks in {found_peaks['falling'][1024]} activations with one more forward, in "
@@ -199,7 +199,7 @@ path = plots.save(figure, "results/figures/07_peaks.png")
 figure
 
 # %% alt="Forward runs per block over the number of blocks, the latter logarithmic. Plain stays at one; sqrt, falling and chen-sqrt approach two from below; halves and chen-log rise in a straight line, to six and five runs at 1,024 blocks."
-figure = sublinear_plots.curves_plot(
+figure = figures.curves_plot(
     found_runs,
     theory_runs,
     "The square root never costs a second forward; the logarithm costs half of one at every doubling",
@@ -287,7 +287,7 @@ all(least(n, s, known) == revolve.advances(n, s) for n, s in pairs)
 steps, snapshots = 16, 3
 actions = revolve.schedule(steps, snapshots)
 most = next(r for r in range(steps) if revolve.beta(snapshots, r) >= steps)
-figure = sublinear_plots.schedule_plot(
+figure = figures.schedule_plot(
     actions,
     steps,
     f"{steps} steps, {snapshots} snapshots: {revolve.advances(steps, snapshots)} steps forward, none more than "
@@ -423,7 +423,7 @@ lines = {}
 for row in rows:
     if row["peak"] is not None:
         lines.setdefault(row["policy"], {})[100 * row["peak"]] = 100 * row["cost"]
-figure = sublinear_plots.curves_plot(
+figure = figures.curves_plot(
     {"rotor": point},
     lines,
     "On blocks that differ rotor is never beaten, and reaches furthest down",
@@ -482,7 +482,7 @@ measured_mib = {k: found.dynamic_peak_bytes / MIB for k, found in transformer.it
 with_c = {k: (k - 1 + c * n / k) * h.nbytes / MIB for k in segments}
 least_unit = min(segments, key=lambda k: k - 1 + n / k)
 least_found = min(segments, key=measured_mib.get)
-figure = sublinear_plots.curves_plot(
+figure = figures.curves_plot(
     {"16 Transformer blocks": measured_mib},
     {"16 Transformer blocks": with_c},
     f"Unit blocks would be cut into {least_unit} segments; Transformer blocks need least memory in {least_found}",

@@ -49,9 +49,8 @@ from ackpt import models, plots
 from ackpt.costs.devices import device
 from ackpt.experiments import batch_size, graph_profile, mu_two
 from ackpt.experiments.reports import batch_size as batch_report
+from ackpt.experiments.reports.figures import curves_plot, ratio_plot
 from ackpt.experiments.reports.gpu_records import gpu_records
-from ackpt.experiments.reports.mu_two_plots import ratio_plot
-from ackpt.experiments.reports.sublinear_plots import curves_plot
 from ackpt.experiments.sublinear import measured
 from ackpt.graph import PlannedStep, simulate
 from ackpt.planning.offload_steps import offloadable, offloaded
@@ -120,7 +119,7 @@ graphs = {name: ackpt.trace(model, *args) for name, (model, args) in calls.items
 # %%
 t4 = device("t4")
 profiles = {name: ackpt.profile(graph, t4) for name, graph in graphs.items()}
-intermediates = {name: mu_two.found(graphs[name], profiles[name]) for name in graphs}
+intermediates = {name: mu_two.intermediates_of(graphs[name], profiles[name]) for name in graphs}
 {name: len(found) for name, found in intermediates.items()}
 
 # %% tags=["hide-input"]
@@ -221,7 +220,7 @@ for choice in choices:
 # What each takes to be made again, first and last, in µs:
 
 # %%
-first = {mu_two.name_of(net_graph, i): i for i in mu_two.found(net_graph, net_profile)}
+first = {mu_two.name_of(net_graph, i): i for i in mu_two.intermediates_of(net_graph, net_profile)}
 for name in names:
     alone, after = first[name].recomp_time, choices[-1].recomp_time[name]
     print(f"{name:7} {1e6 * alone:5.1f} alone, {1e6 * after:5.1f} when all are dropped")
@@ -392,7 +391,7 @@ path = write_text_atomic("results/tables/08_loop.md", table)
 # %%
 g, costs_there = wide[256], rates[256, "h200"]
 run_time = costs(g, costs_there)
-every = mu_two.found(g, costs_there)
+every = mu_two.intermediates_of(g, costs_there)
 printed = [mu_two.printed_overhead(i, run_time, g.boundary) for i in every]
 positive = [seconds for seconds in printed if seconds > 0]
 print(f"{sum(seconds < 0 for seconds in printed)} of {len(printed)} below zero")
@@ -425,7 +424,7 @@ tower = ackpt.trace(Tower(6), torch.ones(64, 8))
 tower_profile = replace(ackpt.profile(tower, t4), swap_seconds=None)
 
 # %%
-every = mu_two.found(tower, tower_profile)
+every = mu_two.intermediates_of(tower, tower_profile)
 *_, end = mu_two.choices(tower, tower_profile)
 for i in every:
     if tower.nodes[i.rank].target == "aten.exp.default":
@@ -845,7 +844,7 @@ class Fork(nn.Linear):
 
 
 fork = ackpt.trace(Fork(4, 4), torch.ones(2, 4))
-kept = mu_two.found(fork, ackpt.profile(fork))
+kept = mu_two.intermediates_of(fork, ackpt.profile(fork))
 by_name, dropped = {mu_two.name_of(fork, i): i for i in kept}, []
 for name in ("sin", "exp"):
     drop(by_name[name], dropped, kept)
@@ -868,7 +867,7 @@ def exposed_share(width, name):
     with FakeTensorMode():
         deep = ackpt.trace(nn.Sequential(*layers), torch.empty(1024, width))
     profile = ackpt.profile(deep, name)
-    kept = {i.storages for i in mu_two.found(deep, profile)}
+    kept = {i.storages for i in mu_two.intermediates_of(deep, profile)}
     plain = everything(deep)
     away = offloaded(deep, plain, set().union(*kept) & set(offloadable(deep, plain)), profile)
     found = simulate(deep, profile, away)

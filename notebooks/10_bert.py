@@ -40,13 +40,12 @@ import torch
 
 import ackpt
 from ackpt import models, plots
-from ackpt.experiments import batch_size, bert, bert_block
+from ackpt.experiments import batch_size, bert
 from ackpt.experiments.graph_profile import orders_plot
 from ackpt.experiments.reports import batch_size as batch_report
 from ackpt.experiments.reports import bert as bert_report
+from ackpt.experiments.reports.figures import curves_plot, stacked_plot
 from ackpt.experiments.reports.gpu_records import gpu_records
-from ackpt.experiments.reports.sublinear_plots import curves_plot
-from ackpt.experiments.reports.training import stacked_plot
 from ackpt.experiments.steps.named_steps import RunStep, one_step
 from ackpt.experiments.steps.training import adamw
 from ackpt.results import load_reference, markdown_table, write_text_atomic
@@ -215,7 +214,7 @@ graph = ackpt.trace(model, optimizer=optimizer, **batch)
 profile = ackpt.profile(graph, workspace="measured")
 none = ackpt.plan(graph, policy="none", profile=profile)
 A = 10 * d + 2 * f + 3 * h * T + 4
-kept = {sum(a.bytes for a in found) for found in bert_block.of_blocks(none).values()}
+kept = {sum(a.bytes for a in found) for found in bert.of_blocks(none).values()}
 print(f"by hand {4 * B * T * A}, in the graph {kept}")
 print(f"attention's matrices are {3 * h * T / A:.0%} of it")
 
@@ -247,7 +246,7 @@ print(f"{(2 * h * T + f + 4 * d) / A:.0%} of what a block keeps")
 # %%
 budgets = (0.8, 0.6, 0.5, 0.4, 0.3)
 plans = {budget: ackpt.plan(graph, budget, profile=profile) for budget in budgets}
-places = bert_block.saved_in({"plain": none} | {str(b): plans[b] for b in budgets})
+places = bert.saved_in({"plain": none} | {str(b): plans[b] for b in budgets})
 names = "q", "k", "weights", "noise on weights", "weights behind dropout", "v"
 names += "attention's result", "noise, first branch", "first sum", "first norm", "", ""
 names += "up's result", "GELU's result"
@@ -585,7 +584,7 @@ small[0].environment
 dry = models.BertForMaskedLM(replace(sizes, dropout=0.0))
 dry_graph = ackpt.trace(dry, **batch)
 dry_none = ackpt.plan(dry_graph, policy="none")
-dry_kept = {sum(a.bytes for a in found) for found in bert_block.of_blocks(dry_none).values()}
+dry_kept = {sum(a.bytes for a in found) for found in bert.of_blocks(dry_none).values()}
 half = ackpt.plan(dry_graph, 0.5)
 dry_flops = half.flops - half.recompute_flops
 print(f"by hand {4 * B * T * (8 * d + 2 * f + h + 4)}, in the graph {dry_kept}")

@@ -32,7 +32,7 @@ import torch
 from ackpt import plots
 from ackpt.experiments import sharded_llama
 from ackpt.experiments.graph_profile import orders_plot
-from ackpt.experiments.reports.training import stacked_plot
+from ackpt.experiments.reports.figures import stacked_plot
 from ackpt.experiments.sharded_check import check
 from ackpt.results import markdown_table, write_text_atomic
 from ackpt.sharded.blocks import CAPTURED

@@ -12,15 +12,16 @@ import sys
 
 from ackpt.errors import did_you_mean
 
-from .batch import add_batch_size, add_bert
+from .batch_size import add_batch_size
+from .bert import add_bert
 from .doctor import add_doctor
 from .frontier import add_frontier
+from .gpu_suite import add_gpu_suite
 from .offload import add_offload
 from .plan import add_plan
-from .suite import add_gpu_suite
-from .training import add_lm, add_synthetic
+from .synthetic_lm import add_lm, add_synthetic
 
-#: What adds each command, in the order of ``ackpt --help``.
+#: The table of commands, in the order of ``ackpt --help``: each adds its options and sets the function that runs it.
 COMMANDS = (
     add_synthetic,
     add_lm,
@@ -50,7 +51,6 @@ def main(argv: list[str] | None = None) -> int:
         return _status(error)
 
 
-
 def _errors():
     from ackpt.data import DataError
     from ackpt.results import RecordError
@@ -58,32 +58,29 @@ def _errors():
     return (ValueError, OSError, DataError, RecordError, *_broken_promises())
 
 
-
 def _broken_promises():
     from ackpt.errors import CheckpointError, OffloadError
-    from ackpt.experiments.offload import GradientsDiffer
+    from ackpt.experiments.steps.gradients import GradientsDiffer
     from ackpt.experiments.steps.training import LossesDiffer
 
     return (LossesDiffer, GradientsDiffer, CheckpointError, OffloadError)
-
 
 
 def _status(error) -> int:
     return 1 if isinstance(error, _broken_promises()) else 2
 
 
-
 class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
-        """What a command does not know is said by the command, which has the help that lists what it knows."""
-        found, unknown = super().parse_known_args(args, namespace)
+        """Reports an unknown option as the command's own error, which points to the help of that command."""
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             hint = did_you_mean(unknown[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return found, unknown
+        return parsed, unknown
 
     def error(self, message):
-        """One line instead of the whole usage."""
+        """Exits with one line instead of the whole usage."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 

@@ -1,4 +1,4 @@
-"""The command ``ackpt frontier``: its options, and from them to what `ackpt.experiments.frontier` runs."""
+"""The command ``ackpt frontier``: its options, and the call of the experiment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LISTS = {"policy": "policies", "budget": "budgets", "peer": "peers", "setting": 
 
 
 def add_frontier(commands) -> None:
-    """The subcommand and its options."""
+    """Add the command and its options."""
     summary = "all policies and torch's own tools on one model: measured peak against what runs again"
     parser = commands.add_parser(
         "frontier",
@@ -61,7 +61,7 @@ def _share(text: str) -> float:
 
 
 def configuration(arguments):
-    """What the options ask for; ValueError for what does not fit, before any work."""
+    """The configuration that the options ask for; ValueError for a wrong one."""
     from ackpt.experiments.frontier import FrontierConfig
 
     given = {name: value for name, value in vars(arguments).items() if value is not None}

@@ -1,15 +1,15 @@
-"""The command ``ackpt offload``: its options, and from them to the experiment."""
+"""The command ``ackpt offload``: its options, and the call of the experiment."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from .options import TIERS, add_common, prepared, printed
+from .options import TIERS, add_common, checked_folder, configuration, save_and_print
 
 
 def add_offload(commands) -> None:
-    """The subcommand and its options."""
+    """Add the command and its options."""
     summary = "offload to host memory, against checkpointing alone and other packages"
     parser = commands.add_parser(
         "offload",
@@ -37,26 +37,24 @@ def add_offload(commands) -> None:
     parser.set_defaults(run=run_offload_experiment)
 
 
-
 def run_offload_experiment(arguments, command: str) -> int:
     from ackpt.experiments.offload import predict_offload, run_offload
     from ackpt.experiments.reports import offload as report
 
-    config, folder = prepared(arguments)
+    config = configuration(arguments)
+    folder = checked_folder(config, arguments)
     if arguments.predict:
         records = predict_offload(config, command)
     else:
         records = run_offload(config, command, arguments.timed_rounds)
+    status = save_and_print([records], report, folder, arguments)
     if folder is not None:
-        for record in records:
-            record.save(folder / report.file_name(record))
         _save_figures(report, records, folder)
-    return printed(records, report, arguments)
-
+    return status
 
 
 def _save_figures(report, records, folder: Path) -> None:
-    """What does not change from run to run; times stay out of files."""
+    """Write the figures that are the same in every run: all but that of the times."""
     try:
         from ackpt import plots
     except ImportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -10,18 +11,39 @@ from typing import Any
 import torch
 
 TIERS = ("cpu", "gpu")
-
-
-OPTIONS = {"seq_len": "seq_lens", "method": "methods", "lr": "learning_rate"}
+FIELDS = {"seq_len": "seq_lens", "method": "methods", "lr": "learning_rate"}  # of a configuration, by option
 
 
 class UsageError(ValueError):
-    """An option that does not fit; the message names the way out."""
+    """An option with a wrong value, or one that does not go with another; the message says what to type instead."""
 
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The value of an option such as ``4,8,16``."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 4,8,16") from None
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The value of an option such as ``lm,offload``."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def field(text: str) -> tuple[str, Any]:
+    """Name and value of a ``FIELD=VALUE`` of --set; a value that is not JSON is a string."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise ValueError(f"--set {text}: write FIELD=VALUE, as in --set n_layer=48")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def add_common(add, autocast: str, rounds: int, *also_rounds: str) -> None:
-    """The options that every experiment has: `autocast` are its dtypes, `rounds` its default of timed rounds."""
+    """Add the options of every experiment: `autocast` are its dtypes, `rounds` its default of timed rounds."""
     add("--device", help="cpu or cuda")
     add("--dtype", help=f"float32, or autocast to {autocast}")
     add("--seed", type=int)
@@ -31,29 +53,61 @@ def add_common(add, autocast: str, rounds: int, *also_rounds: str) -> None:
     add("--json", action="store_true", help="print the records as JSON instead of the table")
 
 
+def add_named_step(add, methods: str, fields: str) -> None:
+    """Add the options of ``batch-size`` and ``bert``, which run a step of a named model by named methods."""
+    add("--tier", choices=TIERS, help="default sizes: cpu is small, gpu as published; as --device if left out")
+    add("--methods", type=names, metavar="M,M,...", help=f"{methods}; any policy of ackpt.plan, @ and a budget")
+    add("--seq-len", type=int, metavar="N", help="tokens of a sequence")
+    add(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FIELD=VALUE",
+        help=f"fields of the model's configuration, values as in JSON: {fields}",
+    )
+    add("--lr", type=float, help="AdamW's learning rate")
+    add("--out", metavar="FOLDER", help="write one JSON record per run")
+    add_common(add, "bfloat16", 3)
+
+
+def named_step_changes(arguments, *options: str) -> dict[str, Any]:
+    """The fields that the options of `add_named_step`, and more `options`, change in a configuration."""
+    fields = (*options, "methods", "seq_len", "device", "dtype", "seed")
+    changes = {name: getattr(arguments, name) for name in fields}
+    changes["learning_rate"] = arguments.lr
+    changes["fields"] = dict(map(field, arguments.set)) or None
+    return {name: value for name, value in changes.items() if value is not None}
+
+
+def tier_of(arguments) -> str:
+    """--tier, or by default the tier that runs on --device."""
+    return arguments.tier or ("gpu" if arguments.device == "cuda" else "cpu")
+
 
 def configuration(arguments):
-    """The experiment's configuration: the tier's, with the options that were given put over it."""
+    """The configuration of ``synthetic``, ``lm`` or ``offload``: the tier's, changed by the options that were given."""
     from ackpt.experiments import lm, offload, synthetic
 
     module = {"lm": lm, "synthetic": synthetic, "offload": offload}[arguments.command]
-    tier = arguments.tier or ("gpu" if arguments.device == "cuda" else "cpu")
-    base: Any = module.GPU if tier == "gpu" else module.CPU
-    known = {field.name for field in dataclasses.fields(base)}
+    base: Any = module.GPU if tier_of(arguments) == "gpu" else module.CPU
+    fields = {each.name for each in dataclasses.fields(base)}
     changes = {}
-    for name, value in vars(arguments).items():
-        field = OPTIONS.get(name, name)
-        if field in known and value is not None:
-            changes[field] = tuple(value) if isinstance(value, list) else value
+    for option, value in vars(arguments).items():
+        name = FIELDS.get(option, option)
+        if name in fields and value is not None:
+            changes[name] = tuple(value) if isinstance(value, list) else value
     if "vocab_size" in changes and "tokenizer_vocab" not in changes:
         changes["tokenizer_vocab"] = min(base.tokenizer_vocab, changes["vocab_size"])
-    config = dataclasses.replace(base, **changes)
-    check_device(config, arguments)
-    return config
+    return dataclasses.replace(base, **changes)
 
 
+def checked_folder(config, arguments) -> Path | None:
+    """The folder for records, or None; a device, dtype or number of rounds that cannot work is refused before the work.
 
-def check_device(config, arguments) -> None:
+    Raises:
+        UsageError: naming the option.
+    """
     from ackpt.workloads.step_request import DTYPES
 
     if config.dtype not in DTYPES:
@@ -63,35 +117,22 @@ def check_device(config, arguments) -> None:
     if config.device == "cpu" and config.dtype == "float16":
         raise UsageError("float16 training needs a GPU: choose float32 or bfloat16 on the CPU")
     if config.device == "cuda" and not arguments.predict and not torch.cuda.is_available():
-        what = "--tier gpu needs" if arguments.tier == "gpu" else "--device cuda needs"
+        needing = "--tier gpu needs" if arguments.tier == "gpu" else "--device cuda needs"
         raise UsageError(
-            f"{what} a CUDA GPU and torch sees none here: add --predict for the peaks from shapes alone, or use "
+            f"{needing} a CUDA GPU and torch sees none here: add --predict for the peaks from shapes alone, or use "
             "--tier cpu --device cpu"
         )
-
-
-
-def prepared(arguments):
-    """Configuration and output folder of an experiment, before any work."""
-    config = configuration(arguments)
-    folder = writable(arguments.out, "--out")
     if arguments.timed_rounds < 0:
         raise UsageError(f"--timed-rounds must be at least 0, got {arguments.timed_rounds}")
-    return config, folder
-
-
-
-def printed(records, report, arguments) -> int:
-    if arguments.json:
-        print(json.dumps([record.to_json() for record in records], indent=1, sort_keys=True))
-    else:
-        print(report.text_table(records))
-    return 0
-
+    return writable(arguments.out, "--out")
 
 
 def writable(folder: str | None, option: str) -> Path | None:
-    """The folder, made if need be; an error before the work starts if nothing can be written there."""
+    """The folder, created if need be; None stays None.
+
+    Raises:
+        UsageError: if nothing can be written there.
+    """
     if folder is None:
         return None
     path = Path(folder)
@@ -103,3 +144,18 @@ def writable(folder: str | None, option: str) -> Path | None:
     except OSError as error:
         raise UsageError(f"{option}: cannot write to {folder} ({error.strerror}); name another folder") from error
     return path
+
+
+def save_and_print(groups, report, folder: Path | None, arguments) -> int:
+    """Write every record as soon as its group is complete, then print all records; returns the exit status."""
+    records = []
+    for group in groups:
+        for record in group:
+            records.append(record)
+            if folder is not None:
+                record.save(folder / report.file_name(record))
+    if arguments.json:
+        print(json.dumps([record.to_json() for record in records], indent=1, sort_keys=True))
+    else:
+        print(report.text_table(records))
+    return 0

@@ -1,10 +1,11 @@
-"""The command ``ackpt plan``: its options, and from them to what `ackpt.workloads.planned_shapes` runs."""
+"""The command ``ackpt plan``: its options, and the call of `ackpt.workloads.planned_shapes`."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+
+from .options import UsageError, field, writable
 
 MODELS = "transformer, lm, resnet18, resnet50, resnet152, bert-base, bert-large"
 EXAMPLES = """examples:
@@ -16,7 +17,7 @@ EXAMPLES = """examples:
 
 
 def add_plan(commands) -> None:
-    """The subcommand and its options."""
+    """Add the command and its options."""
     import argparse
 
     summary = "the peak of a model's training step, planned from shapes: no GPU, nothing allocated"
@@ -95,35 +96,32 @@ def add_plan(commands) -> None:
 def run_plan_command(arguments, command: str) -> int:
     from ackpt.workloads.planned_shapes import run_plan
 
-    from . import plan_text as report
+    from . import plan_fsdp, plan_text
 
     config = configuration(arguments)
     if shardings := _shardings(arguments):
-        from . import sharded_text as sharded_report
-
-        model, plans = sharded_report.run(config, shardings)
-        if arguments.json:
-            print(json.dumps(sharded_report.to_json(model, shardings, plans), indent=1))
-        else:
-            print(sharded_report.text(model, shardings, plans))
+        model, plans = plan_fsdp.run(config, shardings)
+        shown = plan_fsdp.to_json if arguments.json else plan_fsdp.text
+        printed = shown(model, shardings, plans)
+        print(json.dumps(printed, indent=1) if arguments.json else printed)
         return 0
     output = _writable_file(arguments.output)
-    found = run_plan(config)
+    planned = run_plan(config)
     if output is not None:
-        found.plan.save(output)
-    print(json.dumps(report.to_json(found), indent=1) if arguments.json else report.text(found))
+        planned.plan.save(output)
+    print(json.dumps(plan_text.to_json(planned), indent=1) if arguments.json else plan_text.text(planned))
     if output is not None and not arguments.json:
-        print(f"\n{report.how_it_runs(found, str(output))}")
+        print(f"\n{plan_text.how_it_runs(planned, str(output))}")
     return 0
 
 
 def configuration(arguments):
-    """What the options ask for; ValueError for one that is none."""
+    """The configuration that the options ask for; ValueError for a wrong one."""
     from ackpt.budget import dynamic_limit
     from ackpt.workloads.planned_shapes import PlanConfig
     from ackpt.workloads.step_request import DTYPES, StepRequest
 
-    dynamic_limit(arguments.budget, 0, 0)  # what is no budget is found before the work
+    dynamic_limit(arguments.budget, 0, 0)  # a text that is no budget is refused before the work
     if arguments.dtype not in DTYPES:
         raise ValueError(f"{arguments.dtype!r} is no dtype: choose from {', '.join(DTYPES)}")
     return PlanConfig(
@@ -132,7 +130,7 @@ def configuration(arguments):
             batch_size=arguments.batch_size,
             seq_len=arguments.seq_len,
             image_size=arguments.image_size,
-            fields=dict(map(_field, arguments.set)),
+            fields=dict(map(field, arguments.set)),
             dtype=DTYPES[arguments.dtype],
         ),
         autocast=arguments.autocast or "float32",
@@ -144,11 +142,9 @@ def configuration(arguments):
 
 
 def _shardings(arguments) -> list:
-    """What --fsdp and the options beside it ask for; empty without it."""
+    """One `Sharding` for each number of ranks in --fsdp; [] without it."""
     from ackpt.sharded.sharding import Sharding
     from ackpt.workloads.step_request import DTYPES
-
-    from .options import UsageError
 
     names = {"--shard-dtype": arguments.shard_dtype, "--reduce-dtype": arguments.reduce_dtype}
     for option, name in names.items():
@@ -164,21 +160,9 @@ def _shardings(arguments) -> list:
     return [Sharding(ranks, parameters, reduction) for ranks in arguments.fsdp]
 
 
-def _field(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise ValueError(f"--set {text}: write FIELD=VALUE, as in --set n_layer=48")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
 def _writable_file(name: str | None) -> Path | None:
     if name is None:
         return None
-    from .options import UsageError, writable
-
     path = Path(name)
     if path.is_dir():
         raise UsageError(f"--output: {name} is a folder; name a file")

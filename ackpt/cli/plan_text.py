@@ -1,4 +1,4 @@
-"""What ``ackpt plan`` prints: lines for people, plain data for machines."""
+"""The output of ``ackpt plan``: text, and with --json plain data."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ ON_A_GPU = (
 ON_A_CPU = "as the CPU runs it; not in it: workspaces of operations"
 
 
-def text(found: Planned) -> str:
+def text(planned: Planned) -> str:
     """The step, its peak by category, the plan, the ten largest activations, and whether the device holds it."""
-    config, plan = found.config, found.plan
-    dtype = str(config.step.dtype).removeprefix("torch.")
+    config, plan = planned.config, planned.plan
+    dtype = dtype_name(config.step.dtype)
     mixed = "" if config.autocast == "float32" else f", autocast to {config.autocast}"
     optimizer = "" if config.optimizer == "none" else f" and {config.optimizer}"
     lines = [
-        f"model             {config.step.model}: {type(found.step.model).__name__.removeprefix('_')}, "
-        f"{found.step.parameters:,} parameters in {dtype}{mixed}",
-        f"inputs            {', '.join(f'{name} {shape}' for name, shape in _inputs(found).items())}",
-        f"step              forward, backward{optimizer}, {note(found)}",
-        f"at the peak       {_sizes(found.at_peak())}",
-        *_modelled(found),
+        f"model             {config.step.model}: {type(planned.step.model).__name__.removeprefix('_')}, "
+        f"{planned.step.parameters:,} parameters in {dtype}{mixed}",
+        f"inputs            {', '.join(f'{name} {shape}' for name, shape in _inputs(planned).items())}",
+        f"step              forward, backward{optimizer}, {note(planned)}",
+        f"at the peak       {sizes_text(planned.at_peak())}",
+        *_modelled(planned),
         plan.table(),
     ]
-    return "\n".join([*lines, *_verdict(found)])
+    return "\n".join([*lines, *_verdict(planned)])
 
 
-def how_it_runs(found: Planned, path: str) -> str:
-    """Where the plan was written, and the call that takes it; a plan as on a GPU is none of a step on the CPU."""
-    if found.device is not None:
+def how_it_runs(planned: Planned, path: str) -> str:
+    """The file of the plan, and the call that takes it; `ackpt.compile` takes none that was planned as on a GPU."""
+    if planned.device is not None:
         return (
-            f"written to {path}: a plan as {found.device.name} runs the step, to be read and compared; ackpt.compile "
+            f"written to {path}: a plan as {planned.device.name} runs the step, to be read and compared; ackpt.compile "
             "does not take it, but one that is written without --device-profile"
         )
-    inputs = {name: "..." if isinstance(value, torch.Tensor) else value for name, value in found.step.inputs.items()}
+    inputs = {name: "..." if isinstance(value, torch.Tensor) else value for name, value in planned.step.inputs.items()}
     given = ", ".join(f"{name}={value}" for name, value in inputs.items())
-    cast = found.config.autocast
+    cast = planned.config.autocast
     where = "" if cast == "float32" else f", within torch.autocast('cpu', torch.{cast})"
     return f"written to {path}; it is taken by ackpt.compile(model, plan=ackpt.Plan.load({path!r}), {given}){where}"
 
 
-def to_json(found: Planned) -> dict:
+def to_json(planned: Planned) -> dict:
     """The same as plain data; sizes in bytes."""
-    config, plan = found.config, found.plan
+    config, plan = planned.config, planned.plan
     largest = sorted(plan.activations, key=lambda activation: -activation.bytes)[:LARGEST]
     data = {
         "model": config.step.model,
-        "class": type(found.step.model).__name__.removeprefix("_"),
-        "parameters": found.step.parameters,
-        "inputs": _inputs(found),
+        "class": type(planned.step.model).__name__.removeprefix("_"),
+        "parameters": planned.step.parameters,
+        "inputs": _inputs(planned),
         "fields": config.step.fields,
-        "dtype": str(config.step.dtype).removeprefix("torch."),
+        "dtype": dtype_name(config.step.dtype),
         "autocast": config.autocast,
         "optimizer": config.optimizer,
-        "note": note(found),
-        "graph": found.graph.hash,
+        "note": note(planned),
+        "graph": planned.graph.hash,
         "torch": torch.__version__,
         "budget": config.budget,
         "policy": plan.policy,
@@ -76,52 +76,59 @@ def to_json(found: Planned) -> dict:
         "flops": plan.flops,
         "recompute_flops": plan.recompute_flops,
         "peak_node": plan.peak_node,
-        "at_peak": found.at_peak(),
+        "at_peak": planned.at_peak(),
         "largest": [dataclasses.asdict(activation) for activation in largest],
         "device": None,
     }
-    if found.device is not None:
+    if planned.device is not None:
         data["device"] = {
-            "name": found.device.name,
-            "memory_bytes": found.device.memory_bytes,
-            "modelled_seconds": found.seconds(),
-            "fits": found.least_bytes is None,
-            "smallest_budget_of_full": found.least_bytes,
+            "name": planned.device.name,
+            "memory_bytes": planned.device.memory_bytes,
+            "modelled_seconds": planned.seconds(),
+            "fits": planned.least_bytes is None,
+            "smallest_budget_of_full": planned.least_bytes,
         }
     return data
 
 
-def note(found: Planned) -> str:
-    """How the step was captured, and what the figures leave out."""
-    return ON_A_CPU if found.device is None else ON_A_GPU
+def note(planned: Planned) -> str:
+    """How the step was captured, and which memory the figures leave out."""
+    return ON_A_CPU if planned.device is None else ON_A_GPU
 
 
-def _sizes(categories: dict[str, int]) -> str:
+def sizes_text(categories: dict[str, int]) -> str:
+    """Bytes by category in one line; empty categories are left out."""
     return ", ".join(f"{name} {memory_format(size)}" for name, size in categories.items() if size)
 
 
-def _modelled(found: Planned) -> list[str]:
-    seconds = found.seconds()
+def _modelled(planned: Planned) -> list[str]:
+    seconds = planned.seconds()
     if seconds is None:
         return []
     return [f"modelled time     {seconds:.3g} s at least for forward and backward, at the peak rates of the data sheet"]
 
 
-def _verdict(found: Planned) -> list[str]:
-    if found.device is None:
+def _verdict(planned: Planned) -> list[str]:
+    if planned.device is None:
         return []
-    device, size = found.device, memory_format(found.device.memory_bytes)
-    if found.least_bytes is None:
-        return ["", f"fits {device.name}: {memory_format(found.plan.peak_bytes)} of {size}"]
-    least = f"{readable(found.least_bytes)} ({found.least_bytes} bytes)"
-    verdict = ", which fits" if found.least_bytes <= device.memory_bytes else ""
+    device, size = planned.device, memory_format(planned.device.memory_bytes)
+    if planned.least_bytes is None:
+        return ["", f"fits {device.name}: {memory_format(planned.plan.peak_bytes)} of {size}"]
+    least = f"{readable(planned.least_bytes)} ({planned.least_bytes} bytes)"
+    verdict = ", which fits" if planned.least_bytes <= device.memory_bytes else ""
     return [
         "",
-        f"does not fit {device.name}: {memory_format(found.plan.peak_bytes)} of {size}; the smallest budget of policy "
-        f"{FULL} is {least}{verdict}; what is best within {size} is asked for with --budget {device.memory_bytes}B",
+        f"does not fit {device.name}: {memory_format(planned.plan.peak_bytes)} of {size}; the smallest budget of "
+        f"policy {FULL} is {least}{verdict}; what is best within {size} is asked for with "
+        f"--budget {device.memory_bytes}B",
     ]
 
 
-def _inputs(found: Planned) -> dict[str, str]:
-    tensors = {name: value for name, value in found.step.inputs.items() if isinstance(value, torch.Tensor)}
-    return {name: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in tensors.items()}
+def _inputs(planned: Planned) -> dict[str, str]:
+    tensors = {name: value for name, value in planned.step.inputs.items() if isinstance(value, torch.Tensor)}
+    return {name: f"{list(tensor.shape)} {dtype_name(tensor.dtype)}" for name, tensor in tensors.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from ackpt.budget import parse_bytes
 from ackpt.errors import did_you_mean
 from ackpt.experiments.steps.failures import STRICT
+from ackpt.experiments.steps.gradients import require_equal
 from ackpt.experiments.steps.largest_batch import (
     Largest,
     extrapolated,
@@ -33,7 +34,6 @@ from ackpt.experiments.steps.named_steps import (
     Setting,
     method,
     needs_limit,
-    require_equal,
 )
 from ackpt.experiments.steps.settings import record_config
 from ackpt.experiments.steps.step_shapes import Shapes, does_not_fit
@@ -50,10 +50,10 @@ MODELS = ("resnet18", "resnet50", "resnet152", "transformer", "bert-large")
 
 @dataclass(frozen=True)
 class BatchSizeConfig:
-    """Sizes and settings. `limit`: bytes of the whole peak, or ``"auto"``, the plain step's at the middle batch.
+    """Sizes and settings. `limit`: bytes of the whole peak, or ``"auto"``, the baseline's peak at the middle batch.
 
-    A method with a budget, such as ``"auto@0.5"``, is compared at every batch; a policy without one, such as
-    ``"auto"``, has the limit as its budget and takes part in the search for the largest batch; the others do both.
+    A method with a budget, such as ``"auto@0.5"``, is compared at every batch size. A policy without one, such as
+    ``"auto"``, has the limit as its budget, and its largest batch is searched. The other methods take part in both.
     """
 
     model: str = "resnet50"
@@ -123,13 +123,15 @@ def _require_known(model: str) -> None:
 
 
 def run_batch_size(config: BatchSizeConfig, command: str = "", timed_rounds: int = 3, predict_only: bool = False):
-    """Run the experiment; yields lists of Records: one list per batch size, then that of the largest batches.
+    """Run the experiment; yields lists of Records: one list per batch size, then one per method with its largest batch.
 
-    Records of the experiment ``batch-size`` are measured, those of ``batch-size-predicted`` are not, and say why in
-    ``not_measured``; a method whose budget cannot be kept has nothing but ``not_run``, the reason. Likewise
-    ``largest-batch``. Times stand in fields named ``seconds...``, sizes are bytes of the whole peak.
+    Records of the experiment ``batch-size`` are measured; those of ``batch-size-predicted`` are not, for the reason in
+    ``not_measured``; so are those of ``largest-batch`` and ``largest-batch-predicted``. The only metric of a method
+    with an infeasible budget is ``not_run``, the reason. Times are in fields named ``seconds...``, sizes are bytes of
+    the whole peak.
 
-    Raises `GradientsDiffer` if a method's gradients are not the plain model's: to the last bit on the CPU.
+    Raises:
+        GradientsDiffer: if a method's gradients are not those of the plain model; on the CPU they must be bit-equal.
     """
     shapes = _shapes(config)
     limit = _limit(config, shapes, predict_only)
@@ -138,13 +140,13 @@ def run_batch_size(config: BatchSizeConfig, command: str = "", timed_rounds: int
 
 
 def compare_steps(config: BatchSizeConfig, command: str = "", timed_rounds: int = 3, failures=STRICT):
-    """The lists of `run_batch_size` that hold the steps, without the search; limit auto is predicted, not measured."""
+    """The lists of `run_batch_size` for the batch sizes, without the search; limit auto is predicted, not measured."""
     shapes = _shapes(config)
     yield from _compared(config, _limit(config, shapes, True), shapes, command, timed_rounds, False, failures)
 
 
 def search_largest(config: BatchSizeConfig, command: str = "", failures=STRICT):
-    """The lists of `run_batch_size` that hold the largest batches, one per method; only the guess needs the batches."""
+    """The lists of `run_batch_size` for the largest batches, one per method; the batches help to guess."""
     shapes = _shapes(config)
     yield from _searched(config, _limit(config, shapes, False), shapes, command, False, failures)
 
@@ -157,10 +159,10 @@ def _compared(config, limit, shapes, command, timed_rounds, predict_only, failur
     where = environment("cpu" if predict_only else config.device, command)
     compared = [method(name, limit) for name in dict.fromkeys(config.methods) if not needs_limit(name)]
     for batch_size in tqdm(config.batches, desc="batch sizes", unit="batch", disable=None, leave=False):
-        found = step_metrics(shapes(batch_size), compared, timed_rounds, predict_only, failures)
+        metrics = step_metrics(shapes(batch_size), compared, timed_rounds, predict_only, failures)
         settings = _settings(config, limit, batch_size=batch_size)
-        names = [each.name for each in compared if each.name in found]
-        yield [record(EXPERIMENT, {**settings, "method": name}, found[name], where) for name in names]
+        names = [each.name for each in compared if each.name in metrics]
+        yield [record(EXPERIMENT, {**settings, "method": name}, metrics[name], where) for name in names]
 
 
 def _searched(config, limit, shapes, command, predict_only, failures):
@@ -168,59 +170,61 @@ def _searched(config, limit, shapes, command, predict_only, failures):
     searched = [method(name, limit) for name in dict.fromkeys(config.methods) if "@" not in name]
     for each in tqdm(searched, desc="largest batches", unit="method", disable=None, leave=False):
         settings = {**_settings(config, limit), "method": each.name}
-        found = []
+        answers = []
         with failures.of(each.name):
-            found.append(record(LARGEST, settings, _answer(_largest(config, each, limit, shapes, predict_only)), where))
-        yield found
+            answers.append(
+                record(LARGEST, settings, _answer(_largest(config, each, limit, shapes, predict_only)), where)
+            )
+        yield answers
 
 
 def predicted(config: BatchSizeConfig, command: str = "") -> list[Record]:
     """The Records of all batch sizes from shapes alone; the largest batches are not searched."""
     groups = run_batch_size(config, command, predict_only=True)
-    return [found for group in itertools.islice(groups, len(config.batches)) for found in group]
+    return [each for group in itertools.islice(groups, len(config.batches)) for each in group]
 
 
 def record(experiment: str, settings: dict, metrics: dict, where: dict) -> Record:
-    """The Record of a run, or, if the metrics say that nothing was measured, of a prediction."""
+    """The Record of a run, or of a prediction if the metrics have ``not_measured``."""
     return Record(experiment + (PREDICTED if "not_measured" in metrics else ""), settings, metrics, where)
 
 
 def step_metrics(
     shapes: Shapes, methods, timed_rounds: int, predict_only: bool = False, failures=STRICT
 ) -> dict[str, dict]:
-    """Metrics of one size by the methods' names: measured where the step fits the machine, else predicted.
+    """Metrics of one size by the methods' names: measured if the step fits the machine, else predicted.
 
-    `failures` takes methods that failed while they ran; they are not among the answers.
+    `failures` collects the methods that failed while they ran; they have no metrics.
     """
     setting = shapes.setting
     methods = [shapes.resolved(each) for each in methods]
-    found: dict[str, dict] = {}
-    plain = shapes.predicted(Method(PLAIN))
-    plain_fits = not predict_only and does_not_fit(plain["peak_bytes"], setting.device) is None
+    answers: dict[str, dict] = {}
+    baseline = shapes.predicted(Method(PLAIN))
+    baseline_fits = not predict_only and does_not_fit(baseline["peak_bytes"], setting.device) is None
     runs = []
     for each in methods:
-        if plain_fits:  # what saves memory fits as well, and is predicted by its own plan
+        if baseline_fits:  # then the methods that save memory fit, too; their plans predict them
             runs.append(each)
             continue
         try:
-            metrics = plain if each.name == PLAIN else shapes.predicted(each)
+            metrics = baseline if each.name == PLAIN else shapes.predicted(each)
         except NotRun as error:
-            found[each.name] = {"not_run": str(error)}
+            answers[each.name] = {"not_run": str(error)}
             continue
         reason = "only predictions were asked for" if predict_only else None
         reason = reason or does_not_fit(metrics["peak_bytes"], setting.device)
         if reason is None:
             runs.append(each)
         else:
-            found[each.name] = {**metrics, "not_measured": reason}
+            answers[each.name] = {**metrics, "not_measured": reason}
     if runs:
-        found |= _measured(shapes, runs, plain_fits, timed_rounds, failures)
-    return {name: found[name] for name in failures.without(found)}
+        answers |= _measured(shapes, runs, baseline_fits, timed_rounds, failures)
+    return {name: answers[name] for name in failures.without(answers)}
 
 
-def _measured(shapes: Shapes, methods, plain_fits: bool, timed_rounds: int, failures) -> dict[str, dict]:
+def _measured(shapes: Shapes, methods, baseline_fits: bool, timed_rounds: int, failures) -> dict[str, dict]:
     """Check gradients, measure and time the methods in one process, on one model."""
-    run, found = RunStep(shapes.setting), {}
+    run, answers = RunStep(shapes.setting), {}
     ready = []
     for each in methods:
         with failures.of(each.name):
@@ -228,21 +232,21 @@ def _measured(shapes: Shapes, methods, plain_fits: bool, timed_rounds: int, fail
                 run.prepare(each)
                 ready.append(each)
             except NotRun as error:
-                found[each.name] = {"not_run": str(error)}
-    wanted = run.gradients(Method(PLAIN)) if plain_fits else None
+                answers[each.name] = {"not_run": str(error)}
+    wanted = run.gradients(Method(PLAIN)) if baseline_fits else None
     exact = shapes.setting.device == "cpu"
     for each in ready:
         with failures.of(each.name):
             difference = None if wanted is None else require_equal(each.name, run.gradients(each), wanted, exact)
-            found[each.name] = {"gradients_difference": difference}
+            answers[each.name] = {"gradients_difference": difference}
     wanted = None
     for each in (each for each in ready if each.name not in failures.reasons):
         with failures.of(each.name):
             planned = run.planned.get(each)
             predicted = planned.plan.peak_bytes if planned else shapes.predicted(each)["peak_bytes"]
-            found[each.name] |= run.measure(each) | {"predicted_peak_bytes": predicted}
+            answers[each.name] |= run.measure(each) | {"predicted_peak_bytes": predicted}
             if planned:
-                found[each.name]["cost"] = planned.plan.cost
+                answers[each.name]["cost"] = planned.plan.cost
     ready = [each for each in ready if each.name not in failures.reasons]
     if timed_rounds and ready:
         steps = {each.name: functools.partial(run.step, each) for each in ready}
@@ -250,12 +254,12 @@ def _measured(shapes: Shapes, methods, plain_fits: bool, timed_rounds: int, fail
         times = comparison.to_json()
         for name in steps:
             ratio = {"reference": comparison.reference, **times["seconds_ratio"][name]}
-            found[name] |= {"seconds_step": times["seconds"][name], "seconds_ratio": ratio}
-    return found
+            answers[name] |= {"seconds_step": times["seconds"][name], "seconds_ratio": ratio}
+    return answers
 
 
 def _limit(config: BatchSizeConfig, shapes, predict_only: bool) -> int:
-    """Bytes; on a GPU auto is what its allocator reserves, which is what can be limited there."""
+    """The limit in bytes; on a GPU auto is the reserved memory, because that is what can be limited there."""
     if config.limit != AUTO_LIMIT:
         return parse_bytes(config.limit) if isinstance(config.limit, str) else config.limit
     middle = shapes(sorted(config.batches)[len(config.batches) // 2])
@@ -271,18 +275,18 @@ def _largest(config: BatchSizeConfig, each: Method, limit: int, shapes, predict_
         return largest_predicted(each, limit, shapes, config.batches)
     if config.device == "cpu":
         return largest_on_cpu(each, limit, shapes, config.batches)
-    known = {batch_size: shapes(batch_size).least_bytes(each) for batch_size in config.batches}
-    return largest_on_cuda(config.setting(1), each, limit, extrapolated(known, limit))
+    peaks = {batch_size: shapes(batch_size).least_bytes(each) for batch_size in config.batches}
+    return largest_on_cuda(config.setting(1), each, limit, extrapolated(peaks, limit))
 
 
-def _answer(found: Largest) -> dict:
-    metrics: dict[str, Any] = {"largest_batch": found.batch, "least_peak_bytes": found.least_peak_bytes}
-    if found.one_peak_bytes is not None:
-        metrics["one_peak_bytes"] = found.one_peak_bytes
-    if found.measured_peak_bytes is not None:
-        metrics["peak_bytes"] = found.measured_peak_bytes
-    elif found.not_measured:
-        metrics["not_measured"] = found.not_measured
+def _answer(largest: Largest) -> dict:
+    metrics: dict[str, Any] = {"largest_batch": largest.batch, "least_peak_bytes": largest.least_peak_bytes}
+    if largest.one_peak_bytes is not None:
+        metrics["one_peak_bytes"] = largest.one_peak_bytes
+    if largest.measured_peak_bytes is not None:
+        metrics["peak_bytes"] = largest.measured_peak_bytes
+    elif largest.not_measured:
+        metrics["not_measured"] = largest.not_measured
     return metrics
 
 

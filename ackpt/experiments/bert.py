@@ -1,11 +1,14 @@
-"""BERT's masked-language-model step: the per-module switch on its layers, and plans of policy auto at several budgets.
+"""BERT's masked-language-model step: per-block checkpointing, and plans of policy auto at several budgets.
 
 Published for BERT-large on one GPU with a per-module switch (average memory and time of the whole run). The small
-tier measures a small BERT and predicts the published one from shapes, as on a GPU.
+tier measures a small BERT and predicts the published one from shapes, as on a GPU. `of_blocks` and `saved_in` say what
+plans do with the activations of the blocks.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +19,7 @@ from ackpt.experiments.steps.failures import STRICT
 from ackpt.experiments.steps.named_steps import PER_BLOCK, PLAIN, Setting, method, needs_limit
 from ackpt.experiments.steps.settings import record_config
 from ackpt.experiments.steps.step_shapes import Shapes
+from ackpt.planning.plan import SAVED, Activation, Plan
 from ackpt.results import Record, environment
 
 from .batch_size import record, step_metrics
@@ -23,6 +27,7 @@ from .batch_size import record, step_metrics
 EXPERIMENT = "bert"
 MODEL = "bert-large"
 METHODS = (PLAIN, PER_BLOCK, "auto@0.6", "auto@0.5", "auto@0.4", "auto@0.3")
+_BLOCK = re.compile(r"(?:.*\.)?blocks\.(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ CPU = BertStepConfig(
 
 
 def configuration(tier: str = "cpu", **changes) -> BertStepConfig:
-    """The tier's configuration with changes; its fields are those of the tier with the given ones put over them."""
+    """The tier's configuration with `changes`; fields of the model that are not among them stay those of the tier."""
     base = CPU if tier == "cpu" else GPU
     if "fields" in changes:
         changes["fields"] = {**base.fields, **changes["fields"]}
@@ -81,7 +86,8 @@ def run_bert(
     The first list is that of the configuration, measured if it fits the machine and not `predict_only`. The small
     tier's is followed by predictions of the published sizes, in records of the experiment ``bert-predicted``.
 
-    Raises `GradientsDiffer` if a method's gradients are not the plain model's: to the last bit on the CPU.
+    Raises:
+        GradientsDiffer: if a method's gradients are not those of the plain model; on the CPU they must be bit-equal.
     """
     yield _records(config, command, timed_rounds, predict_only, failures)
     if config.device == "cpu" and not predict_only:
@@ -95,9 +101,41 @@ def predicted(config: BertStepConfig = GPU, command: str = "") -> list[Record]:
 
 def _records(config: BertStepConfig, command: str, timed_rounds: int, predict_only: bool, failures=STRICT):
     methods = [method(name) for name in dict.fromkeys(config.methods)]
-    found = step_metrics(Shapes(config.setting()), methods, timed_rounds, predict_only, failures)
+    metrics = step_metrics(Shapes(config.setting()), methods, timed_rounds, predict_only, failures)
     settings = record_config(replace(config, fields=dict(config.fields)), model=MODEL, seq_len=config.seq_len)
     settings["threads"] = torch.get_num_threads()
     where = environment("cpu" if predict_only else config.device, command)
-    names = [each.name for each in methods if each.name in found]
-    return [record(EXPERIMENT, {**settings, "method": name}, found[name], where) for name in names]
+    names = [each.name for each in methods if each.name in metrics]
+    return [record(EXPERIMENT, {**settings, "method": name}, metrics[name], where) for name in names]
+
+
+def of_blocks(plan: Plan) -> dict[int, list[Activation]]:
+    """``{block: its activations}`` of a plan for BERT, in the order of the forward."""
+    blocks = defaultdict(list)
+    for activation in plan.activations:
+        if block := _BLOCK.match(activation.module):
+            blocks[int(block[1])].append(activation)
+    return dict(blocks)
+
+
+def saved_in(plans: dict[str, Plan]) -> list[dict]:
+    """One row per activation of a block: its ``bytes``, and under every name the number of blocks that save it.
+
+    Raises:
+        ValueError: if the blocks do not save the same activations.
+    """
+    rows: list[dict] = []
+    for name, plan in plans.items():
+        blocks = of_blocks(plan).values()
+        try:
+            alike = list(zip(*blocks, strict=True))  # the same activation of every block
+        except ValueError as error:
+            raise ValueError("the blocks keep different numbers of activations: they are not of one kind") from error
+        if not rows:
+            rows = [{"bytes": activations[0].bytes} for activations in alike]
+        pairs = [(row, each) for row, activations in zip(rows, alike, strict=True) for each in activations]
+        if not alike or any(each.bytes != row["bytes"] for row, each in pairs):
+            raise ValueError("the blocks keep activations of different sizes: they are not of one kind")
+        for row, activations in zip(rows, alike):
+            row[name] = sum(activation.fate == SAVED for activation in activations)
+    return rows

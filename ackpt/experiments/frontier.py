@@ -1,8 +1,8 @@
-"""The front: every policy and every peer on one model, measured peak against what runs again.
+"""The experiment ``frontier``: every policy and every peer on one model, measured peak against recomputation.
 
-Every schedule is run once, under `ackpt.measure` and with its FLOPs counted as they run, from the same parameters,
-buffers and batch as a step of policy ``none``, whose gradients and buffers it must leave to the last bit. A peer has
-one step more before, in which ``torch.compile`` compiles.
+Every schedule runs once, with its bytes and FLOPs measured, from the same parameters, buffers and batch as a step of
+policy ``none``; gradients and buffers must be bit-equal to those of that step. A peer runs one step before, in which
+``torch.compile`` compiles.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ OURS = "auto"
 PLANNED = tuple(policy for policy in POLICIES if policy not in ("none", "manual"))
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 SETTINGS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
-_BOUNDED = 20  # limits between nothing and the plain step's peak for which there is a bound
-_TOO_LITTLE = 1e-9  # of the plain step's peak: what every policy refuses, naming the smallest that it keeps
+_BOUNDED = 20  # the baseline's peak is divided into so many limits, each with a lower bound
+_TOO_LITTLE = 1e-9  # of the baseline's peak: every policy refuses it, naming its smallest feasible budget
 
 
 @dataclass(frozen=True)
 class FrontierConfig:
-    """What is compared: `sizes` change those of the model, `settings` are of the peer ``memory-budget``, the seed
-    draws weights and batch. ``inductor``: torch's code for a GPU takes part, too.
+    """What is compared: `sizes` change those of the model, `settings` are of the peer ``memory-budget``, `seed` is that
+    of weights and batch. ``inductor``: also run ``memory-budget`` with the code that Inductor generates for a GPU.
     """
 
     model: str = "transformer"
@@ -62,10 +62,10 @@ class FrontierConfig:
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype {self.dtype!r} is not supported here: choose float32, or autocast to bfloat16")
         object.__setattr__(self, "sizes", checked_sizes(self.model, self.sizes))
-        for what, given, known in (("policy", self.policies, PLANNED), ("peer", self.peers, PEERS)):
+        for kind, given, choices in (("policy", self.policies, PLANNED), ("peer", self.peers, PEERS)):
             for name in given:
-                if name not in known:
-                    raise ValueError(f"{name!r} is no {what} of the front: choose from {', '.join(known)}")
+                if name not in choices:
+                    raise ValueError(f"{name!r} is no {kind} of the front: choose from {', '.join(choices)}")
         if not (self.policies and self.budgets):
             raise ValueError("give at least one policy and one budget")
         for budget in self.budgets:
@@ -77,16 +77,17 @@ class FrontierConfig:
 
 
 def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 0, failures=STRICT) -> Record:
-    """Plan and run everything; one Record with all points.
+    """Plan and run everything; returns one Record with all points.
 
-    Its metrics: ``baseline``, the step of policy none; ``eager``, that of the plain model; ``rounding``, the
-    differences that last bits of the parameters make; ``points``, one per policy and budget
-    (None: the smallest that the policy keeps), where a refused budget has ``least_bytes`` and nothing measured;
-    ``not_run``, the reason per policy; ``front``, all plans that policy auto chooses from, not run, if it takes part;
-    ``bounds``, the least FLOPs that must run again within a limit; ``peers``, and ``inductor``, where that took part.
-    Peaks are dynamic, in bytes. With `timed_rounds` every run has ``seconds_ratio`` to the plain model's step. On a GPU
-    there are no bounds, since these say nothing about it, and runs have the allocator's figures and ``seconds_step``.
-    `failures` takes runs that failed, which have no point.
+    Its metrics: ``baseline``, the step of policy none; ``eager``, the model's own step; ``rounding``, the differences
+    that changed last bits of the parameters make; ``points``, one per policy and budget (None: the smallest feasible
+    budget of the policy), for a refused budget with ``least_bytes`` only; ``not_run``, the reasons by policy;
+    ``front``, the frontier of policy auto, planned but not run; ``bounds``, lower bounds of the recomputed FLOPs within
+    a limit; ``peers``, and ``inductor`` if it took part. Peaks are dynamic, in bytes.
+
+    With `timed_rounds` every run has ``seconds_ratio`` to the model's own step. On a GPU there are no lower bounds,
+    which do not hold for its kernels, and runs have the allocator's counters and ``seconds_step``. `failures` collects
+    the runs that failed, which have no point.
     """
     on_cpu = config.device == "cpu"
     work = workload(config.model, config.sizes, config.seed, config.device, config.dtype)
@@ -98,7 +99,7 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
     baseline = runs.first(none)
     eager = runs.of(work.model)
     points, not_run = _points(config, graph, costs, runs, failures)
-    peers = [_beside(row, graph, costs, none.resident_bytes) for row in _peers(config, work, runs, failures)]
+    peers = [_compared(row, graph, costs, none.resident_bytes) for row in _peers(config, work, runs, failures)]
     shares = (*config.budgets, *(step / _BOUNDED for step in range(1, _BOUNDED)))
     limits = [math.floor(share * none.dynamic_peak_bytes) for share in shares]
     limits += [point["predicted_peak_bytes"] for point in points if point["budget"] is None]
@@ -125,7 +126,7 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
 
 
 def predict_frontier(config: FrontierConfig) -> dict[str, int]:
-    """The peak of the plain step in bytes, parameters included, as on the configuration's device, from shapes alone."""
+    """The baseline's peak in bytes, resident memory included, on the configuration's device, from shapes alone."""
     with FakeTensorMode():
         work = workload(config.model, config.sizes, config.seed, "cpu", config.dtype)
 
@@ -133,8 +134,8 @@ def predict_frontier(config: FrontierConfig) -> dict[str, int]:
         with kernels_of_a_gpu() if config.device == "cuda" else contextlib.nullcontext():
             work.step(work.model, config.seed)
 
-    found = predict(step, resident=(work.model, *work.args), device=config.device, warmup=0)
-    return {config.model: found.peak_bytes}
+    prediction = predict(step, resident=(work.model, *work.args), device=config.device, warmup=0)
+    return {config.model: prediction.peak_bytes}
 
 
 def _points(config, graph, costs, runs: Runs, failures) -> tuple[list[dict], dict[str, str]]:
@@ -144,7 +145,7 @@ def _points(config, graph, costs, runs: Runs, failures) -> tuple[list[dict], dic
             made = _plans(graph, costs, policy, config.budgets)
         except BudgetError:
             raise
-        except (ImportError, ValueError) as error:  # what the policy cannot plan at all
+        except (ImportError, ValueError) as error:  # the policy cannot plan this graph at all
             not_run[policy] = str(error)
             continue
         for budget, planned in _progress(made, policy):
@@ -166,7 +167,7 @@ def _points(config, graph, costs, runs: Runs, failures) -> tuple[list[dict], dic
 
 
 def _plans(graph, costs, policy: str, budgets) -> list[tuple[float | None, Plan | BudgetError]]:
-    """A plan or the refusal for every budget, and at the end, without a budget, the least that the policy needs."""
+    """A plan or the refusal for every budget, and last, with None as its budget, the plan of the lowest peak."""
     made: list[tuple[float | None, Plan | BudgetError]] = []
     for budget in dict.fromkeys((*budgets, _TOO_LITTLE)):
         try:
@@ -190,14 +191,14 @@ def _front(graph, costs) -> list[dict]:
 
 
 def _bounds(graph, costs, limits: list[int]) -> list[dict]:
-    """The FLOPs that no schedule within a limit can spare; none without scipy."""
+    """Lower bounds of the recomputed FLOPs within each limit; [] without scipy."""
     if importlib.util.find_spec("scipy") is None:
         return []
     from ackpt.policies.search.lower_bound import lower_bound
 
     flops = [float(value) for value in costs.flops]
-    found = [(limit, lower_bound(graph, flops, costs.workspace_bytes, limit)) for limit in limits]
-    return [{"limit_bytes": limit, "recompute_flops": bound} for limit, bound in found]
+    bounds = [(limit, lower_bound(graph, flops, costs.workspace_bytes, limit)) for limit in limits]
+    return [{"limit_bytes": limit, "recompute_flops": bound} for limit, bound in bounds]
 
 
 def _peers(config, work: Workload, runs: Runs, failures):
@@ -205,11 +206,11 @@ def _peers(config, work: Workload, runs: Runs, failures):
         (name, setting) for name in config.peers for setting in (config.settings if name == MEMORY_BUDGET else (None,))
     ]
     for name, setting in _progress(dict.fromkeys(asked), "peers"):
-        found = {}
+        results = {}
         with failures.of(f"{name} {setting}"), peer(name, work, setting) as call:
-            found = runs.of(call, compiles=name == MEMORY_BUDGET)
-        if found:
-            yield {"peer": name, "setting": setting, **found}
+            results = runs.of(call, compiles=name == MEMORY_BUDGET)
+        if results:
+            yield {"peer": name, "setting": setting, **results}
 
 
 def _generated(config, work: Workload, runs: Runs, failures) -> list[dict]:
@@ -221,8 +222,8 @@ def _generated(config, work: Workload, runs: Runs, failures) -> list[dict]:
     return rows
 
 
-def _beside(row: dict, graph, costs, resident_bytes: int) -> dict:
-    """The peer's figures, and what policy auto plans within the peak that was measured; None where it refuses that."""
+def _compared(row: dict, graph, costs, resident_bytes: int) -> dict:
+    """The peer's figures, and those of auto's plan within the peer's measured peak, None if that is infeasible."""
     peak = row["measured_peak_bytes"]
     try:
         ours = plan(graph, resident_bytes + peak, OURS, profile=costs)

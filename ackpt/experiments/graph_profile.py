@@ -29,30 +29,29 @@ def breakdown(graph, planned: Plan) -> Timeline:
 
 
 def by_part(graph, profile, planned: Plan, part) -> dict[str, dict[str, int]]:
-    """What every part of the model keeps for backward, and what its forward computes.
+    """Bytes that every part of the model saves for backward, and FLOPs of its forward.
 
     Args:
-        part: from a module's qualified name (``""``: the model itself) to the name of its part.
+        part: maps a module's qualified name (``""``: the model itself) to the name of its part.
 
     Returns:
-        ``{part: {"bytes": kept for backward, "flops": of its forward}}``, in the order of the forward.
+        ``{part: {"bytes": saved for backward, "flops": of its forward}}``, in the order of the forward.
     """
-    found: dict[str, dict[str, int]] = {}
+    parts: dict[str, dict[str, int]] = {}
     for node in graph.nodes[: graph.boundary]:
         if node.inputs:
-            row = found.setdefault(part(node.module), {"bytes": 0, "flops": 0})
+            row = parts.setdefault(part(node.module), {"bytes": 0, "flops": 0})
             row["flops"] += profile.flops[node.id]
     for activation in planned.activations:
         if activation.fate == SAVED:
-            found[part(activation.module)]["bytes"] += activation.bytes
-    return found
+            parts[part(activation.module)]["bytes"] += activation.bytes
+    return parts
 
 
 def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int):
-    """Live memory of one step in several orders, side by side on one axis of bytes.
+    """A Figure of the live memory of one step in several orders, side by side.
 
-    Returns:
-        A Figure; every step has its peak marked, and a broken line where backward begins.
+    In every step the peak is marked, and a dashed line shows where backward begins.
     """
     from matplotlib.lines import Line2D
 
@@ -64,23 +63,22 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int):
         highest = (resident_bytes + max(step.peak_bytes for step in steps.values())) / plots.MIB
         axes.set_xlim(0, pitch * len(steps))
         axes.set_ylim(0, highest * 1.15)
-        broken = {"color": plots.TEXT, "linewidth": 1, "linestyle": (0, (4, 3))}
+        dashed = {"color": plots.TEXT, "linewidth": 1, "linestyle": (0, (4, 3))}
         handles = {}
-        for place, step in enumerate(steps.values()):
-            events = range(pitch * place, pitch * place + len(step.live))
-            handles |= plots.stack(axes, events, {"resident": [resident_bytes] * len(events), **step.categories})
-            peak = (resident_bytes + step.peak_bytes) / plots.MIB
-            at, width = events[step.peak_index], pitch * len(steps)
+        for index, step in enumerate(steps.values()):
+            start, width = pitch * index, pitch * len(steps)
+            handles |= plots.stack(axes, start, step, resident_bytes)
+            peak, at = (resident_bytes + step.peak_bytes) / plots.MIB, start + step.peak_index
             plots._mark_peak(axes, at, peak, width if at > 0.8 * width else 2 * width)  # the legend is on the right
-            axes.axvline(events[step.boundary or 0], **broken)
-        axes.set_xticks([pitch * place + len(step.live) / 2 for place, step in enumerate(steps.values())], [*steps])
+            axes.axvline(start + (step.boundary or 0), **dashed)
+        axes.set_xticks([pitch * index + len(step.live) / 2 for index, step in enumerate(steps.values())], [*steps])
         axes.tick_params(axis="x", length=0)
-        shown = {"backward begins": Line2D([], [], **broken), **dict(reversed(handles.items()))}
+        shown = {"backward begins": Line2D([], [], **dashed), **dict(reversed(handles.items()))}
         return plots._finished(figure, [*shown.values()], [*shown])
 
 
 def random_fates(graph, seed: int) -> dict[str, str]:
-    """Fates for the policy manual: a coin for every operation that may run again says whether it does."""
+    """Fates for the policy manual: a coin decides for every operation that may be recomputed whether it is."""
     known, coin, fates = facts(graph), random.Random(seed), {}
     for producer in sorted({graph.storages[storage].producer for storage in known.savable}):
         siblings = sorted(known.born[producer] & known.savable)
@@ -91,10 +89,10 @@ def random_fates(graph, seed: int) -> dict[str, str]:
 
 
 def compare(model, args, kwargs, policy: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict:
-    """A step by `policy`, predicted and run: do bytes and gradients agree?
+    """Predict and run a step by `policy`; returns whether bytes and gradients agree.
 
-    The plan is made from shapes alone, so that it is the same everywhere. What operations take within themselves is
-    then measured, and the plan simulated once more, for the comparison with the allocator.
+    The plan is made from shapes alone, so that it is the same everywhere. To compare it with the allocator, it is
+    simulated once more with measured workspaces.
 
     Args:
         model, args, kwargs: called on the CPU, returning a scalar loss.
@@ -102,9 +100,9 @@ def compare(model, args, kwargs, policy: str, *, dtype: torch.dtype = torch.floa
         dtype: bfloat16 runs the forward under autocast.
 
     Returns:
-        ``peak_bytes``: dynamic, of the operations' results alone; ``saved_bytes``; ``recompute_ratio``: FLOPs that run
-        again over those of the plain step; ``off_bytes``: simulated minus measured dynamic peak; ``is_equal``: whether
-        all gradients are bit-equal to those of the plain model.
+        ``peak_bytes``: the dynamic peak without workspaces; ``saved_bytes``; ``recompute_ratio``: FLOPs of
+        recomputation over those of the baseline; ``off_bytes``: simulated minus measured dynamic peak; ``is_equal``:
+        whether all gradients are bit-equal to the baseline's.
     """
     graphs = []
 
@@ -121,11 +119,11 @@ def compare(model, args, kwargs, policy: str, *, dtype: torch.dtype = torch.floa
         loss.backward()
         return [parameter.grad for parameter in model.parameters()]
 
-    plain = gradients(model)
+    baseline = gradients(model)
     step = PlannedStep(model, planner)
-    pairs = zip(plain, gradients(step), strict=True)
+    pairs = zip(baseline, gradients(step), strict=True)
     is_equal = all(torch.equal(a, b) for a, b in pairs)
-    del plain
+    del baseline
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     measured = measure(lambda: gradients(step), "cpu", resident=(model, *tensors), repeats=0)
     (graph,) = graphs

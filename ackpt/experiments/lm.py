@@ -1,7 +1,7 @@
-"""The language-model experiment: the same blocks with a vocabulary head, trained on text.
+"""The experiment ``lm``: a language model, trained on text.
 
 Published at dim 1024, 12 layers, vocabulary 50257, wikitext-103-raw-v1, AdamW 3e-4, 500 steps, one sequence a batch of
-2048 to 8192 tokens. There the logits weigh more than the blocks, which is why the loss head is a method of its own.
+2048 to 8192 tokens. There the logits take more memory than the blocks, so one method computes the loss in chunks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import torch
 
 from ackpt.data import DATASETS, Batch, packed_batches, token_stream
 from ackpt.experiments.steps.failures import STRICT
-from ackpt.experiments.steps.methods import METHODS, OFFLOADED, PLANNED, check_methods, chunks_loss
 from ackpt.experiments.steps.settings import require_lengths, require_positive
-from ackpt.experiments.steps.training import Task, run_lengths
+from ackpt.experiments.steps.training import METHODS, OFFLOADED, PLANNED, Task, check_methods, chunks_loss, run_lengths
 from ackpt.models.transformer import LanguageModel, TransformerConfig
 
 EXPERIMENT = "lm"
@@ -87,7 +86,7 @@ def _stream(dataset, vocab, path):
 
 
 def task(config: LMConfig, seq_len: int) -> Task:
-    """Model and batches of one sequence length; batch i holds the same text for every method."""
+    """Model and batches of one sequence length; batch i has the same text for every method."""
 
     @functools.cache
     def batches():

@@ -1,7 +1,7 @@
-"""What mu-TWO knows of intermediates, how its choices change that, and what its printed pseudocode makes of it.
+"""mu-TWO step by step: the attributes of intermediates, how every choice changes them, and the printed pseudocode.
 
 Purandare et al., mu-TWO, MLSys 2023; the policy is `ackpt.policies.mu_two`. Functions whose name begins with
-``printed`` follow the pseudocode of the paper where it errs, as far as one error reaches; they are here to be measured.
+``printed`` repeat one error of the paper's pseudocode each, so that its effect can be measured.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from ackpt.policies.search.recompute_costs import costs
 
 
 def name_of(graph: JointGraph, intermediate: Intermediate) -> str:
-    """The name of the node that makes it."""
+    """The name of the node that computes the intermediate."""
     return graph.nodes[intermediate.rank].name
 
 
-def found(graph: JointGraph, profile) -> list[Intermediate]:
-    """The intermediates of the plain step, in the order of the forward; nothing has been chosen yet."""
+def intermediates_of(graph: JointGraph, profile) -> list[Intermediate]:
+    """The intermediates of the baseline, in the order of the forward, before any choice."""
     swaps = None if profile.seconds is None else profile.swap_seconds
     return list(intermediates(facts(graph), everything(graph), costs(graph, profile), swaps).values())
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One choice of algorithm B and where it leads.
+    """One choice of algorithm B and its effects.
 
-    ``chosen``: name, None before the first; ``recompute_ratio``, ``total_recomp_time``: of every intermediate that is
-    neither dropped nor swapped, by name, after the choice; ``recomp_time``: of those that are dropped;
-    ``saved_bytes``: kept on the device for backward. Dynamic peaks: ``printed_bytes`` as the printed algorithm G
-    estimates them, ``blind_bytes`` as it does with its start mended, ``once_bytes`` and ``each_bytes`` simulated:
-    what is dropped runs again once, or each for itself.
+    ``chosen``: name, None before the first choice; ``recompute_ratio``, ``total_recomp_time``: of every intermediate
+    that is neither dropped nor swapped, by name, after the choice; ``recomp_time``: of those that are dropped;
+    ``saved_bytes``: saved on the device for backward. Dynamic peaks: ``printed_bytes`` as the printed algorithm G
+    estimates them, ``blind_bytes`` as it does with its start corrected, ``once_bytes`` and ``each_bytes`` simulated:
+    the former with every recomputation shared, the latter with each intermediate recomputed for itself.
     """
 
     chosen: str | None
@@ -53,7 +53,7 @@ class Choice:
 
 
 def choices(graph: JointGraph, profile, at_most: int | None = None) -> list[Choice]:
-    """Algorithm B from before its first choice on, to its end or for `at_most` choices."""
+    """The choices of algorithm B, beginning with the state before the first, to its end or for `at_most` choices."""
     result: list[Choice] = []
     every: list[Intermediate] = []
     for state in states(graph, profile):
@@ -86,11 +86,11 @@ def _choice(graph: JointGraph, profile, state: State, every: list[Intermediate])
 def estimated(
     graph: JointGraph, profile, every: list[Intermediate], kept: list[Intermediate], *, from_all: bool
 ) -> int:
-    """Dynamic peak by algorithm G: what lives at a node of the plain step, less what is away there.
+    """The dynamic peak by algorithm G: the live bytes of the baseline, less the storages that are away at each node.
 
-    What is not `kept` is away from its last access in the forward to its first in backward, and there from then to its
-    last; that something else must run and live to bring it back is left out. With `from_all`, as printed, backward
-    begins with all of `every`, and what comes back is added to that and deleted once.
+    Intermediates that are not `kept` are away from their last access in the forward to their first in backward. The
+    estimate leaves out that other operations must run, and other storages live, to bring them back. With `from_all`, as
+    printed, backward begins with all of `every`; what comes back is added to that and deleted once.
     """
     plain = everything(graph)
     orders = [[step.id for step in steps if step.kind == "compute"] for steps in (plain.forward, plain.backward)]
@@ -116,7 +116,7 @@ def estimated(
 
 
 def printed_overhead(wanted: Intermediate, run_time, boundary: int) -> float:
-    """Seconds by algorithm C as printed: below 0 where the last operation hides more than is left of the copy."""
+    """Seconds by algorithm C as printed: below 0 if the last operation takes longer than the rest of the copy."""
     assert wanted.swap_time is not None
     left = wanted.swap_time
     for node in range(wanted.first_bw_access - 1, boundary - 1, -1):
@@ -127,19 +127,19 @@ def printed_overhead(wanted: Intermediate, run_time, boundary: int) -> float:
 
 
 def along_paths(every: list[Intermediate], wanted: Intermediate) -> float:
-    """recomp_time of `wanted` with all others dropped, as lists of sources give it: every path to an ancestor counts.
+    """recomp_time of `wanted` with all others dropped, if sources are lists: an ancestor counts once for every path.
 
-    `every` are as `found` gives them, before any choice.
+    `every` comes from `intermediates_of`, before any choice.
     """
-    known: dict[int, float] = {}
+    seconds: dict[int, float] = {}
     for each in sorted(every, key=lambda i: i.rank):
-        known[each.rank] = each.recomp_time + sum(known[source] for source in each.recomp_srcs)
-    return known[wanted.rank]
+        seconds[each.rank] = each.recomp_time + sum(seconds[source] for source in each.recomp_srcs)
+    return seconds[wanted.rank]
 
 
 @dataclass(frozen=True)
 class Decided:
-    """What algorithm B decides for a budget: its schedule, how many it swaps and drops, and seconds it adds."""
+    """The result of algorithm B for a budget: its schedule, and how many intermediates it swaps and drops."""
 
     schedule: Schedule
     swapped: int
@@ -147,12 +147,12 @@ class Decided:
 
 
 def decided(graph: JointGraph, profile, limit_bytes: int, *, as_printed: bool = False) -> Decided | None:
-    """Algorithm B until the simulated peak fits, the paper's own loop; None if nothing is left before it does.
+    """Algorithm B until the simulated peak fits, by the paper's loop; None if the candidates run out before.
 
-    `as_printed`: it evicts once before it looks at the peak, and what it takes from the candidates to recompute is the
-    one it would swap. Profiles with times of copies only.
+    With `as_printed` it evicts once before it looks at the peak, and when it recomputes, it removes from the candidates
+    the one it would have swapped. The profile must have times of copies.
     """
-    known, kept, link = facts(graph), found(graph, profile), Link(costs(graph, profile), graph.boundary)
+    known, kept, link = facts(graph), intermediates_of(graph, profile), Link(costs(graph, profile), graph.boundary)
     recomps: list[Intermediate] = []
     swaps: list[Intermediate] = []
     evicted = not as_printed

@@ -1,4 +1,4 @@
-"""The offload experiment: where the inputs of checkpointed blocks wait, and what their copies cost.
+"""The experiment ``offload``: memory and time of offload, with and without checkpointing, and of peers.
 
 Published on a Colab T4 at dim 1024, 12 layers, 12 000 tokens in 48 packed sequences, fp16. A step is forward and
 backward, without an optimizer; gradients stay allocated between steps, as the published figures imply.
@@ -17,9 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
 from ackpt.experiments.steps.failures import STRICT
+from ackpt.experiments.steps.gradients import TOLERANCE, GradientsDiffer, require_equal
 from ackpt.experiments.steps.offload_methods import KEEPS_ALL, METHODS, OURS, Method, cannot_run, make_method
-from ackpt.experiments.steps.overlap import traced
-from ackpt.experiments.steps.settings import record_config, record_metrics, require_positive
+from ackpt.experiments.steps.profiling import traced
+from ackpt.experiments.steps.settings import free_host_bytes, record_config, record_metrics, require_positive
 from ackpt.metering.meter import compare_seconds, measure
 from ackpt.metering.prediction import predict
 from ackpt.models.transformer import Transformer, TransformerConfig
@@ -28,13 +29,8 @@ from ackpt.results import Record, environment
 from ackpt.workloads.step_request import autocast
 
 EXPERIMENT = "offload"
-PLAIN = ("baseline", "ckpt_classic")  # they copy nothing
-TOLERANCE = 1e-2  # of a parameter's largest gradient; a GPU's kernels may add in any order
+WITHOUT_COPIES = ("baseline", "ckpt_classic")
 LOSS_SCALE = 2.0**16  # float16 only: the mean over all outputs has gradients that it cannot hold
-
-
-class GradientsDiffer(RuntimeError):
-    """A method's gradients are not those of the plain model."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ GPU = OffloadConfig(
 
 
 def make_batch(config: OffloadConfig, step: int):
-    """``(x [total_tokens, dim], cu_seqlens)`` of one step; every method gets the same numbers."""
+    """``(x [total_tokens, dim], cu_seqlens)`` of one step, the same for every method."""
     generator = torch.Generator().manual_seed(config.seed * 100_003 + step)
     x = torch.randn(config.total_tokens, config.dim, generator=generator)
     return x.to(config.device), _offsets(config).to(config.device)
@@ -92,7 +88,7 @@ def _offsets(config):
 
 
 def one_step(config: OffloadConfig, model, method: Method, batch) -> None:
-    """Forward and backward; what was in the gradients is overwritten in place."""
+    """Run forward and backward; the gradients are overwritten in place."""
     x, cu_seqlens = batch
     model.zero_grad(set_to_none=False)
     with method.around_step():
@@ -105,12 +101,13 @@ def one_step(config: OffloadConfig, model, method: Method, batch) -> None:
 def run_offload(config: OffloadConfig = CPU, command: str = "", timed_rounds: int = 5, failures=STRICT) -> list[Record]:
     """Check, measure and time every method of the configuration; one Record each, in order.
 
-    A method that could not run has a Record whose metrics hold nothing but ``not_run``, the reason. Times are in
-    fields named ``seconds...``, sizes in bytes. `failures` takes methods that failed, which have no Record. On the CPU
-    one core is left to the copies.
+    The metrics of a method that could not run are ``not_run``, the reason. Times are in fields named ``seconds...``,
+    sizes in bytes. `failures` collects the methods that failed, which have no Record. On the CPU one core is left to
+    the copies.
 
-    Raises `GradientsDiffer` if an ackpt method's gradients are not the baseline's: to the last bit on the CPU, within
-    `TOLERANCE` on a GPU, at any step.
+    Raises:
+        GradientsDiffer: if the gradients of a method of ackpt are not those of the baseline at any step; on the CPU
+            they must be bit-equal.
     """
     with _a_core_for_copies(config.device):
         torch.manual_seed(config.seed)
@@ -118,11 +115,11 @@ def run_offload(config: OffloadConfig = CPU, command: str = "", timed_rounds: in
         reasons = {name: cannot_run(name, config.device) for name in dict.fromkeys(config.methods)}
         baseline = make_method("baseline", model, config.device, config.min_bytes)
         metrics: dict[str, dict] = {"baseline": _measure(config, model, baseline)}
-        room = _room_for_store(config.device)
+        room = free_host_bytes() if config.device == "cuda" else None
         for name in reasons:
             if room is not None and name in KEEPS_ALL and not reasons[name]:
                 needed = metrics["baseline"]["categories"].get("activations", 0)
-                if 2 * needed > room:  # buffers are pooled, and page-locked memory comes in powers of two
+                if 2 * needed > room:  # buffers are pooled, and page-locked memory is allocated in powers of two
                     reasons[name] = f"its store needs {needed >> 20} MiB, too much for {room >> 20} MiB of free memory"
         names = [name for name, reason in reasons.items() if not reason]
         methods = {}
@@ -134,7 +131,7 @@ def run_offload(config: OffloadConfig = CPU, command: str = "", timed_rounds: in
             with failures.of(name):
                 metrics[name] = (metrics.get(name) or _measure(config, model, method)) | checked[name]
                 if name not in OURS:
-                    metrics[name]["store_peak_bytes"] = None  # theirs is not known
+                    metrics[name]["store_peak_bytes"] = None  # a peer does not report it
         methods = {name: methods[name] for name in failures.without(methods)}
         for name, times in _time(config, model, methods, timed_rounds, failures).items():
             metrics[name].update(times)
@@ -157,7 +154,7 @@ def predict_offload(config: OffloadConfig = GPU, command: str = "") -> list[Reco
             f"a prediction needs sequences of equal length: {config.total_tokens} tokens are not a multiple of "
             f"{config.batch_size} sequences"
         )
-    shapes = replace(config, device="cpu")  # fake tensors lie on the CPU
+    shapes = replace(config, device="cpu")  # fake tensors are on the CPU
     settings = record_config(config)
     where = environment("cpu", command)
     records = []
@@ -197,28 +194,30 @@ COUNTED = ("copies_out", "copies_in", "bytes_out", "bytes_in", "shared", "found"
 
 
 def _check(config, model, methods, failures) -> dict[str, dict]:
-    """Gradients of every step against those of the plain model on the same batch; what the engine counted meanwhile.
+    """Compare the gradients of every step with the baseline's; returns differences and the engine's counts.
 
     Batches differ from step to step, so that a stale buffer would be seen.
     """
-    found: dict[str, dict] = {name: {"gradients_difference": 0.0} for name in methods}
-    plain = make_method("baseline", model, config.device, config.min_bytes)
+    checked: dict[str, dict] = {name: {"gradients_difference": 0.0} for name in methods}
+    baseline = make_method("baseline", model, config.device, config.min_bytes)
     for step in range(config.steps):
         batch = make_batch(config, step)
-        plain.switch_on()
-        one_step(config, model, plain, batch)
+        baseline.switch_on()
+        one_step(config, model, baseline, batch)
         wanted = {name: parameter.grad.cpu().clone() for name, parameter in model.named_parameters()}
         _require_finite(wanted)
         for name in _progress(failures.without(methods), f"check step {step + 1}"):
             with failures.of(name):
                 stats = _one_counted_step(config, model, methods[name], batch)
                 if stats is not None:
-                    found[name] |= {key: stats[key] for key in COUNTED}
+                    checked[name] |= {key: stats[key] for key in COUNTED}
                     if step:
-                        found[name]["pool_misses"] = found[name].get("pool_misses", 0) + stats["pool_misses"]
-                worst = _difference(model, wanted, name, exact=config.device == "cpu" and name in OURS)
-                found[name]["gradients_difference"] = max(found[name]["gradients_difference"], worst)
-    return found
+                        checked[name]["pool_misses"] = checked[name].get("pool_misses", 0) + stats["pool_misses"]
+                gradients = {parameter: value.grad.cpu() for parameter, value in model.named_parameters()}
+                exact, tolerance = config.device == "cpu" and name in OURS, TOLERANCE if name in OURS else None
+                worst = require_equal(name, gradients, wanted, exact, negligible=0, tolerance=tolerance)
+                checked[name]["gradients_difference"] = max(checked[name]["gradients_difference"], worst)
+    return checked
 
 
 def _one_counted_step(config, model, method, batch) -> dict | None:
@@ -237,26 +236,8 @@ def _require_finite(gradients):
             raise GradientsDiffer(f"baseline: the gradient of {name} is not finite, so nothing can be compared with it")
 
 
-def _difference(model, wanted, method: str, exact: bool) -> float:
-    """The largest difference of a gradient, relative to its parameter's largest gradient."""
-    worst = 0.0
-    for name, parameter in model.named_parameters():
-        mine, other = parameter.grad.cpu(), wanted[name]
-        if torch.equal(mine, other):
-            continue
-        difference = float((mine - other).abs().max() / other.abs().max().clamp_min(torch.finfo(other.dtype).tiny))
-        if method in OURS and (exact or not difference <= TOLERANCE):
-            how = "must be equal to the last bit" if exact else f"may differ by {TOLERANCE:g}"
-            raise GradientsDiffer(
-                f"{method}: the gradient of {name} differs from the plain model's by {difference:.3g} of its largest "
-                f"entry; it {how}"
-            )
-        worst = max(worst, difference)
-    return worst
-
-
 def _time(config, model, methods, rounds, failures) -> dict[str, dict]:
-    """Seconds per step, interleaved, and of the copies in further steps; on a GPU as the profiler saw them, too."""
+    """Seconds per step, interleaved, and seconds of the copies in further steps; on a GPU also by torch's profiler."""
     if not rounds or not methods:
         return {}
     batch = make_batch(config, 0)
@@ -271,31 +252,31 @@ def _time(config, model, methods, rounds, failures) -> dict[str, dict]:
     steps = {name: step_of(method) for name, method in methods.items()}
     comparison = compare_seconds(steps, rounds, device=config.device)
     times = comparison.to_json()
-    found = {}
+    timed = {}
     for name, method in methods.items():
-        found[name] = {
+        timed[name] = {
             "seconds_step": times["seconds"][name],
             "seconds_ratio": {"reference": comparison.reference, **times["seconds_ratio"][name]},
             "seconds_hidden_share": None,
         }
         if method.offload is not None:
-            found[name] |= _copy_seconds([_one_counted_step(config, model, method, batch) for _ in range(rounds)])
-        if config.device == "cuda" and name not in PLAIN:
+            timed[name] |= _copy_seconds([_one_counted_step(config, model, method, batch) for _ in range(rounds)])
+        if config.device == "cuda" and name not in WITHOUT_COPIES:
             with failures.of(f"the trace of {name}"):
-                found[name]["seconds_traced"] = traced(steps[name])
-    return found
+                timed[name]["seconds_traced"] = traced(steps[name])
+    return timed
 
 
 def _copy_seconds(stats) -> dict:
     copying, stalled = (sum(each[key] for each in stats) / len(stats) for key in ("seconds_copying", "seconds_stalled"))
-    # A wait may last longer than its copy: the worker has to wake up.
+    # A wait may last longer than its copy, because the worker has to wake up.
     share = max(0.0, 1 - stalled / copying) if copying else None
     return {"seconds_copying": copying, "seconds_stalled": stalled, "seconds_hidden_share": share}
 
 
 @contextlib.contextmanager
 def _a_core_for_copies(device: str):
-    """On the CPU compute leaves one core to the worker that copies, if there are several."""
+    """Inside, compute leaves one core of a CPU with several to the worker that copies."""
     threads = torch.get_num_threads()
     if device == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -304,14 +285,6 @@ def _a_core_for_copies(device: str):
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _room_for_store(device: str) -> int | None:
-    """Free host memory in bytes where the system says so; what lies on a CPU fits its own memory."""
-    if device != "cuda" or not os.path.exists("/proc/meminfo"):
-        return None
-    with open("/proc/meminfo") as lines:
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
 
 
 def _progress(items, what: str):

@@ -1,8 +1,7 @@
-"""The step that FSDP2 really runs, in processes that talk over gloo, measured on each of them.
+"""The experiment ``sharded_check``: a step that FSDP2 runs in processes over gloo, measured and predicted.
 
-The same small step is predicted by `ackpt.sharded.planner`. What gloo copies for itself is counted; it does
-some of that in threads of its own, which free their copies when they are done, so of several steps the lowest peak is
-taken.
+The prediction is that of `ackpt.sharded.planner`, with the copies that gloo makes. Some of these are made by threads
+that free them at their own pace, so the lowest peak of several steps is taken.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ METHODS = ("none", "full")
 class Checked:
     """Bytes of one rank's step: measured, in order of the ranks, and predicted.
 
-    ``arguments``: of ``predicted_bytes``, what checkpointed blocks hold of their arguments beside what they read.
+    ``arguments``: the part of ``predicted_bytes`` for arguments that checkpointed blocks hold and do not read.
     """
 
     method: str
@@ -52,23 +51,23 @@ def check(request: StepRequest, sharding: Sharding, methods=METHODS) -> list[Che
         multiprocessing.spawn(_work, (request, sharding, methods, folder), nprocs=sharding.ranks)
         ranks = [torch.load(Path(folder) / str(rank)) for rank in range(sharding.ranks)]
     model = ShardedModel(PlanConfig(request, optimizer="none"))
-    found = []
+    checked = []
     for number, method in enumerate(methods):
         plan = model.plan(sharding, policy=method)
         # Checkpointed blocks of transformers are given position_ids, which only rotary embeddings before them read.
         arguments = 8 * request.tokens()[1] if method == "full" and request.model.startswith(TRANSFORMERS) else 0
-        found.append(
+        checked.append(
             Checked(
                 method=method,
                 sharding=sharding,
-                measured_bytes=tuple(own[number][0] for own in ranks),
-                resident_bytes=tuple(own[number][1] for own in ranks),
+                measured_bytes=tuple(results[number][0] for results in ranks),
+                resident_bytes=tuple(results[number][1] for results in ranks),
                 predicted_bytes=plan.dynamic_peak_bytes + arguments,
                 predicted_resident_bytes=plan.resident_bytes,
                 arguments=arguments,
             )
         )
-    return found
+    return checked
 
 
 def _work(rank: int, request: StepRequest, sharding: Sharding, methods, folder: str) -> None:
@@ -94,8 +93,8 @@ def _measured(request: StepRequest, sharding: Sharding, method: str) -> tuple[in
     model.zero_grad(set_to_none=True)
     shards = [parameter.to_local() for parameter in model.parameters()]
     resident = (*shards, *model.buffers(), *tensors(inputs))
-    found = [ackpt.measure(step, "cpu", resident=resident, repeats=0) for _ in range(STEPS)]
-    return min(one.dynamic_peak_bytes for one in found), found[0].resident_bytes
+    measurements = [ackpt.measure(step, "cpu", resident=resident, repeats=0) for _ in range(STEPS)]
+    return min(each.dynamic_peak_bytes for each in measurements), measurements[0].resident_bytes
 
 
 def _sharded(request: StepRequest, sharding: Sharding, method: str) -> tuple[Any, dict]:
@@ -103,8 +102,8 @@ def _sharded(request: StepRequest, sharding: Sharding, method: str) -> tuple[Any
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     computed = request.dtype
-    kept = StepRequest(**{**vars(request), "dtype": sharding.parameters or computed})
-    step = training_step(kept, "cpu")
+    sharded = StepRequest(**{**vars(request), "dtype": sharding.parameters or computed})
+    step = training_step(sharded, "cpu")
     torch.manual_seed(0)
     for parameter in step.model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -1,7 +1,7 @@
-"""Sublinear memory, measured: chains of equal blocks by the methods of Chen et al. 2016 and by Revolve, real models.
+"""The experiment ``sublinear``: chains of equal blocks by the methods of Chen et al. 2016 and by Revolve; real models.
 
-`run` measures one chain by one method and puts beside it what theory says (`predicted`); `within` asks the policies for
-chains what they make of any model.
+`run` measures one chain by one method and records the prediction of theory (`predicted`) with it; `within` compares the
+policies for chains on any model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLANNED = ("chen-sqrt", "chen-log", "revolve")  # policies on the step's graph
 
 
 class Block(nn.Module):
-    """x [rows, width] -> x + linear(tanh(x)); of all that, backward reads tanh(x) and the weight."""
+    """x [rows, width] -> x + linear(tanh(x)); backward reads tanh(x) and the weight."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -77,15 +77,15 @@ def pyramid(stages: int, blocks: int, width: int) -> Chain:
 
 @dataclass(frozen=True)
 class ChainConfig:
-    """``blocks`` equal blocks on fp32 [rows, width], at least 16: in less, what theory does not count sets the peak.
+    """``blocks`` equal blocks on fp32 [rows, width], at least 16: in fewer, tensors outside theory set the peak.
 
-    ``method``: ``"plain"``; ``"sqrt"`` and ``"falling"``, sqrt(n) equal segments and those of
-    `ackpt.checkpointing.sequential.segment_lengths`, in checkpoints; ``"halves"``, checkpoints of halves within halves;
-    or one of the policies in `PLANNED`, of which ``"revolve"`` takes `snapshots`. Square roots need square numbers of
-    blocks, halves powers of two.
+    ``method``: ``"plain"``, the baseline; ``"sqrt"`` and ``"falling"``, checkpoints of sqrt(n) equal segments and of
+    those of `ackpt.checkpointing.sequential.segment_lengths`; ``"halves"``, checkpoints of halves within halves; or one
+    of the policies in `PLANNED`, of which ``"revolve"`` takes `snapshots`. Square roots need square numbers of blocks,
+    halves powers of two.
 
     Raises:
-        ValueError: for sizes too small, an unknown method, and numbers that it cannot take.
+        ValueError: for sizes that are too small, an unknown method, and numbers that the method cannot take.
     """
 
     blocks: int
@@ -116,15 +116,15 @@ class ChainConfig:
 
     @property
     def block_flops(self) -> int:
-        """Of one forward: its matrix product."""
+        """FLOPs of a block's forward, which is one matrix product."""
         return 2 * self.rows * self.width**2
 
 
 class Predicted(NamedTuple):
-    """``live``: kept outputs at the peak, None where theory counts snapshots only; ``runs_again``: matrix products.
+    """``live``: saved outputs at the peak, None if theory counts snapshots only; ``runs_again``: matrix products.
 
-    ``beside``: tensors of the same size that theory does not count, at the peak. Their number was read off measured
-    chains, not derived: gradients, what is being made, or, in checkpoints, what the recomputed segment returns.
+    ``beside``: tensors of the same size at the peak that theory does not count: gradients, the result of the running
+    operation, in checkpoints also the output of the recomputed segment. Their number was measured, not derived.
     """
 
     live: int | None
@@ -133,10 +133,10 @@ class Predicted(NamedTuple):
 
 
 def predicted(config: ChainConfig) -> Predicted:
-    """What theory says of a chain.
+    """The prediction of theory for a chain.
 
-    A reversed block reads tanh(x) and not its own product: in a planned step the last product of what is recomputed
-    does not run again, checkpoints run whole segments. The inputs of the chain are kept by the caller.
+    The backward of a block reads tanh(x) and not the product: a planned step does not recompute the last product of a
+    segment, checkpoints recompute whole segments. The inputs of the chain belong to the caller.
     """
     n = config.blocks
     if config.method == "plain":
@@ -160,23 +160,23 @@ def predicted(config: ChainConfig) -> Predicted:
 
 
 def run(config: ChainConfig, command: str = "", points: int = 0) -> Record:
-    """Measure one step of a chain on the CPU; keep about `points` events of its timeline.
+    """Measure one step of a chain on the CPU; the Record keeps about `points` events of its timeline.
 
-    Metrics beside the measured ones: ``activation_bytes`` of one tensor between blocks; ``gradient_bytes`` of
-    parameters at the peak; ``live``, how many tensors of that size the rest of the peak is, and ``rest_bytes`` behind
-    that; ``runs_again``, matrix products of the forward that run once more; ``predicted``, see `Predicted`.
+    Metrics in addition to the measured ones: ``activation_bytes`` of one tensor between blocks; ``gradient_bytes`` of
+    parameters at the peak; ``live``, the number of activations that fit into the rest of the peak, and ``rest_bytes``,
+    what is left then; ``runs_again``, the recomputed matrix products; ``predicted``, see `Predicted`.
     """
     torch.manual_seed(config.seed)
     chain = Chain(*(Block(config.width) for _ in range(config.blocks)))
     x = torch.randn(config.rows, config.width)
-    found = measured(chain, _step(chain, config), (x,))
-    peak = found.timeline.at(found.timeline.peak_index)
+    measurement = measured(chain, _step(chain, config), (x,))
+    peak = measurement.timeline.at(measurement.timeline.peak_index)
     gradients = peak.get("gradients", 0)
-    live, rest = divmod(found.dynamic_peak_bytes - gradients, config.activation_bytes)
-    assert found.flops is not None
-    again, left = divmod(found.flops - (3 * config.blocks - 1) * config.block_flops, config.block_flops)
+    live, rest = divmod(measurement.dynamic_peak_bytes - gradients, config.activation_bytes)
+    assert measurement.flops is not None
+    again, left = divmod(measurement.flops - (3 * config.blocks - 1) * config.block_flops, config.block_flops)
     assert left == 0, "only matrix products of blocks count"
-    metrics = record_metrics(found) | {
+    metrics = record_metrics(measurement) | {
         "activation_bytes": config.activation_bytes,
         "gradient_bytes": gradients,
         "live": live,
@@ -185,12 +185,12 @@ def run(config: ChainConfig, command: str = "", points: int = 0) -> Record:
         "predicted": predicted(config)._asdict(),
     }
     if points:
-        metrics["timeline"] = found.timeline.thinned(points).to_json()
+        metrics["timeline"] = measurement.timeline.thinned(points).to_json()
     return Record(EXPERIMENT, asdict(config), metrics, environment("cpu", command))
 
 
 def measured(model: nn.Module, step, args=(), kwargs=None) -> Measurement:
-    """One training step ``step(*args, **kwargs).backward()`` on the CPU that begins without gradients; not timed."""
+    """Bytes and FLOPs of a step ``step(*args, **kwargs).backward()`` on the CPU that begins without gradients."""
     kwargs = kwargs or {}
 
     def once():
@@ -229,32 +229,31 @@ def _halves(blocks: list, x):
 
 
 def within(graph, profile, budgets: Sequence[float], policies: Sequence[str]) -> list[dict]:
-    """What several policies make of a graph within each budget.
+    """Peak and cost of the plans of several policies for a graph within each budget.
 
     Args:
         budgets: fractions of the dynamic peak without checkpointing.
 
     Returns:
-        One row for each policy and budget: ``policy``, ``budget``, ``peak``, the simulated dynamic peak as a share of
-        the plain one, ``cost``, of what runs again, as a share of the plain step's, see `Plan`. The last two are None
-        where the policy refuses.
+        One row for each policy and budget: ``policy``, ``budget``, ``peak``, the simulated dynamic peak as a fraction
+        of the baseline's, and ``cost``, see `Plan`. The last two are None if the budget is infeasible for the policy.
     """
     rows = []
     for policy in policies:
         for budget in budgets:
             row = {"policy": policy, "budget": budget, "peak": None, "cost": None}
             try:
-                found = plan(graph, budget, policy, profile=profile)
+                planned = plan(graph, budget, policy, profile=profile)
             except BudgetError:
                 pass
             else:
-                row |= {"peak": found.dynamic_peak_bytes / found.baseline_dynamic_peak_bytes, "cost": found.cost}
+                row |= {"peak": planned.dynamic_peak_bytes / planned.baseline_dynamic_peak_bytes, "cost": planned.cost}
             rows.append(row)
     return rows
 
 
 def lowest(graph, profile, policy: str) -> Plan:
-    """The plan of the lowest peak that `policy` can make of `graph`."""
+    """The plan of `policy` with the lowest peak."""
     try:
         return plan(graph, "1B", policy, profile=profile)
     except BudgetError as error:

@@ -1,4 +1,4 @@
-"""The synthetic experiment: a Transformer autoencoder on random packed sequences, with and without checkpointing.
+"""The experiment ``synthetic``: a Transformer autoencoder on random packed sequences, with and without checkpointing.
 
 Published at dim 1024, 12 layers, bf16 autocast, AdamW, 14 steps, sequence lengths 2048 to 16384, one sequence a batch.
 """
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from ackpt.experiments.steps.failures import STRICT
-from ackpt.experiments.steps.methods import METHODS, OFFLOADED, PLANNED, check_methods
 from ackpt.experiments.steps.settings import require_lengths, require_positive
-from ackpt.experiments.steps.training import Task, run_lengths
+from ackpt.experiments.steps.training import METHODS, OFFLOADED, PLANNED, Task, check_methods, run_lengths
 from ackpt.models.transformer import TransformerConfig
 from ackpt.workloads.named_models import Autoencoder
 
@@ -61,7 +60,7 @@ GPU = SyntheticConfig(
 
 
 def task(config: SyntheticConfig, seq_len: int) -> Task:
-    """Model and batches of one sequence length; batch i holds the same numbers for every method."""
+    """Model and batches of one sequence length; batch i is the same for every method."""
     tokens = config.batch_size * seq_len
 
     def build():

@@ -1,11 +1,11 @@
-"""What each block of a sharded step may keep, and what every choice means for the windows of the step.
+"""The choices for each block of a sharded step, and the windows of the step for every choice.
 
-A choice is made per block and its recomputation stays in the block's own backward, where FSDP2 has gathered the
-parameters anyway: it costs no collective. So a window depends on its own block's choice alone, and the step of any mix
-of choices is a row of windows. Blocks that are alike have the same windows, and a deep model is as many of them.
+A block is recomputed in its own backward, for which FSDP2 gathers its parameters anyway, so recomputation costs no
+collective. Therefore a window depends on the choice of its own block only, and a step with any mix of choices is a row
+of windows. Equal blocks have equal windows.
 
-What keeps all or runs a block again whole is what eager blocks do, plain or in `ackpt.checkpoint`; the rest is what
-``fully_shard(ackpt.compile(block, ...))`` does.
+The choices that save everything, or recompute a whole block, are those of eager blocks, without and with
+`ackpt.checkpoint`; the others are those of ``fully_shard(ackpt.compile(block, ...))``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .sharding import Group, Sharding
 from .step import ROOT, ShardingError, Window, owners, step_windows
 
 PLAIN, PER_BLOCK = "plain", "per-block"
-CAPTURED = 4  # blocks of the graph that stands for deeper ones: the first, the last, and two between that must agree
+CAPTURED = 4  # blocks that are captured of deeper models: the first, the last, and two between that must agree
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to treat a block: ``kept``: what stays of its inside, by block; ``again``: its forward runs again whole,
-    as per-block checkpointing does; otherwise what is missing runs late and once."""
+    """One way to treat a block. ``kept``: the storages saved inside each block; ``again``: its whole forward is
+    recomputed, as by per-block checkpointing; otherwise only what is missing, late and once."""
 
     name: str
     kept: tuple[frozenset[int], ...]
@@ -111,40 +111,40 @@ class Blocks:
         return step_windows(self.graph, schedule, self.profile.workspace_bytes, self.groups, sharding)
 
     def names(self, choice: Choice, block: int) -> list[str]:
-        """What the choice keeps of the inside of a block: the module within the block, and the operation."""
-        found = []
+        """Module and operation of each activation that the choice saves inside a block."""
+        names = []
         for storage in sorted(choice.kept[block]):
             node = self.graph.nodes[self.graph.storages[storage].producer]
             module = node.module.removeprefix(self.groups[block].name).lstrip(".")
             operation = node.target.removeprefix("aten.").split(".")[0]
-            found.append(f"{module}.{operation}" if module else operation)
-        return found
+            names.append(f"{module}.{operation}" if module else operation)
+        return names
 
     def added(self, schedule: Schedule) -> list[tuple[float, int]]:
-        """Cost and FLOPs of what each block runs again."""
-        found = [(0.0, 0)] * len(self.groups)
-        for place in recomputed(self.graph, schedule):
-            cost, flops = found[self.owners[place]]
-            found[self.owners[place]] = cost + self.cost[place], flops + self.profile.flops[place]
-        return found
+        """Cost and FLOPs of the recomputation in each group."""
+        added = [(0.0, 0)] * len(self.groups)
+        for node in recomputed(self.graph, schedule):
+            cost, flops = added[self.owners[node]]
+            added[self.owners[node]] = cost + self.cost[node], flops + self.profile.flops[node]
+        return added
 
     def plain_flops(self) -> list[int]:
         """FLOPs of a step without checkpointing, by group."""
-        found = [0] * len(self.groups)
-        for place, flops in enumerate(self.profile.flops):
-            found[self.owners[place]] += flops
-        return found
+        totals = [0] * len(self.groups)
+        for node, flops in enumerate(self.profile.flops):
+            totals[self.owners[node]] += flops
+        return totals
 
     @cached_property
     def _saved_plainly(self) -> tuple[frozenset[int], ...]:
-        found: list[set[int]] = [set() for _ in self.groups]
+        saved: list[set[int]] = [set() for _ in self.groups]
         for storage in self.plain.saved:
-            found[self.owners[self.graph.storages[storage].producer]].add(storage)
-        return tuple(map(frozenset, found))
+            saved[self.owners[self.graph.storages[storage].producer]].add(storage)
+        return tuple(map(frozenset, saved))
 
     @cached_property
     def _cuts(self) -> list[int] | None:
-        """The storage that each group hands to the next, the root first; None if one hands on more than one tensor."""
+        """The storage that each group passes to the next, the root first; None if one passes more than one tensor."""
         last: dict[int, int] = {}
         first_block = min((nodes[0] for nodes in self.forward[1:] if nodes), default=0)
         for cut in inner_cuts(self.graph):
@@ -159,7 +159,7 @@ class Blocks:
 
     @cached_property
     def _handed(self) -> frozenset[int]:
-        """What blocks hand on or several of them read: it stays, whatever is chosen."""
+        """The storages that blocks pass on, or that several blocks read; every choice saves them."""
         if self._chain is not None:
             return frozenset().union(self._chain.pinned, *(block.output for block in self._chain.blocks))
         crossing: set[int] = set()
@@ -170,7 +170,7 @@ class Blocks:
         return frozenset(crossing)
 
     def _between(self) -> list[Choice]:
-        """From saving most to saving least; each block's options, found once for blocks that are alike."""
+        """The choices between saving all and saving nothing, the largest first; found once for equal blocks."""
         if self._chain is None:
             return []
         alike: dict[tuple, list[frozenset[int]]] = {}
@@ -181,24 +181,24 @@ class Blocks:
             inside = [storage for unit in units for storage in unit]
             if key not in alike:
                 local = BlockStep(self.known, block, self._chain.pinned, self.cost, self.profile.workspace_bytes)
-                found = sorted(local.options(), key=lambda option: (option.cost, option.saved_bytes))
-                alike[key] = [frozenset(inside.index(storage) for storage in option.saved) for option in found]
-            options.append([frozenset(inside[place] for place in own) for own in alike[key]])
+                ranked = sorted(local.options(), key=lambda option: (option.cost, option.saved_bytes))
+                alike[key] = [frozenset(inside.index(storage) for storage in option.saved) for option in ranked]
+            options.append([frozenset(inside[index] for index in indices) for indices in alike[key]])
         count = max(map(len, options))
         rows = []
         for number in range(count):
-            kept = (own[round(number * (len(own) - 1) / max(1, count - 1))] for own in options[1:])
-            rows.append(Choice(f"option {number}", (frozenset(), *kept)))
+            saved = (ranked[round(number * (len(ranked) - 1) / max(1, count - 1))] for ranked in options[1:])
+            rows.append(Choice(f"option {number}", (frozenset(), *saved)))
         return rows
 
 
 def stand_in_for(block: int, blocks: int) -> int:
-    """The one of `CAPTURED` blocks that stands for the given one of more: the first, the last, or one between."""
+    """The captured block with the same windows as `block` of `blocks`: the first, the last, or one between."""
     return 1 if block == 1 else CAPTURED if block == blocks else CAPTURED // 2
 
 
 def deep(row: list[Window], blocks: int) -> list[Window]:
-    """The windows of a step with so many blocks, from those of a step with `CAPTURED` ones.
+    """The windows of a step with `blocks` blocks, from those of a step with `CAPTURED` blocks.
 
     Raises:
         ShardingError: if the two blocks in the middle differ, or the root runs between blocks.

@@ -1,8 +1,8 @@
-"""``ackpt plan --fsdp``: what each rank of a sharded model needs, and which plan per block fits a budget at which cost.
+"""Plans for one rank of a model sharded by FSDP2: its memory, and the cheapest choice per block within a budget.
 
-A model of blocks that are alike is captured with a few of them; the others have the same windows, see `sharded_blocks`.
-The first blocks are treated in one way and the rest in another, which recomputes less: what backward reads first is
-kept. Of all such plans the cheapest within the budget is taken.
+A model of equal blocks is captured with a few of them; the others have the same windows, see `blocks`. The first blocks
+get one choice and the rest another that recomputes less, since backward reads the last blocks first. The cheapest such
+plan within the budget wins.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class Communication:
 
 @dataclass(frozen=True)
 class Run:
-    """`count` blocks, one after the other, that are treated alike.
+    """`count` consecutive blocks with the same choice.
 
-    ``choice``: how; ``kept_bytes`` of the inside of each stay, by ``names``; ``flops``: of what each runs again.
+    ``choice``: its name; ``kept_bytes``: saved inside each block, by the operations ``names``; ``flops``: of the
+    recomputation in each.
     """
 
     count: int
@@ -56,9 +57,9 @@ class Run:
 class ShardedPlan:
     """One rank's step.
 
-    ``resident``: bytes by category that lie there all the time; ``timeline``: dynamic bytes after every event;
-    ``baseline_bytes``: dynamic peak without checkpointing; ``flops``: of the whole step; ``recompute_flops``: of what
-    runs again; ``cost``: of that, as a share of the plain step's. ``runs``: the blocks from the first to the last.
+    ``resident``: resident bytes by category; ``timeline``: dynamic bytes after every event; ``baseline_bytes``: dynamic
+    peak without checkpointing; ``flops``: of the whole step; ``recompute_flops``: of recomputation; ``cost``: added
+    time as a fraction of the baseline step. ``runs``: the blocks from the first to the last.
     """
 
     sharding: Sharding
@@ -92,7 +93,7 @@ class ShardedPlan:
 class ShardedModel:
     """A step, captured once, and its plans for any number of ranks.
 
-    ``stands_for``: blocks that the captured graph stands for; ``groups``: parameters of the whole model.
+    ``stands_for``: the number of blocks of the whole model; ``groups``: its parameters.
     """
 
     def __init__(self, config: PlanConfig, whole: bool = False):
@@ -111,11 +112,11 @@ class ShardedModel:
                 self.blocks = self._blocks(self.step)
 
     def plan(self, sharding: Sharding, budget=None, policy: str | None = None) -> ShardedPlan:
-        """The plan for one rank of so many.
+        """The plan for one of the ranks.
 
         Raises:
-            BudgetError: if no plan keeps the budget; names the smallest that one does.
-            ValueError: for what is no budget, a policy that knows nothing of shards, and models that are not counted.
+            BudgetError: if the budget is infeasible; names the smallest feasible one.
+            ValueError: for a value that is no budget, a policy that does not plan shards, and unsupported models.
         """
         policy = policy or ("none" if budget is None else "auto")
         if policy not in POLICIES:
@@ -136,7 +137,7 @@ class ShardedModel:
         peak = table.peak(chosen)
         if limit is not None and peak > limit:
             raise BudgetError(_refusal(budget, policy, limit, peak, resident), peak + sum(resident.values()))
-        return table.found(chosen, policy, baseline)
+        return table.plan(chosen, policy, baseline)
 
     def _blocks(self, step: TrainingStep) -> Blocks:
         graph = captured(step, replace(self.config, optimizer="none"), self.device)
@@ -144,7 +145,7 @@ class ShardedModel:
 
 
 class _Table:
-    """The windows of every choice for one number of ranks, and what they mean for rows of choices, one per block."""
+    """The windows of every choice for one number of ranks; peak, cost and plan of a row of choices, one per block."""
 
     def __init__(self, model: ShardedModel, sharding: Sharding):
         self.model, self.sharding, self.blocks = model, sharding, model.blocks
@@ -181,36 +182,36 @@ class _Table:
         return sum(self.added[row[block]][self.stands[block]][0] for block in range(1, self.count + 1))
 
     def least(self, limit: int | None) -> tuple[int, ...]:
-        """The cheapest row within the limit; the one of the lowest peak if none is."""
+        """The cheapest row within the limit, or if there is none the row with the lowest peak."""
         numbers = range(len(self.rows))
         rows = {self.uniform(0): None}
         for first, rest in itertools.permutations(numbers, 2):
             for length in range(1, self.count + 1):
                 rows[(0, *[first] * length, *[rest] * (self.count - length))] = None
         single = [self.cost(self.uniform(number)) for number in numbers]
-        # At equal cost, up to rounding, the blocks that backward reaches first keep more.
-        found = [(float(f"{self.cost(row):.12g}"), single[row[1]] < single[row[-1]], row) for row in rows]
-        found.sort()
-        for _, _, row in found:
+        # At equal cost, up to rounding, the blocks that backward reaches first save more.
+        ranked = [(float(f"{self.cost(row):.12g}"), single[row[1]] < single[row[-1]], row) for row in rows]
+        ranked.sort()
+        for _, _, row in ranked:
             if limit is None or self.peak(row) <= limit:
                 return row
-        return min(found, key=lambda one: (self.peak(one[-1]), *one))[-1]
+        return min(ranked, key=lambda each: (self.peak(each[-1]), *each))[-1]
 
     def windows(self, row) -> list[Window]:
         return [self.rows[row[group]][place] for place, group in enumerate(self.group)]
 
-    def found(self, row, policy: str, baseline: int) -> ShardedPlan:
-        plain = self.blocks.plain_flops()
+    def plan(self, row, policy: str, baseline: int) -> ShardedPlan:
+        flops_of = self.blocks.plain_flops()
         again = [self.added[row[block]][self.stands[block]] for block in range(1, self.count + 1)]
-        base = sum(plain[self.stands[block]] for block in range(self.count + 1))
+        base = sum(flops_of[self.stands[block]] for block in range(self.count + 1))
         sizes = self.blocks.known.bytes
         runs, start = [], 1
         for number, same in itertools.groupby(row[1:]):
             length, choice = len(list(same)), self.blocks.choices[number]
             stands = self.stands[start]
-            kept = sum(sizes[storage] for storage in choice.kept[stands])
+            saved = sum(sizes[storage] for storage in choice.kept[stands])
             names = tuple(self.blocks.names(choice, stands))
-            runs.append(Run(length, choice.name, kept, self.added[number][stands][1], names))
+            runs.append(Run(length, choice.name, saved, self.added[number][stands][1], names))
             start += length
         return ShardedPlan(
             sharding=self.sharding,
@@ -244,7 +245,7 @@ class _Table:
 
 
 def _shortened(config: PlanConfig, groups: tuple[Group, ...]) -> TrainingStep | None:
-    """The same model with `CAPTURED` blocks, if its configuration says how many it has and they are alike."""
+    """The step of the same model with `CAPTURED` blocks; None if they differ or no field has their number."""
     if len(groups) - 1 <= CAPTURED or len({group.shapes() for group in groups[1:]}) > 1:
         return None
     for name in DEPTH:
@@ -261,10 +262,10 @@ def _shortened(config: PlanConfig, groups: tuple[Group, ...]) -> TrainingStep | 
 
 
 def _refusal(budget, policy: str, limit: int, peak: int, resident) -> str:
-    kept = sum(resident.values())
+    resident_bytes = sum(resident.values())
     return (
         f"policy {policy!r} cannot keep the budget {budget!r} on a rank: it leaves {memory_format(max(0, limit))} for "
-        f"what the step allocates, beside {memory_format(kept)} of shards, buffers, inputs and optimizer state. The "
-        f"smallest budget that this policy keeps is {readable(peak + kept)} ({peak + kept} bytes): shard over "
-        "more ranks, or take a smaller batch"
+        f"what the step allocates, beside {memory_format(resident_bytes)} of shards, buffers, inputs and optimizer "
+        f"state. The smallest budget that this policy keeps is {readable(peak + resident_bytes)} "
+        f"({peak + resident_bytes} bytes): shard over more ranks, or take a smaller batch"
     )

@@ -1,8 +1,8 @@
-"""What FSDP2 takes beside a step's activations: shards, gathered parameters, buffers of its collectives; all in bytes.
+"""Bytes that FSDP2 allocates in addition to activations: shards, gathered parameters, buffers of collectives.
 
 ``fully_shard`` on every block and then on the model makes one group of parameters of each block and one, the root, of
-the rest. A group's parameters are gathered before it runs and freed behind it, in the forward and again in the
-backward; the gradients of a group are reduced, and live as shards from then on. The root stays gathered until the end.
+the rest. A group's parameters are gathered before it runs and freed afterwards, in the forward and again in the
+backward; then its gradients are reduced to shards. The root stays gathered until the end of the step.
 
 Source: ``torch/distributed/fsdp/_fully_shard`` of torch 2.13, ``_fsdp_param_group.py`` and ``_fsdp_collectives.py``.
 """
@@ -26,10 +26,10 @@ GATHERED, REDUCED, UNREDUCED = "gathered parameters", "gradients", "unreduced gr
 class Sharding:
     """How a model is sharded.
 
-    ``ranks``: over how many processes. ``parameters``: dtype of the shards, of their gradients and of what the
-    optimizer keeps; None is that of the model, in which the step computes and parameters are gathered. ``reduction``:
-    dtype in which gradients are reduced; None is that of the model. ``block_bytes``: what an allocator rounds up to.
-    ``gloo``: count what the CPU's collectives copy for themselves; NCCL does not.
+    ``ranks``: the number of processes. ``parameters``: dtype of the shards, of their gradients and of the optimizer's
+    state; None is that of the model, in which parameters are gathered and the step computes. ``reduction``: dtype in
+    which gradients are reduced; None is that of the model. ``block_bytes``: the allocator rounds up to multiples of it.
+    ``gloo``: count the copies of the CPU's collectives; NCCL makes none.
     """
 
     ranks: int
@@ -53,11 +53,11 @@ class Weight:
     trained: bool = True
 
     def rows(self, ranks: int) -> int:
-        """Of each rank's shard; the last ones are padded."""
+        """Rows of each rank's shard; the last ranks' are padded."""
         return -(-self.shape[0] // ranks)
 
     def sharded(self, ranks: int) -> int:
-        """Numbers of a shard."""
+        """Elements of a shard."""
         return self.rows(ranks) * math.prod(self.shape[1:])
 
 
@@ -69,14 +69,14 @@ class Group:
     weights: tuple[Weight, ...]
 
     def shapes(self) -> tuple:
-        """What two groups agree in whose memory is the same."""
+        """Shapes and dtypes of the parameters; groups in which they are equal need the same memory."""
         return tuple((weight.shape, weight.dtype, weight.trained) for weight in self.weights)
 
 
 class GroupBytes:
-    """Sizes of what FSDP2 allocates for one group, on one rank.
+    """Bytes that FSDP2 allocates for one group, on one rank.
 
-    ``shards``: its parameters, as they lie there all the time. ``cast``: its shards in the model's dtype, 0 if they
+    ``shards``: its parameters, which are resident. ``cast``: its shards in the model's dtype, 0 if they
     have it. ``gather``: the buffer of an all-gather, ``unsharded``: the parameters that are copied out of it.
     ``reduce``: the buffer of a reduce-scatter, ``received``: what that returns, ``reduced``: the shards of the
     gradients, 0 if these are what it returns. ``scratch_gather``, ``scratch_reduce``, ``padded``: copies on the CPU.
@@ -113,7 +113,7 @@ class GroupBytes:
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that are sharded one by one: those in the outermost lists of modules of one class.
+    """Names of the modules that are sharded one by one: the members of the outermost lists of modules of one class.
 
     Raises:
         ValueError: if there is no such list of at least two.
@@ -165,7 +165,7 @@ def groups_of(model: nn.Module) -> tuple[Group, ...]:
 def sharded_optimizer(kind, groups: tuple[Group, ...], sharding: Sharding, on_cpu: bool) -> tuple[int, int]:
     """Bytes of one rank's state of an optimizer of the class `kind`, and the most that its step takes beside that.
 
-    Every further block of many that are alike adds the same, so that two and three of them say it for all.
+    Equal blocks add the same bytes each, so that two and three of them determine the sum for all.
     """
     if kind is None:
         return 0, 0

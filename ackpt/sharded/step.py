@@ -1,10 +1,10 @@
 """A schedule's events with those of FSDP2 between them, window by window, to the byte.
 
-A window is what runs for one group without a break: the root or a block, in the forward or in the backward. FSDP2's
-hooks stand at its ends. Before a block's forward its parameters are gathered, while the buffer of the gather before is
-still there; behind it they are freed. Its backward begins with parameters whose gather the block before it in that
-order has started, and starts the next one; behind it they are freed and its gradients reduced, whose buffer stays until
-the next reduction. The root is gathered first and reduced last.
+A window is an uninterrupted run of one group: the root or a block, in the forward or in the backward. FSDP2's hooks run
+at its ends. Before a block's forward its parameters are gathered, while the buffer of the previous gather is still
+allocated; afterwards they are freed. In the backward each block starts the gather of the next one, and after its own
+backward its parameters are freed and its gradients reduced, in a buffer that lives until the next reduction. The root
+is gathered first and reduced last.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _UNREDUCED, _ACTIVATION, _TEMPORARY, _REDUCED, _GATHERED, _COMMUNICATION = range
 
 
 class ShardingError(ValueError):
-    """A step that FSDP2 would not run as it is counted here."""
+    """A step that FSDP2 would run differently from the account here."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Events of one group in one phase: bytes, negative where they are freed, and a category's number."""
+    """Events of one group in one phase: bytes, negative if they are freed, and the number of a category."""
 
     phase: str
     group: int
@@ -43,7 +43,7 @@ class Window:
 
     @property
     def highest(self) -> int:
-        """The most bytes beyond those that the window begins with."""
+        """The largest number of bytes above those at the window's begin."""
         most = total = 0
         for size, _ in self.events:
             total += size
@@ -74,7 +74,7 @@ def timeline(windows: Iterable[Window]) -> Timeline:
 
 
 def owners(graph: JointGraph, groups: tuple[Group, ...]) -> list[int]:
-    """The group in which each node runs, by its number; autograd's sums of gradients belong to the node before."""
+    """The number of the group in which each node runs; autograd's sums of gradients belong to the previous node's."""
     number = {group.name: index for index, group in enumerate(groups) if index != ROOT}
     found, here = [], ROOT
     for node in graph.nodes:

@@ -1,10 +1,10 @@
-"""A step as a GPU would run it, captured from tensors that pretend to be on the CPU.
+"""Capture of a step as a GPU would run it, on a machine without a GPU.
 
-A build of torch without CUDA cannot trace fake CUDA tensors: autograd asks for the device. What `predict_cuda` does to
-an eager step, dropout, attention and autocast as on a GPU, is done here while a step is captured.
+A build of torch without CUDA cannot trace fake CUDA tensors, because autograd asks for the device. So CPU tensors are
+captured with the dropout, attention and autocast of a GPU, as `ackpt.predict` does for an eager step.
 
-Not imitated: the fused RMS norm of ``torch.nn.functional.rms_norm``, taken apart here as on the CPU, and the float32
-statistics of norms where values and weights are in half precision (here 2 bytes a row, there 4).
+Not imitated: the fused RMS norm of ``torch.nn.functional.rms_norm``, which is decomposed here as on the CPU, and the
+float32 statistics of norms in half precision (2 bytes a row here, 4 on a GPU).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``ackpt plan`` plans: a model by name and one call of it that returns its loss, from shapes alone."""
+"""The training steps of `ackpt.models`, by name, and the entry to those of transformers: `training_step`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from .transformers_models import transformers_step
 
 
 def training_step(request: StepRequest, device="meta") -> TrainingStep:
-    """The model and its inputs; these are allocated on `device`, and not filled.
+    """The model and its inputs, allocated on `device`; the inputs are not filled.
 
     Raises:
-        ValueError: for an unknown model or field, values that do not fit, and a size that is missing or too much.
+        ValueError: for an unknown model or field, values that do not fit, and a missing or superfluous size.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(request.dtype)
@@ -55,7 +55,7 @@ def training_step(request: StepRequest, device="meta") -> TrainingStep:
 
 @functools.cache
 def _published(name: str):
-    """The configuration that --set changes; the model that has it is made without memory."""
+    """The configuration that --set changes, from a model on the meta device."""
     with unset_fake_temporarily(), torch.device("meta"):
         return BUILT_IN[name][0]().config
 

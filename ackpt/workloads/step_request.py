@@ -1,4 +1,4 @@
-"""A request for a training step: a model by name, sizes of its batch, dtypes; and the step that comes of it."""
+"""`StepRequest`: a model by name, sizes of its batch, dtypes; and `TrainingStep`, the model and inputs made from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class StepRequest:
-    """What is asked for: `model` by name, `fields` of its configuration, sizes of a batch, dtype of the parameters."""
+    """The step to build: `model` by name, `fields` of its configuration, sizes of a batch, dtype of the parameters."""
 
     model: str
     batch_size: int = 1
@@ -41,7 +41,7 @@ class StepRequest:
         return self.batch_size, self.seq_len
 
     def images(self, channels: int, size=IMAGE_SIZE) -> Tensor:
-        """A batch of images for a model that reads those; `size` is what --image-size replaces."""
+        """A batch of images for a model that reads images; `size` is the default of --image-size."""
         if self.seq_len is not None:
             raise ValueError(f"{self.model} reads images, so --seq-len says nothing about it: give --image-size")
         size = self.image_size or size
@@ -58,12 +58,12 @@ class TrainingStep:
 
     @property
     def parameters(self) -> int:
-        """Their number; tied ones count once."""
+        """The number of elements of all parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
 def require_known(fields, known, model: str) -> None:
-    """ValueError for the first of `fields` that is not among `known`, with what it may have meant."""
+    """ValueError for the first of `fields` that is not in `known`, with close matches."""
     for name in fields:
         if name not in known:
             close = difflib.get_close_matches(name, known, 3)
@@ -81,12 +81,12 @@ def require_positions(length: int, positions: int, field: str) -> None:
 
 
 def ids(*shape: int) -> Tensor:
-    """Tokens or classes: int64 of `shape`, without values."""
+    """An uninitialized int64 tensor of `shape` for tokens or classes."""
     return torch.empty(shape, dtype=torch.int64)
 
 
 def autocast(device_type: str, dtype: str):
-    """fp32 weights with matrix products in `dtype`; nothing for float32."""
+    """The context of autocast to `dtype`; for float32 one that does nothing."""
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: choose from {', '.join(DTYPES)}")
     if dtype == "float32":

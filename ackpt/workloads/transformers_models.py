@@ -1,4 +1,4 @@
-"""A training step of any model of transformers that has a loss, from its configuration alone: nothing is downloaded."""
+"""The training step of any transformers model with a loss, from its configuration alone; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .step_request import TRANSFORMERS, StepRequest, TrainingStep, ids, require_
 
 @dataclass(frozen=True)
 class Task:
-    """A head with a loss: `mapping`, the name of transformers' table of the classes that have it."""
+    """A head with a loss; `mapping` names the table of transformers with the classes that have it."""
 
     name: str
     mapping: str
@@ -23,7 +23,7 @@ MASKED = Task("masked language model", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
 CAUSAL = Task("causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
 IMAGES = Task("image classification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES")
 SEQUENCES = Task("sequence classification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
-# In this order a configuration that says nothing gets its head: encoders have causal ones, too.
+# A configuration without architectures gets the first of these heads that it has; encoders have causal ones, too.
 TASKS = (SEQ2SEQ, MASKED, CAUSAL, IMAGES, SEQUENCES)
 
 
@@ -31,8 +31,8 @@ def transformers_step(request: StepRequest) -> TrainingStep:
     """The model of a configuration, on the meta device, and its inputs.
 
     Raises:
-        ValueError: if transformers is missing, for an unknown configuration or field, values that the model refuses,
-            and a configuration without a head whose inputs are known.
+        ValueError: if transformers is missing; for an unknown configuration or field, values that the model refuses,
+            and a configuration without a head of one of the `TASKS`.
     """
     transformers = _transformers()
     config = _config(transformers, request)
@@ -64,54 +64,58 @@ def _config(transformers, request: StepRequest):
         kind = given.get("model_type")
         if kind not in transformers.CONFIG_MAPPING:
             raise ValueError(f"{name}: transformers {transformers.__version__} knows no model_type {kind!r}")
-        found = transformers.CONFIG_MAPPING[kind]
+        config_class = transformers.CONFIG_MAPPING[kind]
     else:
-        given, found = {}, getattr(transformers, name, None)
-        if not (isinstance(found, type) and issubclass(found, transformers.PretrainedConfig) and found.model_type):
+        given, config_class = {}, getattr(transformers, name, None)
+        if not (
+            isinstance(config_class, type)
+            and issubclass(config_class, transformers.PretrainedConfig)
+            and config_class.model_type
+        ):
             raise ValueError(
                 f"transformers {transformers.__version__} has no configuration class {name!r}, and there is no such "
                 "file: write hf:GPT2Config, hf:LlamaConfig or hf:path/to/config.json"
             )
-    config = _made(name, lambda: found.from_dict(given))
-    require_known(request.fields, {*config.to_dict(), *found.attribute_map}, name)
-    fields = {found.attribute_map.get(field, field): value for field, value in request.fields.items()}
+    config = _made(name, lambda: config_class.from_dict(given))
+    require_known(request.fields, {*config.to_dict(), *config_class.attribute_map}, name)
+    fields = {config_class.attribute_map.get(field, field): value for field, value in request.fields.items()}
     if request.image_size is not None and hasattr(config, "image_size"):
         fields["image_size"] = request.image_size
-    return _made(name, lambda: found.from_dict({**given, **fields}))
+    return _made(name, lambda: config_class.from_dict({**given, **fields}))
 
 
 def _read(path: Path) -> dict:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error.strerror}): write hf:GPT2Config, or hf: and the path of a config.json"
         ) from error
-    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise ValueError(f"{path} is no configuration of transformers: it has no model_type")
-    return found
+    return data
 
 
 def _head(config) -> tuple[Task, str]:
-    """The task and the name of the class: what the configuration names in ``architectures``, else the first known."""
+    """The task and the name of the class: the one in ``architectures``, else that of the first task."""
     from transformers.models.auto import modeling_auto
 
     if named := (config.architectures or [None])[0]:
-        found = {name: task for task in reversed(TASKS) for name in _names(getattr(modeling_auto, task.mapping))}
-        if named in found:
-            return found[named], named
-        raise ValueError(f"no loss is known for {named}, which the configuration names in architectures: {_known()}")
+        task_of = {name: task for task in reversed(TASKS) for name in _names(getattr(modeling_auto, task.mapping))}
+        if named in task_of:
+            return task_of[named], named
+        raise ValueError(f"no loss is known for {named}, which the configuration names in architectures: {_tasks()}")
     for task in TASKS:
-        if config.is_encoder_decoder and task is not SEQ2SEQ:  # what else it may have is half of the model
+        if config.is_encoder_decoder and task is not SEQ2SEQ:  # its other heads are those of one half of the model
             continue
         if name := getattr(modeling_auto, task.mapping).get(config.model_type):
             return task, _first(name)
-    raise ValueError(f"no head with a loss is known for model_type {config.model_type!r}: {_known()}")
+    raise ValueError(f"no head with a loss is known for model_type {config.model_type!r}: {_tasks()}")
 
 
-def _known() -> str:
+def _tasks() -> str:
     return f"ackpt plan knows those for {', '.join(task.name for task in TASKS)}"
 
 
@@ -138,7 +142,7 @@ def _inputs(config, task: Task, request: StepRequest) -> dict:
 
 
 def _made(name: str, make):
-    """What `make` returns; transformers raises many kinds of errors for values that do not fit."""
+    """The result of `make`; ValueError for any error, since transformers raises many kinds for wrong values."""
     try:
         return make()
     except Exception as error:

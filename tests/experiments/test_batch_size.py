@@ -14,10 +14,10 @@ from ackpt.budget import readable
 from ackpt.cli.command_line import main
 from ackpt.experiments import batch_size as experiment
 from ackpt.experiments.batch_size import SIZES, BatchSizeConfig, configuration, predicted, run_batch_size
-from ackpt.experiments.offload import GradientsDiffer
 from ackpt.experiments.reports import batch_size as report
+from ackpt.experiments.steps.gradients import GradientsDiffer, require_equal
 from ackpt.experiments.steps.largest_batch import Largest, extrapolated, largest_on_cpu, search
-from ackpt.experiments.steps.named_steps import Method, RunStep, method, require_equal
+from ackpt.experiments.steps.named_steps import Method, RunStep, method
 from ackpt.results import Record, load_reference
 from ackpt.workloads.named_models import training_step
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ackpt
-from ackpt.experiments.bert_block import of_blocks, saved_in
+from ackpt.experiments.bert import of_blocks, saved_in
 from ackpt.models import BertConfig, BertForMaskedLM
 
 D, F, H, L, B, T = 16, 32, 2, 3, 32, 8

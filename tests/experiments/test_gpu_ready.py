@@ -7,9 +7,9 @@ import torch
 
 from ackpt import provenance
 from ackpt.cli.command_line import main
-from ackpt.experiments.offload import GradientsDiffer
 from ackpt.experiments.steps import largest_batch
-from ackpt.experiments.steps.named_steps import PER_BLOCK, Method, Setting, method, require_equal
+from ackpt.experiments.steps.gradients import GradientsDiffer, require_equal
+from ackpt.experiments.steps.named_steps import PER_BLOCK, Method, Setting, method
 from ackpt.experiments.steps.predicted import predict_experiment
 from ackpt.experiments.steps.step_shapes import Shapes
 from ackpt.experiments.synthetic import SyntheticConfig

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import ackpt
-from ackpt.experiments.mu_two import along_paths, choices, decided, found, name_of, printed_overhead
-from ackpt.experiments.reports.mu_two_plots import ratio_plot
+from ackpt.experiments.mu_two import along_paths, choices, decided, intermediates_of, name_of, printed_overhead
+from ackpt.experiments.reports.figures import ratio_plot
 from ackpt.graph import simulate
 from ackpt.models import LanguageModel, TransformerConfig
 from ackpt.policies.mu_two import evictions
@@ -67,7 +67,7 @@ def test_the_printed_estimate_never_falls_and_its_mended_start_is_blind_to_chain
 def test_what_hides_more_than_is_left_is_negative_in_print(language_model):
     graph, profile = language_model
     run_time = costs(graph, profile)
-    for each in found(graph, profile):
+    for each in intermediates_of(graph, profile):
         printed = printed_overhead(each, run_time, graph.boundary)
         hides = sum(run_time[graph.boundary : each.first_bw_access])
         assert (printed < 0) == (hides > each.swap_time)
@@ -88,7 +88,7 @@ def test_paths_double_what_sets_add():
             return x.sigmoid()
 
     graph = ackpt.trace(Tower(), torch.ones(2, 4))
-    every = found(graph, ackpt.profile(graph, "t4"))
+    every = intermediates_of(graph, ackpt.profile(graph, "t4"))
     by_name = {name_of(graph, each): each for each in every}
     paths = {name: along_paths(every, each) for name, each in by_name.items()}
     own = by_name["mul"].recomp_time

@@ -5,7 +5,8 @@ import io
 import pytest
 from PIL import Image
 
-from ackpt.experiments.reports.training import published_rows, stacked_plot, timelines_plot
+from ackpt.experiments.reports.figures import stacked_plot
+from ackpt.experiments.reports.training import published_rows, timelines_plot
 from ackpt.metering.timeline import build_timeline
 from ackpt.plots import MIB, png
 from ackpt.results import Record, environment

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ackpt
-from ackpt.experiments.reports.sublinear_plots import curves_plot, schedule_plot
+from ackpt.experiments.reports.figures import curves_plot, schedule_plot
 from ackpt.experiments.sublinear import ChainConfig, lowest, measured, predicted, pyramid, run, within
 from ackpt.graph import PlannedStep
 from ackpt.metering.timeline import Timeline

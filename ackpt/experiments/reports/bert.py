@@ -1,14 +1,13 @@
-"""Records of the BERT experiment: rows, and a table for a terminal with the published figures below."""
+"""Records of the experiment ``bert``: rows, and a table for a terminal with the published figures below."""
 
 from __future__ import annotations
 
 from ackpt.experiments.steps.named_steps import PER_BLOCK, PLAIN
-from ackpt.results import RecordError, load_reference
+from ackpt.results import load_reference
 
-from .batch_size import cell, change, figures, gradients_note, how, named
-from .training import aligned
+from .batch_size import compared, gradients_note, how, named
+from .tables import PERCENT, is_predicted, machine, mib, not_run, percent_change, published, ran, table
 
-MIB = 2**20
 PARTS = ("parameters", "optimizer", "gradients", "activations", "temporaries")
 COLUMNS = {
     "method": "method",
@@ -22,6 +21,7 @@ COLUMNS = {
     "time": "time",
     **{part: part for part in PARTS},
 }
+FORMS = dict.fromkeys(("vs_plain", "dynamic_vs_plain", "flops", "time"), PERCENT)
 
 
 def file_name(record) -> str:
@@ -31,24 +31,25 @@ def file_name(record) -> str:
 
 
 def rows(records) -> list[dict]:
-    """One row per record of one size, with the keys of `COLUMNS`; None where there is no such figure.
+    """One row per record of one size, with the keys of `COLUMNS`; a missing figure is None.
 
-    Sizes in MiB, differences to the plain method in per cent; the last columns are the parts of the peak.
+    Sizes are in MiB, differences from the method ``plain`` in per cent; the last columns are the parts of the peak.
     """
-    plain = next((r for r in records if r.config["method"] == PLAIN and "not_run" not in r.metrics), None)
-    return [_row(record, plain) for record in records]
+    baseline = next((record for record in ran(records) if record.config["method"] == PLAIN), None)
+    return [_row(record, baseline) for record in records]
 
 
-def _row(record, plain) -> dict:
+def _row(record, baseline) -> dict:
     metrics = record.metrics
     row = {**dict.fromkeys(COLUMNS), "method": record.config["method"], "how": how(record)}
     if "not_run" in metrics:
         return row
-    row |= figures(record, plain)
-    row["dynamic"] = round(metrics["dynamic_peak_bytes"] / MIB, 1)
-    row |= {part: round(metrics["categories"].get(part, 0) / MIB, 1) for part in PARTS}
-    if plain is not None and plain is not record and how(plain) == row["how"]:
-        row["dynamic_vs_plain"] = change(metrics["dynamic_peak_bytes"], plain.metrics["dynamic_peak_bytes"])
+    row |= compared(record, baseline)
+    row["dynamic"] = mib(metrics["dynamic_peak_bytes"])
+    row |= {part: mib(metrics["categories"].get(part, 0)) for part in PARTS}
+    if baseline is not None and baseline is not record and how(baseline) == row["how"]:
+        dynamic = baseline.metrics["dynamic_peak_bytes"]
+        row["dynamic_vs_plain"] = percent_change(metrics["dynamic_peak_bytes"], dynamic)
     return row
 
 
@@ -56,21 +57,21 @@ def published_rows(predicted, measured=()) -> list[dict]:
     """One row per predicted record: the published figures, our prediction, and what was measured at that size on a GPU.
 
     Args:
-        predicted: records of one size, plain's among them.
-        measured: records of any size; those of the same one stand beside their method.
+        predicted: records of one size, with that of the method ``plain``.
+        measured: records of any size; those of the same size are shown in the rows of their methods.
 
     Returns:
-        Rows with the keys method, ``published`` and ``published_memory`` (as printed, and against plain),
+        Rows with the keys method, ``published`` and ``published_memory`` (as printed, and compared with plain),
         ``published_time``, ``peak`` and ``vs_plain`` (predicted), ``flops``, ``measured`` and ``measured_time``; MiB
-        and per cent. What was never published is "", what was not measured None.
+        and per cent. A figure that was not published is "", one that was not measured None.
     """
     printed = {row["method"]: row for row in load_reference("bert")["rows"]}
     theirs = {PLAIN: printed["without"], PER_BLOCK: printed["with"]}
     ours = {_size(record): row for record, row in zip(measured, rows(measured))}
-    table = []
+    compared_rows = []
     for record, row in zip(predicted, rows(predicted)):
-        other, found = theirs.get(row["method"]), ours.get(_size(record), {})
-        table.append(
+        other, on_gpu = theirs.get(row["method"]), ours.get(_size(record), {})
+        compared_rows.append(
             {
                 "method": row["method"],
                 "published": other["average_memory"] if other else "",
@@ -79,11 +80,11 @@ def published_rows(predicted, measured=()) -> list[dict]:
                 "peak": row["peak"],
                 "vs_plain": "" if row["vs_plain"] is None else row["vs_plain"],
                 "flops": "" if row["flops"] is None else row["flops"],
-                "measured": found.get("peak"),
-                "measured_time": found.get("time"),
+                "measured": on_gpu.get("peak"),
+                "measured_time": on_gpu.get("time"),
             }
         )
-    return table
+    return compared_rows
 
 
 def _size(record) -> tuple:
@@ -92,7 +93,7 @@ def _size(record) -> tuple:
 
 
 def _against(row, reference, name: str):
-    return change(row[name], reference[name]) if row and row is not reference else ""
+    return percent_change(row[name], reference[name]) if row and row is not reference else ""
 
 
 def text_table(records) -> str:
@@ -101,34 +102,29 @@ def text_table(records) -> str:
         return "no records"
     sizes: dict[tuple, list] = {}
     for record in records:
-        sizes.setdefault((record.experiment.endswith("-predicted"), str(record.config["fields"])), []).append(record)
+        sizes.setdefault((is_predicted(record), str(record.config["fields"])), []).append(record)
     lines: list[str] = []
     for group in sizes.values():
         lines += [*_table(group), ""]
-    try:
-        without, with_switch = load_reference("bert")["rows"]
-    except RecordError:  # an installed package has no published figures beside it
+    reference = published("bert")
+    if reference is None:
         return "\n".join(lines[:-1])
-    memory = change(with_switch["average_memory"], without["average_memory"])
-    time = change(with_switch["seconds"], without["seconds"])
-    return "\n".join(
-        [*lines, f"published, per-module switch: {memory:+.1f} % of average memory, {time:+.1f} % of time"]
+    without, with_switch = reference["rows"]
+    memory, time = (
+        PERCENT.format(percent_change(with_switch[name], without[name])) for name in ("average_memory", "seconds")
     )
+    return "\n".join([*lines, f"published, per-module switch: {memory} of average memory, {time} of time"])
 
 
 def _table(records) -> list[str]:
-    config, where = records[0].config, records[0].environment
-    table = rows(records)
-    names = [name for name in COLUMNS if any(row[name] is not None for row in table)]
-    kind = f"{where['device_name']}, {where['threads']} threads"
+    config, torch = records[0].config, records[0].environment["torch"]
+    origin = machine(records[0])
     if how(records[0]) == "predicted":
-        kind = f"predicted from shapes as on {config['device']}, nothing was run"
-    lines = [
+        origin = f"predicted from shapes as on {config['device']}, nothing was run"
+    return [
         f"{named(config)}: {config['batch_size']} x {config['seq_len']} tokens, {config['dtype']}, AdamW; "
-        f"{kind}; torch {where['torch']}; sizes in MiB = 2^20 bytes",
-        *aligned([[COLUMNS[n] for n in names], *([cell(n, row[n]) for n in names] for row in table)], left=1),
+        f"{origin}; torch {torch}; sizes in MiB = 2^20 bytes",
+        *table(rows(records), COLUMNS, FORMS, left=1),
+        *not_run(records),
+        *gradients_note(records),
     ]
-    for record in records:
-        if "not_run" in record.metrics:
-            lines.append(f"not run: {record.config['method']}: {record.metrics['not_run']}")
-    return [*lines, *gradients_note(records)]

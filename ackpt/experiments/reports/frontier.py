@@ -1,6 +1,6 @@
-"""A record of the front: a table for a terminal, what it says about the peers, the figure.
+"""A record of the experiment ``frontier``: a table for a terminal, the comparison with the peers, the figure.
 
-Peaks are shares of the dynamic peak of policy none, FLOPs that run again shares of its step.
+Peaks are fractions of the baseline's dynamic peak, FLOPs of recomputation fractions of the baseline's FLOPs.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from ackpt.experiments.frontier import OURS
 from ackpt.experiments.steps.peers import CHECKPOINT, MEMORY_BUDGET, PEERS
 from ackpt.metering.meter import memory_format
 
-from .training import aligned
+from .tables import machine, table
 
-TIGHT = 0.6  # of the baseline's peak: from here on down fronts are compared
-TOLERANCE = 20  # times what rounding makes of gradients and buffers: what a peer's may be off
+TIGHT = 0.6  # of the baseline's peak: peers are compared with auto at this peak and below
+TOLERANCE = 20  # a peer's results may differ by this multiple of the difference that rounding makes
 _EPSILON = 2.0**-23  # of float32
-HEADINGS = {
+COLUMNS = {
     "name": "method",
     "budget": "budget",
     "peak": "peak",
@@ -35,45 +35,45 @@ def file_name(record) -> str:
 
 
 def measured(record) -> list[dict]:
-    """The points of the policies that were run, in order."""
+    """The points of the policies that were run, not refused, in order."""
     return [point for point in record.metrics["points"] if "measured_peak_bytes" in point]
 
 
 def is_equal(row) -> bool:
-    """Whether gradients and buffers are those of policy none to the last bit."""
+    """Whether gradients and buffers are bit-equal to those of policy none."""
     return row["gradients_difference"] == row["buffers_difference"] == 0.0
 
 
 def is_correct(row, record) -> bool:
-    """Whether gradients and buffers are those of policy none but for rounding."""
+    """Whether gradients and buffers differ from those of policy none by rounding at most."""
     rounding = record.metrics["rounding"]
     return all(row[name] <= TOLERANCE * max(rounding[name], _EPSILON) for name in rounding)
 
 
 def broken_promises(record) -> list[str]:
     """One line per planned step that was not bit-equal, above its budget, or not as predicted."""
-    found = []
+    broken = []
     for point in measured(record):
         peak, name = point["measured_peak_bytes"], _name(point)
         if not is_equal(point):
-            found.append(f"{name}: gradients or buffers are not those of policy none to the last bit")
+            broken.append(f"{name}: gradients or buffers are not those of policy none to the last bit")
         if peak > point["limit_bytes"] or peak != point["predicted_peak_bytes"]:
             predicted, limit = point["predicted_peak_bytes"], point["limit_bytes"]
-            found.append(f"{name}: measured {peak} bytes, predicted {predicted}, at most {limit}")
+            broken.append(f"{name}: measured {peak} bytes, predicted {predicted}, at most {limit}")
         if point["recompute_flops"] != point["predicted_recompute_flops"]:
             predicted = point["predicted_recompute_flops"]
-            found.append(f"{name}: {point['recompute_flops']} FLOPs ran again, predicted {predicted}")
-    return found
+            broken.append(f"{name}: {point['recompute_flops']} FLOPs ran again, predicted {predicted}")
+    return broken
 
 
 def comparison(record) -> dict:
-    """Policy auto against the peers.
+    """Policy auto compared with the peers; what cannot be compared is None.
 
     Returns:
-        ``beaten``: peers' points at or below `TIGHT` that auto matches within their peak with no more FLOPs; ``ahead``:
-        those that it does not; ``wrong``: peers' points with other gradients or buffers. ``least`` and ``peer_least``:
-        the smallest peaks, as shares, of auto and of correct peers; ``at_checkpoint``: FLOPs that run again by auto,
-        over those of torch's checkpoint per block, at the latter's peak. None where there is nothing to compare.
+        ``beaten``: peers' points at or below `TIGHT` for which auto has a plan within their peak and with no more
+        FLOPs; ``ahead``: those for which it has none; ``wrong``: peers' points with wrong gradients or buffers.
+        ``least`` and ``peer_least``: the smallest peaks of auto and of correct peers, as fractions. ``at_checkpoint``:
+        at the peak of torch's checkpoint per block, the FLOPs that auto recomputes over those that checkpoint does.
     """
     metrics = record.metrics
     baseline = metrics["baseline"]["measured_peak_bytes"]
@@ -101,16 +101,16 @@ def _is_beaten(row) -> bool:
 
 
 def rows(record) -> list[dict]:
-    """One row per point with the keys of `HEADINGS`: the policies, then the peers; texts, None where there is none."""
+    """One row per point, of the policies and then of the peers; texts by the keys of `COLUMNS`, or None."""
     metrics = record.metrics
     baseline, flops = metrics["baseline"]["measured_peak_bytes"], metrics["baseline"]["flops"]
-    table = []
+    points = []
     for point in (*metrics["points"], *metrics["peers"]):
         budget = "least" if point.get("budget", 0) is None else point.get("budget", point.get("setting"))
-        row = dict.fromkeys(HEADINGS) | {"name": point.get("policy") or point["peer"]}
+        row = dict.fromkeys(COLUMNS) | {"name": point.get("policy") or point["peer"]}
         row["budget"] = None if budget is None else str(budget)
         if "measured_peak_bytes" not in point:
-            table.append({**row, "bytes": "refused", "off": f"least {readable(point['least_bytes'])} in all"})
+            points.append({**row, "bytes": "refused", "off": f"least {readable(point['least_bytes'])} in all"})
             continue
         peak = point["measured_peak_bytes"]
         row |= {"peak": f"{peak / baseline:.3f}", "bytes": memory_format(peak)}
@@ -122,8 +122,8 @@ def rows(record) -> list[dict]:
             row["bound"] = None if point["lower_bound"] is None else f"{point['lower_bound']:.2%}"
         if "seconds_ratio" in point:
             row["time"] = f"{point['seconds_ratio']['median'] - 1:+.1%}"
-        table.append(row)
-    return table
+        points.append(row)
+    return points
 
 
 def _worst(point) -> float:
@@ -136,61 +136,54 @@ def _name(row) -> str:
 
 
 def text_table(record) -> str:
-    """The rows in columns; below them the model, what could not run, and how auto stands against the peers."""
-    table = rows(record)
-    names = [name for name in HEADINGS if any(row[name] is not None for row in table)]
-    cells = [[HEADINGS[name] for name in names]] + [
-        ["-" if row[name] is None else row[name] for name in names] for row in table
-    ]
-    return "\n".join([*aligned(cells, left=1), "", *_notes(record)])
+    """The rows in columns; below them the model, what was not run, and how auto compares with the peers."""
+    return "\n".join([*table(rows(record), COLUMNS, left=1), "", *_notes(record)])
 
 
 def _notes(record) -> list[str]:
-    metrics, where, config = record.metrics, record.environment, record.config
+    metrics, config = record.metrics, record.config
     baseline = metrics["baseline"]
     sizes = ", ".join(f"{name} {value}" for name, value in config["sizes"].items())
     notes = [
         f"{config['model']}: {sizes}",
         f"plain step: {memory_format(baseline['measured_peak_bytes'])} dynamic beside "
         f"{memory_format(baseline['resident_bytes'])} resident, {baseline['flops'] / 1e9:.1f} GFLOP; "
-        f"{where['device_name']}, {where['threads']} threads, torch {where['torch']}",
+        f"{machine(record)}, torch {record.environment['torch']}",
         "peak: measured, as a share of the plain step's; off by: predicted minus measured; again: FLOPs run again; "
         "cost, bound: of FLOPs and traffic",
         *(f"not run: {policy}: {reason}" for policy, reason in metrics["not_run"].items()),
     ]
-    found = comparison(record)
-    if found["least"] is not None and found["peer_least"] is not None:
-        ratio = found["least"] / found["peer_least"]
-        notes.append(
-            f"smallest: auto {found['least']:.3f}, correct peers {found['peer_least']:.3f}, a ratio of {ratio:.2f}"
-        )
-    if found["at_checkpoint"] is not None:
-        share = f"{found['at_checkpoint']:.2f} of the FLOPs" if found["at_checkpoint"] else "none of the FLOPs"
+    result = comparison(record)
+    least, peer_least, at_checkpoint = result["least"], result["peer_least"], result["at_checkpoint"]
+    if least is not None and peer_least is not None:
+        ratio = least / peer_least
+        notes.append(f"smallest: auto {least:.3f}, correct peers {peer_least:.3f}, a ratio of {ratio:.2f}")
+    if at_checkpoint is not None:
+        share = f"{at_checkpoint:.2f} of the FLOPs" if at_checkpoint else "none of the FLOPs"
         notes.append(f"at the peak of torch's checkpoint per block auto runs {share} again that checkpoint does")
-    for key, what in (("beaten", "no better than auto"), ("ahead", "BETTER than auto"), ("wrong", "wrong results")):
-        if found[key]:
-            notes.append(f"{what}{'' if key == 'wrong' else f' at or below {TIGHT}'}: {', '.join(found[key])}")
+    at = f"at or below {TIGHT}"
+    labels = {"beaten": f"no better than auto {at}", "ahead": f"BETTER than auto {at}", "wrong": "wrong results"}
+    notes += [f"{label}: {', '.join(result[key])}" for key, label in labels.items() if result[key]]
     return notes
 
 
 def finding(record) -> str:
-    """What the figure shows, in one sentence."""
-    found = comparison(record)
-    if found["least"] is None:
+    """The finding of the figure, in one sentence."""
+    result = comparison(record)
+    if result["least"] is None:
         return f"What a lower peak costs on {record.config['model']}"
-    ours = f"auto fits the step into {found['least']:.2f} of its peak"
-    return ours if found["peer_least"] is None else f"{ours}, torch's own tools into {found['peer_least']:.2f}"
+    ours = f"auto fits the step into {result['least']:.2f} of its peak"
+    return ours if result["peer_least"] is None else f"{ours}, torch's own tools into {result['peer_least']:.2f}"
 
 
 def frontier_plot(record, title: str | None = None):
-    """Measured peak against FLOPs that run again: the front of auto, other policies, peers, and the lower bound.
+    """A Figure of measured peak against FLOPs of recomputation: auto's frontier, other policies, peers, lower bound.
+
+    A cross marks a peer whose gradients or buffers are wrong. Points that recompute far more than the peers, or without
+    peers than auto, lie above the axis and are listed next to it.
 
     Args:
         title: the finding; by default `finding`.
-
-    Returns:
-        A Figure; a cross marks a peer whose gradients or buffers are wrong. Points that run far more again than the
-        peers, or, without peers, than auto, are named at the upper edge.
     """
     from matplotlib.ticker import PercentFormatter
     from seaborn import color_palette
@@ -210,7 +203,7 @@ def frontier_plot(record, title: str | None = None):
                 x = [row[peak] / base["measured_peak_bytes"] for row in rows_]
                 axes.plot(x, [row["recompute_flops"] / base["flops"] for row in rows_], label=label, **looks)
 
-        # A bound within a limit holds for every smaller peak, a plan fits into every larger one.
+        # A lower bound within a limit holds for every smaller peak; a plan fits into every larger budget.
         bounds = [row for row in record.metrics["bounds"][::-1] if row["recompute_flops"] is not None]
         dashed = {"color": plots.TEXT, "linewidth": 1.2, "linestyle": (0, (4, 3))}
         draw(bounds, "lower bound", "limit_bytes", drawstyle="steps-pre", **dashed)
@@ -236,7 +229,7 @@ def frontier_plot(record, title: str | None = None):
 
 
 def _above(axes, record) -> float:
-    """The upper end of the axis; the policies that lie above it are named there."""
+    """The upper end of the axis; lists the policies that lie above it."""
     from ackpt.plots import TEXT
 
     flops = record.metrics["baseline"]["flops"]

@@ -1,4 +1,4 @@
-"""The records that were made on a GPU, as rows for a page: what was not measured is None, never a figure."""
+"""Records that were made on a GPU, as rows for a page: a figure that was not measured is None, never a guess."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def gpu_records(experiment: str, folder=FOLDER, **config) -> list[Record]:
 
 
 def gpu_rows(experiment: str, methods, folder=FOLDER, **config) -> list[dict]:
-    """One row per method, in order, with the keys of `gpu_suite_report.COLUMNS`; None where nothing was measured.
+    """One row per method, in order, with the keys of `gpu_suite.COLUMNS`; a figure that was not measured is None.
 
     Args:
         methods: those of the table, whether they were measured or not.
-        config: what tells the published configuration from others in the folder, as in `gpu_records`.
+        config: values that select the published configuration among others in the folder, as in `gpu_records`.
 
     Raises:
         RecordError: as `gpu_records`; also if two records are of the same method.
     """
-    found: dict[str, dict] = {}
+    measured: dict[str, dict] = {}
     for row in rows(experiment, gpu_records(experiment, folder, **config)):
-        if row["method"] in found:
+        if row["method"] in measured:
             raise RecordError(f"two records of {experiment} {row['method']} in {folder}: say more of the configuration")
-        found[row["method"]] = row
-    return [found.get(method, {**dict.fromkeys(COLUMNS), "method": method}) for method in methods]
+        measured[row["method"]] = row
+    return [measured.get(method, {**dict.fromkeys(COLUMNS), "method": method}) for method in methods]
 
 
 def not_of_this_repository(folder=FOLDER, root=".") -> list[str]:
-    """The files of records that name no commit of the repository at `root`, each with what they name instead."""
+    """The files of records that name no commit of the repository at `root`, each with what it names instead."""
     wrong = []
     for path in sorted(Path(folder).glob("*.json")):
         commit = Record.load(path).environment["commit"]
@@ -61,8 +61,8 @@ def not_of_this_repository(folder=FOLDER, root=".") -> list[str]:
 
 
 def _is_commit(commit: str, root) -> bool:
-    asked = ["git", "-C", str(root), "cat-file", "-e", f"{commit}^{{commit}}"]
-    return subprocess.run(asked, capture_output=True).returncode == 0
+    command = ["git", "-C", str(root), "cat-file", "-e", f"{commit}^{{commit}}"]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -70,31 +70,31 @@ _ON_GPU = re.compile("GPU|^ours, measured|^our time")
 
 
 def unrecorded(table: str, folder=FOLDER) -> list[str]:
-    """The numbers that a Markdown table says were measured on a GPU, and that are no figure of the folder's records.
+    """The numbers in the GPU columns of a Markdown table that no record of the folder holds.
 
     Args:
-        table: the text of a file in ``results/tables``; the headings of its columns say which are meant.
+        table: the text of a file in ``results/tables``; the headings of its columns say which are measured on a GPU.
     """
-    known = {abs(round(value, 1)) for row in _all_rows(folder) for value in row.values() if isinstance(value, float)}
-    return [text for text in gpu_cells(table) if float(text.replace(",", "")) not in known]
+    recorded = {abs(round(value, 1)) for row in _all_rows(folder) for value in row.values() if isinstance(value, float)}
+    return [text for text in gpu_cells(table) if float(text.replace(",", "")) not in recorded]
 
 
 def gpu_cells(table: str) -> list[str]:
-    """The numbers in the columns of a Markdown table that hold what was measured on a GPU."""
+    """The numbers in the columns of a Markdown table that were measured on a GPU."""
     lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if line[:1] == "|"]
     columns = gpu_columns(table)
-    cells = (cells[place] for cells in lines[2:] for place in columns if place < len(cells))
+    cells = (cells[index] for cells in lines[2:] for index in columns if index < len(cells))
     return [number for cell in cells for number in _NUMBER.findall(cell)]
 
 
 def gpu_columns(table: str) -> list[int]:
-    """The places of these columns."""
+    """The indices of the columns of a Markdown table that were measured on a GPU."""
     heading = next((line for line in table.splitlines() if line[:1] == "|"), "")
-    return [place for place, cell in enumerate(heading.strip("| ").split("|")) if _ON_GPU.search(cell.strip())]
+    return [index for index, cell in enumerate(heading.strip("| ").split("|")) if _ON_GPU.search(cell.strip())]
 
 
 def _all_rows(folder) -> list[dict]:
-    """Of every record of the folder, compared with the plain run of its configuration."""
+    """The rows of every record of the folder, compared with the baseline of its configuration."""
     groups: dict[str, list[Record]] = {}
     for record in load_records(folder) if Path(folder).is_dir() else []:
         shared = {name: value for name, value in record.config.items() if name != "method"}

@@ -1,4 +1,4 @@
-"""What the suite found, as text: one row per run with its ratios to the plain run, then what was predicted how well."""
+"""Records of the command ``gpu-suite`` as text: one row per run, compared with the baseline, and how well predicted."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from statistics import mean
 from ackpt.experiments.suite.gpu_suite import Outcome
 from ackpt.results import Record
 
-from .training import aligned
+from .tables import MIB, PERCENT, milliseconds, spread, table
 
-MIB = 2**20
-PLAIN = ("baseline", "plain")
+BASELINE = ("baseline", "plain")  # its names in records
 COLUMNS = {
     "job": "job",
     "method": "method",
@@ -23,31 +22,32 @@ COLUMNS = {
     "spread": "low..high",
     "time": "vs plain",
 }
+DIFFERENCES = ("memory", "time", "off")
 
 
 def rows(job: str, records: list[Record]) -> list[dict]:
-    """One row per run of a job, with the keys of `COLUMNS`; None where there is no such figure.
+    """One row per run of a job, with the keys of `COLUMNS`; a missing figure is None.
 
-    Sizes in MiB, ``memory`` and ``time`` the difference to the plain run in per cent, ``off`` that of the predicted
-    peak to the measured one. The peaks of the front are dynamic, all others are of everything.
+    Sizes are in MiB. ``memory`` and ``time`` are the differences from the baseline in per cent, ``off`` is that of the
+    predicted peak from the measured one. The peaks of the frontier are dynamic, all others are of the whole memory.
     """
     runs = [run for record in records for run in _runs(record)]
-    plain = next((run for name, run in runs if name in PLAIN), {})
-    return [{**dict.fromkeys(COLUMNS), "job": job, "method": name, **_row(run, plain)} for name, run in runs]
+    baseline = next((run for name, run in runs if name in BASELINE), {})
+    return [{**dict.fromkeys(COLUMNS), "job": job, "method": name, **_row(run, baseline)} for name, run in runs]
 
 
 def _runs(record: Record):
-    """``(method, its figures)`` of a record, the plain run first."""
+    """``(method, its figures)`` of a record, the baseline first."""
     metrics = record.metrics
     if "points" not in metrics:
         yield record.config["method"], metrics
         return
-    for name, run in (("plain", metrics["baseline"]), *_front(metrics)):
+    for name, run in (("plain", metrics["baseline"]), *_frontier(metrics)):
         if "measured_peak_bytes" in run:
             yield name, {**run, "peak_bytes": run["measured_peak_bytes"]}
 
 
-def _front(metrics):
+def _frontier(metrics):
     yield "eager", metrics["eager"]
     for point in metrics["points"]:
         yield f"{point['policy']} {'least' if point['budget'] is None else point['budget']}", point
@@ -55,7 +55,7 @@ def _front(metrics):
         yield f"torch: {peer['peer']}" + ("" if peer["setting"] is None else f" {peer['setting']}"), peer
 
 
-def _row(run: dict, plain: dict) -> dict:
+def _row(run: dict, baseline: dict) -> dict:
     for why in ("not_run", "not_measured"):  # the latter has figures, predicted ones
         if why in run:
             return {"spread": why.replace("_", " ")}
@@ -67,41 +67,32 @@ def _row(run: dict, plain: dict) -> dict:
         row[name] = round(run[key] / MIB, 1) if key in run else None
     if run.get("predicted_peak_bytes"):
         row["off"] = 100 * (run["predicted_peak_bytes"] / peak - 1)
-    if run is not plain and plain.get("peak_bytes"):
-        row["memory"] = 100 * (peak / plain["peak_bytes"] - 1)
+    if run is not baseline and baseline.get("peak_bytes"):
+        row["memory"] = 100 * (peak / baseline["peak_bytes"] - 1)
     if "seconds_step" in run:
-        seconds = run["seconds_step"]
-        row["ms"] = round(1e3 * seconds["median"], 1)
-        row["spread"] = f"{1e3 * seconds['low']:.1f}..{1e3 * seconds['high']:.1f}"
+        row["ms"], row["spread"] = milliseconds(run["seconds_step"]), spread(run["seconds_step"])
     reference = run.get("seconds_ratio", {}).get("reference", "plain")
-    if run is not plain and "seconds_ratio" in run and reference in PLAIN:
+    if run is not baseline and "seconds_ratio" in run and reference in BASELINE:
         row["time"] = 100 * (run["seconds_ratio"]["median"] - 1)
     return row
 
 
 def text_table(records: dict[str, list[Record]]) -> str:
     """All rows in columns, the machine, and how well the peaks were predicted."""
-    table = [row for job, found in records.items() for row in rows(job, found)]
-    if not table:
+    every = [row for job, group in records.items() for row in rows(job, group)]
+    if not every:
         return "no records"
-    names = [name for name in COLUMNS if any(row[name] is not None for row in table)]
-    cells = [[COLUMNS[name] for name in names]] + [[_cell(name, row[name]) for name in names] for row in table]
-    where = next(found[0].environment for found in records.values() if found)
+    # Rounded first, and 0.0 added, so that no difference reads "-0.0 %".
+    shown = [row | {n: round(row[n], 1) + 0.0 for n in DIFFERENCES if row[n] is not None} for row in every]
+    where = next(group[0].environment for group in records.values() if group)
     versions = [f"torch {where['torch']}"] + [f"{name} {where[name]}" for name in ("cuda", "driver") if name in where]
-    notes = [f"{where['device_name']}; {', '.join(versions)}; commit {where['commit']}; MiB = 2^20 bytes"]
-    return "\n".join([*aligned(cells, left=2), "", *notes, *_predictions(table)])
+    note = f"{where['device_name']}; {', '.join(versions)}; commit {where['commit']}; MiB = 2^20 bytes"
+    lines = table(shown, COLUMNS, dict.fromkeys(DIFFERENCES, PERCENT), left=2)
+    return "\n".join([*lines, "", note, *_predictions(every)])
 
 
-def _cell(name: str, value) -> str:
-    if value is None:
-        return "-"
-    if name in ("memory", "time", "off"):
-        return f"{round(value, 1) + 0.0:+.1f} %"  # no minus before nothing
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
-
-
-def _predictions(table) -> list[str]:
-    off = {f"{row['job']} {row['method']}": abs(row["off"]) for row in table if row["off"] is not None}
+def _predictions(rows) -> list[str]:
+    off = {f"{row['job']} {row['method']}": abs(row["off"]) for row in rows if row["off"] is not None}
     if not off:
         return []
     worst = max(off, key=lambda name: off[name])
@@ -110,7 +101,7 @@ def _predictions(table) -> list[str]:
 
 
 def text_outcome(outcome: Outcome) -> list[str]:
-    """One line each on what was there already, what is left, and what failed why."""
+    """One line each on the jobs that were skipped, that are left, and that failed, with the reasons."""
     lines = []
     if outcome.skipped:
         lines.append(f"already there, not run again: {', '.join(outcome.skipped)}")

@@ -1,17 +1,28 @@
-"""Records of the offload experiment: rows, a table for a terminal, figures.
+"""Records of the experiment ``offload``: rows, a table for a terminal, figures.
 
-A method that was not run has a record too, with the reason; it has a row in every table and is left out of figures.
+A method that was not run has a record with the reason, and a row in every table; figures leave it out.
 """
 
 from __future__ import annotations
 
 from ackpt.experiments.steps.offload_methods import STORES_IN_TORCH
 from ackpt.metering.timeline import CATEGORIES, Timeline
-from ackpt.results import RecordError, load_reference
 
-from .training import aligned
+from .tables import (
+    MIB,
+    PERCENT,
+    is_predicted,
+    mib,
+    milliseconds,
+    not_run,
+    origin,
+    percent_change,
+    published,
+    ran,
+    spread,
+    table,
+)
 
-MIB = 2**20
 STACKED = ("ckpt_classic", "ckpt_sync_offload", "ckpt_async_offload")
 COLUMNS = {
     "method": "method",
@@ -26,6 +37,7 @@ COLUMNS = {
     "published_ms": "published ms",
     "published_peak": "published MB",
 }
+FORMS = {**dict.fromkeys(("time", "vs_baseline", "vs_classic"), PERCENT), "hidden": "{:.0f} %"}
 
 
 def file_name(record) -> str:
@@ -33,17 +45,12 @@ def file_name(record) -> str:
     return f"{record.experiment}-T{record.config['total_tokens']}-{record.config['method']}.json"
 
 
-def ran(records) -> list:
-    """The records of methods that were run."""
-    return [record for record in records if "not_run" not in record.metrics]
-
-
 def rows(records, published=None) -> list[dict]:
-    """One row per record, with the keys of `COLUMNS`; None where there is no such figure.
+    """One row per record, with the keys of `COLUMNS`; a missing figure is None.
 
-    Sizes are in MiB, times in ms, differences and shares in per cent; `store` is None where a peer's store is not
-    known. `published` is what ``results.load_reference("offload")`` gives; its figures stay as they are printed there.
-    Rows of methods that were not run have a key ``not_run``, the reason.
+    Sizes are in MiB, times in ms, differences and shares in per cent; ``store`` is None where a peer's store is not
+    known. `published` comes from ``results.load_reference("offload")``; its figures are not converted. The row of a
+    method that was not run has a key ``not_run``, the reason.
     """
     by_method = {record.config["method"]: record.metrics for record in ran(records)}
     printed = {row["method"]: row for row in (published or {"rows": ()})["rows"]}
@@ -57,16 +64,13 @@ def _row(record, by_method, printed) -> dict:
     row["published_ms"], row["published_peak"] = printed.get("milliseconds"), printed.get("peak")
     if "not_run" in metrics:
         return {**row, "not_run": metrics["not_run"]}
-    row["peak"] = round(metrics["peak_bytes"] / MIB, 1)
+    row["peak"] = mib(metrics["peak_bytes"])
     for key, other in (("vs_baseline", "baseline"), ("vs_classic", "ckpt_classic")):
         if other in by_method and row["method"] != other:
-            row[key] = _change(metrics["peak_bytes"], by_method[other]["peak_bytes"])
-    if metrics["store_peak_bytes"] is not None:
-        row["store"] = round(metrics["store_peak_bytes"] / MIB, 1)
+            row[key] = percent_change(metrics["peak_bytes"], by_method[other]["peak_bytes"])
+    row["store"] = mib(metrics["store_peak_bytes"])
     if "seconds_step" in metrics:
-        seconds = metrics["seconds_step"]
-        row["ms"] = round(1e3 * seconds["median"], 1)
-        row["spread"] = f"{1e3 * seconds['low']:.1f}..{1e3 * seconds['high']:.1f}"
+        row["ms"], row["spread"] = milliseconds(metrics["seconds_step"]), spread(metrics["seconds_step"])
         if metrics["seconds_ratio"]["reference"] == "baseline" != row["method"]:
             row["time"] = round(100 * (metrics["seconds_ratio"]["median"] - 1), 1)
         if metrics["seconds_hidden_share"] is not None:
@@ -74,46 +78,22 @@ def _row(record, by_method, printed) -> dict:
     return row
 
 
-def _change(value, reference) -> float:
-    return round(100 * (value / reference - 1), 1)
-
-
 def text_table(records) -> str:
     """The rows in columns; below them what was not run and why, the machine, the versions, how to read it."""
     if not records:
         return "no records"
-    try:
-        published = load_reference("offload")
-    except RecordError:  # an installed package has no published figures beside it
-        published = None
-    table = rows(records, published)
-    names = [name for name in COLUMNS if name == "peak" or any(row[name] is not None for row in table)]
-    cells = [[COLUMNS[name] for name in names]] + [[_cell(row, name) for name in names] for row in table]
-    return "\n".join([*aligned(cells, left=1), "", *_notes(records, table, published)])
+    reference = published("offload")
+    shown = [row | {"peak": "not run"} if "not_run" in row else row for row in rows(records, reference)]
+    return "\n".join([*table(shown, COLUMNS, FORMS, left=1, always=("peak",)), "", *_notes(records, reference)])
 
 
-def _cell(row, name) -> str:
-    if name == "peak" and "not_run" in row:
-        return "not run"
-    value = row[name]
-    if value is None:
-        return "-"
-    if name in ("time", "vs_baseline", "vs_classic"):
-        return f"{value:+.1f} %"
-    if name == "hidden":
-        return f"{value:.0f} %"
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
-
-
-def _notes(records, table, published) -> list[str]:
-    where, config = records[0].environment, records[0].config
-    predicted = records[0].experiment.endswith("-predicted")
-    notes = [f"not run: {row['method']}: {row['not_run']}" for row in table if "not_run" in row]
-    place = "predicted from shapes, nothing was run"
-    if not predicted:
-        place = f"{where['device_name']}, {where['threads']} threads"
+def _notes(records, reference) -> list[str]:
+    first = records[0]
+    config, predicted = first.config, is_predicted(first)
+    notes = not_run(records)
     sizes = f"{config['layers']} layers, dim {config['dim']}, {config['total_tokens']} tokens in {config['batch_size']}"
-    notes.append(f"{place}; torch {where['torch']}; {config['dtype']}; {sizes} sequences; MiB = 2^20 bytes")
+    torch = f"torch {first.environment['torch']}"
+    notes.append(f"{origin(first)}; {torch}; {config['dtype']}; {sizes} sequences; MiB = 2^20 bytes")
     methods = [record.config["method"] for record in ran(records)]
     if not predicted and methods:
         differences = [record.metrics["gradients_difference"] for record in ran(records)]
@@ -121,28 +101,28 @@ def _notes(records, table, published) -> list[str]:
         if not any(differences):
             equal = "equal to the last bit"
         notes.append(f"gradients against the plain model at {config['steps']} steps: {equal} (checked)")
-    if any(row["ms"] for row in table):
+    if any("seconds_step" in record.metrics for record in ran(records)):
         notes.append("time: methods interleaved in one process; the difference is the median of the rounds' ratios")
     if not predicted and config["device"] == "cpu":
         notes.append("the CPU's memory stands in for a device's; ackpt's store lies beside it, threads of its own copy")
         if "save_on_cpu" in methods:
             notes.append("save_on_cpu: copies nothing that is on a CPU already, so here it is torch's checkpoint alone")
         notes += [f"{name}: its store counts in its peak here" for name in STORES_IN_TORCH if name in methods]
-    if published is not None:
-        notes.append(f"published: {published['hardware']}; {published['source'].split('; ')[-1]}")
+    if reference is not None:
+        notes.append(f"published: {reference['hardware']}; {reference['source'].split('; ')[-1]}")
     return notes
 
 
 def bars_plot(records, what: str, title: str):
-    """One bar per method that was run: ``"peak"`` memory, or ``"time"`` per step with its lowest and highest.
+    """A Figure with one bar per method that was run: peak memory, or time per step with its lowest and highest.
 
     Args:
         records: of one run.
-        what: ``"peak"`` or ``"time"``; times differ from run to run, so that figure is for showing, not for keeping.
+        what: ``"peak"`` or ``"time"``; times differ from run to run, so do not save that figure.
         title: the finding.
 
-    Returns:
-        A Figure. ValueError for another `what`, and if nothing has been measured of it.
+    Raises:
+        ValueError: for another `what`, and if no record has a figure of it.
     """
     from ackpt import plots
 
@@ -163,13 +143,13 @@ def bars_plot(records, what: str, title: str):
         else:
             spans = [tuple(1e3 * record.metrics[key][name] for name in ("low", "median", "high")) for record in shown]
         highest = max(high for _, _, high in spans)
-        for place, (low, middle, high) in enumerate(spans):
-            axes.barh(place, middle, 0.66, color=plots.SERIES[0])
+        for index, (low, middle, high) in enumerate(spans):
+            axes.barh(index, middle, 0.66, color=plots.SERIES[0])
             if high > low:
-                axes.plot([low, high], [place, place], color=plots.TEXT, linewidth=1.6)
+                axes.plot([low, high], [index, index], color=plots.TEXT, linewidth=1.6)
             look = {"va": "center", "fontsize": 8.5, "color": plots.TEXT}
             text = plots._number(middle, highest)
-            axes.annotate(text, (high, place), xytext=(5, 0), textcoords="offset points", **look)
+            axes.annotate(text, (high, index), xytext=(5, 0), textcoords="offset points", **look)
         axes.set_yticks(range(len(shown)), [record.config["method"] for record in shown])
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(len(shown) - 0.4, -0.6)
@@ -178,15 +158,17 @@ def bars_plot(records, what: str, title: str):
 
 
 def timelines_plot(records, title: str, methods=STACKED):
-    """The step of several methods, one above the other on one pair of axes, with the copies drawn under each.
+    """A Figure with the steps of several methods, one above the other: live memory by category, and the copies.
+
+    The peak is marked, and where backward begins. Every copy is a bar, from the event at which it is submitted to the
+    event at which compute waits for it.
 
     Args:
         records: of one run; those of `methods` are drawn, in that order.
         title: the finding.
 
-    Returns:
-        A Figure: live memory by category after every allocation and free, the peak, where backward begins, and a bar
-        for every copy, from where it is submitted to where computing has to have it. ValueError if no method was run.
+    Raises:
+        ValueError: if none of `methods` was run.
     """
     from ackpt import plots
 
@@ -202,21 +184,16 @@ def timelines_plot(records, title: str, methods=STACKED):
         figure.set_size_inches(7.2, 0.8 + 2.1 * len(shown))
         axes.remove()
         handles: dict = {}
-        for place, (record, step) in enumerate(zip(shown, steps)):
-            axes = figure.add_subplot(len(shown), 1, place + 1)
+        for index, (record, step) in enumerate(zip(shown, steps)):
+            axes = figure.add_subplot(len(shown), 1, index + 1)
             plots._style(axes)
             axes.patch.set_alpha(0)
             axes.set_xlim(0, width - 1)
             axes.set_ylim(0, highest * 1.25)
-            events, resident = range(len(step.live)), record.metrics["resident_bytes"]
-            handles |= plots.stack(axes, events, {"resident": [resident] * len(events), **step.categories})
-            peak = (resident + step.peak_bytes) / MIB
-            plots._mark_peak(axes, step.peak_index, peak, width)
-            if step.boundary is not None:
-                plots._mark_backward(axes, step.boundary, width)
+            handles |= plots.draw_step(axes, step, record.metrics["resident_bytes"], width)
             _copies(plots, axes, step, highest, handles)
             axes.set_ylabel("\n".join([record.config["method"], "MiB"]), color=plots.TEXT, fontsize=8.5)
-            if place < len(shown) - 1:
+            if index < len(shown) - 1:
                 axes.tick_params(labelbottom=False)
         axes.set_xlabel("allocations and frees of one step, in order", color=plots.TEXT, fontsize=9)
         order = [name for name in ("copy out", "copy in", *reversed(CATEGORIES), "resident") if name in handles]
@@ -227,14 +204,14 @@ LANES = {"out": (0.05, "#c8553f"), "in": (0.14, "#4f9a63")}
 
 
 def _copies(plots, axes, step, highest, handles) -> None:
-    """Thin bars below the zero line, a lane each way; neighbours are staggered, since they may overlap."""
+    """Draw copies as thin bars below the zero line, one lane for each direction; staggered, since they may overlap."""
     if not step.copies:
         return
-    least = len(step.live) / 250  # a copy that is waited for at once would be too thin to see
+    shortest = len(step.live) / 250  # compute may wait for a copy at once: its bar would be too short to see
     for number, copy in enumerate(step.copies):
         depth, color = LANES[copy.way]
         height = -(depth + 0.03 * (number % 2)) * highest
-        ends = [copy.begin, max(copy.end, copy.begin + least)]
+        ends = [copy.begin, max(copy.end, copy.begin + shortest)]
         axes.plot(ends, [height] * 2, color=color, linewidth=2.4, solid_capstyle="butt")
         label = f"copy {copy.way}"
         handles.setdefault(label, plots.Line2D([], [], color=color, linewidth=3.2, label=label))
@@ -244,16 +221,16 @@ def _copies(plots, axes, step, highest, handles) -> None:
 
 
 def figures(records) -> dict:
-    """``{name: Figure}`` of one run: peak, timelines, and time if it was measured; each titled by what it shows."""
+    """``{name: Figure}`` of one run: peak, timelines, and time if it was measured; the titles state the findings."""
     metrics = {record.config["method"]: record.metrics for record in ran(records)}
     if not metrics:
         return {}
     least = min(metrics, key=lambda name: metrics[name]["peak_bytes"])
-    found = {"peak": bars_plot(records, "peak", f"{least} has the lowest peak of {len(metrics)} methods")}
+    drawn = {"peak": bars_plot(records, "peak", f"{least} has the lowest peak of {len(metrics)} methods")}
     timed = {name: each["seconds_step"]["median"] for name, each in metrics.items() if "seconds_step" in each}
     if timed:
         fastest = min(timed, key=lambda name: timed[name])
-        found["time"] = bars_plot(records, "time", f"{fastest} has the shortest step of {len(timed)} methods")
+        drawn["time"] = bars_plot(records, "time", f"{fastest} has the shortest step of {len(timed)} methods")
     if set(STACKED) & set(metrics):
         title = "Boundaries of checkpointed blocks make a ramp in the forward"
         if {"ckpt_classic", "ckpt_async_offload"} <= set(metrics):
@@ -262,5 +239,5 @@ def figures(records) -> dict:
             title = f"Offloaded boundaries change the checkpointed peak by {change}"
             if offloaded < classic:
                 title = f"Offloaded boundaries leave no ramp and take {change} off the checkpointed peak"
-        found["timelines"] = timelines_plot(records, title)
-    return found
+        drawn["timelines"] = timelines_plot(records, title)
+    return drawn

@@ -1,4 +1,4 @@
-"""Errors of single methods, where one must not take the others' results with it."""
+"""Errors of single methods, collected so that the other methods still have results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import traceback
 
 
 class Failures:
-    """``reasons``: the errors by the names of what failed. A strict one holds none, since it lets every error through.
+    """``reasons``: the errors by the names of what failed. A strict one collects nothing and lets every error through.
 
     Example:
         >>> from ackpt.experiments.steps.failures import Failures
@@ -24,7 +24,7 @@ class Failures:
 
     @contextlib.contextmanager
     def of(self, name: str):
-        """Inside, an error becomes the reason why `name` has no result; what it held in memory is let go."""
+        """Inside, an error becomes the reason why `name` has no result; the memory that it holds is freed."""
         try:
             yield
         except Exception as error:
@@ -34,7 +34,7 @@ class Failures:
             traceback.clear_frames(error.__traceback__)
 
     def without(self, names) -> list:
-        """Those of the names that did not fail, in order."""
+        """The names that did not fail, in order."""
         return [name for name in names if name not in self.reasons]
 
 

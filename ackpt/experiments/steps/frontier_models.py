@@ -1,4 +1,4 @@
-"""The models whose front is drawn: each a module, the arguments of a call that returns its loss, and its blocks."""
+"""The models of the experiment ``frontier``: a module, the arguments of a call that returns its loss, its blocks."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Workload:
         return self.args[0].device.type
 
     def autocast(self):
-        """What the forward runs under, and every capture of it."""
+        """The autocast context for the forward and for its capture."""
         return autocast(self.device, self.dtype)
 
     def step(self, call, seed: int) -> None:
-        """One forward and backward through `call`, which takes the arguments and returns the loss."""
+        """Run one forward and backward through `call`, which takes the arguments and returns the loss."""
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(seed)
         with self.autocast():
@@ -64,7 +64,7 @@ def workload(model: str, sizes: dict[str, int], seed: int, device: str = "cpu", 
 
 
 def checked_sizes(model: str, changes: dict[str, int]) -> dict[str, int]:
-    """The model's default sizes with `changes` put over them.
+    """The model's default sizes with `changes`.
 
     Raises:
         ValueError: for an unknown model, a size that it does not have, and one that is no positive whole number.
@@ -101,7 +101,7 @@ class _Block(nn.Module):
 
 
 class _Transformer(nn.Module):
-    """What a user would write: torch's own RMSNorm, whose parts autograd saves; logits as a whole."""
+    """A Transformer of torch's own modules; its loss reads all logits at once."""
 
     def __init__(self, layers: int, dim: int, heads: int, ff_dim: int, vocab_size: int):
         super().__init__()

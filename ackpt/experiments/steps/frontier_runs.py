@@ -1,4 +1,4 @@
-"""Steps of one workload from one start: their bytes and FLOPs, and how they leave gradients and buffers."""
+"""Runs of one workload, all from the same start: their bytes and FLOPs, and the gradients and buffers they compute."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ _LAST_BITS = 2.0**-22  # relative, of float32
 
 
 class Runs:
-    """Steps of one workload, each from the same start, compared with the first one."""
+    """Runs of one workload, each from the same start and compared with the first one."""
 
     def __init__(self, work: Workload, seed: int, timed_rounds: int):
         self.work, self.seed, self.timed_rounds = work, seed, timed_rounds
         self.start = [buffer.clone() for buffer in work.model.buffers()]
         self.flops = 0
         self.wanted: tuple[list, list] = ([], [])
-        self.known: dict = {}
+        self.by_schedule: dict = {}
 
     def first(self, planned: Plan) -> dict:
-        """The run that all others are compared with."""
-        if self.work.device == "cuda":  # libraries take their workspaces at their first call, and keep them
+        """Run the step that all others are compared with; returns its peaks."""
+        if self.work.device == "cuda":  # libraries allocate their workspaces at the first call, and never free them
             self._step(self.work.model)
-        found = self._measured(self._compiled(planned))
-        self.flops = found.pop("flops")
+        peaks = self._measured(self._compiled(planned))
+        self.flops = peaks.pop("flops")
         gradients, buffers = self._left()
-        if self.work.device == "cuda":  # what lies beside the GPU counts in no peak
+        if self.work.device == "cuda":  # host memory counts in no peak
             gradients, buffers = [each.cpu() for each in gradients], [each.cpu() for each in buffers]
         self.wanted = gradients, buffers
-        return found
+        return peaks
 
     def planned(self, planned: Plan) -> dict:
-        """A run as planned; equal schedules run once."""
-        if planned.schedule not in self.known:
-            self.known[planned.schedule] = self.of(self._compiled(planned))
-        return self.known[planned.schedule]
+        """The results `of` a plan; equal schedules run once."""
+        if planned.schedule not in self.by_schedule:
+            self.by_schedule[planned.schedule] = self.of(self._compiled(planned))
+        return self.by_schedule[planned.schedule]
 
     def of(self, call, compiles: bool = False) -> dict:
-        """Peak, FLOPs that run again, differences of gradients and buffers, and, if asked for, the ratio of seconds."""
-        found = self._measured(call, compiles)
-        again = found.pop("flops") - self.flops
-        return found | {"recompute_flops": again, **self._differences(), **self._times(call)}
+        """Peak, FLOPs of recomputation, differences of gradients and buffers, and the ratio of seconds if timed."""
+        peaks = self._measured(call, compiles)
+        again = peaks.pop("flops") - self.flops
+        return peaks | {"recompute_flops": again, **self._differences(), **self._times(call)}
 
     def generated(self, call) -> dict:
-        """As `of`, of a step whose code Inductor writes at the first call: its FLOPs cannot be counted."""
+        """As `of`, for a step that Inductor compiles at the first call: its FLOPs cannot be counted."""
         self._step(call)
         return self._peaks(partial(self._step, call)) | self._differences() | self._times(call)
 
@@ -61,8 +61,8 @@ class Runs:
             return {}
         steps = {"plain": partial(self._step, self.work.model), "this": partial(self._step, call)}
         times = compare_seconds(steps, self.timed_rounds, device=self.work.device).to_json()
-        found = {"seconds_ratio": times["seconds_ratio"]["this"]}
-        return found if self.work.device == "cpu" else found | {"seconds_step": times["seconds"]["this"]}
+        ratio = {"seconds_ratio": times["seconds_ratio"]["this"]}
+        return ratio if self.work.device == "cpu" else ratio | {"seconds_step": times["seconds"]["this"]}
 
     def _compiled(self, planned: Plan):
         with self.work.autocast():
@@ -72,7 +72,7 @@ class Runs:
         self.work.step(call, self.seed)
 
     def _measured(self, call, compiles: bool = False) -> dict:
-        """The step is run alone if it compiles, otherwise its FLOPs are counted while its bytes are."""
+        """Peaks and FLOPs of a step; counted in one run, or in two if the first one compiles."""
         counted = []
 
         def step():
@@ -80,18 +80,18 @@ class Runs:
 
         if compiles:
             step()
-        found = self._peaks(partial(self._step, call) if compiles else step)
-        return found | {"flops": counted[0]}
+        peaks = self._peaks(partial(self._step, call) if compiles else step)
+        return peaks | {"flops": counted[0]}
 
     def _peaks(self, step) -> dict:
-        """Of one step; a GPU adds what its allocator says."""
+        """Peaks of one step; on a GPU also those of its allocator."""
         self._restart()
         resident = (self.work.model, *self.work.args)
         measured = measure(step, self.work.device, resident=resident, warmup=0, repeats=0)
         return {"measured_peak_bytes": measured.dynamic_peak_bytes, **measured.allocator}
 
     def rounding(self) -> dict:
-        """The differences that rounding makes: of a plain step whose parameters are off by their last bits."""
+        """The differences that rounding makes: those of a baseline step whose parameters differ in their last bits."""
         parameters = list(self.work.model.parameters())
         before = [parameter.detach().clone() for parameter in parameters]
         noise = torch.Generator(self.work.device).manual_seed(self.seed)
@@ -111,7 +111,7 @@ class Runs:
         return {"gradients_difference": gradients, "buffers_difference": buffers}
 
     def _restart(self) -> None:
-        self.work.model.zero_grad(set_to_none=True)  # gradients of before are no part of the step
+        self.work.model.zero_grad(set_to_none=True)  # gradients of an earlier step are no part of this one
         with torch.no_grad():
             for buffer, value in zip(self.work.model.buffers(), self.start, strict=True):
                 buffer.copy_(value)

@@ -20,16 +20,16 @@ from .named_steps import Method, NotRun, RunStep, Setting, needs_limit
 from .step_shapes import Shapes, does_not_fit
 
 AT_MOST = 65_536
-# What libraries say where torch's allocator has nothing left for their workspaces.
+# Messages of libraries whose workspace torch's allocator cannot allocate.
 _NO_MEMORY = re.compile("out of memory|ALLOC_FAILED|valid cuDNN (algorithm|engine)|engine to execute", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Largest:
-    """`batch` fits and the next one does not; 0 if not even one does.
+    """`batch` fits and the next larger one does not; 0 if a batch of one does not fit.
 
-    ``least_peak_bytes``: the smallest predicted peak of the method at that batch; ``measured_peak_bytes`` None: it
-    was not run, for the reason `not_measured`. ``one_peak_bytes``: the smallest predicted peak of a batch of one, where
+    ``least_peak_bytes``: the smallest predicted peak of the method at that batch; ``measured_peak_bytes``: None if it
+    was not run, for the reason `not_measured`. ``one_peak_bytes``: the smallest predicted peak of a batch of one, if
     that does not fit.
     """
 
@@ -41,10 +41,10 @@ class Largest:
 
 
 def search(fits: Callable[[int], bool], guess: int = 1, at_most: int = AT_MOST) -> int:
-    """The largest n from 0 to `at_most` with ``fits(n)``, if whatever is smaller than what fits does fit, too.
+    """The largest n from 0 to `at_most` with ``fits(n)``, for a `fits` that holds for every smaller n, too.
 
-    From `guess` on in strides that double until the answer is enclosed, then by bisection. What it returns was asked
-    for, and so was the next.
+    Starts at `guess` with strides that double until the answer is enclosed, then bisects. `fits` has been called for
+    the result and for the next larger number.
 
     Example:
         >>> search(lambda n: n <= 37, guess=30)
@@ -66,7 +66,7 @@ def search(fits: Callable[[int], bool], guess: int = 1, at_most: int = AT_MOST) 
 
 
 def extrapolated(peaks: dict[int, int], limit_bytes: int) -> int:
-    """Where a line through the peaks of the smallest and the largest batch meets the limit; 1 if there is no line."""
+    """The batch at which a line through the peaks of the smallest and the largest batch meets the limit, at least 1."""
     first, last = min(peaks, default=0), max(peaks, default=0)
     if first == last or peaks[first] >= peaks[last]:
         return max(1, first)
@@ -74,41 +74,46 @@ def extrapolated(peaks: dict[int, int], limit_bytes: int) -> int:
     return max(1, int(first + (limit_bytes - peaks[first]) / slope))
 
 
-def largest_predicted(method: Method, limit_bytes: int, shapes: Callable[[int], Shapes], known: Iterable[int]):
-    """By prediction alone. ``shapes(batch_size)`` predict a batch; a line through two of the `known` is the guess."""
+def largest_predicted(method: Method, limit_bytes: int, shapes: Callable[[int], Shapes], batches: Iterable[int]):
+    """The largest batch by prediction alone.
+
+    ``shapes(batch_size)`` predicts a batch; the search starts from a line through two of `batches`.
+    """
     least = functools.cache(lambda batch_size: shapes(batch_size).least_bytes(method))
-    guess = extrapolated({batch_size: least(batch_size) for batch_size in {min(known), max(known)}}, limit_bytes)
+    guess = extrapolated({batch_size: least(batch_size) for batch_size in {min(batches), max(batches)}}, limit_bytes)
     batch = search(lambda batch_size: least(batch_size) <= limit_bytes, guess)
     reason = "only predicted, from shapes"
     return Largest(batch, least(batch), None, reason) if batch else Largest(0, None, None, reason, least(1))
 
 
-def largest_on_cpu(method: Method, limit_bytes: int, shapes: Callable[[int], Shapes], known: Iterable[int]) -> Largest:
-    """By prediction, then run; where that is over the limit, by running, from where the peak says that it may fit.
+def largest_on_cpu(
+    method: Method, limit_bytes: int, shapes: Callable[[int], Shapes], batches: Iterable[int]
+) -> Largest:
+    """The largest batch by prediction, checked by running it; if its measured peak is over the limit, by running.
 
-    What operations take within themselves is in the measured peak and not in the prediction.
+    The measured peak contains the workspaces of operations, the predicted one does not.
     """
-    found = largest_predicted(method, limit_bytes, shapes, known)
-    if found.least_peak_bytes is None:
-        return replace(found, not_measured=None)
-    if reason := does_not_fit(limit_bytes if needs_limit(method.name) else found.least_peak_bytes, "cpu"):
-        return replace(found, not_measured=reason)
+    predicted = largest_predicted(method, limit_bytes, shapes, batches)
+    if predicted.least_peak_bytes is None:
+        return replace(predicted, not_measured=None)
+    if reason := does_not_fit(limit_bytes if needs_limit(method.name) else predicted.least_peak_bytes, "cpu"):
+        return replace(predicted, not_measured=reason)
     peaks: dict[int, int] = {}
 
     def fits(batch: int) -> bool:
         peaks[batch] = _peak_on_cpu(shapes(batch).setting, method)
         return peaks[batch] <= limit_bytes
 
-    if fits(found.batch):
-        return Largest(found.batch, found.least_peak_bytes, peaks[found.batch])
-    batch = search(fits, found.batch * limit_bytes // peaks[found.batch], found.batch - 1)
+    if fits(predicted.batch):
+        return Largest(predicted.batch, predicted.least_peak_bytes, peaks[predicted.batch])
+    batch = search(fits, predicted.batch * limit_bytes // peaks[predicted.batch], predicted.batch - 1)
     if not batch:
         return Largest(0, None, None, one_peak_bytes=peaks.get(1))
     return Largest(batch, shapes(batch).least_bytes(method), peaks.get(batch))
 
 
 def _peak_on_cpu(setting: Setting, method: Method) -> int:
-    """The measured peak; if no plan keeps the method's budget, the least that it says it could keep."""
+    """The measured peak; if the method's budget is infeasible, the smallest feasible one."""
     run = RunStep(setting)
     try:
         run.prepare(method)
@@ -120,7 +125,7 @@ def _peak_on_cpu(setting: Setting, method: Method) -> int:
 
 
 def largest_on_cuda(setting: Setting, method: Method, limit_bytes: int, guess: int = 1) -> Largest:
-    """By running steps in a process that is allowed no more than the limit, reserved memory included."""
+    """The largest batch by running steps in this process, whose reserved memory is limited meanwhile."""
     peaks: dict[int, int] = {}
 
     def fits(batch_size: int) -> bool:
@@ -134,7 +139,7 @@ def largest_on_cuda(setting: Setting, method: Method, limit_bytes: int, guess: i
 
 
 def _peak_within(setting: Setting, method: Method, limit_bytes: int) -> int | None:
-    """Allocated bytes at the peak of two steps, the first of which makes the optimizer's states; None if too much."""
+    """Allocated bytes at the peak of two steps, of which the first creates the optimizer's state; None if too many."""
     _free_all()
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total))

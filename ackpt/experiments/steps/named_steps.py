@@ -1,7 +1,7 @@
-"""One training step of a named model, by any method: the plain model, checkpointed blocks, a plan within a budget.
+"""One training step of a named model, by any method: the baseline, per-block checkpointing, a plan within a budget.
 
-A step is forward, backward and AdamW; gradients do not exist before it. It is either run, on tensors with data, or
-predicted from shapes: `RunStep` here, `Shapes` in `ackpt.experiments.steps.step_shapes`.
+A step is forward, backward and AdamW; gradients are allocated during the step. `RunStep` here runs it on tensors with
+data; `Shapes` in `ackpt.experiments.steps.step_shapes` predicts it from shapes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 import ackpt
 from ackpt.checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
 from ackpt.errors import BudgetError, did_you_mean
-from ackpt.experiments.offload import TOLERANCE, GradientsDiffer
 from ackpt.metering.meter import measure
 from ackpt.models import BasicBlock, BertBlock, BertForMaskedLM, Block, Bottleneck
 from ackpt.policies import POLICIES
@@ -32,12 +31,11 @@ BLOCKS = (BasicBlock, Bottleneck, Block, BertBlock)
 UNBOUNDED = ("none", "full")  # policies that need no budget
 MASKED_SHARE = 0.15  # of BERT's tokens, Devlin et al. 2018
 IGNORED = -100
-NEGLIGIBLE = 1e-2
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Which step: a model by name, fields of its configuration, sizes of a batch, where and in which precision."""
+    """Which step: a model by name, fields of its configuration, sizes of a batch, device and dtype."""
 
     model: str
     batch_size: int
@@ -63,9 +61,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Method:
-    """How a step runs: `policy` None is eager, else a plan within `budget`, as `ackpt.plan` takes them.
+    """How a step runs: eager if `policy` is None, else by a plan; `policy` and `budget` as `ackpt.plan` takes them.
 
-    The budget may also be `PER_BLOCK`, that method's predicted peak; `Shapes.resolved` puts its bytes there.
+    The budget may also be `PER_BLOCK`, for that method's predicted peak; `Shapes.resolved` replaces it by bytes.
     """
 
     name: str
@@ -74,25 +72,25 @@ class Method:
 
 
 def method(name: str, limit_bytes: int | None = None) -> Method:
-    """``plain``, ``per-block``, or a policy of `ackpt.plan`, with ``@`` and a budget: ``auto@0.5``, ``auto@6GiB``.
+    """The method called ``plain``, ``per-block``, or by a policy of `ackpt.plan` and a budget: ``auto@0.5``.
 
-    ``auto@per-block`` has the predicted peak of per-block as its budget. A policy that needs a budget and has none gets
-    `limit_bytes`, that of the whole peak.
+    Budgets are fractions, bytes (``auto@6GiB``), or ``per-block``, the predicted peak of that method. A policy that
+    needs a budget and has none gets `limit_bytes`, which bounds the whole peak.
 
     Raises:
-        ValueError: for what is none of these.
+        ValueError: for any other name.
     """
     from ackpt.budget import dynamic_limit
 
     if name in (PLAIN, PER_BLOCK):
         return Method(name)
     policy, at, text = name.partition("@")
-    known = [policy for policy in POLICIES if policy != NEEDS_FATES]
-    if policy not in known:
-        close = did_you_mean(policy, [PLAIN, PER_BLOCK, *known])
+    policies = [policy for policy in POLICIES if policy != NEEDS_FATES]
+    if policy not in policies:
+        close = did_you_mean(policy, [PLAIN, PER_BLOCK, *policies])
         raise ValueError(
             f"unknown method {name!r}{close}: choose {PLAIN}, {PER_BLOCK} or a policy with its budget, such as "
-            f"auto@0.5; the policies are {', '.join(known)}"
+            f"auto@0.5; the policies are {', '.join(policies)}"
         )
     if not at:
         return Method(name, policy, None if policy in UNBOUNDED else limit_bytes)
@@ -139,23 +137,23 @@ class RunStep:
             raise NotRun(str(error)) from error
 
     def step(self, method: Method, train: bool = True):
-        """One step; without `train` the gradients stay and the optimizer does nothing."""
+        """Run one step; without `train`, forward and backward only, and the gradients stay allocated."""
         switch(self.model, method)
         one_step(self.planned.get(method, self.model), self.inputs, self.setting, self.optimizer if train else None)
 
     def measure(self, method: Method) -> dict:
-        """Bytes and FLOPs of a step as they stand in a record; on a GPU, where it cannot be had again, the timeline."""
+        """Bytes and FLOPs of a step for its record; of a step on a GPU also the timeline."""
         measured = measure(partial(self.step, method), self.setting.device, resident=self.resident, warmup=1, repeats=0)
         timeline = {"timeline": measured.timeline.thinned(400).to_json()} if self.setting.device == "cuda" else {}
         return record_metrics(measured) | timeline
 
     def gradients(self, method: Method) -> dict[str, torch.Tensor]:
-        """Of one step from the present weights, every method with the same random numbers; copies on the CPU."""
+        """The gradients of one step from the present weights, copied to the CPU; all methods draw the same masks."""
         torch.manual_seed(self.setting.seed)
         self.step(method, train=False)
-        found = {name: p.grad.cpu().clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        gradients = {name: p.grad.cpu().clone() for name, p in self.model.named_parameters() if p.grad is not None}
         self.model.zero_grad(set_to_none=True)
-        return found
+        return gradients
 
 
 def switch(model, method: Method) -> None:
@@ -167,8 +165,8 @@ def switch(model, method: Method) -> None:
 
 
 def one_step(model, inputs, setting: Setting, optimizer) -> None:
-    where = next(iter(tensors(inputs))).device.type  # fake tensors of a GPU's step lie on the CPU
-    with autocast(where, setting.dtype):
+    device = next(iter(tensors(inputs))).device.type  # of a GPU's step without data, the CPU
+    with autocast(device, setting.dtype):
         loss = model(**inputs)
     loss.backward()
     if optimizer is not None:
@@ -179,10 +177,10 @@ def one_step(model, inputs, setting: Setting, optimizer) -> None:
 def with_data(model, inputs: dict, seed: int) -> dict:
     """The inputs filled: normal images, uniform tokens and classes; BERT's labels ask for `MASKED_SHARE` of them."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    filled = {}
     for name, value in inputs.items():
         if not isinstance(value, torch.Tensor):
-            found[name] = value
+            filled[name] = value
             continue
         if name == "cu_seqlens":
             data = torch.arange(value.numel(), dtype=value.dtype) * inputs["max_seqlen"]
@@ -192,40 +190,12 @@ def with_data(model, inputs: dict, seed: int) -> dict:
             classes = getattr(model.config, "num_classes", None) or model.config.vocab_size
             data = torch.randint(classes, value.shape, generator=generator)
             if name == "labels" and isinstance(model, BertForMaskedLM):
-                kept = torch.rand(value.shape, generator=generator) < MASKED_SHARE
-                kept.view(-1)[0] = True
-                data = torch.where(kept, data, IGNORED)
-        found[name] = data.to(value.device)
-    return found
+                masked = torch.rand(value.shape, generator=generator) < MASKED_SHARE
+                masked.view(-1)[0] = True
+                data = torch.where(masked, data, IGNORED)
+        filled[name] = data.to(value.device)
+    return filled
 
 
 def tensors(inputs: dict) -> tuple:
     return tuple(value for value in inputs.values() if isinstance(value, torch.Tensor))
-
-
-def require_equal(name: str, found: dict, wanted: dict, exact: bool) -> float:
-    """The largest difference of a gradient, relative to its parameter's largest; 0.0 where all bits are equal.
-
-    Raises:
-        GradientsDiffer: if it is more than nothing (`exact`) or than `TOLERANCE`, or a gradient is missing. Without
-            `exact`, gradients that are `NEGLIGIBLE` beside the largest of all are compared with that share of it: some
-            are zero but for rounding, as those of a bias before a softmax.
-    """
-    if found.keys() != wanted.keys():
-        raise GradientsDiffer(f"{name}: not the same parameters have gradients as in the plain model")
-    worst = 0.0
-    least = 0.0 if exact else NEGLIGIBLE * max(float(other.abs().max()) for other in wanted.values())
-    for parameter, mine in found.items():
-        other = wanted[parameter]
-        if torch.equal(mine, other):
-            continue
-        scale = max(float(other.abs().max()), least, torch.finfo(other.dtype).tiny)
-        difference = float((mine - other).abs().max()) / scale
-        if exact or not difference <= TOLERANCE:
-            how = "must be equal to the last bit" if exact else f"may differ by {TOLERANCE:g}"
-            raise GradientsDiffer(
-                f"{name}: the gradient of {parameter} differs from the plain model's by {difference:.3g} of its "
-                f"largest entry; it {how}"
-            )
-        worst = max(worst, difference)
-    return worst

@@ -1,6 +1,6 @@
-"""What the offload experiment compares: ackpt's methods, and the peers, each called as its own documentation says.
+"""The methods of the experiment ``offload``: ackpt's, and peers, each called as its documentation says.
 
-All work on the same model object: a method is switched on, run for a step, and the next one is switched on.
+All work on the same model object: a method is switched on, runs a step, and the next one is switched on.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ackpt.offloading.saved_tensors import Offload, offload_saved_tensors
 OURS = ("baseline", "ckpt_classic", "ckpt_sync_offload", "ckpt_async_offload", "offload_sync", "offload_async")
 PEERS = ("save_on_cpu", "offload_wrapper", "trl", "transformers")
 METHODS = OURS + PEERS
-KEEPS_ALL = ("offload_sync", "offload_async", "trl")  # everything that the plain step saves goes to the store
-STORES_IN_TORCH = ("offload_wrapper",)  # on a CPU: what it has stored counts as device memory there
+KEEPS_ALL = ("offload_sync", "offload_async", "trl")  # they offload everything that the baseline saves
+STORES_IN_TORCH = ("offload_wrapper",)  # on a CPU its store counts as device memory
 PACKAGES = {"trl": "trl", "transformers": "transformers"}
 
 
@@ -58,23 +58,23 @@ def cannot_run(method: str, device: str, shapes_only: bool = False) -> str | Non
 
 def make_method(name: str, model, device: str, min_bytes: int) -> Method:
     """The method of that name on `model`."""
-    plain = _switch(model)
+    without = _switch(model)  # without checkpointing
     if name == "baseline":
-        return Method(model, plain)
+        return Method(model, without)
     if name == "ckpt_classic":
         return Method(model, _switch(model, checkpointed=True))
     if name in OURS:
         offload = offload_saved_tensors("sync" if "sync" in name.split("_") else "async", min_bytes=min_bytes)
         if name.startswith("ckpt"):
             return Method(model, _switch(model, True, offload), offload=offload)
-        return Method(model, plain, around_forward=lambda: offload, offload=offload)
+        return Method(model, without, around_forward=lambda: offload, offload=offload)
     if name == "save_on_cpu":
-        return Method(_save_on_cpu(model, device), plain)
+        return Method(_save_on_cpu(model, device), without)
     if name == "offload_wrapper":
-        return Method(_offload_wrapper(model), plain)
+        return Method(_offload_wrapper(model), without)
     if name == "trl":
-        return _trl(model, plain)
-    return Method(_transformers(model, offload=True), plain)
+        return _trl(model, without)
+    return Method(_transformers(model, offload=True), without)
 
 
 def _switch(model, checkpointed=False, offload=None):
@@ -88,7 +88,7 @@ def _switch(model, checkpointed=False, offload=None):
 
 
 def _save_on_cpu(model, device):
-    """``with save_on_cpu(pin_memory=True): checkpoint(block, x)``; what is on the CPU already is not copied."""
+    """``with save_on_cpu(pin_memory=True): checkpoint(block, x)``; it does not copy tensors that are on the CPU."""
 
     def forward(x, *rest):
         for block in model.blocks:
@@ -100,7 +100,7 @@ def _save_on_cpu(model, device):
 
 
 def _offload_wrapper(model):
-    """torch.distributed's wrappers, one around the other: the inputs of a checkpointed block are offloaded."""
+    """torch.distributed's offload wrapper around its checkpoint wrapper: the inputs of the blocks are offloaded."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 
     blocks = [offload_wrapper(checkpoint_wrapper(block)) for block in model.blocks]
@@ -113,17 +113,17 @@ def _offload_wrapper(model):
     return forward
 
 
-def _trl(model, plain) -> Method:
+def _trl(model, switch_on) -> Method:
     """TRL's ``with OffloadActivations(): model(x).sum().backward()``, without recompute."""
     from trl.models.activation_offloading import OffloadActivations  # pyright: ignore[reportMissingImports]
 
     context = OffloadActivations()
     context.update_model_params(model)
-    return Method(model, plain, around_step=lambda: context)
+    return Method(model, switch_on, around_step=lambda: context)
 
 
 def _transformers(model, offload: bool):
-    """transformers' own switch, which works on its models: the blocks in layers of such a model."""
+    """transformers' own switch, which works on its models only: so the blocks become layers of such a model."""
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.modeling_layers import GradientCheckpointingLayer
 

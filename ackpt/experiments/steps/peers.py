@@ -1,4 +1,4 @@
-"""What a user would pick today to fit a step into memory, each called as its own documentation says.
+"""torch's own tools that fit a step into memory, each called as its documentation says.
 
 ``checkpoint``: ``torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`` around every block. ``selective``:
 the same with ``create_selective_checkpoint_contexts``, which keeps the results of matrix products, convolutions and
@@ -20,7 +20,7 @@ from .frontier_models import Workload
 
 CHECKPOINT, SELECTIVE, MEMORY_BUDGET = "checkpoint", "selective", "memory-budget"
 PEERS = (CHECKPOINT, SELECTIVE, MEMORY_BUDGET)
-INDUCTOR = "memory-budget-inductor"  # the same, with the code that Inductor writes for a GPU
+INDUCTOR = "memory-budget-inductor"  # memory-budget with the code that Inductor generates for a GPU
 _ATEN = torch.ops.aten
 KEPT = [
     _ATEN.mm.default,
@@ -36,7 +36,7 @@ KEPT = [
 
 @contextlib.contextmanager
 def peer(name: str, workload: Workload, setting: float | None = None) -> Iterator[Callable]:
-    """What to call instead of the model, inside of the context only; the model is then as before.
+    """Gives the function to call instead of the model; it is valid inside the context only.
 
     Args:
         setting: of ``memory-budget`` and `INDUCTOR`, between 0 and 1; the others have none.

@@ -1,6 +1,6 @@
-"""Peaks of an experiment from shapes alone: the published sizes on a GPU that is not there.
+"""Peaks of ``synthetic`` and ``lm`` from shapes alone: the published sizes as on a GPU, on any machine.
 
-The very step of the experiment runs on tensors without data; ``ackpt.predict`` follows their storages.
+The step of the experiment runs on tensors without data, and ``ackpt.predict`` follows their storages.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from ackpt.experiments import lm, synthetic
 from ackpt.metering.prediction import predict
 from ackpt.results import Record, environment
 
-from .methods import PLANNED, configure
 from .named_steps import Method, Setting
 from .settings import record_config, record_metrics
 from .step_shapes import Shapes
-from .training import adamw, one_step
+from .training import PLANNED, adamw, configure, one_step
 
 
 def predict_experiment(config, command: str = ""):
@@ -31,7 +30,7 @@ def predict_experiment(config, command: str = ""):
     """
     make: Any = lm.task if isinstance(config, lm.LMConfig) else synthetic.task
     for seq_len in config.seq_lens:
-        task = make(replace(config, device="cpu"), seq_len)  # fake tensors lie on the CPU
+        task = make(replace(config, device="cpu"), seq_len)  # fake tensors are on the CPU
         settings = record_config(config, seq_len=seq_len)
         where = environment("cpu", command)
         methods = tqdm(config.methods, desc=f"predict L={seq_len}", unit="method", disable=None, leave=False)
@@ -42,7 +41,7 @@ def predict_experiment(config, command: str = ""):
             else:
                 peaks[method] = _predict(task, config.device, method)
         name = f"{task.experiment}-predicted"
-        yield [Record(name, {**settings, "method": method}, found, where) for method, found in peaks.items()]
+        yield [Record(name, {**settings, "method": method}, metrics, where) for method, metrics in peaks.items()]
 
 
 def _predict_plan(config, seq_len: int, budget_bytes: int) -> dict:

@@ -1,7 +1,8 @@
-"""Checks and record entries that the configurations of the experiments share."""
+"""What the experiments share: checks of configurations, entries of records, the host's free memory."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict
 
 
@@ -22,7 +23,7 @@ def require_lengths(config) -> None:
 
 
 def record_config(config, **more) -> dict:
-    """The configuration as it stands in a record, with what else tells it from others; the method comes on top."""
+    """The configuration for a record, without the methods and lengths, of which each record has one; and `more`."""
     settings = {name: value for name, value in asdict(config).items() if name not in ("methods", "seq_lens")}
     if settings.get("dataset_path"):
         settings["dataset_path"] = "a local copy"  # a path says nothing on another machine
@@ -30,5 +31,12 @@ def record_config(config, **more) -> dict:
 
 
 def record_metrics(measured) -> dict:
-    """A measurement, or a prediction, as it stands in a record: bytes and FLOPs; device and times have other places."""
+    """The bytes and FLOPs of a measurement or a prediction for a record, without its device and its times."""
     return {key: value for key, value in measured.to_json().items() if key not in ("device", "seconds")}
+
+
+def free_host_bytes() -> int | None:
+    """Memory of the host that is free now; None if the system does not say."""
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    return None

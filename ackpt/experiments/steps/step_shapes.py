@@ -23,7 +23,7 @@ from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import PlanConfig, captured
 
 from .named_steps import PER_BLOCK, UNBOUNDED, Method, NotRun, Setting, one_step, switch, tensors
-from .settings import record_metrics
+from .settings import free_host_bytes, record_metrics
 from .training import adamw
 
 AS_ON = "h200"  # the GPU whose choice of kernels a prediction for CUDA follows
@@ -31,7 +31,7 @@ ROOM_SHARE = 0.8  # of free memory that a run may take; the rest is for what all
 
 
 class Shapes:
-    """A step without data: what its peak would be."""
+    """A step without data, whose peak is predicted."""
 
     def __init__(self, setting: Setting):
         self.setting = setting
@@ -39,19 +39,19 @@ class Shapes:
         self._known: dict[Method, dict] = {}
 
     def predicted(self, method: Method) -> dict:
-        """Bytes and FLOPs of a step as they stand in a record; raises NotRun if the budget cannot be kept."""
+        """Bytes and FLOPs of a step for its record; raises NotRun if the budget is infeasible."""
         if method not in self._known:
             self._known[method] = self._eager(method) if method.policy is None else self._planned(method)
         return self._known[method]
 
     def resolved(self, method: Method) -> Method:
-        """The method with its budget in bytes where that is the peak of per-block."""
+        """The method with bytes as its budget, if the budget is the peak of per-block."""
         if method.budget != PER_BLOCK:
             return method
         return replace(method, budget=self.predicted(Method(PER_BLOCK))["peak_bytes"])
 
     def least_bytes(self, method: Method) -> int:
-        """The smallest peak that the method can have at this size; an eager one, or a policy without bound, has one."""
+        """The smallest peak that the method can have at this size; an eager method has one peak only."""
         if method.policy is None or method.policy in UNBOUNDED:
             return self.predicted(method)["peak_bytes"]
         graph, profile = self._graph()
@@ -114,19 +114,15 @@ class Shapes:
 
 @contextlib.contextmanager
 def kernels_of_a_gpu():
-    """What a captured step has of a GPU, in recomputes within backward as well: RMS norms are taken apart."""
+    """Inside, an eager step takes the operations that a captured step of a GPU has, also in recomputation."""
     choices = partial(CapturedCudaChoices, "bfloat16" in device_rates(AS_ON).flops_per_second)
     with choices(), around_backward(choices):
         yield
 
 
 def free_bytes(device: str) -> int | None:
-    """Memory that is free now; None where the system does not say."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
-    return None
+    """Memory of the device that is free now; None if the system does not say."""
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else free_host_bytes()
 
 
 def does_not_fit(peak_bytes: int, device: str) -> str | None:

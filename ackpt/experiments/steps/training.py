@@ -1,8 +1,8 @@
-"""Train the same model by several methods and say what each one cost: losses, bytes, FLOPs, seconds.
+"""Train the same model by several methods and compare them: losses, bytes, FLOPs, seconds.
 
-Per method the run starts from the same weights and sees the same batches. Bytes are those of one further step. Times
-are taken last, on one model that is switched from method to method within every round, so that all methods meet the
-same weather; the column to read is the ratio.
+Every method starts from the same weights and sees the same batches. Bytes are those of one further step. Times are
+taken last, on one model that is switched from method to method within every round, so that all methods run under the
+same conditions; the ratio is the figure to read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,43 @@ import torch
 from tqdm import tqdm
 
 import ackpt
+from ackpt.checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
 from ackpt.metering.meter import compare_seconds, measure
+from ackpt.models.transformer import Block
 from ackpt.results import Record, environment
 from ackpt.workloads.step_request import autocast
 
 from .failures import STRICT
-from .methods import PLANNED, chunks_loss, configure
 from .settings import record_config, record_metrics
+
+METHODS = ("baseline", "checkpoint", "chunked-loss", "checkpoint+chunked-loss")
+OFFLOADED = "checkpoint+offload"  # the inputs of the checkpointed blocks are offloaded
+PLANNED = "auto"  # a plan whose budget is the measured peak of checkpoint
+
+
+def check_methods(methods, known=METHODS) -> tuple[str, ...]:
+    """The methods without repetitions; ValueError for one that is not in `known`."""
+    for method in methods:
+        if method not in known:
+            hint = " (this experiment has no vocabulary head)" if chunks_loss(method) else ""
+            raise ValueError(f"unknown method {method!r}{hint}: choose from {', '.join(known)}")
+    if not methods:
+        raise ValueError(f"no method given: choose from {', '.join(known)}")
+    if PLANNED in methods and "checkpoint" not in methods[: methods.index(PLANNED)]:
+        raise ValueError(f"method {PLANNED!r} has the peak of checkpoint as its budget: give checkpoint before it")
+    return tuple(dict.fromkeys(methods))
+
+
+def configure(model, method: str) -> None:
+    """Switch checkpointing of the model's blocks, and the offload of their inputs, on or off for `method`."""
+    if "checkpoint" in method:
+        apply_activation_checkpointing(model, Block, offload="async" if method == OFFLOADED else None)
+    else:
+        remove_activation_checkpointing(model)
+
+
+def chunks_loss(method: str) -> bool:
+    return "chunked-loss" in method
 
 
 @dataclass(frozen=True)
@@ -50,12 +80,12 @@ class LossesDiffer(RuntimeError):
 
 
 def adamw(model, learning_rate: float):
-    """AdamW without temporaries the size of the model: torch's fused kernel, on CPU and CUDA."""
+    """AdamW with torch's fused kernel, which allocates no temporaries of the size of the model."""
     return torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
 
 
 def one_step(task: Task, model, optimizer, batch, method: str, scaler=None):
-    """Forward, backward, optimizer step; returns the loss, still on its device."""
+    """Run forward, backward and the optimizer's step; returns the loss, still on its device."""
     with autocast(task.device, task.dtype):
         loss = model(**task.arguments(batch, method))
     if scaler is None:
@@ -74,11 +104,12 @@ def run(
 ) -> list[Record]:
     """Train, measure and time `task` by each of `methods`; one Record per method.
 
-    `profiles` (see ``profiling.Profiles``) takes a trace and scalars of each; `failures` what became of methods that
-    failed, which then have no Record.
+    `profiles` (see ``profiling.Profiles``) writes a trace and scalars of each; `failures` collects the methods that
+    failed, which have no Record.
 
-    Raises `LossesDiffer` if a method's losses are not the baseline's to the last bit where they must be (methods with
-    the same loss head on the CPU, or on a GPU that runs deterministic algorithms) or not close.
+    Raises:
+        LossesDiffer: if a method's losses are not those of the baseline. Methods with the same loss head must be
+            bit-equal on the CPU, and on a GPU that runs deterministic algorithms; others must be close.
     """
     model = task.build().to(task.device)
     # On the CPU: on a GPU they would count in every peak.
@@ -119,7 +150,7 @@ def run_lengths(task_of, config, command: str, timed_rounds: int, profiles, fail
 
 
 def _planned(task, model, optimizer, budget_bytes: int):
-    """The model as policy auto plans its step within the budget, which is of the whole peak."""
+    """The model compiled by policy auto within the budget, a bound on the whole peak."""
     with autocast(task.device, task.dtype):
         arguments = task.arguments(task.batch(0), PLANNED)
         return ackpt.compile(model, budget=budget_bytes, optimizer=optimizer, **arguments)
@@ -157,7 +188,7 @@ def _train(task, model, optimizer, method, steps, scaler):
 
 
 def _time(task, model, optimizer, called, start, methods, rounds):
-    """Interleaved seconds per step: one model, switched to the method just before its step."""
+    """Seconds per step of each method, interleaved, on one model that is switched to the method before its step."""
     if not (rounds and methods):
         return {}
     model.load_state_dict(start)
@@ -184,17 +215,17 @@ def _time(task, model, optimizer, called, start, methods, rounds):
 
 # Chunks sum the loss in another order; a GPU's kernels may add in any order.
 TOLERANCE = {"chunked": 1e-4, "gpu": 1e-2}
-COMPARED = 30  # steps that must be close; from there on training itself carries rounding ever further
+COMPARED = 30  # steps that must be close; training amplifies rounding, so later steps need not be
 
 
 def check_losses(losses: dict[str, list[float]], method: str, exact: bool) -> dict:
     """Compare the losses of `method` with those of the first method of the same loss head, and of the first of all.
 
-    What need not be equal to the last bit must be close at the first `COMPARED` steps.
+    Losses that need not be bit-equal must be close at the first `COMPARED` steps.
 
     Returns:
-        Where methods need not be equal to the last bit, the largest difference over all steps, relative to the first
-        method's loss, under ``losses_difference``.
+        ``losses_difference``, the largest difference over all steps, relative to the first method's loss; {} if the
+        losses must be bit-equal.
     """
     values, reference = losses[method], next(iter(losses))
     twin = next(name for name in losses if chunks_loss(name) == chunks_loss(method))

@@ -1,8 +1,8 @@
 """All published experiments as a list of jobs, most important first, run one after the other until the time is up.
 
-A job is done when its records lie in the folder and ``jobs/<name>.json`` there says so, for this commit and this
-configuration; then it is not run again. Every file is written in one step, the job's own last, so that an end in
-between, whatever ends it, leaves whole files only and costs one job.
+A job is done when its records are in the folder and ``jobs/<name>.json`` there says so for this commit and this
+configuration; then it is skipped. Every file is written in one step, ``jobs/<name>.json`` last, so that an interruption
+leaves only complete files and costs one job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ackpt.experiments.steps.failures import Failures, described
 from ackpt.results import Record, RecordError, environment, write_text_atomic
 
 DONE, FAILED, CUT_OFF = "done", "failed", "cut off"
-WHOLE, PREDICTION = "the job itself", "the prediction"  # what failed, where it was no single method
+WHOLE, PREDICTION = "the job itself", "the prediction"  # names in `Outcome.failed` that are no method
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -38,8 +38,8 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 class Job:
     """One configuration of one experiment.
 
-    ``minutes``: how long it should take, from the sizes, until such a job has been measured. ``run(config, command,
-    failures)`` yields lists of Records; ``predict(config)`` gives ``{method: peak bytes}`` from shapes alone.
+    ``minutes``: an estimate, used until a job of this experiment has been timed. ``run(config, command, failures)``
+    yields lists of Records; ``predict(config)`` returns ``{method: peak bytes}`` from shapes alone.
     """
 
     name: str
@@ -52,14 +52,14 @@ class Job:
 
     @property
     def key(self) -> str:
-        """What tells this configuration from others of the same name."""
+        """A hash of the configuration, which distinguishes it from others of the same name."""
         about = [self.name, self.experiment, dataclasses.asdict(self.config), self.deterministic]
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass
 class Outcome:
-    """Names of jobs: ``ran`` now, ``skipped`` for they were done, ``left`` for want of time; reasons of ``failed``."""
+    """Names of jobs: ``ran`` now, ``skipped`` because they were done, ``left`` for lack of time; ``failed``, why."""
 
     ran: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -69,20 +69,20 @@ class Outcome:
 
 
 class OutOfTime(BaseException):
-    """The suite's time is up in the middle of a job; no Exception, so that no experiment takes it for its own."""
+    """The suite's time is up in the middle of a job. Not an Exception, so that no experiment catches it."""
 
 
 def run_suite(jobs, folder, command: str = "", minutes: float = 9, say: Callable[[str], object] = lambda line: None):
-    """Run what is not done and fits into the time; an `Outcome`. What failed before comes last.
+    """Run the jobs that are not done and fit into the time, those that failed before last; returns an `Outcome`.
 
     Args:
         folder: for the records.
-        minutes: of wall-clock time. No job begins that should take longer than what is left of it, and one that does
+        minutes: of wall-clock time. A job that should take longer than the rest of it does not begin; a job that does
             take longer is cut off.
         say: called with a line when a job begins.
     """
     deadline = time.monotonic() + 60 * minutes
-    if any(job.deterministic for job in jobs):  # cuBLAS wants to know before it is used; torch's own choice on Hopper
+    if any(job.deterministic for job in jobs):  # cuBLAS reads it at its first use; torch's choice on Hopper
         os.environ.setdefault(WORKSPACE, ":4096:8")
     outcome = Outcome()
     commit = environment(command=command)["commit"]
@@ -90,12 +90,12 @@ def run_suite(jobs, folder, command: str = "", minutes: float = 9, say: Callable
     outcome.skipped = [job.name for job in jobs if states[job.name].get("state") == DONE]
     ahead = [job for job in jobs if job.name not in outcome.skipped]
     ahead.sort(key=lambda job: states[job.name].get("state") == FAILED)
-    for place, job in enumerate(ahead, 1):
+    for number, job in enumerate(ahead, 1):
         expected, left = expected_minutes(job, folder), (deadline - time.monotonic()) / 60
         if outcome.stopped or expected > left:
             outcome.left.append(job.name)
             continue
-        say(f"[{place}/{len(ahead)}] {job.name}: about {expected:.1f} of {left:.1f} minutes left")
+        say(f"[{number}/{len(ahead)}] {job.name}: about {expected:.1f} of {left:.1f} minutes left")
         failures = Failures()
         state = _run_job(job, Path(folder), command, commit, failures, deadline)
         if state == CUT_OFF:
@@ -131,25 +131,25 @@ def _run_job(job: Job, folder: Path, command: str, commit, failures: Failures, d
     return state
 
 
-def _saved(record: Record, job: Job, place: int, predicted: dict[str, int], folder: Path) -> str:
-    """Write a record; the name of its file."""
+def _saved(record: Record, job: Job, number: int, predicted: dict[str, int], folder: Path) -> str:
+    """Write a record; returns the name of its file."""
     method = str(record.config.get("method", record.config.get("model", "")))
     if "peak_bytes" in record.metrics and method in predicted:
         metrics = {"predicted_peak_bytes": predicted[method], **record.metrics}
         record = dataclasses.replace(record, metrics=metrics)
-    name = f"{job.name}-{place:02d}-{re.sub('[^a-zA-Z0-9._-]+', '-', method)}.json"
+    name = f"{job.name}-{number:02d}-{re.sub('[^a-zA-Z0-9._-]+', '-', method)}.json"
     record.save(folder / name)
     return name
 
 
 def predicted_peaks(job: Job, folder, commit) -> dict[str, int]:
-    """``{method: peak bytes}`` from shapes alone, kept in the folder, if there is one, for the next time."""
+    """``{method: peak bytes}`` from shapes alone; saved in the folder, if there is one, for the next run."""
     if folder is None:
         return job.predict(job.config)
     path = Path(folder, "predicted", f"{job.name}.json")
-    known = _read(path)
-    if (known.get("commit"), known.get("key")) == (commit, job.key):
-        return known["peaks"]
+    saved = _read(path)
+    if (saved.get("commit"), saved.get("key")) == (commit, job.key):
+        return saved["peaks"]
     peaks = job.predict(job.config)
     about = {"commit": commit, "key": job.key, "torch": torch.__version__, "peaks": peaks}
     write_text_atomic(path, json.dumps(about, indent=1, sort_keys=True) + "\n")
@@ -157,19 +157,19 @@ def predicted_peaks(job: Job, folder, commit) -> dict[str, int]:
 
 
 def expected_minutes(job: Job, folder) -> float:
-    """As measured for this very job, or as stated, times what others of its experiment took of their stated time."""
+    """The time of this job if it ran before, else its estimate, scaled by how far those of its experiment were off."""
     states = [_read(path) for path in sorted(Path(folder, "jobs").glob("*.json"))]
-    own = [state for state in states if state.get("key") == job.key and state["state"] in (DONE, CUT_OFF)]
-    if own and own[0]["state"] == DONE:
-        return own[0]["minutes"]
+    earlier = [state for state in states if state.get("key") == job.key and state["state"] in (DONE, CUT_OFF)]
+    if earlier and earlier[0]["state"] == DONE:
+        return earlier[0]["minutes"]
     kind = [state for state in states if state.get("experiment") == job.experiment and state["state"] == DONE]
     share = median(state["minutes"] / state["stated_minutes"] for state in kind) if kind else 1.0
-    longer = [1.5 * state["minutes"] for state in own]
+    longer = [1.5 * state["minutes"] for state in earlier]
     return max([job.minutes * share, *longer])
 
 
 def read_state(folder, job: Job, commit) -> dict:
-    """What ``jobs/<name>.json`` says of this commit and configuration; {} if nothing, or if a record is gone."""
+    """The content of ``jobs/<name>.json`` for this commit and configuration; {} without one, or if a record is gone."""
     state = _read(_state_path(folder, job))
     if (state.get("commit"), state.get("key")) != (commit, job.key):
         return {}
@@ -177,7 +177,7 @@ def read_state(folder, job: Job, commit) -> dict:
 
 
 def records_of(jobs, folder, commit) -> dict[str, list[Record]]:
-    """The records of every job that the folder holds for this commit and configuration, in order."""
+    """The records in the folder for this commit and configuration, by job and in order."""
     states = {job.name: read_state(folder, job, commit) for job in jobs}
     return {
         name: [Record.load(Path(folder, each)) for each in state["records"]] for name, state in states.items() if state
@@ -195,7 +195,7 @@ def _write_state(folder, job: Job, commit, about: dict) -> None:
 
 
 def _read(path: Path) -> dict:
-    """A file of the suite's own; {} if there is none."""
+    """A file that the suite wrote; {} if there is none."""
     if not path.is_file():
         return {}
     try:
@@ -206,7 +206,7 @@ def _read(path: Path) -> dict:
 
 @contextlib.contextmanager
 def _time_limit(deadline: float):
-    """`OutOfTime` inside when the clock passes the deadline; only a main thread can be told."""
+    """Inside, raises `OutOfTime` at the deadline; only a main thread can be interrupted."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -225,7 +225,7 @@ def _time_limit(deadline: float):
 
 @contextlib.contextmanager
 def _deterministic(wanted: bool):
-    """Inside, torch runs deterministic algorithms only, if that is wanted."""
+    """Inside, torch runs deterministic algorithms only, if `wanted`."""
     if not wanted:
         yield
         return
@@ -237,7 +237,7 @@ def _deterministic(wanted: bool):
 
 
 def _free_all() -> str | None:
-    """Give back what a job held; why nothing more can run in this process, or None."""
+    """Free the memory of a job; returns why nothing more can run in this process, or None."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()

@@ -16,9 +16,9 @@ from ackpt.experiments.frontier import FrontierConfig, predict_frontier, run_fro
 from ackpt.experiments.lm import LMConfig
 from ackpt.experiments.offload import OffloadConfig
 from ackpt.experiments.reports.frontier import broken_promises
-from ackpt.experiments.steps.methods import METHODS
 from ackpt.experiments.steps.offload_methods import OURS
 from ackpt.experiments.steps.predicted import predict_experiment
+from ackpt.experiments.steps.training import METHODS
 from ackpt.experiments.synthetic import SyntheticConfig
 
 from .gpu_suite import WHOLE, Job

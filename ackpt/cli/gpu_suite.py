@@ -8,12 +8,11 @@ import sys
 
 import torch
 
-from .batch import _names
-from .options import TIERS, UsageError, writable
+from .options import TIERS, UsageError, names, writable
 
 
 def add_gpu_suite(commands) -> None:
-    """The subcommand and its options."""
+    """Add the command and its options."""
     summary = "the published experiments on this GPU, most important first, resumable"
     parser = commands.add_parser(
         "gpu-suite",
@@ -23,7 +22,7 @@ def add_gpu_suite(commands) -> None:
     )
     add = parser.add_argument
     add("--out", metavar="FOLDER", help="where the records go; needed unless --predict")
-    add("--only", type=_names, metavar="E,E,...", help="of synthetic,lm,offload,batch-size,bert,frontier")
+    add("--only", type=names, metavar="E,E,...", help="of synthetic,lm,offload,batch-size,bert,frontier")
     add("--minutes", type=float, default=9.0, metavar="N", help="begin nothing that should take longer (default 9)")
     add("--tier", choices=TIERS, default="gpu", help="gpu (default) as published, cpu the same jobs in small")
     add("--commit", metavar="SHA", help="the commit of this code, where git is not there to ask")
@@ -68,8 +67,8 @@ def _take_commit(commit: str) -> None:
     if not re.fullmatch("[0-9a-f]{40}", commit):
         raise UsageError(f"--commit is a whole commit of 40 hexadecimal digits, got {commit!r}")
     os.environ["ACKPT_COMMIT"] = commit
-    if (known := environment()["commit"]) != commit:
-        raise UsageError(f"--commit {commit} is not what git says here, {known}: leave it out")
+    if (checked_out := environment()["commit"]) != commit:
+        raise UsageError(f"--commit {commit} is not what git says here, {checked_out}: leave it out")
 
 
 def _say(line: str) -> None:
@@ -78,7 +77,7 @@ def _say(line: str) -> None:
 
 
 def _predict(jobs, folder) -> int:
-    """List the jobs with what they need; status 1 if a prediction failed."""
+    """Print the jobs with their predicted peaks; returns 1 if a prediction failed."""
     from ackpt.experiments.steps.failures import Failures
     from ackpt.experiments.suite.gpu_suite import predicted_peaks
     from ackpt.results import environment

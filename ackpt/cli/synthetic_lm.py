@@ -1,19 +1,19 @@
-"""The commands ``ackpt synthetic`` and ``ackpt lm``: their options, and from them to the experiments."""
+"""The commands ``ackpt synthetic`` and ``ackpt lm``: their options, and the calls of the experiments."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .options import TIERS, UsageError, add_common, prepared, printed, writable
+from .options import TIERS, UsageError, add_common, checked_folder, configuration, save_and_print, writable
 
 
 def add_synthetic(commands) -> None:
-    """The subcommand ``synthetic`` and its options."""
+    """Add the command ``synthetic`` and its options."""
     _add_experiment(commands, "synthetic", "Transformer autoencoder on random sequences")
 
 
 def add_lm(commands) -> None:
-    """The subcommand ``lm`` and its options."""
+    """Add the command ``lm`` and its options."""
     add = _add_experiment(commands, "lm", "language model on real text").add_argument
     add("--vocab-size", type=int, help="the model's vocabulary")
     add("--tokenizer-vocab", type=int, help="the tokenizer's vocabulary, at most the model's")
@@ -49,7 +49,6 @@ def _add_experiment(commands, name, summary):
     return parser
 
 
-
 def run_experiment(arguments, command: str) -> int:
     from ackpt.experiments.lm import run_lm
     from ackpt.experiments.reports import training as report
@@ -57,7 +56,8 @@ def run_experiment(arguments, command: str) -> int:
     from ackpt.experiments.steps.profiling import Profiles
     from ackpt.experiments.synthetic import run_synthetic
 
-    config, folder = prepared(arguments)
+    config = configuration(arguments)
+    folder = checked_folder(config, arguments)
     if arguments.predict:
         if arguments.profile_dir:
             raise UsageError("--predict runs nothing that could be profiled: leave out --profile-dir")
@@ -66,10 +66,4 @@ def run_experiment(arguments, command: str) -> int:
         run: Any = run_lm if arguments.command == "lm" else run_synthetic
         traces = writable(arguments.profile_dir, "--profile-dir")
         groups = run(config, command, arguments.timed_rounds, None if traces is None else Profiles(traces))
-    records = []
-    for group in groups:
-        for record in group:
-            records.append(record)
-            if folder is not None:
-                record.save(folder / report.file_name(record))
-    return printed(records, report, arguments)
+    return save_and_print(groups, report, folder, arguments)

@@ -1,4 +1,4 @@
-"""What ``ackpt plan --fsdp`` prints: lines for people, plain data for machines."""
+"""``ackpt plan --fsdp``: the plan for each number of ranks, and its output as text or, with --json, as plain data."""
 
 from __future__ import annotations
 
@@ -10,62 +10,64 @@ from ackpt.sharded.planner import ShardedModel, ShardedPlan
 from ackpt.sharded.sharding import Sharding
 from ackpt.workloads.planned_shapes import PlanConfig
 
-WAY = (
+from .plan_text import dtype_name, sizes_text
+
+NOTE = (
     "each block and then the model given to fully_shard, parameters freed after the forward; simulated, not run; "
     "not in it: what communication libraries and workspaces take, fragmentation"
 )
 
 
 def run(config: PlanConfig, shardings: list[Sharding]) -> tuple[ShardedModel, list[ShardedPlan | BudgetError]]:
-    """The plan for each number of ranks, or why there is none.
+    """The plan for each number of ranks, or the error that refuses it.
 
     Raises:
-        BudgetError: if none of them keeps the budget: that of the last one.
+        BudgetError: if none of them keeps the budget; the error of the last one.
         ValueError: for a step that cannot be built, captured or sharded.
     """
     model = ShardedModel(config)
-    found: list[ShardedPlan | BudgetError] = []
+    plans: list[ShardedPlan | BudgetError] = []
     for sharding in shardings:
         try:
-            found.append(model.plan(sharding, config.budget, config.policy))
+            plans.append(model.plan(sharding, config.budget, config.policy))
         except BudgetError as error:
-            found.append(error)
-    if isinstance(found[-1], BudgetError) and not any(isinstance(one, ShardedPlan) for one in found):
-        raise found[-1]
-    return model, found
+            plans.append(error)
+    if isinstance(plans[-1], BudgetError) and not any(isinstance(plan, ShardedPlan) for plan in plans):
+        raise plans[-1]
+    return model, plans
 
 
-def text(model: ShardedModel, shardings: list[Sharding], found) -> str:
-    """The step, then each number of ranks; of several the fewest that fit, too."""
+def text(model: ShardedModel, shardings: list[Sharding], plans) -> str:
+    """The step, then each number of ranks, then the smallest number that fits, if several are asked for."""
     config, first = model.config, shardings[0]
-    dtype = _name(config.step.dtype)
-    kept = _name(first.parameters) if first.parameters else dtype
+    dtype = dtype_name(config.step.dtype)
+    sharded = dtype_name(first.parameters) if first.parameters else dtype
+    reduced = dtype_name(first.reduction) if first.reduction else dtype
     optimizer = "" if config.optimizer == "none" else f" and {config.optimizer}"
     lines = [
         f"model             {config.step.model}: {type(model.step.model).__name__}, {model.step.parameters:,} "
-        f"parameters gathered in {dtype}, sharded in {kept}, gradients reduced in "
-        f"{_name(first.reduction) if first.reduction else dtype}",
+        f"parameters gathered in {dtype}, sharded in {sharded}, gradients reduced in {reduced}",
         f"blocks            {model.stands_for}: {model.groups[1].name} to {model.groups[-1].name}",
-        f"step              forward, backward{optimizer}; {WAY}",
+        f"step              forward, backward{optimizer}; {NOTE}",
     ]
-    for sharding, plan in zip(shardings, found):
+    for sharding, plan in zip(shardings, plans):
         lines += [
             "",
             f"{sharding.ranks} ranks",
             *(_lines(model, plan) if isinstance(plan, ShardedPlan) else [f"  {plan}"]),
         ]
-    if len(found) > 1 and (config.budget is not None or model.device is not None):
-        fit = [s.ranks for s, plan in zip(shardings, found) if isinstance(plan, ShardedPlan) and fits(model, plan)]
+    if len(plans) > 1 and (config.budget is not None or model.device is not None):
+        fit = [s.ranks for s, plan in zip(shardings, plans) if isinstance(plan, ShardedPlan) and fits(model, plan)]
         lines += ["", f"fewest that fit   {min(fit)} ranks" if fit else "none of these fits"]
     return "\n".join(lines)
 
 
 def fits(model: ShardedModel, plan: ShardedPlan) -> bool:
-    """Whether the device, if there is one, holds the plan, which keeps its budget."""
+    """Whether the device, if there is one, holds the plan."""
     return model.device is None or plan.peak_bytes <= model.device.memory_bytes
 
 
-def to_json(model: ShardedModel, shardings: list[Sharding], found) -> dict:
+def to_json(model: ShardedModel, shardings: list[Sharding], plans) -> dict:
     """The same as plain data; sizes in bytes."""
     config = model.config
     return {
@@ -76,13 +78,13 @@ def to_json(model: ShardedModel, shardings: list[Sharding], found) -> dict:
         "fields": config.step.fields,
         "batch_size": config.step.batch_size,
         "seq_len": config.step.seq_len,
-        "dtype": _name(config.step.dtype),
+        "dtype": dtype_name(config.step.dtype),
         "optimizer": config.optimizer,
-        "note": WAY,
+        "note": NOTE,
         "torch": torch.__version__,
         "budget": config.budget,
         "device": None if model.device is None else model.device.name,
-        "ranks": [_data(model, sharding, plan) for sharding, plan in zip(shardings, found)],
+        "ranks": [_data(model, sharding, plan) for sharding, plan in zip(shardings, plans)],
     }
 
 
@@ -112,14 +114,14 @@ def _data(model: ShardedModel, sharding: Sharding, plan) -> dict:
 
 
 def _lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
-    plain, sent = plan.flops - plan.recompute_flops, plan.communication
-    parts = ", ".join(f"{name} {memory_format(size)}" for name, size in plan.at_peak().items() if size)
+    baseline, sent = plan.flops - plan.recompute_flops, plan.communication
     lines = [
         f"  peak            {memory_format(plan.peak_bytes)} a rank (without checkpointing "
         f"{memory_format(plan.resident_bytes + plan.baseline_bytes)}), of which all the time "
         f"{memory_format(plan.resident_bytes)}",
-        f"  at the peak     {parts}",
-        f"  cost            {plan.recompute_flops / plain:.1%} more FLOPs than the {plain:.3g} of a rank's plain step",
+        f"  at the peak     {sizes_text(plan.at_peak())}",
+        f"  cost            {plan.recompute_flops / baseline:.1%} more FLOPs than the {baseline:.3g} of a rank's plain "
+        "step",
     ]
     for run in plan.runs:
         lines.append(f"  {run.count:>3} blocks      keep {memory_format(run.kept_bytes)} each{_again(run)}")
@@ -136,9 +138,5 @@ def _lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
 def _again(run) -> str:
     if not run.flops:
         return ", all that backward reads"
-    kept = f": {', '.join(dict.fromkeys(run.names))};" if run.names else " beside their inputs;"
-    return f"{kept} the rest runs again, {run.flops:.3g} FLOPs"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    saved = f": {', '.join(dict.fromkeys(run.names))};" if run.names else " beside their inputs;"
+    return f"{saved} the rest runs again, {run.flops:.3g} FLOPs"

@@ -1,0 +1,30 @@
+"""The command ``ackpt bert``: its options, and the call of the experiment."""
+
+from __future__ import annotations
+
+from .options import add_named_step, checked_folder, named_step_changes, save_and_print, tier_of
+
+
+def add_bert(commands) -> None:
+    """Add the command and its options."""
+    summary = "BERT's masked-language-model step: checkpointed layers against plans of policy auto"
+    parser = commands.add_parser(
+        "bert",
+        help=summary,
+        description=f"{summary}: peak, breakdown, FLOPs and seconds. The cpu tier measures a small BERT and predicts "
+        "BERT-large at batch 8 of 512 tokens on a GPU; the gpu tier measures that.",
+    )
+    add = parser.add_argument
+    add("--batch-size", type=int, metavar="N", help="sequences of a batch")
+    add_named_step(add, "plain,per-block,auto@0.5 and other budgets", "dim=256 layers=2")
+    parser.set_defaults(run=run_bert_command)
+
+
+def run_bert_command(arguments, command: str) -> int:
+    from ackpt.experiments.bert import configuration, run_bert
+    from ackpt.experiments.reports import bert as report
+
+    config = configuration(tier_of(arguments), **named_step_changes(arguments, "batch_size"))
+    folder = checked_folder(config, arguments)
+    groups = run_bert(config, command, arguments.timed_rounds, arguments.predict)
+    return save_and_print(groups, report, folder, arguments)

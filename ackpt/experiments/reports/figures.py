@@ -1,0 +1,129 @@
+"""Figures that chapters of the book share: stacked bars, curves, a schedule of Revolve, ratios of mu-TWO."""
+
+from __future__ import annotations
+
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+from ackpt import plots
+
+from .tables import MIB
+
+HIGHLIGHT = "#b5402f"  # in a stack, the color of what is no category
+
+
+def stacked_plot(labels, parts: dict, title: str, *, ylabel="memory at the peak (MiB)"):
+    """One bar per label, made of parts that add up.
+
+    Args:
+        labels: one per bar.
+        parts: ``{name: bytes of every bar}``, from the bottom to the top; names of categories have their colors.
+        title: the finding.
+
+    Returns:
+        A Figure; every bar has its sum on top.
+    """
+    with plots.style.context("default"):
+        figure, axes = plots._axes(title, "", ylabel)
+        bottom = [0.0] * len(labels)
+        for name, sizes in parts.items():
+            heights = [size / MIB for size in sizes]
+            axes.bar(range(len(labels)), heights, 0.6, bottom, color=plots.COLORS.get(name, HIGHLIGHT), label=name)
+            bottom = [low + height for low, height in zip(bottom, heights)]
+        for index, total in enumerate(bottom):
+            look = {"ha": "center", "va": "bottom", "fontsize": 9, "fontweight": "bold", "color": plots.TEXT}
+            text = plots._number(total, max(bottom))
+            axes.annotate(text, (index, total), xytext=(0, 3), textcoords="offset points", **look)
+        axes.set_xticks(range(len(labels)), [label.replace("+", " +\n") for label in labels])
+        axes.tick_params(axis="x", length=0)
+        axes.set_ylim(0, max(bottom) * 1.1)
+        handles, names = axes.get_legend_handles_labels()
+        return plots._finished(figure, handles[::-1], names[::-1])
+
+
+def curves_plot(measured: dict, predicted: dict, title: str, *, xlabel: str, ylabel: str, logs=("x",)):
+    """A Figure with markers and lines of the same color; an axis in `logs` is logarithmic, the other begins at 0.
+
+    Args:
+        measured, predicted: ``{name: {x: y}}``; measured values are markers, predicted ones dashed lines.
+        title: the finding.
+    """
+    with plots.style.context("default"):
+        figure, axes = plots._axes(title, xlabel, ylabel)
+        handles = []
+        for index, name in enumerate(dict.fromkeys((*predicted, *measured))):
+            color, marker = _series(index)
+            line, points = predicted.get(name, {}), measured.get(name, {})
+            axes.plot(list(line), list(line.values()), color=color, linestyle=plots.DASHES, linewidth=1.6)
+            axes.plot(list(points), list(points.values()), color=color, linestyle="none", marker=marker, markersize=6.5)
+            handles.append(Line2D([], [], color=color, marker=marker, markersize=6, linewidth=1.6, label=name))
+        handles.append(Line2D([], [], color=plots.TEXT, linestyle=plots.DASHES, linewidth=1.6, label="predicted"))
+        handles.append(Line2D([], [], color=plots.TEXT, linestyle="none", marker="o", markersize=6, label="measured"))
+        if "x" in logs:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(FixedLocator(sorted({x for points in measured.values() for x in points})))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+        if "y" in logs:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+        else:
+            axes.set_ylim(bottom=0)
+        return plots._finished(figure, handles, [handle.get_label() for handle in handles])
+
+
+def schedule_plot(actions, steps: int, title: str):
+    """A Figure of a schedule of `revolve.schedule`: states from bottom to top, actions from left to right.
+
+    An advance takes as long as it has steps, a reversal takes one; loads and saves take no time. A snapshot is drawn
+    for as long as it is saved.
+    """
+    with plots.style.context("default"):
+        figure, axes = plots._axes(title, "steps that were run, forward or reversed", "state of the chain")
+        forward, reverse, snapshot = plots.SERIES[:3]
+        now, since = 0, {}
+        for kind, state, *to in actions:
+            if kind == "save":
+                since[state] = now
+            elif kind == "advance":
+                axes.plot([now, now + to[0] - state], [state, to[0]], color=forward, linewidth=1.8)
+                now += to[0] - state
+            elif kind == "step":
+                axes.plot([now, now + 1], [state, state - 1], color=reverse, linewidth=2.6)
+                now += 1
+                for saved in [saved for saved in since if saved >= state - 1]:  # this reversal was its last reader
+                    axes.plot([since.pop(saved), now], [saved, saved], color=snapshot, linewidth=1, zorder=0)
+        axes.set_xlim(0, now)
+        axes.set_ylim(-0.3, steps + 0.3)
+        looks = {"forward": (forward, 1.8), "reversed": (reverse, 2.6), "snapshot kept": (snapshot, 1)}
+        handles = [Line2D([], [], color=color, linewidth=width) for color, width in looks.values()]
+        return plots._finished(figure, handles, list(looks))
+
+
+def ratio_plot(points: dict[str, list[tuple[float, float]]], link: float, title: str):
+    """A Figure of mu-TWO's two orders: inactive time against recompute ratio, a marker for each activation.
+
+    Args:
+        points: ``{kind: [(milliseconds, GB/s), ...]}``.
+        link: GB/s that swapping out and in frees, drawn as a line.
+        title: the finding.
+    """
+    with plots.style.context("default"):
+        figure, axes = plots._axes(title, "inactive time (ms)", "recompute ratio (GB/s)")
+        handles = []
+        for index, (kind, pairs) in enumerate(points.items()):
+            color, marker = _series(index)
+            looks = {"color": color, "linestyle": "none", "marker": marker, "markersize": 6}
+            axes.plot(*zip(*pairs), **looks)
+            handles.append(Line2D([], [], label=kind, **looks))
+        dashed = {"color": plots.TEXT, "linewidth": 1.2, "linestyle": (0, (4, 3))}
+        axes.axhline(link, **dashed)
+        handles.append(Line2D([], [], label="the link, both ways", **dashed))
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+        return plots._finished(figure, handles, [handle.get_label() for handle in handles])
+
+
+def _series(index: int) -> tuple[str, str]:
+    """Color and marker of a series."""
+    return plots.SERIES[index % len(plots.SERIES)], plots.MARKERS[index % len(plots.MARKERS)]
