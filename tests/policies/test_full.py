@@ -97,10 +97,11 @@ def test_full_beats_checkpoint_around_every_block(name, run):
     eager_peak, eager_flops = measured(name, run, eager)
     blocks_peak, blocks_flops = measured(name, run, per_block)
     full_peak, full_flops = measured(name, run, full)
-    assert full_peak <= blocks_peak < eager_peak
-    assert eager_flops < full_flops <= blocks_flops
-    # Workspace of kernels, which depends on the CPU, decides which of the two is better.
-    assert (full_peak, full_flops) != (blocks_peak, blocks_flops)
+    # On some CPUs the workspace of one bfloat16 convolution is the peak, which no recomputation lowers.
+    assert full_peak <= blocks_peak <= eager_peak
+    assert eager_flops <= full_flops < blocks_flops
+    if run == "fp32":
+        assert blocks_peak < eager_peak and eager_flops < full_flops
 
 
 def test_the_recomputed_flops_are_those_of_the_plan():
