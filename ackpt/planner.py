@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 from typing import Any
 
-from ackpt.capture.analysis import facts
+from ackpt.capture.analysis import facts, once_per_graph
 from ackpt.capture.in_place import eager_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
@@ -110,8 +110,7 @@ def _baseline_bytes(graph: JointGraph, profile: Profile, every: Schedule, simula
         BudgetError: for a fraction of a peak that is not known.
     """
     if graph.as_compiled is None:
-        own = eager_graph(graph)
-        return min(simulated.peak_bytes, peak_of(own, everything(own), profile.workspace_bytes))
+        return min(simulated.peak_bytes, _eager_peak(graph, profile.workspace_bytes))
     if graph.as_compiled.baseline_bytes is not None:
         _, backward = step_peaks(graph, every, profile.workspace_bytes)
         return max(graph.as_compiled.baseline_bytes, backward[-1] if graph.optimizer_step_bytes else 0)
@@ -124,6 +123,13 @@ def _baseline_bytes(graph: JointGraph, profile: Profile, every: Schedule, simula
             budget,
         )
     return simulated.peak_bytes
+
+
+@once_per_graph
+def _eager_peak(graph: JointGraph, workspace_bytes: tuple[int, ...]) -> int:
+    """The dynamic peak of the model's own step, which writes in place what the graph computes out of place."""
+    eager = eager_graph(graph)
+    return peak_of(eager, everything(eager), workspace_bytes)
 
 
 def _captured_so(graph: JointGraph) -> str:

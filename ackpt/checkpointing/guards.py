@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ackpt.autograd_state import version
 from ackpt.errors import CheckpointError
 
-_LONGEST = 100  # of a container that is looked through
+LONGEST_CONTAINER = 100  # items; longer ones are not searched, since that would take time at every call
 _SMALL = 1 << 20  # bytes up to which a buffer is always copied before the region runs
 _ABSENT = object()
 _STEADY: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # larger buffers that a region left alone
@@ -246,7 +246,7 @@ def _has_history(value) -> bool:
     if not isinstance(value, (list, tuple, dict, set)):
         return False
     items = value.values() if isinstance(value, dict) else value
-    return len(value) > _LONGEST or any(map(_has_history, items))
+    return len(value) > LONGEST_CONTAINER or any(map(_has_history, items))
 
 
 def _is_state(value) -> bool:

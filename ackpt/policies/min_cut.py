@@ -19,7 +19,7 @@ from torch import fx
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from ackpt.capture.analysis import facts
+from ackpt.capture.analysis import facts, once_per_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.planning.schedule import Schedule, lower, missing, scheduled
@@ -70,15 +70,9 @@ def schedule(
     return lowered(graph, partition(graph, setting))
 
 
+@once_per_graph
 def partition(graph: JointGraph, setting: float) -> Partition:
-    """What torch's partitioner decides for an ``activation_memory_budget``; computed once."""
-    found: dict = graph.__dict__.setdefault("_partitions", {})
-    if setting not in found:
-        found[setting] = _partition(graph, setting)
-    return found[setting]
-
-
-def _partition(graph: JointGraph, setting: float) -> Partition:
+    """What torch's partitioner decides for an ``activation_memory_budget``."""
     known = facts(graph)
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.module.graph, {}))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ackpt.capture.analysis import once_per_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.host_copies import waiting
 from ackpt.planning.schedule import Schedule, everything
@@ -36,15 +37,10 @@ def cheapest(graph: JointGraph, profile, limit_bytes: int | None, candidates: Ca
     return next((point for point in points if point.peak_bytes <= limit_bytes), points[-1]).schedule
 
 
+@once_per_graph
 def front(graph: JointGraph, profile, candidates: Callable) -> list[Point]:
-    """From the least cost to the lowest peak, those that no other beats in both. Computed once for a profile."""
-    known: list = graph.__dict__.setdefault("_fronts_by_candidates", [])
-    for made_by, made_for, points in known:
-        if made_by is candidates and made_for == profile:
-            return points
-    kept = pareto(graph, profile, (everything(graph), *candidates(graph, profile)))
-    known.append((candidates, profile, kept))
-    return kept
+    """From the least cost to the lowest peak, those that no other beats in both."""
+    return pareto(graph, profile, (everything(graph), *candidates(graph, profile)))
 
 
 def pareto(graph: JointGraph, profile, schedules) -> list[Point]:
