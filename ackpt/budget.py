@@ -1,4 +1,4 @@
-"""A budget is an upper bound on the peak: a fraction of the plain step's dynamic peak, or bytes of everything."""
+"""A budget is an upper bound on the peak: a fraction of the baseline's dynamic peak, or bytes of the whole peak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGN
 
 
 def dynamic_limit(budget, baseline_bytes: int, resident_bytes: int) -> int | None:
-    """The bound on dynamic bytes that `budget` means.
+    """The bound on dynamic bytes that follows from `budget`.
 
     Args:
         budget: None for no bound; a float in (0, 1], that fraction of `baseline_bytes`; an int, bytes of the whole
@@ -55,7 +55,7 @@ def dynamic_limit(budget, baseline_bytes: int, resident_bytes: int) -> int | Non
 
 
 def is_share(budget) -> bool:
-    """Whether a budget is a fraction of the plain step's dynamic peak, not bytes."""
+    """Whether a budget is a fraction of the baseline's dynamic peak, not bytes."""
     bound = from_text(budget) if isinstance(budget, str) else budget
     return isinstance(bound, Real) and not isinstance(bound, Integral)
 
@@ -82,7 +82,7 @@ def from_text(text: str) -> float | int:
 
 
 def readable(size: int) -> str:
-    """`size` bytes for people, in binary units, rounded up to one decimal: as a budget it is no less than `size`.
+    """`size` bytes as text in binary units, rounded up to one decimal, so that as a budget it is at least `size`.
 
     Example:
         >>> readable(1292076), from_text(readable(1292076))
@@ -96,7 +96,7 @@ def readable(size: int) -> str:
 
 
 def least_share(peak_bytes: int, baseline_bytes: int) -> float | None:
-    """The smallest fraction with four decimals that leaves `peak_bytes`; None where that is more than the whole.
+    """The smallest budget with four decimals, as a fraction, that allows `peak_bytes`; None if it would exceed 1.
 
     Example:
         >>> least_share(334, 1000), least_share(1001, 1000)
@@ -106,12 +106,12 @@ def least_share(peak_bytes: int, baseline_bytes: int) -> float | None:
         return None
     share = -(-(10**4) * peak_bytes // baseline_bytes) / 10**4
     kept = dynamic_limit(share, baseline_bytes, 0)
-    # What floats make of a share may fall short of it by a byte.
+    # By rounding of floats, the bound of a fraction may be a byte too small.
     return share if kept is not None and kept >= peak_bytes else min(1.0, (round(share * 10**4) + 1) / 10**4)
 
 
 def unit_hint(budget) -> str:
-    """A sentence for a budget that is bytes because it has no unit, and so few that it may have meant another one."""
+    """A hint for error messages about a small whole number without a unit, which means bytes; empty for others."""
     if isinstance(budget, str) and budget.strip().isdecimal():
         number = int(budget)
     elif isinstance(budget, Integral) and budget <= 100:
@@ -140,7 +140,7 @@ def _size(text: str) -> int | None:
     unit = found[2].lower() if found else ""
     if found is None or unit not in _UNITS:
         return None
-    size = math.floor(Fraction(found[1]) * _UNITS[unit])  # a float may fall short of what is written
+    size = math.floor(Fraction(found[1]) * _UNITS[unit])  # a float may be smaller than the number as written
     if size <= 0:
         raise ValueError(f"a budget in bytes must be positive, got {text!r}")
     return size

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 from typing import Any
 
-from ackpt.capture.analysis import facts
+from ackpt.capture.analysis import facts, once_per_graph
 from ackpt.capture.in_place import eager_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
@@ -115,8 +115,7 @@ def _baseline_bytes(graph: JointGraph, profile: Profile, baseline: Schedule, sim
         BudgetError: if the budget is a fraction and the peak is unknown.
     """
     if graph.as_compiled is None:
-        eager = eager_graph(graph)
-        return min(simulated.peak_bytes, peak_of(eager, everything(eager), profile.workspace_bytes))
+        return min(simulated.peak_bytes, _eager_peak(graph, profile.workspace_bytes))
     if graph.as_compiled.baseline_bytes is not None:
         _, backward = step_peaks(graph, baseline, profile.workspace_bytes)
         return max(graph.as_compiled.baseline_bytes, backward[-1] if graph.optimizer_step_bytes else 0)
@@ -129,6 +128,13 @@ def _baseline_bytes(graph: JointGraph, profile: Profile, baseline: Schedule, sim
             budget,
         )
     return simulated.peak_bytes
+
+
+@once_per_graph
+def _eager_peak(graph: JointGraph, workspace_bytes: tuple[int, ...]) -> int:
+    """The dynamic peak of the model in eager mode, which writes in place what the graph computes out of place."""
+    eager = eager_graph(graph)
+    return peak_of(eager, everything(eager), workspace_bytes)
 
 
 def _as_compiled(graph: JointGraph) -> str:

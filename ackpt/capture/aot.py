@@ -1,6 +1,6 @@
 """Capture a model's step with AOTAutograd: functional aten operations, forward and backward, in one graph.
 
-Nothing is computed: parameters and inputs stand for their shapes, so a model that does not fit anywhere can be traced.
+Nothing is computed: parameters and inputs are fake tensors, so models of any size can be captured.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ _HELD = "held by the model's code"  # no attribute can be called so
 class Capture:
     """A captured step, and how a call of the model maps to it.
 
-    ``joint``: torch's joint graph with descriptors. ``given``: places of the tensors that the step takes among the
-    leaves of a call's arguments, each tensor once; ``held``: tensors that the model's code holds itself. ``spec``:
-    structure of the model's outputs; ``constants``: ``{place in it: value}`` for outputs that are no tensors;
-    ``refused``: places of outputs that were captured without a gradient although the model gives them one.
-    ``made_for``: the call in words, from `ackpt.capture.inspection.calls`; ``has_data``: whether all tensors of the
-    call and of the model have values, so that none is fake or on the meta device; ``reads``: values outside of its
-    modules that the model's code has read. ``reason``: why the model was captured as ``torch.compile`` runs it; empty
-    if it was not.
+    ``joint``: torch's joint graph with descriptors. ``given``: indices of the step's input tensors among the leaves of
+    a call's arguments, each tensor once; ``held``: input tensors that the model's code references itself. ``spec``:
+    the pytree of the model's outputs; ``constants``: ``{index in it: value}`` for outputs that are not tensors;
+    ``refused``: indices of outputs that were captured without a gradient although the model gives them one.
+    ``made_for``: the call in words, from `ackpt.capture.inspection.calls`; ``has_data``: whether no tensor of the call
+    or the model is fake or on the meta device; ``reads``: values outside of its modules that the model's code reads.
+    ``reason``: why the model was captured as ``torch.compile`` runs it; empty if it was not.
     """
 
     joint: Any
@@ -60,8 +59,7 @@ class Capture:
     reason: str
 
     def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
-        """What the captured step takes when its model, of these `modules`, is called with `leaves`: its parameters and
-        buffers as they are."""
+        """The inputs of the captured step in a call with `leaves`: parameters, buffers, and tensors of the call."""
         named = []
         for name in (*self.joint.params_spec, *self.joint.buffers_spec):
             path, _, attribute = name.rpartition(".")
@@ -84,30 +82,49 @@ class Capture:
         return tree_unflatten(leaves, self.spec)
 
 
+@dataclass
+class _Call:
+    """The call of `model` that a `_Flat` captures.
+
+    ``ties``: see `_ties`; ``own``: (dict, name, tensor) of every parameter, buffer and held tensor. ``returned``: after
+    the forward, the fields ``spec``, ``constants`` and ``refused`` of a `Capture`.
+    """
+
+    model: nn.Module
+    leaves: list[Any]
+    spec: TreeSpec
+    differentiate: str
+    reads: Reads
+    casts_once: bool
+    ties: list[tuple[dict, str, dict, str]]
+    own: list[tuple[dict, str, torch.Tensor]]
+    returned: tuple = ()
+
+
 class _Flat(nn.Module):
-    """`model` as a function of tensors that returns a tuple of tensors; with the model's own names of parameters."""
+    """`model` as a function of tensors that returns a tuple of tensors; its parameters keep their names."""
 
     def __init__(self, model, leaves, spec, differentiate, held, reads):
         super().__init__()
         buffers = nn.Module()
         for place, tensor in enumerate(held):
             buffers.register_buffer(str(place), tensor)
-        self.__dict__.update(
-            _parameters=model._parameters, _buffers=model._buffers, _modules={**model._modules, _HELD: buffers}
-        )
-        self.__dict__["call"] = (model, leaves, spec, differentiate)
-        self.__dict__["reads"] = reads
-        self.__dict__["casts_once"] = torch.is_autocast_cache_enabled()  # not while torch captures
-        self.__dict__["ties"] = [*_ties(model, "_parameters"), *_ties(model, "_buffers")]
-        self.__dict__["own"] = [
+        own = [
             (named, name, tensor)
             for module in (*model.modules(), buffers)
             for named in (module._parameters, module._buffers)
             for name, tensor in named.items()
             if tensor is not None
         ]
+        ties = [*_ties(model, "_parameters"), *_ties(model, "_buffers")]
+        casts_once = torch.is_autocast_cache_enabled()  # torch disables the cache while it captures
+        # In one attribute, of a name that no submodule has: torch looks submodules up as attributes.
+        self._ackpt_call = _Call(model, leaves, spec, differentiate, reads, casts_once, ties, own)
+        vars(self).update(
+            _parameters=model._parameters, _buffers=model._buffers, _modules={**model._modules, _HELD: buffers}
+        )
 
-    # Torch would take a tied tensor once for every name, and sum its gradients outside of the graph.
+    # Torch would make a tied tensor one input for every name, and sum its gradients outside of the graph.
     def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
         return super().named_parameters(prefix, recurse)
 
@@ -115,42 +132,42 @@ class _Flat(nn.Module):
         return super().named_buffers(prefix, recurse)
 
     def forward(self, *tensors):
-        model, leaves, spec, differentiate = self.__dict__["call"]
-        traced = dict(zip((id(leaves[place]) for place in given_places(leaves)), tensors))
-        args, kwargs = tree_unflatten([traced[id(leaf)] if is_tensor(leaf) else leaf for leaf in leaves], spec)
-        with _tied(self.__dict__["ties"]):
-            stands_for = {id(own): named[name] for named, name, own in self.__dict__["own"]}
-            reads = self.__dict__["reads"]
-            held = Held({**traced, **stands_for}, reads)
-            real = (*(leaf for leaf in leaves), *(own for _, _, own in self.__dict__["own"]))
+        call = self._ackpt_call
+        leaves = call.leaves
+        traced = dict(zip((id(leaves[index]) for index in given_places(leaves)), tensors))
+        args, kwargs = tree_unflatten([traced[id(leaf)] if is_tensor(leaf) else leaf for leaf in leaves], call.spec)
+        with _tied(call.ties):
+            traced_own = {id(tensor): named[name] for named, name, tensor in call.own}
+            held = Held({**traced, **traced_own}, call.reads)
+            real = (*leaves, *(tensor for _, _, tensor in call.own))
             weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
-            once = casts.once(weights if self.__dict__["casts_once"] else ())
-            same_arguments = arguments_unchanged([*args, *kwargs.values()])
-            with unchanged(model, held.is_same), same_arguments, once, held, found_packed(), reads.watched():
+            once = casts.once(weights if call.casts_once else ())
+            same_model, same_arguments = (
+                unchanged(call.model, held.is_same),
+                arguments_unchanged([*args, *kwargs.values()]),
+            )
+            with same_model, same_arguments, once, held, found_packed(), call.reads.watched():
                 with fused_attention_refused():
-                    found, out_spec = flatten_outputs(model(*args, **kwargs))
+                    outputs, out_spec = flatten_outputs(call.model(*args, **kwargs))
         if held.found:
             raise _HoldsTensors(held.found.values())
-        for value in found:
+        for value in outputs:
             if not is_tensor(value) and not isinstance(value, (type(None), bool, int, float, str)):
                 raise TraceError(
                     f"the model returns a {type(value).__name__}, which a captured step cannot rebuild. Return tensors "
                     "in tuples, lists, dicts or registered pytrees (for transformers models: use_cache=False)."
                 )
-        refused = without_gradient(found, differentiate)
-        refuse_overlaps(found, held.traced.values(), refused)
-        self.__dict__["returned"] = (
-            out_spec,
-            {place: value for place, value in enumerate(found) if not is_tensor(value)},
-            refused,
-        )
+        refused = without_gradient(outputs, call.differentiate)
+        refuse_overlaps(outputs, held.traced.values(), refused)
+        constants = {index: value for index, value in enumerate(outputs) if not is_tensor(value)}
+        call.returned = out_spec, constants, refused
         return tuple(
-            value.detach() if place in refused else value for place, value in enumerate(found) if is_tensor(value)
+            value.detach() if index in refused else value for index, value in enumerate(outputs) if is_tensor(value)
         )
 
 
 class _HoldsTensors(Exception):
-    """The model's code holds tensors that must be captured as inputs: (tensor, line) of each."""
+    """The model's code references tensors that must become inputs of the capture: (tensor, line) of each."""
 
     def __init__(self, found):
         super().__init__()
@@ -158,7 +175,7 @@ class _HoldsTensors(Exception):
 
 
 def _ties(model, kind: str):
-    """Places of tensors that another place, the first, holds too: (dict, name, first dict, first name)."""
+    """Tied tensors: (dict, name, dict and name of the first reference to the same tensor)."""
     first: dict[int, tuple[dict, str]] = {}
     for module in model.modules():
         named = getattr(module, kind)
@@ -172,7 +189,7 @@ def _ties(model, kind: str):
 
 @contextlib.contextmanager
 def _tied(ties):
-    """Inside, every tied place holds what torch has put into the first one."""
+    """Inside, every tied name refers to the tensor that torch has put in place of the first one."""
     were = [named[name] for named, name, _, _ in ties]
     for named, name, first, first_name in ties:
         named[name] = first[first_name]
@@ -184,7 +201,7 @@ def _tied(ties):
 
 
 def given_places(leaves) -> tuple[int, ...]:
-    """Where each tensor stands first among `leaves`."""
+    """The index of the first occurrence of each tensor among `leaves`."""
     first: dict[int, int] = {}
     for place, leaf in enumerate(leaves):
         if is_tensor(leaf):
@@ -211,7 +228,7 @@ def capture(model, args, kwargs, differentiate="loss"):
         stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
         try:
             captured = _settled(stack, model, leaves, spec, differentiate, about)
-        except TraceError as error:  # many models look at values unless they are compiled
+        except TraceError as error:  # many models read tensor values unless they are compiled
             about["reason"] = error.reason or f"the capture of the model as it is fails ({error})"
             try:
                 with compiling():
@@ -228,7 +245,7 @@ def capture(model, args, kwargs, differentiate="loss"):
 
 
 def _settled(stack, model, leaves, spec, differentiate, about) -> Capture:
-    """Captured once; once more if the first call of the model changes a value that its code reads."""
+    """A capture of the model; the second one if its first call changes a value that its code reads."""
     reads = about["reads"]
     with contextlib.ExitStack() as first:
         captured = _captured(first, model, leaves, spec, differentiate, about)
@@ -244,7 +261,7 @@ def _settled(stack, model, leaves, spec, differentiate, about) -> Capture:
 
 
 def _captured(stack, model, leaves, spec, differentiate, about) -> Capture:
-    """Captured once; once more if that finds tensors which the model's code holds, now with these as inputs."""
+    """A capture of the model; if its code references tensors itself, a second one with these as inputs."""
 
     def flat(held):
         return _Flat(model, leaves, spec, differentiate, held, about["reads"])
@@ -271,8 +288,8 @@ def _captured(stack, model, leaves, spec, differentiate, about) -> Capture:
 def _exported(stack, flat: _Flat, leaves, held, about) -> Capture:
     given = given_places(leaves)
     tensors = tuple(leaves[place] for place in given)
-    with contextlib.ExitStack() as inner, Where(flat.__dict__["call"][0]) as where:
+    with contextlib.ExitStack() as inner, Where(flat._ackpt_call.model) as where:
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
     where.require_none_kept()
-    return Capture(joint, given, held, *flat.__dict__["returned"], **about)
+    return Capture(joint, given, held, *flat._ackpt_call.returned, **about)

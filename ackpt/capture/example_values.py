@@ -1,4 +1,4 @@
-"""Values for the inputs of a graph: those of a model and its arguments, or made up."""
+"""Values for the inputs of a graph: those of a model and its arguments, or made up from shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .joint_graph import BACKWARD, JointGraph
 
 
 def stand_in(value: torch.Tensor, fill: int = 0, device="cpu") -> torch.Tensor:
-    """A tensor like `value`, of 0.5 if it holds floats, of True if bools, otherwise of `fill`.
+    """A tensor like `value`, filled with 0.5 if it holds floats, with True if bools, otherwise with `fill`.
 
-    It lies as `value` does in a storage as large: some operations copy the whole storage of a view.
+    Its storage, strides and offset are those of `value`, since some operations copy the whole storage of a view.
     """
     floats = value.is_floating_point() or value.is_complex()
     filled = 0.5 if floats else True if value.dtype is torch.bool else fill
@@ -25,13 +25,13 @@ def stand_in(value: torch.Tensor, fill: int = 0, device="cpu") -> torch.Tensor:
 
 
 def flagged(made: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`made`, seen conjugated or negated if `value` is."""
+    """`made` with the conjugate and negative bits of `value`."""
     made = made.conj() if value.is_conj() else made
     return made._neg_view() if value.is_neg() else made
 
 
 def random_like(value: torch.Tensor, low: float = 0.0, high: float = 1.0, seed: int = 0) -> torch.Tensor:
-    """A tensor like `value` in host memory, its floats drawn from [low, high) without the global generator."""
+    """A tensor like `value` on the CPU, its floats drawn from [low, high) without the global generator."""
     made = stand_in(value)
     if value.is_floating_point() or value.is_complex():
         flat = torch.empty(0, dtype=made.dtype).set_(made.untyped_storage())
@@ -41,7 +41,7 @@ def random_like(value: torch.Tensor, low: float = 0.0, high: float = 1.0, seed: 
 
 
 def made_up(graph: JointGraph) -> list:
-    """Made-up values for all inputs of `graph`, in host memory.
+    """Made-up values for all inputs of `graph`, on the CPU.
 
     Parameters are drawn from [-0.05, 0.05), other floats from [0, 1); bools are True, integers 0; the gradients of
     the outputs are 1.

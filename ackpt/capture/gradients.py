@@ -1,10 +1,9 @@
-"""Gradients that come in and gradients that autograd keeps, in the memory that they really have.
+"""Give incoming and returned gradients the storages that they really have in a step.
 
-Whatever an output lies in, the gradient that the caller gives for it lies in memory of its own; torch's stand-ins for
-these gradients, the tangents, lie where the outputs do. And what autograd would copy, the graph copies itself, where
-plans see it: a leaf without a gradient keeps the tensor that backward returns for it, if nobody else holds this tensor
-and its strides are the leaf's; otherwise autograd clones it. Such a clone, as large and as late as autograd's own, is
-put at the end of the backward.
+The gradient that a caller passes for an output has a storage of its own, but torch's tangents, which stand for these
+gradients in the graph, share the storages of the outputs. Returned gradients: a leaf without a gradient keeps the
+tensor that backward returns for it if nothing else references this tensor and its strides are the leaf's; otherwise
+autograd clones it. That clone becomes an operation at the end of the backward, so that plans count it.
 
 Source: the gradient layout contract in ``torch/csrc/autograd/functions/accumulate_grad.h``.
 """
@@ -37,36 +36,36 @@ def move_tangents(module: fx.GraphModule) -> None:
 
 
 def own_gradients(module: fx.GraphModule) -> None:
-    """Let every gradient of a leaf that `module`, a joint graph with descriptors, returns be a tensor of its own."""
+    """Make every gradient of a leaf that `module` returns a tensor of its own, as autograd does by cloning."""
     output = next(node for node in module.graph.nodes if node.op == "output")
     placeholders = module.graph.find_nodes(op="placeholder")
     takers = {node.meta["desc"]: node for node in placeholders}
     gradients = list(output.args[0])
     kept: set[fx.Node] = set()
     copied: list[tuple[int, fx.Node]] = []
-    # Of several leaves with one gradient the last keeps it, as the last reference to it does.
-    for place in reversed(range(len(gradients))):
-        what, gradient = output.meta["desc"][place], gradients[place]
-        leaf = takers.get(getattr(what, "grad_of", None))
+    # Of several leaves with the same gradient, the last one keeps it, since it drops the last reference.
+    for index in reversed(range(len(gradients))):
+        described, gradient = output.meta["desc"][index], gradients[index]
+        leaf = takers.get(getattr(described, "grad_of", None))
         if gradient is None or leaf is None or not leaf.meta.get("is_leaf", True):
             continue
         if gradient in kept or not _is_backwards_own(gradient) or not _can_be_kept(gradient, leaf):
-            copied.append((place, leaf))
+            copied.append((index, leaf))
         else:
             kept.add(gradient)
     if not copied:
         return
     nodes = (*kept, *(node for node in module.graph.nodes if not _is_backwards_own(node)))
     held = {storage for node in nodes for storage in _storages(node)}
-    # First those whose originals die with the copy.
-    for place, leaf in sorted(copied, key=lambda copy: (_storages(gradients[copy[0]])[0] in held, copy[0])):
+    # Copy first where the copy is the last use of the original.
+    for index, leaf in sorted(copied, key=lambda copy: (_storages(gradients[copy[0]])[0] in held, copy[0])):
         with module.graph.inserting_before(output):
-            gradients[place] = _copied(module.graph, gradients[place], leaf)
+            gradients[index] = _copied(module.graph, gradients[index], leaf)
     output.args = (type(output.args[0])(gradients),)
 
 
 def _is_backwards_own(gradient: fx.Node) -> bool:
-    """Whether the backward has computed it: tangents, parameters and what the forward computes have other holders."""
+    """Whether the backward computed it: tangents, parameters and results of the forward are referenced elsewhere."""
     return gradient.op == "call_function" and gradient.meta.get("partitioner_tag") == "is_backward"
 
 
@@ -76,13 +75,13 @@ def _storages(node: fx.Node) -> list[int]:
 
 
 def _can_be_kept(gradient: fx.Node, leaf: fx.Node) -> bool:
-    """Whether the strides are those that autograd wants."""
-    found, wanted = gradient.meta["val"], leaf.meta["val"]
+    """Whether the gradient has the strides that autograd requires."""
+    value, wanted = gradient.meta["val"], leaf.meta["val"]
     if not wanted.numel():
         return True
     if in_memory(wanted) is None:
-        return found.is_contiguous()
-    strides = zip(wanted.shape, found.stride(), wanted.stride())
+        return value.is_contiguous()
+    strides = zip(wanted.shape, value.stride(), wanted.stride())
     return all(mine == its if size > 1 else mine != 0 for size, mine, its in strides)
 
 

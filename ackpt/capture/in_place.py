@@ -12,6 +12,7 @@ import itertools
 import operator
 import sys
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,7 +22,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ackpt.metering.gradient_sums import is_dense
 
 from .analysis import RESIDENT
-from .joint_graph import BACKWARD, JointGraph, with_accesses
+from .joint_graph import JointGraph, with_accesses
+from .operations import BACKWARD
 
 _KEY = "ackpt_in_place"
 _RUNS_IN = "ackpt_autograd_node"  # on nodes of the backward: the autograd node that runs while they are captured
@@ -107,7 +109,7 @@ def _summed_into(fx, graph: JointGraph):
     if first.meta.get(_RUNS_IN) == fx.meta[_RUNS_IN] and not fx.meta[_SUMS_OWN]:
         return None  # a derivative formula adds to its own temporary
     (storage,) = (graph.storages[key] for key in graph.nodes[first.meta["ackpt_id"]].storages)
-    made = first.args[0] if first.target is operator.getitem else first
+    made: Any = first.args[0] if first.target is operator.getitem else first
     is_alone = storage.category == "temporary" and storage.last_bw_access == fx.meta["ackpt_id"]
     is_whole = storage.producer == made.meta["ackpt_id"] and is_dense(first.meta["val"])
     return first if is_alone and is_whole else None
@@ -139,7 +141,4 @@ def eager_graph(graph: JointGraph) -> JointGraph:
     nodes = [replace(node, storages=storages) for node, storages in zip(graph.nodes, lies_in)]
     sizes = {ids[storage]: graph.storages[storage].bytes for storage in ids}
     storages = with_accesses(nodes, sizes, fx, graph.outputs, graph.gradients)
-    own = JointGraph(graph.module, nodes, storages, graph.outputs, graph.gradients, has_data=graph.has_data)
-    own.optimizer_bytes, own.optimizer_step_bytes = graph.optimizer_bytes, graph.optimizer_step_bytes
-    own.overwriting = frozenset(results)
-    return own
+    return replace(graph, nodes=tuple(nodes), storages=tuple(storages), overwriting=frozenset(results))

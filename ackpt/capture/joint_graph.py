@@ -1,31 +1,22 @@
-"""The joint graph: forward and backward of one step as one list of operations, with one identity for each.
+"""The joint graph: forward and backward of one step as one list of operations, and the storages that they use.
 
-A node's id is its place in the order of execution, minted once; whatever is said about a node later (a cost, a fate,
-a schedule) is said of its id, never of a name, a shape or an address. What can be freed or kept is not a node but a
-*storage*: views, and what several results share, are one. "Forward" and "backward" are derived here, once.
+`JointGraph` is what capture hands to all later stages. Its parts are in `operations`, and the tables that several
+stages derive from it in `analysis`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-FORWARD, BACKWARD = "forward", "backward"
-CATEGORIES: tuple[str, ...] = (
-    "parameter",
-    "buffer",
-    "input",
-    "activation",
-    "gradient",
-    "optimizer state",
-    "temporary",
-)
+from .analysis import Analysis
+from .operations import BACKWARD, CATEGORIES, FORWARD, Node, Storage
 
 
 @dataclass(frozen=True)
@@ -55,73 +46,19 @@ class AsCompiled:
         return f"{self.reason}; its results are bit-equal to the model's own"
 
 
-@dataclass(frozen=True)
-class Node:
-    """One operation, or one input of the step.
-
-    ``inputs``: ids of the nodes it reads, in the order of its arguments. ``storages``: ids of those its result lies
-    in. ``module``: the qualified name of the module that called it (``""``: the model itself), ``source``: file and
-    line; a backward node has those of the forward operation it belongs to. ``is_random``: it draws random numbers.
-
-    Example:
-        >>> import torch, ackpt
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
-        >>> graph = ackpt.trace(model, torch.ones(4, 8))
-        >>> (tanh,) = (node for node in graph.nodes if node.target == "aten.tanh.default")
-        >>> tanh.phase, tanh.module, [graph.nodes[place].target for place in tanh.inputs]
-        ('forward', '1', ['aten.addmm.default'])
-    """
-
-    id: int
-    name: str
-    target: str
-    phase: str
-    inputs: tuple[int, ...]
-    storages: tuple[int, ...]
-    module: str
-    source: str
-    is_random: bool
-
-
-@dataclass(frozen=True)
-class Storage:
-    """Memory that is born and dies as one.
-
-    ``bytes``: its size. ``producer``: the node that brings it along. ``nodes``: all nodes whose results lie in it.
-    ``last_fw_access``, ``first_bw_access``, ``last_bw_access``: nodes that read or write it, in the words of
-    Purandare et al. 2023, mu-TWO; None where there is none.
-
-    Example:
-        >>> import torch, ackpt
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
-        >>> graph = ackpt.trace(model, torch.ones(4, 8))
-        >>> (kept,) = (storage for storage in graph.storages if storage.category == "activation")
-        >>> kept.bytes, graph.nodes[kept.producer].target
-        (128, 'aten.tanh.default')
-    """
-
-    id: int
-    bytes: int
-    category: str
-    producer: int
-    nodes: tuple[int, ...]
-    last_fw_access: int | None
-    first_bw_access: int | None
-    last_bw_access: int | None
-
-
+@dataclass(frozen=True, eq=False, repr=False)
 class JointGraph:
-    """Nodes and storages of one step, over the ``torch.fx`` graph that runs it.
+    """Nodes and storages of one step, over the ``torch.fx`` graph that runs it; complete when built, and never changed.
 
     ``nodes[i].id == i`` in the order of execution, ``storages`` likewise. ``module`` is the ``fx.GraphModule``, whose
     nodes carry their id in ``meta["ackpt_id"]``. ``outputs``: ids of the nodes that the model returns; ``gradients``:
-    ``{parameter: id of the node that is its gradient}``. ``optimizer_bytes``: of the optimizer's state,
-    ``optimizer_step_bytes``: the most its step takes beside that and the gradients, 0 without an optimizer;
-    ``has_data``: whether it was traced from real tensors, not fake or meta ones;
-    ``replays_random``: whether what runs the graph can draw random numbers a second time. ``made_for``: what it was
-    captured for, in words, as `ackpt.capture.inspection.calls.described` gives them; None where that is not known.
-    ``overwriting``: nodes whose result is a new content of its storage, as eager writes in place.
-    ``as_compiled``: an `AsCompiled` where the model could only be captured as ``torch.compile`` runs it.
+    ``{parameter: id of the node that is its gradient}``. ``on_cpu``: whether all tensors of the step are in host
+    memory. ``optimizer_bytes``: of the optimizer's state, ``optimizer_step_bytes``: the most its step allocates beyond
+    that and the gradients, 0 without an optimizer. ``has_data``: whether it was traced from real tensors, not fake or
+    meta ones. ``replays_random``: whether whatever runs the graph can draw the same random numbers a second time.
+    ``made_for``: the call it was captured for, in words, as `ackpt.capture.inspection.calls.described` gives them; None
+    if unknown. ``as_compiled``: an `AsCompiled` if the model could only be captured as ``torch.compile`` runs it.
+    ``overwriting``: nodes whose result replaces the content of its storage, as eager writes in place.
 
     Example:
         >>> import torch, ackpt
@@ -133,30 +70,19 @@ class JointGraph:
         True
     """
 
-    def __init__(
-        self,
-        module: torch.fx.GraphModule,
-        nodes: Iterable[Node],
-        storages: Iterable[Storage],
-        outputs: Iterable[int],
-        gradients: Mapping[str, int],
-        *,
-        has_data: bool = True,
-        made_for: dict[str, str] | None = None,
-        as_compiled: AsCompiled | None = None,
-    ):
-        self.module: torch.fx.GraphModule = module
-        self.nodes: tuple[Node, ...] = tuple(nodes)
-        self.storages: tuple[Storage, ...] = tuple(storages)
-        self.outputs: tuple[int, ...] = tuple(outputs)
-        self.gradients: dict[str, int] = dict(gradients)
-        self.optimizer_bytes: int = 0
-        self.optimizer_step_bytes: int = 0
-        self.replays_random: bool = True
-        self.has_data: bool = has_data
-        self.made_for: dict[str, str] | None = made_for
-        self.as_compiled: AsCompiled | None = as_compiled
-        self.overwriting: frozenset[int] = frozenset()
+    module: torch.fx.GraphModule
+    nodes: tuple[Node, ...]
+    storages: tuple[Storage, ...]
+    outputs: tuple[int, ...]
+    gradients: Mapping[str, int]
+    on_cpu: bool
+    optimizer_bytes: int = 0
+    optimizer_step_bytes: int = 0
+    has_data: bool = True
+    replays_random: bool = True
+    made_for: Mapping[str, str] | None = None
+    as_compiled: AsCompiled | None = None
+    overwriting: frozenset[int] = frozenset()
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{sum(node.phase == phase for node in self.nodes)} {phase}" for phase in (FORWARD, BACKWARD))
@@ -176,10 +102,9 @@ class JointGraph:
         return sizes
 
     @cached_property
-    def on_cpu(self) -> bool:
-        """Whether all of its tensors lie in host memory."""
-        values = (node.meta.get("val") for node in self.module.graph.nodes)
-        return all(value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor))
+    def analysis(self) -> Analysis:
+        """Tables derived from the graph: readers, aliases, what may be recomputed; each is built at its first use."""
+        return Analysis(self)
 
     @cached_property
     def hash(self) -> str:

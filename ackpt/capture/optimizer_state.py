@@ -1,11 +1,12 @@
-"""What an optimizer adds to the account of a training step: its state, and what its step takes and gives back.
+"""The memory of an optimizer: its state, which is resident, and what its step allocates and frees.
 
-Found by running its step on tensors without data, so that neither the optimizer nor the model changes.
+Both are measured by running the step on fake tensors, so that neither the optimizer nor the model changes.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import defaultdict
 
 import torch
@@ -16,11 +17,13 @@ from ackpt.errors import TraceError
 from ackpt.metering.prediction import predict
 from ackpt.metering.resident import rounded
 
+from .joint_graph import JointGraph
+
 _CUDA_BLOCK = 512
 
 
 def check_optimizer(model: torch.nn.Module, optimizer) -> None:
-    """Refuse what is no optimizer, or one of another model; None is fine.
+    """Raise an error unless `optimizer` is None or an optimizer of parameters of `model`.
 
     Raises:
         TypeError: if it is no ``torch.optim.Optimizer``.
@@ -39,12 +42,12 @@ def check_optimizer(model: torch.nn.Module, optimizer) -> None:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tuple[int, int]:
-    """Bytes of the state of `optimizer` after its first step, and the most its step takes beyond gradients and state.
+    """Bytes of the optimizer's state after its first step, and the peak of its step beyond gradients and state.
 
     Args:
         optimizer: its parameters may be real, fake or meta.
-        on_cpu: whether the step runs on the CPU. On a GPU blocks are multiples of 512 bytes, counts of steps lie in
-            host memory, and torch takes all parameters at once (``foreach``) unless the optimizer says otherwise.
+        on_cpu: whether the step runs on the CPU. On a GPU blocks are multiples of 512 bytes, counts of steps are in
+            host memory, and torch updates all parameters at once (``foreach``) unless the optimizer says otherwise.
 
     Raises:
         TraceError: if its step needs the values of tensors or more than gradients, as LBFGS does.
@@ -63,7 +66,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tu
             "a budget that leaves room for its state."
         ) from error
     block = 1 if on_cpu else _CUDA_BLOCK
-    # Some optimizers make their state before the first step, also for what is not trained.
+    # Some optimizers create their state before the first step, also for parameters that are not trained.
     untrained = [own for parameter, own in optimizer.state.items() if not parameter.requires_grad]
     kept = sum(rounded(t.untyped_storage().nbytes(), block) for t in tree_leaves(untrained) if _counts(t, on_cpu))
     gradients = sum(rounded(p.grad.numel() * p.grad.element_size(), block) for p in trained)
@@ -71,12 +74,18 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tu
     return state + kept, found.dynamic_peak_bytes - gradients
 
 
+def with_optimizer(graph: JointGraph, optimizer: torch.optim.Optimizer) -> JointGraph:
+    """`graph` with the bytes of `optimizer`, which has its model's parameters; raises as `optimizer_bytes` does."""
+    state, step = optimizer_bytes(optimizer, graph.on_cpu)
+    return dataclasses.replace(graph, optimizer_bytes=state, optimizer_step_bytes=step)
+
+
 def _counts(value, on_cpu: bool) -> bool:
     return isinstance(value, torch.Tensor) and (on_cpu or value.dim() > 0)
 
 
 def _host_counts(stand_in) -> int:
-    """How many counts of steps were followed as if they were on the GPU, and are in host memory."""
+    """How many counts of steps were counted as if they were on the GPU, although they are in host memory."""
     groups = [g for g in stand_in.param_groups if not any(g.get(key) for key in ("fused", "capturable"))]
     counts = [stand_in.state[p].get("step") for group in groups for p in group["params"] if p in stand_in.state]
     return sum(isinstance(count, FakeTensor) for count in counts)

@@ -1,4 +1,4 @@
-"""What a planned step returns: of which outputs it keeps the gradient, and what it refuses to be asked for."""
+"""The outputs of a planned step: which of them get a gradient, and errors for gradients that were not planned."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def check_differentiate(differentiate) -> str:
 
 
 def without_gradient(found, differentiate) -> tuple[int, ...]:
-    """Outputs beside the loss: if exactly one of the differentiable ones is a scalar, the others get no gradient."""
+    """Indices of the outputs that get no gradient: all but the loss, if exactly one that requires grad is a scalar."""
     places = [place for place, value in enumerate(found) if isinstance(value, torch.Tensor) and value.requires_grad]
     scalars = [place for place in places if found[place].dim() == 0]
     return tuple(p for p in places if p not in scalars) if differentiate == "loss" and len(scalars) == 1 else ()
 
 
 def refuse_overlaps(found, inputs, without=()) -> None:
-    """Torch would add up the gradient of an output that overlaps itself in memory twice.
+    """Refuse outputs that overlap themselves in memory: torch would sum their gradients twice.
 
     Args:
         found: what the model returns; `without`: places in it that get no gradient.
@@ -56,7 +56,7 @@ def _storage(value) -> int | None:
 
 
 def _overlaps(value) -> bool:
-    """Whether elements lie in one another's place, other than by ``expand``."""
+    """Whether elements share memory other than by ``expand``."""
     reach = 0
     for stride, size in sorted(zip(value.stride(), value.shape)):
         if stride and size > 1:
@@ -67,7 +67,7 @@ def _overlaps(value) -> bool:
 
 
 class _NoGradient(torch.autograd.Function):
-    """The identity, for an output whose gradient nobody planned for."""
+    """The identity, for an output whose gradient is not part of the plan."""
 
     @staticmethod
     def forward(ctx, value):
@@ -76,7 +76,7 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        if gradients == (None,):  # of an output that something, such as DDP, has handed on beside the loss
+        if gradients == (None,):  # of an output that something, such as DDP, has passed on together with the loss
             return None
         raise RuntimeError(
             "backward reaches an output other than the loss, which this step was planned without: it keeps nothing "
@@ -85,19 +85,19 @@ class _NoGradient(torch.autograd.Function):
 
 
 def no_gradient(value):
-    """`value` as an output that requires grad, though its gradient ends in an error."""
+    """`value` as an output that requires grad, but whose backward raises an error."""
     return _NoGradient.apply(value.requires_grad_())
 
 
 def depends_on(graph: JointGraph) -> tuple[frozenset[int] | None, ...]:
-    """For every input of the step, the outputs whose gradients its own is computed from; None if it has none.
+    """For every input of the step, the outputs on whose gradients its own depends; None if it has none.
 
-    A gradient that is zero whatever comes in, as that of `torch.copysign` for the sign, is computed from all.
+    A gradient that is always zero, such as that of `torch.copysign` for the sign, depends on all outputs.
     """
     known = facts(graph)
     found: dict[int, frozenset[int]] = {}
     for node in graph.nodes:
-        # What is no output of its own, such as the memory that several outputs are views of, has a gradient always.
+        # A tangent that is not that of one output, such as of the base of several outputs, always has a gradient.
         own = getattr(getattr(known.fx[node.id].meta.get("desc"), "output", None), "idx", _ALWAYS)
         found[node.id] = frozenset({own} if node.id in known.tangents else ()).union(*(found[i] for i in node.inputs))
     everything = frozenset().union(*(found[place] for place in known.bw_outputs if place is not None))
@@ -105,10 +105,10 @@ def depends_on(graph: JointGraph) -> tuple[frozenset[int] | None, ...]:
 
 
 def leave_undefined(outputs, depends) -> None:
-    """Give no gradient where eager gives none: to what only depends on outputs that backward does not reach.
+    """Return no gradient where eager returns none: for inputs that only influence outputs without a gradient.
 
-    Torch hands the step's backward zeros for those, and parameters would be given zeros, which an optimizer's weight
-    decay or momentum does not leave alone. ``outputs``: what the step returns; ``depends``: from `depends_on`.
+    Torch passes zeros for such outputs, so parameters would get zero gradients, which an optimizer with weight decay or
+    momentum applies. ``outputs``: what the step returns; ``depends``: from `depends_on`.
     """
     everything = frozenset().union(*filter(None, depends))
     node = _node_of(outputs)
@@ -124,7 +124,7 @@ def leave_undefined(outputs, depends) -> None:
 
 
 def differentiable_once(outputs) -> None:
-    """Refuse ``create_graph=True`` for the step that has returned the tensors `outputs`, where it is asked for."""
+    """Raise an error when the step that returned `outputs` runs its backward with ``create_graph=True``."""
     if (node := _node_of(outputs)) is not None:
         node.register_prehook(_refuse_create_graph)
 
@@ -168,14 +168,14 @@ def gradients_as_planned(outputs, strides: dict[int, tuple[int, ...]]) -> None:
 
 
 def _in_one_order(gradient, wanted) -> bool:
-    """Whether the strides are equal where they matter; what is expanded has no order of its own."""
+    """Whether the strides are equal where they matter: not in dimensions of size 1 or expanded ones."""
     return all(
         size <= 1 or not its or its == stride for size, its, stride in zip(gradient.shape, gradient.stride(), wanted)
     )
 
 
 def unchanged_until_backward(outputs, inputs, read) -> None:
-    """Name what was changed in place between the step's forward and its backward; torch would not say what it was.
+    """Raise an error that names the input changed in place between forward and backward; torch's would not name it.
 
     ``outputs``: what the step returned for ``inputs``; ``read``: index and description of inputs that backward reads.
     """
@@ -196,7 +196,7 @@ def unchanged_until_backward(outputs, inputs, read) -> None:
 
 
 def _node_of(outputs):
-    """The step is one node of autograd's graph."""
+    """The autograd node of the step, which is one node; None if no output has it."""
     nodes = (value.grad_fn for value in outputs if isinstance(value, torch.Tensor))
     return next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
 

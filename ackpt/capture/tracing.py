@@ -15,7 +15,7 @@ from .aot import Capture, capture
 from .as_compiled import compared
 from .gradients import move_tangents, own_gradients
 from .joint_graph import BACKWARD, FORWARD, JointGraph, Node, with_accesses
-from .optimizer_state import check_optimizer, optimizer_bytes
+from .optimizer_state import check_optimizer, with_optimizer
 
 
 def trace(
@@ -66,14 +66,20 @@ def trace(
 
 def captured_graph(captured: Capture, model, args, kwargs, differentiate: str, optimizer=None) -> JointGraph:
     """The graph of a captured step, with what the capture knows about the call."""
-    known: dict[str, Any] = {"has_data": captured.has_data, "made_for": captured.made_for}
-    if captured.reason:
-        known["as_compiled"] = compared(captured, model, args, kwargs, differentiate)
-    return joint_graph(captured.joint.graph_module, optimizer, **known)
+    graph = joint_graph(
+        captured.joint.graph_module,
+        has_data=captured.has_data,
+        made_for=captured.made_for,
+        as_compiled=compared(captured, model, args, kwargs, differentiate) if captured.reason else None,
+    )
+    return graph if optimizer is None else with_optimizer(graph, optimizer)
 
 
-def joint_graph(module, optimizer=None, **known) -> JointGraph:
-    """Mint the ids, in the order of execution, and derive phases and storages; `known`: keywords of `JointGraph`."""
+def joint_graph(module, **fields) -> JointGraph:
+    """The `JointGraph` of torch's joint graph `module`: assigns ids in the order of execution, derives everything else.
+
+    `fields`: fields of `JointGraph` that cannot be derived from the module.
+    """
     _without_running_statistics(module.graph)
     keep_for_backward(module.graph)
     _require_dense(module.graph.nodes)
@@ -110,10 +116,16 @@ def joint_graph(module, optimizer=None, **known) -> JointGraph:
     ]
     sizes = {keys[storage._cdata]: storage.nbytes() for node in ordered for storage in _storages(node)}
     storages = with_accesses(nodes, sizes, ordered, returned, gradients)
-    graph = JointGraph(module, nodes, storages, returned, gradients, **known)
-    if optimizer is not None:
-        graph.optimizer_bytes, graph.optimizer_step_bytes = optimizer_bytes(optimizer, graph.on_cpu)
-    return graph
+    on_cpu = all(value.device.type == "cpu" for node in ordered for value in _tensors(node))
+    return JointGraph(
+        module=module,
+        nodes=tuple(nodes),
+        storages=tuple(storages),
+        outputs=tuple(returned),
+        gradients=gradients,
+        on_cpu=on_cpu,
+        **fields,
+    )
 
 
 def _in_order(module):

@@ -28,7 +28,7 @@ from .rng import stream_of
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CONTAINERS = (list, tuple, dict, set)
 _MUTABLE = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-LONGEST_CONTAINER = 100  # items of a container that is looked through
+LONGEST_CONTAINER = 100  # items; longer ones are not searched, since that would take time at every call
 _DEPTH = 4  # levels of helper functions and plain objects that are followed
 
 

@@ -1,4 +1,4 @@
-"""What a device can do at best, from its vendor's data sheet; enough to model run times without having one."""
+"""Peak rates of known devices, from their vendors' data sheets; enough to model run times without the device."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Device:
 _HOPPER = {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 67e12, "float64": 67e12}
 
 DEVICES: dict[str, Device] = {
-    found.name: found
-    for found in (
+    device.name: device
+    for device in (
         Device(
             "h100-80g",
             80 * 10**9,

@@ -1,4 +1,4 @@
-"""What one operation computes and moves, from shapes alone."""
+"""FLOPs and memory traffic of one operation, from shapes alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _nothing(args, result) -> int:
     return 0
 
 
-# Of which argument only a part is read, and how many bytes.
+# Operation -> (index of the argument of which only a part is read, how many bytes of it).
 _PARTLY_READ = {
     aten.embedding: (0, _like_result),
     aten.index: (0, _like_result),
@@ -43,7 +43,7 @@ _PARTLY_READ = {
 
 
 def allocates(node: torch.fx.Node) -> bool:
-    """Whether a node is an operation with a result of its own: no input, no view, no part of another's result."""
+    """Whether a node is an operation that allocates its result: not an input, a view, or a part of another's result."""
     return (
         node.op == "call_function"
         and node.target is not operator.getitem
@@ -52,7 +52,7 @@ def allocates(node: torch.fx.Node) -> bool:
 
 
 def flops(node: torch.fx.Node, args, kwargs, result) -> int:
-    """FLOPs of one operation, as `ackpt.count_flops` counts; 0 where it counts nothing: elementwise operations, views.
+    """FLOPs of one operation, as `ackpt.count_flops` counts them: 0 for elementwise operations and views.
 
     Args:
         node: the operation.
@@ -67,14 +67,14 @@ def flops(node: torch.fx.Node, args, kwargs, result) -> int:
         return 0
     try:
         return int(count(*args, **kwargs, out_val=result))
-    except Exception as error:  # whatever it raises, a wrong number must not stand in for it
+    except Exception as error:  # no error may be replaced by a wrong count
         raise MeterError(f"the FLOP formula for {node.target} fails on {node.name}: {error!r}") from error
 
 
 def traffic(node: torch.fx.Node, args, kwargs, result) -> tuple[int, int]:
-    """Bytes that one operation reads and writes: of its arguments and of its new results, each once; views nothing.
+    """(bytes read, bytes written) by one operation: its arguments and its new results, each once; 0 for views.
 
-    What is expanded counts as often as it lies in memory, a table that is indexed as far as it is read.
+    An expanded tensor counts with its bytes in memory, an indexed table with the bytes that are read.
     """
     if not allocates(node) or node.target is aten._unsafe_view.default:  # a view that is not called one
         return 0, 0
@@ -91,7 +91,7 @@ def traffic(node: torch.fx.Node, args, kwargs, result) -> tuple[int, int]:
 
 
 def written(node: torch.fx.Node, args) -> list[torch.Tensor]:
-    """The arguments that an operation writes."""
+    """The arguments that an operation writes to."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return []
@@ -104,5 +104,5 @@ def written(node: torch.fx.Node, args) -> list[torch.Tensor]:
 
 def dtype(args, kwargs) -> str:
     """Name of the dtype that an operation computes in: that of its first floating-point argument."""
-    found = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    return next((str(t.dtype).removeprefix("torch.") for t in found if t.is_floating_point() or t.is_complex()), "")
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return next((str(t.dtype).removeprefix("torch.") for t in tensors if t.is_floating_point() or t.is_complex()), "")

@@ -1,17 +1,15 @@
-"""A graph run node by node: seconds, bytes in and out, and workspace of every operation, measured.
+"""Run a graph node by node and measure every operation: seconds, bytes in and out, and workspace.
 
-On the CPU values live until their last use. On CUDA only what the running operation reads is on the device and
-everything else waits in host memory, so that a graph that does not fit the device whole can be measured too.
+On the CPU, values live until their last use. On CUDA, only the arguments of the running operation are on the device and
+all other values are in host memory, so that graphs that exceed the device's memory can be measured too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 from torch import fx
@@ -24,14 +22,14 @@ from ackpt.metering import cpu_meter, cuda_meter
 from ackpt.metering.timeline import MeterError
 
 from .operation_costs import allocates, traffic, written
-from .workspace import Taken, alone, results, watched
+from .run_alone import cannot_run, count_allocations, in_own_thread
 
 RUNS = 3  # timed, after one to warm up
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one operation: seconds (the median of `RUNS`), bytes that it reads, writes, and takes within itself."""
+    """The measured cost of one operation: seconds (the median of `RUNS`), bytes read and written, and workspace."""
 
     seconds: float
     bytes_in: int
@@ -40,7 +38,7 @@ class Cost:
 
 
 def run(graph: JointGraph, inputs=None) -> dict[int, Cost]:
-    """Run every operation of `graph` on the device it was traced on; costs by node id.
+    """The cost of every operation by node id, measured on the device that `graph` was traced on.
 
     Args:
         graph: from `ackpt.trace`.
@@ -60,15 +58,15 @@ def run(graph: JointGraph, inputs=None) -> dict[int, Cost]:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             runner.run(*values)
 
-    alone(follow, [device] if device.type == "cuda" else [])
+    in_own_thread(follow, [device] if device.type == "cuda" else [])
     return runner.costs
 
 
 def device_of(graph: JointGraph) -> torch.device:
-    """The device of a graph's tensors; beside those on a GPU, some may be in host memory."""
+    """The device of a graph's tensors: the GPU if there is one, although some tensors may be in host memory."""
     values = tree_leaves([node.meta.get("val") for node in graph.module.graph.nodes])
-    found = {value.device for value in values if isinstance(value, torch.Tensor)}
-    return next((device for device in sorted(found, key=str) if device.type != "cpu"), torch.device("cpu"))
+    devices = {value.device for value in values if isinstance(value, torch.Tensor)}
+    return next((device for device in sorted(devices, key=str) if device.type != "cpu"), torch.device("cpu"))
 
 
 class Runner(fx.Interpreter):
@@ -91,43 +89,29 @@ class Runner(fx.Interpreter):
         return self.measured(n, args, kwargs) if allocates(n) else self.call_function(n.target, args, kwargs)
 
     def measured(self, node, args, kwargs):
-        """The result of `node`; what it costs is noted."""
+        """The result of `node`; records its cost."""
 
         def call():
             return self.call_function(node.target, args, kwargs)
 
         on_cuda = self.device.type == "cuda"
-        clock, watch = (cuda_meter.clock, _watched_on_cuda) if on_cuda else (cpu_meter.clock, watched)
+        clock = cuda_meter.clock if on_cuda else cpu_meter.clock
         try:
             call()
             seconds = median(clock(call, self.device) for _ in range(RUNS))
-            result, taken = watch(call)
+            result, allocations = count_allocations(call, on_cuda)
         except RuntimeError as error:
-            failed = self.joint.nodes[node.meta["ackpt_id"]]
-            raise MeterError(
-                f"{failed.name} ({failed.target}) of module {failed.module or 'the model itself'!r} does not run: "
-                f"{str(error).splitlines()[0]}. Give the model and its arguments as inputs if values are the cause."
-            ) from error
+            advice = "Give the model and its arguments as inputs if values are the cause."
+            raise cannot_run(self.joint.nodes[node.meta["ackpt_id"]], "", error, advice) from error
         moved = traffic(node, args, kwargs, result)
-        self.costs[node.meta["ackpt_id"]] = Cost(seconds, *moved, taken.workspace)
+        self.costs[node.meta["ackpt_id"]] = Cost(seconds, *moved, allocations.workspace)
         return result
-
-
-def _watched_on_cuda(function: Callable[[], Any]) -> tuple[Any, Taken]:
-    """As `watched`, by the caching allocator's counters; its peak is reset."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = function()
-    torch.cuda.synchronize()
-    after, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-    return result, Taken(peak - after, after - before, results(result))
 
 
 def swap_seconds(graph: JointGraph) -> tuple[float, ...]:
     """By storage id, seconds of one copy from a CUDA device to pinned host memory, the median of `RUNS`."""
     device = device_of(graph)
-    found: dict[int, float] = {}
+    by_size: dict[int, float] = {}
     for size in {storage.bytes for storage in graph.storages}:
         here = torch.empty(size, dtype=torch.uint8, device=device)
         there = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -136,13 +120,13 @@ def swap_seconds(graph: JointGraph) -> tuple[float, ...]:
             there.copy_(here, non_blocking=True)  # noqa: B023
 
         copy()
-        found[size] = median(cuda_meter.clock(copy, device) for _ in range(RUNS))
-    return tuple(found[storage.bytes] for storage in graph.storages)
+        by_size[size] = median(cuda_meter.clock(copy, device) for _ in range(RUNS))
+    return tuple(by_size[storage.bytes] for storage in graph.storages)
 
 
 @dataclass(frozen=True)
 class Parked:
-    """A tensor that waits in host memory: its storage's bytes, which its views share, and how it lies in them."""
+    """A tensor in host memory: the bytes of its storage, which its views share, and its layout in them."""
 
     host: torch.Tensor
     layout: torch.Tensor  # without data
@@ -159,7 +143,7 @@ class Parked:
 
 
 class Swapping(Runner):
-    """Brings to the device what an operation reads, and takes away what it leaves."""
+    """Moves the arguments of every operation to the device, and its results to host memory."""
 
     def run_node(self, n):
         if n.op in ("placeholder", "get_attr"):

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,7 +69,7 @@ class Profile:
     bytes_out: tuple[int, ...]
     workspace_bytes: tuple[int, ...]
     seconds: tuple[float, ...] | None
-    origin: dict[str, str]
+    origin: dict[str, str] = field(hash=False)
     swap_seconds: tuple[float, ...] | None = None
     graph: str = ""
 
@@ -95,9 +95,9 @@ class Profile:
         if not isinstance(data["device"], str) or not isinstance(data["graph"], str):
             raise ProfileError("this profile is damaged: it does not name its device and graph; profile again")
         values: dict[str, Any] = {}
-        for field in fields(cls):
-            value = data[field.name]
-            values[field.name] = tuple(value) if isinstance(value, list) else value
+        for each in fields(cls):
+            value = data[each.name]
+            values[each.name] = tuple(value) if isinstance(value, list) else value
         return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> Path:

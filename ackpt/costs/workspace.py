@@ -1,52 +1,34 @@
-"""What an operation takes and gives back within itself on the CPU: every different operation is run once, alone.
+"""The workspace of operations on the CPU, measured by running every different operation once, alone.
 
-Two nodes with the same operation and constants, whose arguments have the same shapes, dtypes and places in memory, take
-the same, so the cost grows with the kinds of layers of a model, not with their number.
+Nodes with the same operation and constants, and arguments of the same shapes, dtypes and strides, have the same
+workspace. So the time grows with the kinds of layers of a model, not with their number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
-from torch._C._profiler import _ExperimentalConfig
-from torch.autograd import ProfilerConfig, ProfilerState
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ackpt.capture.analysis import communicates, facts
+from ackpt.capture.analysis import communicates, facts, once_per_graph
 from ackpt.capture.example_values import stand_in
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.timeline import MeterError
 
 from .operation_costs import allocates
+from .run_alone import Allocations, cannot_run, count_allocations, in_own_thread
 
 _FILLS = (0, 1)  # of integers: 0 is valid as an index of anything, 1 as a divisor
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What one run of an operation took from the CPU allocator, in bytes.
-
-    ``workspace``: its peak beyond what it left behind; ``left``: that, its fresh results; ``results``: of each result
-    the dtype and the bytes of its storage, None for what is no tensor.
-    """
-
-    workspace: int
-    left: int
-    results: tuple[tuple[torch.dtype, int] | None, ...]
-
-
-@dataclass(frozen=True)
 class Disagreement:
-    """A storage that takes other bytes in fact than in the graph.
+    """A storage whose real size is not that in the graph.
 
-    ``node``: what brings it along. ``storage``: its id; None if the node leaves bytes behind that the graph knows
-    nothing of, or brings nothing along where the graph says so.
+    ``node``: the node that allocates it. ``storage``: its id; None if the difference is in the sum of what the node
+    allocates and does not free.
     """
 
     node: int
@@ -57,31 +39,31 @@ class Disagreement:
 
 
 def workspace_bytes(graph: JointGraph) -> tuple[int, ...]:
-    """Bytes by node id that each operation takes and gives back within itself, beyond its results.
+    """The workspace of every node in bytes: what it allocates and frees internally, beyond its results.
 
-    Exact to the byte for what torch's CPU allocator hands out in the operation's own thread; what a library (oneDNN,
-    MKL) takes elsewhere is not in it, as it is not in ``ackpt.measure``. Some kernels take a buffer for each of
-    ``torch.get_num_threads()`` threads, so the sizes hold for that number. They are found with arguments made of
-    0.5, True and 0: a workspace that depends on values (``index_put`` by a mask, ``ctc_loss``) is that of these
-    values. A collective cannot run alone and counts nothing. Needs the memory of the largest operation.
+    Exact to the byte for what torch's CPU allocator hands out in the operation's own thread; memory that a library
+    (oneDNN, MKL) allocates elsewhere is not included, nor in ``ackpt.measure``. Some kernels allocate a buffer for
+    each of ``torch.get_num_threads()`` threads, so the sizes hold for that number. The arguments consist of 0.5, True
+    and 0, and a workspace that depends on values (``index_put`` by a mask, ``ctc_loss``) is that of these values. A
+    collective cannot run alone and counts as 0. Needs the memory of the largest operation.
 
     Raises:
         MeterError: if the graph is not on the CPU, or an operation cannot run with made-up arguments.
     """
-    found = _taken(graph)
-    return tuple(found[node.id].workspace if node.id in found else 0 for node in graph.nodes)
+    allocations = _allocations(graph)
+    return tuple(allocations[node.id].workspace if node.id in allocations else 0 for node in graph.nodes)
 
 
 def disagreements(graph: JointGraph) -> tuple[Disagreement, ...]:
-    """The storages that take other bytes in fact than in the graph, in the order of execution.
+    """The storages whose real size is not that in the graph, in the order of execution.
 
-    Torch's shape functions and its CPU kernels do not always agree. Layer norm of bfloat16 with float32 weights is
-    said to give its statistics in bfloat16; the result of ``mse_loss`` lies in a storage as large as its input.
+    Torch's shape functions and its CPU kernels do not always agree: by the shape function, layer norm of bfloat16 with
+    float32 weights returns bfloat16 statistics; the result of ``mse_loss`` has a storage as large as its input.
     Raises as `workspace_bytes` does.
     """
     known = facts(graph)
     different = []
-    for place, taken in _taken(graph).items():
+    for place, taken in _allocations(graph).items():
         node, born = graph.nodes[place], known.born.get(place, frozenset())
         values = tree_leaves(known.fx[place].meta.get("val"))
         keys = [value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None for value in values]
@@ -96,53 +78,18 @@ def disagreements(graph: JointGraph) -> tuple[Disagreement, ...]:
     return tuple(different)
 
 
-def watched(function: Callable[[], Any]) -> tuple[Any, Taken]:
-    """The result of `function` and what it took from the CPU allocator in this thread."""
-    # The older of torch's profilers is a thread's own: it also works while the user's profiler runs in another one.
-    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-    _enable_profiler_legacy(config)
-    try:
-        result = function()
-    finally:
-        records = _disable_profiler_legacy()
-    live = peak = 0
-    for record in (record for thread in records for record in thread):
-        if record.kind() == "memory_alloc":
-            live += record.cpu_memory_usage()
-            peak = max(peak, live)
-    return result, Taken(peak - live, live, results(result))
-
-
-def alone(function: Callable[[], Any], devices=()) -> Any:
-    """`function()` in a thread of its own, without gradients, leaving the caller's random numbers as they are.
-
-    There the caller's autocast, fake tensors, FLOP counters and profilers do not reach it. `devices`: GPUs whose
-    random numbers it may draw, beside the CPU's.
-    """
-
-    def run():
-        with torch.no_grad(), no_collection():
-            return function()
-
-    with torch.random.fork_rng(devices), ThreadPoolExecutor(1) as executor:
-        return executor.submit(run).result()
-
-
 def runs_alone(node: torch.fx.Node) -> bool:
-    """Whether a node is an operation with results of its own that needs no other process."""
+    """Whether a node is an operation that allocates its results and needs no other process."""
     return allocates(node) and not communicates(node)
 
 
-def _taken(graph: JointGraph) -> dict[int, Taken]:
-    """What every operation takes, by node id; views and the like are left out. Found once for a graph."""
-    threads = torch.get_num_threads()
-    kept = graph.__dict__.setdefault("_taken", {})
-    if threads not in kept:
-        kept[threads] = _measured(graph)
-    return kept[threads]
+def _allocations(graph: JointGraph) -> dict[int, Allocations]:
+    return _measured(graph, torch.get_num_threads())
 
 
-def _measured(graph: JointGraph) -> dict[int, Taken]:
+@once_per_graph
+def _measured(graph: JointGraph, threads: int) -> dict[int, Allocations]:
+    """What every operation allocates with so many threads, by node id; views and the like are left out."""
     known = facts(graph)
     values = tree_leaves([node.meta.get("val") for node in graph.module.graph.nodes])
     others = {str(v.device) for v in values if isinstance(v, torch.Tensor) and v.device.type != "cpu"}
@@ -153,9 +100,9 @@ def _measured(graph: JointGraph) -> dict[int, Taken]:
         )
 
     def run():
-        memory: dict[Any, tuple[Taken, Any]] = {}
-        found: dict[int, Taken] = {}
-        real: dict[torch.fx.Node, Any] = {}  # values that are not what the graph says, which later ones depend on
+        memory: dict[Any, tuple[Allocations, Any]] = {}
+        found: dict[int, Allocations] = {}
+        real: dict[torch.fx.Node, Any] = {}  # values that differ from those in the graph; later ones depend on them
 
         def value(argument):
             return real[argument] if argument in real else value_of(graph, argument)
@@ -177,31 +124,33 @@ def _measured(graph: JointGraph) -> dict[int, Taken]:
                 real[node] = node.target(*args, **kwargs)
         return found
 
-    return alone(run)
+    return in_own_thread(run)
 
 
 def value_of(graph: JointGraph, node: torch.fx.Node):
-    """What stands for a node's value: its shape, or the constant that it is."""
+    """The fake value of a node, or the constant that it is."""
     return node.meta["val"] if "val" in node.meta else getattr(graph.module, str(node.target))
 
 
-def _run(node, target, call) -> tuple[Taken, Any]:
-    """What an operation takes, and its result without data."""
+def _run(node, target, call) -> tuple[Allocations, Any]:
+    """What an operation allocates, and its result without data."""
     leaves, spec = tree_flatten(call)
     reasons = []
     for fill in _FILLS:
         try:
             for _ in range(2):  # the first call may fill caches that stay
                 args, kwargs = tree_unflatten([_made(leaf, fill) for leaf in leaves], spec)
-                result, taken = watched(lambda: target(*args, **kwargs))  # noqa: B023
+                result, taken = count_allocations(lambda: target(*args, **kwargs))  # noqa: B023
             return taken, tree_map(_shape_only, result)
         except RuntimeError as error:
             reasons.append(error)
-    raise MeterError(
-        f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r} does not run on arguments of its "
-        f"shapes and dtypes: {str(reasons[0]).splitlines()[0]}. If the plain model fails so too, mend the model or "
-        "what it is called with; else its workspace cannot be measured alone: give ackpt.plan a profile, of "
-        'ackpt.profile(graph, inputs=..., mode="measured") or, without workspaces, of workspace="given".'
+    raise cannot_run(
+        node,
+        " on arguments of its shapes and dtypes",
+        reasons[0],
+        "If the plain model fails so too, mend the model or what it is called with; else its workspace cannot be "
+        'measured alone: give ackpt.plan a profile, of ackpt.profile(graph, inputs=..., mode="measured") or, without '
+        'workspaces, of workspace="given".',
     ) from reasons[0]
 
 
@@ -216,23 +165,15 @@ def _made(leaf, fill: int):
 
 
 def _signature(target, call) -> tuple:
-    """What two calls must share to take the same bytes."""
+    """The properties that two calls must share to allocate the same bytes."""
     leaves, spec = tree_flatten(call)
     return target, spec, tuple(map(_described, leaves))
 
 
 def _described(leaf):
     if isinstance(leaf, torch.Tensor):
-        lies = tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.untyped_storage().nbytes()
-        return leaf.dtype, *lies, leaf.is_conj(), leaf.is_neg()
+        layout = tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.untyped_storage().nbytes()
+        return leaf.dtype, *layout, leaf.is_conj(), leaf.is_neg()
     if leaf is None or isinstance(leaf, (bool, int, float, complex, str)):
         return type(leaf), repr(leaf)
     return type(leaf), leaf
-
-
-def results(value) -> tuple[tuple[torch.dtype, int] | None, ...]:
-    """Of each part of a result the dtype and the bytes of its storage, None for what is no tensor."""
-    return tuple(
-        (leaf.dtype, leaf.untyped_storage().nbytes()) if isinstance(leaf, torch.Tensor) else None
-        for leaf in tree_leaves(value)
-    )

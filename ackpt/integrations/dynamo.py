@@ -1,12 +1,12 @@
-"""``torch.compile(model, backend="ackpt", options={"budget": ...})``: the planner behind torch's own front end.
+"""The Dynamo backend ``"ackpt"``: ``torch.compile(model, backend="ackpt", options={"budget": ...})``.
 
-With ``compiler="inductor"`` the same plan goes through Inductor's partitioner hook, and Inductor compiles both halves;
-it fuses and reorders, so that the peak is no longer the simulated one to the byte. It draws its own random numbers,
-so that what random operations return is saved, never drawn again.
+With ``compiler="inductor"`` the plan goes through Inductor's partitioner hook, and Inductor compiles both halves. It
+fuses and reorders operations, so the peak is not exactly the simulated one. It draws its own random numbers, so results
+of random operations are saved, never recomputed.
 
-Before torch 2.13 dynamo itself loses gradients of some autograd.Functions. One that returns what it changed in place is
-refused here. One that is called with the same tensor twice, or that changes its input and whose result nobody uses,
-cannot be told apart here: `ackpt.compile`, which captures without dynamo, is right about these, too.
+Before torch 2.13 Dynamo loses gradients of some autograd.Functions. This module refuses one that returns a tensor which
+it changed in place. It cannot recognize one that is called with the same tensor twice, or that changes its input and
+whose result is unused. `ackpt.compile`, which captures without Dynamo, is right in these cases, too.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The dynamo backend ``"ackpt"``.
+    """The step of a model that Dynamo has captured, planned: the backend ``"ackpt"`` of ``torch.compile``.
 
     Args:
-        gm: what dynamo has captured; it must be the whole model.
+        gm: the graph that Dynamo has captured; it must be the whole model.
         example_inputs: fake tensors.
         options: ``budget``, ``policy`` and the options of the policy, as in `ackpt.plan`; ``differentiate``, as in
             `ackpt.trace`; ``compiler``: ``"eager"`` runs the planned operations one by one, ``"inductor"`` compiles
@@ -69,8 +69,8 @@ def backend(
         TraceError: at a graph break, naming the line, and where DistributedDataParallel has the graph cut: a part of a
             step cannot keep the budget of the whole. Also by every call that needs gradients and that Dynamo would
             run without a plan, as it does after ``torch._dynamo.config.recompile_limit`` shapes.
-        BudgetError: if the budget cannot be kept. Other shapes, as of a last batch that is smaller, are compiled and
-            planned anew when they come, and a fraction is then one of what they allocate.
+        BudgetError: if the budget is infeasible. Other shapes, such as a smaller last batch, are compiled and planned
+            when they occur, and a fraction is then relative to their own dynamic peak.
 
     Example:
         >>> import torch, ackpt
@@ -102,14 +102,14 @@ def backend(
     check_compiled_here()
     _refuse_pieces()
     _refuse_lost_gradients(gm)
-    if not torch.is_grad_enabled():  # evaluation, which `whole_calls` leaves to Inductor alone
+    if not torch.is_grad_enabled():  # evaluation, which needs no plan
         return _evaluation(gm, example_inputs)
     for value in example_inputs:
-        # Bytes are planned for one shape: guard on it, so that another shape compiles and plans anew.
+        # A plan holds for one shape: guard on it, so that another shape is compiled and planned again.
         for size in value.shape if isinstance(value, torch.Tensor) else [value]:
             int(size)
     if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
-        return _counted(gm.forward, planned=False)  # nothing is kept for a backward
+        return _counted(gm.forward, planned=False)  # nothing requires grad
     graphs = [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
     if any(graph.find_nodes(op="call_function", target=_CHECKPOINT) for graph in graphs):
         warn_of_checkpoints()
@@ -181,12 +181,11 @@ class _Partition(CustomPartitionerFn):
                 node.meta["desc"] = self.kinds[what.idx]
             elif node.op == "output":
                 node.meta["desc"] = [self._gradient(what) for what in node.meta["desc"]]
-        if self.inductor:  # Inductor's own passes leave shapes and aliases of what they replaced
+        if self.inductor:  # Inductor's passes keep the old shapes and aliases of nodes that they replace
             again = FakeTensorProp(joint, detect_fake_mode(joint_inputs))
             with torch.no_grad():
                 again.propagate_dont_convert_inputs(*_flat(joint_inputs))
-        graph = joint_graph(joint)
-        graph.replays_random = not self.inductor
+        graph = joint_graph(joint, replays_random=not self.inductor)
         self.depends, self.strides = depends_on(graph), gradient_strides(graph)
         options = dict(self.options)
         on_plan = options.pop("on_plan", None)
@@ -217,9 +216,9 @@ class _Partition(CustomPartitionerFn):
 
 
 def _compiled_before() -> bool:
-    """Whether dynamo compiles this code again, which it does for other shapes."""
-    known = CompileContext.current_compile_id()
-    return known is not None and bool(known.frame_compile_id)
+    """Whether Dynamo has compiled this code before, for other shapes."""
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is not None and bool(compile_id.frame_compile_id)
 
 
 def _flat(joint_inputs):
@@ -238,7 +237,7 @@ def _eager(gm, example_inputs, partition) -> Any:
 
 
 def _evaluation(gm, example_inputs) -> Any:
-    """As torch.compile does without this backend: for any length, so that few compilations serve all of them."""
+    """The model compiled by Inductor with dynamic shapes, so that few compilations serve all lengths."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(gm, example_inputs)
@@ -247,7 +246,7 @@ def _evaluation(gm, example_inputs) -> Any:
 def _inductor(gm, example_inputs, partition) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
-    # A cached step would bring the plan of another budget along.
+    # A cached step would contain the plan of another budget.
     with functorch_config.patch(enable_autograd_cache=False):
         return compile_fx(
             gm, example_inputs, config_patches={"custom_partitioner_fn": partition, "fx_graph_cache": False}
@@ -255,7 +254,7 @@ def _inductor(gm, example_inputs, partition) -> Any:
 
 
 def _refuse_pieces() -> None:
-    """Within DistributedDataParallel, dynamo compiles a graph for each bucket of gradients, one after the other."""
+    """Refuse graphs within DistributedDataParallel, where Dynamo compiles one for each bucket of gradients."""
     if TracingContext.get().fakify_first_call:  # what torch asks of such a piece alone
         raise TraceError(
             "in DistributedDataParallel, torch.compile cuts the model where a bucket of gradients ends. A budget holds "

@@ -1,9 +1,9 @@
-"""Copies between device and host as operations of a planned step: started, and waited for.
+"""The operations of a planned step that copy storages between device and host: start a copy, and wait for it.
 
-What moves is a whole storage, since the views that backward reads are made anew from it. On a GPU each way has its
-stream, under the rules of `ackpt.offloading.cuda_transport`; copies on the CPU are done when they have been started,
-and their "host" is the same memory. The event of a copy is handed from its start to its wait beside the tensor, as a
-value; an operation registered with torch returns tensors alone, and would have to find its event by an address.
+A copy moves a whole storage; views of it are recomputed afterwards. On a GPU each direction has its own stream, by the
+rules of `ackpt.offloading.cuda_transport`. On the CPU a copy is complete when it returns, and the "host" is the same
+memory. The start of a copy returns its event together with the tensor and passes both to the wait. These are plain
+Python functions since operations registered with torch can return tensors only.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def prefetch(host: torch.Tensor, device: torch.device, dtype: torch.dtype, shape
 
 
 def wait(moved, source):
-    """What `offload` or `prefetch` of `source` has started, once it may be used, and `source` be freed."""
+    """The result of `offload` or `prefetch` of `source`, once the copy is complete; `source` may then be freed."""
     value, event = moved
     if event is not None:
         event.hold()
@@ -59,7 +59,7 @@ def wait(moved, source):
 
 
 class _Event:
-    """The end of a copy, for the stream that computes."""
+    """The end of a copy; the computing stream waits for it."""
 
     def __init__(self, transport, event, storage=None):
         self._transport, self._event, self._storage = transport, event, storage
@@ -69,7 +69,7 @@ class _Event:
 
 
 def _transport(tensor: torch.Tensor, device: torch.device | None = None):
-    """What copies between host and `device`, that of the tensor unless given; None where both are one memory."""
+    """The transport between host and `device`, by default the tensor's; None on the CPU and for fake tensors."""
     device = device or tensor.device
     return None if device.type == "cpu" or isinstance(tensor, FakeTensor) else _cuda_transport(device)
 
@@ -80,7 +80,7 @@ def _cuda_transport(device: torch.device) -> CudaTransport:
 
 
 def _pinned(size: int) -> torch.Tensor:
-    """Page-locked memory, uint8[size]; torch keeps it for reuse, behind the copies that use it."""
+    """Page-locked memory, uint8[size]; torch reuses it once the copies from or to it are complete."""
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:

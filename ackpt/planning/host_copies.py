@@ -1,8 +1,8 @@
-"""What a schedule has in host memory: which storages have a copy there, and which copies are on their way.
+"""The host's side of a schedule: which storages have a copy in host memory, and which copies are in progress.
 
-Bytes follow from the steps alone, never from how long a copy takes: the device's memory is taken from the prefetch on
-and given back by a free, which may come only after a wait. A copy in host memory lives from its offload to the last
-step that names its storage.
+Bytes follow from the steps alone, never from how long a copy takes: a prefetch allocates the device's memory and a free
+releases it, which is allowed only after a wait. A copy in host memory lives from its offload to the last step that
+names its storage.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _COPIES = (OFFLOAD, PREFETCH, WAIT)
 
 
 def copies(schedule: Schedule) -> bool:
-    """Whether anything is offloaded."""
+    """Whether the schedule offloads anything."""
     return any(step.kind in _COPIES for step in (*schedule.forward, *schedule.backward))
 
 
 class Host:
-    """The host's side while a schedule is followed; every method refuses what cannot be with `ScheduleError`.
+    """The copies in host memory at one moment of a schedule; every method raises `ScheduleError` for impossible steps.
 
-    ``there``: storages with a copy, arriving or arrived; ``moving``: ``{storage: the step that started its copy}``.
+    ``there``: storages with a copy, complete or not; ``moving``: ``{storage: the step that started its copy}``.
     """
 
     def __init__(self, known: Facts, schedule: Schedule):
@@ -53,41 +53,41 @@ class Host:
         self.moving[storage] = PREFETCH
 
     def wait(self, storage: int) -> bool:
-        """Whether it was a copy back that is done now."""
+        """Whether the copy that is waited for was one back to the device."""
         if storage not in self.moving:
             raise ScheduleError(f"storage {storage} is waited for, but no copy of it is on its way")
         return self.moving.pop(storage) == PREFETCH
 
     def is_last(self, storage: int) -> bool:
-        """To be called after every step of a copy: whether no later one names `storage`."""
+        """Whether no later step names `storage`; to be called after every step that copies."""
         self._left[storage] -= 1
         if self._left[storage] == 0:
             self.there.discard(storage)
         return self._left[storage] == 0
 
     def refuse_moving(self, storage: int, what: str) -> None:
-        """Refuse to have something done to a storage whose copy is on its way."""
+        """Raise an error if a copy of `storage` is in progress; `what` says what was to be done to it."""
         if storage in self.moving:
             raise ScheduleError(f"storage {storage} is {what} before the wait for its {self.moving[storage]}")
 
     def refuse_any(self, where: str) -> None:
-        """Refuse copies that are still on their way."""
+        """Raise an error if any copy is in progress at the end of the forward or backward, named by `where`."""
         if self.moving:
             raise ScheduleError(f"copies of storages {sorted(self.moving)} are on their way at the end of the {where}")
 
 
 def waiting(profile, schedule: Schedule) -> float:
-    """Seconds in which computing stands still for copies; 0 where nothing is copied or the profile has no times."""
+    """Seconds in which computation waits for copies; 0 where nothing is copied or the profile has no times."""
     times = clock(profile, schedule) if copies(schedule) else None
     return 0.0 if times is None else times[1]
 
 
 def clock(profile, schedule: Schedule) -> tuple[float, float] | None:
-    """Seconds of the step and, of these, those in which computing stands still for copies.
+    """(seconds of the step, seconds of these in which computation waits for copies); None without times in the profile.
 
-    Three streams: operations run one after another on one, copies out on the second, copies in on the third, each way
-    in the order in which they were started. A copy starts when computing has come to its step and its stream is idle.
-    None where the profile lacks the times of what the schedule does.
+    Three streams: operations run one after another on the first, copies to the host on the second, and copies back on
+    the third, in the order in which they were started. A copy starts when computation has reached its step and its
+    stream is idle.
     """
     if profile.seconds is None or (profile.swap_seconds is None and copies(schedule)):
         return None

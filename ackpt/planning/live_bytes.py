@@ -1,4 +1,7 @@
-"""What is there while a schedule is followed: every allocation and free, and a refusal of what cannot run."""
+"""The simulator's accounting: every allocation and free of a schedule in order; refuses schedules that cannot run.
+
+`simulator.simulate` turns this into a peak and a timeline; `simulator.step_peaks` is the fast variant without events.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ def follow(graph: JointGraph, schedule: Schedule, workspace_bytes) -> Live:
 
 
 class Live:
-    """Storages and values that are there while a schedule is followed; every change becomes an event.
+    """The live storages and values at one moment of a schedule, and the events that led there.
 
-    ``events``: (bytes, category); ``owner``: the node that each belongs to; ``boundary``: events before backward;
-    ``after``: live bytes on the device and in host memory right after every step that is no free, its arguments not
-    yet freed and without its workspace. ``copies``: [way, storage, event before it starts, event before it is waited
-    for].
+    ``events``: (bytes, category) of every allocation and free, and ``owner``: the node that each belongs to.
+    ``boundary``: the number of events before backward. ``after``: live bytes on the device and in host memory after
+    every step except frees; a node's arguments still count, its workspace does not. ``copies``: [kind of step, storage,
+    event before its start, event before its wait].
     """
 
     def __init__(self, graph: JointGraph, schedule: Schedule, workspace_bytes):
@@ -42,7 +45,7 @@ class Live:
         self.values: set[int] = set(known.given)
         self.storages: set[int] = set(known.resident)
         self.members: dict[int, set[int]] = {}
-        self.recomputed: set[int] = set()  # storages whose present content was computed again
+        self.recomputed: set[int] = set()  # storages whose current content was recomputed
         self.replayed = set(schedule.replayed)
         self.state_bytes = rng_state_bytes(graph)
         self.events: list[tuple[int, int]] = []
@@ -51,8 +54,8 @@ class Live:
         self.total = self.host_total = self.boundary = 0
         self.host = Host(known, schedule)
         self.copies: list[list] = []
-        kept = {*schedule.saved, *schedule.offloaded, *_storages(known, known.outputs)}
-        self.category = dict.fromkeys(kept, _ACTIVATION)
+        activations = {*schedule.saved, *schedule.offloaded, *_storages(known, known.outputs)}
+        self.category = dict.fromkeys(activations, _ACTIVATION)
         self.category.update(dict.fromkeys(_storages(known, known.bw_outputs), _GRADIENT))
 
     def run_forward(self, steps):
@@ -68,7 +71,7 @@ class Live:
         self.host.refuse_any("forward")
 
     def enter_backward(self, saved):
-        """Backward is given the covering value of what was saved, and nothing else of the forward."""
+        """Start backward: of the forward's values, it gets the base tensors of saved storages and nothing else."""
         self.boundary = len(self.events)
         if lost := set(saved) - self.storages:
             raise ScheduleError(f"storages {sorted(lost)} are to be saved, but the forward has freed them")
@@ -90,7 +93,7 @@ class Live:
                 continue
             node = step.id
             replays = node in self.replayed
-            if replays:  # the generator's present state is put aside
+            if replays:  # the generator's current state is saved meanwhile
                 self._event(self.state_bytes, _TEMPORARY, node)
             self._compute(node, self.graph.nodes[node].phase == FORWARD)
             if replays:
@@ -117,7 +120,7 @@ class Live:
         )
 
     def host_live(self) -> tuple[int, ...]:
-        """Bytes in host memory, beside every entry of the timeline."""
+        """Bytes in host memory at every entry of the timeline."""
         return tuple(accumulate((size if category == _HOST else 0 for size, category in self.events), initial=0))
 
     def _compute(self, place: int, again: bool):
@@ -205,17 +208,17 @@ def _storages(known: Facts, places) -> set[int]:
 
 
 def rng_state_bytes(graph: JointGraph) -> int:
-    """Bytes, on the graph's device, of the state that a random operation's second run starts from.
+    """Bytes of the RNG state that the step saves for each recomputed random operation; 0 on a GPU.
 
-    It lies in host memory, so that a step on a GPU has none.
+    The state is in host memory, which on the CPU is the device's own.
     """
     return torch.get_rng_state().numel() if graph.on_cpu else 0
 
 
-def check_same(graph: JointGraph, found: str, what: str) -> None:
-    """Refuse a schedule or plan that was made for another graph."""
-    if found != graph.hash:
+def check_same(graph: JointGraph, made_for: str, what: str) -> None:
+    """Refuse a schedule or plan, called `what`, that was made for another graph: that of the hash `made_for`."""
+    if made_for != graph.hash:
         raise ScheduleError(
-            f"this {what} was made for another graph ({found[:12]}, not {graph.hash[:12]}): model, shapes, dtypes or "
-            "torch differ. Make it anew for this model and these arguments."
+            f"this {what} was made for another graph ({made_for[:12]}, not {graph.hash[:12]}): model, shapes, dtypes "
+            "or torch differ. Make it anew for this model and these arguments."
         )

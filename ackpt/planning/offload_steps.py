@@ -1,8 +1,9 @@
-"""Where an offloaded storage leaves the device, and where it comes back.
+"""Insert offload steps into a schedule: when each offloaded storage leaves the device, and when it comes back.
 
-Its copy out starts as soon as it exists. Its memory is given back once the copy is done, which later operations of
-the forward hide; sooner, computing standing still meanwhile, where the peak asks for it. Its copy back starts just
-early enough to be done at the first use in backward, as far as the peak allows. Copies of one way follow each other.
+The copy to the host starts as soon as the storage is computed and overlaps with later operations of the forward. The
+storage is freed when the copy is complete, or earlier, after a wait, where the peak demands it. The copy back starts
+just early enough to be complete at the first use in backward, as far as the peak allows. Copies in one direction run
+one after another.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ def offloadable(graph: JointGraph, schedule: Schedule) -> list[int]:
 def offloaded(
     graph: JointGraph, schedule: Schedule, storages: Iterable[int], profile: Profile, limit_bytes: int = 0
 ) -> Schedule:
-    """`schedule` with `storages`, which it saves, in host memory between their uses in forward and backward.
+    """`schedule`, but with these saved `storages` in host memory between their uses in forward and backward.
 
-    No place raises the dynamic peak above `limit_bytes`, or above the least that offloading these storages can give
-    if that is more. Without times in the profile every copy is waited for at once.
+    The dynamic peak stays within `limit_bytes`, or within the smallest peak that offloading these storages can give if
+    that is larger. Without times in the profile, every copy is waited for at once.
 
     Raises:
         ScheduleError: for storages that `schedule` does not save, that the caller holds, or if it offloads already.
@@ -70,8 +71,8 @@ def offloaded(
 
 @dataclasses.dataclass
 class _Way:
-    """One storage's places among the compute steps of forward (``born``, ``last`` use, ``freed`` after) and backward
-    (``prefetched`` before, ``first`` use); ``copy``: seconds of one copy."""
+    """When one storage moves: indices of compute steps of the forward (``born``, ``last`` use, ``freed`` after) and of
+    the backward (``prefetched`` before, ``first`` use). ``copy``: seconds of one copy."""
 
     storage: int
     size: int
@@ -84,8 +85,8 @@ class _Way:
 
 
 class _Placing:
-    """``forward``, ``backward``: dynamic bytes at every compute step, at first with each storage on the device for as
-    short as can be; ``limit``: the most that they may become; ``seconds``: of every compute step, of both parts."""
+    """Chooses when storages move. ``forward``, ``backward``: dynamic bytes at every compute step, at first with each
+    storage on the device as briefly as possible; ``limit``: their upper bound; ``seconds``: of every compute step."""
 
     def __init__(self, graph: JointGraph, schedule: Schedule, storages, profile, limit_bytes: int):
         known = facts(graph)
@@ -103,34 +104,34 @@ class _Placing:
         self.limit = max(limit_bytes, *self.forward, *self.backward)
 
     def leave(self) -> None:
-        """Free each storage in the forward when its copy is done; before, where the limit would be broken."""
+        """Free each storage in the forward when its copy is complete, or earlier where it would exceed the limit."""
         now = idle = 0.0
         born, unused = _by(self.ways, "born"), _by(self.ways, "last")
         done: dict[int, float] = {}
-        leaving: list[_Way] = []  # not read any more in the forward, but still on the device
-        beside = 0  # bytes of these
+        leaving: list[_Way] = []  # no longer read in the forward, but still on the device
+        leaving_bytes = 0
         for at, seconds in enumerate(self.seconds[0]):
             for way in list(leaving):
-                if done[way.storage] <= now or self.forward[at] + beside > self.limit:
+                if done[way.storage] <= now or self.forward[at] + leaving_bytes > self.limit:
                     now = max(now, done[way.storage])
                     way.freed = at - 1
                     leaving.remove(way)
-                    beside -= way.size
-            self.forward[at] += beside
+                    leaving_bytes -= way.size
+            self.forward[at] += leaving_bytes
             now += seconds
             for way in born.get(at, ()):
                 done[way.storage] = idle = max(idle, now) + way.copy
             for way in unused.get(at, ()):
                 leaving.append(way)
-                beside += way.size
+                leaving_bytes += way.size
             leaving.sort(key=lambda way: done[way.storage])
         for way in leaving:
             way.freed = len(self.seconds[0]) - 1
 
     def come_back(self) -> None:
-        """Prefetch each storage in backward so that its copy is done at its first use, if the limit allows."""
+        """Prefetch each storage in backward so that its copy is complete at its first use, if the limit allows."""
         begins = list(accumulate(self.seconds[1], initial=0.0))
-        idle = begins[-1]  # from here on the link is taken by the copies that are needed later
+        idle = begins[-1]  # from here on the link is busy with copies that are needed later
         for way in sorted(self.ways, key=lambda way: (-way.first, -way.storage)):
             begin = min(begins[way.first], idle) - way.copy
             at = way.first
@@ -158,14 +159,14 @@ class _Placing:
 
 
 def _by(ways: list[_Way], name: str) -> dict[int, list[_Way]]:
-    found: dict[int, list[_Way]] = {}
+    groups: dict[int, list[_Way]] = {}
     for way in ways:
-        found.setdefault(getattr(way, name), []).append(way)
-    return found
+        groups.setdefault(getattr(way, name), []).append(way)
+    return groups
 
 
 def _add(sizes: list[int], spans) -> None:
-    """Add to all sizes from a first place to before another, for every (first, end, bytes) of `spans`."""
+    """Add the bytes to ``sizes[first:end]`` for every (first, end, bytes) of `spans`."""
     changes = [0] * (len(sizes) + 1)
     for begin, end, size in spans:
         changes[begin] += size
@@ -199,16 +200,16 @@ def _ways(known: Facts, storages, orders, copy_seconds) -> list[_Way]:
 
 
 def _inserted(steps, moves: dict[tuple, list[Step]]) -> tuple[Step, ...]:
-    """`steps` with others before the compute step whose number each key of `moves` begins with, in the keys' order."""
+    """`steps` with `moves` inserted, in key order: before the compute step whose index starts the key."""
     waiting = sorted(moves, reverse=True)
-    found: list[Step] = []
+    result: list[Step] = []
     at = 0
     for step in steps:
         if step.kind == COMPUTE:
             while waiting and waiting[-1][0] <= at:
-                found += moves[waiting.pop()]
+                result += moves[waiting.pop()]
             at += 1
-        found.append(step)
+        result.append(step)
     while waiting:
-        found += moves[waiting.pop()]
-    return tuple(found)
+        result += moves[waiting.pop()]
+    return tuple(result)

@@ -1,4 +1,4 @@
-"""A plan: a schedule, what it promises, and which activation got which fate; saved as JSON, bound to its graph."""
+"""`Plan`: a schedule with its simulated peak, its cost and every activation's fate; saved as JSON for its graph."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Activation:
-    """What backward needs of one operation's result: its fate, bytes, and where in the model it comes from.
+    """An activation: the result of one operation that backward reads, with its fate, bytes and place in the model.
 
     Example:
         >>> import torch, ackpt
@@ -62,10 +62,10 @@ class Activation:
 
 @dataclass(frozen=True)
 class Decision:
-    """An operation that runs again: what that costs, and what keeping its result would mean.
+    """An operation that is recomputed: its cost, and the peak if its result were saved instead.
 
-    ``cost``: of all its ``runs`` in backward, as a share of the plain step's; ``bytes``: of its result;
-    ``peak_if_kept_bytes``: the dynamic peak of the same plan with the result kept from the forward.
+    ``cost``: of all its ``runs`` in backward, as a fraction of the baseline's; ``bytes``: of its result;
+    ``peak_if_kept_bytes``: the dynamic peak of the same plan with the result saved.
 
     Example:
         >>> import torch, ackpt
@@ -88,19 +88,19 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `ackpt.plan` promises about a step.
+    """The schedule that `ackpt.plan` chose, with its simulated peak and cost.
 
-    ``peak_bytes``: the largest sum of resident and dynamic bytes; ``resident_bytes``: parameters, buffers, inputs and
-    optimizer state; ``baseline_peak_bytes``: the peak without checkpointing; ``saved_bytes``: kept on the device for
-    backward. ``flops``: of the step, ``recompute_flops``: those that run again. ``limit_bytes``: the bound on dynamic
-    bytes that the budget means, None without one. ``activations``: what backward needs, in the order of the forward.
-    ``cost``: of what runs again, as a share of the plain step's: seconds where the profile has them, those of waiting
-    for copies among them, else FLOPs and traffic weighed against each other. ``lower_bound``: no schedule within the
-    budget that offloads nothing costs less, in the same unit; None where nothing bounds the plan, where it offloads, or
-    scipy is not there. ``decisions``: the most expensive ones. ``host_bytes``: the most that is offloaded at one time,
-    no part of the peak. ``exposed_seconds``: of the step, in which computing stands still for copies; None where the
-    profile has no times. ``made_for``: the call it was made for, in words; None where that is not known. ``note``:
-    how a step that was captured as ``torch.compile`` runs the model differs from the model's own; None for others.
+    ``peak_bytes``: the peak of resident and dynamic bytes together; ``resident_bytes``: parameters, buffers, inputs and
+    optimizer state; ``baseline_peak_bytes``: the peak without checkpointing; ``saved_bytes``: saved on the device for
+    backward. ``flops``: of the step; ``recompute_flops``: of recomputation. ``limit_bytes``: the bound on dynamic bytes
+    that follows from the budget, None without one. ``activations``: what backward reads, in the order of the forward.
+    ``cost``: of recomputation, as a fraction of the baseline's: seconds where the profile has them, waiting for copies
+    included, else FLOPs and traffic weighed against each other. ``lower_bound``: no schedule within the budget that
+    offloads nothing costs less, in the same unit; None without a budget, for a plan that offloads, or without scipy.
+    ``decisions``: the most expensive recomputations. ``host_bytes``: the most bytes offloaded at one time, not part of
+    the peak. ``exposed_seconds``: of the step, in which computation waits for copies; None where the profile has no
+    times. ``made_for``: the call that the plan was made for, in words; None if unknown. ``note``: how a step captured
+    as ``torch.compile`` runs the model differs from the model's own; None for others.
 
     Example:
         >>> import torch, ackpt
@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """How much longer the step is than the lower bound says it must be, as a share; None without a bound."""
+        """The optimality gap: by how much the step exceeds the lower bound, as a fraction; None without a bound."""
         return None if self.lower_bound is None else (1 + self.cost) / (1 + self.lower_bound) - 1
 
     @cached_property
@@ -162,10 +162,10 @@ class Plan:
         return {activation.name: activation.fate for activation in self.activations}
 
     def table(self) -> str:
-        """The promise, the price, the dearest decisions and the largest activations, as aligned text.
+        """Peak, cost, the most expensive recomputations and the largest activations, as aligned text.
 
-        A plan is one of a front that serves every budget, so that something small may be recomputed although it would
-        still fit: "within the budget".
+        Plans come from one Pareto frontier for all budgets, so a small activation may be recomputed although saving it
+        would be "within the budget".
         """
         dynamic, baseline = self.dynamic_peak_bytes, self.baseline_dynamic_peak_bytes
         plain = max(1, self.flops - self.recompute_flops)

@@ -1,4 +1,4 @@
-"""Whether a plan that was made before is one of the graph at hand, and says what the simulator says now."""
+"""Check that a plan made earlier belongs to a graph and that its figures are those of its schedule."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .schedule import ScheduleError
 def check_applies(graph: JointGraph, plan: Plan) -> None:
     """Refuse a plan of another graph, and one whose bytes are not those of its schedule.
 
-    What operations take within themselves is not known here, so that the peak may be higher than what is simulated; so
-    may be what is resident, by the state of an optimizer that `graph` was traced without.
+    The peak may be higher than the simulated one, since the workspace of operations is unknown here. The resident bytes
+    may be higher by the state of an optimizer that `graph` was traced without.
 
     Raises:
         PlanError: names the field, or the two graphs.

@@ -1,4 +1,4 @@
-"""A model's step as its plan says: captured at the first call with new shapes, rewritten, run by autograd."""
+"""`PlannedStep`: a model whose step runs as planned; captured at the first call with new shapes, then rewritten."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from .schedule import COMPUTE, Schedule
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_KEPT = 64
+_MOST_PLANS = 64
 
 
 class PlannedStep(nn.Module):
     """A model that runs as planned; it has the model's parameters, buffers, submodules and state_dict.
 
-    Called with other shapes, dtypes or switches than before, it captures and plans anew under the same budget.
+    Called with other shapes, dtypes or switches than before, it captures and replans under the same budget.
     Switches are ``train`` and ``eval``, ``requires_grad`` of parameters, autocast, numbers and flags among the
     arguments, and what the attributes of the modules hold, such as a dropout's ``p``, also in lists, dicts and a
     ``SimpleNamespace``, and the plain values that the model's code reads from globals, closures, environment variables
     and attributes of objects, such as ``SCALE`` or ``cfg.model.scale``. The 64 plans that were used last are kept; pass
     what changes at every step as a tensor. Longer chains of attributes, objects in containers, and what properties and
-    extensions in C return stay as they were captured. What else the model's code does, such as printing or calling
-    hooks, it does while it is captured, on tensors without values. Where nothing requires grad the model itself runs.
-    Copies and pickles have the model and the planner, and replan.
+    extensions in C return stay as they were captured. Other effects of the model's code, such as printing or calling
+    hooks, happen during the capture, on tensors without data. If nothing requires grad, the model itself runs. Copies
+    and pickles have the model and the planner, and replan.
 
     Example:
         >>> import torch, ackpt
@@ -66,6 +66,8 @@ class PlannedStep(nn.Module):
         (True, 512)
     """
 
+    _ackpt_planned: _Planned
+
     def __init__(
         self,
         model: nn.Module,
@@ -75,34 +77,32 @@ class PlannedStep(nn.Module):
     ):
         check_model(model)
         check_optimizer(model, optimizer)
-        self.__dict__["_ackpt"] = _Planned(model, planner, differentiate, optimizer)
+        # Module.__setattr__ needs what Module.__init__ makes, and that sets `training`, which is the model's: so the
+        # planned calls come first, and past both methods named __setattr__.
+        object.__setattr__(self, "_ackpt_planned", _Planned(model, planner, differentiate, optimizer))
         training = model.training
         super().__init__()
         self.training = training
-        self.__dict__.update(
-            _parameters=model._parameters,
-            _buffers=model._buffers,
-            _modules=model._modules,
-            _non_persistent_buffers_set=model._non_persistent_buffers_set,
-        )
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            object.__setattr__(self, name, getattr(model, name))
 
     @property
     def plan(self) -> Plan:
         """The `Plan` of the last call, or of the last `prepare`."""
-        return self.__dict__["_ackpt"].plan
+        return self._ackpt_planned.plan
 
     @property
     def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether the model is in training mode."""
-        return self.__dict__["_ackpt"].model.training
+        return self._ackpt_planned.model.training
 
     @training.setter
     def training(self, mode: bool) -> None:
-        self.__dict__["_ackpt"].model.training = mode
+        self._ackpt_planned.model.training = mode
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Private ones are torch's marks, such as that a module was given to torch.compile.
-        if name[:1] != "_" and not hasattr(self, name) and hasattr(self.__dict__["_ackpt"].model, name):
+        if name[:1] != "_" and not hasattr(self, name) and hasattr(self._ackpt_planned.model, name):
             raise AttributeError(
                 f"{name!r} is an attribute of the model: set it there, where the planned step reads it"
             )
@@ -110,43 +110,43 @@ class PlannedStep(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture and plan for these arguments without running anything; the plan."""
-        return self.__dict__["_ackpt"].prepared(args, kwargs)
+        return self._ackpt_planned.prepared(args, kwargs)
 
     @torch._dynamo.disable  # inside another compiled function Dynamo would inline the model, without its plan
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        planned = self.__dict__["_ackpt"]
+        planned = self._ackpt_planned
         return planned(args, kwargs) if planned.keeps_gradients(args, kwargs) else planned.model(*args, **kwargs)
 
-    # What a model may have its own way of doing.
+    # Methods that the model may override.
 
     def train(self, mode: bool = True) -> Self:
-        self.__dict__["_ackpt"].model.train(mode)
+        self._ackpt_planned.model.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self.__dict__["_ackpt"].model.state_dict(*args, **kwargs)
+        return self._ackpt_planned.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_ackpt"].model.load_state_dict(*args, **kwargs)
+        return self._ackpt_planned.model.load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args, **kwargs):
-        return self.__dict__["_ackpt"].model._load_from_state_dict(*args, **kwargs)
+        return self._ackpt_planned.model._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, *args, **kwargs):
-        self.__dict__["_ackpt"].model._apply(*args, **kwargs)
+        self._ackpt_planned.model._apply(*args, **kwargs)
         return self
 
     def __reduce__(self) -> tuple[type[PlannedStep], tuple[Any, ...]]:
-        planned = self.__dict__["_ackpt"]
+        planned = self._ackpt_planned
         return PlannedStep, (planned.model, planned.planner, planned.differentiate, planned.optimizer)
 
 
 class _Planned:
-    """What a `PlannedStep` knows beside its model's own tensors and modules."""
+    """The captures and plans of a `PlannedStep`, by what its calls have in common."""
 
     def __init__(self, model: nn.Module, planner, differentiate: str, optimizer):
         self.model, self.planner, self.differentiate, self.optimizer = model, planner, differentiate, optimizer
-        # For one key the latest first; they differ in the values that the model's code read.
+        # By key, the captures that differ in the values that the model's code read, the latest first.
         self.captures: dict[Any, list[tuple[Any, Capture, Plan]]] = {}
         self.plan: Any = None
 
@@ -157,7 +157,7 @@ class _Planned:
         return captured.outputs(run(*captured.inputs(modules, leaves)))
 
     def keeps_gradients(self, args, kwargs) -> bool:
-        """Whether anything would be kept for a backward."""
+        """Whether the call records anything for a backward."""
         if not torch.is_grad_enabled():
             return False
         tensors = itertools.chain(self.model.parameters(), filter(is_tensor, tree_flatten((args, kwargs))[0]))
@@ -169,16 +169,16 @@ class _Planned:
         return self.plan
 
     def captured_for(self, args, kwargs, key) -> tuple[Any, Capture]:
-        known = self.captures.get(key, [])
-        found = next((each for each in known if each[1].reads.are_same()), None) or self._planned(args, kwargs)
+        entries = self.captures.get(key, [])
+        latest = next((each for each in entries if each[1].reads.are_same()), None) or self._planned(args, kwargs)
         self.captures.pop(key, None)
-        self.captures[key] = [found, *(each for each in known if each is not found)]  # as the latest
-        if sum(map(len, self.captures.values())) > _KEPT:
+        self.captures[key] = [latest, *(each for each in entries if each is not latest)]
+        if sum(map(len, self.captures.values())) > _MOST_PLANS:
             oldest = next(iter(self.captures))
             self.captures[oldest].pop()
             if not self.captures[oldest]:
                 self.captures.pop(oldest)
-        run, captured, self.plan = found
+        run, captured, self.plan = latest
         return run, captured
 
     def _key(self, modules, leaves, spec):
@@ -209,7 +209,7 @@ class _Planned:
             raise BudgetError(message, error.least_bytes, error.budget) from None
 
     def _capture(self, args, kwargs):
-        # What captures and plans is no part of the step: a mode that watches the step sees nothing of it.
+        # Capturing and planning are not part of the step: a mode that observes the step must not see them.
         with _disable_current_modes(), capture(self.model, args, kwargs, self.differentiate) as captured:
             graph = captured_graph(captured, self.model, args, kwargs, self.differentiate, self.optimizer)
             plan = self.planner(graph)
@@ -259,7 +259,7 @@ def run_boxed(gm, example_inputs):
 
 
 def _leaf(leaf):
-    """What of an argument a capture depends on."""
+    """The part of an argument that a capture depends on."""
     if is_tensor(leaf):
         return _meta(leaf)
     value = plain(leaf)
@@ -280,10 +280,10 @@ def _meta(tensor):
 
 
 def _shared(tensors) -> tuple:
-    """Which tensors lie in the storage of an earlier one: (place, its place, elements between them)."""
+    """The tensors that share the storage of an earlier one: (index, index of that one, elements between them)."""
     first: dict[int, int] = {}
-    found = []
-    for place, tensor in enumerate(tensors):
+    shared = []
+    for index, tensor in enumerate(tensors):
         if tensor.layout is torch.strided:
             try:
                 storage = tensor.untyped_storage()._cdata
@@ -291,10 +291,10 @@ def _shared(tensors) -> tuple:
                 raise RuntimeError(
                     f"a planned step takes plain tensors; in torch.func and torch.vmap call the model itself ({error})"
                 ) from None
-            earlier = first.setdefault(storage, place)
-            if earlier != place:
-                found.append((place, earlier, tensor.storage_offset() - tensors[earlier].storage_offset()))
-    return tuple(found)
+            earlier = first.setdefault(storage, index)
+            if earlier != index:
+                shared.append((index, earlier, tensor.storage_offset() - tensors[earlier].storage_offset()))
+    return tuple(shared)
 
 
 def _autocast():
@@ -303,7 +303,7 @@ def _autocast():
 
 
 def _read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str], ...]:
-    """(place, what it is) of the step's inputs that its backward reads as they were in its forward."""
+    """(index, name for errors) of the step's inputs that its backward reads, so that they must not change before it."""
     runs = (graph.nodes[step.id] for step in schedule.backward if step.kind == COMPUTE)
     read = {storage for node in runs for source in node.inputs for storage in graph.nodes[source].storages}
     inputs = [node for node in map(graph.nodes.__getitem__, facts(graph).placeholders) if node.phase == FORWARD]

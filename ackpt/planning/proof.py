@@ -1,7 +1,7 @@
-"""The proof of a rewrite: both modules run on tensors without data, and what lives is found anew from what they do.
+"""The proof of a rewrite: runs a module on fake tensors and counts the live bytes after every operation.
 
-It knows nothing of the schedule: aliases come from the storages that the operations return now, lifetimes from the
-last use of every value in the modules' own code.
+It is independent of the schedule and the simulator: aliases come from the storages that the operations return, and
+lifetimes from the last use of every value in the module's code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .rng_replay import run_again, run_and_save
 
 
 class RewriteError(RuntimeError):
-    """The rewritten modules do not take what was simulated: a fault of ackpt, never run silently.
+    """The rewritten modules allocate other bytes than simulated: a fault of ackpt, which is never run silently.
 
     Example:
         >>> issubclass(RewriteError, RuntimeError)
@@ -27,9 +27,9 @@ class RewriteError(RuntimeError):
 
 
 def storages_in(value) -> list:
-    """Storages of a tensor, or of the tensors of a tuple, each once."""
-    found = [leaf.untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return list({storage._cdata: storage for storage in found}.values())
+    """The storages of a tensor or of the tensors in a tuple, each once."""
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return list({storage._cdata: storage for storage in storages}.values())
 
 
 def live_after(
@@ -42,13 +42,13 @@ def live_after(
         module: one half of a rewritten step.
         arguments: fake tensors for its placeholders.
         uncounted: storages (``_cdata``) that belong to the caller.
-        held: bytes that live all the time beside the arguments.
-        state_bytes: of a generator's state, which lives in addition while an operation is replayed.
+        held: bytes that the caller keeps all the time, besides the arguments.
+        state_bytes: of the generator's state that is saved while an operation replays another one.
         hosted: storages (``_cdata``) in host memory; those that `module` returns are added.
     """
-    found: list[tuple[int, int]] = []
+    live: list[tuple[int, int]] = []
     values: dict[fx.Node, Any] = {}
-    users: dict[int, int] = {}  # storage -> how many values lie in it
+    users: dict[int, int] = {}  # storage -> how many values use it
     sizes: dict[int, int] = {}
     total, in_host = held, 0
     last = _last_uses(module.graph)
@@ -75,7 +75,7 @@ def live_after(
 
     for node in module.graph.nodes:
         if node.op == "output":
-            return found, [None if a is None else values[a] for a in node.args[0]]
+            return live, [None if a is None else values[a] for a in node.args[0]]
         if node.op == "placeholder":
             values[node] = next(given)
         elif node.op == "get_attr":
@@ -88,24 +88,24 @@ def live_after(
                 hosted.update(storage._cdata for storage in storages_in(values[node]))
         change(values[node], +1)
         if node.op != "placeholder" and not _unpacks_state(node):
-            found.append((total + (state_bytes if node.target is run_again else 0), in_host))
+            live.append((total + (state_bytes if node.target is run_again else 0), in_host))
         for used in last.get(node, ()):
             change(values.pop(used), -1)
     raise RewriteError("a rewritten module has no output")
 
 
 def _unpacks_state(node: fx.Node) -> bool:
-    """The two nodes that take a random operation's result and its generator's state apart are no operations."""
+    """Whether a node only unpacks the pair of a random operation's result and its generator's state."""
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, fx.Node) and source.target is run_and_save
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """The values that the code drops after a node."""
+    """By node, the values that the module's code drops after it."""
     last: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        # Constants are the module's; arguments that nothing reads stay until the end.
+        # Constants belong to the module; arguments that nothing reads live until the end.
         if not node.users and node.op not in ("placeholder", "output", "get_attr"):
             last.setdefault(node, []).append(node)
         for used in node.all_input_nodes:

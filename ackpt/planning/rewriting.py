@@ -1,8 +1,8 @@
-"""From a schedule to the two modules that run, and the proof that they take what was simulated.
+"""Turn a schedule into the two modules that run it, and prove that they allocate the simulated bytes.
 
-Every step but a free becomes one node, in the schedule's order, reading the latest run of what it reads. The modules
-drop each value after its last use, so the frees of the schedule need no code of their own. Both are then run on fake
-tensors, which finds their storages anew, and simulated again: the bytes must be equal.
+Every step except a free becomes one node, in the schedule's order, which reads the latest run of its arguments. The
+modules drop each value after its last use, so frees need no code. Both modules are then run on fake tensors (`proof`):
+the live bytes after every operation must equal the simulated ones.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _BATCH_NORM_AGAIN = torch.ops.aten._native_batch_norm_legit.no_stats
 class Rewritten:
     """The modules that run a schedule.
 
-    ``forward`` takes the inputs of the graph and returns the model's outputs, then what is kept for backward;
-    ``backward`` takes that and the gradients of the outputs, and returns the gradients. Both take one list, which
-    they empty, so that every argument can be freed after its last use.
+    ``forward`` takes the inputs of the graph and returns the model's outputs, followed by what it saves for backward;
+    ``backward`` takes the latter and the gradients of the outputs, and returns the gradients. Both take one list and
+    empty it, so that every argument can be freed after its last use.
 
     Example:
         >>> import torch, ackpt
@@ -56,7 +56,7 @@ def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
 
     Raises:
         ScheduleError: if the schedule was made for another graph, or cannot run.
-        RewriteError: if the modules take other bytes than `simulate` says, at any operation.
+        RewriteError: if the modules allocate other bytes than `simulate` says, at any operation.
 
     Example:
         >>> import torch, ackpt
@@ -141,7 +141,7 @@ def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, in
 
 
 def boxed(module: fx.GraphModule):
-    """`module` as a function of one list, which it empties; without its detaches, as nothing there has a gradient."""
+    """`module` as a function of one list, which it empties; without detaches, since no value has a gradient here."""
     returned = set(module.graph.output_node().all_input_nodes)
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         if node not in returned:
@@ -170,8 +170,8 @@ def _inputs_needed(known, schedule) -> list[int]:
 
 
 class _Builder:
-    """One fx graph in the making; ``env`` holds the latest run of every node, ``hosts`` copies of storages in host
-    memory, ``moving`` copies on their way with what they are made of."""
+    """Builds one fx graph. ``env``: the latest run of every node; ``hosts``: copies of storages in host memory;
+    ``moving``: by storage, the node that started its copy and the node that is copied."""
 
     def __init__(self, known, again: bool):
         self.known = known

@@ -1,6 +1,6 @@
-"""Running a random operation twice with the same numbers: the generator's state before it is kept, and put back.
+"""Run a random operation twice with the same numbers, by saving and restoring the generator's state.
 
-Torch has the same as higher-order operators; those cannot run under dispatch modes, a FLOP counter's for instance.
+Torch has higher-order operators for this, but they cannot run under dispatch modes such as a FLOP counter's.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def run_and_save(operation, *args, **kwargs):
-    """``(state of the generator before, operation(*args, **kwargs))``; the state lies in host memory, uint8."""
+    """``(state of the generator before, operation(*args, **kwargs))``; the state is a uint8 tensor in host memory."""
     return _generator(args, kwargs).get_state(), operation(*args, **kwargs)
 
 
 def run_again(state, operation, *args, **kwargs):
-    """``operation(*args, **kwargs)`` with the generator as it was at `state`; afterwards it is as it was before."""
+    """``operation(*args, **kwargs)`` with the generator in `state`; afterwards its own state is restored."""
     if isinstance(state, FakeTensor):
         return operation(*args, **kwargs)
     generator = _generator(args, kwargs)

@@ -1,7 +1,7 @@
-"""A schedule: the order in which a step computes, frees and copies. Which values are saved follows from it.
+"""A schedule: the order in which a step computes, frees and copies. The set of saved storages follows from it.
 
-A plan is an order, not a set. Two schedules that save the same storages can differ in their peak by when they
-recompute; so every policy ends in one of these, and nothing else is simulated or run.
+Two schedules that save the same storages can have different peaks, depending on when they recompute. So every policy
+returns a `Schedule`, and nothing else is simulated or run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OFFLOAD, PREFETCH, WAIT = "offload", "prefetch", "wait"
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run: it reads what is not there, or repeats what must run once.
+    """A schedule that cannot run: it reads a value that is not live, or recomputes an operation that must run once.
 
     Example:
         >>> import torch, ackpt
@@ -36,11 +36,11 @@ class ScheduleError(ValueError):
 
 
 class Step(NamedTuple):
-    """``compute`` the node `id`, or do something with the storage `id`.
+    """One step of a schedule: ``compute`` the node `id`, or do one of the following to the storage `id`.
 
-    ``free`` it on the device; ``offload``: start its copy to the host, it stays on the device until it is freed;
-    ``prefetch``: allocate it on the device and start its copy back; ``wait`` until the copy that was started is done.
-    What is copied is freed, and what is brought back read, only after that.
+    ``free`` releases it on the device. ``offload`` starts its copy to the host; it stays on the device until it is
+    freed. ``prefetch`` allocates it on the device and starts its copy back. ``wait`` blocks until the copy is complete;
+    only then may an offloaded storage be freed, or a prefetched one be read.
 
     Example:
         >>> from ackpt.graph import Step
@@ -57,8 +57,8 @@ class Schedule:
     """The steps of the forward and of the backward of the graph with the hash `graph`.
 
     A forward node among the backward's steps is a recomputation; a node may be computed several times. ``saved``:
-    storages that live on the device across the boundary, for backward; ``replayed``: random nodes that run again, with
-    the state their first run began with.
+    storages on the device between forward and backward; ``replayed``: random nodes that are recomputed, with the RNG
+    state that their first run started from.
 
     Example:
         >>> import torch, ackpt
@@ -79,18 +79,18 @@ class Schedule:
 
     @property
     def offloaded(self) -> tuple[int, ...]:
-        """Storages that lie in host memory across the boundary, for backward."""
+        """Storages in host memory between forward and backward."""
         left = {step.id for step in self.forward if step.kind == OFFLOAD}
         return tuple(sorted(left & {step.id for step in self.backward if step.kind == PREFETCH}))
 
 
 def scheduled(graph: JointGraph, forward: Iterable[int] | None, backward: Iterable[int]) -> Schedule:
-    """The schedule that computes `forward` and then `backward`, lists of node ids, and frees at the earliest place.
+    """The schedule that computes the nodes `forward` and then `backward`, and frees every storage as early as possible.
 
-    `forward` may be None: then it is what the outputs, the effects and `backward` need.
+    If `forward` is None, it consists of the nodes that the outputs, the effects and `backward` need.
 
     Raises:
-        ScheduleError: if a node would run again that must not.
+        ScheduleError: if `backward` recomputes a node that cannot be recomputed.
 
     Example:
         >>> import torch, ackpt
@@ -151,7 +151,7 @@ def lower(graph: JointGraph, saved: Iterable[int]) -> Schedule:
 
 
 def everything(graph: JointGraph) -> Schedule:
-    """The schedule of a step without checkpointing: all that backward needs is saved.
+    """The schedule of the baseline: it saves all activations that backward reads.
 
     Example:
         >>> import torch, ackpt
@@ -167,7 +167,7 @@ def everything(graph: JointGraph) -> Schedule:
 
 
 def recomputed(graph: JointGraph, schedule: Schedule) -> list[int]:
-    """Forward nodes that run in backward, in order, as often as they do."""
+    """The forward nodes that run in backward, in order, each as often as it runs."""
     return [step.id for step in schedule.backward if step.kind == COMPUTE and step.id < graph.boundary]
 
 
@@ -225,11 +225,11 @@ def needed_forward(known: Facts, saved) -> list[int]:
 
 
 def _with_frees(known: Facts, order, kept, is_backward: bool):
-    """The steps of `order` with every free at its earliest, and the storages that it expects to be there."""
+    """The steps of `order` with every free as early as possible, and the storages that must be live before it."""
     touched = known.touched[BACKWARD if is_backward else FORWARD]
     computes, frees = _steps(COMPUTE, len(known.graph.nodes)), _steps(FREE, len(known.graph.storages))
     steps: list[Step] = []
-    later: set[int] = set()  # storages that a later step touches before it is born anew
+    later: set[int] = set()  # storages that a later step reads or writes before they are allocated again
     for place in reversed(order):
         for storage in touched[place]:
             if storage not in later:
@@ -245,5 +245,5 @@ def _with_frees(known: Facts, order, kept, is_backward: bool):
 
 @functools.cache
 def _steps(kind: str, count: int) -> tuple[Step, ...]:
-    """Every step of one kind, made once: planning makes hundreds of schedules."""
+    """Every step of one kind; cached, since planning makes hundreds of schedules."""
     return tuple(Step(kind, number) for number in range(count))

@@ -1,9 +1,11 @@
-"""The one simulator: what lives after every step of a schedule, to the byte, and what the schedule costs.
+"""The one simulator: the live bytes after every step of a schedule, and what the schedule costs.
 
-Policies may approximate; this may not. A storage is born with the first value in it and dies when the schedule frees
-it; an operation's results are there before its arguments are freed; what an operation takes and gives back within
-itself is in the profile. Parameters, buffers and inputs are the caller's and never move. What is offloaded counts on
-the device until it is freed there and from its prefetch on; its copy in host memory is counted apart.
+`simulate` is exact and refuses schedules that cannot run; `live_bytes` does its accounting. `peak_of` and `step_peaks`
+are its fast variant for valid schedules: the same numbers without events, tested against it. A storage is allocated by
+the first operation that writes to it and lives until the schedule frees it; an operation's results are allocated before
+its arguments are freed, and its workspace comes from the profile. Parameters, buffers and inputs belong to the caller
+and never move. An offloaded storage counts on the device until it is freed there, and again from its prefetch on; its
+copy in host memory is counted separately.
 """
 
 from __future__ import annotations
@@ -22,15 +24,14 @@ from .schedule import COMPUTE, FREE, PREFETCH, Schedule, recomputed
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step with one schedule takes.
+    """The memory and cost of a step with one schedule.
 
-    ``timeline``: live dynamic bytes after every allocation and free. ``peak_bytes``: their largest sum;
-    ``resident_bytes``: parameters, buffers, inputs and optimizer state. ``peak_node``: the node at whose run it is
-    reached, None in the optimizer's step. ``saved_bytes``: kept on the device for backward across the boundary.
-    ``flops``: of the whole step; ``recompute_flops``: those of forward nodes that run in backward. ``seconds``: of the
-    step, modelled or measured, and of these ``exposed_seconds``, in which computing stands still for copies; None where
-    the profile has no times. ``host_live``: bytes of the copies in host memory, beside every entry of the
-    timeline.
+    ``timeline``: live dynamic bytes after every allocation and free. ``peak_bytes``: their maximum;
+    ``resident_bytes``: parameters, buffers, inputs and optimizer state. ``peak_node``: the node that runs at the peak,
+    None in the optimizer's step. ``saved_bytes``: saved on the device for backward. ``flops``: of the whole step;
+    ``recompute_flops``: of forward nodes that run in backward. ``seconds``: of the step, modelled or measured, and of
+    these ``exposed_seconds``, in which computation waits for copies; None where the profile has no times.
+    ``host_live``: bytes of the copies in host memory at every entry of the timeline.
 
     Example:
         >>> import torch, ackpt
@@ -57,26 +58,26 @@ class Simulation:
 
     @property
     def host_bytes(self) -> int:
-        """The most that lies in host memory at one time."""
+        """The most bytes in host memory at one time."""
         return max(self.host_live)
 
     @property
     def peak_with_host_bytes(self) -> int:
-        """Most dynamic and host bytes at once, which is what a step takes on the CPU, where both are one memory."""
+        """The peak of dynamic and host bytes together: that of a step on the CPU, where both are one memory."""
         return max(map(sum, zip(self.timeline.live, self.host_live)))
 
 
 def simulate(graph: JointGraph, profile: Profile, schedule: Schedule) -> Simulation:
-    """Follow `schedule` step by step.
+    """The memory and cost of `schedule`, followed step by step.
 
     Args:
         graph: the graph the schedule was made for.
-        profile: costs per node and bytes that operations take within themselves; see `ackpt.profile`.
-        schedule: what runs when.
+        profile: costs and workspace per node; see `ackpt.profile`.
+        schedule: the order of all steps.
 
     Raises:
-        ScheduleError: if schedule or profile belong to another graph, or the schedule reads what is not there, or
-            computes what is.
+        ScheduleError: if schedule or profile belong to another graph, or the schedule reads a value that is not live,
+            or computes one that is.
 
     Example:
         >>> import torch, ackpt
@@ -88,7 +89,7 @@ def simulate(graph: JointGraph, profile: Profile, schedule: Schedule) -> Simulat
         >>> found.resident_bytes == 4 * (8 * 8 + 8 + 4 * 8), found.seconds > 0
         (True, True)
     """
-    if profile.graph:  # one made by hand need not say it
+    if profile.graph:  # empty in profiles made by hand
         check_same(graph, profile.graph, "profile")
     live = follow(graph, schedule, profile.workspace_bytes)
     timeline, times = live.timeline(), clock(profile, schedule)
@@ -108,46 +109,52 @@ def simulate(graph: JointGraph, profile: Profile, schedule: Schedule) -> Simulat
 
 
 def peak_of(graph: JointGraph, schedule: Schedule, workspace_bytes) -> int:
-    """The dynamic peak of a schedule that is known to be sound; what `simulate` finds, in a fraction of the time."""
+    """The dynamic peak of a valid schedule: the number that `simulate` finds, in a fraction of the time."""
     forward, backward = step_peaks(graph, schedule, workspace_bytes)
     return max(0, *forward, *backward)
 
 
 def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[list[int], list[int]]:
-    """Dynamic bytes while every compute step of the forward and of the backward runs, with what was prefetched for it.
+    """Dynamic bytes at every compute step of the forward and of the backward, prefetches before it included.
 
-    The last entry of the backward is that of the optimizer's step.
+    The last entry of the backward is the optimizer's step. This is the fast variant of `simulate`, which policies call
+    for hundreds of schedules: it checks nothing and keeps no events. ``tests/planning`` compares the two.
     """
     known = facts(graph)
-    size, born, again = known.bytes, known.born_bytes, known.born_again_bytes
-    state, replayed = rng_state_bytes(graph), set(schedule.replayed)
-    total = most = 0
-    forward, backward = [], []
-    for kind, place in schedule.forward:
-        if kind == FREE:
-            total -= size[place]
-        elif kind == COMPUTE:
-            total += born[place] + (state if place in replayed else 0)
-            now = total + workspace_bytes[place]
-            forward.append(most if most > now else now)
-            most = 0
-        elif kind == PREFETCH:
-            total += size[place]
-            most = max(most, total)
+    size, allocated, again = known.bytes, known.born_bytes, known.born_again_bytes
+    backward_workspace = workspace_bytes
+    released: dict[int, int] = {}  # after a step of backward, by its position
+    if schedule.replayed:
+        # The forward saves the RNG state of every node that runs again in backward. There the present state is put
+        # aside during each run, and the saved one is dropped after the last.
+        state, replayed = rng_state_bytes(graph), set(schedule.replayed)
+        allocated, backward_workspace = list(allocated), list(workspace_bytes)
+        for node in replayed:
+            allocated[node] += state
+            backward_workspace[node] += state
+        runs = ((step.id, at) for at, step in enumerate(schedule.backward) if step.kind == COMPUTE)
+        released = dict.fromkeys(dict(run for run in runs if run[0] in replayed).values(), state)
+    forward, total = _compute_peaks(schedule.forward, 0, size, allocated, workspace_bytes, {})
     total += known.incoming_bytes + sum(size[s] for place in known.tangents for s in graph.nodes[place].storages)
-    again_at = enumerate(schedule.backward) if replayed else ()
-    last = {step.id: at for at, step in again_at if step.kind == COMPUTE and step.id in replayed}
-    for at, (kind, place) in enumerate(schedule.backward):
-        if kind == FREE:
-            total -= size[place]
-        elif kind == COMPUTE:
-            total += again[place]
-            now = total + workspace_bytes[place] + (state if place in replayed else 0)
-            backward.append(most if most > now else now)
-            if last.get(place) == at:
-                total -= state
-            most = 0
-        elif kind == PREFETCH:
-            total += size[place]
-            most = max(most, total)
+    backward, total = _compute_peaks(schedule.backward, total, size, again, backward_workspace, released)
     return forward, [*backward, total + graph.optimizer_step_bytes]
+
+
+def _compute_peaks(steps, total: int, size, allocated, workspace_bytes, released) -> tuple[list[int], int]:
+    """The bytes at every compute step when `total` bytes are allocated before, and the bytes allocated after."""
+    peaks = []
+    prefetched = 0  # the most since the last compute step
+    for at, (kind, number) in enumerate(steps):
+        if kind == FREE:
+            total -= size[number]
+        elif kind == COMPUTE:
+            total += allocated[number]
+            now = total + workspace_bytes[number]
+            peaks.append(prefetched if prefetched > now else now)
+            prefetched = 0
+            if at in released:
+                total -= released[at]
+        elif kind == PREFETCH:
+            total += size[number]
+            prefetched = max(prefetched, total)
+    return peaks, total

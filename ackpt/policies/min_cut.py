@@ -20,7 +20,7 @@ from torch import fx
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from ackpt.capture.analysis import facts
+from ackpt.capture.analysis import facts, once_per_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.planning.schedule import Schedule, at_hand, lower, recompute_late
@@ -72,15 +72,9 @@ def schedule(
     return lowered(graph, partition(graph, setting))
 
 
+@once_per_graph
 def partition(graph: JointGraph, setting: float) -> Partition:
-    """The partition of torch's partitioner for an ``activation_memory_budget``; computed once."""
-    cached: dict = graph.__dict__.setdefault("_partitions", {})
-    if setting not in cached:
-        cached[setting] = _partition(graph, setting)
-    return cached[setting]
-
-
-def _partition(graph: JointGraph, setting: float) -> Partition:
+    """The partition of torch's partitioner for an ``activation_memory_budget``."""
     analysis = facts(graph)
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.module.graph, {}))

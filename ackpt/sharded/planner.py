@@ -22,7 +22,7 @@ from ackpt.workloads.step_request import StepRequest, TrainingStep
 
 from .blocks import CAPTURED, Blocks, deep, stand_in_for
 from .sharding import Group, GroupBytes, Sharding, groups_of, sharded_optimizer
-from .step import ROOT, ShardingError, Window, timeline
+from .step import ROOT, ShardingError, Window, step_windows, timeline
 
 POLICIES = ("none", "full", "auto")
 DEPTH = ("num_hidden_layers", "layers")  # names for the number of blocks in configurations
@@ -150,15 +150,16 @@ class _Table:
     def __init__(self, model: ShardedModel, sharding: Sharding):
         self.model, self.sharding, self.blocks = model, sharding, model.blocks
         self.count = model.stands_for
-        kind, graph = OPTIMIZERS[model.config.optimizer], self.blocks.graph
+        kind = OPTIMIZERS[model.config.optimizer]
         state, step = sharded_optimizer(kind, model.groups, sharding, on_cpu=model.device is None)
-        graph.optimizer_step_bytes = step
+        graph = replace(self.blocks.graph, optimizer_step_bytes=step)
         shards = sum(GroupBytes(group, sharding).shards for group in model.groups)
         sizes = graph.bytes()
         self.resident = {"parameters": shards, "buffers": sizes["buffer"], "inputs": sizes["input"], "optimizer": state}
         here = len(self.blocks.groups) - 1
         schedules = [self.blocks.uniform(choice) for choice in self.blocks.choices]
-        rows = [self.blocks.windows(schedule, sharding) for schedule in schedules]
+        workspace = self.blocks.profile.workspace_bytes
+        rows = [step_windows(graph, schedule, workspace, self.blocks.groups, sharding) for schedule in schedules]
         self.rows = [row if here == self.count else deep(row, self.count) for row in rows]
         captured_whole = here == self.count
         inner = (block if captured_whole else stand_in_for(block, self.count) for block in range(1, self.count + 1))

@@ -15,7 +15,7 @@ import torch
 import ackpt
 from ackpt.capture.inspection.calls import MACHINE
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.capture.optimizer_state import optimizer_bytes
+from ackpt.capture.optimizer_state import with_optimizer
 from ackpt.costs.devices import Device, device
 from ackpt.costs.profiles import Profile
 from ackpt.errors import did_you_mean
@@ -119,13 +119,15 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
     choices = contextlib.nullcontext() if where is None else CapturedCudaChoices("bfloat16" in where.flops_per_second)
     with autocast("cpu", config.autocast), choices:
         graph = ackpt.trace(step.model, optimizer=optimizer if where is None else None, **step.inputs)
-    if where is not None:
-        graph.made_for = {**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"}
-        graph.storages = tuple(dataclasses.replace(s, bytes=rounded(s.bytes, CUDA_BLOCK)) for s in graph.storages)
-        graph.on_cpu = False
-        if optimizer is not None:
-            graph.optimizer_bytes, graph.optimizer_step_bytes = optimizer_bytes(optimizer, on_cpu=False)
-    return graph
+    if where is None:
+        return graph
+    graph = dataclasses.replace(
+        graph,
+        made_for={**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"},
+        storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, CUDA_BLOCK)) for s in graph.storages),
+        on_cpu=False,
+    )
+    return graph if optimizer is None else with_optimizer(graph, optimizer)
 
 
 def _require(option: str, value: str, known) -> None:

@@ -243,3 +243,19 @@ def test_importing_the_package_does_not_load_the_graph():
 
 def test_trace_is_public():
     assert "trace" in ackpt.__all__ and ackpt.trace is trace
+
+
+class Names(nn.Module):
+    """Submodules with names that the capture might use itself."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("call", "own", "reads", "ties", "returned"):
+            setattr(self, name, nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.returned(self.ties(self.reads(self.own(self.call(x))))).sum()
+
+
+def test_submodules_may_have_any_name():
+    assert len(trace(Names(), torch.ones(2, 4)).gradients) == 10

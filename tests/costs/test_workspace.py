@@ -122,8 +122,8 @@ def test_with_workspaces_the_simulated_peak_is_the_measured_one(name, saves):
 
 def test_the_cost_does_not_grow_with_the_number_of_layers(monkeypatch):
     runs = []
-    watched = workspace.watched
-    monkeypatch.setattr(workspace, "watched", lambda function: runs.append(function) or watched(function))
+    count = workspace.count_allocations
+    monkeypatch.setattr(workspace, "count_allocations", lambda function: runs.append(function) or count(function))
     counts = {}
     for layers in (2, 5):
         graph = trace(Convolutions(layers), *MODELS["convolutions"][1])
@@ -279,5 +279,5 @@ def test_graphs_of_ordinary_models_take_what_they_say(name):
 def test_measured_once_for_a_graph(monkeypatch):
     graph = traced("words")
     expected = workspace_bytes(graph)
-    monkeypatch.setattr(workspace, "watched", None)
+    monkeypatch.setattr(workspace, "count_allocations", None)
     assert workspace_bytes(graph) == expected

@@ -80,7 +80,7 @@ def longer_lived(module):
 
 
 def test_a_module_that_takes_other_bytes_is_found(graph, monkeypatch):
-    implementation = sys.modules["ackpt.graph.rewrite"]
+    implementation = sys.modules["ackpt.planning.rewriting"]
     build = implementation._rewritten
 
     def tampered(*args):

@@ -154,8 +154,7 @@ def test_a_random_operation_that_runs_again_keeps_its_state():
 
 
 def test_the_optimizers_step_comes_last():
-    graph = exp_and_sin()
-    graph.optimizer_step_bytes, graph.optimizer_bytes = 7 * B, 2 * B
+    graph = dataclasses.replace(exp_and_sin(), optimizer_step_bytes=7 * B, optimizer_bytes=2 * B)
     found = simulated(graph, everything(graph))
     assert tensors(found)[-3:] == [3, 10, 3]
     assert (found.peak_bytes, found.peak_node, found.resident_bytes) == (10 * B, None, 4 * B)

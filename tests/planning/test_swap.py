@@ -232,7 +232,7 @@ def without_wait(module):
 
 
 def test_a_module_that_keeps_what_is_offloaded_is_found(graph, tanhs, monkeypatch):
-    implementation = sys.modules["ackpt.graph.rewrite"]
+    implementation = sys.modules["ackpt.planning.rewriting"]
     build = implementation._rewritten
 
     def tampered(*args):

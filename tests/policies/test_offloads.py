@@ -75,10 +75,9 @@ def test_only_the_lowest_plan_may_wait_for_a_slow_link(graph, alone):
     assert not any(copies(point.schedule) for point in frontier_of(graph, slow)[:-1])
 
 
-def test_without_a_link_or_behind_inductor_nothing_is_offloaded(graph, linked, alone, monkeypatch):
+def test_without_a_link_or_behind_inductor_nothing_is_offloaded(graph, linked, alone):
     schedules = [point.schedule for point in frontier_of(graph, alone)]
     assert offloads(graph, alone, schedules) == []
     assert offloads(graph, replace(linked, seconds=None), schedules) == []
     assert offloads(graph, linked, schedules)
-    monkeypatch.setattr(graph, "replays_random", False)
-    assert offloads(graph, linked, schedules) == []
+    assert offloads(replace(graph, replays_random=False), linked, schedules) == []

@@ -1,7 +1,7 @@
-"""A model's attributes: a captured step depends on what they were, and changes none of them.
+"""A model's attributes: a captured step depends on their values during the capture, and changes none of them.
 
-So what a forward does beside computing, to its own attributes or to the random numbers of Python and numpy, is refused
-when it is captured; nothing of it stays.
+A forward that changes attributes, or draws random numbers from Python or numpy, is refused when it is captured, and its
+changes are undone.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from ackpt.checkpointing.reachable import LONGEST_CONTAINER
 from ackpt.errors import TraceError
 
 # fully_shard leaves marks on modules that it does not run itself.
 OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_is_fsdp_managed_module", "_fsdp_use_orig_params"})
 _TENSORS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
-LONGEST = 100  # of longer lists only their identity could be compared at every call, and it says little
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -32,7 +32,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def plain(value):
-    """`value` so that equal means the same: 0.0 is not -0.0, 1 is not True, and nan is nan; None if it is not plain."""
+    """`value` in a form that compares exactly: 0.0 is not -0.0, 1 is not True, nan is nan; None if it is not plain."""
     if not isinstance(value, _PLAIN):
         return None
     return type(value), repr(value) if isinstance(value, (float, complex)) else value
@@ -55,9 +55,9 @@ def every_module(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def attributes(modules) -> tuple:
-    """What these modules hold beside parameters, buffers and modules, as far as a call can compare it.
+    """The attributes of these modules, but for parameters, buffers and modules, in a form that a call can compare.
 
-    Of hooks, which are captured with what they do, their handles' numbers, each of which is given once.
+    Hooks are represented by the ids of their handles, which are unique.
     """
     found = []
     for module in modules:
@@ -73,11 +73,11 @@ def _comparable(value):
         return type(value), value
     if isinstance(value, (torch.Tensor, *_FUNCTIONS)):
         return id(value)
-    if isinstance(value, (list, tuple)) and len(value) <= LONGEST:
+    if isinstance(value, (list, tuple)) and len(value) <= LONGEST_CONTAINER:
         return type(value), tuple(map(_comparable, value))
     if type(value) is SimpleNamespace:
         value = vars(value)
-    if isinstance(value, dict) and len(value) <= LONGEST:
+    if isinstance(value, dict) and len(value) <= LONGEST_CONTAINER:
         return type(value), tuple((_comparable(key), _comparable(item)) for key, item in value.items())
     return plain(value)
 
@@ -87,8 +87,8 @@ def unchanged(model: nn.Module, is_same):
     """Inside, the forward of `model` runs; afterwards the model holds what it held before.
 
     Args:
-        model: every attribute of it and its submodules counts, and what lies in lists and dicts there.
-        is_same: whether one tensor stands for another, such as a traced one for the model's own.
+        model: all attributes of it and its submodules are compared, and the items of lists and dicts among them.
+        is_same: whether one tensor may replace another, such as a traced one the model's own.
 
     Raises:
         TraceError: naming the attribute that the forward has changed, or the random numbers that it has drawn.
@@ -200,7 +200,7 @@ def _same(was, now, is_same) -> bool:
 
 
 def _is_weak(value) -> bool:
-    """Torch's recurrent modules remember so which weights they have laid out in memory."""
+    """Whether it is a weak reference, by which torch's recurrent modules remember the weights that they flattened."""
     return isinstance(value, weakref.ref)
 
 
@@ -235,7 +235,7 @@ def _refusal(name: str, attribute: str, key, was, now) -> str:
 
 
 def _random_states() -> dict:
-    """By the generator's name: its state, comparable by ==, and a function that puts it back."""
+    """By the generator's name: its state, comparable by ==, and a function that restores it."""
     own = random.getstate()
     found = {"Python's module random": (own, lambda: random.setstate(own))}
     if numpy := sys.modules.get("numpy"):

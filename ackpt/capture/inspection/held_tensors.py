@@ -1,4 +1,4 @@
-"""Tensors that the model's code holds itself, as attributes, in closures or as globals: inputs of a captured step."""
+"""Tensors that the model's code references as attributes, in closures or as globals: inputs of a captured step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .tensors import require_plain
 
 
 class Held(TorchFunctionMode):
-    """Inside, operations on a tensor of the model's code are operations on the traced one that stands for it.
+    """Inside, operations on a tensor of the model's code use the traced tensor that replaces it.
 
-    ``traced``: ``{id of a tensor: what stands for it}``. ``found``: ``{id: (tensor, line)}`` of those that nothing
-    stood for; they are to be captured again, as inputs. ``reads``: what watches the model's code, and not torch's.
+    ``traced``: ``{id of a tensor: its replacement}``. ``found``: ``{id: (tensor, line)}`` of tensors without one;
+    a second capture takes them as inputs. ``reads``: watches the model's code; paused while torch's own code runs.
     """
 
     def __init__(self, traced: dict[int, torch.Tensor], reads: Reads):

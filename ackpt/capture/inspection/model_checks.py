@@ -65,7 +65,7 @@ def check_model(model) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         reason = next((reason for kind, reason in _WRAPPERS.items() if isinstance(module, kind)), None)
-        if "_ackpt" in vars(module):
+        if "_ackpt_planned" in vars(module):
             reason = "it is planned already. Plan the whole model once, made of modules that are not."
         elif reason is None and module._compiled_call_impl is not None:
             reason = f"its compile() was called. Leave that out, {_INDUCTOR}."

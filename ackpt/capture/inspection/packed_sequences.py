@@ -1,7 +1,8 @@
-"""Whether a decoder of transformers was given several sequences in a row, as it would find out in eager.
+"""Tell decoders of transformers whether their position ids are one sequence, as they find out by themselves in eager.
 
-It looks at the values of the position ids, which it cannot do while it is captured, and would rather keep a mask of
-its own than its attention's causal one. But positions that the model has counted itself are known: no input is in them.
+They read the values of the position ids, which they cannot do during a capture: they would then use a mask tensor
+instead of their attention's causal mask. Positions that the model counts itself have known values, since they depend on
+no input.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _DERIVED = ("add", "unsqueeze", "expand", "view", "reshape", "long")  # what mod
 
 
 class _Counted(TorchFunctionMode):
-    """Keeps beside a traced tensor its value, if it comes from ``torch.arange`` alone and was not changed since."""
+    """Records the values of traced tensors that come from ``torch.arange`` alone and were not changed since."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +57,7 @@ class _Counted(TorchFunctionMode):
 
 @contextlib.contextmanager
 def found_packed():
-    """Inside, a decoder's own positions are one sequence, where its version of transformers looks for several."""
+    """Inside, positions that a decoder counted itself are one sequence, if its version of transformers asks."""
     masking: Any = sys.modules.get("transformers.masking_utils")
     find = getattr(masking, "find_packed_sequence_indices", None)
     if find is None:

@@ -1,4 +1,4 @@
-"""The tensors of a model and of a call: which can be captured, whether they have values, what replaces meta tensors."""
+"""The tensors of a model and of a call: which can be captured, whether they have data, substitutes for meta ones."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def _named(model: nn.Module, args, kwargs) -> Iterator[tuple[str, Any]]:
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, a parameter if it is one, that only has a shape: to be made where tensors have no data."""
+    """A copy of `tensor` without data, a parameter if it is one; to be called inside a fake tensor mode."""
     shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     needs_grad = tensor.requires_grad
     return nn.Parameter(shape, needs_grad) if isinstance(tensor, nn.Parameter) else shape.requires_grad_(needs_grad)
 
 
 def off_meta(model: Any, leaves, spec):
-    """On a meta device torch chooses other kernels, so what lies there is replaced by tensors that only have shapes."""
+    """`model`, `leaves` and `spec` with meta tensors replaced by fake CPU ones: for meta, torch picks other kernels."""
     tensors = [*model.parameters(), *model.buffers(), *leaves]
     if not any(is_tensor(tensor) and tensor.is_meta for tensor in tensors):
         return model, leaves, spec

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from ackpt.checkpointing.closures import bound, rebound_names
-from ackpt.checkpointing.reachable import _CellNamespace, _generator_types, _global_names
+from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, _generator_types, _global_names
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import stream_of
 
-from .attributes import LONGEST, OF_EVERY_MODULE, changed_items, copied, plain, restore
+from .attributes import OF_EVERY_MODULE, changed_items, copied, plain, restore
 
 _DEPTH = 2  # attributes of attributes, and containers in containers
 _ABSENT: Any = object()
@@ -205,7 +205,7 @@ def _content(value, depth: int = 0):
         value = vars(value)
     if type(value) not in _CONTAINERS:
         return (torch.Tensor, id(value)) if depth and isinstance(value, torch.Tensor) else plain(value)
-    if len(value) > LONGEST or depth > _DEPTH:
+    if len(value) > LONGEST_CONTAINER or depth > _DEPTH:
         return ()
     items = value.items() if isinstance(value, dict) else enumerate(value)
     compared = ((plain(key), _content(item, depth + 1)) for key, item in items)
@@ -216,7 +216,7 @@ def _containers(value, depth: int = 0):
     """Yield the lists and dicts in `value`, which may be one itself."""
     if type(value) is types.SimpleNamespace:
         value = vars(value)
-    if type(value) in _CONTAINERS and len(value) <= LONGEST and depth <= _DEPTH:
+    if type(value) in _CONTAINERS and len(value) <= LONGEST_CONTAINER and depth <= _DEPTH:
         if not isinstance(value, tuple):
             yield value
         for item in _items(value):

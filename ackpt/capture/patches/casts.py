@@ -1,6 +1,10 @@
-"""Autocast in eager casts a weight once and keeps the copy to the end of the region; captured, it would cast each use.
+"""Autocast casts a weight once per region, as in eager: captured, torch would cast it at every use.
 
-The gradients of several uses then add up in half precision, as they do in eager.
+The gradients of several uses then add up in half precision, as they do in eager, instead of in float32.
+
+Torch: ``disable_autocast_cache`` in ``torch/fx/experimental/proxy_tensor.py`` switches the cache of casts off while it
+captures; in eager, ``cached_cast`` in ``aten/src/ATen/autocast_mode.cpp`` keeps them. Versions: 2.11 to 2.13.
+Test: ``test_autocast_casts_a_weight_once_as_eager_does`` in ``tests/integrations/test_backend.py``.
 """
 
 from __future__ import annotations

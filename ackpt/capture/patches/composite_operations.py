@@ -1,4 +1,11 @@
-"""Operations that torch's capture takes apart by Python code, which rounds another way: left to C++, as in eager."""
+"""Leave operations to C++ that torch's capture would decompose by Python code, which rounds differently.
+
+Some decompositions also return gradients with other strides, drop the dropout between recurrent layers, or read values.
+
+Torch: functions registered with ``py_impl(DispatchKey.CompositeImplicitAutograd)`` or ``DispatchKey.Autograd`` in
+``torch/_decomp/decompositions.py`` and ``torch/_refs`` (``lstm_impl``, ``upsample_bilinear2d``, ``hardshrink``, ...).
+Versions: 2.11 to 2.13. Test: ``tests/capture/test_whole.py``; an operation can leave the list when it passes without.
+"""
 
 from __future__ import annotations
 

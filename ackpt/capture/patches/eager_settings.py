@@ -1,4 +1,10 @@
-"""Capturing as eager computes: the settings that torch's capture would have otherwise."""
+"""Capture as eager computes: enters all patches, and changes the settings of AOTAutograd that eager does not have.
+
+Torch: ``backward_pass_autocast``, ``donated_buffer`` and ``guess_tangent_strides_as_outputs`` in
+``torch/_functorch/config.py``, and ``MemoryFormatMeta.from_tensor`` in ``torch/_functorch/_aot_autograd/schemas.py``.
+Versions: 2.11 to 2.13; of these, 2.13 has both rules for strides by itself.
+Test: ``tests/capture/test_eager.py``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,10 @@ _FUNCTORCH = {"backward_pass_autocast": "off", "donated_buffer": False, "guess_t
 
 @contextlib.contextmanager
 def like_eager(fake_mode=None):
-    """Inside, a model is captured and compiled as eager computes it; `fake_mode`: one that its inputs have already."""
+    """Inside, a model is captured and compiled as eager computes it.
+
+    ``fake_mode``: that of the inputs, if they are fake already.
+    """
     with LOCK, functorch_config.patch(_FUNCTORCH):
         with noted_writes(), eager_draws(), whole_operations(), kept_casts(), true_results(fake_mode):
             with _strides_that_gradients_can_have():

@@ -1,8 +1,12 @@
-"""torch's cache of what operations on tensors without data return, only with results that come back as they were.
+"""Restrict torch's cache of fake results to those that it returns correctly.
 
-From the cache a result has its shape, strides and dtype again, but a storage of just that size, in which it begins at
-the start, shared with nothing but the argument of a view. What is anything else is computed anew each time: a copy of
-a slice is as large as the whole, and several results may share a storage.
+A cached result has the right shape, strides and dtype, but a new storage of just that size, shared with nothing except
+the argument of a view. So results whose storage is larger (a copy of a slice) or shared are computed every time here.
+
+Torch: ``_get_output_tensor_from_cache_entry`` in ``torch/_subclasses/fake_tensor.py``. Versions: 2.11 to 2.13. Without
+the patch, sizes are wrong: ``test_a_result_in_the_memory_of_another_is_none_for_the_cache`` and the case "copy of a
+slice" in ``tests/capture/test_kernels.py``. Caching nothing would be correct too, but capturing a GPT-2 of 4 layers
+(815 nodes) then takes 2.4 s of CPU time instead of 1.7 s (torch 2.13).
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ _Bypass = fake_tensor._BypassDispatchCache
 
 @contextlib.contextmanager
 def exact_cache(fake_mode=None):
-    """Inside, that cache starts empty, as torch's rules and settings may differ from those outside.
+    """Inside, the cache starts empty, since torch's rules and settings may differ from those outside.
 
-    ``fake_mode``: one that exists already, and may have symbols, whose results are kept elsewhere.
+    ``fake_mode``: an existing mode; if it has symbols, their results are in a cache of its own.
     """
     shapes = None if fake_mode is None else fake_mode.shape_env
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,11 @@
-"""torch's attention modules in evaluation: eager runs one fused kernel there, which a capture cannot see.
+"""Refuse torch's attention modules in evaluation where eager would run one fused kernel that a capture cannot see.
 
-``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` take that kernel if nothing records gradients, unless a
-tensor has ``__torch_function__``, as every tensor has while it is captured. The kernel rounds in another way.
+``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call that kernel if nothing records gradients, unless a
+tensor has ``__torch_function__``, as every tensor has during a capture. The kernel rounds differently.
+
+Torch: ``why_not_fast_path`` in ``MultiheadAttention.forward``, ``torch/nn/modules/activation.py``, and the like in
+``torch/nn/modules/transformer.py``. Versions: 2.11 to 2.13.
+Test: ``test_the_fused_kernel_of_attention_in_evaluation_is_refused_or_off`` in ``tests/capture/test_whole.py``.
 """
 
 from __future__ import annotations

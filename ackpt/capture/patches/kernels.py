@@ -1,10 +1,13 @@
-"""Operations on tensors without data, as torch's CPU kernels do them: where torch's own rules say something else.
+"""Fake results with the dtypes, strides and storages of torch's CPU kernels, where torch's rules differ from them.
 
-Given half-precision values and float32 weights, the norms of the CPU keep their statistics in float32, batch norm
-returns no strides but contiguous ones and those of channels last, its backward makes no gradient that nobody needs,
-losses, activations, padding and rolling have an order of their own in which they write, some losses leave their scalar
-in memory for all elements, and `F.fold` its image in memory for all columns; the rules for tensors without data know
-none of this.
+With half-precision values and float32 weights, the CPU's norms return float32 statistics. Batch norm returns strides
+that are contiguous or channels last, and its backward computes no gradient that nobody needs. Losses, activations,
+padding and rolling write in an order of their own; some losses leave their scalar in a storage for all elements, and
+`F.fold` its image in one for all columns.
+
+Torch: the rules are in ``op_implementations_dict`` (``torch/_subclasses/fake_impls.py``) and ``meta_table``
+(``torch/_decomp``, filled by ``_meta_registrations.py`` and ``_refs``); the kernels are in ``aten/src/ATen/native``.
+Versions: 2.11 to 2.13. Test: ``tests/capture/test_kernels.py`` and ``test_kernel_strides.py``, by operation.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch.utils._pytree import tree_map
 from ackpt.metering.cpu_losses import LOSSES, in_whole_memory
 
 from .fake_cache import exact_cache
-from .recurrent import with_kept, with_own_biases
+from .recurrent import with_own_biases, with_workspace
 
 aten = torch.ops.aten
 LOCK = threading.RLock()  # torch's tables and settings are the process's
@@ -31,7 +34,7 @@ LOCK = threading.RLock()  # torch's tables and settings are the process's
 def true_results(fake_mode=None):
     """Inside, operations on tensors without data return the dtypes and storages that the kernels return.
 
-    ``fake_mode``: one that exists already.
+    ``fake_mode``: that of the inputs, if they are fake already.
     """
     with LOCK, _rules([_OURS] * 2), exact_cache(fake_mode):
         yield
@@ -88,12 +91,8 @@ def _laid_out(result, x):
     return result if result.stride() == shape.stride() else torch.empty_like(shape, dtype=result.dtype)
 
 
-def _rolled(result, x, *rest):
-    return _laid_out(result, x)
-
-
-def _padding_backward(result, gradient, x, *rest):
-    return _laid_out(result, x)
+def _laid_out_like(argument: int):
+    return lambda result, *args: _laid_out(result, args[argument])
 
 
 def _group_norm_backward(results, gradient, x, *rest):
@@ -143,9 +142,9 @@ _OURS = {
     **{loss: _corrected(in_whole_memory) for loss in LOSSES},
     aten.binary_cross_entropy.default: _corrected(_binary_cross_entropy),
     aten.col2im.default: _corrected(_fold),
-    aten.roll.default: _corrected(_rolled),
-    aten.reflection_pad2d_backward.default: _corrected(_padding_backward),
-    aten.replication_pad2d_backward.default: _corrected(_padding_backward),
+    aten.roll.default: _corrected(_laid_out_like(0)),
+    aten.reflection_pad2d_backward.default: _corrected(_laid_out_like(1)),
+    aten.replication_pad2d_backward.default: _corrected(_laid_out_like(1)),
     aten.native_layer_norm.default: _corrected(_norm),
     aten.native_group_norm.default: _corrected(_norm),
     aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm_with_new_statistics),
@@ -153,7 +152,7 @@ _OURS = {
     aten._native_batch_norm_legit_no_training.default: _corrected(_batch_norm),
     aten.native_batch_norm_backward.default: _corrected(_batch_norm_backward),
     aten.native_group_norm_backward.default: _corrected(_group_norm_backward),
-    aten.mkldnn_rnn_layer.default: _corrected(with_kept),
+    aten.mkldnn_rnn_layer.default: _corrected(with_workspace),
     aten.mkldnn_rnn_layer_backward.default: _corrected(with_own_biases),
 }
 # Without a rule in the second, torch may take an operation apart before it looks into the first.

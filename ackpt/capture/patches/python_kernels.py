@@ -1,4 +1,8 @@
-"""Torch computes an operation by Python code of its own while it captures; here other code is put in its place."""
+"""Replace the Python code by which torch computes an operation while it captures.
+
+Torch: ``OpOverload.py_kernels`` in ``torch/_ops.py``, which ``py_impl`` fills. `casts`, `composite_operations` and
+`random_draws` use this; it can go with them.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""Recurrent layers as eager computes them: captured, torch would take them apart step by step, and drop no values.
+"""Recurrent layers as eager computes them: not decomposed step by step, and with what oneDNN's backward needs.
 
-Its Python code for ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` leaves out the dropout between layers, rounds another way,
-and runs oneDNN's LSTM as in inference where the input requires no grad; its C++, which `whole` puts in its place, does
-what it does in eager.
-OneDNN's LSTM keeps what its backward needs only where autograd records. A captured step runs without, so there the
-layer is an operation of its own that keeps it. A GRU is equal to the last bit where its width is a multiple of 32:
-eager computes its gates in place, in slices, and at their ends torch's kernels round another way.
+Torch's Python code for ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` leaves out the dropout between layers, rounds
+differently, and runs oneDNN's LSTM as in inference if the input requires no grad; `composite_operations` puts C++ in
+its place.
+OneDNN's LSTM saves what its backward needs only where autograd records. A captured step runs without autograd, so the
+layer is an operation of ours that saves it. A GRU is bit-equal if its width is a multiple of 32: eager computes its
+gates in place, in slices, and torch's kernels round differently at the ends of slices.
+
+Torch: ``lstm_impl`` and ``gru_impl`` in ``torch/_decomp/decompositions.py``; ``mkldnn_rnn_layer`` in
+``aten/src/ATen/native/mkldnn/RNN.cpp``. Versions: 2.11 to 2.13. Test: ``tests/capture/test_recurrent.py``.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ def keep_for_backward(graph: torch.fx.Graph) -> None:
 
 def _layer(*args):
     with torch.enable_grad():
-        *results, kept = _ONEDNN(*(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args))
-    return *results, args[0].new_empty(0, dtype=torch.uint8) if kept is None else kept
+        *results, workspace = _ONEDNN(*(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args))
+    return *results, args[0].new_empty(0, dtype=torch.uint8) if workspace is None else workspace
 
 
 torch.library.impl("ackpt_graph::rnn_layer", "CompositeExplicitAutograd", _layer)
@@ -36,11 +39,11 @@ torch.library.impl("ackpt_graph::rnn_layer", "CompositeExplicitAutograd", _layer
 
 @torch.library.register_fake("ackpt_graph::rnn_layer")
 def _shapes(*args):
-    return with_kept(_ONEDNN(*args), *args)
+    return with_workspace(_ONEDNN(*args), *args)
 
 
-def with_kept(results, *args):
-    """The `results` of oneDNN's layer, without data, with as much kept as it keeps: it is run once to know."""
+def with_workspace(results, *args):
+    """The fake `results` of oneDNN's layer, with a workspace for backward as large as the real one: runs it once."""
     with _disable_current_modes():
         real = [torch.zeros(arg.shape, dtype=arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args]
         size = _layer(*real)[-1].numel()

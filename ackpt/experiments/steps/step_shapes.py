@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
-from ackpt.capture.optimizer_state import optimizer_bytes
+from ackpt.capture.optimizer_state import with_optimizer
 from ackpt.costs.devices import device as device_rates
 from ackpt.errors import BudgetError
 from ackpt.metering.autograd_engine import around_backward
@@ -107,7 +107,7 @@ class Shapes:
             )
             graph = captured(made, wanted, where)
             optimizer = adamw(made.model, self.setting.learning_rate)
-            graph.optimizer_bytes, graph.optimizer_step_bytes = optimizer_bytes(optimizer, on_cpu=not cuda)
+            graph = with_optimizer(graph, optimizer)
             self._found = graph, ackpt.profile(graph)
         return self._found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
+from ackpt.capture.analysis import once_per_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.host_copies import waiting
 from ackpt.planning.schedule import Schedule, everything
@@ -38,18 +39,10 @@ def cheapest(graph: JointGraph, profile, limit_bytes: int | None, candidates: Ca
     return next((point for point in points if point.peak_bytes <= limit_bytes), points[-1]).schedule
 
 
+@once_per_graph
 def frontier(graph: JointGraph, profile, candidates: Callable) -> list[Point]:
-    """The Pareto frontier of the baseline and ``candidates(graph, profile)``, from the least cost to the lowest peak.
-
-    It is computed once for each graph, profile and function `candidates`.
-    """
-    cached: list = graph.__dict__.setdefault("_frontiers_by_candidates", [])
-    for made_by, made_for, points in cached:
-        if made_by is candidates and made_for == profile:
-            return points
-    points = pareto(graph, profile, (everything(graph), *candidates(graph, profile)))
-    cached.append((candidates, profile, points))
-    return points
+    """The Pareto frontier of the baseline and ``candidates(graph, profile)``, from least cost to lowest peak."""
+    return pareto(graph, profile, (everything(graph), *candidates(graph, profile)))
 
 
 def pareto(graph: JointGraph, profile, schedules: Iterable[Schedule]) -> list[Point]:
