@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 from typing import Any
 
-from ackpt.capture.analysis import facts, once_per_graph
+from ackpt.capture.analysis import once_per_graph
 from ackpt.capture.in_place import eager_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
@@ -203,7 +203,7 @@ def _plan(
             {*baseline.saved, *schedule.saved, *schedule.offloaded},
             set(schedule.saved),
             set(schedule.offloaded),
-            facts(graph).cover,
+            graph.analysis.base_of,
         ),
         schedule=schedule,
         timeline=simulated.timeline,

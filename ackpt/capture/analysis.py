@@ -29,7 +29,7 @@ class Analysis:
     """Tables over node and storage ids.
 
     ``fx``: the node of ``torch.fx`` by id; ``bytes``: of every storage. ``resident``: storages that the caller owns.
-    ``placeholders``: inputs; ``given``: inputs and constants; ``tangents``: the gradients that backward is given.
+    ``placeholders``: inputs; ``sources``: inputs and constants; ``tangents``: the gradients that backward is given.
     ``outputs``: nodes that the model returns, ``bw_outputs``: those that backward returns, None where there is none.
     """
 
@@ -44,7 +44,7 @@ class Analysis:
         self.bw_outputs: tuple[int | None, ...] = tuple(returned[count:])
         self.resident = {s.id for s in graph.storages if s.category in RESIDENT}
         self.placeholders = [n.id for n in graph.nodes if self.fx[n.id].op == "placeholder"]
-        self.given = [n.id for n in graph.nodes if self.fx[n.id].op in ("placeholder", "get_attr")]
+        self.sources = [n.id for n in graph.nodes if self.fx[n.id].op in ("placeholder", "get_attr")]
         self.tangents = [node for node in self.placeholders if graph.nodes[node].phase == BACKWARD]
         self.bytes = [storage.bytes for storage in graph.storages]
 
@@ -61,7 +61,7 @@ class Analysis:
         return sum(value.numel() * value.element_size() for value in values)
 
     @cached_property
-    def held(self) -> set[int]:
+    def live_to_end(self) -> set[int]:
         """Storages that, once allocated, live to the end of the step: outputs, tangents and returned gradients."""
         nodes = [*self.outputs, *self.bw_outputs, *(node for node in self.tangents if node not in self.restrided)]
         return {s for node in nodes if node is not None for s in self.graph.nodes[node].storages} - self.dropped
@@ -79,7 +79,7 @@ class Analysis:
         return (copied & returned) - self.resident
 
     @cached_property
-    def cover(self) -> dict[int, int]:
+    def base_of(self) -> dict[int, int]:
         """By storage, the first node whose value is one tensor in it; all its other values are views of this one."""
         nodes: dict[int, int] = {}
         for node in self.graph.nodes:
@@ -93,7 +93,7 @@ class Analysis:
     def savable(self) -> frozenset[int]:
         """Storages of the forward that can be saved for backward."""
         forward = (s for s in self.graph.storages if self.graph.nodes[s.producer].phase == FORWARD)
-        return frozenset(s.id for s in forward if s.id not in self.resident and s.id in self.cover)
+        return frozenset(s.id for s in forward if s.id not in self.resident and s.id in self.base_of)
 
     def ancestors(self, roots) -> list[int]:
         """The nodes `roots` and all nodes that they are computed from, in order."""
@@ -109,7 +109,7 @@ class Analysis:
     @cached_property
     def needed_backward(self) -> tuple[int, ...]:
         """Backward nodes that the gradients depend on, in order."""
-        nodes, given = self.graph.nodes, set(self.given)
+        nodes, given = self.graph.nodes, set(self.sources)
         roots = [node for node in self.bw_outputs if node is not None]
         roots += [node for node in self.effects if nodes[node].phase == BACKWARD]
         return tuple(n for n in self.ancestors(roots) if nodes[n].phase == BACKWARD and n not in given)
@@ -126,13 +126,13 @@ class Analysis:
         return {self.fx[node].args[0].meta["ackpt_id"]: node for node in writes}
 
     @cached_property
-    def fixed(self) -> dict[int, str]:
+    def not_recomputable(self) -> dict[int, str]:
         """``{node: why it cannot be recomputed}``."""
         reasons = {}
         nodes = self.graph.nodes
         overwritten = {storage: nodes[changed] for changed in self.mutated for storage in nodes[changed].storages}
         for node in nodes:
-            if node.phase != FORWARD or node.id in self.given:
+            if node.phase != FORWARD or node.id in self.sources:
                 continue
             fx = self.fx[node.id]
             if _writes(fx):
@@ -143,28 +143,30 @@ class Analysis:
                 reasons[node.id] = "its random numbers cannot be replayed by this compiler"
             elif node.is_random and fx.kwargs.get("generator") is not None:
                 reasons[node.id] = "it draws from a generator of its own, whose state cannot be replayed"
-            elif changed := [s for i in self.reads_again(node.id) for s in self.storages(i, True) if s in overwritten]:
+            elif changed := [
+                s for i in self.recompute_reads(node.id) for s in self.storages(i, True) if s in overwritten
+            ]:
                 reasons[node.id] = f"it reads {overwritten[changed[0]].target}, which the forward changes"
             elif is_getitem(fx) and is_training_batch_norm(fx.args[0]) and fx.args[1] >= _RESULTS_WITHOUT_STATISTICS:
                 reasons[node.id] = "it is a running statistic, which is updated once"
         return reasons
 
     @cached_property
-    def pinned(self) -> frozenset[int]:
+    def must_be_saved(self) -> frozenset[int]:
         """Savable storages of nodes that cannot be recomputed.
 
         Not those of running statistics: a recomputed batch norm does not update them, and saving them must not save
         the batch norm's other results as well.
         """
-        storages = (storage for node in self.fixed for storage in self.graph.nodes[node].storages)
+        storages = (storage for node in self.not_recomputable for storage in self.graph.nodes[node].storages)
         producers = ((s, self.graph.storages[s].producer) for s in storages if s in self.savable)
         return frozenset(s for s, producer in producers if s in self.storages(producer, again=True))
 
     def reads(self, node: int, again: bool = False) -> tuple[int, ...]:
         """The nodes that `node` reads, or reads `again` in backward: a batch norm then reads no running statistics."""
-        return self.reads_again(node) if again else self.graph.nodes[node].inputs
+        return self.recompute_reads(node) if again else self.graph.nodes[node].inputs
 
-    def reads_again(self, node: int) -> tuple[int, ...]:
+    def recompute_reads(self, node: int) -> tuple[int, ...]:
         if node in self._batch_norms:
             arguments = self.fx[node].args[:3]
             return tuple(source.meta["ackpt_id"] for source in arguments if isinstance(source, torch.fx.Node))
@@ -176,7 +178,7 @@ class Analysis:
         return storages[:_RESULTS_WITHOUT_STATISTICS] if again and node in self._batch_norms else storages
 
     @cached_property
-    def born(self) -> dict[int, frozenset[int]]:
+    def allocated(self) -> dict[int, frozenset[int]]:
         """By node, the storages that it allocates; other storages of its result belong to its arguments (views)."""
         by_producer: dict[int, set[int]] = {}
         for storage in self.graph.storages:
@@ -184,20 +186,20 @@ class Analysis:
         return {node: frozenset(storages) for node, storages in by_producer.items()}
 
     @cached_property
-    def born_bytes(self) -> list[int]:
+    def allocated_bytes(self) -> list[int]:
         """By node, the bytes that it allocates for its results."""
-        return [sum(self.bytes[s] for s in self.born.get(node, ())) for node in range(len(self.graph.nodes))]
+        return [sum(self.bytes[s] for s in self.allocated.get(node, ())) for node in range(len(self.graph.nodes))]
 
     @cached_property
-    def born_again_bytes(self) -> list[int]:
+    def recomputed_bytes(self) -> list[int]:
         """The same in backward, where a recomputed batch norm returns no running statistics."""
-        sizes = list(self.born_bytes)
+        sizes = list(self.allocated_bytes)
         for node in self._batch_norms:
-            sizes[node] = sum(self.bytes[s] for s in self.storages(node, again=True) if s in self.born[node])
+            sizes[node] = sum(self.bytes[s] for s in self.storages(node, again=True) if s in self.allocated[node])
         return sizes
 
     @cached_property
-    def touched(self) -> dict[str, list[tuple[int, ...]]]:
+    def accessed(self) -> dict[str, list[tuple[int, ...]]]:
         """By phase and node, the storages that the node reads or writes when it runs there, but for resident ones."""
         nodes = self.graph.nodes
         tables: dict[str, list[tuple[int, ...]]] = {FORWARD: [], BACKWARD: []}
@@ -211,13 +213,6 @@ class Analysis:
     @cached_property
     def _batch_norms(self) -> set[int]:
         return {node for node, fx in self.fx.items() if is_training_batch_norm(fx)}
-
-
-Facts = Analysis
-
-
-def facts(graph: JointGraph) -> Analysis:
-    return graph.analysis
 
 
 def once_per_graph(function):

@@ -8,7 +8,6 @@ from torch.utils._pytree import tree_leaves
 
 from ackpt.metering.timeline import MeterError
 
-from .analysis import facts
 from .joint_graph import BACKWARD, JointGraph
 
 
@@ -94,7 +93,7 @@ def given(graph: JointGraph, inputs) -> list:
                 "give the arguments it was traced with"
             )
         value = value.detach()
-        values.append(value.clone() if place.id in facts(graph).mutated else value)
+        values.append(value.clone() if place.id in graph.analysis.mutated else value)
     if rest:
         raise MeterError(f"inputs hold {len(rest)} tensors more than the model was traced with")
     return values

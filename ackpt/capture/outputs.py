@@ -11,7 +11,6 @@ from ackpt.autograd_state import version
 from ackpt.checkpointing.guards import BACKWARD_FIRST
 from ackpt.errors import CheckpointError, TraceError
 
-from .analysis import facts
 from .joint_graph import JointGraph
 
 _DIFFERENTIATE = ("loss", "all")
@@ -94,14 +93,16 @@ def depends_on(graph: JointGraph) -> tuple[frozenset[int] | None, ...]:
 
     A gradient that is always zero, such as that of `torch.copysign` for the sign, depends on all outputs.
     """
-    known = facts(graph)
+    analysis = graph.analysis
     found: dict[int, frozenset[int]] = {}
     for node in graph.nodes:
         # A tangent that is not that of one output, such as of the base of several outputs, always has a gradient.
-        own = getattr(getattr(known.fx[node.id].meta.get("desc"), "output", None), "idx", _ALWAYS)
-        found[node.id] = frozenset({own} if node.id in known.tangents else ()).union(*(found[i] for i in node.inputs))
-    everything = frozenset().union(*(found[place] for place in known.bw_outputs if place is not None))
-    return tuple(None if place is None else found[place] or everything for place in known.bw_outputs)
+        own = getattr(getattr(analysis.fx[node.id].meta.get("desc"), "output", None), "idx", _ALWAYS)
+        found[node.id] = frozenset({own} if node.id in analysis.tangents else ()).union(
+            *(found[i] for i in node.inputs)
+        )
+    everything = frozenset().union(*(found[place] for place in analysis.bw_outputs if place is not None))
+    return tuple(None if place is None else found[place] or everything for place in analysis.bw_outputs)
 
 
 def leave_undefined(outputs, depends) -> None:
@@ -131,12 +132,12 @@ def differentiable_once(outputs) -> None:
 
 def gradient_strides(graph: JointGraph) -> dict[int, tuple[int, ...]]:
     """By output number, the strides with which its gradient was captured; torch copies all other gradients anyway."""
-    known = facts(graph)
+    analysis = graph.analysis
     found = {}
-    for place in known.tangents:
-        output: Any = getattr(known.fx[place].meta["desc"], "output", None)
-        if place not in known.restrided and type(output).__name__ == "PlainAOTOutput":
-            found[output.idx] = known.fx[place].meta["val"].stride()
+    for place in analysis.tangents:
+        output: Any = getattr(analysis.fx[place].meta["desc"], "output", None)
+        if place not in analysis.restrided and type(output).__name__ == "PlainAOTOutput":
+            found[output.idx] = analysis.fx[place].meta["val"].stride()
     return found
 
 

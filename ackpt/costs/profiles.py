@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.metering.timeline import MeterError
 from ackpt.results import read_json, write_text_atomic
@@ -133,7 +132,7 @@ class Profile:
             raise ProfileError(
                 f"this profile was made for another graph ({self.graph[:12]}, not {graph.hash[:12]}); profile this one"
             )
-        born = facts(graph).born
+        born = graph.analysis.allocated
         figures = {name: getattr(self, name) for name in (*_COUNTS, "seconds")}
         swaps = self.swap_seconds
         if swaps is not None:
@@ -257,7 +256,7 @@ def _measured(graph: JointGraph, device, inputs) -> Profile:
 def _calls(graph: JointGraph):
     """Every node with its arguments, which have shapes and no data."""
     for place in range(len(graph.nodes)):
-        node = facts(graph).fx[place]
+        node = graph.analysis.fx[place]
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: value_of(graph, argument))
         yield node, args, kwargs
 

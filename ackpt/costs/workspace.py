@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ackpt.capture.analysis import communicates, facts, once_per_graph
+from ackpt.capture.analysis import communicates, once_per_graph
 from ackpt.capture.example_values import stand_in
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.metering.timeline import MeterError
@@ -61,17 +61,17 @@ def disagreements(graph: JointGraph) -> tuple[Disagreement, ...]:
     float32 weights returns bfloat16 statistics; the result of ``mse_loss`` has a storage as large as its input.
     Raises as `workspace_bytes` does.
     """
-    known = facts(graph)
+    analysis = graph.analysis
     different = []
     for place, taken in _allocations(graph).items():
-        node, born = graph.nodes[place], known.born.get(place, frozenset())
-        values = tree_leaves(known.fx[place].meta.get("val"))
+        node, born = graph.nodes[place], analysis.allocated.get(place, frozenset())
+        values = tree_leaves(analysis.fx[place].meta.get("val"))
         keys = [value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None for value in values]
         ids = dict(zip(dict.fromkeys(key for key in keys if key is not None), node.storages))
         real = {ids[key]: 0 if found is None else found[1] for key, found in zip(keys, taken.results) if key in ids}
         for storage in sorted(born):
-            if real[storage] != known.bytes[storage]:
-                different.append(Disagreement(place, node.target, storage, known.bytes[storage], real[storage]))
+            if real[storage] != analysis.bytes[storage]:
+                different.append(Disagreement(place, node.target, storage, analysis.bytes[storage], real[storage]))
         size = sum(real[storage] for storage in born)
         if size != taken.left:
             different.append(Disagreement(place, node.target, None, size, taken.left))
@@ -90,7 +90,7 @@ def _allocations(graph: JointGraph) -> dict[int, Allocations]:
 @once_per_graph
 def _measured(graph: JointGraph, threads: int) -> dict[int, Allocations]:
     """What every operation allocates with so many threads, by node id; views and the like are left out."""
-    known = facts(graph)
+    analysis = graph.analysis
     values = tree_leaves([node.meta.get("val") for node in graph.module.graph.nodes])
     others = {str(v.device) for v in values if isinstance(v, torch.Tensor) and v.device.type != "cpu"}
     if others:
@@ -107,8 +107,8 @@ def _measured(graph: JointGraph, threads: int) -> dict[int, Allocations]:
         def value(argument):
             return real[argument] if argument in real else value_of(graph, argument)
 
-        for place in sorted(known.fx):
-            node = known.fx[place]
+        for place in sorted(analysis.fx):
+            node = analysis.fx[place]
             if node.op != "call_function":
                 continue
             call = torch.fx.map_arg((node.args, node.kwargs), value)

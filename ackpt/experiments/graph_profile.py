@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ackpt.capture.analysis import facts
 from ackpt.costs.profiles import profile as profiled
 from ackpt.metering.meter import measure
 from ackpt.metering.timeline import Timeline
@@ -79,12 +78,12 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int):
 
 def random_fates(graph, seed: int) -> dict[str, str]:
     """Fates for the policy manual: a coin decides for every operation that may be recomputed whether it is."""
-    known, coin, fates = facts(graph), random.Random(seed), {}
-    for producer in sorted({graph.storages[storage].producer for storage in known.savable}):
-        siblings = sorted(known.born[producer] & known.savable)
+    analysis, coin, fates = graph.analysis, random.Random(seed), {}
+    for producer in sorted({graph.storages[storage].producer for storage in analysis.savable}):
+        siblings = sorted(analysis.allocated[producer] & analysis.savable)
         lies_in = {node for storage in siblings for node in graph.storages[storage].nodes}
-        if not lies_in & known.fixed.keys() and coin.random() < 0.5:
-            fates.update({graph.nodes[known.cover[storage]].name: RECOMPUTED for storage in siblings})
+        if not lies_in & analysis.not_recomputable.keys() and coin.random() < 0.5:
+            fates.update({graph.nodes[analysis.base_of[storage]].name: RECOMPUTED for storage in siblings})
     return fates
 
 

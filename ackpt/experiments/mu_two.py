@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.offload_steps import offloadable, offloaded
 from ackpt.planning.schedule import Schedule, everything, lower
@@ -26,7 +25,7 @@ def name_of(graph: JointGraph, intermediate: Intermediate) -> str:
 def intermediates_of(graph: JointGraph, profile) -> list[Intermediate]:
     """The intermediates of the baseline, in the order of the forward, before any choice."""
     swaps = None if profile.seconds is None else profile.swap_seconds
-    return list(intermediates(facts(graph), everything(graph), costs(graph, profile), swaps).values())
+    return list(intermediates(graph.analysis, everything(graph), costs(graph, profile), swaps).values())
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def choices(graph: JointGraph, profile, at_most: int | None = None) -> list[Choi
 
 
 def _choice(graph: JointGraph, profile, state: State, every: list[Intermediate]) -> Choice:
-    bytes_of = facts(graph).bytes
+    bytes_of = graph.analysis.bytes
     schedules = schedules_of(graph, profile, state)
     once, each = (peak_of(graph, schedule, profile.workspace_bytes) for schedule in schedules)
     here = [i for i in state.kept if i not in state.swaps]
@@ -152,12 +151,12 @@ def decided(graph: JointGraph, profile, limit_bytes: int, *, as_printed: bool = 
     With `as_printed` it evicts once before it looks at the peak, and when it recomputes, it removes from the candidates
     the one it would have swapped. The profile must have times of copies.
     """
-    known, kept, link = facts(graph), intermediates_of(graph, profile), Link(costs(graph, profile), graph.boundary)
+    analysis, kept, link = graph.analysis, intermediates_of(graph, profile), Link(costs(graph, profile), graph.boundary)
     recomps: list[Intermediate] = []
     swaps: list[Intermediate] = []
     evicted = not as_printed
     while True:
-        saved = known.pinned.union(*(i.storages for i in kept))
+        saved = analysis.must_be_saved.union(*(i.storages for i in kept))
         schedule = lower(graph, saved)
         away = {storage for i in swaps for storage in i.storages}
         schedule = offloaded(graph, schedule, away.intersection(offloadable(graph, schedule)), profile, limit_bytes)

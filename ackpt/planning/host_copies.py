@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ackpt.capture.analysis import Facts
+from ackpt.capture.analysis import Analysis
 
 from .schedule import COMPUTE, OFFLOAD, PREFETCH, WAIT, Schedule, ScheduleError
 
@@ -27,18 +27,18 @@ class Host:
     ``there``: storages with a copy, complete or not; ``moving``: ``{storage: the step that started its copy}``.
     """
 
-    def __init__(self, known: Facts, schedule: Schedule):
+    def __init__(self, analysis: Analysis, schedule: Schedule):
         steps = (*schedule.forward, *schedule.backward)
-        self.known = known
+        self.analysis = analysis
         self.there: set[int] = set()
         self.moving: dict[int, str] = {}
         self._left = Counter(step.id for step in steps if step.kind in _COPIES)
         self._taken: set[int] = set()
 
     def offload(self, storage: int) -> None:
-        if storage in self.known.resident or storage in self.known.held:
+        if storage in self.analysis.resident or storage in self.analysis.live_to_end:
             raise ScheduleError(f"storage {storage} is the caller's and stays on the device: it cannot be offloaded")
-        if storage not in self.known.cover:
+        if storage not in self.analysis.base_of:
             raise ScheduleError(f"storage {storage} holds no tensor: it cannot be offloaded")
         if storage in self._taken:
             raise ScheduleError(f"storage {storage} is offloaded twice: one copy in host memory is enough")

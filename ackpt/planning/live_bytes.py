@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.analysis import Analysis
 from ackpt.capture.joint_graph import FORWARD, JointGraph
 from ackpt.metering.timeline import Copy, Timeline
 
@@ -40,10 +40,10 @@ class Live:
     """
 
     def __init__(self, graph: JointGraph, schedule: Schedule, workspace_bytes):
-        known = facts(graph)
-        self.graph, self.known, self.workspace_bytes = graph, known, workspace_bytes
-        self.values: set[int] = set(known.given)
-        self.storages: set[int] = set(known.resident)
+        analysis = graph.analysis
+        self.graph, self.analysis, self.workspace_bytes = graph, analysis, workspace_bytes
+        self.values: set[int] = set(analysis.sources)
+        self.storages: set[int] = set(analysis.resident)
         self.members: dict[int, set[int]] = {}
         self.recomputed: set[int] = set()  # storages whose current content was recomputed
         self.replayed = set(schedule.replayed)
@@ -52,11 +52,11 @@ class Live:
         self.owner: list[int | None] = []
         self.after: list[tuple[int, int]] = []
         self.total = self.host_total = self.boundary = 0
-        self.host = Host(known, schedule)
+        self.host = Host(analysis, schedule)
         self.copies: list[list] = []
-        activations = {*schedule.saved, *schedule.offloaded, *_storages(known, known.outputs)}
+        activations = {*schedule.saved, *schedule.offloaded, *_storages(analysis, analysis.outputs)}
         self.category = dict.fromkeys(activations, _ACTIVATION)
-        self.category.update(dict.fromkeys(_storages(known, known.bw_outputs), _GRADIENT))
+        self.category.update(dict.fromkeys(_storages(analysis, analysis.bw_outputs), _GRADIENT))
 
     def run_forward(self, steps):
         node = None
@@ -75,14 +75,14 @@ class Live:
         self.boundary = len(self.events)
         if lost := set(saved) - self.storages:
             raise ScheduleError(f"storages {sorted(lost)} are to be saved, but the forward has freed them")
-        self.members = {storage: {self.known.cover[storage]} for storage in saved}
-        self.values = {*self.known.given, *(self.known.cover[storage] for storage in saved)}
-        self._event(self.known.incoming_bytes, _TEMPORARY, None)
-        for place in self.known.tangents:
+        self.members = {storage: {self.analysis.base_of[storage]} for storage in saved}
+        self.values = {*self.analysis.sources, *(self.analysis.base_of[storage] for storage in saved)}
+        self._event(self.analysis.incoming_bytes, _TEMPORARY, None)
+        for place in self.analysis.tangents:
             for storage in self.graph.nodes[place].storages:
                 if storage not in self.storages:
                     self.storages.add(storage)
-                    self._event(self.known.bytes[storage], _TEMPORARY, place)
+                    self._event(self.analysis.bytes[storage], _TEMPORARY, place)
 
     def run_backward(self, steps):
         last = {step.id: at for at, step in enumerate(steps) if step.kind == COMPUTE and step.id in self.replayed}
@@ -116,7 +116,7 @@ class Live:
             tuple(live),
             {n: tuple(s) for n, s in zip(_CATEGORIES, series) if any(s)},
             self.boundary,
-            tuple(Copy(ways[kind], begin, end, self.known.bytes[s]) for kind, s, begin, end in self.copies),
+            tuple(Copy(ways[kind], begin, end, self.analysis.bytes[s]) for kind, s, begin, end in self.copies),
         )
 
     def host_live(self) -> tuple[int, ...]:
@@ -124,22 +124,22 @@ class Live:
         return tuple(accumulate((size if category == _HOST else 0 for size, category in self.events), initial=0))
 
     def _compute(self, place: int, again: bool):
-        known = self.known
-        for source in known.reads(place, again):
+        analysis = self.analysis
+        for source in analysis.reads(place, again):
             if source not in self.values:
                 raise ScheduleError(
                     f"{self._name(place)} reads {self._name(source)}, which is not there: the schedule has freed it, "
                     "never computed it, or not waited for its prefetch"
                 )
-        born = known.born.get(place, frozenset())
-        for storage in known.storages(place, again):
+        born = analysis.allocated.get(place, frozenset())
+        for storage in analysis.storages(place, again):
             if storage in born:
                 if storage in self.storages:
                     raise ScheduleError(f"{self._name(place)} is computed while its result is still there")
                 self.storages.add(storage)
                 if again:
                     self.recomputed.add(storage)
-                self._event(known.bytes[storage], self._category(storage), place)
+                self._event(analysis.bytes[storage], self._category(storage), place)
             self.members.setdefault(storage, set()).add(place)
         self.values.add(place)
         self.after.append((self.total, self.host_total))
@@ -152,9 +152,9 @@ class Live:
         if kind == FREE:
             self._free(storage, node)
             return
-        size = self.known.bytes[storage]
+        size = self.analysis.bytes[storage]
         if kind == OFFLOAD:
-            if self.known.cover.get(storage) not in self.values:
+            if self.analysis.base_of.get(storage) not in self.values:
                 raise ScheduleError(f"storage {storage} is offloaded, but it is not there")
             self.host.offload(storage)
             self._event(size, _HOST, node)
@@ -168,8 +168,8 @@ class Live:
             self.copies.append([kind, storage, len(self.events), len(self.events)])
         elif kind == WAIT:
             if self.host.wait(storage):
-                self.members[storage] = {self.known.cover[storage]}
-                self.values.add(self.known.cover[storage])
+                self.members[storage] = {self.analysis.base_of[storage]}
+                self.values.add(self.analysis.base_of[storage])
             next(copy for copy in reversed(self.copies) if copy[1] == storage)[3] = len(self.events)
         else:
             raise ScheduleError(f"{kind!r} is no kind of step")
@@ -181,7 +181,7 @@ class Live:
         if storage not in self.storages:
             raise ScheduleError(f"storage {storage} is freed, but it is not there")
         self.host.refuse_moving(storage, "freed")
-        self._event(-self.known.bytes[storage], self._category(storage), node)
+        self._event(-self.analysis.bytes[storage], self._category(storage), node)
         self.storages.discard(storage)
         self.recomputed.discard(storage)
         self.values -= self.members.pop(storage, set())
@@ -203,8 +203,8 @@ class Live:
         return f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r}"
 
 
-def _storages(known: Facts, places) -> set[int]:
-    return {storage for place in places if place is not None for storage in known.graph.nodes[place].storages}
+def _storages(analysis: Analysis, places) -> set[int]:
+    return {storage for place in places if place is not None for storage in analysis.graph.nodes[place].storages}
 
 
 def rng_state_bytes(graph: JointGraph) -> int:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterable
 from itertools import accumulate
 
-from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.analysis import Analysis
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.costs.profiles import Profile
 
@@ -32,7 +32,7 @@ def offloadable(graph: JointGraph, schedule: Schedule) -> list[int]:
         >>> [graph.storages[storage].bytes for storage in offloadable(graph, everything(graph))]
         [128]
     """
-    return [storage for storage in schedule.saved if storage not in facts(graph).held]
+    return [storage for storage in schedule.saved if storage not in graph.analysis.live_to_end]
 
 
 def offloaded(
@@ -89,14 +89,14 @@ class _Placing:
     storage on the device as briefly as possible; ``limit``: their upper bound; ``seconds``: of every compute step."""
 
     def __init__(self, graph: JointGraph, schedule: Schedule, storages, profile, limit_bytes: int):
-        known = facts(graph)
+        analysis = graph.analysis
         self.schedule = schedule
         orders = [[s.id for s in steps if s.kind == COMPUTE] for steps in (schedule.forward, schedule.backward)]
         seconds, copies = profile.seconds, profile.swap_seconds
         if seconds is None or copies is None:
             seconds, copies = [0.0] * len(graph.nodes), [0.0] * len(graph.storages)
         self.seconds = [[seconds[place] for place in order] for order in orders]
-        self.ways = _ways(known, storages, orders, copies)
+        self.ways = _ways(analysis, storages, orders, copies)
         self.forward, self.backward = step_peaks(graph, schedule, profile.workspace_bytes)
         # Each is away after its last use in the forward and before its first in backward.
         _add(self.forward, [(way.last + 1, len(self.forward), -way.size) for way in self.ways])
@@ -174,22 +174,22 @@ def _add(sizes: list[int], spans) -> None:
     sizes[:] = map(sum, zip(sizes, accumulate(changes)))
 
 
-def _ways(known: Facts, storages, orders, copy_seconds) -> list[_Way]:
+def _ways(analysis: Analysis, storages, orders, copy_seconds) -> list[_Way]:
     forward, backward = orders
     wanted = set(storages)
     born = {place: at for at, place in enumerate(forward)}
-    last = {s: at for at, place in enumerate(forward) for s in wanted.intersection(known.touched[FORWARD][place])}
+    last = {s: at for at, place in enumerate(forward) for s in wanted.intersection(analysis.accessed[FORWARD][place])}
     first = {
         s: at
         for at, place in reversed([*enumerate(backward)])
-        for s in wanted.intersection(known.touched[BACKWARD][place])
+        for s in wanted.intersection(analysis.accessed[BACKWARD][place])
     }
     return [
         _Way(
             storage=s,
-            size=known.bytes[s],
+            size=analysis.bytes[s],
             copy=copy_seconds[s],
-            born=born[known.cover[s]],
+            born=born[analysis.base_of[s]],
             last=last[s],
             first=first[s],
             freed=last[s],

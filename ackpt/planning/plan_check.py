@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.inspection.calls import differences
 from ackpt.capture.joint_graph import JointGraph
 
@@ -26,13 +25,13 @@ def check_applies(graph: JointGraph, plan: Plan) -> None:
             f"this plan was made for another graph ({made_for[:12]}, not {graph.hash[:12]}): "
             f"{_what_differs(graph, plan)}. Plan anew for this model and these arguments."
         )
-    known = facts(graph)
+    analysis = graph.analysis
     try:
         timeline = follow(graph, plan.schedule, (0,) * len(graph.nodes)).timeline()
     except (ScheduleError, LookupError, TypeError) as error:
         raise PlanError(f"the schedule of this plan cannot run: {error!r}. Plan anew.") from error
-    resident = sum(known.bytes[storage] for storage in known.resident) + graph.optimizer_bytes
-    saved = sum(known.bytes[storage] for storage in plan.schedule.saved)
+    resident = sum(analysis.bytes[storage] for storage in analysis.resident) + graph.optimizer_bytes
+    saved = sum(analysis.bytes[storage] for storage in plan.schedule.saved)
     limit = plan.dynamic_peak_bytes if plan.limit_bytes is None else plan.limit_bytes
     # (field, what it says, the least and the most that it can be)
     figures = [

@@ -12,7 +12,6 @@ from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.aot import Capture, capture, given_places
 from ackpt.capture.inspection.attributes import attributes, every_module, plain
 from ackpt.capture.inspection.calls import another_plan, described, other_bytes
@@ -306,10 +305,10 @@ def _read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str],
     """(index, name for errors) of the step's inputs that its backward reads, so that they must not change before it."""
     runs = (graph.nodes[step.id] for step in schedule.backward if step.kind == COMPUTE)
     read = {storage for node in runs for source in node.inputs for storage in graph.nodes[source].storages}
-    inputs = [node for node in map(graph.nodes.__getitem__, facts(graph).placeholders) if node.phase == FORWARD]
+    inputs = [node for node in map(graph.nodes.__getitem__, graph.analysis.placeholders) if node.phase == FORWARD]
     return tuple((place, _called(graph, node)) for place, node in enumerate(inputs) if read & set(node.storages))
 
 
 def _called(graph: JointGraph, node: Node) -> str:
-    name = getattr(facts(graph).fx[node.id].meta["desc"], "target", None)
+    name = getattr(graph.analysis.fx[node.id].meta["desc"], "target", None)
     return "an argument" if name is None else f"{graph.storages[node.storages[0]].category} {name!r}"

@@ -16,7 +16,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.fx.graph import _BoxedCodeGen
 
-from ackpt.capture.analysis import facts, is_training_batch_norm
+from ackpt.capture.analysis import is_training_batch_norm
 from ackpt.capture.joint_graph import FORWARD, JointGraph
 from ackpt.capture.patches.kernels import true_results
 
@@ -74,62 +74,62 @@ def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
 
 
 def _rewritten(graph: JointGraph, schedule: Schedule) -> Rewritten:
-    known = facts(graph)
-    fw = _Builder(known, again=False)
-    for place in known.placeholders:
-        if place not in known.tangents:
+    analysis = graph.analysis
+    fw = _Builder(analysis, again=False)
+    for place in analysis.placeholders:
+        if place not in analysis.tangents:
             fw.placeholder(place)
     replayed = set(schedule.replayed)
     for step in schedule.forward:
         fw.run(step, saves_state=step.kind == COMPUTE and step.id in replayed)
-    inputs = _inputs_needed(known, schedule)
-    passed = [*inputs, *(known.cover[s] for s in schedule.saved)]
-    outputs = [None if place is None else fw.value(place) for place in known.outputs]
+    inputs = _inputs_needed(analysis, schedule)
+    passed = [*inputs, *(analysis.base_of[s] for s in schedule.saved)]
+    outputs = [None if place is None else fw.value(place) for place in analysis.outputs]
     states = [fw.states[place] for place in schedule.replayed]
     hosts = [fw.hosts[storage] for storage in schedule.offloaded]
     fw.output([*outputs, *(fw.value(place) for place in passed), *hosts, *states])
 
-    bw = _Builder(known, again=True)
+    bw = _Builder(analysis, again=True)
     for place in passed:
         bw.placeholder(place)
     for storage in schedule.offloaded:
-        bw.hosts[storage] = bw.graph.placeholder(f"host_{known.fx[known.cover[storage]].name}")
+        bw.hosts[storage] = bw.graph.placeholder(f"host_{analysis.fx[analysis.base_of[storage]].name}")
         bw.hosts[storage].meta["val"] = None
     for place in schedule.replayed:
-        bw.states[place] = bw.graph.placeholder(f"rng_state_{known.fx[place].name}")
+        bw.states[place] = bw.graph.placeholder(f"rng_state_{analysis.fx[place].name}")
         bw.states[place].meta["val"] = fw.states[place].meta.get("val")
-    for place in known.tangents:
+    for place in analysis.tangents:
         bw.placeholder(place)
     for step in schedule.backward:
         bw.run(step)
-    bw.output([None if place is None else bw.value(place) for place in known.bw_outputs])
+    bw.output([None if place is None else bw.value(place) for place in analysis.bw_outputs])
     return Rewritten(fw.module(graph.module), bw.module(graph.module), len(outputs))
 
 
 def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, int]]) -> None:
     """Run the modules on fake tensors and compare their live bytes with the simulated ones, operation by operation."""
-    known = facts(graph)
+    analysis = graph.analysis
     hosted: set[int] = set()
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.module.graph.nodes])
     state = rng_state_bytes(graph)
 
     def values(places):
-        found = [known.fx[place].meta["val"] for place in places]
+        found = [analysis.fx[place].meta["val"] for place in places]
         return [value.detach() if isinstance(value, torch.Tensor) else value for value in found]
 
     with fake_mode or contextlib.nullcontext(), true_results(fake_mode):
-        inputs = values(place for place in known.placeholders if place not in known.tangents)
+        inputs = values(place for place in analysis.placeholders if place not in analysis.tangents)
         own = {storage._cdata for value in inputs for storage in storages_in(value)}
         found, passed = live_after(rewritten.forward, inputs, own, 0, state, hosted)
-        tangents = values(known.tangents)
-        callers = [value for place, value in zip(known.tangents, tangents) if place not in known.restrided]
+        tangents = values(analysis.tangents)
+        callers = [value for place, value in zip(analysis.tangents, tangents) if place not in analysis.restrided]
         passed, kept = passed[: rewritten.num_outputs], passed[rewritten.num_outputs :]
-        nodes = [() if place is None else graph.nodes[place].storages for place in known.outputs]
-        passed = [value for value, lies_in in zip(passed, nodes) if known.dropped.isdisjoint(lies_in)]
+        nodes = [() if place is None else graph.nodes[place].storages for place in analysis.outputs]
+        passed = [value for value, lies_in in zip(passed, nodes) if analysis.dropped.isdisjoint(lies_in)]
         # What the caller holds all through backward: outputs and the gradients that come in.
         held = {s._cdata: s.nbytes() for value in (*passed, *callers) for s in storages_in(value)}
         held = {key: size for key, size in held.items() if key not in own}
-        given, others = known.incoming_bytes + sum(held.values()), own | held.keys()
+        given, others = analysis.incoming_bytes + sum(held.values()), own | held.keys()
         found += live_after(rewritten.backward, [*kept, *tangents], others, given, state, hosted)[0]
     if found != expected:
         at = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
@@ -158,23 +158,23 @@ def boxed(module: fx.GraphModule):
     return call
 
 
-def _inputs_needed(known, schedule) -> list[int]:
+def _inputs_needed(analysis, schedule) -> list[int]:
     """Parameters, buffers and inputs that the backward reads."""
-    nodes = known.graph.nodes
+    nodes = analysis.graph.nodes
     read = set()
     for step in schedule.backward:
         if step.kind == COMPUTE:
-            read.update(known.reads(step.id, nodes[step.id].phase == FORWARD))
-    read.update(place for place in known.bw_outputs if place is not None)
-    return [place for place in known.placeholders if place in read and place not in known.tangents]
+            read.update(analysis.reads(step.id, nodes[step.id].phase == FORWARD))
+    read.update(place for place in analysis.bw_outputs if place is not None)
+    return [place for place in analysis.placeholders if place in read and place not in analysis.tangents]
 
 
 class _Builder:
     """Builds one fx graph. ``env``: the latest run of every node; ``hosts``: copies of storages in host memory;
     ``moving``: by storage, the node that started its copy and the node that is copied."""
 
-    def __init__(self, known, again: bool):
-        self.known = known
+    def __init__(self, analysis, again: bool):
+        self.analysis = analysis
         self.again = again
         self.graph = fx.Graph()
         self.env: dict[int, fx.Node] = {}
@@ -183,12 +183,12 @@ class _Builder:
         self.moving: dict[int, tuple[fx.Node, fx.Node]] = {}
 
     def placeholder(self, place: int):
-        node = self.graph.placeholder(self.known.fx[place].name)
-        node.meta = dict(self.known.fx[place].meta)
+        node = self.graph.placeholder(self.analysis.fx[place].name)
+        node.meta = dict(self.analysis.fx[place].meta)
         self.env[place] = node
 
     def value(self, place: int) -> fx.Node:
-        if place not in self.env and self.known.fx[place].op == "get_attr":
+        if place not in self.env and self.analysis.fx[place].op == "get_attr":
             self.env[place] = self._copied(place)
         return self.env[place]
 
@@ -199,8 +199,8 @@ class _Builder:
             self._copy(*step)
 
     def compute(self, place: int, saves_state: bool = False):
-        original = self.known.fx[place]
-        is_recomputed = self.again and self.known.graph.nodes[place].phase == FORWARD
+        original = self.analysis.fx[place]
+        is_recomputed = self.again and self.analysis.graph.nodes[place].phase == FORWARD
         if is_recomputed and is_training_batch_norm(original):
             args, kwargs = self._mapped((*original.args[:3], *original.args[5:]), original.kwargs)
             node = self.graph.call_function(_BATCH_NORM_AGAIN, args, kwargs)
@@ -226,12 +226,12 @@ class _Builder:
         return fx.GraphModule(root, self.graph)
 
     def _copy(self, kind: str, storage: int):
-        cover = self.known.cover[storage]
+        cover = self.analysis.base_of[storage]
         if kind == OFFLOAD:
             source = self.value(cover)
             self.moving[storage] = self.graph.call_function(copy_operations.offload, (source,)), source
         elif kind == PREFETCH:
-            source, like = self.hosts[storage], self.known.fx[cover].meta["val"]
+            source, like = self.hosts[storage], self.analysis.fx[cover].meta["val"]
             layout = (like.device, like.dtype, tuple(like.shape), like.stride(), like.storage_offset())
             self.moving[storage] = self.graph.call_function(copy_operations.prefetch, (source, *layout)), source
         else:
@@ -240,11 +240,11 @@ class _Builder:
             if moved.target is copy_operations.offload:
                 self.hosts[storage] = arrived
             else:
-                arrived.meta = dict(self.known.fx[cover].meta)
+                arrived.meta = dict(self.analysis.fx[cover].meta)
                 self.env[cover] = arrived
 
     def _copied(self, place: int) -> fx.Node:
-        return self.graph.node_copy(self.known.fx[place], lambda node: self.value(node.meta["ackpt_id"]))
+        return self.graph.node_copy(self.analysis.fx[place], lambda node: self.value(node.meta["ackpt_id"]))
 
     def _mapped(self, args, kwargs):
         return fx.map_arg((tuple(args), dict(kwargs)), lambda node: self.value(node.meta["ackpt_id"]))

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.analysis import Analysis
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 
 COMPUTE, FREE = "compute", "free"
@@ -103,21 +103,21 @@ def scheduled(graph: JointGraph, forward: Iterable[int] | None, backward: Iterab
         >>> scheduled(graph, forward, backward) == found
         True
     """
-    known = facts(graph)
+    analysis = graph.analysis
     backward = list(backward)
     for place in backward:
-        if graph.nodes[place].phase == FORWARD and place in known.fixed:
+        if graph.nodes[place].phase == FORWARD and place in analysis.not_recomputable:
             node = graph.nodes[place]
             raise ScheduleError(
                 f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r} cannot be recomputed: "
-                f"{known.fixed[place]}. Its storage must be saved."
+                f"{analysis.not_recomputable[place]}. Its storage must be saved."
             )
-    steps, needed = _with_frees(known, backward, known.held, True)
+    steps, needed = _with_frees(analysis, backward, analysis.live_to_end, True)
     bw = tuple(steps)
-    saved = tuple(sorted(needed - known.resident - {s for t in known.tangents for s in graph.nodes[t].storages}))
-    forward = needed_forward(known, saved) if forward is None else list(forward)
-    steps, _ = _with_frees(known, forward, known.held | known.dropped | set(saved), False)
-    steps += [Step(FREE, storage) for storage in sorted(known.dropped - set(saved))]
+    saved = tuple(sorted(needed - analysis.resident - {s for t in analysis.tangents for s in graph.nodes[t].storages}))
+    forward = needed_forward(analysis, saved) if forward is None else list(forward)
+    steps, _ = _with_frees(analysis, forward, analysis.live_to_end | analysis.dropped | set(saved), False)
+    steps += [Step(FREE, storage) for storage in sorted(analysis.dropped - set(saved))]
     random = {place for place in backward if graph.nodes[place].phase == FORWARD and graph.nodes[place].is_random}
     return Schedule(graph.hash, tuple(steps), bw, saved, tuple(sorted(random)))
 
@@ -143,11 +143,11 @@ def lower(graph: JointGraph, saved: Iterable[int]) -> Schedule:
         >>> [simulate(graph, profile, lower(graph, saved)).recompute_flops for saved in ((), everything(graph).saved)]
         [512, 0]
     """
-    known = facts(graph)
+    analysis = graph.analysis
     # The caller holds the outputs anyway.
-    outputs = {s for place in known.outputs if place is not None for s in graph.nodes[place].storages}
-    saved = {*saved, *(outputs - known.dropped)}
-    return scheduled(graph, None, recompute_late(known, known.needed_backward, at_hand(known, saved)))
+    outputs = {s for place in analysis.outputs if place is not None for s in graph.nodes[place].storages}
+    saved = {*saved, *(outputs - analysis.dropped)}
+    return scheduled(graph, None, recompute_late(analysis, analysis.needed_backward, at_hand(analysis, saved)))
 
 
 def everything(graph: JointGraph) -> Schedule:
@@ -163,7 +163,7 @@ def everything(graph: JointGraph) -> Schedule:
         >>> plain.saved_bytes, plain.recompute_flops
         (128, 0)
     """
-    return lower(graph, facts(graph).savable)
+    return lower(graph, graph.analysis.savable)
 
 
 def recomputed(graph: JointGraph, schedule: Schedule) -> list[int]:
@@ -171,37 +171,37 @@ def recomputed(graph: JointGraph, schedule: Schedule) -> list[int]:
     return [step.id for step in schedule.backward if step.kind == COMPUTE and step.id < graph.boundary]
 
 
-def at_hand(known: Facts, saved) -> set[int]:
+def at_hand(analysis: Analysis, saved) -> set[int]:
     """Nodes whose values backward begins with when the storages `saved` are kept, with what was born beside them."""
-    live = set(known.given)
-    for producer in {known.graph.storages[storage].producer for storage in saved}:
-        live |= {known.cover[storage] for storage in known.born[producer] if storage in known.cover}
+    live = set(analysis.sources)
+    for producer in {analysis.graph.storages[storage].producer for storage in saved}:
+        live |= {analysis.base_of[storage] for storage in analysis.allocated[producer] if storage in analysis.base_of}
     return live
 
 
-def recompute_late(known: Facts, nodes: Iterable[int], live: set[int]) -> list[int]:
+def recompute_late(analysis: Analysis, nodes: Iterable[int], live: set[int]) -> list[int]:
     """Node ids in the order in which `nodes` run, each missing activation recomputed right before its first reader.
 
     `live`: nodes whose values exist; every node of the returned order is added to it.
     """
     order: list[int] = []
     for reader in nodes:
-        runs = missing(known, reader, live)
+        runs = missing(analysis, reader, live)
         order += runs
         live.update(runs)
     return order
 
 
-def missing(known: Facts, place: int, live) -> list[int]:
+def missing(analysis: Analysis, place: int, live) -> list[int]:
     """`place` and what has to run before it, in order, when the values in `live` are at hand."""
     if place in live:
         return []
-    if live.issuperset(known.reads(place, again=known.graph.nodes[place].phase == FORWARD)):
+    if live.issuperset(analysis.reads(place, again=analysis.graph.nodes[place].phase == FORWARD)):
         return [place]
-    return missing_for(known, [place], live)
+    return missing_for(analysis, [place], live)
 
 
-def missing_for(known: Facts, places, live) -> list[int]:
+def missing_for(analysis: Analysis, places, live) -> list[int]:
     """`places` and what has to run before them, in order, when the values in `live` are at hand."""
     found = set()
     todo = list(places)
@@ -210,24 +210,24 @@ def missing_for(known: Facts, places, live) -> list[int]:
         if node in live or node in found:
             continue
         found.add(node)
-        todo += known.reads(node, again=known.graph.nodes[node].phase == FORWARD)
+        todo += analysis.reads(node, again=analysis.graph.nodes[node].phase == FORWARD)
     return sorted(found)
 
 
-def needed_forward(known: Facts, saved) -> list[int]:
+def needed_forward(analysis: Analysis, saved) -> list[int]:
     """Forward nodes that the outputs, the `saved` storages and the effects depend on, in order."""
-    graph = known.graph
-    roots = [place for place in known.outputs if place is not None]
-    roots += [place for place in known.effects if graph.nodes[place].phase == FORWARD]
-    roots += [known.cover[storage] for storage in saved]
-    given = set(known.given)
-    return [node for node in known.ancestors(roots) if node not in given]
+    graph = analysis.graph
+    roots = [place for place in analysis.outputs if place is not None]
+    roots += [place for place in analysis.effects if graph.nodes[place].phase == FORWARD]
+    roots += [analysis.base_of[storage] for storage in saved]
+    given = set(analysis.sources)
+    return [node for node in analysis.ancestors(roots) if node not in given]
 
 
-def _with_frees(known: Facts, order, kept, is_backward: bool):
+def _with_frees(analysis: Analysis, order, kept, is_backward: bool):
     """The steps of `order` with every free as early as possible, and the storages that must be live before it."""
-    touched = known.touched[BACKWARD if is_backward else FORWARD]
-    computes, frees = _steps(COMPUTE, len(known.graph.nodes)), _steps(FREE, len(known.graph.storages))
+    touched = analysis.accessed[BACKWARD if is_backward else FORWARD]
+    computes, frees = _steps(COMPUTE, len(analysis.graph.nodes)), _steps(FREE, len(analysis.graph.storages))
     steps: list[Step] = []
     later: set[int] = set()  # storages that a later step reads or writes before they are allocated again
     for place in reversed(order):
@@ -237,8 +237,8 @@ def _with_frees(known: Facts, order, kept, is_backward: bool):
                 if storage not in kept:
                     steps.append(frees[storage])
         steps.append(computes[place])
-        if place in known.born:
-            later -= known.born[place]
+        if place in analysis.allocated:
+            later -= analysis.allocated[place]
     steps.reverse()
     return steps, later
 

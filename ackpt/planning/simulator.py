@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.metering.timeline import Timeline
@@ -98,8 +97,8 @@ def simulate(graph: JointGraph, profile: Profile, schedule: Schedule) -> Simulat
         timeline=timeline,
         peak_bytes=timeline.peak_bytes,
         peak_node=live.owner[timeline.peak_index - 1] if timeline.peak_index else None,
-        resident_bytes=sum(live.known.bytes[s] for s in live.known.resident) + graph.optimizer_bytes,
-        saved_bytes=sum(live.known.bytes[s] for s in schedule.saved),
+        resident_bytes=sum(live.analysis.bytes[s] for s in live.analysis.resident) + graph.optimizer_bytes,
+        saved_bytes=sum(live.analysis.bytes[s] for s in schedule.saved),
         flops=sum(profile.flops[place] for place in order),
         recompute_flops=sum(profile.flops[place] for place in recomputed(graph, schedule)),
         seconds=None if times is None else times[0],
@@ -120,8 +119,8 @@ def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[
     The last entry of the backward is the optimizer's step. This is the fast variant of `simulate`, which policies call
     for hundreds of schedules: it checks nothing and keeps no events. ``tests/planning`` compares the two.
     """
-    known = facts(graph)
-    size, allocated, again = known.bytes, known.born_bytes, known.born_again_bytes
+    analysis = graph.analysis
+    size, allocated, again = analysis.bytes, analysis.allocated_bytes, analysis.recomputed_bytes
     backward_workspace = workspace_bytes
     released: dict[int, int] = {}  # after a step of backward, by its position
     if schedule.replayed:
@@ -135,7 +134,7 @@ def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[
         runs = ((step.id, at) for at, step in enumerate(schedule.backward) if step.kind == COMPUTE)
         released = dict.fromkeys(dict(run for run in runs if run[0] in replayed).values(), state)
     forward, total = _compute_peaks(schedule.forward, 0, size, allocated, workspace_bytes, {})
-    total += known.incoming_bytes + sum(size[s] for place in known.tangents for s in graph.nodes[place].storages)
+    total += analysis.incoming_bytes + sum(size[s] for place in analysis.tangents for s in graph.nodes[place].storages)
     backward, total = _compute_peaks(schedule.backward, total, size, again, backward_workspace, released)
     return forward, [*backward, total + graph.optimizer_step_bytes]
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.schedule import Schedule, everything, lower
 from ackpt.planning.simulator import peak_of
@@ -65,7 +64,7 @@ def segments(graph: JointGraph) -> list[Schedule]:
     """Chen's segments, recomputed as a whole, and some of them one activation at a time."""
     segmented = segmentations(graph)
     some = evenly_spaced(segmented, max(_LEAST_SEGMENTATIONS, _SEGMENT_NODES // len(graph.nodes)))
-    one_by_one = (mu_two.once_for_each_reader(facts(graph), saved) for saved in some)
+    one_by_one = (mu_two.once_for_each_reader(graph.analysis, saved) for saved in some)
     longest = _LONGEST * len(everything(graph).backward)
     return [
         *(lower(graph, saved) for saved in segmented),
@@ -80,7 +79,7 @@ def chain_schedules(
 
     `partials`: how many partial savings of blocks are tried (None: all of them; 1: only to save nothing).
     """
-    rows = stages(facts(graph), chain, cost, profile.workspace_bytes)
+    rows = stages(graph.analysis, chain, cost, profile.workspace_bytes)
     table = ChainTable([replace(row, partials=row.partials[:partials]) for row in rows], memory_bytes)
     schedules = []
     previous = None

@@ -8,7 +8,6 @@ backward reads first are saved as well, as far as that does not raise the peak.
 
 from __future__ import annotations
 
-from ackpt.capture.analysis import facts
 from ackpt.planning.schedule import Schedule, everything, lower, recomputed
 from ackpt.planning.simulator import peak_of
 from ackpt.policies.chains.cut_points import cut_points
@@ -51,9 +50,9 @@ def segmentations(graph) -> list[frozenset[int]]:
 
     The one saves the ends of segments alone, the other also the inside of the last segment.
     """
-    analysis = facts(graph)
+    analysis = graph.analysis
     needed = everything(graph).saved
-    fixed = {s for node in analysis.fixed for s in graph.nodes[node].storages if s in analysis.savable}
+    fixed = {s for node in analysis.not_recomputable for s in graph.nodes[node].storages if s in analysis.savable}
     cuts = cut_points(graph)
     births = [graph.storages[cut].producer for cut in cuts]
     block_bytes = [0] * (len(cuts) + 1)  # that backward needs, between one cut and the next

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from math import inf
 
-from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.analysis import Analysis
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.planning.schedule import COMPUTE, Schedule, everything, recompute_late, scheduled
@@ -150,22 +150,22 @@ def contracted(graph: JointGraph, profile) -> Contracted:
     Raises:
         ValueError: if there are too many for the solver.
     """
-    analysis = facts(graph)
+    analysis = graph.analysis
     baseline = everything(graph)
     order = {step.id for step in (*baseline.forward, *baseline.backward) if step.kind == COMPUTE}
     order |= set(analysis.tangents)
     order = sorted(
-        node for node in order if analysis.born.get(node, set()) - analysis.resident or node in analysis.effects
+        node for node in order if analysis.allocated.get(node, set()) - analysis.resident or node in analysis.effects
     )
     reads = {node: _read_storages(analysis, node) for node in order}
     nodes: list[int] = []
     storages: list[frozenset[int]] = []
     for node in order:
         groups: dict[tuple, set[int]] = {}
-        for storage in sorted(analysis.born.get(node, frozenset()) - analysis.resident):
+        for storage in sorted(analysis.allocated.get(node, frozenset()) - analysis.resident):
             is_reallocated = storage in analysis.storages(node, again=True)
             readers = (reader for reader in order if storage in reads[reader])
-            groups.setdefault((is_reallocated, storage in analysis.held, *readers), set()).add(storage)
+            groups.setdefault((is_reallocated, storage in analysis.live_to_end, *readers), set()).add(storage)
         # First the group that every run allocates.
         keys = sorted(groups, key=lambda key: not key[0]) or [()]
         nodes += [node] * len(keys)
@@ -178,12 +178,12 @@ def contracted(graph: JointGraph, profile) -> Contracted:
     return Contracted(_dag(analysis, profile, nodes, storages, reads), tuple(nodes), tuple(storages))
 
 
-def _read_storages(analysis: Facts, node: int) -> set[int]:
+def _read_storages(analysis: Analysis, node: int) -> set[int]:
     sources = {*analysis.reads(node), *analysis.reads(node, again=node < analysis.graph.boundary)}
     return {s for source in sources for s in analysis.graph.nodes[source].storages}
 
 
-def _dag(analysis: Facts, profile, nodes, storages, reads) -> ilp.Dag:
+def _dag(analysis: Analysis, profile, nodes, storages, reads) -> ilp.Dag:
     """The program's graph; its nodes are indices into `nodes`."""
     graph = analysis.graph
     cost = costs(graph, profile)
@@ -197,8 +197,8 @@ def _dag(analysis: Facts, profile, nodes, storages, reads) -> ilp.Dag:
     is_reallocated = [
         not storages[at] or bool(storages[at] & set(analysis.storages(nodes[at], True))) for at in indices
     ]
-    held = {at for at in indices if storages[at] & analysis.held}
-    fixed = {nodes[at] for at in held} | set(analysis.fixed)
+    held = {at for at in indices if storages[at] & analysis.live_to_end}
+    fixed = {nodes[at] for at in held} | set(analysis.not_recomputable)
     return ilp.Dag(
         [0 if at != first[node] else int(cost[node]) if is_integral else cost[node] for at, node in enumerate(nodes)],
         [sum(analysis.bytes[s] for s in group) for group in storages],
@@ -213,16 +213,16 @@ def _dag(analysis: Facts, profile, nodes, storages, reads) -> ilp.Dag:
 
 def lowered(graph: JointGraph, program: Contracted, steps) -> Schedule:
     """The schedule of the backward part of `steps`, a solution of the program; views are rebuilt for their readers."""
-    analysis = facts(graph)
+    analysis = graph.analysis
     saved: set[int] = set()
     order: list[int] = []
     live: set[int] = set()
     is_backward = False
     for number, (kind, at) in enumerate(steps):
         node, group = program.nodes[at], program.storages[at]
-        bases = {analysis.cover[s] for s in group if s in analysis.cover}
+        bases = {analysis.base_of[s] for s in group if s in analysis.base_of}
         if node >= graph.boundary and not is_backward:
-            live |= {*analysis.given, *saved}
+            live |= {*analysis.sources, *saved}
             is_backward = True
         if not is_backward:
             saved = saved | bases if kind == COMPUTE else saved - bases
@@ -235,9 +235,9 @@ def lowered(graph: JointGraph, program: Contracted, steps) -> Schedule:
     return scheduled(graph, None, order)
 
 
-def _bases_of_run(analysis: Facts, program: Contracted, steps) -> set[int]:
+def _bases_of_run(analysis: Analysis, program: Contracted, steps) -> set[int]:
     """The base tensors of all results of the run that `steps` begins with."""
     node = program.nodes[steps[0][1]]
     computed = (at for kind, at in steps if kind == COMPUTE)
     of_run = takewhile(lambda at: program.nodes[at] == node, computed)
-    return {analysis.cover[s] for at in of_run for s in program.storages[at] if s in analysis.cover}
+    return {analysis.base_of[s] for at in of_run for s in program.storages[at] if s in analysis.base_of}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.planning.offload_steps import offloadable, offloaded
@@ -29,8 +28,8 @@ def schedule(graph: JointGraph, profile: Profile, limit_bytes: int | None, *, fa
     """
     if not isinstance(fates, Mapping):
         raise TypeError(f"fates must be a dict {{name of an activation: fate}}, got {type(fates).__name__}")
-    analysis = facts(graph)
-    storage_of = {graph.nodes[analysis.cover[storage]].name: storage for storage in analysis.savable}
+    analysis = graph.analysis
+    storage_of = {graph.nodes[analysis.base_of[storage]].name: storage for storage in analysis.savable}
     if unknown := [name for name in fates if name not in storage_of]:
         raise ValueError(
             f"no activation is called {unknown[0]!r}; the names are those of plan.fates under policy 'none'"
@@ -38,18 +37,20 @@ def schedule(graph: JointGraph, profile: Profile, limit_bytes: int | None, *, fa
     if wrong := [fate for fate in fates.values() if fate not in (SAVED, RECOMPUTED, OFFLOADED)]:
         raise ValueError(f"a fate is 'saved', 'recomputed' or 'offloaded', got {wrong[0]!r}")
     not_recomputed = {storage_of[name] for name, fate in fates.items() if fate != RECOMPUTED}
-    saved = analysis.pinned.union(everything(graph).saved, not_recomputed)
+    saved = analysis.must_be_saved.union(everything(graph).saved, not_recomputed)
     saved -= {storage_of[name] for name, fate in fates.items() if fate == RECOMPUTED}
     for name, fate in fates.items():
         producer = graph.storages[storage_of[name]].producer
-        siblings = [graph.nodes[analysis.cover[s]].name for s in analysis.born[producer] if s in analysis.savable]
+        siblings = [
+            graph.nodes[analysis.base_of[s]].name for s in analysis.allocated[producer] if s in analysis.savable
+        ]
         if fate == RECOMPUTED:
             if other := next((s for s in siblings if fates.get(s, RECOMPUTED) != RECOMPUTED), None):
                 raise ValueError(
                     f"{name!r} and {other!r} are results of one operation, {graph.nodes[producer].name!r}: running it "
                     "again brings both, so give them one fate"
                 )
-            saved -= analysis.born[producer]
+            saved -= analysis.allocated[producer]
     recomputing = lower(graph, saved)
     to_host = {storage_of[name]: name for name, fate in fates.items() if fate == OFFLOADED}
     if refused := sorted(set(to_host) - set(offloadable(graph, recomputing))):

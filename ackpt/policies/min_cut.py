@@ -20,7 +20,7 @@ from torch import fx
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from ackpt.capture.analysis import facts, once_per_graph
+from ackpt.capture.analysis import once_per_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.planning.schedule import Schedule, at_hand, lower, recompute_late
@@ -75,7 +75,7 @@ def schedule(
 @once_per_graph
 def partition(graph: JointGraph, setting: float) -> Partition:
     """The partition of torch's partitioner for an ``activation_memory_budget``."""
-    analysis = facts(graph)
+    analysis = graph.analysis
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.module.graph, {}))
     for node, original in zip(copied.nodes, graph.module.graph.nodes):
@@ -91,7 +91,7 @@ def partition(graph: JointGraph, setting: float) -> Partition:
     (returned,) = forward.graph.find_nodes(op="output")
     returned_to_backward = [node.meta["ackpt_id"] for node in returned.args[0][outputs:] if isinstance(node, fx.Node)]
     saved = frozenset(s for node in returned_to_backward for s in graph.nodes[node].storages if s in analysis.savable)
-    given = set(analysis.given)
+    given = set(analysis.sources)
     order = [node.meta["ackpt_id"] for node in backward.graph.nodes if node.op == "call_function"]
     return Partition(saved, tuple(node for node in order if node not in given))
 
@@ -101,7 +101,7 @@ def _late(graph: JointGraph, partitioned: Partition) -> Schedule:
 
 
 def _as_torch(graph: JointGraph, partitioned: Partition) -> Schedule:
-    analysis = facts(graph)
+    analysis = graph.analysis
     live = at_hand(analysis, partitioned.saved | _always_saved(graph))
     order = recompute_late(analysis, (*partitioned.backward, *analysis.needed_backward), live)
     # Some recomputations are read by nothing: their readers are saved together with siblings.
@@ -110,8 +110,8 @@ def _as_torch(graph: JointGraph, partitioned: Partition) -> Schedule:
 
 def _always_saved(graph: JointGraph) -> set[int]:
     """Storages of operations that cannot be recomputed, and of outputs, which the caller holds."""
-    analysis = facts(graph)
-    nodes = [*analysis.fixed, *(node for node in analysis.outputs if node is not None)]
+    analysis = graph.analysis
+    nodes = [*analysis.not_recomputable, *(node for node in analysis.outputs if node is not None)]
     return {s for node in nodes for s in graph.nodes[node].storages if s in analysis.savable}
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.analysis import Analysis
 from ackpt.capture.joint_graph import FORWARD, JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.planning.offload_steps import offloadable, offloaded
@@ -73,7 +73,7 @@ def states(graph: JointGraph, profile: Profile) -> Iterator[State]:
     """
     run_time = costs(graph, profile)
     swap_seconds = None if profile.seconds is None else profile.swap_seconds
-    kept = list(intermediates(facts(graph), everything(graph), run_time, swap_seconds).values())
+    kept = list(intermediates(graph.analysis, everything(graph), run_time, swap_seconds).values())
     candidates = [i for i in kept if i.can_recompute or i.swap_time is not None]
     recomps: list[Intermediate] = []
     swaps: list[Intermediate] = []
@@ -116,8 +116,8 @@ def schedules_of(graph: JointGraph, profile: Profile, state: State) -> list[Sche
         >>> [schedule.saved for schedule in mu_two.schedules_of(graph, profile, end)]
         [(), ()]
     """
-    analysis = facts(graph)
-    saved = analysis.pinned.union(*(i.storages for i in state.kept))
+    analysis = graph.analysis
+    saved = analysis.must_be_saved.union(*(i.storages for i in state.kept))
     swapped = {storage for swap in state.swaps for storage in swap.storages}
     return [
         offloaded(graph, schedule, swapped.intersection(offloadable(graph, schedule)), profile)
@@ -135,7 +135,7 @@ def _choice(candidates: list[Intermediate], link: Link) -> tuple[Intermediate, b
     return swap, True
 
 
-def once_for_each_reader(analysis: Facts, saved) -> Schedule:
+def once_for_each_reader(analysis: Analysis, saved) -> Schedule:
     """As `lower`, but what a recomputation needs on the way is freed, and recomputed again for its own readers.
 
     This is the recomputation of the paper's pseudocode.
@@ -145,14 +145,14 @@ def once_for_each_reader(analysis: Facts, saved) -> Schedule:
     """
     graph = analysis.graph
     nodes = graph.nodes
-    saved = {*saved, *(s for s in analysis.held if nodes[graph.storages[s].producer].phase == FORWARD)}
+    saved = {*saved, *(s for s in analysis.live_to_end if nodes[graph.storages[s].producer].phase == FORWARD)}
     live = at_hand(analysis, saved)
     backward: list[int] = []
     for reader in analysis.needed_backward:
         runs = missing(analysis, reader, live)
         backward += runs
         read = {storage for source in nodes[reader].inputs for storage in nodes[source].storages}
-        recomputed = {s for node in runs if nodes[node].phase == FORWARD for s in analysis.born.get(node, ())}
-        freed = {s for s in recomputed if not analysis.born[graph.storages[s].producer] & read}
+        recomputed = {s for node in runs if nodes[node].phase == FORWARD for s in analysis.allocated.get(node, ())}
+        freed = {s for s in recomputed if not analysis.allocated[graph.storages[s].producer] & read}
         live |= {node for node in runs if not freed.intersection(nodes[node].storages)}
     return scheduled(graph, None, backward)

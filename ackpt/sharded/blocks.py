@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.planning.schedule import COMPUTE, Schedule, Step, at_hand, everything, recompute_late, recomputed, scheduled
@@ -47,13 +46,13 @@ class Blocks:
 
     def __init__(self, graph: JointGraph, profile: Profile, groups: tuple[Group, ...]):
         self.graph, self.profile, self.groups = graph, profile, groups
-        self.known, self.owners = facts(graph), owners(graph, groups)
+        self.analysis, self.owners = graph.analysis, owners(graph, groups)
         self.cost = costs(graph, profile)
         self.plain = everything(graph)
         self.forward: list[list[int]] = [[] for _ in groups]
         for node in graph.nodes[: graph.boundary]:
-            reruns = node.id not in self.known.given and node.id not in self.known.fixed
-            if reruns and (node.is_random or node.id not in self.known.effects):
+            reruns = node.id not in self.analysis.sources and node.id not in self.analysis.not_recomputable
+            if reruns and (node.is_random or node.id not in self.analysis.effects):
                 self.forward[self.owners[node.id]].append(node.id)
 
     @cached_property
@@ -67,18 +66,18 @@ class Blocks:
         saved = set(self._saved_plainly[ROOT] | self._handed)
         for block in range(1, len(self.groups)):
             saved |= row[block].kept[block]
-        live = at_hand(self.known, saved)
+        live = at_hand(self.analysis, saved)
         there = {storage for place in live for storage in self.graph.nodes[place].storages}
         order: list[int] = []
         begun = {ROOT}
-        for place in self.known.needed_backward:
+        for place in self.analysis.needed_backward:
             block = self.owners[place]
             if block not in begun and row[block].again:
-                again = [n for n in self.forward[block] if not self.known.born.get(n, frozenset()) & there]
+                again = [n for n in self.forward[block] if not self.analysis.allocated.get(n, frozenset()) & there]
                 order += [node for node in again if node not in live]
                 live.update(again)
             begun.add(block)
-            order += recompute_late(self.known, [place], live)
+            order += recompute_late(self.analysis, [place], live)
         eager = [row[block].eager for block in range(len(self.groups))]
         return self._freed_as_by_autograd(scheduled(self.graph, None, order), [True, *eager[1:]])
 
@@ -87,7 +86,7 @@ class Blocks:
 
     def _freed_as_by_autograd(self, schedule: Schedule, eager) -> Schedule:
         """`schedule`, in which eager blocks free what one function of autograd reads when all of that is done."""
-        nodes, fx = self.graph.nodes, self.known.fx
+        nodes, fx = self.graph.nodes, self.analysis.fx
         steps: list[Step] = []
         late: list[Step] = []
         here, owner, born = None, ROOT, set()
@@ -96,11 +95,13 @@ class Blocks:
                 node = nodes[step.id]
                 of_model = node.phase == BACKWARD and (node.module or node.source) and eager[self.owners[node.id]]
                 function = fx[node.id].meta.get("seq_nr") if of_model else None
-                is_view = node.phase == FORWARD and node.id not in self.known.born and self.owners[node.id] == owner
+                is_view = (
+                    node.phase == FORWARD and node.id not in self.analysis.allocated and self.owners[node.id] == owner
+                )
                 if not is_view and (function is None or function != here):
                     steps += late
                     late, here, owner, born = [], function, self.owners[node.id], set()
-                born |= self.known.born.get(node.id, frozenset())
+                born |= self.analysis.allocated.get(node.id, frozenset())
             elif here is not None and step.id not in born:
                 late.append(step)
                 continue
@@ -166,7 +167,7 @@ class Blocks:
         for node in self.graph.nodes[: self.graph.boundary]:
             for source in node.inputs:
                 if self.owners[source] != self.owners[node.id]:
-                    crossing |= set(self.graph.nodes[source].storages) & self.known.savable
+                    crossing |= set(self.graph.nodes[source].storages) & self.analysis.savable
         return frozenset(crossing)
 
     def _between(self) -> list[Choice]:
@@ -177,10 +178,10 @@ class Blocks:
         options: list[list[frozenset[int]]] = [[]]
         for block, group in zip(self._chain.blocks[1:], self.groups[1:]):
             units = [sorted(unit) for unit in block.units]
-            key = (group.shapes(), tuple(tuple(self.known.bytes[s] for s in unit) for unit in units))
+            key = (group.shapes(), tuple(tuple(self.analysis.bytes[s] for s in unit) for unit in units))
             inside = [storage for unit in units for storage in unit]
             if key not in alike:
-                local = BlockStep(self.known, block, self._chain.pinned, self.cost, self.profile.workspace_bytes)
+                local = BlockStep(self.analysis, block, self._chain.pinned, self.cost, self.profile.workspace_bytes)
                 ranked = sorted(local.options(), key=lambda option: (option.cost, option.saved_bytes))
                 alike[key] = [frozenset(inside.index(storage) for storage in option.saved) for option in ranked]
             options.append([frozenset(inside[index] for index in indices) for indices in alike[key]])

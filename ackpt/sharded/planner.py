@@ -205,7 +205,7 @@ class _Table:
         flops_of = self.blocks.plain_flops()
         again = [self.added[row[block]][self.stands[block]] for block in range(1, self.count + 1)]
         base = sum(flops_of[self.stands[block]] for block in range(self.count + 1))
-        sizes = self.blocks.known.bytes
+        sizes = self.blocks.analysis.bytes
         runs, start = [], 1
         for number, same in itertools.groupby(row[1:]):
             length, choice = len(list(same)), self.blocks.choices[number]

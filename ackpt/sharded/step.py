@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.metering.timeline import Timeline
 from ackpt.planning.live_bytes import follow
@@ -127,7 +126,7 @@ class _Walk:
         self._open(BACKWARD, ROOT)
         begun = False
         for place, (size, kind, group) in enumerate(events[live.boundary : last], live.boundary):
-            if not begun and live.owner[place] is not None and live.owner[place] not in live.known.tangents:
+            if not begun and live.owner[place] is not None and live.owner[place] not in live.analysis.tangents:
                 self._start_gather(self.order[-1])
                 begun = True
             self._backward_of(ROOT if group is None else group)
@@ -229,6 +228,6 @@ def _owned(live):
 
 def _gradients(graph: JointGraph, group: Group) -> list[int]:
     """Bytes of the gradients of a group's parameters, in their order; each lies in memory of its own."""
-    known = facts(graph)
+    analysis = graph.analysis
     places = [graph.gradients[weight.name] for weight in group.weights if weight.name in graph.gradients]
-    return [known.bytes[storage] for place in places for storage in graph.nodes[place].storages]
+    return [analysis.bytes[storage] for place in places for storage in graph.nodes[place].storages]

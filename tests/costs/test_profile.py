@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 import ackpt
-from ackpt.capture.analysis import facts
 from ackpt.costs import devices
 from ackpt.costs.profiles import ProfileError, profile
 from ackpt.graph import Profile, trace
@@ -203,7 +202,7 @@ def test_csv_holds_every_figure_and_its_origin(graph):
     found = profile(graph, "h200")
     rows = list(csv.DictReader(io.StringIO(found.to_csv(graph))))
     for node in graph.nodes:
-        born = [found.swap_seconds[storage] for storage in facts(graph).born.get(node.id, ())]
+        born = [found.swap_seconds[storage] for storage in graph.analysis.allocated.get(node.id, ())]
         assert float(rows[node.id]["swap_seconds"]) == pytest.approx(sum(born))
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.example_values import given, made_up
 from ackpt.costs import operation_runs as run
 from ackpt.costs.operation_costs import allocates
@@ -81,14 +80,14 @@ def test_measured_bytes_are_those_of_the_shapes_and_of_each_operation_alone(ever
     assert (found.bytes_in, found.bytes_out, found.flops) == (shapes.bytes_in, shapes.bytes_out, shapes.flops)
     assert found.workspace_bytes == workspace_bytes(graph)
     timed = {node.id for node in graph.nodes if found.seconds[node.id] > 0}
-    assert timed == {node.id for node in graph.nodes if allocates(facts(graph).fx[node.id])}
+    assert timed == {node.id for node in graph.nodes if allocates(graph.analysis.fx[node.id])}
     assert (found.device, found.swap_seconds, found.graph) == ("cpu", None, graph.hash)
 
 
 @pytest.mark.parametrize("real", [False, True])
 def test_nothing_of_the_caller_changes(everything, real):
     model, graph = everything
-    assert facts(graph).mutated
+    assert graph.analysis.mutated
     held = [*model.parameters(), *model.buffers(), *ARGS, *KWARGS.values()]
     before, versions = copy.deepcopy([tensor.detach() for tensor in held]), [tensor._version for tensor in held]
     state = torch.get_rng_state()
@@ -268,5 +267,5 @@ def test_on_cuda_more_is_measured_than_fits_at_once():
     found = profile(graph, mode="measured")
     assert torch.cuda.max_memory_allocated() - before < sum(storage.bytes for storage in graph.storages) / 2
     timed = {node.id for node in graph.nodes if found.seconds[node.id] > 0}
-    assert timed == {node.id for node in graph.nodes if allocates(facts(graph).fx[node.id])}
+    assert timed == {node.id for node in graph.nodes if allocates(graph.analysis.fx[node.id])}
     assert found.origin["swap_seconds"] == "measured" and len(found.swap_seconds) == len(graph.storages)

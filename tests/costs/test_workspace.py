@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import ackpt
-from ackpt.capture.analysis import facts
 from ackpt.capture.example_values import stand_in
 from ackpt.costs import workspace
 from ackpt.costs.workspace import disagreements, runs_alone, value_of, workspace_bytes
@@ -62,7 +61,7 @@ def traced(name):
 
 def measured_workspace(graph, place):
     """By `ackpt.measure`: the peak of one run beyond what it leaves behind."""
-    node = facts(graph).fx[place]
+    node = graph.analysis.fx[place]
     call = torch.fx.map_arg((node.args, node.kwargs), lambda argument: value_of(graph, argument))
     args, kwargs = tree_map_only(torch.Tensor, stand_in, call)
     kept = []
@@ -88,7 +87,7 @@ def test_inputs_views_and_parts_of_results_take_nothing():
     graph = traced("convolutions")
     found = workspace_bytes(graph)
     for node in graph.nodes:
-        fx = facts(graph).fx[node.id]
+        fx = graph.analysis.fx[node.id]
         if not runs_alone(fx) or node.target in ("aten.relu.default", "aten.threshold_backward.default"):
             assert found[node.id] == 0, node
 
@@ -101,9 +100,9 @@ def test_with_workspaces_the_simulated_peak_is_the_measured_one(name, saves):
 
     class Planner:
         def __init__(self, graph):
-            known = facts(graph)
-            least = {storage for place in known.fixed for storage in graph.nodes[place].storages}
-            least &= known.cover.keys()
+            analysis = graph.analysis
+            least = {storage for place in analysis.not_recomputable for storage in graph.nodes[place].storages}
+            least &= analysis.base_of.keys()
             self.schedule = everything(graph) if saves == "all" else lower(graph, least)
 
     step = PlannedStep(model, Planner)
@@ -212,7 +211,7 @@ def test_an_operation_that_cannot_run_alone_is_named():
 def test_a_graph_on_another_device_is_refused():
     graph = traced("words")
     with FakeTensorMode():  # torch without CUDA cannot trace such a model
-        facts(graph).fx[graph.boundary].meta["val"] = torch.ones(2, device="cuda")
+        graph.analysis.fx[graph.boundary].meta["val"] = torch.ones(2, device="cuda")
     with pytest.raises(MeterError, match="measured on the CPU, and this graph is on cuda:0"):
         workspace_bytes(graph)
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from programs import Program, program
 
 import ackpt
-from ackpt.capture.analysis import facts
 from ackpt.costs.profiles import profile
 from ackpt.graph import PlannedStep
 from ackpt.planning.offload_steps import offloadable, offloaded
@@ -34,14 +33,14 @@ check = settings(
 
 def must_be_saved(graph) -> set[int]:
     """Storages that cannot be computed again; running statistics are written once and read by nobody."""
-    known = facts(graph)
-    fixed = (place for place, why in known.fixed.items() if "running statistic" not in why)
-    return {storage for place in fixed for storage in graph.nodes[place].storages} & known.savable
+    analysis = graph.analysis
+    fixed = (place for place, why in analysis.not_recomputable.items() if "running statistic" not in why)
+    return {storage for place in fixed for storage in graph.nodes[place].storages} & analysis.savable
 
 
 def some_saved(graph, draw) -> set[int]:
     share = draw.choice((0, 0.5, 1))
-    return must_be_saved(graph) | {s for s in sorted(facts(graph).savable) if draw.random() < share}
+    return must_be_saved(graph) | {s for s in sorted(graph.analysis.savable) if draw.random() < share}
 
 
 def computed_once(graph, number: int):
@@ -53,31 +52,31 @@ def computed_often(graph, number: int):
 
     A storage stays while backward still reads what it has itself made in it, and if the caller holds it.
     """
-    known, draw = facts(graph), random.Random(number)
+    analysis, draw = graph.analysis, random.Random(number)
     saved = some_saved(graph, draw) | {
-        s for s in known.held if graph.nodes[graph.storages[s].producer].phase == "forward"
+        s for s in analysis.live_to_end if graph.nodes[graph.storages[s].producer].phase == "forward"
     }
-    live = set(known.given)
+    live = set(analysis.sources)
     for producer in {graph.storages[storage].producer for storage in saved}:
-        live |= {known.cover[storage] for storage in known.born[producer] if storage in known.cover}
-    order, backward = known.needed_backward, []
+        live |= {analysis.base_of[storage] for storage in analysis.allocated[producer] if storage in analysis.base_of}
+    order, backward = analysis.needed_backward, []
     for at, place in enumerate(order):
-        for node in missing(known, place, live):
+        for node in missing(analysis, place, live):
             backward.append(node)
             live.add(node)
         later = {source for node in order[at + 1 :] for source in graph.nodes[node].inputs}.intersection(
             order[: at + 1]
         )
         later = {storage for source in later for storage in graph.nodes[source].storages}
-        kept = later | known.held | must_be_saved(graph) | known.resident
+        kept = later | analysis.live_to_end | must_be_saved(graph) | analysis.resident
         for producer in sorted({graph.storages[s].producer for node in live for s in graph.nodes[node].storages}):
-            if known.born[producer] & kept or graph.nodes[producer].phase == "backward" or draw.random() < 0.4:
+            if analysis.allocated[producer] & kept or graph.nodes[producer].phase == "backward" or draw.random() < 0.4:
                 continue
             live = {
                 node
                 for node in live
                 if graph.nodes[node].phase == "backward"
-                or not known.born[producer].intersection(graph.nodes[node].storages)
+                or not analysis.allocated[producer].intersection(graph.nodes[node].storages)
             }
     return scheduled(graph, None, backward)
 
@@ -255,5 +254,5 @@ def test_what_reads_a_view_of_a_changed_input_is_not_recomputed():
     for number in range(4):
         assert_same(run(model, lambda module: planned(module, computed_once, number)), eager)  # noqa: B023
     graph = ackpt.trace(model.model(), *model.arguments())
-    fixed = {graph.nodes[place].target for place in facts(graph).fixed}
+    fixed = {graph.nodes[place].target for place in graph.analysis.not_recomputable}
     assert fixed == {"aten.t.default", "aten.mul.Tensor", "aten.copy_.default"}  # not the sine, which reads the product

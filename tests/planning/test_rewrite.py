@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import ackpt
-from ackpt.capture.analysis import facts
 from ackpt.graph import PlannedStep, RewriteError, lower, rewrite
 from ackpt.planning.rng_replay import run_again, run_and_save
 from ackpt.planning.schedule import missing, scheduled
@@ -43,7 +42,7 @@ def test_a_batch_norm_runs_again_without_its_statistics(graph):
 def test_dropout_runs_again_from_the_saved_state(graph):
     rewritten = rewrite(graph, lower(graph, ()))
     assert targets(rewritten.forward).count(run_and_save) == targets(rewritten.backward).count(run_again) == 1
-    plain = rewrite(graph, lower(graph, facts(graph).savable))
+    plain = rewrite(graph, lower(graph, graph.analysis.savable))
     assert run_and_save not in targets(plain.forward) and run_again not in targets(plain.backward)
 
 
@@ -107,11 +106,11 @@ class Views(nn.Module):
 
 def for_every_use(graph):
     """The schedule that keeps nothing: every operation of backward has all that it reads computed for itself."""
-    known = facts(graph)
-    live = {*known.given, *(place for place in known.outputs if place is not None)}
+    analysis = graph.analysis
+    live = {*analysis.sources, *(place for place in analysis.outputs if place is not None)}
     backward = []
-    for place in known.needed_backward:
-        backward += missing(known, place, live)
+    for place in analysis.needed_backward:
+        backward += missing(analysis, place, live)
         live.add(place)
     return scheduled(graph, None, backward)
 
@@ -124,7 +123,7 @@ def views():
 def test_one_node_runs_again_for_every_use():
     graph = ackpt.trace(views(), torch.ones(3, 4))
     schedule = for_every_use(graph)
-    assert schedule.saved == tuple(sorted(s for s in schedule.saved if s in facts(graph).held))
+    assert schedule.saved == tuple(sorted(s for s in schedule.saved if s in graph.analysis.live_to_end))
     rewritten = rewrite(graph, schedule)
     again = targets(rewritten.backward)
     assert again.count(torch.ops.aten.tanh.default) == again.count(run_again) + 1 > 2

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import ackpt
-from ackpt.capture.analysis import facts
 from ackpt.graph import ScheduleError, lower, profile, scheduled, simulate
 from ackpt.planning.schedule import COMPUTE, FREE, Step
 
@@ -29,11 +28,11 @@ def recomputed(graph, schedule):
 
 
 def operations(graph, places):
-    return [graph.nodes[place].target for place in places if facts(graph).born.get(place)]
+    return [graph.nodes[place].target for place in places if graph.analysis.allocated.get(place)]
 
 
 def test_saving_everything_recomputes_nothing(graph):
-    schedule = lower(graph, facts(graph).savable)
+    schedule = lower(graph, graph.analysis.savable)
     assert operations(graph, recomputed(graph, schedule)) == []
     assert simulate(graph, profile(graph), schedule).recompute_flops == 0
 
@@ -50,7 +49,7 @@ def test_saving_nothing_recomputes_each_value_once_and_late(graph):
 
 
 def test_every_free_follows_the_last_use(graph):
-    for saved in (facts(graph).savable, ()):
+    for saved in (graph.analysis.savable, ()):
         schedule = lower(graph, saved)
         steps = schedule.backward
         for at, step in enumerate(steps):
@@ -68,8 +67,8 @@ def test_what_writes_does_not_run_again():
 
 
 def test_the_simulator_refuses_what_cannot_run(graph):
-    schedule = lower(graph, facts(graph).savable)
-    first = next(step for step in schedule.forward if step.kind == COMPUTE and facts(graph).born.get(step.id))
+    schedule = lower(graph, graph.analysis.savable)
+    first = next(step for step in schedule.forward if step.kind == COMPUTE and graph.analysis.allocated.get(step.id))
     at = schedule.forward.index(first)
     without = schedule.forward[:at] + schedule.forward[at + 1 :]
     with pytest.raises(ScheduleError, match="which is not there"):
@@ -95,7 +94,7 @@ def test_schedules_and_profiles_of_another_graph_are_refused(graph):
 
 
 def test_the_bytes_of_a_step_counted_by_hand(graph):
-    everything = simulate(graph, profile(graph), lower(graph, facts(graph).savable))
+    everything = simulate(graph, profile(graph), lower(graph, graph.analysis.savable))
     value, weight, bias = 2 * 4 * 4, 4 * 4 * 4, 4 * 4
     assert everything.saved_bytes == 3 * value  # the results of the three Tanh
     assert everything.resident_bytes == 3 * (weight + bias) + value

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import ackpt
-from ackpt.capture.analysis import facts
 from ackpt.graph import (
     Plan,
     PlanError,
@@ -49,7 +48,9 @@ def tanhs(graph):
 
 def timed(graph, copy_seconds: float):
     """A profile in which every operation takes a second and every copy `copy_seconds`; views take no time."""
-    seconds = tuple(1.0 if facts(graph).born.get(n.id) and n.id not in facts(graph).given else 0.0 for n in graph.nodes)
+    seconds = tuple(
+        1.0 if graph.analysis.allocated.get(n.id) and n.id not in graph.analysis.sources else 0.0 for n in graph.nodes
+    )
     return dataclasses.replace(
         profile(graph), seconds=seconds, swap_seconds=(float(copy_seconds),) * len(graph.storages)
     )
@@ -79,7 +80,7 @@ def test_copies_that_fit_beside_computing_cost_nothing(graph, tanhs):
     after = schedule.backward[schedule.backward.index(Step(PREFETCH, tanhs[0])) :]
     rest = [graph.nodes[step.id].target for step in after if step.kind == COMPUTE]
     assert rest.count("aten.tanh_backward.default") == 2  # it starts with the second of three
-    assert schedule.saved == (tanhs[1], *facts(graph).held & set(everything(graph).saved))
+    assert schedule.saved == (tanhs[1], *graph.analysis.live_to_end & set(everything(graph).saved))
     assert schedule.offloaded == (tanhs[0],)
 
 
@@ -105,7 +106,9 @@ def test_both_ways_run_at_once(graph, tanhs):
     end = [Step(PREFETCH, first), Step(WAIT, first), Step(FREE, first)]
     forward = list(away.forward)
     at = forward.index(Step(FREE, first)) + 1
-    born = next(at for at, step in enumerate(forward) if step.kind == COMPUTE and step.id == facts(graph).cover[second])
+    born = next(
+        at for at, step in enumerate(forward) if step.kind == COMPUTE and step.id == graph.analysis.base_of[second]
+    )
     assert at <= born < last + 3
     # The second leaves while the first comes back, both in 5 s, after second 4.
     both = [*forward[: born + 1], Step(OFFLOAD, second), *end[:1], *forward[born + 1 :], end[1], end[2]]
@@ -168,8 +171,8 @@ def planned(model, planner):
 
 def away_and_again(graph):
     """Some offloaded, some recomputed from what is offloaded."""
-    known = facts(graph)
-    kept = [s for s in everything(graph).saved if graph.nodes[known.cover[s]].target == "aten.tanh.default"]
+    analysis = graph.analysis
+    kept = [s for s in everything(graph).saved if graph.nodes[analysis.base_of[s]].target == "aten.tanh.default"]
     schedule = lower(graph, kept[::2])
     return offloaded(graph, schedule, offloadable(graph, schedule), profile(graph))
 
@@ -257,7 +260,7 @@ def test_schedules_that_cannot_run_are_refused(graph, tanhs):
         return dataclasses.replace(away, **{part: (*steps[:at], *others, *steps[at + 1 :])})
 
     out, back, wait, free = (Step(kind, first) for kind in (OFFLOAD, PREFETCH, WAIT, FREE))
-    output = next(iter(facts(graph).held & set(everything(graph).saved)))
+    output = next(iter(graph.analysis.live_to_end & set(everything(graph).saved)))
     weight = next(s.id for s in graph.storages if s.category == "parameter")
     freed = next(step.id for step in away.forward if step.kind == FREE)
     wrong = [
@@ -291,7 +294,7 @@ def test_schedules_that_cannot_run_are_refused(graph, tanhs):
 
 
 def names_of(graph, storages):
-    return [graph.nodes[facts(graph).cover[s]].name for s in storages]
+    return [graph.nodes[graph.analysis.base_of[s]].name for s in storages]
 
 
 def test_plans_say_what_is_offloaded(graph, tanhs, tmp_path):
@@ -326,7 +329,7 @@ def test_where_there_is_no_link_nothing_is_offloaded(graph, tanhs):
     fates = dict.fromkeys(names_of(graph, tanhs[:1]), "offloaded")
     with pytest.raises(PlanError, match="policy 'manual' offloads, but its profile has no times of copies"):
         ackpt.plan(graph, policy="manual", fates=fates)
-    output = names_of(graph, facts(graph).held & set(everything(graph).saved))[0]
+    output = names_of(graph, graph.analysis.live_to_end & set(everything(graph).saved))[0]
     with pytest.raises(ValueError, match=f"{output!r} cannot be offloaded: backward does not read it, or the caller"):
         ackpt.plan(graph, policy="manual", profile=profile(graph, "h200"), fates={output: "offloaded"})
 

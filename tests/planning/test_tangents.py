@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import ackpt
-from ackpt.capture.analysis import facts
 from ackpt.graph import PlannedStep
 from ackpt.planner import plan
 from ackpt.planning.simulator import peak_of
@@ -58,9 +57,9 @@ def test_incoming_gradients_have_memory_of_their_own(name, policy):
     step = PlannedStep(model, planner, "all")
     step.prepare(x)
     (graph,) = graphs
-    known = facts(graph)
-    assert sum(known.bytes[s] for place in known.tangents for s in graph.nodes[place].storages) == tangents
-    assert known.incoming_bytes == copied
+    analysis = graph.analysis
+    assert sum(analysis.bytes[s] for place in analysis.tangents for s in graph.nodes[place].storages) == tangents
+    assert analysis.incoming_bytes == copied
 
     def once(step):
         model.zero_grad()

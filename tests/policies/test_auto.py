@@ -11,7 +11,6 @@ from planned_models import MODELS, SKIPS, build, plans, step_keeps, traced
 from torch import nn
 
 import ackpt
-from ackpt.capture.analysis import facts
 from ackpt.graph import simulate
 from ackpt.planning.schedule import everything
 from ackpt.policies import auto
@@ -92,8 +91,8 @@ def test_a_budget_above_the_plain_peak_changes_nothing():
 
 def test_measured_times_are_what_counts_where_the_profile_has_them():
     graph, profile = traced("line")
-    known = facts(graph)
-    dear = {place for place in known.born if graph.nodes[place].target.startswith("aten.gelu.")}
+    analysis = graph.analysis
+    dear = {place for place in analysis.allocated if graph.nodes[place].target.startswith("aten.gelu.")}
     assert dear
     seconds = tuple(100.0 if place in dear else 1.0 for place in range(len(graph.nodes)))
     timed = replace(profile, seconds=seconds)
@@ -107,9 +106,7 @@ def test_long_skips_are_pinned(name):
     graph, _ = traced(name)
     skips = long_skips(graph)
     assert skips
-    largest = [
-        max(len(block.units) for block in coarse_chain(graph, pinned).blocks) for pinned in (frozenset(), skips)
-    ]
+    largest = [max(len(block.units) for block in coarse_chain(graph, pinned).blocks) for pinned in (frozenset(), skips)]
     assert largest[1] < largest[0] / 2
     assert skips <= coarse_chain(graph, skips).pinned
 
@@ -157,8 +154,8 @@ class Codebook(nn.Module):
 
 def test_fixed_operations_are_not_cut_points():
     graph = ackpt.trace(Codebook(), torch.randn(128, 16))
-    known = facts(graph)
-    fixed = {storage for node in known.fixed for storage in graph.nodes[node].storages} & known.savable
+    analysis = graph.analysis
+    fixed = {storage for node in analysis.not_recomputable for storage in graph.nodes[node].storages} & analysis.savable
     chains = [coarse_chain(graph, skips) for skips in (frozenset(), long_skips(graph))]
     assert fixed and not any(fixed & block.output for each in chains for block in each.blocks)
     least = min(point.peak_bytes for point in frontier_of(graph, ackpt.profile(graph)))

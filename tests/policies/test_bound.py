@@ -13,7 +13,6 @@ from planned_models import MODELS, plans, traced
 from torch import nn
 
 import ackpt
-from ackpt.capture.analysis import facts
 from ackpt.graph import simulate
 from ackpt.planning.schedule import everything, lower
 from ackpt.planning.simulator import peak_of
@@ -102,11 +101,13 @@ def test_a_decision_says_what_keeping_the_value_means(name):
     shares = [decision.cost for decision in plan.decisions]
     assert shares == sorted(shares, reverse=True) and sum(shares) <= plan.cost + 1e-12
     assert all(decision.runs >= 1 and decision.module in plan.table() for decision in plan.decisions)
-    known = facts(graph)
+    analysis = graph.analysis
     by_name = {node.name: node.id for node in graph.nodes}
     rng = random.Random(0)
     for decision in rng.sample(plan.decisions, min(3, len(plan.decisions))):
-        assert decision.bytes == sum(known.bytes[s] for s in known.born[by_name[decision.name]] & known.savable)
+        assert decision.bytes == sum(
+            analysis.bytes[s] for s in analysis.allocated[by_name[decision.name]] & analysis.savable
+        )
 
 
 def test_keeping_one_of_two_values_by_hand():

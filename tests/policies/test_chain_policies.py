@@ -12,7 +12,6 @@ from planned_models import MODELS, plans, step_keeps, traced
 from torch import nn
 
 import ackpt
-from ackpt.capture.analysis import facts
 from ackpt.planning.schedule import recomputed
 from ackpt.planning.simulator import simulate
 from ackpt.policies import chen, chen_log, chen_sqrt, revolve, revolve_chain, rotor_chain
@@ -47,7 +46,7 @@ def line_of(n):
 
 def runs_again(graph, schedule):
     """How many operations that bring results along run in backward a second time."""
-    return sum(place in facts(graph).born for place in recomputed(graph, schedule))
+    return sum(place in graph.analysis.allocated for place in recomputed(graph, schedule))
 
 
 @pytest.mark.parametrize("n", [6, 14, 30])

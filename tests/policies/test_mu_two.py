@@ -13,7 +13,6 @@ from small_models import build
 from torch import nn
 
 import ackpt
-from ackpt.capture.analysis import facts
 from ackpt.graph import lower, profile, rewrite, simulate
 from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
 from ackpt.planning.host_copies import copies
@@ -26,12 +25,12 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 def unit_times(graph):
     """A second for each operation, none for views."""
-    known = facts(graph)
-    return [float(node.id in known.born and node.id not in known.given) for node in graph.nodes]
+    analysis = graph.analysis
+    return [float(node.id in analysis.allocated and node.id not in analysis.sources) for node in graph.nodes]
 
 
 def known_of(graph, swap_seconds=None):
-    return intermediates(facts(graph), everything(graph), unit_times(graph), swap_seconds)
+    return intermediates(graph.analysis, everything(graph), unit_times(graph), swap_seconds)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,7 @@ def test_a_shared_ancestor_counts_once():
 def test_updated_attributes_are_those_of_the_definition(name):
     model, args, kwargs = build(name)
     graph = ackpt.trace(model, *args, **kwargs)
-    known, found, run_time = facts(graph), known_of(graph), unit_times(graph)
+    analysis, found, run_time = graph.analysis, known_of(graph), unit_times(graph)
     kept, recomps = list(found.values()), []
     order = [i for i in kept if i.can_recompute]
     random.Random(0).shuffle(order)
@@ -102,12 +101,12 @@ def test_updated_attributes_are_those_of_the_definition(name):
         if chosen in kept:
             drop(chosen, recomps, kept)
     assert len(recomps) > 5 and len(kept) > 5
-    there = {*known.pinned, *known.held, *(s for i in kept for s in i.storages)}
-    live = {*known.given, *(known.cover[s] for s in there if s in known.cover)}
+    there = {*analysis.must_be_saved, *analysis.live_to_end, *(s for i in kept for s in i.storages)}
+    live = {*analysis.sources, *(analysis.base_of[s] for s in there if s in analysis.base_of)}
     for each in found.values():
-        own = {known.cover[s] for s in known.born[each.rank] if s in known.cover}
-        nodes = {n for s in each.storages for n in missing(known, known.cover[s], live - own)}
-        read = {s for n in nodes for p in known.reads(n, True) if p in live - own for s in graph.nodes[p].storages}
+        own = {analysis.base_of[s] for s in analysis.allocated[each.rank] if s in analysis.base_of}
+        nodes = {n for s in each.storages for n in missing(analysis, analysis.base_of[s], live - own)}
+        read = {s for n in nodes for p in analysis.reads(n, True) if p in live - own for s in graph.nodes[p].storages}
         assert each.recomp_time == sum(run_time[n] for n in nodes)
         assert each.recomp_srcs == {i.rank for i in kept if i.storages & read and i is not each}
         assert each.recomp_cnt == 1 + sum(each.rank in recomp.recomp_srcs for recomp in recomps)
@@ -199,8 +198,10 @@ def test_on_the_cpu_it_recomputes_and_the_measured_peak_keeps_the_budget(case):
 
 
 def test_two_ways_of_running_a_chain_again(chain):
-    known = facts(chain)
-    once, anew = (simulate(chain, profile(chain), made) for made in (lower(chain, ()), once_for_each_reader(known, ())))
+    analysis = chain.analysis
+    once, anew = (
+        simulate(chain, profile(chain), made) for made in (lower(chain, ()), once_for_each_reader(analysis, ()))
+    )
     # The second Tanh's result needs the first one's, which runs again for itself: two products more than once.
     product = 2 * 2 * 4 * 4
     assert (once.recompute_flops, anew.recompute_flops) == (2 * product, 3 * product)
@@ -212,5 +213,5 @@ def test_choices_that_are_many_are_simulated_now_and_then(monkeypatch):
     graph = ackpt.trace(nn.Sequential(*layers), torch.ones(64, 4))
     found = [simulate(graph, profile(graph), made) for made in evictions(graph, profile(graph))]
     assert 4 <= len(found) <= 2 * 4
-    nothing_kept = simulate(graph, profile(graph), once_for_each_reader(facts(graph), ()))
+    nothing_kept = simulate(graph, profile(graph), once_for_each_reader(graph.analysis, ()))
     assert min(each.peak_bytes for each in found) == nothing_kept.peak_bytes

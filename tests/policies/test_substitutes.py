@@ -10,7 +10,6 @@ from conftest import assert_equal
 from torch import nn
 
 import ackpt
-from ackpt.capture.analysis import facts
 from ackpt.experiments import bert as bert_step
 from ackpt.experiments.steps.step_shapes import Shapes
 from ackpt.graph import profile
@@ -46,7 +45,7 @@ def kept(model, price):
     """What is saved plainly, and what is instead, by operation."""
     graph = ackpt.trace(model, torch.ones(8, 16, requires_grad=True))
     plain, figures = frozenset(everything(graph).saved), profile(graph)
-    found = smaller(facts(graph), plain, plain, figures.flops, costs(graph, figures), price)
+    found = smaller(graph.analysis, plain, plain, figures.flops, costs(graph, figures), price)
     return names(graph, plain), names(graph, found)
 
 

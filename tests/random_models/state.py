@@ -74,7 +74,7 @@ class CountsInContainer(Part):
     def __init__(self, draw, inner=()):
         super().__init__(draw)
         self.calls = [0]
-        self.known = {}
+        self.analysis = {}
         self.how = draw.choice(["path", "factor", "dict", "extra"])
 
     def forward(self, x):
@@ -82,8 +82,8 @@ class CountsInContainer(Part):
         if self.how == "factor":
             return x * (0.5 + 0.1 * self.calls[0])
         if self.how == "dict":
-            if "seen" not in self.known:
-                self.known["seen"] = True
+            if "seen" not in self.analysis:
+                self.analysis["seen"] = True
                 return x.sin().exp().sin()
             return x.sin().exp()
         x = x.sin() if self.calls[0] % 2 else x.cos()

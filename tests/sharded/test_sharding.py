@@ -125,7 +125,7 @@ def test_nothing_but_gradients_outputs_and_shards_is_left(whole):
     assert left.pop("gradients") == sum(size.received for size in sizes)
     outputs = {s for p in whole.blocks.graph.outputs for s in whole.blocks.graph.nodes[p].storages}
     tangent = 4
-    assert sum(left.values()) == sum(whole.blocks.known.bytes[s] for s in outputs) + tangent
+    assert sum(left.values()) == sum(whole.blocks.analysis.bytes[s] for s in outputs) + tangent
 
 
 def test_the_optimizer_of_many_blocks_is_known_from_three(whole):
@@ -164,7 +164,7 @@ def test_recomputing_outside_of_a_blocks_backward_is_refused(whole):
     nothing = Choice("nothing", tuple(frozenset() for _ in whole.groups))
     blocks = whole.blocks
     backward = [step.id for step in blocks.uniform(nothing).backward if step.kind == "compute"]
-    recomputed = (place for place in backward if place < blocks.graph.boundary and place in blocks.known.born)
+    recomputed = (place for place in backward if place < blocks.graph.boundary and place in blocks.analysis.allocated)
     early = next(place for place in recomputed if blocks.owners[place] == 2)
     moved = [early, *(place for place in backward if place != early)]
     with pytest.raises(ShardingError, match="runs when its backward is not due"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import ackpt
-from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.metering.timeline import CATEGORIES
 from ackpt.models import TransformerConfig
@@ -150,7 +149,7 @@ def _kept(graph: JointGraph, model: Bars, size: int, step, plain: Plan) -> dict:
 
 def _by_part(graph: JointGraph, plain: Plan) -> tuple[str, str]:
     """The sum over the parts of the model, in the order of the forward."""
-    cover, parts = facts(graph).cover, {}
+    cover, parts = graph.analysis.base_of, {}
     for storage in sorted(plain.schedule.saved, key=lambda storage: cover[storage]):
         part = graph.nodes[cover[storage]].module.split(".")[0] or "loss"
         parts[part] = parts.get(part, 0) + graph.storages[storage].bytes

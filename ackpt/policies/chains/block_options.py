@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from ackpt.capture.analysis import Facts
+from ackpt.capture.analysis import Analysis
 from ackpt.capture.joint_graph import BACKWARD, FORWARD
 from ackpt.planning.schedule import missing_for, recompute_late
 from ackpt.policies.search.frontier import undominated
@@ -36,21 +36,23 @@ class Option:
 class BlockStep:
     """The forward and backward of one block, simulated for any choice of what is saved."""
 
-    def __init__(self, analysis: Facts, block: Block, pinned, costs, workspace):
+    def __init__(self, analysis: Analysis, block: Block, pinned, costs, workspace):
         self.analysis, self.block, self.costs, self.workspace = analysis, block, costs, workspace
         nodes = analysis.graph.nodes
         inside = set(block.forward)
         reads = {source for node in (*block.forward, *block.backward) for source in nodes[node].inputs}
         # Other blocks give it their outputs, which live while this block runs, and gradients, which it uses up.
-        allocated = {s for node in inside for s in analysis.born.get(node, ())}
+        allocated = {s for node in inside for s in analysis.allocated.get(node, ())}
         others = {
             node
             for node in reads
             if nodes[node].phase == FORWARD and node not in inside and not allocated & set(nodes[node].storages)
         }
-        self.given = {*analysis.given, *_bases(analysis, pinned), *others}
+        self.given = {*analysis.sources, *_bases(analysis, pinned), *others}
         self.given |= {base for node in others for base in _bases(analysis, nodes[node].storages)}
-        gradients = {node for node in reads if nodes[node].phase != FORWARD} - set(block.backward) - set(analysis.given)
+        gradients = (
+            {node for node in reads if nodes[node].phase != FORWARD} - set(block.backward) - set(analysis.sources)
+        )
         self.outside = {s for node in self.given for s in nodes[node].storages}
         self.incoming = {s for node in gradients for s in nodes[node].storages} - self.outside
         self.given |= gradients
@@ -65,7 +67,7 @@ class BlockStep:
             saved = saved - (reallocated or set())
             order = recompute_late(analysis, block.backward, self.given | _bases(analysis, saved | block.output))
             runs = [node for node in order if analysis.graph.nodes[node].phase == FORWARD]
-            reallocated = {s for node in runs for s in analysis.born.get(node, ())}
+            reallocated = {s for node in runs for s in analysis.allocated.get(node, ())}
         cost = sum(self.costs[node] for node in runs)
         backward_peak = self._peak(order, saved | block.output | self.incoming, self.gradients, True)
         forward_peak = self._peak(list(block.forward), frozenset(), saved | block.output, False)
@@ -74,7 +76,7 @@ class BlockStep:
     def _peak(self, order: list[int], start, end, is_backward: bool) -> int:
         """The peak while `order` runs; the storages `start` are live before it and `end` after it."""
         analysis, nodes = self.analysis, self.analysis.graph.nodes
-        touched = analysis.touched[BACKWARD if is_backward else FORWARD]
+        touched = analysis.accessed[BACKWARD if is_backward else FORWARD]
         last = {storage: at for at, node in enumerate(order) for storage in touched[node]}
         live = {s for s in start if s in last or s in end}
         total = peak = sum(analysis.bytes[s] for s in live)
@@ -103,7 +105,7 @@ class BlockStep:
     def allocated_twice(self, saved: frozenset[int], wanted: frozenset[int]) -> frozenset[int]:
         """The storages of `saved` that recomputing the output and `wanted` allocates again, with their siblings."""
         recomputed = self._recomputed(saved, wanted)
-        return saved & {s for node in recomputed for s in self.analysis.born.get(node, ())}
+        return saved & {s for node in recomputed for s in self.analysis.allocated.get(node, ())}
 
     def without_duplicates(self, option: Option) -> Option:
         """`option` without the storages that recomputing the block's output allocates anyway."""
@@ -119,7 +121,7 @@ class BlockStep:
     @property
     def parameter_gradient_bytes(self) -> int:
         """Bytes of the gradients of parameters that the backward leaves."""
-        return sum(self.analysis.bytes[s] for s in self.gradients & self.analysis.held)
+        return sum(self.analysis.bytes[s] for s in self.gradients & self.analysis.live_to_end)
 
     def options(self) -> list[Option]:
         """The options from saving everything that the backward reads to saving nothing, without dominated ones."""
@@ -156,16 +158,16 @@ def _values(option: Option) -> tuple[float, ...]:
     return option.saved_bytes, option.forward_peak, option.backward_peak, option.cost
 
 
-def _bases(analysis: Facts, storages) -> set[int]:
+def _bases(analysis: Analysis, storages) -> set[int]:
     """The base tensors of `storages`, as node ids."""
-    return {analysis.cover[s] for s in storages if s in analysis.cover}
+    return {analysis.base_of[s] for s in storages if s in analysis.base_of}
 
 
-def _read_later(analysis: Facts, block: Block) -> set[int]:
+def _read_later(analysis: Analysis, block: Block) -> set[int]:
     """Storages allocated in the block's backward that something after it reads: gradients."""
     graph = analysis.graph
     inside = set(block.backward)
-    allocated = {s for node in block.backward for s in analysis.born.get(node, ())}
+    allocated = {s for node in block.backward for s in analysis.allocated.get(node, ())}
     read = {s for node in analysis.bw_outputs if node is not None for s in graph.nodes[node].storages}
     for node in graph.nodes[graph.boundary :]:
         if node.id not in inside:

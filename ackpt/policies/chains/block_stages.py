@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ackpt.capture.analysis import Facts
+from ackpt.capture.analysis import Analysis
 
 from .block_options import BlockStep, Option
 from .blocks import BlockChain
@@ -22,7 +22,7 @@ class _PartialOption:
     cost: float
 
 
-def stages(analysis: Facts, chain: BlockChain, cost, workspace) -> list[Stage]:
+def stages(analysis: Analysis, chain: BlockChain, cost, workspace) -> list[Stage]:
     """One stage of the chain table for each block of `chain`."""
     steps = [BlockStep(analysis, block, chain.pinned, cost, workspace) for block in chain.blocks]
     options = [step.options() for step in steps]

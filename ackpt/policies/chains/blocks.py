@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.analysis import Analysis
 from ackpt.capture.joint_graph import FORWARD, JointGraph
 from ackpt.planning.schedule import needed_forward
 
@@ -102,15 +102,15 @@ def coarse_chain(graph: JointGraph, skips: frozenset[int] = frozenset()) -> Bloc
 
 def inner_cuts(graph: JointGraph, skips: frozenset[int] = frozenset()) -> list[int]:
     """The cut points of `graph` that can be recomputed and that are not outputs, in execution order."""
-    analysis = facts(graph)
+    analysis = graph.analysis
     outputs = _outputs(analysis)
-    cuts = (cut for cut in cut_points(graph, skips) if graph.storages[cut].producer not in analysis.fixed)
+    cuts = (cut for cut in cut_points(graph, skips) if graph.storages[cut].producer not in analysis.not_recomputable)
     return [cut for cut in cuts if cut not in outputs]
 
 
 def cut_at(graph: JointGraph, cuts: list[int], skips: frozenset[int] = frozenset()) -> BlockChain:
     """The blocks of `graph` between the storages `cuts`, some of its cut points in execution order."""
-    analysis = facts(graph)
+    analysis = graph.analysis
     births = [graph.storages[cut].producer for cut in cuts]
     block_of = _forward_blocks(analysis, births)
     outputs = [siblings(analysis, birth) - skips for birth in births]
@@ -129,13 +129,13 @@ def cut_at(graph: JointGraph, cuts: list[int], skips: frozenset[int] = frozenset
     return BlockChain(tuple(blocks), pinned)
 
 
-def siblings(analysis: Facts, node: int) -> frozenset[int]:
+def siblings(analysis: Analysis, node: int) -> frozenset[int]:
     """The savable storages that recomputing `node` allocates."""
-    storages = set(analysis.storages(node, again=True)) & analysis.born.get(node, frozenset())
+    storages = set(analysis.storages(node, again=True)) & analysis.allocated.get(node, frozenset())
     return frozenset(storages & analysis.savable)
 
 
-def _forward_blocks(analysis: Facts, births) -> dict[int, int]:
+def _forward_blocks(analysis: Analysis, births) -> dict[int, int]:
     """``{forward node: its block}``; a block begins after the node that allocates a cut."""
     block_of, block = {}, 0
     for node in analysis.graph.nodes:
@@ -146,7 +146,7 @@ def _forward_blocks(analysis: Facts, births) -> dict[int, int]:
     return block_of
 
 
-def _pinned(analysis: Facts, outputs, block_of, skips) -> frozenset[int]:
+def _pinned(analysis: Analysis, outputs, block_of, skips) -> frozenset[int]:
     """Storages that are always saved: outputs of the model, `skips`, fixed ones, and those that other blocks read.
 
     The `outputs` of blocks are not among them.
@@ -159,19 +159,19 @@ def _pinned(analysis: Facts, outputs, block_of, skips) -> frozenset[int]:
         for source in node.inputs:
             for storage in set(graph.nodes[source].storages) & analysis.savable:
                 crosses = node.phase == FORWARD and block_of[graph.storages[storage].producer] != block_of[node.id]
-                if crosses or source in analysis.fixed:
+                if crosses or source in analysis.not_recomputable:
                     pinned.add(storage)
     pinned |= {s for storage in pinned for s in siblings(analysis, graph.storages[storage].producer)}
     return frozenset(pinned - outputs)
 
 
-def _outputs(analysis: Facts) -> frozenset[int]:
+def _outputs(analysis: Analysis) -> frozenset[int]:
     """Storages of the model's outputs, which the caller holds during the backward."""
     outputs = [node for node in analysis.outputs if node is not None]
     return frozenset({s for node in outputs for s in analysis.graph.nodes[node].storages} & analysis.savable)
 
 
-def _backward_blocks(analysis: Facts, block_of, pinned, last: int) -> list[list[int]]:
+def _backward_blocks(analysis: Analysis, block_of, pinned, last: int) -> list[list[int]]:
     """Backward nodes by block: each belongs to the latest block of which it or a later node reads something."""
     graph = analysis.graph
     latest = 0

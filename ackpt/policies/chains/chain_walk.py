@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.schedule import Schedule, everything, recompute_late, scheduled
 
@@ -17,9 +16,9 @@ class Walk:
     """
 
     def __init__(self, graph: JointGraph, chain: BlockChain):
-        self.analysis, self.blocks = facts(graph), chain.blocks
+        self.analysis, self.blocks = graph.analysis, chain.blocks
         self.read = set(everything(graph).saved)
-        self.saved = {*self.analysis.given, *(self.analysis.cover[s] for s in chain.pinned)}
+        self.saved = {*self.analysis.sources, *(self.analysis.base_of[s] for s in chain.pinned)}
         self.order: list[int] = []
         self.gradients: set[int] = set()  # backward nodes that have run; their results live until they are read
 
@@ -39,14 +38,14 @@ class Walk:
 
     def save(self, storages) -> None:
         """Save `storages` until the backward of their block."""
-        bases = {self.analysis.cover[s] for s in storages}
+        bases = {self.analysis.base_of[s] for s in storages}
         if not self.in_first_forward:
             self.order += recompute_late(self.analysis, sorted(bases), set(self.saved))
         self.saved |= bases
 
     def free_output(self, block: int) -> None:
         """Free the output of `block`."""
-        self.saved -= {self.analysis.cover[s] for s in self.blocks[block].output}
+        self.saved -= {self.analysis.base_of[s] for s in self.blocks[block].output}
 
     def reverse(self, first: int, last: int) -> None:
         """Run the backward of the blocks `last` to `first`; each missing activation is recomputed once."""
@@ -54,7 +53,7 @@ class Walk:
         for block in reversed(self.blocks[first : last + 1]):
             self.order += recompute_late(self.analysis, block.backward, live)
             self.gradients.update(block.backward)
-            self.saved -= {self.analysis.cover[s] for unit in (*block.units, block.output) for s in unit}
+            self.saved -= {self.analysis.base_of[s] for unit in (*block.units, block.output) for s in unit}
 
     def schedule(self) -> Schedule:
         """The schedule of everything so far."""

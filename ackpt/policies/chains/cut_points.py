@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import FORWARD, JointGraph
 
 _LONG = 40  # storages allocated without a cut between them: more than a block has
@@ -60,7 +59,7 @@ def long_skips(graph: JointGraph) -> frozenset[int]:
 
 def lifetimes(graph: JointGraph) -> dict[int, tuple[int, int]]:
     """``{storage: (node that allocates it, last forward node that reads it)}`` on the path of the gradient."""
-    analysis = facts(graph)
+    analysis = graph.analysis
     on_path = _on_gradient_path(graph)
     birth: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -76,7 +75,7 @@ def lifetimes(graph: JointGraph) -> dict[int, tuple[int, int]]:
 
 def _on_gradient_path(graph: JointGraph) -> set[int]:
     """Forward nodes that depend on both an input and a trained parameter, and that an output depends on."""
-    analysis = facts(graph)
+    analysis = graph.analysis
     trained = set(graph.gradients)
     of_input, of_parameter = set(), set()
     for node in graph.nodes:

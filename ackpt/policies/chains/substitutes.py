@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 
-from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.analysis import Analysis
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.schedule import Schedule, at_hand, everything, lower
 from ackpt.policies.search.frontier import evenly_spaced, pareto
@@ -31,7 +31,7 @@ def substituted(graph: JointGraph, chain: BlockChain, profile, cost) -> list[Sch
     Half of the tries are such schedules. The other half mixes two of them that are neighbors on the frontier: the first
     blocks follow the one, the last blocks the other.
     """
-    analysis = facts(graph)
+    analysis = graph.analysis
     steps = (BlockStep(analysis, block, chain.pinned, cost, profile.workspace_bytes) for block in chain.blocks)
     options = [step.options() for step in steps]
     always_saved = chain.pinned.union(*(block.output for block in chain.blocks))
@@ -72,7 +72,7 @@ def substituted(graph: JointGraph, chain: BlockChain, profile, cost) -> list[Sch
     return [*schedules.values(), *mixed]
 
 
-def smaller(analysis: Facts, saved, read, flops, cost, price: float) -> set[int]:
+def smaller(analysis: Analysis, saved, read, flops, cost, price: float) -> set[int]:
     """The storages `saved`, with smaller ones instead wherever recomputation costs at most `price` per freed byte.
 
     `read`: storages that the baseline's backward reads. A substitute is saved together with those of its siblings.
@@ -84,23 +84,23 @@ def smaller(analysis: Facts, saved, read, flops, cost, price: float) -> set[int]
         before = set(saved)
         live = at_hand(analysis, saved)
         for producer in sorted({graph.storages[storage].producer for storage in saved}):
-            unit = analysis.born[producer] & saved
+            unit = analysis.allocated[producer] & saved
             substitution = _substitution(analysis, saved, live, unit, flops) if unit and not flops[producer] else None
             if substitution is None:
                 continue
             recomputed, dropped, added = substitution
             producers = {s: graph.storages[s].producer for s in added}
-            added = {sibling for s in added for sibling in analysis.born[producers[s]] & (read | {s})} - saved
+            added = {sibling for s in added for sibling in analysis.allocated[producers[s]] & (read | {s})} - saved
             freed_bytes = sum(analysis.bytes[s] for s in dropped) - sum(analysis.bytes[s] for s in added)
             recompute_cost = sum(cost[node] for node in sorted(recomputed))
             if freed_bytes > 0 and recompute_cost <= price * freed_bytes:
                 saved = (saved - dropped) | added
-                live.difference_update(analysis.cover[s] for s in dropped)
-                live.update(analysis.cover[s] for s in added)
+                live.difference_update(analysis.base_of[s] for s in dropped)
+                live.update(analysis.base_of[s] for s in added)
     return saved
 
 
-def _substitution(analysis: Facts, saved: set[int], live: set[int], unit, flops):
+def _substitution(analysis: Analysis, saved: set[int], live: set[int], unit, flops):
     """The nodes that are recomputed if `unit` is not saved, all storages dropped for it, and those saved instead.
 
     No recomputed node is a matrix product. None if `unit` needs a product itself, or cannot be recomputed.
@@ -108,7 +108,7 @@ def _substitution(analysis: Facts, saved: set[int], live: set[int], unit, flops)
     graph = analysis.graph
     dropped = set(unit)
     while True:
-        dropped_bases = {analysis.cover[storage] for storage in dropped}
+        dropped_bases = {analysis.base_of[storage] for storage in dropped}
         recomputed: set[int] = set()
         added: set[int] = set()
         todo = list(dropped_bases)
@@ -116,17 +116,17 @@ def _substitution(analysis: Facts, saved: set[int], live: set[int], unit, flops)
             node = todo.pop()
             if node in recomputed or (node in live and node not in dropped_bases):
                 continue
-            storages = {s for s in analysis.storages(node, again=True) if analysis.cover.get(s) == node}
+            storages = {s for s in analysis.storages(node, again=True) if analysis.base_of.get(s) == node}
             producers = {node, *(graph.storages[s].producer for s in storages)}
-            if any(flops[producer] or producer in analysis.fixed for producer in producers):
+            if any(flops[producer] or producer in analysis.not_recomputable for producer in producers):
                 if not storages or storages & dropped:
                     return None
                 added |= storages
                 continue
             recomputed.add(node)
             todo += analysis.reads(node, again=True)
-        reallocated = {s for node in recomputed for s in analysis.born.get(node, ())} & saved
-        if (dropped | reallocated) & (analysis.held | analysis.pinned):
+        reallocated = {s for node in recomputed for s in analysis.allocated.get(node, ())} & saved
+        if (dropped | reallocated) & (analysis.live_to_end | analysis.must_be_saved):
             return None
         if reallocated <= dropped:
             return recomputed, dropped, added

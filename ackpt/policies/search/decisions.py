@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.offload_steps import offloadable, offloaded
 from ackpt.planning.plan import Decision
@@ -22,16 +21,16 @@ def decisions(graph: JointGraph, schedule: Schedule, cost, step_cost: float, pro
         cost: of every node; ``step_cost``: of the baseline step, in the same unit.
         profile: with times of copies, if the schedule offloads.
     """
-    analysis = facts(graph)
+    analysis = graph.analysis
     runs = Counter(recomputed(graph, schedule))
-    total = {node: number * cost[node] for node, number in runs.items() if cost[node] and node in analysis.born}
+    total = {node: number * cost[node] for node, number in runs.items() if cost[node] and node in analysis.allocated}
     most_expensive = sorted(total, key=lambda node: (-total[node], node))[:count]
     return tuple(
         Decision(
             name=graph.nodes[node].name,
             module=graph.nodes[node].module,
             cost=total[node] / step_cost,
-            bytes=sum(analysis.bytes[s] for s in analysis.born.get(node, ()) if s in analysis.savable),
+            bytes=sum(analysis.bytes[s] for s in analysis.allocated.get(node, ()) if s in analysis.savable),
             runs=runs[node],
             peak_if_kept_bytes=peak_of(graph, _with_saved(graph, schedule, node, profile), profile.workspace_bytes),
         )

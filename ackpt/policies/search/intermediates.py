@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ackpt.capture.analysis import Facts
+from ackpt.capture.analysis import Analysis
 from ackpt.planning.schedule import Schedule, missing
 
 
@@ -80,7 +80,7 @@ class Intermediate:
         self.__post_init__()
 
 
-def intermediates(analysis: Facts, baseline: Schedule, run_time, swap_seconds) -> dict[int, Intermediate]:
+def intermediates(analysis: Analysis, baseline: Schedule, run_time, swap_seconds) -> dict[int, Intermediate]:
     """The intermediates of the baseline by rank, before any choice.
 
     Args:
@@ -92,16 +92,16 @@ def intermediates(analysis: Facts, baseline: Schedule, run_time, swap_seconds) -
     graph = analysis.graph
     begins = list(accumulate(run_time, initial=0.0))
     rank_of = {storage: graph.storages[storage].producer for storage in baseline.saved}
-    always_live = analysis.held | analysis.pinned
-    live = {*analysis.given, *_bases(analysis, always_live.union(baseline.saved))}
+    always_live = analysis.live_to_end | analysis.must_be_saved
+    live = {*analysis.sources, *_bases(analysis, always_live.union(baseline.saved))}
     by_rank = {}
     for rank in sorted(set(rank_of.values())):
-        storages = frozenset(storage for storage in baseline.saved if rank_of[storage] == rank) - analysis.held
+        storages = frozenset(storage for storage in baseline.saved if rank_of[storage] == rank) - analysis.live_to_end
         if not storages:
             continue
-        others = live - _bases(analysis, analysis.born[rank])
-        nodes = frozenset(node for s in storages for node in missing(analysis, analysis.cover[s], others))
-        allocated = {s for n in nodes for s in analysis.storages(n, again=True) if s in analysis.born.get(n, ())}
+        others = live - _bases(analysis, analysis.allocated[rank])
+        nodes = frozenset(node for s in storages for node in missing(analysis, analysis.base_of[s], others))
+        allocated = {s for n in nodes for s in analysis.storages(n, again=True) if s in analysis.allocated.get(n, ())}
         read = {source for node in nodes for source in analysis.reads(node, again=True)} & others
         lasts, firsts, ends = (
             [at for s in storages if (at := getattr(graph.storages[s], name)) is not None]
@@ -117,7 +117,7 @@ def intermediates(analysis: Facts, baseline: Schedule, run_time, swap_seconds) -
             last_bw_access=max(ends, default=first),
             inactive_time=begins[first] - begins[last + 1],
             swap_time=None if swap_seconds is None else sum(swap_seconds[storage] for storage in storages),
-            can_recompute=not (nodes & analysis.fixed.keys() or always_live & allocated),
+            can_recompute=not (nodes & analysis.not_recomputable.keys() or always_live & allocated),
             recomp_nodes=nodes,
             recomp_srcs={rank_of[s] for source in read for s in graph.nodes[source].storages if s in rank_of} - {rank},
             run_time=run_time,
@@ -125,9 +125,9 @@ def intermediates(analysis: Facts, baseline: Schedule, run_time, swap_seconds) -
     return by_rank
 
 
-def _bases(analysis: Facts, storages) -> set[int]:
+def _bases(analysis: Analysis, storages) -> set[int]:
     """The base tensors of `storages`, as node ids."""
-    return {analysis.cover[storage] for storage in storages if storage in analysis.cover}
+    return {analysis.base_of[storage] for storage in storages if storage in analysis.base_of}
 
 
 def drop(chosen: Intermediate, recomps: list[Intermediate], kept: list[Intermediate]) -> None:

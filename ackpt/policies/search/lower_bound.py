@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ackpt.capture.analysis import Facts, facts
+from ackpt.capture.analysis import Analysis
 from ackpt.capture.joint_graph import BACKWARD, JointGraph
 
 _INSTANTS = 256  # at most so many positions in backward at which the live bytes are bounded
@@ -46,7 +46,7 @@ def lower_bound(
         >>> 0 < least < sum(costs(graph, profile))
         True
     """
-    return _Program(facts(graph), cost, workspace_bytes).solve(limit_bytes)
+    return _Program(graph.analysis, cost, workspace_bytes).solve(limit_bytes)
 
 
 class _Program:
@@ -55,17 +55,17 @@ class _Program:
     ``saved`` and ``recomputed`` are the numbers of the variables by storage and by producer.
     """
 
-    def __init__(self, analysis: Facts, cost, workspace_bytes):
+    def __init__(self, analysis: Analysis, cost, workspace_bytes):
         self.analysis, self.cost = analysis, cost
         graph = analysis.graph
         self.order = analysis.needed_backward
-        outputs = analysis.held & analysis.savable  # the caller holds them
+        outputs = analysis.live_to_end & analysis.savable  # the caller holds them
         self.saved = {storage: number for number, storage in enumerate(sorted(analysis.savable - outputs))}
         producers = sorted({graph.storages[storage].producer for storage in self.saved})
         self.recomputed = {producer: len(self.saved) + number for number, producer in enumerate(producers)}
         self.last_read: dict[int, int] = {}
         for at, node in enumerate(self.order):
-            self.last_read.update({s: at for s in analysis.touched[BACKWARD][node] if s in self.saved})
+            self.last_read.update({s: at for s in analysis.accessed[BACKWARD][node] if s in self.saved})
         self.instants = self._instants(workspace_bytes)
 
     def _instants(self, workspace_bytes) -> list[tuple[int | None, int]]:
@@ -74,10 +74,10 @@ class _Program:
         These are the positions with most live bytes, and evenly spaced ones.
         """
         analysis = self.analysis
-        size, touched_by = analysis.bytes, analysis.touched[BACKWARD]
+        size, touched_by = analysis.bytes, analysis.accessed[BACKWARD]
         last = {storage: at for at, node in enumerate(self.order) for storage in touched_by[node]}
         live = {s for node in analysis.tangents for s in analysis.graph.nodes[node].storages}
-        live |= analysis.held & analysis.savable
+        live |= analysis.live_to_end & analysis.savable
         total = begin = sum(size[s] for s in live)
         instants = []
         for at, node in enumerate(self.order):
@@ -88,7 +88,7 @@ class _Program:
                     total += size[storage]
             instants.append((at, total + sum(size[s] for s in touched if s in self.saved) + workspace_bytes[node]))
             for storage in touched:
-                if last[storage] == at and storage in live and storage not in analysis.held:
+                if last[storage] == at and storage in live and storage not in analysis.live_to_end:
                     live.discard(storage)
                     total -= size[storage]
         half = _INSTANTS // 2
@@ -111,7 +111,7 @@ class _Program:
         upper = np.ones(count)
         for producer, variable in self.recomputed.items():
             objective[variable] = self.cost[producer] / scale
-            upper[variable] = producer not in self.analysis.fixed
+            upper[variable] = producer not in self.analysis.not_recomputable
         rows = [*self._needs(), *self._bytes(max(1, limit_bytes))]
         if not count:  # nothing can be recomputed
             return 0.0 if all(bound >= 0 for _, bound in rows) else None
@@ -132,7 +132,7 @@ class _Program:
         for storage in self.last_read:
             yield {self.saved[storage]: -1.0, self.recomputed[storages[storage].producer]: -1.0}, -1.0
         for reader, variable in self.recomputed.items():
-            read = {s for source in analysis.reads_again(reader) for s in nodes[source].storages if s in self.saved}
+            read = {s for source in analysis.recompute_reads(reader) for s in nodes[source].storages if s in self.saved}
             for storage in sorted(read):
                 producer = storages[storage].producer
                 if producer != reader:
@@ -144,7 +144,7 @@ class _Program:
             if at is None:
                 for_later = set(self.saved)
             else:
-                touched = self.analysis.touched[BACKWARD][self.order[at]]
+                touched = self.analysis.accessed[BACKWARD][self.order[at]]
                 for_later = {s for s, last in self.last_read.items() if last > at}.difference(touched)
             row = {self.saved[s]: self.analysis.bytes[s] / limit_bytes for s in sorted(for_later)}
             yield row, (limit_bytes - live_bytes) / limit_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.planning.schedule import COMPUTE, Schedule, recomputed
@@ -21,12 +20,12 @@ def costs(graph: JointGraph, profile: Profile) -> list[float]:
         >>> costs(graph, profile) == list(profile.seconds)
         True
     """
-    analysis = facts(graph)
+    analysis = graph.analysis
     if profile.seconds is not None:
         return list(profile.seconds)
     return [
         float(profile.flops[n] + _FLOPS_PER_BYTE * (profile.bytes_in[n] + profile.bytes_out[n]))
-        if n in analysis.born
+        if n in analysis.allocated
         else 0.0
         for n in range(len(graph.nodes))
     ]

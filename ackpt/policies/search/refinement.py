@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ackpt.capture.analysis import facts
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.planning.schedule import COMPUTE, Schedule, scheduled
 from ackpt.planning.simulator import peak_of, step_peaks
@@ -83,13 +82,13 @@ def with_fewer_runs(
 
 def runs(graph: JointGraph, schedule: Schedule, order: list[int], workspace_bytes) -> tuple[np.ndarray, list[Run]]:
     """Dynamic bytes at every compute step, int64[steps], and the recomputations in the backward `order` of nodes."""
-    analysis = facts(graph)
+    analysis = graph.analysis
     forward, backward = step_peaks(graph, schedule, workspace_bytes)
     forward_nodes = (step.id for step in schedule.forward if step.kind == COMPUTE)
-    last = {s: at for at, node in enumerate(forward_nodes) for s in analysis.born.get(node, ())}
-    touched, recomputations = analysis.touched[BACKWARD], []
+    last = {s: at for at, node in enumerate(forward_nodes) for s in analysis.allocated.get(node, ())}
+    touched, recomputations = analysis.accessed[BACKWARD], []
     for at, (node, views) in enumerate(zip(order, _views(graph, order)), len(forward)):
-        allocated = analysis.born.get(node)  # nothing for a view, which cannot be saved
+        allocated = analysis.allocated.get(node)  # nothing for a view, which cannot be saved
         if allocated and graph.nodes[node].phase == FORWARD and views is not None:
             size = sum(analysis.bytes[s] for s in analysis.storages(node, again=True) if s in allocated)
             start = max((last[s] for s in allocated if s in last), default=at)
@@ -114,8 +113,8 @@ def _views(graph: JointGraph, order: list[int]) -> list[tuple[int, ...] | None]:
     For the first run of a node these are the views that backward is given, else those of the run before. None if
     another view would be missing that only the operation itself can rebuild, as one of several results.
     """
-    analysis = facts(graph)
-    producer = {base: node for node in analysis.born for base in _bases(graph, node) if base != node}
+    analysis = graph.analysis
+    producer = {base: node for node in analysis.allocated for base in _bases(graph, node) if base != node}
     before: dict[int, set[int] | None] = {}
     latest: dict[int, tuple[int, dict[int, int]]] = {}
     positions: list[tuple[int, ...] | None] = [()] * len(order)
@@ -124,14 +123,14 @@ def _views(graph: JointGraph, order: list[int]) -> list[tuple[int, ...] | None]:
         at, views = latest[node]
         existing = before.get(node)
         positions[at] = tuple(position for position, view in views.items() if existing is None or view in existing)
-        if len(analysis.born[node]) > 1 and len(positions[at] or ()) < len(views):
+        if len(analysis.allocated[node]) > 1 and len(positions[at] or ()) < len(views):
             positions[at] = None
         before[node] = set(views.values())
 
     for at, node in enumerate(order):
         if graph.nodes[node].phase != FORWARD:
             continue
-        if node in analysis.born:
+        if node in analysis.allocated:
             if node in latest:
                 close(node)
             latest[node] = at, {}
@@ -151,8 +150,8 @@ def with_saved(graph: JointGraph, schedule: Schedule, node: int) -> Schedule:
 
 def _bases(graph: JointGraph, node: int) -> set[int]:
     """`node` and the base tensors of the storages that it allocates."""
-    analysis = facts(graph)
-    return {node, *(analysis.cover[s] for s in analysis.born.get(node, ()) if s in analysis.cover)}
+    analysis = graph.analysis
+    return {node, *(analysis.base_of[s] for s in analysis.allocated.get(node, ()) if s in analysis.base_of)}
 
 
 def without_runs(graph: JointGraph, order: list[int], skipped: Collection[int] = ()) -> Schedule:
@@ -160,7 +159,7 @@ def without_runs(graph: JointGraph, order: list[int], skipped: Collection[int] =
 
     `order`: node ids of the backward; `skipped`: positions in it.
     """
-    analysis = facts(graph)
+    analysis = graph.analysis
     remaining: list[int] = []
     read: set[int] = set()
     for at in range(len(order) - 1, -1, -1):
