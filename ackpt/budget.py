@@ -40,12 +40,12 @@ def dynamic_limit(budget, baseline_bytes: int, resident_bytes: int) -> int | Non
         share = float(bound)
         if not 0 < share <= 1 and isinstance(budget, str):
             raise ValueError(
-                f"{budget!r} is no budget: a fraction of the plain step's dynamic peak is more than 0 and at most 1, "
+                f"{budget!r} is no budget: a fraction of the baseline's dynamic peak is more than 0 and at most 1, "
                 "as in '0.5' or '50%'; bytes have a unit, as in '6GiB', or are written out, as in '6442450944'"
             )
         if not 0 < share <= 1:
             raise ValueError(
-                f"a float budget is a fraction of the plain step's dynamic peak, in (0, 1], got {budget!r}; for bytes "
+                f"a float budget is a fraction of the baseline's dynamic peak, in (0, 1], got {budget!r}; for bytes "
                 "give an int or a string such as '6GiB'"
             )
         return math.floor(share * baseline_bytes)

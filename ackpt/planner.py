@@ -240,7 +240,7 @@ def _bound(graph, cost, baseline_cost: float, profile, limit: int) -> float | No
 def _refusal(policy, budget, limit, lowest: Simulation, baseline_bytes: int, cost: float) -> str:
     least = lowest.peak_bytes + lowest.resident_bytes
     share = least_share(lowest.peak_bytes, baseline_bytes)
-    fraction = "" if share is None else f", or {share} of the plain step's dynamic peak"
+    fraction = "" if share is None else f", or {share} of the baseline's dynamic peak"
     step = (
         " That peak is reached in the optimizer's step, which no checkpointing makes smaller: let it take one "
         "parameter at a time (foreach=False) or nothing beside them (fused=True), or use another optimizer."

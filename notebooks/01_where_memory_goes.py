@@ -325,7 +325,7 @@ print(f"checkpointed / plain = {checkpointed.flops / measured.flops:.4f} in FLOP
 # ## Other models, other lengths
 #
 # Nothing of this depends on running the step: shapes are enough to count its bytes. Here are more steps, none of which
-# runs, under four policies that Part II derives. `none` is the plain step and `full` a checkpoint around blocks;
+# runs, under four policies that Part II derives. `none` is the baseline and `full` a checkpoint around blocks;
 # `auto` recomputes the least that a budget asks for, and its lowest budget is the floor.
 
 # %%
@@ -358,7 +358,7 @@ path = plots.save(figure, "results/figures/01_memory_bars.png")
 #
 # Things to try. The Transformer from 256 to 4096 tokens: which part of the bar grows, and which does not? The language
 # model at half of its peak: why must more of its FLOPs run again than of the Transformer's? ResNet-18: which part keeps
-# most, and why is half of the plain step refused?
+# most, and why is half of the baseline refused?
 
 # %% [markdown]
 # What was measured goes into records, with the place where it was measured.

@@ -107,7 +107,7 @@ for run in (four_sines, functools.partial(TenLines.apply, four_sines)):
     print(f"{kept:,} bytes kept; 3 S = {3 * S:,}")
 
 # %% [markdown]
-# And the price. A matrix product costs as much again in backward for each of its two gradients, so a plain step is three
+# And the price. A matrix product costs as much again in backward for each of its two gradients, so a baseline step is three
 # forwards' worth and a checkpointed one four:
 
 # %%

@@ -371,12 +371,12 @@ for n in lengths:
     flops = {m: runs[m, n]["flops"] for m in methods}
     chunking = flops["chunked-loss"] - flops["baseline"]
     checkpointing = flops["checkpoint"] - flops["baseline"]
-    print(f"T = {n}: the head is {head_flops / flops['baseline']:.0%} of the plain step")
+    print(f"T = {n}: the head is {head_flops / flops['baseline']:.0%} of the baseline")
     print(f"  chunking adds {chunking} FLOPs, checkpointing {checkpointing:,}")
     print(f"  which is one forward of the blocks: {checkpointing == forward}")
 
 # %% [markdown]
-# And time, on this machine: the median of the steps, and median, lowest and highest of the ratios to the plain step of the
+# And time, on this machine: the median of the steps, and median, lowest and highest of the ratios to the baseline of the
 # same round. (The median of ratios need not be the ratio of the medians.)
 
 # %% tags=["measured-time", "nbval-ignore-output"]

@@ -236,7 +236,7 @@ for (target, size), count in sorted(workspaces.items(), key=lambda item: -item[0
 #
 # $$ m_i = m_{i-1} + b_i - r_i , \qquad \text{peak} = \max_i \, (m_{i-1} + b_i + w_i) . $$
 #
-# That is a simulator. For the plain step, in which everything lives until its last access, it is a page of Python.
+# That is a simulator. For the baseline, in which everything lives until its last access, it is a page of Python.
 # Outputs, tangents and gradients of parameters are held to the end.
 
 
@@ -775,7 +775,7 @@ path = plots.save(figure, "results/figures/06_orders.png")
 figure
 
 # %% [markdown]
-# The early order pays for every recomputation and gains nothing: its peak is the plain step's. The last one pays twice,
+# The early order pays for every recomputation and gains nothing: its peak is the baseline's. The last one pays twice,
 # and has the lowest. It also shows why names are of no use to a rewriter. One operation runs three times, and each run
 # needs a name of its own in the module:
 
@@ -1033,7 +1033,7 @@ for distance in (2, 4, 8, 16, 32):
 
 # %% [markdown]
 # $n / k + k$ is lowest for $k = \sqrt n$, and then it is $2 \sqrt n$: the square root of Chen et al. 2016. Here that is
-# 16 activations in place of the plain step's 65.
+# 16 activations in place of the baseline's 65.
 #
 # :::{admonition} Exercise 3: a policy of your own
 # :class: note

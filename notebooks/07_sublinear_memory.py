@@ -68,7 +68,7 @@ print(f"{len(fine_chain(graph).blocks)} blocks between single tensors")
 
 # %% [markdown]
 # One activation each, $\tanh(x_{i-1})$: the derivative of tanh is taken from its result, and the gradient of $W_i$
-# needs the same. The sum $x_i$ is read by nobody's backward. So a plain step keeps $n$ activations, and each block can
+# needs the same. The sum $x_i$ is read by nobody's backward. So a baseline step keeps $n$ activations, and each block can
 # be run again from $x_{i-1}$, which is as large. This is the unit chain of the theory: everything has size $S$, every
 # block costs the same, one matrix product of $2 \cdot 4096 \cdot 4 \cdot 4$ FLOPs. (The layers are narrow to keep
 # their gradients small.)
@@ -114,7 +114,7 @@ for n in (16, 64, 256, 1024):
 # `ackpt.plan(graph, policy="chen-sqrt")` and `policy="chen-log"`.
 #
 # Each runs once under the allocator's eyes, and its FLOPs are counted. The bytes at the peak, less the gradients of the
-# parameters that are there by then, should be a whole number of $S$, and the FLOPs beyond the plain step's a whole
+# parameters that are there by then, should be a whole number of $S$, and the FLOPs beyond the baseline's a whole
 # number of products.
 
 # %%
@@ -392,12 +392,12 @@ except ackpt.BudgetError as error:
     print(error)
 
 # %% [markdown]
-# The plain step takes 30. With less memory forwards are repeated, the cheap ones first: stage 0 leaves 2 bytes and
+# The baseline takes 30. With less memory forwards are repeated, the cheap ones first: stage 0 leaves 2 bytes and
 # costs 2, stage 1 leaves 5 and costs 1.
 #
 # A real chain of this kind narrows as it goes, like a convolutional network: four stages of eight blocks. From one to
 # the next the activations halve, and every block computes the same. All four policies plan it within the same budgets.
-# *Cost* is what runs again as a share of the plain step, FLOPs and moved bytes weighed against each other as the
+# *Cost* is what runs again as a share of the baseline, FLOPs and moved bytes weighed against each other as the
 # policies do.
 
 # %%
@@ -418,7 +418,7 @@ assert found.dynamic_peak_bytes == plan.dynamic_peak_bytes <= plan.limit_bytes
 point = {100 * found.dynamic_peak_bytes / plan.baseline_dynamic_peak_bytes: 100 * plan.cost}
 plan.dynamic_peak_bytes, found.dynamic_peak_bytes
 
-# %% alt="Recomputed cost over the peak, both in per cent of the plain step. Four lines fall to the right, to no cost at 100 per cent; rotor's lies below the others or on the lowest of them and reaches furthest to the left. A measured point lies on rotor's line."
+# %% alt="Recomputed cost over the peak, both in per cent of the baseline. Four lines fall to the right, to no cost at 100 per cent; rotor's lies below the others or on the lowest of them and reaches furthest to the left. A measured point lies on rotor's line."
 lines = {}
 for row in rows:
     if row["peak"] is not None:
@@ -427,8 +427,8 @@ figure = figures.curves_plot(
     {"rotor": point},
     lines,
     "On blocks that differ rotor is never beaten, and reaches furthest down",
-    xlabel="dynamic peak, % of the plain step's",
-    ylabel="cost of what runs again, % of the plain step's",
+    xlabel="dynamic peak, % of the baseline's",
+    ylabel="cost of what runs again, % of the baseline's",
     logs=(),
 )
 path = plots.save(figure, "results/figures/07_pyramid.png")
@@ -497,7 +497,7 @@ figure
 # of parameters among it; that is not broken down here.
 #
 # **Blocks differ, and the graph has others than you think.** Four models, the blocks that the policies find in their
-# graphs, what the unit formulas promise for so many, as a share of the plain step, and the lowest peak that each policy
+# graphs, what the unit formulas promise for so many, as a share of the baseline, and the lowest peak that each policy
 # can reach. The columns of policies are simulated; the last two plans of `rotor` are run as well,
 # and must take the same bytes.
 
@@ -535,7 +535,7 @@ columns = {"model": "model", "blocks": "blocks $n$"}
 columns |= {"sqrt": "equal segments", "log": "halves of halves"} | {policy: f"`{policy}`" for policy in POLICIES}
 shown = [{key: round(100 * v, 1) if isinstance(v, float) else v for key, v in row.items()} for row in rows]
 caption = (
-    "Lowest dynamic peaks in per cent of the plain step's: counted for as many unit blocks in $\\sqrt n$ equal segments "
+    "Lowest dynamic peaks in per cent of the baseline's: counted for as many unit blocks in $\\sqrt n$ equal segments "
     "and in halves of halves, and simulated for the policies."
 )
 table = markdown_table(shown, columns, caption, "tab-models")

@@ -257,7 +257,7 @@ for name, schedule in {"once": once, "each": each}.items():
 
 # %% [markdown]
 # The paper makes a chain anew for each of its members. To keep members from their first use to their last is cheaper,
-# and takes more memory: with everything dropped it is back where the plain step was. Both orders are tried.
+# and takes more memory: with everything dropped it is back where the baseline was. Both orders are tried.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -588,7 +588,7 @@ figure = plots.line_plot(
     {},
     lines,
     "With the link wide layers reach half the peak for next to nothing, narrow ones on a fast device pay",
-    xlabel="budget, % of the plain step's dynamic peak",
+    xlabel="budget, % of the baseline's dynamic peak",
     ylabel="step longer by, %",
     unit=1,
 )
@@ -622,7 +622,7 @@ figure
 #
 # runs a step of forward, backward and AdamW at every batch size, without checkpointing, with a checkpoint around each
 # block, and by a plan; checks that gradients are the same to the last bit; and then searches the largest batch within
-# what the plain step takes at the middle size. Two small models on this machine; what is between the measured sizes is
+# what the baseline takes at the middle size. Two small models on this machine; what is between the measured sizes is
 # predicted from shapes.
 
 # %%
@@ -763,7 +763,7 @@ path = write_text_atomic("results/tables/08_published.md", table)
 # ```
 #
 # - No row lies in the claimed range of -45 to -60 %: four save less, one saves more.
-# - A step that recomputes is reported to be *faster* by a fifth from batch 8 on. It does everything that the plain step
+# - A step that recomputes is reported to be *faster* by a fifth from batch 8 on. It does everything that the baseline
 #   does, and more. No cause was measured or given. At batch 8 it is even faster than at batch 4, with twice the images.
 # - The claimed overhead of 20 to 30 % stands in no row either.
 #

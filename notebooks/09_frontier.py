@@ -26,7 +26,7 @@
 # | $a$ | bytes that live at an instant whatever is kept |
 # | *front* | the plans that no other plan beats both in peak and in cost |
 #
-# Costs are shares of the plain step's cost, peaks are shares of its dynamic peak.
+# Costs are shares of the baseline's cost, peaks are shares of its dynamic peak.
 
 # %%
 import warnings
@@ -140,7 +140,7 @@ for name, (model, x, budgets) in cases.items():
 
 # %% tags=["hide-input"]
 def shown(row, names):
-    """Costs in per cent of the plain step's."""
+    """Costs in per cent of the baseline's."""
     row = {"budget": row["budget"], "model": row.get("model")} | {
         name: "refused" if row[name] is None else f"{100 * row[name]:.2f}" for name in names
     }
@@ -149,7 +149,7 @@ def shown(row, names):
 
 columns = {"model": "model", "budget": "$B$", "bound": "bound", "ilp": "`ilp`"}
 columns |= {policy: f"`{policy}`" for policy in POLICIES}
-caption = "What runs again, in per cent of the plain step's cost: the bound, the proved optimum, and what policies pay."
+caption = "What runs again, in per cent of the baseline's cost: the bound, the proved optimum, and what policies pay."
 table = markdown_table([shown(row, [*columns][2:]) for row in exact], columns, caption, "tab-frontier-exact")
 path = write_text_atomic("results/tables/09_exact.md", table)
 
@@ -236,7 +236,7 @@ columns = {"budget": "$B$", "bound": "bound", "auto": "`auto`", "gap": "gap of `
 columns |= {policy: f"`{policy}`" for policy in POLICIES[1:]}
 names = [name for name in columns if name not in ("budget", "gap")]
 table_rows = [shown(row, names) | {"gap": f"{100 * gap:.2f}"} for row, gap in zip(rows, gaps, strict=True)]
-caption = "A Transformer of three layers: the bound and what policies pay, in per cent of the plain step's cost."
+caption = "A Transformer of three layers: the bound and what policies pay, in per cent of the baseline's cost."
 table = markdown_table(table_rows, columns, caption, "tab-frontier-bound")
 path = write_text_atomic("results/tables/09_bound.md", table)
 
@@ -295,7 +295,7 @@ different = {point["measured_peak_bytes"] for point in points}
 print(f"{len(points)} plans with {len(different)} different peaks kept every promise")
 print(f"refused: {Counter(point['policy'] for point in refused)}")
 
-# %% alt="FLOPs that run again over the measured dynamic peak, as shares of the plain step. A blue staircase, policy auto, runs along the bottom from a peak of 1 to 0.6, rises slowly to 0.3, and then steeply. All other policies and PyTorch's tools lie on it or above it, to the right. The points of PyTorch's memory budget wander to the right as its setting falls, beyond 1. A broken line, the lower bound, lies close below the staircase."
+# %% alt="FLOPs that run again over the measured dynamic peak, as shares of the baseline. A blue staircase, policy auto, runs along the bottom from a peak of 1 to 0.6, rises slowly to 0.3, and then steeply. All other policies and PyTorch's tools lie on it or above it, to the right. The points of PyTorch's memory budget wander to the right as its setting falls, beyond 1. A broken line, the lower bound, lies close below the staircase."
 figure = frontier_report.frontier_plot(record)
 path = plots.save(figure, "results/figures/09_frontier.png")
 figure
@@ -470,7 +470,7 @@ for name, front in parts.items():
         row[str(budget)] = "none" if cost is None else f"{100 * cost:.2f}"
     table_rows.append(row)
 columns = {"part": "added", "plans": "plans on the front"} | {str(budget): f"$B = {budget}$" for budget in within}
-caption = "The search of `auto`: least cost within a budget, in per cent of the plain step's, part by part."
+caption = "The search of `auto`: least cost within a budget, in per cent of the baseline's, part by part."
 table = markdown_table(table_rows, columns, caption, "tab-frontier-parts")
 path = write_text_atomic("results/tables/09_parts.md", table)
 
@@ -526,7 +526,7 @@ record.environment
 #
 # :::{admonition} Exercise 1: by hand
 # :class: note
-# Four layers instead of six, everything else as at the beginning of this chapter. The plain step has five results alive
+# Four layers instead of six, everything else as at the beginning of this chapter. The baseline has five results alive
 # at once. What does the optimum cost with four bytes, and why is it impossible with three?
 # :::
 

@@ -79,7 +79,7 @@ switched = copy.deepcopy(model)
 ackpt.apply_activation_checkpointing(switched, models.BertBlock)
 
 # %% [markdown]
-# **The plan** names a budget, here half the dynamic peak of the plain step:
+# **The plan** names a budget, here half the dynamic peak of the baseline:
 
 # %%
 planned = ackpt.compile(model, budget=0.5, optimizer=optimizer, **batch)
@@ -179,7 +179,7 @@ figure
 # again, which for the allocator makes temporaries. A plan meets its peak with activations that it was free to keep.
 #
 # FLOPs are not time. On a CPU the operations without FLOPs, noise above all, take a good part of a step. The methods took
-# turns in one process; here are the medians of the ratios to the plain step, the lowest and the highest.
+# turns in one process; here are the medians of the ratios to the baseline, the lowest and the highest.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for name, metrics in runs.items():
@@ -356,7 +356,7 @@ for percent in range(100, 0, -2):
     share = 100 * plan.dynamic_peak_bytes / plan.baseline_dynamic_peak_bytes
     line[share] = 100 * plan.recompute_flops / (plan.flops - plan.recompute_flops)
 
-# %% alt="FLOPs that run again over the dynamic peak, both in per cent of the plain step. The line of the plans stays at nothing from a hundred down to little more than fifty per cent, rises slowly to forty and steeply below thirty; measured plans lie on it. The switch is a single point, far above the line."
+# %% alt="FLOPs that run again over the dynamic peak, both in per cent of the baseline. The line of the plans stays at nothing from a hundred down to little more than fifty per cent, rises slowly to forty and steeply below thirty; measured plans lie on it. The switch is a single point, far above the line."
 base = runs["plain"]
 points = {
     name: (
@@ -373,8 +373,8 @@ figure = curves_plot(
     },
     {"plan": line},
     f"Down to {free:.0f} % of the peak no FLOP runs again; the switch is one point above the line",
-    xlabel="dynamic peak, % of the plain step's",
-    ylabel="FLOPs that run again, % of the plain step's",
+    xlabel="dynamic peak, % of the baseline's",
+    ylabel="FLOPs that run again, % of the baseline's",
     logs=(),
 )
 path = plots.save(figure, "results/figures/10_line.png")
@@ -393,7 +393,7 @@ for budget in (0.4, "40%", same_bytes, text):
     print(f"{budget!r:12} {limit}, peak {plan.peak_bytes:,} in all")
 
 # %% [markdown]
-# A float is a share of the plain step's *dynamic* peak; bytes, as a number or with a unit, are the *whole* peak, which is
+# A float is a share of the baseline's *dynamic* peak; bytes, as a number or with a unit, are the *whole* peak, which is
 # what a GPU has. The last two differ by what a text with three decimals can say. What cannot be kept is refused, and the
 # answer names what can, which is then kept:
 
@@ -518,7 +518,7 @@ path = write_text_atomic("results/tables/10_large.md", table)
 # ```
 #
 # With materialised matrices most of the memory is cheap to make again: our small BERT halved its peak for next to no
-# FLOPs. The fused kernel has done this already, and bf16 halves most of what is left. The plain step is less than half as
+# FLOPs. The fused kernel has done this already, and bf16 halves most of what is left. The baseline is less than half as
 # high, and its activations are mostly what products return, so the same float costs more: it is a share of less. In bytes
 # the plan has lost nothing, it starts where the kernel ends.
 #

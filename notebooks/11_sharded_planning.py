@@ -238,7 +238,7 @@ path = write_text_atomic("results/tables/11_llama.md", table)
 # ```{include} ../../results/tables/11_llama.md
 # ```
 #
-# For 8B with one sequence there is nothing to plan: the plain step keeps the budget from 8 GPUs on, there only just. For
+# For 8B with one sequence there is nothing to plan: the baseline keeps the budget from 8 GPUs on, there only just. For
 # 70B no number of GPUs makes it fit, since its
 # activations are not sharded. Checkpointing every block fits from 32 GPUs on, and pays a third of the FLOPs whatever is
 # left over. The plan pays for what is missing:
@@ -292,10 +292,10 @@ for size, ranks in (("8B", 64), ("70B", 64)):
 #
 # ## Running it
 #
-# The plain step and checkpointed blocks are what `fully_shard` runs today, after
+# The baseline and checkpointed blocks are what `fully_shard` runs today, after
 # `ackpt.apply_activation_checkpointing` on the blocks. A block with a plan of its own is
 # `fully_shard(ackpt.compile(block, ...))`, block by block, and the model last. Two things to know: `ackpt plan --fsdp`
-# names what each block keeps, but does not write such plans for you; and measured above were the plain step and
+# names what each block keeps, but does not write such plans for you; and measured above were the baseline and
 # checkpointed blocks. Blocks with a plan of their own are counted as chapter 6 counts plans, where they were equal on one
 # machine, and were not measured sharded.
 #

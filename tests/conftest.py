@@ -143,7 +143,7 @@ def plain_call(function, /, *args, **kwargs):
 
 
 def assert_same_step(build: Callable[[], Case], loss=total, around=contextlib.nullcontext, call=ackpt.checkpoint):
-    """The step of `build()` gives the same bits with `call` as without; returns the plain step."""
+    """The step of `build()` gives the same bits with `call` as without; returns the baseline."""
     plain = run_step(build, plain_call, loss, around)
     assert_same(plain, run_step(build, call, loss, around))
     return plain

@@ -138,7 +138,7 @@ def plans(name, policy, **options):
 
 
 def step_keeps(name, plan):
-    """The step that runs as planned takes what the simulator says, and leaves the bits of the plain step."""
+    """The step that runs as planned takes what the simulator says, and leaves the bits of the baseline."""
     model, args = build(name)
     step = ackpt.compile(model, *args, plan=plan)
     resident = (model, *(value for value in args if isinstance(value, torch.Tensor)))
@@ -158,7 +158,7 @@ def step_keeps(name, plan):
 
 @cache
 def plain_results(name, threads):
-    """What the plain step gives; sums on another number of `threads` round another way."""
+    """What the baseline gives; sums on another number of `threads` round another way."""
     model, args = build(name)
     return results(model, ackpt.compile(model, *args, policy="none"), args)
 

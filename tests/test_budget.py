@@ -155,7 +155,7 @@ def test_a_budget_that_cannot_be_kept_names_those_that_can(policy, budget):
     with pytest.raises(ackpt.BudgetError, match=f"policy '{policy}' cannot keep the budget") as raised:
         ackpt.compile(model, x, budget=budget, policy=policy)
     size = int(re.search(r"\((\d+) bytes\)", str(raised.value))[1])
-    share = float(re.search(r"or ([0-9.]+) of the plain step", str(raised.value))[1])
+    share = float(re.search(r"or ([0-9.]+) of the baseline", str(raised.value))[1])
     text = re.search(r"this policy keeps is (\S+ \S+) \(", str(raised.value))[1]
     assert text == readable(size)
     for found in (size, f"{size}B", text, share):

@@ -94,7 +94,7 @@ class JointGraph:
         return next((node.id for node in self.nodes if node.phase == BACKWARD), len(self.nodes))
 
     def bytes(self) -> dict[str, int]:
-        """Bytes by category, each storage once; those of activations are what a plain step keeps for backward."""
+        """Bytes by category, each storage once; those of activations are what a baseline step keeps for backward."""
         sizes: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         for storage in self.storages:
             sizes[storage.category] += storage.bytes

@@ -26,7 +26,7 @@ def add_batch_size(commands) -> None:
     add("--batches", type=numbers, metavar="N,N,...", help="batch sizes (default 4,8,16,32,64)")
     add(
         "--limit",
-        help="memory of the whole peak, such as 6GiB, or auto (default): what the plain step takes at the middle batch",
+        help="memory of the whole peak, such as 6GiB, or auto (default): what the baseline takes at the middle batch",
     )
     add("--image-size", type=int, metavar="N", help="height and width of images")
     add_named_step(

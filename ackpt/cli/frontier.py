@@ -40,7 +40,7 @@ def add_frontier(commands) -> None:
         nargs="+",
         type=_share,
         metavar="SHARE",
-        help="shares of the plain step's peak (default 0.8 ... 0.1)",
+        help="shares of the baseline's peak (default 0.8 ... 0.1)",
     )
     add("--peer", nargs="*", metavar="PEER", help="checkpoint selective memory-budget; without a name none")
     add("--setting", nargs="+", type=float, metavar="F", help="values of activation_memory_budget (default 1 ... 0)")
@@ -56,7 +56,7 @@ def _share(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no share of the plain step's peak, such as 0.5; a budget in bytes is one of ackpt plan"
+            f"{text!r} is no share of the baseline's peak, such as 0.5; a budget in bytes is one of ackpt plan"
         ) from None
 
 

@@ -70,7 +70,7 @@ class FrontierConfig:
             raise ValueError("give at least one policy and one budget")
         for budget in self.budgets:
             if not 0 < budget <= 1:
-                raise ValueError(f"a budget is a fraction of the plain step's dynamic peak, in (0, 1], got {budget}")
+                raise ValueError(f"a budget is a fraction of the baseline's dynamic peak, in (0, 1], got {budget}")
         for setting in self.settings:
             if not 0 <= setting <= 1:
                 raise ValueError(f"a setting of {MEMORY_BUDGET} is a number between 0 and 1, got {setting}")

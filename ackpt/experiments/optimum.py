@@ -1,6 +1,6 @@
 """How far are plans from the least that must run again? The exact answer on small graphs, a bound on large ones.
 
-Costs are shares of the plain step's, of FLOPs and traffic weighed against each other as the policies do.
+Costs are shares of the baseline's, of FLOPs and traffic weighed against each other as the policies do.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def distances(graph, profile, budgets, policies, *, exact: bool = False) -> list
 
     Args:
         graph, profile: of the step.
-        budgets: shares of the plain step's dynamic peak.
+        budgets: shares of the baseline's dynamic peak.
         policies: names of policies.
         exact: solve the integer program, too, until it is optimal.
 
@@ -94,7 +94,7 @@ def distances(graph, profile, budgets, policies, *, exact: bool = False) -> list
 def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
     """The front of ``auto`` as it grows with each part of the search; the last is the front that it plans from.
 
-    ``segments``: the plain step, and segments run again as a whole or value by value; ``blocks``: every block by the
+    ``segments``: the baseline, and segments run again as a whole or value by value; ``blocks``: every block by the
     best of its own options, and dynamic programming over the chain; ``levels``: the same with blocks of which a part
     stays when they are run for a later one; ``instead``: and smaller values saved instead, such as a product instead of
     a sum; ``policies``: and the plans of rotor and mu-TWO; ``refined``: and what lies between two neighbours.

@@ -197,7 +197,7 @@ class _Partition(CustomPartitionerFn):
                 raise
             raise BudgetError(
                 f"{error} The model was compiled before, for other arguments or in another mode, and a fraction is one "
-                "of what the plain step allocates with those at hand: give bytes, such as '6GiB', or a larger "
+                "of what the baseline allocates with those at hand: give bytes, such as '6GiB', or a larger "
                 "fraction, leave a smaller last batch out, as a DataLoader with drop_last=True does, and evaluate "
                 "under torch.no_grad().",
                 error.least_bytes,

@@ -174,7 +174,7 @@ class Plan:
         lines = [
             f"policy            {self.policy}",
             f"peak              {memory_format(self.peak_bytes)}, of it {memory_format(self.resident_bytes)} resident",
-            f"dynamic peak      {memory_format(dynamic)} = {dynamic / max(1, baseline):.3f} of the plain step's "
+            f"dynamic peak      {memory_format(dynamic)} = {dynamic / max(1, baseline):.3f} of the baseline's "
             f"{memory_format(baseline)}",
             f"reached at        {self.peak_node}",
             f"recomputed        {again}",
@@ -219,7 +219,7 @@ class Plan:
         from ackpt.plots import timeline_plot
 
         share = self.dynamic_peak_bytes / max(1, self.baseline_dynamic_peak_bytes)
-        title = title or f"{self.policy}: {share:.2f} of the plain step's dynamic peak"
+        title = title or f"{self.policy}: {share:.2f} of the baseline's dynamic peak"
         return timeline_plot(self.timeline.thinned(1000), title, self.resident_bytes)
 
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -42,7 +42,7 @@ const drawFront = (svg, data, plan, limit) => {
   parts.push(`<circle class="here" r="6" cx="${x(plan.peak_bytes).toFixed(1)}" cy="${y(plan.recompute_flops).toFixed(1)}"/>`);
   const xTicks = steps(widest, 6).map((at) => [x(at * data.plain.peak_bytes), +at.toFixed(2)]);
   const yTicks = steps(highest, 5).map((at) => [y(at * data.plain.flops), `${Math.round(100 * at)}%`]);
-  svg.innerHTML = frame(xTicks, yTicks, "dynamic peak, share of the plain step's", "FLOPs again") + parts.join("");
+  svg.innerHTML = frame(xTicks, yTicks, "dynamic peak, share of the baseline's", "FLOPs again") + parts.join("");
   svg.setAttribute("aria-label", `The front: at ${percent(share(plan.peak_bytes))} of the plain peak ${percent(plan.recompute_flops / data.plain.flops)} of the FLOPs run again.`);
 };
 
@@ -95,13 +95,13 @@ const build = (root, data) => {
     const refused = row.plan === null;
     const plan = data.plans[refused ? data.budgets.find((one) => one.plan !== null).plan : row.plan];
     const limit = Math.floor((row.percent * data.plain.peak_bytes) / 100);
-    root.querySelector(".budget").textContent = `${row.percent} % of the plain step's dynamic peak, ${mib(limit)}`;
+    root.querySelector(".budget").textContent = `${row.percent} % of the baseline's dynamic peak, ${mib(limit)}`;
     slider.setAttribute("aria-valuetext", `${row.percent} percent, ${refused ? "refused" : `peak ${mib(plan.peak_bytes)}`}`);
     const kept = [...plan.fates].filter((fate) => fate === "s").length;
     answer.className = refused ? "answer refused" : "answer";
     answer.textContent = refused
       ? `Refused: the smallest dynamic peak that policy auto can plan is ${mib(data.least_bytes)}, ` +
-        `${percent(data.least_bytes / data.plain.peak_bytes)} of the plain step's. Below is the plan for the smallest budget shown that it keeps.`
+        `${percent(data.least_bytes / data.plain.peak_bytes)} of the baseline's. Below is the plan for the smallest budget shown that it keeps.`
       : `The plan saves ${kept} of ${plan.fates.replaceAll("-", "").length} activations and runs ${percent(plan.recompute_flops / data.plain.flops)} ` +
         `of the step's FLOPs again.`;
     const gap = row.lower_bound === null ? null : (1 + plan.cost) / (1 + row.lower_bound) - 1;

@@ -94,9 +94,9 @@ const build = (root, data) => {
     const resident = RESIDENT.reduce((sum, category) => sum + (plan.at_peak[category] ?? 0), 0);
     answer.className = refused ? "answer refused" : "answer";
     answer.textContent = `${step.title}. ` + (refused
-      ? `Refused: half of the plain step's dynamic peak is ${mib((plain.peak_bytes - resident) / 2)}, and the lowest that policy auto can plan is ` +
+      ? `Refused: half of the baseline's dynamic peak is ${mib((plain.peak_bytes - resident) / 2)}, and the lowest that policy auto can plan is ` +
         `${mib(step.least_bytes)}. Below are the numbers of that plan.`
-      : `The peak is ${mib(plan.peak_bytes)}, ${percent(plan.peak_bytes / plain.peak_bytes)} of the plain step's; ` +
+      : `The peak is ${mib(plan.peak_bytes)}, ${percent(plan.peak_bytes / plain.peak_bytes)} of the baseline's; ` +
         `${percent(plan.recompute_flops / plan.flops)} of its FLOPs run again.`);
     numbers.replaceChildren();
     for (const category of data.categories) {
@@ -106,7 +106,7 @@ const build = (root, data) => {
     }
     formula.replaceChildren();
     line("always there", step.always.symbols, step.always.numbers, step.always.bytes);
-    line("kept by the forward of the plain step", step.kept.symbols, step.kept.numbers, step.kept.bytes);
+    line("kept by the forward of the baseline", step.kept.symbols, step.kept.numbers, step.kept.bytes);
     if (plan.kept.dropped || plan.kept.instead) {
       const { all, dropped, instead, bytes } = plan.kept;
       line("kept by the plan's forward", "all of that − what runs again + what is kept instead",

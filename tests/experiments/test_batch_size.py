@@ -84,7 +84,7 @@ def test_tables_say_what_was_measured_and_stand_beside_the_published_figures(rec
     assert (rows[0]["published_peak"], rows[1]["published_peak"]) == (1449.6, 1128.0)
     text = report.text_table(records)
     assert "published" not in text and "equal to the last bit (checked)" in text  # not the published model
-    assert "auto@0.7: at most 0.7 of the plain step's dynamic peak; auto: at most the limit" in text
+    assert "auto@0.7: at most 0.7 of the baseline's dynamic peak; auto: at most the limit" in text
     assert report.largest_rows(records)[0]["vs_plain"] == 1.0 and report.text_table([]) == "no records"
     assert report.file_name(records[2]) == "batch-size-transformer-B4-auto-0.7.json"
 

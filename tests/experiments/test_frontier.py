@@ -156,7 +156,7 @@ def test_the_command_prints_json_and_a_broken_promise_is_status_1(record, monkey
         (["--dim", "30", "--heads", "4"], "dim must be a multiple of heads, got 30 and 4"),
         (["--policy", "best"], "'best' is no policy of the front: choose from full, auto"),
         (["--peer", "deepspeed"], "'deepspeed' is no peer of the front: choose from checkpoint"),
-        (["--budget", "0.5", "0"], "a budget is a fraction of the plain step's dynamic peak, in (0, 1], got 0.0"),
+        (["--budget", "0.5", "0"], "a budget is a fraction of the baseline's dynamic peak, in (0, 1], got 0.0"),
         (["--budget", "nan"], "in (0, 1], got nan"),
         (["--setting", "1.5"], "a setting of memory-budget is a number between 0 and 1, got 1.5"),
         (["--times", "-1"], "--times must be at least 0, got -1"),

@@ -39,7 +39,7 @@ def record():
 def test_all_correct_points_are_listed_once_and_auto_has_its_front(record):
     found = methods.methods(record)
     assert found == {
-        "the plain step": [(1.0, 0.0)],
+        "the baseline": [(1.0, 0.0)],
         "full": [(0.4, 0.3)],
         "auto": [(0.3, 0.2), (0.6, 0.0), (1.0, 0.0)],
         "rotor": [(0.5, 0.05), (0.8, 0.0)],
@@ -59,7 +59,7 @@ def test_ranges_of_budgets_name_who_runs_least_again(record):
         (0.45, 0.5),
         (0.3, 0.45),
     ]
-    assert rows[0]["best"] == ["the plain step", "auto", "rotor", "torch: selective"]
+    assert rows[0]["best"] == ["the baseline", "auto", "rotor", "torch: selective"]
     assert [row["best"] for row in rows[1:]] == [
         ["auto", "rotor", "torch: selective"],
         ["auto", "torch: selective"],

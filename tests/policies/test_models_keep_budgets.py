@@ -102,7 +102,7 @@ def test_budgets_are_kept_or_refused(name):
     baseline, expected = step.plan.dynamic_peak_bytes, train(plain, step, kwargs)
     with pytest.raises(ackpt.BudgetError) as refused:
         ackpt.plan(ackpt.trace(model, **kwargs), budget=1e-3)
-    least = float(re.findall(r"or ([\d.]+) of the plain step", str(refused.value))[0])
+    least = float(re.findall(r"or ([\d.]+) of the baseline", str(refused.value))[0])
     assert least < 1
     for budget in {max(0.5, least), least}:
         planned = copy.deepcopy(model)

@@ -79,11 +79,11 @@ def other_bytes(was, now, budget) -> str:
         return f"{said} Give the budget that the largest call needs."
     if _left_training(was, now):
         return (
-            f"{said} {_EVALUATE}. The plain step allocates less then, and a fraction is one of that; bytes, such as "
+            f"{said} {_EVALUATE}. The baseline allocates less then, and a fraction is one of that; bytes, such as "
             "'6GiB', stay what they are."
         )
     return (
-        f"{said} A fraction is one of what the plain step allocates with the arguments at hand, so that a smaller "
+        f"{said} A fraction is one of what the baseline allocates with the arguments at hand, so that a smaller "
         "batch has a smaller bound: give bytes, such as '6GiB', or a larger fraction, or leave the batch out, as a "
         "DataLoader with drop_last=True does."
     )

@@ -175,7 +175,7 @@ def _budgets(methods) -> list[str]:
         budget = name.partition("@")[2]
         if budget:
             share = isinstance(from_text(budget), float)
-            meant.append(f"{name}: at most {budget} of " + ("the plain step's dynamic peak" if share else "everything"))
+            meant.append(f"{name}: at most {budget} of " + ("the baseline's dynamic peak" if share else "everything"))
         elif needs_limit(name):
             meant.append(f"{name}: at most the limit")
     return ["; ".join(meant)] if meant else []

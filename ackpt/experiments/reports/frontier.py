@@ -146,10 +146,10 @@ def _notes(record) -> list[str]:
     sizes = ", ".join(f"{name} {value}" for name, value in config["sizes"].items())
     notes = [
         f"{config['model']}: {sizes}",
-        f"plain step: {memory_format(baseline['measured_peak_bytes'])} dynamic beside "
+        f"baseline: {memory_format(baseline['measured_peak_bytes'])} dynamic beside "
         f"{memory_format(baseline['resident_bytes'])} resident, {baseline['flops'] / 1e9:.1f} GFLOP; "
         f"{machine(record)}, torch {record.environment['torch']}",
-        "peak: measured, as a share of the plain step's; off by: predicted minus measured; again: FLOPs run again; "
+        "peak: measured, as a share of the baseline's; off by: predicted minus measured; again: FLOPs run again; "
         "cost, bound: of FLOPs and traffic",
         *(f"not run: {policy}: {reason}" for policy, reason in metrics["not_run"].items()),
     ]
@@ -194,7 +194,7 @@ def frontier_plot(record, title: str | None = None):
     policies = sorted({point["policy"]: None for point in measured(record)}, key=lambda name: name != OURS)
     with plots.style.context("default"):
         figure, axes = plots._axes(
-            title or finding(record), "dynamic peak, share of the plain step's", "FLOPs that run again"
+            title or finding(record), "dynamic peak, share of the baseline's", "FLOPs that run again"
         )
 
         def draw(rows_, label, peak="measured_peak_bytes", **looks):

@@ -10,7 +10,7 @@ from ackpt.experiments.steps.peers import MEMORY_BUDGET
 
 from .frontier import is_correct, measured
 
-BASELINE = "the plain step"
+BASELINE = "the baseline"
 
 
 def methods(record) -> dict[str, list[tuple[float, float]]]:

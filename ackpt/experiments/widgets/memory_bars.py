@@ -23,7 +23,7 @@ SCHEMA = {"schema": "ackpt.memory-bars", "version": 1}
 POLICIES = {  # name in short, what it does
     "none": ["none", "save all that backward reads"],
     "full": ["full", "keep one tensor between two blocks"],
-    "half": ["auto, half", "within half of the plain step's dynamic peak"],
+    "half": ["auto, half", "within half of the baseline's dynamic peak"],
     "least": ["auto, least", "the lowest peak that it can plan"],
 }
 OF_TRANSFORMERS = "4 T (L A + d + 1)", "4 T (L A + 2 d + 1) + 4 T V + 4"  # without, with a vocabulary
@@ -134,7 +134,7 @@ def _always(graph: JointGraph, step) -> dict:
 
 
 def _kept(graph: JointGraph, model: Bars, size: int, step, plain: Plan) -> dict:
-    """What the plain step's forward keeps: for Transformers the chapter's formula, else what each part keeps."""
+    """What the baseline's forward keeps: for Transformers the chapter's formula, else what each part keeps."""
     if not isinstance(config := step.model.config, TransformerConfig):
         return _formula(*_by_part(graph, plain), plain.saved_bytes)
     T, L, d, f, h = model.batch_size * size, config.layers, config.dim, config.ff_dim, config.heads
