@@ -25,7 +25,8 @@ ROOT = Path(__file__).parent
 BIN = ROOT / ".nox" / "environment" / ("Scripts" if sys.platform == "win32" else "bin")
 # Exact bytes need one number of threads; pages and records are made with this one.
 THREADS = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
-PYTEST = ["-n", "2", "--dist", "loadfile"]
+WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # processes that run tests; `nox -s all` gives one to each of its lanes
+PYTEST = ["-n", WORKERS, "--dist", "loadfile"]
 # Unit tests, and oracles on tiny cases. Together they take about three minutes of CPU time; see with `--durations=20`.
 FAST = """
     checkpointing offloading metering
@@ -37,7 +38,7 @@ FAST = """
     test_api_page.py test_imports.py test_results.py
 """.split()
 # What `nox -s all` runs side by side: sessions of one lane run one after the other.
-LANES = ("lint browser", "notebooks", "tests")
+LANES = ("lint notebooks browser", "tests")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # The second brings axe-core: other versions of it have other rules.
 BROWSER = [
@@ -110,7 +111,7 @@ def notebooks(session: nox.Session) -> None:
         startup = Path(folder, "ipython", "profile_default", "startup")
         startup.mkdir(parents=True)
         shutil.copy(ROOT / "tools" / "brief_times.py", startup)
-        options = ["--nbval", "--nbval-current-env", "-n", "2", "--dist", "loadscope", "-p", "no:cacheprovider"]
+        options = ["--nbval", "--nbval-current-env", "-n", WORKERS, "--dist", "loadscope", "-p", "no:cacheprovider"]
         with session.chdir(folder):
             run(session, "pytest", *options, *session.posargs, env={"IPYTHONDIR": str(startup.parent.parent)})
 
@@ -130,19 +131,23 @@ def book(session: nox.Session) -> None:
 
 @nox.session(name="all", python=False, requires=["environment"], default=False)
 def everything(session: nox.Session) -> None:
-    """Run lint, browser, notebooks and tests side by side: what each prints comes when it has ended."""
+    """Run the tests beside everything else; the output of each lane is printed when the lane has ended."""
     folder = Path(session.create_tmp())
     start, running = time.monotonic(), {}
     for name in LANES:
         command = [sys.executable, "-m", "nox", "--forcecolor", "-s", *name.split()]
         with open(folder / f"{name}.log", "wb") as log:
-            running[name] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-    failed = []
+            lane = {**os.environ, "ACKPT_WORKERS": "1"}
+            running[name] = subprocess.Popen(command, cwd=ROOT, env=lane, stdout=log, stderr=subprocess.STDOUT)
+    failed, waited = [], 0
     try:
         while running:
             name = next((name for name, process in running.items() if process.poll() is not None), None)
             if name is None:
                 time.sleep(1)
+                waited += 1
+                if waited % 60 == 0:
+                    session.log(f"running for {waited // 60} min: {'; '.join(running)}")
                 continue
             failed += [name] * bool(running.pop(name).returncode)
             print(Path(folder, f"{name}.log").read_text(encoding="utf-8", errors="replace"), flush=True)
