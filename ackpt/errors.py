@@ -1,4 +1,4 @@
-"""The exceptions of the package. Each message names the cause and what to do instead."""
+"""The exception classes of the package. The messages are written where they are raised."""
 
 from difflib import get_close_matches
 

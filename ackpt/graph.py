@@ -1,4 +1,4 @@
-"""The public names of Part II in one place: graphs, profiles, schedules, plans. Nothing in the package imports it.
+"""Re-exports only: the public names of graphs, profiles, schedules and plans in one place.
 
 ``import ackpt`` does not load it; ``ackpt.trace`` and ``ackpt.graph`` do when they are first used.
 """

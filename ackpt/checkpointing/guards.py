@@ -1,4 +1,4 @@
-"""Guards between a region's forward and its recomputation: check what must not change, restore what the region changed.
+"""Guard a region: raise where a parameter or input changed before backward, restore buffers that the region updates.
 
 ``Watch`` records the version counter of every tensor that the region reads, and raises an error if one changed.
 ``MutableState`` handles buffers, attributes, global names, and containers in attributes that the region itself updates.

@@ -1,4 +1,4 @@
-"""Find the state that a region can read besides its tensor arguments: parameters, buffers, closed-over tensors, RNGs.
+"""Find what a region can read besides its tensor arguments: parameters, buffers, closed-over tensors, generators.
 
 There are two walks, and both are needed. ``ReachableState`` walks the *objects* (modules, closures, defaults, partials,
 bound methods, globals that the code names) before the region runs. It finds frozen parameters and buffers, which leave

@@ -1,4 +1,4 @@
-"""Activation checkpointing from scratch: save a region's inputs, drop its activations, recompute them in backward.
+"""``checkpoint``, from scratch: save a region's inputs, drop its activations, recompute them in backward.
 
 The method takes ten lines. The forward runs the function and saves only its inputs. When the gradient of the output
 arrives, backward runs the function again, this time with a graph, and sends the gradient through that graph:

@@ -1,4 +1,4 @@
-"""Random number streams: their states are saved before a region's forward and replayed in its recomputation.
+"""Random number streams of torch, Python and NumPy: saved before a region's forward and replayed in its recomputation.
 
 The streams are torch's CPU generator, the default generators of all initialized devices, Python's ``random``, numpy's
 global state, and the generator objects in the region's arguments (``torch.Generator``, ``random.Random``,

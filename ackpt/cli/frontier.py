@@ -1,4 +1,4 @@
-"""The command ``ackpt frontier``: its options, and the call of the experiment."""
+"""The command ``ackpt frontier``: its options. The experiment has its table in `reports.frontier`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``ackpt gpu-suite``: all published experiments at full size, one after the other, resumable."""
+"""The command ``ackpt gpu-suite``: its options, and the call of the suite."""
 
 from __future__ import annotations
 

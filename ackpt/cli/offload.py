@@ -1,4 +1,4 @@
-"""The command ``ackpt offload``: its options, and the call of the experiment."""
+"""The command ``ackpt offload``: its options. The experiment has its table in `reports.offload`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Timeline``: live bytes by category after every allocation and free, built from an allocator's actions.
+"""``Timeline``: live bytes by category after every allocation and free. `ackpt.plots` draws it.
 
 The CPU's allocator, the caching allocator and the prediction from shapes report the same kinds of actions in order:
 allocations, frees, and the start of backward. This module assigns a category to every block, for all three.

@@ -1,4 +1,4 @@
-"""The memory that offloaded bytes are copied to: reusable buffers of host memory or of memory-mapped files.
+"""Where offloaded bytes go: reusable buffers of host memory, or on disk in memory-mapped files.
 
 The buffers come from the operating system instead of torch's allocator, so that the store never counts as memory of the
 device, even if the device is the CPU.

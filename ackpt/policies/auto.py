@@ -1,4 +1,4 @@
-"""The default policy: the cheapest plan within the budget, from a frontier that is computed once per graph.
+"""Policy ``auto``, the default: which schedules enter its frontier, and the cheapest of them within the budget.
 
 The options of a block are found once for all blocks of one structure. Dynamic programming over the chain of blocks
 solves every amount of memory at once, and the simulator measures every solution. The frontier consists of the solutions

@@ -1,4 +1,4 @@
-"""Per-block checkpointing: save single tensors between blocks, and recompute the inside of each block.
+"""Policy ``full``, per-block checkpointing: save single tensors between blocks, and recompute the inside of each block.
 
 This is what ``torch.utils.checkpoint`` around every block does, but the blocks are found rather than given: they are
 the stretches between cut points. The byte thresholds of Chen et al. 2016 (arXiv:1604.06174, algorithm 3) propose sets

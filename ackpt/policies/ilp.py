@@ -1,4 +1,4 @@
-"""The cheapest recomputation of any graph within a budget, as an integer program.
+"""The algorithm of policy ``ilp``: the cheapest recomputation of any graph within a budget, as an integer program.
 
 From Jain et al. 2020, "Checkmate: breaking the memory wall with optimal tensor rematerialization" (arXiv:1910.02653),
 section 4. The nodes have one topological order; stage t ends with the first computation of node t. R[t, i] says that

@@ -1,4 +1,4 @@
-"""mu-TWO for one model: one intermediate after the other is swapped or recomputed, whichever has less overhead.
+"""Policy ``mu-two``: swap or recompute one intermediate after the other, whichever has less overhead.
 
 From Purandare et al., mu-TWO, MLSys 2023. The candidate for swapping is the one that stays unused longest, the
 candidate for recomputation the one that frees most bytes per time. Where the paper's algorithms are: A, the profile, in

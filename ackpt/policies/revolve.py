@@ -1,4 +1,4 @@
-"""Binomial checkpointing: the fewest forward steps that reverse a chain of equal steps with a number of snapshots.
+"""The algorithm of policy ``revolve``: the fewest forward steps that reverse a chain with a number of snapshots.
 
 From Griewank and Walther 2000, "Algorithm 799: revolve" (doi:10.1145/347837.347846). A snapshot is the state before a
 step, from which the step and all later ones can be recomputed. **The state before the first step counts as a snapshot**

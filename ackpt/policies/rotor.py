@@ -1,4 +1,4 @@
-"""rotor: the fastest persistent schedule, within a budget, of a chain of stages that differ.
+"""The algorithm of policy ``rotor``: the fastest persistent schedule of a chain of different stages within a budget.
 
 Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova 2019, "Optimal checkpointing for heterogeneous chains: how to train
 deep neural networks with limited memory" (arXiv:1911.13214), theorem 1, algorithms 1 and 2. A forward of a stage saves

@@ -1,4 +1,4 @@
-"""Which models can be planned: modules of plain modules, without wrappers that run them in their own way."""
+"""Which models can be captured: modules of plain modules, without wrappers that run them in their own way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find where in the model's code an operation or an error comes from."""
+"""Find the line and module that an operation comes from, and word the errors of captures that fail there."""
 
 from __future__ import annotations
 
