@@ -1,4 +1,4 @@
-"""All figures (timelines, bars, lines) and the colors of the categories, for light and dark pages."""
+"""All figures (timelines, bars, lines) and the colors of the categories, for light and dark pages.
 
 Backgrounds are transparent; text and lines have middle tones. The caller passes a title that states the finding.
 Sizes are given in bytes and drawn in MiB.
