@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ackpt.autograd_state import version
@@ -210,12 +211,20 @@ class MutableState:
         value = namespace.get(name)
         self._overwritten.append((namespace, name, weakref.ref(value) if isinstance(value, torch.Tensor) else None))
 
-    def _assigned_later(self):
-        """The present bindings of names that another forward has assigned since."""
-        for namespace, name, reference in self._overwritten:
-            present = namespace.get(name, _ABSENT)
-            if reference is None or reference() is not present:
-                yield namespace, name, present
+    @contextlib.contextmanager
+    def _results_kept(self):
+        """Let the body assign the results of other names again, and bind the present ones after it if these differ.
+
+        Equal ones stay: their graph has no saved tensors after the backward, that of the forward's results still has.
+        """
+        present = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name, _ in self._overwritten]
+        try:
+            yield
+        finally:
+            for (namespace, name, value), (*_, reference) in zip(present, self._overwritten):
+                is_own = reference is not None and reference() is value
+                if not (is_own and _is_equal(namespace.get(name), value)):
+                    _bind([(namespace, name, value)])
 
     @contextlib.contextmanager
     def restored(self):
@@ -224,16 +233,16 @@ class MutableState:
         The body includes the backward of the recomputed graph, which may read a buffer that the region has updated.
         """
         rebound = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
-        rebound += self._assigned_later()
         contents = [each for each in self._contents if not _is_filled_with(*each)]
         tensors = [tensor for tensor, _ in self._changed]
-        if not tensors and not rebound and not contents:
+        if not tensors and not rebound and not contents and not self._overwritten:
             yield
             return
         present = [tensor.detach().clone() for tensor in tensors]
         with contextlib.ExitStack() as stack:
             stack.enter_context(_rebound(rebound))
             stack.enter_context(_refilled(contents))
+            stack.enter_context(self._results_kept())
             for tensor in tensors:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
             try:
@@ -255,6 +264,15 @@ def _has_history(value) -> bool:
         return False
     items = value.values() if isinstance(value, dict) else value
     return len(value) > LONGEST_CONTAINER or any(map(_has_history, items))
+
+
+def _is_equal(value, other) -> bool:
+    """Whether two tensors have the same elements; fake and meta tensors are compared by shape and dtype."""
+    if value is other:
+        return True
+    if not isinstance(value, torch.Tensor) or value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    return isinstance(value, FakeTensor) or value.is_meta or torch.equal(value.detach(), other.detach())
 
 
 def _is_state(value) -> bool:

@@ -428,6 +428,30 @@ def test_an_attribute_with_a_history_is_that_of_the_last_forward(made, wrapped):
     assert all(map(torch.equal, train(plain_call), train(ackpt.checkpoint)))
 
 
+def test_an_attribute_with_a_history_that_the_forward_reads_is_assigned_once_per_step():
+    """As torch.func.functional_call leaves tied parameters; the value from before cannot be restored."""
+
+    class Decays(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 4), torch.ones(4)
+
+        def forward(self, x):
+            with torch.no_grad():
+                decayed = self.scale * 0.9
+            self.scale = decayed * self.linear.weight.sum().tanh().square()
+            return torch.tanh(self.linear(x))
+
+    def train(call):
+        torch.manual_seed(0)
+        model = Decays()
+        for _ in range(3):
+            call(model, torch.randn(3, 4)).sum().backward()
+        return model.scale.detach().clone()
+
+    assert torch.equal(train(plain_call), train(ackpt.checkpoint))
+
+
 def test_an_attribute_with_a_history_keeps_no_graph_alive_after_backward():
     model = _KeepsItsOutput(False, lambda h: h)
     for _ in range(2):
