@@ -1,4 +1,4 @@
-"""ackpt: activation checkpointing for PyTorch that is correct where it is usually silently wrong."""
+"""ackpt: activation checkpointing for PyTorch within a memory budget, with gradients equal to the last bit."""
 
 from typing import TYPE_CHECKING
 

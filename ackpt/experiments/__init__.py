@@ -1,6 +1,6 @@
-"""The published experiments: configuration in, records out. One module per experiment.
+"""The published experiments: one module each, with a function from a configuration to records.
 
-``steps`` holds the training steps that they compare, ``reports`` turns records into tables and figures, ``suite`` runs
-all of them on a GPU, ``widgets`` writes the data of the book's interactive figures. Only the command line and the
-notebooks import this package.
+``steps`` holds the training steps that the experiments compare, ``reports`` turns records into tables and figures,
+``suite`` runs all experiments on a GPU, ``widgets`` writes the data of the book's interactive figures. Only the command
+line and the notebooks import this package.
 """

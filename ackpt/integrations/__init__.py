@@ -1,1 +1,1 @@
-"""Integrations: the planner behind other front ends. `dynamo` is the backend of ``torch.compile``."""
+"""Integrations: the planner as a backend for other front ends. `dynamo` has the one for ``torch.compile``."""

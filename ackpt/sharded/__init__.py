@@ -1,4 +1,4 @@
-"""Sharded training: what FSDP2 adds to a step on every rank, and plans for the blocks of a sharded model.
+"""Sharded training: the memory and communication that FSDP2 adds on every rank, and plans for sharded blocks.
 
-Read `sharding` first (bytes of shards and collectives), then `planner`, which is behind ``ackpt plan --fsdp``.
+Read `sharding` first (bytes of shards and collectives), then `planner`, which ``ackpt plan --fsdp`` uses.
 """

@@ -1,6 +1,6 @@
-"""Patches of torch that make captured operations bit-equal to eager ones, and their sizes those of the real kernels.
+"""Patches of torch that make captured operations bit-equal to eager ones, with the result sizes of the real kernels.
 
-`eager_settings.like_eager` enters all of them for one capture; `python_kernels` is how one operation is replaced. Every
+`eager_settings.like_eager` enters all of them for one capture; `python_kernels` replaces one operation. Every
 module names its reason, the place in torch that makes it necessary, and the test that fails without it. All are needed
 by torch 2.11 to 2.13, unless the module says otherwise.
 """

@@ -1,1 +1,1 @@
-"""Steps of the experiments: one training step by every method, its settings, failures and predictions."""
+"""Steps of the experiments: one training step with each method, its settings, failures and predictions."""

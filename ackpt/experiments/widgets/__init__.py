@@ -1,1 +1,1 @@
-"""Data of the book's interactive figures."""
+"""Widgets: the data of the book's interactive figures."""

@@ -1,6 +1,7 @@
 """A graph as a chain of blocks: the code that the policies for chains share.
 
-Read `blocks` first. `cut_points` finds where a graph can be cut, `block_options` what may be saved of a block,
-`chain_table` the cheapest way through the chain for every amount of memory, and `chain_walk` its schedule.
+Read `blocks` first. `cut_points` finds the tensors at which a graph can be cut. `block_options` lists the sets of
+activations that may be saved in a block. `chain_table` computes the cheapest options for every amount of memory, and
+`chain_walk` turns them into a schedule.
 `substitutes` saves smaller activations in place of larger ones.
 """

@@ -1,5 +1,5 @@
-"""Search: the Pareto frontier of schedules, the costs that are compared, and the lower bound.
+"""Search: the Pareto frontier of schedules, the costs that policies compare, and the lower bound.
 
 Read `frontier` first. `refinement` and `offload_variants` extend a frontier, and `decisions` explains a plan.
-`ilp_program` and `intermediates` belong to the policies `ilp` and `mu_two`.
+The policies `ilp` and `mu_two` use `ilp_program` and `intermediates`.
 """
