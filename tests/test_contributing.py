@@ -34,7 +34,7 @@ def test_the_policy_of_the_page_is_none_of_the_packages():
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_file_that_the_page_names_exists(path):
-    made_later = ("ackpt/policies/largest_first.py", "notebooks/NN_topic.py", "results/gpu")
+    made_later = ("ackpt/policies/largest_first.py", "notebooks/NN_topic.py", "results/gpu", "book/_build/html")
     assert (ROOT / path).exists() or path in made_later
 
 

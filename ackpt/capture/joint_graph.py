@@ -103,7 +103,7 @@ class JointGraph:
 
     @cached_property
     def analysis(self) -> Analysis:
-        """Tables derived from the graph: readers, aliases, what may be recomputed; each is built at its first use."""
+        """Tables derived from the graph (readers, aliases, what may be recomputed), each built at its first use."""
         return Analysis(self)
 
     @cached_property

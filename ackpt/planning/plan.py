@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """The optimality gap: by how much the step exceeds the lower bound, as a fraction; None without a bound."""
+        """The optimality gap, the excess over the lower bound as a fraction of the bound; None without a bound."""
         return None if self.lower_bound is None else (1 + self.cost) / (1 + self.lower_bound) - 1
 
     @cached_property

@@ -62,7 +62,7 @@ class Simulation:
 
     @property
     def peak_with_host_bytes(self) -> int:
-        """The peak of dynamic and host bytes together: that of a step on the CPU, where both are one memory."""
+        """The peak of dynamic and host bytes together, which is the peak on the CPU, where both are one memory."""
         return max(map(sum, zip(self.timeline.live, self.host_live)))
 
 

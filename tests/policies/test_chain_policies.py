@@ -175,4 +175,4 @@ def test_stages_are_counted_in_whole_units():
     graph, profile = traced("line")
     chain = rotor_chain.stages(graph, fine_chain(graph), profile)
     assert all(isinstance(size, int) for size in chain.sizes())
-    assert rotor_chain._SLOTS * 0.8 <= sum(chain.saved_bytes) <= rotor_chain._SLOTS * 1.2
+    assert rotor_chain._SIZE_UNITS * 0.8 <= sum(chain.saved_bytes) <= rotor_chain._SIZE_UNITS * 1.2
