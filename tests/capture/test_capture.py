@@ -389,7 +389,11 @@ class Counter(nn.Module):
         return x * self.calls[0]
 
 
-HIDDEN = {"list": lambda module: [module], "dict": lambda module: {"counter": module}, "tuple": lambda module: (module,)}
+HIDDEN = {
+    "list": lambda module: [module],
+    "dict": lambda module: {"counter": module},
+    "tuple": lambda module: (module,),
+}
 
 
 @pytest.mark.parametrize("hide", HIDDEN.values(), ids=HIDDEN)
