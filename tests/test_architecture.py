@@ -18,6 +18,11 @@ def test_the_examples_print_what_the_page_says():
     assert output_of("".join(blocks("python", PAGE))) == "".join(blocks("text", PAGE))
 
 
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`(ackpt/[\w/]+\.py)`", PAGE))))
+def test_every_file_that_the_page_names_exists(path):
+    assert (Path(__file__).parent.parent / path).exists()
+
+
 def test_every_part_is_on_the_page_once():
     assert sorted(re.findall(r"```\{architecture\} (\w+)", PAGE)) == sorted(architecture.PARTS)
 

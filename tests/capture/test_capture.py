@@ -375,3 +375,41 @@ def test_a_hook_that_keeps_nothing_and_cycles_of_the_forward_are_fine():
     model = Model(cyclic)
     model.first.register_forward_hook(lambda module, args, output: sizes.append(output.numel()))
     assert trace(model, torch.randn(3, 4)).nodes and sizes
+
+
+class Counter(nn.Module):
+    """Keeps its count in a list, and has no parameters that a capture would see."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = [0]
+
+    def forward(self, x):
+        self.calls[0] += 1
+        return x * self.calls[0]
+
+
+HIDDEN = {
+    "list": lambda module: [module],
+    "dict": lambda module: {"counter": module},
+    "tuple": lambda module: (module,),
+}
+
+
+@pytest.mark.parametrize("hide", HIDDEN.values(), ids=HIDDEN)
+def test_a_change_in_a_module_that_is_not_registered_is_refused(hide):
+    class Hides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.hidden = nn.Linear(4, 4), hide(Counter())
+
+        def forward(self, x):
+            for module in self.hidden.values() if isinstance(self.hidden, dict) else self.hidden:
+                x = module(x)
+            return self.first(x).sum()
+
+    model = Hides()
+    with pytest.raises(ackpt.TraceError, match=r"changes attribute 'calls' of module .hidden\["):
+        ackpt.compile(model, torch.randn(3, 4))
+    (counter,) = model.hidden.values() if isinstance(model.hidden, dict) else model.hidden
+    assert counter.calls == [0]

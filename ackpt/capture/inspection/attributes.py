@@ -87,13 +87,14 @@ def unchanged(model: nn.Module, is_same):
     """Inside, the forward of `model` runs; afterwards the model holds what it held before.
 
     Args:
-        model: all attributes of it and its submodules are compared, and the items of lists and dicts among them.
+        model: all attributes of it and its submodules are compared, and the items of lists and dicts among them; so are
+            those of modules in such lists and dicts, which are no submodules.
         is_same: whether one tensor may replace another, such as a traced one the model's own.
 
     Raises:
         TraceError: naming the attribute that the forward has changed, or the random numbers that it has drawn.
     """
-    modules = dict(model.named_modules())
+    modules = _with_unregistered(dict(model.named_modules()))
     before = [
         (name, attribute, container, copied(container))
         for name, module in modules.items()
@@ -121,6 +122,25 @@ def unchanged(model: nn.Module, is_same):
         raise TraceError(_refusal(*changes[0]))
     if drawn:
         raise repeated_draws(drawn[0])
+
+
+def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """`modules` and those in lists, tuples and dicts in their attributes, which torch does not know as submodules."""
+    result = dict(modules)
+    seen = {id(module) for module in modules.values()}
+    left = list(modules.items())
+    while left:
+        path, module = left.pop()
+        for name, value in vars(module).items():
+            if name in OF_EVERY_MODULE or not isinstance(value, (list, tuple, dict)) or len(value) > LONGEST_CONTAINER:
+                continue
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(item, nn.Module) and id(item) not in seen:
+                    added = dict(item.named_modules(prefix=f"{path}.{name}[{key!r}]".lstrip(".")))
+                    seen.update(map(id, added.values()))
+                    result |= added
+                    left += added.items()
+    return result
 
 
 def repeated_draws(source: str) -> TraceError:
