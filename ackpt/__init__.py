@@ -10,14 +10,14 @@ from .checkpointing.sequential import checkpoint_sequential
 from .checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
 from .errors import BudgetError, CheckpointError, OffloadError, TraceError
 from .metering.meter import compare_seconds, count_flops, measure
-from .metering.prediction import predict
 from .metering.timeline import MeterError
-from .offloading.pays import offload_pays
 from .offloading.saved_tensors import offload_saved_tensors
 
 if TYPE_CHECKING:
     from .compiled import compile
     from .graph import PlanError, ScheduleError, profile, trace
+    from .metering.prediction import predict
+    from .offloading.pays import offload_pays
     from .planner import plan
     from .planning.plan import Plan
     from .results import RecordError
@@ -62,8 +62,10 @@ _LATER = {
     "colab": ("ackpt.experiments.colab", None),
     "compile": ("ackpt.compiled", "compile"),
     "graph": ("ackpt.graph", None),
+    "offload_pays": ("ackpt.offloading.pays", "offload_pays"),
     "plan": ("ackpt.planner", "plan"),
     "policies": ("ackpt.policies", None),
+    "predict": ("ackpt.metering.prediction", "predict"),
     "profile": ("ackpt.graph", "profile"),
     "trace": ("ackpt.graph", "trace"),
 }
