@@ -71,7 +71,9 @@ def link_back(app: Sphinx, page: str, template: str, context: dict, doctree: Ele
     module = page.split("/")[1:]
 
     def back(link: re.Match) -> str:
+        # A name is documented as one of its module, of a package around that, or of `ackpt.graph`, which re-exports it.
         names = [".".join([*module[:length], link["name"]]) for length in range(1, len(module) + 1)]
+        names.append(f"ackpt.graph.{link['name']}")
         return link["start"] + next((anchors[name] for name in names if name in anchors), link["anchor"])
 
     context["body"] = BACK.sub(back, context["body"])
