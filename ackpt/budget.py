@@ -75,8 +75,8 @@ def from_text(text: str) -> float | int:
         size = _size(text)
     if size is None:
         raise ValueError(
-            f"{text!r} is no budget: write bytes with a unit, as in '6GiB' ({_KNOWN}), or a fraction of the plain "
-            "step's dynamic peak, as in '0.5' or '50%'"
+            f"{text!r} is no budget: write bytes with a unit, as in '6GiB' ({_KNOWN}), or a fraction of the "
+            "baseline's dynamic peak, as in '0.5' or '50%'"
         )
     return size
 

@@ -137,8 +137,8 @@ class Plan:
     def __repr__(self) -> str:
         share = self.dynamic_peak_bytes / max(1, self.baseline_dynamic_peak_bytes)
         return (
-            f"<Plan of policy {self.policy!r}: peak {memory_format(self.peak_bytes)}, dynamic {share:.3f} of the plain "
-            f"step's; table() says more>"
+            f"<Plan of policy {self.policy!r}: peak {memory_format(self.peak_bytes)}, dynamic {share:.3f} of the "
+            f"baseline's; table() says more>"
         )
 
     @property

@@ -52,25 +52,3 @@ def test_draws_are_those_of_eager(draw, policy):
 def test_dropout_is_one_random_operation():
     graph = ackpt.trace(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(2, 4))
     assert [node.target for node in graph.nodes if node.is_random] == ["ackpt_graph.dropout_noise.default"]
-
-
-def test_rrelu_of_a_transposed_tensor_has_the_strides_of_eager():
-    class Leaky(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(8, 8)
-
-        def forward(self, x):
-            return torch.nn.functional.rrelu(self.linear(x).permute(0, 3, 1, 2), training=self.training).mean((2, 3))
-
-    def train(prepare):
-        torch.manual_seed(0)
-        model, x = Leaky(), torch.randn(6, 6, 6, 8)
-        call = prepare(model, x)
-        torch.manual_seed(1)
-        y = call(x)
-        y.sin().sum().backward()
-        return y.detach(), model.linear.weight.grad, model.linear.bias.grad
-
-    planned = train(lambda model, x: ackpt.compile(model, x, policy="none", differentiate="all"))
-    assert all(map(torch.equal, train(lambda model, x: model), planned))

@@ -2,8 +2,7 @@
 
 Captured, torch's dropout becomes ``native_dropout``, which multiplies by 1/(1-p) at another place and so rounds
 differently. Eager multiplies by a mask of 0 and 1/(1-p), which one operation draws here. A tensor that is filled in
-place becomes a new contiguous tensor when captured; eager fills it in the order of its memory. Eager's ``rrelu``
-returns a contiguous tensor, its captured form one with the strides of the input.
+place becomes a new contiguous tensor when captured; eager fills it in the order of its memory.
 
 Torch: ``dropout`` in ``torch/_decomp/decompositions.py``; in eager, ``_dropout_impl`` in
 ``aten/src/ATen/native/Dropout.cpp``. Versions: 2.11 to 2.13. Test: ``tests/capture/test_draws.py``.
@@ -70,13 +69,6 @@ def _dropout_in_place(x, p: float, train: bool):
     return x.mul_(torch.ops.ackpt_graph.dropout_noise(x.detach(), p))
 
 
-def _rrelu(x, lower=1 / 8, upper=1 / 3, training=False, generator=None):
-    if not training or x.is_contiguous():
-        return NotImplemented  # torch continues as without this function
-    noise = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return aten.rrelu_with_noise.default(x.contiguous(), noise, lower, upper, training, generator)
-
-
 def _in_order_of_memory(operation):
     def fill(x, *args, generator=None):
         if not isinstance(x, FunctionalTensor) or x.is_contiguous():
@@ -94,7 +86,7 @@ _FILLS = (
     *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to, aten.exponential_.default),
     *(aten.cauchy_.default, aten.geometric_.default, aten.log_normal_.default),
 )
-_KERNELS = {aten.dropout.default: _dropout, aten.dropout_.default: _dropout_in_place, aten.rrelu.default: _rrelu}
+_KERNELS = {aten.dropout.default: _dropout, aten.dropout_.default: _dropout_in_place}
 _KERNELS |= {operation: _in_order_of_memory(operation) for operation in _FILLS}
 
 
