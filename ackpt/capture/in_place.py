@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ackpt.metering.gradient_sums import is_dense
+from ackpt.metering.gradient_sums import is_dense, sums_own_gradients
 
 from .analysis import RESIDENT
 from .joint_graph import JointGraph, with_accesses
@@ -57,7 +57,7 @@ def noted_writes():
             if autograd_node is not None:
                 node.meta[_RUNS_IN] = autograd_node._sequence_nr()
                 node.meta[_SUM] = from_engine
-                node.meta[_SUMS_OWN] = _sums_own_gradients(autograd_node)
+                node.meta[_SUMS_OWN] = sums_own_gradients(autograd_node)
         return result
 
     with mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", noted):
@@ -67,12 +67,6 @@ def noted_writes():
 def _called_by_engine(frame) -> bool:
     """Whether C++ has called: autograd's engine for a sum of gradients, or a derivative formula."""
     return frame.f_globals.get("__name__") == "torch.autograd.graph"
-
-
-def _sums_own_gradients(autograd_node) -> bool:
-    """Whether two gradients of an autograd node go to the same target, as those of ``x * x``."""
-    targets = [target for target in autograd_node.next_functions if target[0] is not None]
-    return len(set(targets)) < len(targets)
 
 
 def _name(node) -> str:

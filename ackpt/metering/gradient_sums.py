@@ -63,8 +63,7 @@ class EngineSums:
         if node is None or self._allocated_by.get(storage._cdata) != node._sequence_nr():
             return True
         # The running node allocated it: a temporary of its formula, unless two of its gradients go to the same target.
-        targets = [target for target in node.next_functions if target[0] is not None]
-        return len(set(targets)) < len(targets)
+        return sums_own_gradients(node)
 
 
 def _frames_from_engine() -> tuple | None:
@@ -74,6 +73,12 @@ def _frames_from_engine() -> tuple | None:
         codes.append(frame.f_code)
         frame = frame.f_back
     return tuple(codes) if frame is not None else None
+
+
+def sums_own_gradients(autograd_node) -> bool:
+    """Whether two gradients of an autograd node go to the same target, as those of ``x * x``."""
+    targets = [target for target in autograd_node.next_functions if target[0] is not None]
+    return len(set(targets)) < len(targets)
 
 
 def is_dense(tensor) -> bool:
