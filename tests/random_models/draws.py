@@ -121,7 +121,7 @@ class Noise(Part):
         if self.how == "gumbel":
             return x * F.gumbel_softmax(x, tau=1.0, dim=-1)
         if self.how == "rrelu":
-            return F.rrelu(x, training=self.training)
+            return F.rrelu(x.contiguous(), training=self.training)  # else: a documented difference (guarantees.md)
         if self.how == "permuted":
             return 0.5 * x + 0.5 * x[torch.randperm(x.shape[0])]
         chosen = torch.multinomial(x.detach().flatten(1).softmax(-1), WIDTH)
