@@ -10,17 +10,21 @@ import torch
 from torch import nn
 
 from ackpt.capture.inspection.model_checks import check_keywords, forward_names
+from ackpt.planning.dynamic_dimensions import DynamicArgument
+from ackpt.planning.dynamic_step import DynamicStep
 from ackpt.planning.plan import Plan
 from ackpt.planning.plan_check import check_applies
 from ackpt.planning.planned_step import PlannedStep
+from ackpt.planning.planners import Choice, Choose, Planner
 
-from .budget import dynamic_limit
+from .budget import dynamic_limit, is_share
+from .dynamic_plans import DynamicPlans
 from .errors import TraceError, did_you_mean
-from .planner import check_runs, options_of
+from .planner import check_runs, default_profile, model_keeps, of_model, options_of
 from .planner import plan as make_plan
 from .policies import POLICIES
 
-_KEYWORDS = ("budget", "policy", "plan", "differentiate", "optimizer", "options")
+_KEYWORDS = ("budget", "policy", "plan", "differentiate", "optimizer", "options", "dynamic")
 
 
 def compile(
@@ -32,6 +36,7 @@ def compile(
     differentiate: Literal["loss", "all"] = "loss",
     optimizer: torch.optim.Optimizer | None = None,
     options: Mapping[str, Any] | None = None,
+    dynamic: DynamicArgument = None,
     **kwargs: Any,
 ) -> PlannedStep:
     """`model` as a module whose training step runs as planned.
@@ -39,8 +44,8 @@ def compile(
     Args:
         model: an ``nn.Module``; its parameters and buffers are shared, not copied.
         args, kwargs: example inputs; the plan is made for them now, before anything runs. If the step is called later
-            with other shapes, such as a smaller last batch, or in another mode with gradients enabled, it is captured
-            again and replanned under the same budget. A fraction is then relative to the baseline of that call.
+            in another mode with gradients enabled, or with other shapes, it replans under the same budget. A fraction
+            is then relative to the baseline of that call. Where the baseline keeps the budget, the model itself runs.
         budget, policy: as in `ackpt.plan`: ``0.5`` or ``"50%"``, ``"6GiB"``.
         options: a dict of options of the policy, such as ``{"fates": {"relu": "recomputed"}}`` for ``"manual"``.
         plan: a `Plan` to run instead, made for this model and these arguments. It is valid for no others: a smaller
@@ -48,6 +53,10 @@ def compile(
             step with a plan for it.
         differentiate: ``"loss"`` or ``"all"``, as in `ackpt.trace`.
         optimizer: the optimizer that trains the model; its state and its step then count toward the budget.
+        dynamic: which sizes may change without a new capture. With None, the dimensions in which a second call differs
+            from the first become dynamic, as in ``torch.compile``, and those marked by ``torch._dynamo.mark_dynamic``.
+            True makes all dimensions of all tensors dynamic at once, False none. A dict names dimensions of arguments,
+            with bounds or None: ``{"input_ids": {1: (16, 512)}}``; the search is then made for the largest sizes.
 
     Returns:
         A `PlannedStep`; its ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients, and runs
@@ -83,7 +92,7 @@ def compile(
     _check_options(options, plan)
     _check_keywords(model, kwargs, policy)
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget before the work
-    step = PlannedStep(model, _Planner(budget, policy, dict(options or {}), plan), differentiate, optimizer)
+    step = PlannedStep(model, _Planner(budget, policy, dict(options or {}), plan), differentiate, optimizer, dynamic)
     try:
         step.prepare(*args, **kwargs)
     except TraceError as error:
@@ -119,7 +128,7 @@ def _check_options(options, plan) -> None:
 
 
 @dataclass(frozen=True)
-class _Planner:
+class _Planner(Planner):
     """Plans a captured graph with the arguments of `compile`."""
 
     budget: float | str | None
@@ -132,3 +141,22 @@ class _Planner:
             return check_runs(graph, make_plan(graph, self.budget, self.policy, **self.options))
         check_applies(graph, self.plan)
         return check_runs(graph, self.plan)
+
+    def choice(self, graph) -> Choice:
+        plan = self(graph)
+        if self.plan is None and self.policy == "auto" and plan.limit_bytes is not None:
+            if model_keeps(graph, default_profile(graph).workspace_bytes, plan.limit_bytes):
+                plan = of_model(graph, default_profile(graph), plan)
+                return Choice(None, lambda: plan)
+        return Choice(plan.schedule, lambda: plan)
+
+    @property
+    def serves_sizes(self) -> bool:
+        return self.plan is None
+
+    @property
+    def needs_baseline(self) -> bool:
+        return self.budget is not None and is_share(self.budget)
+
+    def for_sizes(self, step: DynamicStep) -> Choose:
+        return DynamicPlans(step, self.budget, self.policy, self.options)

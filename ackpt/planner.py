@@ -5,18 +5,19 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ackpt.capture.analysis import once_per_graph
-from ackpt.capture.in_place import eager_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.costs.profiles import profile as profiled
 from ackpt.metering.meter import memory_format
+from ackpt.planning.eager_step import eager_peak, eager_peak_bound, eager_schedule
 from ackpt.planning.host_copies import copies
 from ackpt.planning.plan import Plan, PlanError, activations
 from ackpt.planning.schedule import Schedule, everything
-from ackpt.planning.simulator import Simulation, peak_of, simulate, step_peaks
+from ackpt.planning.simulator import Simulation, simulate, step_peaks
 from ackpt.policies.search.decisions import decisions
 from ackpt.policies.search.recompute_costs import added_cost, costs, step_cost
 
@@ -80,32 +81,65 @@ def plan(
         raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
     if not isinstance(profile, (Profile, type(None))):
         raise TypeError(f"profile must come from ackpt.profile(graph, ...), got {type(profile).__name__}")
-    profile = (
-        profiled(graph, workspace="measured" if graph.on_cpu and graph.has_data else "given")
-        if profile is None
-        else profile
-    )
-    baseline = everything(graph)
-    simulated = simulate(graph, profile, baseline)
-    baseline_bytes = _baseline_bytes(graph, profile, baseline, simulated, budget)
-    limit = dynamic_limit(budget, baseline_bytes, simulated.resident_bytes)
+    profile = default_profile(graph) if profile is None else profile
     _check_options(policy, options)
-    schedule = _schedule_function(policy)(graph, profile, limit, **options)
+    schedule_function = _schedule_function(policy)
+    baseline = baseline_of(graph, profile, budget)
+    schedule = schedule_function(graph, profile, baseline.limit_bytes, **options)
+    return plan_of(graph, profile, schedule, baseline, budget, policy)
+
+
+def default_profile(graph: JointGraph) -> Profile:
+    """The profile without a device: FLOPs and traffic, and the workspace measured where the graph can run here."""
+    return profiled(graph, workspace="measured" if graph.on_cpu and graph.has_data else "given")
+
+
+class Baseline(NamedTuple):
+    """The baseline of a graph, and the bound on dynamic bytes that follows from a budget, None without one."""
+
+    schedule: Schedule
+    peak_bytes: int
+    limit_bytes: int | None
+
+
+def baseline_of(graph: JointGraph, profile: Profile, budget) -> Baseline:
+    """The baseline of `graph`; raises for an invalid budget, and for a fraction of a peak that is not known."""
+    schedule = everything(graph)
+    simulated = simulate(graph, profile, schedule)
+    peak_bytes = _baseline_bytes(graph, profile, schedule, simulated, budget)
+    return Baseline(schedule, peak_bytes, dynamic_limit(budget, peak_bytes, simulated.resident_bytes))
+
+
+def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: Baseline, budget, policy: str) -> Plan:
+    """The plan that runs `schedule`; raises a BudgetError if its peak exceeds the limit."""
     if copies(schedule) and profile.swap_seconds is None:
         what = "its profile" if profile.device == "any" else f"the profile of {profile.device!r}"
         raise PlanError(
             f"policy {policy!r} offloads, but {what} has no times of copies to the host: give the "
             "profile of a device with a link, such as profile=ackpt.profile(graph, 'h200'), or offload nothing"
         )
+    limit = baseline.limit_bytes
     simulated = simulate(graph, profile, schedule)
     if limit is not None and simulated.peak_bytes > limit:
         least = simulated.peak_bytes + simulated.resident_bytes
         cost = costs(graph, profile)
-        added = _added_cost(graph, schedule, simulated, cost) / _baseline_cost(baseline, cost)
+        added = _added_cost(graph, schedule, simulated, cost) / _baseline_cost(baseline.schedule, cost)
         raise BudgetError(
-            _refusal(policy, budget, limit, simulated, baseline_bytes, added) + _as_compiled(graph), least, budget
+            _refusal(policy, budget, limit, simulated, baseline.peak_bytes, added) + _as_compiled(graph), least, budget
         )
-    return _plan(graph, policy, limit, schedule, simulated, baseline_bytes, baseline, profile)
+    return _plan(graph, policy, limit, schedule, simulated, baseline.peak_bytes, baseline.schedule, profile)
+
+
+def model_keeps(graph: JointGraph, workspace_bytes, limit: int) -> bool:
+    """Whether the model's own step surely stays within `limit` dynamic bytes, so that it may run instead of a plan."""
+    return graph.as_compiled is None and eager_peak_bound(graph, eager_schedule(graph), workspace_bytes) <= limit
+
+
+def of_model(graph: JointGraph, profile: Profile, plan: Plan) -> Plan:
+    """`plan`, which saves everything, with the peak and timeline of the model's own step, which runs in its place."""
+    simulated = simulate(graph, profile, eager_schedule(graph))
+    peak_bytes = simulated.peak_bytes + simulated.resident_bytes
+    return replace(plan, peak_bytes=peak_bytes, timeline=simulated.timeline)
 
 
 def _baseline_bytes(graph: JointGraph, profile: Profile, baseline: Schedule, simulated: Simulation, budget) -> int:
@@ -132,9 +166,7 @@ def _baseline_bytes(graph: JointGraph, profile: Profile, baseline: Schedule, sim
 
 @once_per_graph
 def _eager_peak(graph: JointGraph, workspace_bytes: tuple[int, ...]) -> int:
-    """The dynamic peak of the model in eager mode, which writes in place what the graph computes out of place."""
-    eager = eager_graph(graph)
-    return peak_of(eager, everything(eager), workspace_bytes)
+    return eager_peak(graph, workspace_bytes)
 
 
 def _as_compiled(graph: JointGraph) -> str:

@@ -6,6 +6,7 @@ Nothing is computed: parameters and inputs are fake tensors, so models of any si
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ackpt.capture.inspection.attributes import arguments_unchanged, unchanged
@@ -28,6 +31,7 @@ from ackpt.capture.patches.fused_attention import fused_attention_refused
 from ackpt.errors import TraceError
 
 from .as_compiled import compiling
+from .dynamic_sizes import Dimension, Symbols, symbolic
 from .outputs import check_differentiate, no_gradient, refuse_overlaps, without_gradient
 from .patches import casts
 
@@ -57,6 +61,7 @@ class Capture:
     has_data: bool
     reads: Reads
     reason: str
+    symbols: Symbols | None
 
     def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
         """The inputs of the captured step in a call with `leaves`: parameters, buffers, and tensors of the call."""
@@ -210,8 +215,11 @@ def given_places(leaves) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def capture(model, args, kwargs, differentiate="loss"):
-    """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open."""
+def capture(model, args, kwargs, differentiate="loss", dynamic: Sequence[Dimension] = ()):
+    """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open.
+
+    `dynamic`: the dimensions whose sizes become symbols.
+    """
     check_differentiate(differentiate)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TraceError("no parameter of the model requires grad, so there is no backward to plan")
@@ -222,8 +230,13 @@ def capture(model, args, kwargs, differentiate="loss"):
         "has_data": has_data(model, leaves),
         "reads": Reads(model, leaves),
         "reason": "",
+        "symbols": None,
     }
-    model, leaves, spec = off_meta(model, leaves, spec)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if dynamic else None)
+    model, leaves, spec = off_meta(model, leaves, spec, fake_mode)
+    if dynamic:
+        leaves = symbolic(leaves, dynamic, fake_mode)
+        about["symbols"] = Symbols(dynamic, leaves)
     with contextlib.ExitStack() as stack:
         stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
         try:

@@ -37,10 +37,24 @@ def compiling():
         torch.compiler._is_compiling_flag = was
 
 
-def compared(captured, model, args, kwargs, differentiate: str) -> AsCompiled:
+def measured_baseline(captured, model, args, kwargs, differentiate: str) -> int:
+    """The dynamic peak in bytes of the model's own step, measured; restores all tensors and RNG states."""
+    tensors, on_cpu = _tensors(captured, model, args, kwargs)
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), _put_back(tensors):
+        return _own_step(captured, model, args, kwargs, differentiate, tensors, on_cpu)[0]
+
+
+def _tensors(captured, model, args, kwargs) -> tuple[list[torch.Tensor], bool]:
+    """The tensors that a step reads or changes, each once, and whether all are on the CPU."""
+    tensors = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs)), *captured.held]
+    tensors = list({id(tensor): tensor for tensor in tensors if is_tensor(tensor)}.values())
+    return tensors, all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+def compared(captured, module, model, args, kwargs, differentiate: str) -> AsCompiled:
     """How the captured step differs from the model's own; warns of it, and restores all tensors and RNG states.
 
-    If the tensors have data, this runs the model's own step and measures its peak. On the CPU it also runs the captured
+    `module`: the captured joint graph, at the sizes of the call. If the tensors have data, this runs the model's own step and measures its peak. On the CPU it also runs the captured
     step and compares the results.
 
     Raises:
@@ -48,9 +62,7 @@ def compared(captured, model, args, kwargs, differentiate: str) -> AsCompiled:
     """
     known = AsCompiled(captured.reason)
     if captured.has_data:
-        tensors = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs)), *captured.held]
-        tensors = list({id(tensor): tensor for tensor in tensors if is_tensor(tensor)}.values())
-        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+        tensors, on_cpu = _tensors(captured, model, args, kwargs)
         # The capture's context is still open, so its fake tensor mode has to be disabled.
         with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
             with _put_back(tensors):
@@ -58,7 +70,7 @@ def compared(captured, model, args, kwargs, differentiate: str) -> AsCompiled:
             difference = None
             if on_cpu:
                 with _put_back(tensors), torch.no_grad():
-                    difference = _difference(own, _captured_step(captured, model, args, kwargs), captured.reason)
+                    difference = _difference(own, _captured_step(captured, module, model, args, kwargs), captured.reason)
         known = AsCompiled(captured.reason, peak_bytes, difference)
     warnings.warn(f"The model was captured as torch.compile runs it: {known}.", UserWarning, stacklevel=3)
     return known
@@ -104,9 +116,8 @@ def _own_step(captured, model, args, kwargs, differentiate, tensors, on_cpu):
     return peak_bytes, found | _buffers(model)
 
 
-def _captured_step(captured, model, args, kwargs) -> dict[str, torch.Tensor]:
+def _captured_step(captured, module, model, args, kwargs) -> dict[str, torch.Tensor]:
     """The same tensors from the captured step, run without recomputation."""
-    module = captured.joint.graph_module
     values = captured.inputs(every_module(model), tree_leaves((args, kwargs)))
     for node in module.graph.find_nodes(op="placeholder")[len(values) :]:
         values.append(stand_in(node.meta["val"]).fill_(1))

@@ -64,6 +64,11 @@ def noted_writes():
         yield
 
 
+def autograd_node(node: torch.fx.Node) -> int | None:
+    """The sequence number of the autograd node in which an operation of the backward ran; None if it ran in none."""
+    return node.meta.get(_RUNS_IN)
+
+
 def _called_by_engine(frame) -> bool:
     """Whether C++ has called: autograd's engine for a sum of gradients, or a derivative formula."""
     return frame.f_globals.get("__name__") == "torch.autograd.graph"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
 from ackpt.autograd_state import version
 from ackpt.checkpointing.guards import BACKWARD_FIRST
 from ackpt.errors import CheckpointError, TraceError
 
+from .analysis import Analysis
 from .joint_graph import JointGraph
 
 _DIFFERENTIATE = ("loss", "all")
@@ -130,14 +133,17 @@ def differentiable_once(outputs) -> None:
         node.register_prehook(_refuse_create_graph)
 
 
-def gradient_strides(graph: JointGraph) -> dict[int, tuple[int, ...]]:
-    """By output number, the strides with which its gradient was captured; torch copies all other gradients anyway."""
-    analysis = graph.analysis
+def gradient_strides(analysis: Analysis, nodes: Mapping[int, fx.Node] | None = None) -> dict[int, tuple[Any, ...]]:
+    """By output number, the strides with which its gradient was captured; torch copies all other gradients anyway.
+
+    `nodes`: those of a module whose sizes are expressions, by the ids of the graph.
+    """
+    nodes = analysis.fx if nodes is None else nodes
     found = {}
     for place in analysis.tangents:
-        output: Any = getattr(analysis.fx[place].meta["desc"], "output", None)
+        output: Any = getattr(nodes[place].meta["desc"], "output", None)
         if place not in analysis.restrided and type(output).__name__ == "PlainAOTOutput":
-            found[output.idx] = analysis.fx[place].meta["val"].stride()
+            found[output.idx] = nodes[place].meta["val"].stride()
     return found
 
 

@@ -6,6 +6,7 @@ import operator
 from typing import Any, Literal
 
 import torch
+from torch import fx
 
 from ackpt.capture.inspection.model_checks import check_keywords, check_model
 from ackpt.capture.patches.recurrent import keep_for_backward
@@ -13,6 +14,7 @@ from ackpt.errors import TraceError
 
 from .aot import Capture, capture
 from .as_compiled import compared
+from .dynamic_sizes import is_size, without_full_slices
 from .gradients import move_tangents, own_gradients
 from .joint_graph import BACKWARD, FORWARD, JointGraph, Node, with_accesses
 from .optimizer_state import check_optimizer, with_optimizer
@@ -64,13 +66,19 @@ def trace(
         return captured_graph(captured, model, args, kwargs, differentiate, optimizer)
 
 
-def captured_graph(captured: Capture, model, args, kwargs, differentiate: str, optimizer=None) -> JointGraph:
-    """The graph of a captured step, with what the capture knows about the call."""
-    graph = joint_graph(
-        captured.joint.graph_module,
+def captured_graph(
+    captured: Capture, model, args, kwargs, differentiate: str, optimizer=None, instance: fx.GraphModule | None = None
+) -> JointGraph:
+    """The graph of a captured step, with what the capture knows about the call.
+
+    `instance`: the captured module at the sizes of the call, if it was captured with dynamic dimensions.
+    """
+    module = captured.joint.graph_module if instance is None else instance
+    graph = (joint_graph if instance is None else described_graph)(
+        module,
         has_data=captured.has_data,
         made_for=captured.made_for,
-        as_compiled=compared(captured, model, args, kwargs, differentiate) if captured.reason else None,
+        as_compiled=compared(captured, module, model, args, kwargs, differentiate) if captured.reason else None,
     )
     return graph if optimizer is None else with_optimizer(graph, optimizer)
 
@@ -80,21 +88,36 @@ def joint_graph(module, **fields) -> JointGraph:
 
     `fields`: fields of `JointGraph` that cannot be derived from the module.
     """
+    prepared(module)
+    return described_graph(module, **fields)
+
+
+def prepared(module) -> None:
+    """Give the operations of torch's joint graph `module` their order and ids, and gradients storages of their own."""
     _without_running_statistics(module.graph)
     keep_for_backward(module.graph)
     _require_dense(module.graph.nodes)
+    if any(is_size(node) for node in module.graph.nodes):
+        without_full_slices(module)
     move_tangents(module)
     own_gradients(module)
-    ordered = _in_order(module)
+    ordered = [node for node in _in_order(module) if not is_size(node)]
     for place, node in enumerate(ordered):
         node.meta["ackpt_id"] = place
     output = next(node for node in module.graph.nodes if node.op == "output")
     output.meta["ackpt_id"] = len(ordered)
-    returned, gradients = _returned(output)
     if not any(_phase(node) == BACKWARD for node in ordered):
         raise TraceError(
             "no output of the model that requires grad is computed by an operation, so there is no backward to plan"
         )
+
+
+def described_graph(module, **fields) -> JointGraph:
+    """The `JointGraph` of a joint graph whose operations have their ids."""
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    nodes = (node for node in module.graph.nodes if node.op != "output")
+    ordered = sorted(nodes, key=lambda node: node.meta["ackpt_id"])
+    returned, gradients = _returned(output)
     keys: dict[int, int] = {}
     lies_in = []
     for node in ordered:

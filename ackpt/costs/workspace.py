@@ -83,13 +83,19 @@ def runs_alone(node: torch.fx.Node) -> bool:
     return allocates(node) and not communicates(node)
 
 
+def results_agree(graph: JointGraph) -> bool:
+    """Whether all operations return results of the shapes, strides and storages that the graph says."""
+    return _measured(graph, torch.get_num_threads())[1]
+
+
 def _allocations(graph: JointGraph) -> dict[int, Allocations]:
-    return _measured(graph, torch.get_num_threads())
+    return _measured(graph, torch.get_num_threads())[0]
 
 
 @once_per_graph
-def _measured(graph: JointGraph, threads: int) -> dict[int, Allocations]:
-    """What every operation allocates with so many threads, by node id; views and the like are left out."""
+def _measured(graph: JointGraph, threads: int) -> tuple[dict[int, Allocations], bool]:
+    """What every operation allocates with so many threads, by node id, views and the like left out; and whether all
+    results are as in the graph."""
     analysis = graph.analysis
     values = tree_leaves([node.meta.get("val") for node in graph.module.graph.nodes])
     others = {str(v.device) for v in values if isinstance(v, torch.Tensor) and v.device.type != "cpu"}
@@ -122,7 +128,7 @@ def _measured(graph: JointGraph, threads: int) -> dict[int, Allocations]:
             elif any(argument in real for argument in node.all_input_nodes):
                 args, kwargs = tree_map(_shape_only, call)
                 real[node] = node.target(*args, **kwargs)
-        return found
+        return found, not real
 
     return in_own_thread(run)
 
@@ -130,6 +136,11 @@ def _measured(graph: JointGraph, threads: int) -> dict[int, Allocations]:
 def value_of(graph: JointGraph, node: torch.fx.Node):
     """The fake value of a node, or the constant that it is."""
     return node.meta["val"] if "val" in node.meta else getattr(graph.module, str(node.target))
+
+
+def allocation_of(node, target, call) -> Allocations:
+    """What one operation allocates, called with tensors without data as arguments: ``call`` is (args, kwargs)."""
+    return _run(node, target, call)[0]
 
 
 def _run(node, target, call) -> tuple[Allocations, Any]:

@@ -40,7 +40,7 @@ from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.capture.tracing import joint_graph
 from ackpt.errors import BudgetError, TraceError, check_misspelt
 from ackpt.planner import check_runs, plan
-from ackpt.planning.planned_step import partitioner, run_boxed
+from ackpt.planning.compiled_schedule import partitioner, run_boxed
 
 from .dynamo_calls import check_compiled_here, install, runs_graph
 
@@ -186,7 +186,7 @@ class _Partition(CustomPartitionerFn):
             with torch.no_grad():
                 again.propagate_dont_convert_inputs(*_flat(joint_inputs))
         graph = joint_graph(joint, replays_random=not self.inductor)
-        self.depends, self.strides = depends_on(graph), gradient_strides(graph)
+        self.depends, self.strides = depends_on(graph), gradient_strides(graph.analysis)
         options = dict(self.options)
         on_plan = options.pop("on_plan", None)
         budget, policy = options.pop("budget", None), options.pop("policy", "auto")

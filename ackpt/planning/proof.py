@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 from .copy_operations import offload
 from .rng_replay import run_again, run_and_save
 
+IS_SIZE = "ackpt_is_size"  # in the meta of nodes that compute sizes, not tensors
+
 
 class RewriteError(RuntimeError):
     """The rewritten modules allocate other bytes than simulated: a fault of ackpt, which is never run silently.
@@ -87,7 +89,7 @@ def live_after(
             if node.target is offload:
                 hosted.update(storage._cdata for storage in storages_in(values[node]))
         change(values[node], +1)
-        if node.op != "placeholder" and not _unpacks_state(node):
+        if node.op != "placeholder" and not node.meta.get(IS_SIZE) and not _unpacks_state(node):
             live.append((total + (state_bytes if node.target is run_again else 0), in_host))
         for used in last.get(node, ()):
             change(values.pop(used), -1)

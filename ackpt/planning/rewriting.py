@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,12 +18,13 @@ from torch._guards import detect_fake_mode
 from torch.fx.graph import _BoxedCodeGen
 
 from ackpt.capture.analysis import is_training_batch_norm
+from ackpt.capture.dynamic_sizes import DynamicModule, Symbols, expression, is_size
 from ackpt.capture.joint_graph import FORWARD, JointGraph
 from ackpt.capture.patches.kernels import true_results
 
 from . import copy_operations
 from .live_bytes import follow, rng_state_bytes
-from .proof import RewriteError, live_after, storages_in
+from .proof import IS_SIZE, RewriteError, live_after, storages_in
 from .rng_replay import run_again, run_and_save
 from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, Schedule, Step
 
@@ -35,7 +37,8 @@ class Rewritten:
 
     ``forward`` takes the inputs of the graph and returns the model's outputs, followed by what it saves for backward;
     ``backward`` takes the latter and the gradients of the outputs, and returns the gradients. Both take one list and
-    empty it, so that every argument can be freed after its last use.
+    empty it, so that every argument can be freed after its last use. With dynamic dimensions, ``forward`` returns their
+    ``num_sizes`` sizes last, and ``backward`` takes them first.
 
     Example:
         >>> import torch, ackpt
@@ -49,10 +52,17 @@ class Rewritten:
     forward: fx.GraphModule
     backward: fx.GraphModule
     num_outputs: int
+    num_sizes: int = 0
 
 
-def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
+def rewrite(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None = None) -> Rewritten:
     """The forward and backward modules of `schedule`.
+
+    Args:
+        graph: of one step.
+        schedule: made for it.
+        dynamic: the module of which `graph` is an instance, if it has dynamic dimensions. Then the modules compute
+            their sizes from their inputs, and run the schedule at all sizes for which the capture is valid.
 
     Raises:
         ScheduleError: if the schedule was made for another graph, or cannot run.
@@ -68,17 +78,20 @@ def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
         True
     """
     expected = follow(graph, schedule, [0] * len(graph.nodes)).after
-    rewritten = _rewritten(graph, schedule)
+    rewritten = _rewritten(graph, schedule, dynamic)
     _prove(graph, rewritten, expected)
     return rewritten
 
 
-def _rewritten(graph: JointGraph, schedule: Schedule) -> Rewritten:
+def _rewritten(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None) -> Rewritten:
     analysis = graph.analysis
-    fw = _Builder(analysis, again=False)
+    fx_nodes = analysis.fx if dynamic is None else dynamic.fx
+    fw = _Builder(analysis, fx_nodes, again=False)
     for place in analysis.placeholders:
         if place not in analysis.tangents:
             fw.placeholder(place)
+    given = [] if dynamic is None else [fw.size_of(place, dim) for place, dim in dynamic.sources]
+    fw.sizes = None if dynamic is None else _Sizes(fw.graph, dynamic.symbols, given)
     replayed = set(schedule.replayed)
     for step in schedule.forward:
         fw.run(step, saves_state=step.kind == COMPUTE and step.id in replayed)
@@ -87,9 +100,11 @@ def _rewritten(graph: JointGraph, schedule: Schedule) -> Rewritten:
     outputs = [None if place is None else fw.value(place) for place in analysis.outputs]
     states = [fw.states[place] for place in schedule.replayed]
     hosts = [fw.hosts[storage] for storage in schedule.offloaded]
-    fw.output([*outputs, *(fw.value(place) for place in passed), *hosts, *states])
+    fw.output([*outputs, *(fw.value(place) for place in passed), *hosts, *states, *given])
 
-    bw = _Builder(analysis, again=True)
+    bw = _Builder(analysis, fx_nodes, again=True)
+    # AOTAutograd's convention: the forward returns sizes last, the backward receives them first.
+    received = [bw.size_input(size) for size in given]
     for place in passed:
         bw.placeholder(place)
     for storage in schedule.offloaded:
@@ -100,10 +115,12 @@ def _rewritten(graph: JointGraph, schedule: Schedule) -> Rewritten:
         bw.states[place].meta["val"] = fw.states[place].meta.get("val")
     for place in analysis.tangents:
         bw.placeholder(place)
+    bw.sizes = None if dynamic is None else _Sizes(bw.graph, dynamic.symbols, received)
     for step in schedule.backward:
         bw.run(step)
     bw.output([None if place is None else bw.value(place) for place in analysis.bw_outputs])
-    return Rewritten(fw.module(graph.module), bw.module(graph.module), len(outputs))
+    root = graph.module if dynamic is None else dynamic.module
+    return Rewritten(fw.module(root), bw.module(root), len(outputs), len(given))
 
 
 def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, int]]) -> None:
@@ -124,6 +141,7 @@ def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, in
         tangents = values(analysis.tangents)
         callers = [value for place, value in zip(analysis.tangents, tangents) if place not in analysis.restrided]
         passed, kept = passed[: rewritten.num_outputs], passed[rewritten.num_outputs :]
+        kept = [*kept[len(kept) - rewritten.num_sizes :], *kept[: len(kept) - rewritten.num_sizes]]
         nodes = [() if place is None else graph.nodes[place].storages for place in analysis.outputs]
         passed = [value for value, lies_in in zip(passed, nodes) if analysis.dropped.isdisjoint(lies_in)]
         # What the caller holds all through backward: outputs and the gradients that come in.
@@ -171,10 +189,13 @@ def _inputs_needed(analysis, schedule) -> list[int]:
 
 class _Builder:
     """Builds one fx graph. ``env``: the latest run of every node; ``hosts``: copies of storages in host memory;
-    ``moving``: by storage, the node that started its copy and the node that is copied."""
+    ``moving``: by storage, the node that started its copy and the node that is copied; ``sizes``: the nodes of sizes
+    that are expressions."""
 
-    def __init__(self, analysis, again: bool):
+    def __init__(self, analysis, fx_nodes, again: bool):
         self.analysis = analysis
+        self.fx = fx_nodes
+        self.sizes: Any = None
         self.again = again
         self.graph = fx.Graph()
         self.env: dict[int, fx.Node] = {}
@@ -183,12 +204,23 @@ class _Builder:
         self.moving: dict[int, tuple[fx.Node, fx.Node]] = {}
 
     def placeholder(self, place: int):
-        node = self.graph.placeholder(self.analysis.fx[place].name)
-        node.meta = dict(self.analysis.fx[place].meta)
+        node = self.graph.placeholder(self.fx[place].name)
+        node.meta = dict(self.fx[place].meta)
         self.env[place] = node
 
+    def size_of(self, place: int, dim: int) -> fx.Node:
+        """A dimension of an input, as a node."""
+        node = self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[place], dim))
+        node.meta = {"val": self.fx[place].meta["val"].shape[dim], IS_SIZE: True}
+        return node
+
+    def size_input(self, size: fx.Node) -> fx.Node:
+        node = self.graph.placeholder(size.name)
+        node.meta = dict(size.meta)
+        return node
+
     def value(self, place: int) -> fx.Node:
-        if place not in self.env and self.analysis.fx[place].op == "get_attr":
+        if place not in self.env and self.fx[place].op == "get_attr":
             self.env[place] = self._copied(place)
         return self.env[place]
 
@@ -199,7 +231,7 @@ class _Builder:
             self._copy(*step)
 
     def compute(self, place: int, saves_state: bool = False):
-        original = self.analysis.fx[place]
+        original = self.fx[place]
         is_recomputed = self.again and self.analysis.graph.nodes[place].phase == FORWARD
         if is_recomputed and is_training_batch_norm(original):
             args, kwargs = self._mapped((*original.args[:3], *original.args[5:]), original.kwargs)
@@ -222,6 +254,8 @@ class _Builder:
         self.graph.output(tuple(values))
 
     def module(self, root) -> fx.GraphModule:
+        if self.sizes is not None and not self.sizes.expressions:
+            self.graph.erase_node(self.sizes.all)
         self.graph.lint()
         return fx.GraphModule(root, self.graph)
 
@@ -231,8 +265,9 @@ class _Builder:
             source = self.value(cover)
             self.moving[storage] = self.graph.call_function(copy_operations.offload, (source,)), source
         elif kind == PREFETCH:
-            source, like = self.hosts[storage], self.analysis.fx[cover].meta["val"]
-            layout = (like.device, like.dtype, tuple(like.shape), like.stride(), like.storage_offset())
+            source, like = self.hosts[storage], self.fx[cover].meta["val"]
+            shape, strides, (offset,) = map(self._numbers, (like.shape, like.stride(), (like.storage_offset(),)))
+            layout = (like.device, like.dtype, shape, strides, offset)
             self.moving[storage] = self.graph.call_function(copy_operations.prefetch, (source, *layout)), source
         else:
             moved, source = self.moving.pop(storage)
@@ -240,11 +275,38 @@ class _Builder:
             if moved.target is copy_operations.offload:
                 self.hosts[storage] = arrived
             else:
-                arrived.meta = dict(self.analysis.fx[cover].meta)
+                arrived.meta = dict(self.fx[cover].meta)
                 self.env[cover] = arrived
 
     def _copied(self, place: int) -> fx.Node:
-        return self.graph.node_copy(self.analysis.fx[place], lambda node: self.value(node.meta["ackpt_id"]))
+        return self.graph.node_copy(self.fx[place], self._argument)
 
     def _mapped(self, args, kwargs):
-        return fx.map_arg((tuple(args), dict(kwargs)), lambda node: self.value(node.meta["ackpt_id"]))
+        return fx.map_arg((tuple(args), dict(kwargs)), self._argument)
+
+    def _argument(self, node: fx.Node) -> Any:
+        return self.sizes.node(node.meta["val"]) if is_size(node) else self.value(node.meta["ackpt_id"])
+
+    def _numbers(self, sizes) -> tuple[Any, ...]:
+        return tuple(size if isinstance(size, int) else self.sizes.node(size) for size in sizes)
+
+
+class _Sizes:
+    """The nodes of the sizes that are expressions, in one module: one node computes all from the dynamic dimensions."""
+
+    def __init__(self, graph: fx.Graph, symbols: Symbols, given: list[fx.Node]):
+        self.graph, self.symbols = graph, symbols
+        self.expressions: dict[Any, fx.Node] = {}
+        self.all = graph.call_function(print, tuple(given))
+        self.all.meta[IS_SIZE] = True
+
+    def node(self, size) -> fx.Node:
+        """The node of a size, such as a SymInt."""
+        key = expression(size)
+        if key not in self.expressions:
+            with self.graph.inserting_after(self.all):
+                node = self.graph.call_function(operator.getitem, (self.all, len(self.expressions)))
+            node.meta = {"val": size, IS_SIZE: True}
+            self.expressions[key] = node
+            self.all.target = self.symbols.function(tuple(self.expressions))
+        return self.expressions[key]

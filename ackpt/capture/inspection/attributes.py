@@ -13,6 +13,7 @@ import sys
 import types
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import torch
@@ -66,6 +67,38 @@ def attributes(modules) -> tuple:
         found += [(name, *own[name]) for name in _HOOKS if own[name]]
         found.append(None)
     return tuple(found)
+
+
+def changed_attribute(paths: Iterable[str], was: tuple, now: tuple) -> tuple[str, str] | None:
+    """The first attribute that differs between two results of `attributes` for modules with these paths.
+
+    Returns:
+        What changed, in words, and the name of the attribute; None if nothing did.
+    """
+    for path, before, after in zip(paths, _by_module(was), _by_module(now)):
+        for name in {**before, **after}:
+            if before.get(name) != after.get(name):
+                label = f"{name} of {path or 'the model'}"
+                values = [_value_in(each.get(name)) for each in (before, after)]
+                words = "changed" if None in values else f"changed from {values[0]} to {values[1]}"
+                return f"{label} {words}; pass it as a tensor to avoid replanning", label
+    return None
+
+
+def _by_module(facts: tuple) -> list[dict[str, tuple]]:
+    modules: list[dict[str, tuple]] = [{}]
+    for fact in facts:
+        if fact is None:
+            modules.append({})
+        else:
+            modules[-1][fact[0]] = fact[1:]
+    return modules
+
+
+def _value_in(fact) -> str | None:
+    """The plain value of a fact, as text; None if it has none."""
+    is_value = fact is not None and len(fact) == 1 and isinstance(fact[0], tuple) and len(fact[0]) == 2
+    return str(fact[0][1]) if is_value and isinstance(fact[0][0], type) else None
 
 
 def _comparable(value):

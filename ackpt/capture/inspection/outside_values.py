@@ -144,6 +144,10 @@ class Reads:
         """Whether all values are the same as at the end of the capture."""
         return not any(value.is_changed() for value in self._values)
 
+    def first_change(self) -> str:
+        """The first value that differs from the end of the capture, in words; empty if there is none."""
+        return next((value.label for value in self._values if value.is_changed()), "")
+
     def _walk(self) -> Walk:
         walk = Walk(*self._roots)
         for code, namespace in list(self._codes.values()):

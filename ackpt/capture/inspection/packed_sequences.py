@@ -50,9 +50,15 @@ class _Counted(TorchFunctionMode):
         if any(self._value(tensor) is None for tensor in tensors):
             return
         args, kwargs = tree_map_only(torch.Tensor, self._value, (args, kwargs))
+        args, kwargs = tree_map_only(torch.SymInt, _of_example, (args, kwargs))
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             value = func(*args, **({**kwargs, "device": "cpu"} if counted else kwargs))
         self._known[id(result)] = result, value, result._version
+
+
+def _of_example(size: torch.SymInt) -> int:
+    """The size in the example. Positions that count on are one sequence at every length, so this needs no guard."""
+    return size.node.hint
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def shape_of(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(shape, needs_grad) if isinstance(tensor, nn.Parameter) else shape.requires_grad_(needs_grad)
 
 
-def off_meta(model: Any, leaves, spec):
+def off_meta(model: Any, leaves, spec, fake_mode: FakeTensorMode):
     """`model`, `leaves` and `spec` with meta tensors replaced by fake CPU ones: for meta, torch picks other kernels."""
     tensors = [*model.parameters(), *model.buffers(), *leaves]
     if not any(is_tensor(tensor) and tensor.is_meta for tensor in tensors):
@@ -100,7 +100,7 @@ def off_meta(model: Any, leaves, spec):
 
     # A copy of the modules, without one of the tensors.
     model = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_mode:
         for module in model.modules():
             for named in (module._parameters, module._buffers):
                 named.update({name: replacement(tensor) for name, tensor in named.items() if tensor is not None})

@@ -19,7 +19,9 @@ aten = torch.ops.aten
 _KEY = torch._C.DispatchKey.CompositeImplicitAutograd
 
 torch.library.define(
-    "ackpt_graph::dropout_noise", "(Tensor x, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+    "ackpt_graph::dropout_noise",
+    "(Tensor x, float p) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pointwise),
 )
 torch.library.define(
     "ackpt_graph::filled",

@@ -1,0 +1,298 @@
+"""Sizes as expressions: one captured step that serves every size of its dynamic dimensions.
+
+`symbolic` gives chosen dimensions of a call's tensors symbols in place of numbers. A step captured from such tensors
+has sizes that are expressions in these symbols, and guards, the conditions under which the capture holds. `Symbols`
+evaluates both. `concrete` is the captured module at given sizes, so everything after the capture sees numbers alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    SYMPY_INTERP,
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._sympy.printers import PythonPrinter
+
+from ackpt.errors import TraceError
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_SLICE_BACKWARD = torch.ops.aten.slice_backward.default
+_SLICES = (torch.ops.aten.slice.Tensor, _SLICE_BACKWARD)
+SMALLEST = 2  # torch captures the sizes 0 and 1 as numbers
+
+
+@dataclass(frozen=True, order=True)
+class Dimension:
+    """One dynamic dimension: dimension ``dim`` of the tensor at index ``leaf`` among the leaves of a call."""
+
+    leaf: int
+    dim: int
+
+
+def symbolic(leaves: Sequence[Any], dimensions: Sequence[Dimension], mode: FakeTensorMode) -> list[Any]:
+    """`leaves` with fake tensors in place of those that have dynamic dimensions; one tensor stays one."""
+    dims: dict[int, set[int]] = {}
+    for each in dimensions:
+        dims.setdefault(id(leaves[each.leaf]), set()).add(each.dim)
+    made: dict[int, torch.Tensor] = {}
+
+    def replacement(leaf):
+        if id(leaf) not in dims:
+            return leaf
+        if id(leaf) not in made:
+            kinds = [DimDynamic.DYNAMIC if dim in dims[id(leaf)] else DimDynamic.STATIC for dim in range(leaf.dim())]
+            made[id(leaf)] = mode.from_tensor(leaf, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+        return made[id(leaf)]
+
+    return [replacement(leaf) for leaf in leaves]
+
+
+class Symbols:
+    """The symbols of a capture: which dimension each stands for, and what the capture assumes about their values.
+
+    Args:
+        dimensions: the dynamic dimensions of the call.
+        leaves: of the call, with symbolic tensors.
+
+    ``all``: the symbols, one for each of ``dimensions``.
+    """
+
+    def __init__(self, dimensions: Sequence[Dimension], leaves: Sequence[Any]):
+        first = {(id(leaves[each.leaf]), each.dim): each for each in reversed(dimensions)}  # a tensor may come twice
+        self.dimensions = tuple(reversed(first.values()))
+        sizes = [leaves[each.leaf].shape[each.dim] for each in self.dimensions]
+        self.environment: ShapeEnv = sizes[0].node.shape_env
+        self.all = [size.node._expr for size in sizes]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._layouts = [tuple(tuple(map(expression, each)) for each in (t.shape, t.stride())) for t in tensors]
+        self._functions: dict[tuple, Callable[..., tuple]] = {}
+
+    def values(self, leaves: Sequence[Any]) -> tuple[int, ...]:
+        """The sizes of the dynamic dimensions in a call with `leaves`."""
+        return tuple(leaves[each.leaf].shape[each.dim] for each in self.dimensions)
+
+    def holds(self, values: tuple[int, ...]) -> bool:
+        """Whether the capture is valid for these sizes."""
+        return all(value >= SMALLEST for value in values) and all(self.evaluated(self.guards, values))
+
+    def layouts(self, values: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Shape and strides of every tensor of the call at these sizes."""
+        flat = tuple(number for layout in self._layouts for numbers in layout for number in numbers)
+        numbers = iter(self.evaluated(flat, values))
+        return tuple(
+            (tuple(next(numbers) for _ in shape), tuple(next(numbers) for _ in strides))
+            for shape, strides in self._layouts
+        )
+
+    @property
+    def guards(self) -> tuple[Any, ...]:
+        """The conditions that the capture found, as sympy expressions in its symbols."""
+        found = [guard.expr for guard in self.environment.guards]
+        return tuple(guard for guard in found if guard.free_symbols)
+
+    def fixed(self) -> dict[Dimension, int]:
+        """The dimensions that the model turned into constants, with their sizes."""
+        pairs = zip(self.dimensions, self.all)
+        exprs = {each: self.environment.replace(symbol) for each, symbol in pairs}
+        return {each: int(expr) for each, expr in exprs.items() if expr.is_number}
+
+    def evaluated(self, expressions: Sequence[Any], values: tuple[int, ...]) -> tuple[Any, ...]:
+        """Sympy `expressions` at these sizes, as numbers and truth values of Python."""
+        return self.function(tuple(expressions))(*values)
+
+    def function(self, expressions: tuple[Any, ...]) -> Callable[..., tuple[Any, ...]]:
+        """A function of the sizes of the dynamic dimensions that returns the values of sympy `expressions`."""
+        if expressions not in self._functions:
+            names = {symbol: sympy.Symbol(f"s{at}", integer=True) for at, symbol in enumerate(self.all)}
+            code = "".join(f"{PythonPrinter().doprint(sympy.sympify(each).xreplace(names))}, " for each in expressions)
+            arguments = ", ".join(str(name) for name in names.values())
+            namespace = dict(SYMPY_INTERP, __name__=__name__)
+            exec(f"def sizes({arguments}):\n    return ({code})", namespace)  # noqa: S102
+            self._functions[expressions] = namespace["sizes"]
+        return self._functions[expressions]
+
+
+@dataclass(frozen=True, eq=False)
+class DynamicModule:
+    """A captured module whose sizes are expressions; its operations have ids.
+
+    ``symbols``: those of the expressions.
+    """
+
+    module: fx.GraphModule
+    symbols: Symbols
+
+    def at(self, values: tuple[int, ...]) -> fx.GraphModule:
+        """The module at these sizes, without expressions."""
+        return concrete(self.module, self.symbols, values)
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        values = (node.meta["val"] for node in self.module.graph.find_nodes(op="placeholder"))
+        return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+
+    def require_known_sizes(self) -> None:
+        """Refuse a capture with sizes that do not follow from the dynamic dimensions.
+
+        Raises:
+            TraceError: naming the operation.
+        """
+        for node in self.module.graph.nodes:
+            values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+            sizes = (size for value in values if is_symbolic(value) for size in (*value.shape, *value.stride()))
+            for size in sizes:
+                expr = self.symbols.environment.replace(sympy.sympify(expression(size)))
+                if not expr.free_symbols.issubset(self.symbols.all):
+                    raise TraceError(f"the size of {node.name} ({node.target}) does not follow from the inputs' sizes")
+
+    @cached_property
+    def fx(self) -> dict[int, fx.Node]:
+        """The operations by their ids."""
+        return {node.meta["ackpt_id"]: node for node in self.module.graph.nodes if "ackpt_id" in node.meta}
+
+    def storage_bytes(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """The bytes of every storage at these sizes, by the ids that the storages of an instance have."""
+        return self.symbols.evaluated(self._storage_bytes, values)
+
+    @cached_property
+    def _storage_bytes(self) -> tuple[Any, ...]:
+        sizes: dict[int, Any] = {}
+        for place in range(len(self.fx) - 1):  # the last one is the output
+            for value in tree_leaves(self.fx[place].meta.get("val")):
+                if isinstance(value, torch.Tensor):
+                    storage = value.untyped_storage()
+                    sizes.setdefault(storage._cdata, expression(storage.nbytes()))
+        return tuple(sizes.values())
+
+    @cached_property
+    def sources(self) -> tuple[tuple[int, int], ...]:
+        """For every symbol, an input and the dimension of it that has this size."""
+        first: dict[Any, tuple[int, int]] = {}
+        for node in self.module.graph.find_nodes(op="placeholder"):
+            if is_symbolic(node.meta["val"]):
+                for dim, size in enumerate(node.meta["val"].shape):
+                    first.setdefault(size.node._expr if isinstance(size, torch.SymInt) else size, (node.meta["ackpt_id"], dim))
+        return tuple(first[symbol] for symbol in self.symbols.all)
+
+
+def expression(value) -> Any:
+    """The sympy expression of a size; a number is its own."""
+    return value.node.expr if isinstance(value, _SYMBOLIC) else value
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node of a captured module computes a size, not a tensor."""
+    return isinstance(node.meta.get("val"), _SYMBOLIC)
+
+
+def is_symbolic(value) -> bool:
+    """Whether a tensor has sizes that are expressions."""
+    return isinstance(value, FakeTensor) and value._has_symbolic_sizes_strides
+
+
+def without_full_slices(module: fx.GraphModule) -> None:
+    """Remove slices of `module` that are the whole tensor, and their backward.
+
+    For sizes that are numbers, torch's indexing returns the tensor itself (``applySlicing`` in TensorIndexing.h), so
+    that eager and a capture of one shape have no such operation.
+    """
+    renewed: dict[int, int] = {}  # storages that changed, of nodes that follow
+    for node in list(module.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _SLICES and _is_whole(node):
+            source = node.args[0]
+            renewed |= dict.fromkeys(set(_storages(node)) - set(_storages(source)))
+            node.replace_all_uses_with(source)
+            module.graph.erase_node(node)
+        elif not renewed.keys().isdisjoint(_storages(node)):
+            with torch.no_grad():
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+                node.meta["val"] = node.target(*args, **kwargs)
+    module.recompile()
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether a slice, or the backward of one, is all of its tensor at every size."""
+    arguments = node.args[2:] if node.target is _SLICE_BACKWARD else node.args[1:]
+    dim, start, end, step = (*arguments, *(0, None, None, 1)[len(arguments) :])
+    size = expression(node.meta["val"].shape[dim])
+    end = expression(end.meta["val"]) if isinstance(end, fx.Node) else end
+    return start in (None, 0) and step == 1 and (end in (None, sys.maxsize) or bool(end == size))
+
+
+def _storages(node: fx.Node) -> list[int]:
+    values = tree_leaves(node.meta.get("val"))
+    return [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
+
+
+def concrete(module: fx.GraphModule, symbols: Symbols, values: tuple[int, ...]) -> fx.GraphModule:
+    """The captured `module` at these sizes: numbers instead of expressions, and no nodes that compute sizes."""
+    expressions: dict[Any, int] = {}
+
+    def noted(value):
+        expressions.setdefault(expression(value), 0)
+
+    for node in module.graph.nodes:
+        for value in tree_leaves(node.meta.get("val")):
+            if isinstance(value, _SYMBOLIC):
+                noted(value)
+            elif is_symbolic(value):
+                for size in (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes()):
+                    noted(size)
+    numbers = dict(zip(expressions, symbols.evaluated(tuple(expressions), values)))
+    tensors = _Tensors(lambda value: numbers[expression(value)])
+    graph = fx.Graph()
+    made: dict[fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        if is_size(node):
+            made[node] = numbers[expression(node.meta["val"])]
+            continue
+        made[node] = graph.node_copy(node, made.__getitem__) if node.op != "output" else _output(graph, node, made)
+        made[node].meta = dict(node.meta)
+        if "val" in node.meta:
+            made[node].meta["val"] = tree_map(tensors, node.meta["val"])
+    return fx.GraphModule(module, graph)
+
+
+def _output(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, Any]) -> fx.Node:
+    return graph.output(fx.map_arg(node.args[0], made.__getitem__))
+
+
+class _Tensors:
+    """Fake tensors with numbers as sizes for symbolic ones; those that share a storage still do."""
+
+    def __init__(self, number: Callable[[Any], int]):
+        self.number = number
+        self._bases: dict[int, torch.Tensor] = {}
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __call__(self, value):
+        if not is_symbolic(value):
+            return value
+        if id(value) not in self._made:
+            storage = value.untyped_storage()
+            with value.fake_mode, torch.no_grad():
+                if storage._cdata not in self._bases:
+                    nbytes = self.number(storage.nbytes())
+                    self._bases[storage._cdata] = torch.empty(nbytes, dtype=torch.uint8, device=value.device)
+                base = self._bases[storage._cdata]
+                shape, strides = (tuple(map(self.number, sizes)) for sizes in (value.shape, value.stride()))
+                flat = torch.empty(0, dtype=value.dtype, device=value.device)
+                self._made[id(value)] = flat.set_(
+                    base.untyped_storage(), self.number(value.storage_offset()), shape, strides
+                )
+        return self._made[id(value)]

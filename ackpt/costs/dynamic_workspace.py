@@ -1,0 +1,158 @@
+"""The workspace of the operations of a step with dynamic dimensions, at any sizes, without running all of them again.
+
+An operation runs again at new sizes only if its workspace may depend on them. It does not for elementwise operations on
+tensors of one dtype, which allocate at most scalars (TensorIterator in ATen allocates temporaries only to convert
+dtypes), nor for the operations in `_WITHOUT` that had no workspace at the captured sizes: their CPU kernels allocate
+nothing but results. `tests/costs/test_dynamic_workspace.py` compares this with running every operation.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from ackpt.capture.dynamic_sizes import DynamicModule, expression
+from ackpt.capture.joint_graph import JointGraph
+
+from .run_alone import in_own_thread
+from .workspace import allocation_of, results_agree, runs_alone, workspace_bytes
+
+aten = torch.ops.aten
+_FLOATS = (torch.float32, torch.float64)  # in half precision, oneDNN computes some of these
+_WITHOUT = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten._unsafe_view.default, aten.cat.default, aten.embedding.default, aten.where.self, aten.clone.default),
+    *(aten.arange.default, aten.arange.start, aten.new_ones.default, aten.new_zeros.default, aten.full.default),
+    *(aten.constant_pad_nd.default, aten.native_layer_norm.default, aten._log_softmax.default, aten._softmax.default),
+    *(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default),
+    *(aten.nll_loss_forward.default, aten.nll_loss_backward.default),
+)
+
+
+class _Layout(NamedTuple):
+    """A tensor argument; the numbers may be expressions."""
+
+    dtype: torch.dtype
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    offset: Any
+    bytes: Any
+    is_conj: bool
+    is_neg: bool
+
+
+class DynamicWorkspace:
+    """The workspace of every node of an instance of `dynamic`; `reference` is the instance that was captured."""
+
+    def __init__(self, dynamic: DynamicModule, reference: JointGraph):
+        self.dynamic, self.reference = dynamic, reference
+        self._at_reference = workspace_bytes(reference)
+        self._known: dict[tuple, int] = {}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the sizes of all results follow from the graph; otherwise every instance has to be measured."""
+        return results_agree(self.reference)
+
+    def at(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Bytes by node id at these sizes of the dynamic dimensions."""
+        found = list(self._at_reference)
+        numbers = iter(self.dynamic.symbols.evaluated(self._expressions, values))
+        todo = []
+        for places, target, leaves, spec, _ in self._calls:
+            call = [_evaluated(leaf, numbers) for leaf in leaves]
+            todo.append((places, target, call, spec, (target, spec, tuple(map(_key, call)), torch.get_num_threads())))
+        if any(key not in self._known for *_, key in todo):
+            in_own_thread(lambda: self._measure(todo))
+        for places, *_, key in todo:
+            for place in places:
+                found[place] = self._known[key]
+        return tuple(found)
+
+    def _measure(self, todo) -> None:
+        for places, target, call, spec, key in todo:
+            if key not in self._known:
+                arguments = tree_unflatten([_meta(leaf) if isinstance(leaf, _Layout) else leaf for leaf in call], spec)
+                self._known[key] = allocation_of(self.reference.nodes[places[0]], target, arguments).workspace
+
+    @cached_property
+    def _calls(self) -> list[tuple]:
+        """(nodes, operation, leaves of its arguments, their pytree, key) of every different call that must run."""
+        calls: dict[tuple, tuple] = {}
+        for node in self.reference.nodes:
+            fx = self.dynamic.fx[node.id]
+            if not runs_alone(fx) or self._keeps_its_workspace(fx, node.id):
+                continue
+            call = torch.fx.map_arg((fx.args, fx.kwargs), self._value)
+            leaves, spec = tree_flatten(call)
+            leaves = [_layout(leaf) for leaf in leaves]
+            key = fx.target, spec, tuple(map(_key, leaves))
+            calls.setdefault(key, ([], fx.target, leaves, spec, key))[0].append(node.id)
+        return list(calls.values())
+
+    @cached_property
+    def _expressions(self) -> tuple[Any, ...]:
+        return tuple(number for _, _, leaves, _, _ in self._calls for leaf in leaves for number in _numbers(leaf))
+
+    def _value(self, node: torch.fx.Node) -> Any:
+        return node.meta["val"] if "val" in node.meta else getattr(self.dynamic.module, str(node.target))
+
+    def _keeps_its_workspace(self, fx: torch.fx.Node, place: int) -> bool:
+        values = [self._value(node) for node in fx.all_input_nodes]
+        tensors = [value for value in tree_leaves((values, fx.meta.get("val"))) if isinstance(value, torch.Tensor)]
+        if not any(map(_has_expressions, tree_leaves(values))):
+            return not any(map(_has_expressions, tensors))
+        dtypes = {tensor.dtype for tensor in tensors}
+        if torch.Tag.pointwise in getattr(fx.target, "tags", ()):
+            return len(dtypes) == 1
+        floats = {dtype for dtype in dtypes if dtype.is_floating_point}
+        return fx.target in _WITHOUT and floats.issubset(_FLOATS) and not self._at_reference[place]
+
+
+def _has_expressions(value) -> bool:
+    is_tensor = isinstance(value, torch.Tensor)
+    return value._has_symbolic_sizes_strides if is_tensor else isinstance(value, (torch.SymInt, torch.SymFloat))
+
+
+def _layout(leaf):
+    if not isinstance(leaf, torch.Tensor):
+        return expression(leaf)
+    shape, strides = (tuple(map(expression, sizes)) for sizes in (leaf.shape, leaf.stride()))
+    offset, size = expression(leaf.storage_offset()), expression(leaf.untyped_storage().nbytes())
+    return _Layout(leaf.dtype, shape, strides, offset, size, leaf.is_conj(), leaf.is_neg())
+
+
+def _numbers(leaf) -> tuple[Any, ...]:
+    if isinstance(leaf, _Layout):
+        return (*leaf.shape, *leaf.strides, leaf.offset, leaf.bytes)
+    return (leaf,) if _is_expression(leaf) else ()
+
+
+def _evaluated(leaf, numbers):
+    """`leaf` with the next ones of `numbers` in place of its own."""
+    if isinstance(leaf, _Layout):
+        dims = len(leaf.shape)
+        values = [next(numbers) for _ in range(2 * dims + 2)]
+        return leaf._replace(
+            shape=tuple(values[:dims]), strides=tuple(values[dims:-2]), offset=values[-2], bytes=values[-1]
+        )
+    return next(numbers) if _is_expression(leaf) else leaf
+
+
+def _is_expression(leaf) -> bool:
+    return hasattr(leaf, "free_symbols")
+
+
+def _key(leaf):
+    return leaf if isinstance(leaf, _Layout) or _is_expression(leaf) else (type(leaf), repr(leaf))
+
+
+def _meta(layout: _Layout) -> torch.Tensor:
+    elements = layout.bytes // layout.dtype.itemsize
+    tensor = torch.empty(elements, dtype=layout.dtype, device="meta")
+    tensor = tensor.as_strided(layout.shape, layout.strides, layout.offset)
+    tensor = tensor.conj() if layout.is_conj else tensor
+    return tensor._neg_view() if layout.is_neg else tensor

@@ -1,0 +1,108 @@
+"""Plans for all sizes of one capture: one search, whose schedules are simulated at every size that occurs.
+
+The Pareto frontier is computed at the largest sizes seen so far. At other sizes, the cheapest of its schedules whose
+simulated peak is within the budget runs. If none is, a search at these sizes follows, whose schedules join the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ackpt.capture.in_place import eager_graph
+from ackpt.capture.joint_graph import JointGraph
+from ackpt.costs.profiles import Profile
+from ackpt.costs.profiles import profile as profiled
+from ackpt.planning.dynamic_step import DynamicStep
+from ackpt.planning.eager_step import eager_peak, eager_peak_bound, eager_schedule
+from ackpt.planning.plan import Plan
+from ackpt.planning.planners import Choice
+from ackpt.planning.schedule import Schedule, everything
+from ackpt.planning.simulator import peak_of, step_peaks
+from ackpt.policies import auto
+from ackpt.policies.search.frontier import Point, frontier
+from ackpt.policies.search.recompute_costs import costs, step_cost
+
+from .budget import dynamic_limit
+from .planner import baseline_of, check_runs, of_model, plan, plan_of
+
+_SAME_COST = 1.005  # schedules so close in cost are equal; one that is compiled already is then preferred
+
+
+class DynamicPlans:
+    """Chooses what runs at given sizes of `step`; called with the sizes and the baseline's peak if it was measured."""
+
+    def __init__(self, step: DynamicStep, budget: float | str | None, policy: str, options: dict[str, Any]):
+        self.step, self.budget, self.policy, self.options = step, budget, policy, options
+        self._points: list[Point] = []
+        self._everything = everything(step.reference)
+        self._eager_schedule = eager_schedule(step.reference)
+        self._writes_in_place = eager_graph(step.reference) is not step.reference
+
+    def __call__(self, values: tuple[int, ...], baseline_bytes: int | None = None) -> Choice:
+        if self.policy != "auto":
+            return self._searched(values, baseline_bytes)
+        graph, workspace = self.step.sized(values), self.step.workspace_bytes(values)
+        peak_bytes = peak_of(graph, self._everything, workspace)
+        own_bytes = self._own_peak(graph, workspace, peak_bytes, baseline_bytes)
+        resident = sum(graph.analysis.bytes[storage] for storage in graph.analysis.resident) + graph.optimizer_bytes
+        limit = dynamic_limit(self.budget, own_bytes, resident)
+        if limit is None or peak_bytes <= limit:
+            is_model = limit is not None and graph.as_compiled is None
+            is_model = is_model and eager_peak_bound(graph, self._eager_schedule, workspace) <= limit
+            return self._choice(None if is_model else self._everything, values, baseline_bytes)
+        if not self._points:
+            self._search(values, baseline_bytes)
+        fitting = [each for each in self._points if peak_of(graph, each.schedule, workspace) <= limit]
+        if not fitting:
+            self._search(values, baseline_bytes)
+            fitting = [each for each in self._points if peak_of(graph, each.schedule, workspace) <= limit]
+        if not fitting:
+            return self._searched(values, baseline_bytes)  # raises, and names the smallest feasible budget
+        cheap = [each for each in fitting if each.cost <= _SAME_COST * fitting[0].cost]
+        chosen = next((each for each in cheap if self.step.is_compiled(each.schedule)), cheap[0])
+        return self._choice(chosen.schedule, values, baseline_bytes)
+
+    def _own_peak(self, graph: JointGraph, workspace, peak_bytes: int, baseline_bytes: int | None) -> int:
+        """The dynamic peak of the model's own step, which may write in place what the graph computes out of place."""
+        if baseline_bytes is not None:
+            _, backward = step_peaks(graph, self._everything, workspace)
+            return max(baseline_bytes, backward[-1] if graph.optimizer_step_bytes else 0)
+        if not self._writes_in_place or graph.as_compiled is not None:
+            return peak_bytes
+        return min(peak_bytes, eager_peak(graph, workspace))
+
+    def _search(self, values: tuple[int, ...], baseline_bytes: int | None) -> None:
+        """Add the frontier at these sizes to the known schedules."""
+        graph, profile = self._at(values, baseline_bytes)
+        whole = step_cost(self._everything, costs(graph, profile)) or 1.0
+        for point in frontier(graph, profile, auto.candidates):
+            relative = point.cost / whole  # searches at other sizes have costs of other steps
+            self._points.append(point._replace(cost=relative, schedule=self._own(point.schedule)))
+        self._points.sort(key=lambda point: point.cost)
+
+    def _own(self, schedule: Schedule) -> Schedule:
+        return replace(schedule, graph=self.step.reference.hash)
+
+    def _at(self, values: tuple[int, ...], baseline_bytes: int | None) -> tuple[JointGraph, Profile]:
+        graph = self.step.graph(values)
+        if graph.as_compiled is not None:
+            graph = replace(graph, as_compiled=replace(graph.as_compiled, baseline_bytes=baseline_bytes))
+        workspace = self.step.workspace_bytes(values)
+        return graph, replace(profiled(graph), workspace_bytes=workspace)
+
+    def _choice(self, schedule: Schedule | None, values: tuple[int, ...], baseline_bytes: int | None) -> Choice:
+        def make_plan() -> Plan:
+            graph, profile = self._at(values, baseline_bytes)
+            chosen = replace(schedule or self._everything, graph=graph.hash)
+            baseline = baseline_of(graph, profile, self.budget)
+            made = plan_of(graph, profile, chosen, baseline, self.budget, self.policy)
+            return of_model(graph, profile, made) if schedule is None else made
+
+        return Choice(schedule, make_plan)
+
+    def _searched(self, values: tuple[int, ...], baseline_bytes: int | None) -> Choice:
+        """The plan of a search at these sizes alone."""
+        graph, profile = self._at(values, baseline_bytes)
+        found = check_runs(graph, plan(graph, self.budget, self.policy, profile=profile, **self.options))
+        return Choice(self._own(found.schedule), lambda: found)

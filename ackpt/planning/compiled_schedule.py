@@ -1,0 +1,101 @@
+"""From a captured step and a schedule to a function that runs them: AOTAutograd makes an autograd function of both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
+
+from ackpt.capture.aot import Capture
+from ackpt.capture.dynamic_sizes import DynamicModule
+from ackpt.capture.joint_graph import FORWARD, JointGraph, Node
+from ackpt.capture.outputs import (
+    depends_on,
+    differentiable_once,
+    gradients_as_planned,
+    leave_undefined,
+    unchanged_until_backward,
+)
+from ackpt.capture.patches.eager_settings import like_eager
+from ackpt.errors import TraceError
+
+from .rewriting import boxed, rewrite
+from .schedule import COMPUTE, Schedule
+
+Strides = Mapping[int, Sequence[int]]
+
+
+def compiled_schedule(
+    captured: Capture, graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None = None
+) -> Callable[[Sequence[torch.Tensor], Strides], list[Any]]:
+    """A function of the step's inputs, and of the strides of its outputs' gradients, that runs `schedule`.
+
+    Args:
+        captured: the step; it may be compiled several times.
+        graph: its graph; with dynamic dimensions, an instance of it.
+        schedule: of that graph.
+        dynamic: the module of a capture with dynamic dimensions.
+    """
+    with like_eager(None if dynamic is None else dynamic.fake_mode):
+        run = aot_compile_joint_with_descriptors(
+            _fresh(captured.joint),
+            partition_fn=partitioner(graph, schedule, dynamic),
+            fw_compiler=run_boxed,
+            bw_compiler=run_boxed,
+        )
+    depends, read = depends_on(graph), _read_later(graph, schedule)
+
+    def step(inputs, strides: Strides) -> list[Any]:
+        outputs = run(*inputs)
+        differentiable_once(outputs)
+        gradients_as_planned(outputs, strides)
+        unchanged_until_backward(outputs, inputs, read)
+        leave_undefined(outputs, depends)
+        return outputs
+
+    return step
+
+
+def _fresh(joint):
+    """A copy of torch's joint graph whose state one compilation may change."""
+    joint = copy.copy(joint)
+    state, captured = copy.copy(joint._aot_state), copy.copy(joint._aot_graph_capture)
+    state.fw_metadata = copy.copy(state.fw_metadata)
+    state.fw_metadata.bw_donated_idxs = []  # backward may run again (retain_graph)
+    captured.wrappers = [copy.copy(wrapper) for wrapper in captured.wrappers]
+    joint._aot_state, joint._aot_graph_capture = state, captured
+    return joint
+
+
+def partitioner(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None = None):
+    """AOTAutograd's ``partition_fn`` that splits `graph` as `schedule` says."""
+
+    def partition(joint, inputs, *, num_fwd_outputs, **_):
+        rewritten = rewrite(graph, schedule, dynamic)
+        if num_fwd_outputs != rewritten.num_outputs:
+            raise TraceError(f"the graph returns {rewritten.num_outputs} values, but torch expects {num_fwd_outputs}")
+        return rewritten.forward, rewritten.backward
+
+    return partition
+
+
+def run_boxed(gm: fx.GraphModule, example_inputs):
+    """A compiler for AOTAutograd: the module's operations one by one, arguments freed after their last use."""
+    return boxed(gm)
+
+
+def _read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str], ...]:
+    """(index, name for errors) of the step's inputs that its backward reads, so that they must not change before it."""
+    runs = (graph.nodes[step.id] for step in schedule.backward if step.kind == COMPUTE)
+    read = {storage for node in runs for source in node.inputs for storage in graph.nodes[source].storages}
+    inputs = [node for node in map(graph.nodes.__getitem__, graph.analysis.placeholders) if node.phase == FORWARD]
+    return tuple((place, _called(graph, node)) for place, node in enumerate(inputs) if read & set(node.storages))
+
+
+def _called(graph: JointGraph, node: Node) -> str:
+    name = getattr(graph.analysis.fx[node.id].meta["desc"], "target", None)
+    return "an argument" if name is None else f"{graph.storages[node.storages[0]].category} {name!r}"

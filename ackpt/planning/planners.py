@@ -1,0 +1,48 @@
+"""What a `PlannedStep` needs to know about planning: how a graph becomes a plan, and what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ackpt.capture.joint_graph import JointGraph
+
+from .plan import Plan
+from .schedule import Schedule
+
+if TYPE_CHECKING:
+    from .dynamic_step import DynamicStep
+
+
+class Choice(NamedTuple):
+    """What runs at some sizes: ``schedule``, or the model itself if it is None. ``plan()`` is the `Plan` of it."""
+
+    schedule: Schedule | None
+    plan: Callable[[], Plan]
+
+
+# Of the sizes of the dynamic dimensions, and of the baseline's dynamic peak in bytes if it was measured.
+Choose = Callable[[tuple[int, ...], int | None], Choice]
+
+
+class Planner:
+    """Plans each graph by a function; every call with other sizes is then a graph of its own."""
+
+    # Whether one capture may serve several sizes, and whether a choice depends on the baseline's peak.
+    serves_sizes = False
+    needs_baseline = False
+
+    def __init__(self, function: Callable[[JointGraph], Plan]):
+        self.function = function
+
+    def __call__(self, graph: JointGraph) -> Plan:
+        return self.function(graph)
+
+    def choice(self, graph: JointGraph) -> Choice:
+        """What runs the step with this graph."""
+        plan = self(graph)
+        return Choice(plan.schedule, lambda: plan)
+
+    def for_sizes(self, step: DynamicStep) -> Choose:
+        """The function that chooses what `step` runs at given sizes."""
+        raise NotImplementedError

@@ -1,0 +1,248 @@
+"""The captures of a `PlannedStep` and the choice between them: which one serves a call, and what runs it.
+
+A call is looked up by its facts and its sizes (`call_facts`). New sizes first ask the captures with dynamic dimensions;
+if sizes differ from earlier ones in some dimensions, the step is captured once more with these dimensions dynamic.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ackpt.capture.aot import Capture, capture
+from ackpt.capture.as_compiled import measured_baseline
+from ackpt.capture.dynamic_sizes import SMALLEST, Dimension
+from ackpt.capture.inspection.attributes import changed_attribute
+from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes
+from ackpt.capture.inspection.tensors import is_tensor
+from ackpt.capture.outputs import gradient_strides
+from ackpt.capture.tracing import captured_graph
+from ackpt.errors import BudgetError, TraceError
+
+from .call_facts import Call, Facts, Sizes
+from .compiled_schedule import compiled_schedule
+from .dynamic_dimensions import DynamicArgument, declared, differing
+from .dynamic_step import DynamicStep
+from .history import History
+from .plan import Plan, PlanError
+from .planners import Planner
+from .rewriting import RewriteError
+
+_MOST_CAPTURES = 64
+_MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captured one by one
+_PASS_AS_TENSOR = "Pass what changes at every step as a tensor, or change it once per epoch."
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What runs calls of some sizes: ``run`` with the inputs of ``captured``, or the model itself if it is None.
+
+    ``make_plan`` returns the `Plan`.
+    """
+
+    captured: Capture
+    run: Callable[[Sequence[torch.Tensor]], list[Any]] | None
+    make_plan: Callable[[], Plan]
+
+    def outputs(self, call: Call) -> Any:
+        """The outputs of the planned step."""
+        assert self.run is not None
+        return self.captured.outputs(self.run(self.captured.inputs(call.modules, call.leaves)))
+
+
+@dataclass
+class _Group:
+    """The variants of calls with equal facts.
+
+    ``fixed``: those of a capture of their own, by their sizes; several where values differ that the code reads.
+    ``dynamic``: captures with dynamic dimensions, the latest first, with a variant for every sizes that occurred.
+    ``refused``: dimensions that cannot be dynamic.
+    """
+
+    fixed: dict[Sizes, list[Variant]] = field(default_factory=dict)
+    dynamic: list[tuple[DynamicStep, dict[tuple[int, ...], Variant]]] = field(default_factory=list)
+    refused: set[Dimension] = field(default_factory=set)
+
+
+class Variants:
+    """The captures of one step, and what runs each call.
+
+    Args:
+        model, planner, differentiate, optimizer: of the step.
+        dynamic: which dimensions become dynamic, see `ackpt.compile`.
+    """
+
+    def __init__(self, model: nn.Module, planner: Planner, differentiate: str, optimizer, dynamic: DynamicArgument):
+        self.model, self.planner = model, planner
+        self.differentiate, self.optimizer, self.dynamic = differentiate, optimizer, dynamic
+        self.history = History()
+        self._groups: dict[Facts, _Group] = {}
+        self._last: tuple[Call, dict[str, str], Variant] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last call."""
+        if self._last is None:
+            raise AttributeError("this step has not been planned yet")
+        return self._last[-1].make_plan()
+
+    def of(self, call: Call) -> Variant:
+        """The variant that serves `call`; captures and plans if none does yet."""
+        group = self._groups.pop(call.facts, None) or _Group()
+        self._groups[call.facts] = group  # now the one that was used last
+        variant = self._known(group, call)
+        if variant is None:
+            with _disable_current_modes():  # a mode that observes the step must not see captures
+                variant = self._new(group, call)
+        elif self._last is not None and variant is not self._last[-1]:
+            self._last = (*self._last[:-1], variant)
+        self._drop_oldest()
+        return variant
+
+    def _known(self, group: _Group, call: Call) -> Variant | None:
+        for variant in group.fixed.get(call.sizes, ()):
+            if variant.captured.reads.are_same():
+                return variant
+        for step, variants in group.dynamic:
+            if step.captured.reads.are_same() and step.serves(call):
+                return variants.get(step.symbols.values(call.leaves))
+        return None
+
+    def _new(self, group: _Group, call: Call) -> Variant:
+        made_for = described(self.model, call.args, call.kwargs, self.differentiate)
+        cause, group_of_causes = self._cause(call, made_for)
+        try:
+            variant = self._served(group, call, cause) or self._captured(group, call, cause, group_of_causes)
+        except (BudgetError, PlanError) as error:
+            if self._last is None:
+                raise
+            was = self._last[1]
+            if isinstance(error, PlanError):
+                raise PlanError(f"{error} {another_plan(was, made_for)}") from None
+            message = f"{error} {other_bytes(was, made_for, error.budget)}"
+            raise BudgetError(message, error.least_bytes, error.budget) from None
+        self._last = call, made_for, variant
+        return variant
+
+    def _served(self, group: _Group, call: Call, cause: str) -> Variant | None:
+        """A variant for new sizes of a capture with dynamic dimensions."""
+        for step, variants in group.dynamic:
+            if step.captured.reads.are_same() and step.serves(call):
+                start = time.perf_counter()
+                values = step.symbols.values(call.leaves)
+                variants[values] = self._chosen(step, call, values)
+                self.history.add("plan", cause, time.perf_counter() - start)
+                return variants[values]
+        return None
+
+    def _captured(self, group: _Group, call: Call, cause: str, group_of_causes: str) -> Variant:
+        start = time.perf_counter()
+        dimensions = self._dimensions(group, call)
+        if dimensions:
+            try:
+                return self._captured_dynamic(group, call, cause, dimensions)
+            except (TraceError, RewriteError) as error:
+                group.refused |= dimensions
+                self.history.add("refused", f"dynamic dimensions of {cause}: {error}", time.perf_counter() - start)
+                start = time.perf_counter()
+        with capture(self.model, call.args, call.kwargs, self.differentiate) as captured:
+            graph = captured_graph(
+                captured, self.model, call.args, call.kwargs, self.differentiate, self.optimizer
+            )
+            schedule, make_plan = self.planner.choice(graph)
+            run = None
+            if schedule is not None:
+                step, strides = compiled_schedule(captured, graph, schedule), gradient_strides(graph.analysis)
+                run = self._checked(lambda inputs: step(inputs, strides), call)
+        variant = Variant(captured, run, make_plan)
+        group.fixed.setdefault(call.sizes, []).insert(0, variant)
+        seconds = time.perf_counter() - start
+        self.history.add("capture", cause, seconds, group=group_of_causes, advice=_PASS_AS_TENSOR)
+        return variant
+
+    def _captured_dynamic(self, group: _Group, call: Call, cause: str, dimensions: set[Dimension]) -> Variant:
+        start = time.perf_counter()
+        ordered = sorted(dimensions)
+        with capture(self.model, call.args, call.kwargs, self.differentiate, ordered) as captured:
+            step = DynamicStep(captured, call, self.model, self.differentiate, self.optimizer)
+        if fixed := step.symbols.fixed():
+            group.refused |= set(fixed)
+            self.history.add("refused", f"the model fixes {_said(fixed, call)}", time.perf_counter() - start)
+        step.choose = self.planner.for_sizes(step)
+        values = step.symbols.values(call.leaves)
+        variant = self._chosen(step, call, values)
+        group.dynamic.insert(0, (step, {values: variant}))
+        self.history.add("dynamic capture", cause, time.perf_counter() - start)
+        return variant
+
+    def _chosen(self, step: DynamicStep, call: Call, values: tuple[int, ...]) -> Variant:
+        """What runs `call`, whose dynamic dimensions have the sizes `values`."""
+        assert step.choose is not None
+        baseline = None
+        if step.reference.as_compiled is not None and self.planner.needs_baseline and step.reference.has_data:
+            baseline = measured_baseline(step.captured, self.model, call.args, call.kwargs, self.differentiate)
+        choice = step.choose(values, baseline)
+        run = None if choice.schedule is None else self._checked(step.run(choice.schedule, values), call)
+        return Variant(step.captured, run, functools.cache(choice.plan))
+
+    def _checked(self, run, call: Call):
+        """`run`, or a function that raises if the model has no data but the call has."""
+        own = (*self.model.parameters(), *self.model.buffers())
+        if not any(tensor.is_meta for tensor in own) or all(leaf.is_meta for leaf in filter(is_tensor, call.leaves)):
+            return run
+
+        def refused(inputs):
+            raise TraceError(
+                "the model is on the meta device, so that it can be planned, but not run on data: call "
+                "model.to_empty(device=...) and load its state first"
+            )
+
+        return refused
+
+    def _dimensions(self, group: _Group, call: Call) -> set[Dimension]:
+        """The dimensions to capture as dynamic: those that are declared, and those in which earlier calls differ."""
+        if not self.planner.serves_sizes or len(group.dynamic) >= _MOST_DYNAMIC:
+            return set()
+        chosen = declared(self.dynamic, self.model, call)
+        if self.dynamic is None:
+            chosen |= {dimension for step, _ in group.dynamic for dimension in step.symbols.dimensions}
+            for sizes in group.fixed:
+                chosen |= differing(sizes, call)
+        return {each for each in chosen - group.refused if call.leaves[each.leaf].shape[each.dim] >= SMALLEST}
+
+    def _cause(self, call: Call, made_for: dict[str, str]) -> tuple[str, str]:
+        """Why `call` needs something new, in words, and what changed, as a name under which such causes are counted."""
+        if self._last is None:
+            return "first call", ""
+        was, words, variant = self._last
+        if changes := differences(words, made_for):
+            return "; ".join(changes), ", ".join(change.partition(" then ")[0] for change in changes)
+        if change := changed_attribute(call.modules, was.facts.attributes, call.facts.attributes):
+            return change
+        if label := variant.captured.reads.first_change():
+            return f"{label} changed", label
+        return "the layout of a tensor changed", "the layout of a tensor"
+
+    def _drop_oldest(self) -> None:
+        """Keep at most so many captures: of those for calls with other facts, the ones that were used last."""
+        while len(self._groups) > 1 and sum(map(_captures, self._groups.values())) > _MOST_CAPTURES:
+            self._groups.pop(next(iter(self._groups)))
+        (*_, latest) = self._groups.values()
+        while len(latest.fixed) > 1 and _captures(latest) > _MOST_CAPTURES:
+            latest.fixed.pop(next(iter(latest.fixed)))
+
+
+def _captures(group: _Group) -> int:
+    return sum(map(len, group.fixed.values())) + len(group.dynamic)
+
+
+def _said(fixed: Mapping[Dimension, int], call: Call) -> str:
+    names = [name for name, _ in named_leaves(call.args, call.kwargs)]
+    return ", ".join(f"dimension {each.dim} of {names[each.leaf]} at {size}" for each, size in fixed.items())
