@@ -260,12 +260,13 @@ def _read(path, schema: str) -> dict:
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise RecordError(f"{path} is no text file, so it is no record of ackpt") from error
+        raise RecordError(f"{path} is not a text file, so it is not a record of ackpt") from error
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise RecordError(
-            f"{path} is cut off or no JSON (line {error.lineno}: {error.msg}); delete it and run its experiment again"
+            f"{path} is truncated or not JSON (line {error.lineno}: {error.msg}); delete it and run its experiment "
+            "again"
         ) from error
     if not isinstance(data, dict) or data.get("schema") != schema:
         raise RecordError(f"{path} is not a file of the kind {schema}; it was written by something else")
@@ -316,5 +317,6 @@ def read_json(path, what: str, error_type: type[Exception]):
         return json.loads(Path(path).read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise error_type(
-            f"{path} is no {what}: {error}. It may be truncated; {what} again and save it with {what.capitalize()}.save"
+            f"{path} is not a {what}: {error}. It may be truncated; {what} again and save it with "
+            f"{what.capitalize()}.save"
         ) from error

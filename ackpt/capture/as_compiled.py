@@ -134,8 +134,8 @@ def _difference(own: dict[str, torch.Tensor], captured: dict[str, torch.Tensor],
         if value is None or value.shape != expected.shape or value.dtype != expected.dtype:
             raise TraceError(
                 f"{reason}. Captured as torch.compile runs it, the model gives another result: {name} is "
-                f"{_said(value)} instead of {_said(expected)}. Move what looks at values out of the model, or use "
-                "ackpt.checkpoint on its blocks."
+                f"{_said(value)} instead of {_said(expected)}. Move the code that looks at values out of the model, or "
+                "use ackpt.checkpoint on its blocks."
             )
         if torch.equal(value, expected):
             continue

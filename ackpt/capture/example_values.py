@@ -89,7 +89,7 @@ def given(graph: JointGraph, inputs) -> list:
             raise MeterError(f"inputs lack {what}: give the model and the arguments it was traced with")
         if _like(value) != _like(expected):
             raise MeterError(
-                f"{what} is {_said(value)}, but the graph was traced with {_said(expected)}: trace the model anew, or "
+                f"{what} is {_said(value)}, but the graph was traced with {_said(expected)}: trace the model again, or "
                 "give the arguments it was traced with"
             )
         value = value.detach()

@@ -36,8 +36,8 @@ def check_optimizer(model: torch.nn.Module, optimizer) -> None:
     own = set(map(id, model.parameters()))
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
-            f"this {type(optimizer).__name__} has none of the model's parameters: give the optimizer that was made of "
-            "this model's parameters(), after whatever replaces them"
+            f"this {type(optimizer).__name__} has none of the model's parameters: give an optimizer created from this "
+            "model's parameters(), after any call that replaces them"
         )
 
 
@@ -62,8 +62,8 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tu
     except (RuntimeError, TypeError, AttributeError, ValueError, AssertionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TraceError(
-            f"the step of {type(optimizer).__name__} cannot be followed without data: {reason}. Leave it out, and give "
-            "a budget that leaves room for its state."
+            f"the step of {type(optimizer).__name__} cannot be simulated without data: {reason}. Leave it out, and "
+            "give a budget that leaves room for its state."
         ) from error
     block = 1 if on_cpu else _CUDA_BLOCK
     # Some optimizers create their state before the first step, also for parameters that are not trained.

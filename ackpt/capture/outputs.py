@@ -78,8 +78,8 @@ class _NoGradient(torch.autograd.Function):
         if gradients == (None,):  # of an output that something, such as DDP, has passed on together with the loss
             return None
         raise RuntimeError(
-            "backward reaches an output other than the loss, which this step was planned without: it keeps nothing "
-            'for that gradient. Plan it with differentiate="all", or detach what you compute from that output.'
+            "backward reaches an output other than the loss, but this step was planned for the loss alone and saves "
+            'nothing for that gradient. Plan with differentiate="all", or detach what you compute from that output.'
         )
 
 
@@ -161,8 +161,8 @@ def gradients_as_planned(outputs, strides: dict[int, tuple[int, ...]]) -> None:
             if gradient is not None and not _in_one_order(gradient, wanted):
                 raise RuntimeError(
                     f"the gradient of an output of shape {list(gradient.shape)} has the strides {gradient.stride()}, "
-                    f"but this step was planned for {wanted}: a copy would take memory beyond the plan's peak and "
-                    "change the last bits. Compute the loss in the model, or let it return output.contiguous()."
+                    f"but this step was planned for {wanted}: a copy would exceed the plan's peak and change the "
+                    "last bits. Compute the loss in the model, or let it return output.contiguous()."
                 )
 
     node.register_prehook(check)
@@ -205,6 +205,6 @@ def _node_of(outputs):
 def _refuse_create_graph(gradients) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "create_graph=True: a planned step cannot be differentiated twice, its backward is no part of a graph. "
-            "For such a step call the model itself."
+            "create_graph=True: a planned step cannot be differentiated twice, because its backward builds no graph. "
+            "Call the model itself for such a step."
         )

@@ -23,7 +23,7 @@ def numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 4,8,16") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers: write them as in 4,8,16") from None
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -86,9 +86,11 @@ class Profile:
         """
         found = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
         if found != _SCHEMA:
-            raise ProfileError(f"this is no profile of this version: expected {_SCHEMA}, found {found}; profile again")
+            raise ProfileError(
+                f"this is not a profile of this version: expected {_SCHEMA}, found {found}; profile again"
+            )
         if missing := [field.name for field in fields(cls) if field.name not in data]:
-            raise ProfileError(f"this profile is not whole: it lacks {', '.join(missing)}; profile again")
+            raise ProfileError(f"this profile is incomplete: it lacks {', '.join(missing)}; profile again")
         for name in (*_COUNTS, *_TIMES):
             _check_figures(name, data[name], data["flops"], data["origin"])
         if not isinstance(data["device"], str) or not isinstance(data["graph"], str):

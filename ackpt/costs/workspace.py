@@ -148,9 +148,9 @@ def _run(node, target, call) -> tuple[Allocations, Any]:
         node,
         " on arguments of its shapes and dtypes",
         reasons[0],
-        "If the plain model fails so too, mend the model or what it is called with; else its workspace cannot be "
-        'measured alone: give ackpt.plan a profile, of ackpt.profile(graph, inputs=..., mode="measured") or, without '
-        'workspaces, of workspace="given".',
+        "If the model itself fails in the same way, correct the model or its arguments. Otherwise give ackpt.plan a "
+        'profile, from ackpt.profile(graph, inputs=..., mode="measured") or, without workspaces, from '
+        'ackpt.profile(graph, workspace="given").',
     ) from reasons[0]
 
 

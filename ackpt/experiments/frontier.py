@@ -65,7 +65,7 @@ class FrontierConfig:
         for kind, given, choices in (("policy", self.policies, PLANNED), ("peer", self.peers, PEERS)):
             for name in given:
                 if name not in choices:
-                    raise ValueError(f"{name!r} is no {kind} of the front: choose from {', '.join(choices)}")
+                    raise ValueError(f"{name!r} is not a {kind} of this experiment: choose from {', '.join(choices)}")
         if not (self.policies and self.budgets):
             raise ValueError("give at least one policy and one budget")
         for budget in self.budgets:

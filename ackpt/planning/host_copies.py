@@ -37,7 +37,7 @@ class Host:
 
     def offload(self, storage: int) -> None:
         if storage in self.analysis.resident or storage in self.analysis.live_to_end:
-            raise ScheduleError(f"storage {storage} is the caller's and stays on the device: it cannot be offloaded")
+            raise ScheduleError(f"storage {storage} belongs to the caller: it cannot be offloaded")
         if storage not in self.analysis.base_of:
             raise ScheduleError(f"storage {storage} holds no tensor: it cannot be offloaded")
         if storage in self._taken:
@@ -55,7 +55,7 @@ class Host:
     def wait(self, storage: int) -> bool:
         """Whether the copy that is waited for was one back to the device."""
         if storage not in self.moving:
-            raise ScheduleError(f"storage {storage} is waited for, but no copy of it is on its way")
+            raise ScheduleError(f"storage {storage} is waited for, but no copy of it is in progress")
         return self.moving.pop(storage) == PREFETCH
 
     def is_last(self, storage: int) -> bool:
@@ -73,7 +73,7 @@ class Host:
     def refuse_any(self, where: str) -> None:
         """Raise an error if any copy is in progress at the end of the forward or backward, named by `where`."""
         if self.moving:
-            raise ScheduleError(f"copies of storages {sorted(self.moving)} are on their way at the end of the {where}")
+            raise ScheduleError(f"copies of storages {sorted(self.moving)} are in progress at the end of the {where}")
 
 
 def waiting(profile, schedule: Schedule) -> float:

@@ -128,14 +128,14 @@ class Live:
         for source in analysis.reads(place, again):
             if source not in self.values:
                 raise ScheduleError(
-                    f"{self._name(place)} reads {self._name(source)}, which is not there: the schedule has freed it, "
+                    f"{self._name(place)} reads {self._name(source)}, which is not live: the schedule has freed it, "
                     "never computed it, or not waited for its prefetch"
                 )
         born = analysis.allocated.get(place, frozenset())
         for storage in analysis.storages(place, again):
             if storage in born:
                 if storage in self.storages:
-                    raise ScheduleError(f"{self._name(place)} is computed while its result is still there")
+                    raise ScheduleError(f"{self._name(place)} is computed while its result is still live")
                 self.storages.add(storage)
                 if again:
                     self.recomputed.add(storage)
@@ -155,13 +155,13 @@ class Live:
         size = self.analysis.bytes[storage]
         if kind == OFFLOAD:
             if self.analysis.base_of.get(storage) not in self.values:
-                raise ScheduleError(f"storage {storage} is offloaded, but it is not there")
+                raise ScheduleError(f"storage {storage} is offloaded, but it is not live")
             self.host.offload(storage)
             self._event(size, _HOST, node)
             self.copies.append([kind, storage, len(self.events), len(self.events)])
         elif kind == PREFETCH:
             if storage in self.storages:
-                raise ScheduleError(f"storage {storage} is prefetched while it is still there")
+                raise ScheduleError(f"storage {storage} is prefetched while it is still live")
             self.host.prefetch(storage)
             self.storages.add(storage)
             self._event(size, self._category(storage), node)
@@ -172,14 +172,14 @@ class Live:
                 self.values.add(self.analysis.base_of[storage])
             next(copy for copy in reversed(self.copies) if copy[1] == storage)[3] = len(self.events)
         else:
-            raise ScheduleError(f"{kind!r} is no kind of step")
+            raise ScheduleError(f"{kind!r} is not a kind of step")
         self.after.append((self.total, self.host_total))
         if self.host.is_last(storage):
             self._event(-size, _HOST, node)
 
     def _free(self, storage: int, node: int | None):
         if storage not in self.storages:
-            raise ScheduleError(f"storage {storage} is freed, but it is not there")
+            raise ScheduleError(f"storage {storage} is freed, but it is not live")
         self.host.refuse_moving(storage, "freed")
         self._event(-self.analysis.bytes[storage], self._category(storage), node)
         self.storages.discard(storage)
@@ -220,5 +220,5 @@ def check_same(graph: JointGraph, made_for: str, what: str) -> None:
     if made_for != graph.hash:
         raise ScheduleError(
             f"this {what} was made for another graph ({made_for[:12]}, not {graph.hash[:12]}): model, shapes, dtypes "
-            "or torch differ. Make it anew for this model and these arguments."
+            "or torch differ. Make a new one for this model and these arguments."
         )

@@ -134,8 +134,8 @@ def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, in
     if found != expected:
         at = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
         raise RewriteError(
-            f"operation {at} of the rewritten step leaves {found[at : at + 1]} bytes alive (on the device, in host "
-            f"memory), {expected[at : at + 1]} were simulated. This is a fault of ackpt: please report it with the "
+            f"operation {at} of the rewritten step leaves {found[at : at + 1]} bytes live (on the device, in host "
+            f"memory), but {expected[at : at + 1]} were simulated. This is a bug in ackpt: please report it with the "
             "model."
         )
 

@@ -151,7 +151,7 @@ class _Walk:
         if group != ROOT:
             if group in self.order:
                 raise ShardingError(
-                    f"block {self.groups[group].name} runs more than once in the forward, which is not counted here: "
+                    f"block {self.groups[group].name} runs more than once in the forward, which is not supported: "
                     "leave --fsdp out"
                 )
             self.order.append(group)
@@ -168,7 +168,7 @@ class _Walk:
             return
         if not self.order or group != self.order[-1]:
             raise ShardingError(
-                f"block {self.groups[group].name} runs when its backward is not due, and its parameters are sharded"
+                f"block {self.groups[group].name} runs in backward out of turn, when its parameters are sharded"
             )
         self.order.pop()
         sizes = self.sizes[group]

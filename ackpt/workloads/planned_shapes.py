@@ -132,4 +132,6 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
 
 def _require(option: str, value: str, known) -> None:
     if value not in known:
-        raise ValueError(f"{value!r} is no {option}{did_you_mean(value, known)}: choose from {', '.join(known)}")
+        raise ValueError(
+            f"{value!r} is not a known {option}{did_you_mean(value, known)}: choose from {', '.join(known)}"
+        )

@@ -192,7 +192,7 @@ def test_unparsable_arguments_are_one_line(arguments, capsys):
         (["plan", "lm", "--budgt", "1"], "ackpt plan: unrecognized arguments: --budgt 1 (did you mean '--budget'?)"),
         (
             ["frontier", "--budget", "6GiB"],
-            "ackpt frontier: argument --budget: '6GiB' is no share of the baseline's peak, such as 0.5",
+            "ackpt frontier: argument --budget: '6GiB' is not a fraction of the baseline's peak: write a number",
         ),
         (["frontier", "--polices", "auto"], "ackpt frontier: unrecognized arguments: --polices auto (did you mean"),
         (["--verbose", "doctor"], "ackpt: unrecognized arguments: --verbose"),

@@ -117,8 +117,8 @@ def test_a_later_batch_that_cannot_keep_the_fraction_names_drop_last():
         ({"policy": "none", "fuel": 3}, "fuel"),
         ({"optimizer": None}, r"no option of this backend: use ackpt.compile\(model, ..., optimizer=...\)"),
         ({"on_plan": 3}, "on_plan must be a function of a plan, got int"),
-        ({"budgt": 0.5}, "'budgt' is no keyword of this backend: did you mean 'budget'"),
-        ({"compilr": "inductor"}, "'compilr' is no keyword of this backend: did you mean 'compiler'"),
+        ({"budgt": 0.5}, "'budgt' is not a keyword of this backend: did you mean 'budget'"),
+        ({"compilr": "inductor"}, "'compilr' is not a keyword of this backend: did you mean 'compiler'"),
     ],
 )
 def test_unknown_options_are_refused(options, message):

@@ -169,7 +169,7 @@ def changed(schedule: Schedule, **changes) -> Schedule:
 
 def test_schedules_and_profiles_of_another_graph():
     graph, other = exp_and_sin(), traced(torch.sin)
-    with pytest.raises(ScheduleError, match="this schedule was made for another graph.*Make it anew"):
+    with pytest.raises(ScheduleError, match="this schedule was made for another graph.*Make a new one"):
         simulate(graph, costs(graph), everything(other))
     strange = dataclasses.replace(costs(other), graph=other.hash)
     with pytest.raises(ScheduleError, match="this profile was made for another graph"):
@@ -198,14 +198,14 @@ def test_what_is_read_must_be_there():
 def test_a_value_that_is_there_is_not_computed():
     graph = exp_and_sin()
     twice = (Step(COMPUTE, MUL), *everything(graph).forward)
-    with pytest.raises(ScheduleError, match=r"mul \(.*\) of module .* is computed while its result is still there"):
+    with pytest.raises(ScheduleError, match=r"mul \(.*\) of module .* is computed while its result is still live"):
         simulate(graph, costs(graph), changed(everything(graph), forward=twice))
 
 
 def test_what_is_freed_must_be_there():
     graph = exp_and_sin()
     (storage,) = graph.nodes[COS].storages
-    with pytest.raises(ScheduleError, match=f"storage {storage} is freed, but it is not there"):
+    with pytest.raises(ScheduleError, match=f"storage {storage} is freed, but it is not live"):
         simulate(
             graph, costs(graph), changed(everything(graph), forward=(*everything(graph).forward, Step(FREE, storage)))
         )

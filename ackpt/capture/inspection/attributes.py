@@ -145,8 +145,8 @@ def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def repeated_draws(source: str) -> TraceError:
     return TraceError(
-        f"the forward draws random numbers of {source}, which a captured step would repeat for ever. Draw them "
-        "with torch, as in torch.rand(()), or outside of the model and pass them as tensors."
+        f"the forward draws random numbers from {source}, and a captured step would reuse the same numbers for ever. "
+        "Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors."
     )
 
 
@@ -162,8 +162,8 @@ def arguments_unchanged(arguments):
     for container, copy in before:
         if any(changed_items(container, copy, lambda was, now: False)):
             raise TraceError(
-                f"the forward changes a {type(container).__name__} that it is given as an argument, which a captured "
-                "step would not do. Return what it collects as an output of the model."
+                f"the forward changes a {type(container).__name__} that it received as an argument, which a captured "
+                "step would not do. Return the collected values as an output of the model."
             )
 
 
@@ -234,23 +234,24 @@ def _refusal(name: str, attribute: str, key, was, now) -> str:
     owner = f"of module {name!r}" if name else "of the model"
     if attribute in _TENSORS:
         return (
-            f"the forward assigns {_TENSORS[attribute]} {key!r} {owner} anew, which a captured step cannot do. Change "
-            "buffers in place, as in self.buffer.copy_(value), and make modules and parameters before."
+            f"the forward replaces {_TENSORS[attribute]} {key!r} {owner}, which a captured step cannot do. Change "
+            "buffers in place, as in self.buffer.copy_(value), and create modules and parameters before the forward."
         )
     if attribute in OF_EVERY_MODULE:
         return (
-            f"the forward adds or removes a hook {owner}, which a captured step would not do again. Register hooks "
-            "before; if the forward does it only once, call the model once before."
+            f"the forward adds or removes a hook {owner}, which a captured step would not repeat. Register hooks "
+            "before the forward; if it adds the hook only once, call the model once before it is captured."
         )
     if isinstance(now, torch.Tensor):
         return (
-            f"the forward keeps a tensor in attribute {attribute or key!r} {owner}, which a captured step cannot do: "
-            "let it return the tensor. If it is kept only once, as in a cache, call the model once before."
+            f"the forward stores a tensor in attribute {attribute or key!r} {owner}, which a captured step cannot do. "
+            "Return the tensor from the forward. If it is stored only once, as in a cache, call the model once before "
+            "it is captured."
         )
     return (
         f"the forward changes attribute {attribute or key!r} {owner}, from {was!r} to {now!r}, which a captured step "
-        "would not do again. Count in a buffer, in place, or outside of the model; if it changes only once, call the "
-        "model once before."
+        "would not repeat. Count in a buffer, in place, or outside of the model; if it changes only once, call the "
+        "model once before it is captured."
     )
 
 

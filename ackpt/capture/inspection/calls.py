@@ -18,8 +18,8 @@ _MODE, _TRAINING, _EVALUATION = "mode", "training", "evaluation"
 MACHINE = "machine"  # given only where it is not the one that plans
 _LONGEST = 60  # characters of an argument that is no tensor
 _EVALUATE = (
-    "The model was in training mode then and is not now, but gradients are on: run evaluation under torch.no_grad(), "
-    "where the model itself runs"
+    "The model was in training mode then and is in evaluation mode now, but gradients are on: run evaluation under "
+    "torch.no_grad(), which calls the model without a plan"
 )
 
 
@@ -59,12 +59,12 @@ def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) ->
 
 
 def another_plan(was, now) -> str:
-    """What to do where a plan that was given is none of a later call."""
+    """What to do if the given plan does not fit a later call."""
     if _left_training(was, now):
         return f"It fitted the call before. {_EVALUATE}."
     return (
         "It fitted the call before: a plan is for one set of shapes. Leave a smaller last batch out, as a DataLoader "
-        "with drop_last=True does, make a second step with a plan for it, or give a budget, which plans anew."
+        "with drop_last=True does, make a second step with a plan for it, or give a budget instead, which replans."
     )
 
 
@@ -74,17 +74,17 @@ def other_bytes(was, now, budget) -> str:
         "; ".join(differences(was, now))
         or "since then an attribute of the model, a value that its code reads, or the layout of a tensor changed"
     )
-    said = f"It was kept for the arguments planned before: {changes}."
+    said = f"The budget was feasible for the earlier call: {changes}."
     if not is_share(budget):
         return f"{said} Give the budget that the largest call needs."
     if _left_training(was, now):
         return (
-            f"{said} {_EVALUATE}. The baseline allocates less then, and a fraction is one of that; bytes, such as "
-            "'6GiB', stay what they are."
+            f"{said} {_EVALUATE}. In evaluation mode the baseline's peak is lower, and a fraction is relative to it; a "
+            "budget in bytes, such as '6GiB', does not change."
         )
     return (
-        f"{said} A fraction is one of what the baseline allocates with the arguments at hand, so that a smaller "
-        "batch has a smaller bound: give bytes, such as '6GiB', or a larger fraction, or leave the batch out, as a "
+        f"{said} A fraction is relative to the baseline's dynamic peak with the current arguments, so a smaller batch "
+        "has a smaller budget: give bytes, such as '6GiB', or a larger fraction, or leave the batch out, as a "
         "DataLoader with drop_last=True does."
     )
 

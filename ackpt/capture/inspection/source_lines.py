@@ -143,10 +143,9 @@ def explained(model: nn.Module):
 
 def _kept(how: str) -> TraceError:
     return TraceError(
-        f"the model's code keeps a tensor that it computes {how}: in a hook, a global or another object. A captured "
-        "step would not renew it. Return what is needed as an output of the model, or take the hook off, by the "
-        "remove() of what registered it; if it is kept only once, as in a cache, call the model once before it is "
-        "captured."
+        f"the model's code stores a tensor that it computes {how}: in a hook, a global or another object. A captured "
+        "step would not update it. Return the tensor as an output of the model, or remove the hook by its handle's "
+        "remove(); if the tensor is stored only once, as in a cache, call the model once before it is captured."
     )
 
 
@@ -168,9 +167,9 @@ def _explained(error, model) -> TraceError:
         return explanation
     if isinstance(error, CheckpointError) or "use_reentrant=True" in reason:
         return TraceError(
-            "blocks of the model are checkpointed already, in a way that cannot be captured, and the plan decides "
-            "what is recomputed: take it off, by ackpt.remove_activation_checkpointing(model), "
-            "model.gradient_checkpointing_disable() in transformers, or by calling the function without checkpoint()."
+            "blocks of the model are already checkpointed in a way that cannot be captured, and the plan decides what "
+            "is recomputed. Remove that checkpointing: call ackpt.remove_activation_checkpointing(model), "
+            "model.gradient_checkpointing_disable() in transformers, or the function without checkpoint()."
         )
     if "Mixing fake modes" in reason:  # torch calls the model several times
         return _kept(f"and reads again{where}")

@@ -41,8 +41,8 @@ def require_traceable(model: nn.Module, args, kwargs) -> None:
         types.add(tensor.device.type)
     if "cuda" in types and not torch.cuda.is_available():  # torch would crash on fake ones
         raise TraceError(
-            "the model or its inputs lie on a CUDA device, but there is none here. To plan for it without one, put "
-            "them on the meta device."
+            "the model or its inputs are on a CUDA device, but torch sees no CUDA GPU. To plan for a GPU without one, "
+            "put them on the meta device."
         )
 
 

@@ -22,7 +22,7 @@ from ackpt.workloads.step_request import StepRequest
 SCHEMA = {"schema": "ackpt.memory-bars", "version": 1}
 POLICIES = {  # name in short, what it does
     "none": ["none", "save all that backward reads"],
-    "full": ["full", "keep one tensor between two blocks"],
+    "full": ["full", "save one tensor between two blocks"],
     "half": ["auto, half", "within half of the baseline's dynamic peak"],
     "least": ["auto, least", "the lowest peak that it can plan"],
 }
