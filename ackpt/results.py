@@ -311,12 +311,12 @@ def _check_value(value, where: str) -> None:
         raise RecordError(f"{where} is a {type(value).__name__}; records hold plain values, lists and dicts")
 
 
-def read_json(path, what: str, error_type: type[Exception]):
+def read_json(path, kind: str, error_type: type[Exception]):
     """The data in a file that `save` of a ``"plan"`` or ``"profile"`` wrote; `error_type` if it is no JSON."""
     try:
         return json.loads(Path(path).read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise error_type(
-            f"{path} is not a {what}: {error}. It may be truncated; {what} again and save it with "
-            f"{what.capitalize()}.save"
+            f"{path} is not a {kind}: {error}. It may be truncated; {kind} again and save it with "
+            f"{kind.capitalize()}.save"
         ) from error

@@ -119,14 +119,14 @@ def eager_graph(graph: JointGraph) -> JointGraph:
         source = _overwritten(fx[node.id], node.phase) or _summed_into(fx[node.id], graph)
         if source is None or len(node.storages) != 1 or len(lies_in[source.meta["ackpt_id"]]) != 1:
             continue
-        (own,), (into,) = node.storages, lies_in[source.meta["ackpt_id"]]
+        (result,), (into,) = node.storages, lies_in[source.meta["ackpt_id"]]
         into = merged[into]
         # Backward receives a resident storage with its content from before the write. If it reads the new content, that
         # needs a storage of its own.
-        if graph.storages[into].category in RESIDENT and graph.storages[own].first_bw_access is not None:
+        if graph.storages[into].category in RESIDENT and graph.storages[result].first_bw_access is not None:
             continue
-        merged[own] = into
-        if graph.storages[own].bytes == graph.storages[into].bytes:
+        merged[result] = into
+        if graph.storages[result].bytes == graph.storages[into].bytes:
             results.add(node.id)
     if all(storage == into for storage, into in merged.items()):
         return graph

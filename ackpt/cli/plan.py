@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from .options import UsageError, field, writable
+from .options import UsageError, add_set, field, writable
 
 MODELS = "transformer, lm, resnet18, resnet50, resnet152, bert-base, bert-large"
 EXAMPLES = """examples:
@@ -39,14 +39,7 @@ def add_plan(commands) -> None:
     add("--batch-size", type=int, default=1, metavar="N", help="sequences or images of a batch (default 1)")
     add("--seq-len", type=int, metavar="N", help="tokens of a sequence; needed by models that read tokens")
     add("--image-size", type=int, metavar="N", help="height and width (default: the configuration's, or 224)")
-    add(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="fields of the model's configuration, values as in JSON: n_layer=48 dropout=0.0",
-    )
+    add_set(add, "n_layer=48 dropout=0.0")
     add("--dtype", default="float32", help="dtype of parameters and images: float32 (default), bfloat16 or float16")
     add("--autocast", metavar="DTYPE", help="run the forward under autocast to bfloat16 or float16")
     add(

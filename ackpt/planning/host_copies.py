@@ -65,10 +65,10 @@ class Host:
             self.there.discard(storage)
         return self._left[storage] == 0
 
-    def refuse_moving(self, storage: int, what: str) -> None:
-        """Raise an error if a copy of `storage` is in progress; `what` says what was to be done to it."""
+    def refuse_moving(self, storage: int, action: str) -> None:
+        """Raise an error if a copy of `storage` is in progress; `action` says what was to be done to it."""
         if storage in self.moving:
-            raise ScheduleError(f"storage {storage} is {what} before the wait for its {self.moving[storage]}")
+            raise ScheduleError(f"storage {storage} is {action} before the wait for its {self.moving[storage]}")
 
     def refuse_any(self, where: str) -> None:
         """Raise an error if any copy is in progress at the end of the forward or backward, named by `where`."""

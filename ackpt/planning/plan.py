@@ -254,9 +254,9 @@ class Plan:
         """
         data = read_json(path, "plan", PlanError)
         is_changed = isinstance(data, dict) and "digest" in data and data["digest"] != _digest(data)
-        found = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
-        if found != _SCHEMA:
-            raise PlanError(f"{path} is not a plan of this version: expected {_SCHEMA}, found {found}; plan again")
+        schema = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
+        if schema != _SCHEMA:
+            raise PlanError(f"{path} is not a plan of this version: expected {_SCHEMA}, found {schema}; plan again")
         try:
             schedule = data["schedule"]
             data["schedule"] = Schedule(
@@ -302,11 +302,11 @@ def _unpacked(packed) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def activations(graph: JointGraph, storages, saved, offloaded, cover) -> tuple[Activation, ...]:
+def activations(graph: JointGraph, storages, saved, offloaded, base_of) -> tuple[Activation, ...]:
     """The activations among `storages` with their fates, in the order of the forward."""
-    found = []
-    for storage in sorted(storages, key=lambda s: cover[s]):
-        node = graph.nodes[cover[storage]]
+    listed = []
+    for storage in sorted(storages, key=lambda s: base_of[s]):
+        node = graph.nodes[base_of[storage]]
         fate = SAVED if storage in saved else OFFLOADED if storage in offloaded else RECOMPUTED
-        found.append(Activation(node.name, fate, graph.storages[storage].bytes, node.module, node.source))
-    return tuple(found)
+        listed.append(Activation(node.name, fate, graph.storages[storage].bytes, node.module, node.source))
+    return tuple(listed)

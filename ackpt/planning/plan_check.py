@@ -51,5 +51,5 @@ def check_applies(graph: JointGraph, plan: Plan) -> None:
 def _what_differs(graph: JointGraph, plan: Plan) -> str:
     if plan.made_for is None or graph.made_for is None:
         return "model, arguments, dtypes or torch differ"
-    found = differences(plan.made_for, graph.made_for)
-    return "; ".join(found) or "the call is the same, so the model's code or configuration differs"
+    clauses = differences(plan.made_for, graph.made_for)
+    return "; ".join(clauses) or "the call is the same, so the model's code or configuration differs"

@@ -40,7 +40,7 @@ def plain(value):
 
 def every_module(model: nn.Module) -> dict[str, nn.Module]:
     """`model` and its submodules by path, each once: named_modules(), which takes ten times as long in every step."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     seen: set[int] = set()
     left: list[tuple[str, nn.Module | None]] = [("", model)]
     while left:
@@ -48,10 +48,10 @@ def every_module(model: nn.Module) -> dict[str, nn.Module]:
         if module is None or id(module) in seen:
             continue
         seen.add(id(module))
-        found[path] = module
+        modules[path] = module
         prefix = path and path + "."
         left += [(prefix + name, submodule) for name, submodule in reversed(module._modules.items())]
-    return found
+    return modules
 
 
 def attributes(modules) -> tuple:
@@ -59,13 +59,13 @@ def attributes(modules) -> tuple:
 
     Hooks are represented by the ids of their handles, which are unique.
     """
-    found = []
+    entries = []
     for module in modules:
-        own = vars(module)
-        found += [(name, _comparable(own[name])) for name in own if name not in OF_EVERY_MODULE]
-        found += [(name, *own[name]) for name in _HOOKS if own[name]]
-        found.append(None)
-    return tuple(found)
+        values = vars(module)
+        entries += [(name, _comparable(values[name])) for name in values if name not in OF_EVERY_MODULE]
+        entries += [(name, *values[name]) for name in _HOOKS if values[name]]
+        entries.append(None)
+    return tuple(entries)
 
 
 def _comparable(value):
@@ -257,10 +257,10 @@ def _refusal(name: str, attribute: str, key, was, now) -> str:
 
 def _random_states() -> dict:
     """By the generator's name: its state, comparable by ==, and a function that restores it."""
-    own = random.getstate()
-    found = {"Python's module random": (own, lambda: random.setstate(own))}
+    python_state = random.getstate()
+    states = {"Python's module random": (python_state, lambda: random.setstate(python_state))}
     if numpy := sys.modules.get("numpy"):
         state = numpy.random.get_state()
         comparable = tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
-        found["numpy.random"] = (comparable, lambda: numpy.random.set_state(state))
-    return found
+        states["numpy.random"] = (comparable, lambda: numpy.random.set_state(state))
+    return states

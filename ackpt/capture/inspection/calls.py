@@ -25,14 +25,14 @@ _EVALUATE = (
 
 def described(model: nn.Module, args, kwargs, differentiate: str = "loss") -> dict[str, str]:
     """``{what: how it is}`` for a call of `model`: torch, the model, its parameters and mode, autocast, arguments."""
-    own = {id(parameter): parameter for parameter in model.parameters()}.values()
-    kinds = ", ".join(dict.fromkeys(f"{_dtype(parameter)}{_device(parameter)}" for parameter in own))
-    trained = sum(parameter.numel() for parameter in own if parameter.requires_grad)
-    number = sum(parameter.numel() for parameter in own)
+    parameters = {id(parameter): parameter for parameter in model.parameters()}.values()
+    kinds = ", ".join(dict.fromkeys(f"{_dtype(parameter)}{_device(parameter)}" for parameter in parameters))
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    number = sum(parameter.numel() for parameter in parameters)
     return {
         "torch": torch.__version__,
         "model": type(model).__name__,
-        "parameters": f"{number:,} in {len(own)} tensors of {kinds}, {trained:,} trained",
+        "parameters": f"{number:,} in {len(parameters)} tensors of {kinds}, {trained:,} trained",
         _MODE: _mode(model),
         "autocast": _autocast(),
         "differentiate": differentiate,
@@ -49,13 +49,13 @@ def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) ->
     """
     if was is None or now is None:
         return []
-    found = []
-    for what in {**was, **now}:
-        without = "this one" if what == MACHINE else "not given"
-        before, after = was.get(what, without), now.get(what, without)
+    clauses = []
+    for name in {**was, **now}:
+        without = "this one" if name == MACHINE else "not given"
+        before, after = was.get(name, without), now.get(name, without)
         if before != after:
-            found.append(f"{what} then {before}, now {after}")
-    return found
+            clauses.append(f"{name} then {before}, now {after}")
+    return clauses
 
 
 def another_plan(was, now) -> str:
@@ -122,8 +122,8 @@ def _arguments(args, kwargs) -> Iterator[tuple[str, str]]:
 def named_leaves(args, kwargs) -> Iterator[tuple[str, object]]:
     """(name, leaf) of every leaf of a call's arguments: ``"0"``, or ``"batch[2]"`` in a container."""
     for name, value in (*enumerate(args), *kwargs.items()):
-        for place, leaf in enumerate(tree_leaves(value)):
-            yield str(name) if leaf is value else f"{name}[{place}]", leaf
+        for index, leaf in enumerate(tree_leaves(value)):
+            yield str(name) if leaf is value else f"{name}[{index}]", leaf
 
 
 def _value(leaf) -> str:

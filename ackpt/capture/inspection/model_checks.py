@@ -35,14 +35,14 @@ if torch.distributed.is_available():
     )
 
 
-def check_keywords(model, given, known, what: str) -> None:
-    """Refuse keywords for the model that are nearly one of `known`, those of `what`, and not named by its forward.
+def check_keywords(model, given, keywords, owner: str) -> None:
+    """Refuse keywords for the model that are nearly one of `keywords`, those of `owner`, and not named by its forward.
 
     Raises:
         TypeError: naming both.
     """
     unnamed = sorted(set(given) - forward_names(model))
-    check_misspelt(unnamed, known, f"{what}, nor a parameter of the model's forward")
+    check_misspelt(unnamed, keywords, f"{owner}, nor a parameter of the model's forward")
 
 
 def forward_names(model) -> set[str]:

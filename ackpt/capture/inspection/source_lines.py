@@ -78,9 +78,9 @@ class Where(TorchFunctionMode):
         """
         if any(tensor() is not None for tensor, _ in self._made):
             gc.collect()  # the model may create reference cycles
-        for tensor, place in self._made:
+        for tensor, location in self._made:
             if tensor() is not None:
-                raise _kept(place)
+                raise _kept(location)
 
 
 def line() -> str:
@@ -89,23 +89,23 @@ def line() -> str:
 
 
 def _of(frames) -> str:
-    found = [frame for frame in _after_capture(frames) if is_users(frame.filename)]
-    if not found:
+    of_users = [frame for frame in _after_capture(frames) if is_users(frame.filename)]
+    if not of_users:
         return ""
-    return _said(found[-1])
+    return _said(of_users[-1])
 
 
 def _module_of(error, model) -> str:
     """The name of the innermost module of `model` in which `error` was raised, for a message."""
     names = {id(module): f"module {name!r}" for name, module in model.named_modules() if name}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
-    found = [names[id(frame.f_locals["self"])] for frame in frames if id(frame.f_locals["self"]) in names]
-    return found[-1] if found else "the model itself"
+    entered = [names[id(frame.f_locals["self"])] for frame in frames if id(frame.f_locals["self"]) in names]
+    return entered[-1] if entered else "the model itself"
 
 
 def _after_capture(frames):
     """The frames from capture.py's call of the model inwards; all frames if there is no such call."""
-    calls = [place for place, frame in enumerate(frames) if frame.filename == _CAPTURE]
+    calls = [index for index, frame in enumerate(frames) if frame.filename == _CAPTURE]
     return frames[calls[-1] if calls else 0 :]
 
 
@@ -117,8 +117,8 @@ def _said(frame) -> str:
 
 def _in_torch(frames) -> str:
     """The innermost torch.nn line that the model's code called; empty if that code called the operation itself."""
-    found = [frame for frame in _after_capture(frames) if is_users(frame.filename) or _is_of_layers(frame)]
-    return f", in torch's own code{_said(found[-1])}" if found and _is_of_layers(found[-1]) else ""
+    shown = [frame for frame in _after_capture(frames) if is_users(frame.filename) or _is_of_layers(frame)]
+    return f", in torch's own code{_said(shown[-1])}" if shown and _is_of_layers(shown[-1]) else ""
 
 
 def _is_of_layers(frame) -> bool:

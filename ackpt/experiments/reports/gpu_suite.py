@@ -110,5 +110,5 @@ def text_outcome(outcome: Outcome) -> list[str]:
     if outcome.stopped:
         lines.append(outcome.stopped)
     for job, reasons in outcome.failed.items():
-        lines += [f"failed: {job}: {what}: {reason}" for what, reason in reasons.items()]
+        lines += [f"failed: {job}: {method}: {reason}" for method, reason in reasons.items()]
     return lines
