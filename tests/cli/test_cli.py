@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from ackpt.cli.command_line import main
 from ackpt.results import Record
@@ -19,9 +18,7 @@ OFFLOAD = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_synthetic_prints_a_table_with_a_row_per_method_and_length(capsys):

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ackpt
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 
 class Net(nn.Module):
     def __init__(self):
@@ -31,13 +33,6 @@ class Breaks(Net):
         h = self.first(x)
         torch._dynamo.graph_break()
         return {"loss": self.last(h).mean()}
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(model, **options):
