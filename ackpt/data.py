@@ -331,7 +331,7 @@ def packed_batches(stream: Tensor, seq_len: int, batch_size: int, steps: int, se
         raise ValueError(f"stream must be int64 of shape [N], got {stream.dtype} {list(stream.shape)}")
     if len(stream) <= seq_len:
         raise ValueError(
-            f"the corpus is too short: it has {len(stream)} tokens and a window takes {seq_len + 1}; "
+            f"the corpus is too short: it has {len(stream)} tokens and a window needs {seq_len + 1}; "
             "use shorter sequences, a smaller vocabulary or a larger corpus"
         )
     return _windows(stream, seq_len, batch_size, steps, torch.Generator().manual_seed(seed))

@@ -47,9 +47,11 @@ class DynamicPlans:
         own_bytes = self._own_peak(graph, workspace, peak_bytes, baseline_bytes)
         resident = sum(graph.analysis.bytes[storage] for storage in graph.analysis.resident) + graph.optimizer_bytes
         limit = dynamic_limit(self.budget, own_bytes, resident)
-        if limit is None or peak_bytes <= limit:
-            is_model = limit is not None and graph.as_compiled is None
-            is_model = is_model and eager_peak_bound(graph, self._eager_schedule, workspace) <= limit
+        if limit is None:
+            return self._choice(self._everything, values, baseline_bytes)
+        if peak_bytes <= limit:
+            bound = eager_peak_bound(graph, self._eager_schedule, workspace)
+            is_model = graph.as_compiled is None and bound <= limit
             return self._choice(None if is_model else self._everything, values, baseline_bytes)
         if not self._points:
             self._search(values, baseline_bytes)

@@ -97,9 +97,9 @@ def check_misspelt(given, names, owner: str) -> None:
         >>> check_misspelt(["budgt"], ["budget", "policy"], "ackpt.compile")
         Traceback (most recent call last):
             ...
-        TypeError: 'budgt' is no keyword of ackpt.compile: did you mean 'budget'?
+        TypeError: 'budgt' is not a keyword of ackpt.compile: did you mean 'budget'?
     """
     for name in given:
         close = get_close_matches(name.lower(), names, 1, _SIMILAR)
         if close and name not in names:
-            raise TypeError(f"{name!r} is no keyword of {owner}: did you mean {close[0]!r}?")
+            raise TypeError(f"{name!r} is not a keyword of {owner}: did you mean {close[0]!r}?")

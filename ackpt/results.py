@@ -260,12 +260,13 @@ def _read(path, schema: str) -> dict:
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise RecordError(f"{path} is no text file, so it is no record of ackpt") from error
+        raise RecordError(f"{path} is not a text file, so it is not a record of ackpt") from error
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise RecordError(
-            f"{path} is cut off or no JSON (line {error.lineno}: {error.msg}); delete it and run its experiment again"
+            f"{path} is truncated or not JSON (line {error.lineno}: {error.msg}); delete it and run its experiment "
+            "again"
         ) from error
     if not isinstance(data, dict) or data.get("schema") != schema:
         raise RecordError(f"{path} is not a file of the kind {schema}; it was written by something else")
@@ -310,11 +311,12 @@ def _check_value(value, where: str) -> None:
         raise RecordError(f"{where} is a {type(value).__name__}; records hold plain values, lists and dicts")
 
 
-def read_json(path, what: str, error_type: type[Exception]):
+def read_json(path, kind: str, error_type: type[Exception]):
     """The data in a file that `save` of a ``"plan"`` or ``"profile"`` wrote; `error_type` if it is no JSON."""
     try:
         return json.loads(Path(path).read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise error_type(
-            f"{path} is no {what}: {error}. It may be truncated; {what} again and save it with {what.capitalize()}.save"
+            f"{path} is not a {kind}: {error}. It may be truncated; {kind} again and save it with "
+            f"{kind.capitalize()}.save"
         ) from error

@@ -33,28 +33,28 @@ class Case:
     also: object = ()
 
 
-def tensors_in(obj, found=None, seen=None) -> list[torch.Tensor]:
+def tensors_in(obj, tensors=None, seen=None) -> list[torch.Tensor]:
     """Tensors in nested containers, dataclasses, modules (parameters and buffers) and plain objects."""
-    found, seen = ([] if found is None else found), (set() if seen is None else seen)
+    tensors, seen = ([] if tensors is None else tensors), (set() if seen is None else seen)
     if id(obj) in seen:
-        return found
+        return tensors
     seen.add(id(obj))
     if isinstance(obj, torch.Tensor):
-        found.append(obj)
+        tensors.append(obj)
     elif isinstance(obj, nn.Module):
-        found += [*obj.parameters(), *obj.buffers()]
+        tensors += [*obj.parameters(), *obj.buffers()]
     elif isinstance(obj, dict):
         for item in obj.values():
-            tensors_in(item, found, seen)
+            tensors_in(item, tensors, seen)
     elif isinstance(obj, (list, tuple)):
         for item in obj:
-            tensors_in(item, found, seen)
+            tensors_in(item, tensors, seen)
     elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         for field in dataclasses.fields(obj):
-            tensors_in(getattr(obj, field.name), found, seen)
+            tensors_in(getattr(obj, field.name), tensors, seen)
     elif hasattr(obj, "__dict__") and not isinstance(obj, type) and not callable(obj):
-        tensors_in(vars(obj), found, seen)
-    return found
+        tensors_in(vars(obj), tensors, seen)
+    return tensors
 
 
 def seed(value: int = 0) -> None:
@@ -72,11 +72,11 @@ def streams() -> tuple:
 def total(outputs) -> torch.Tensor:
     """A scalar that gives every element of every output that needs a gradient a different one."""
     loss = torch.zeros(())
-    for place, tensor in enumerate(tensors_in(outputs)):
+    for index, tensor in enumerate(tensors_in(outputs)):
         if tensor.requires_grad:
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             weights = torch.linspace(0.5, 1.5, real.numel()).reshape(real.shape)
-            loss = loss + (place + 1) * (real.float() * weights).sum()
+            loss = loss + (index + 1) * (real.float() * weights).sum()
     return loss
 
 
@@ -115,18 +115,18 @@ def run_step(build: Callable[[], Case], call: Callable, loss=total, around=conte
     )
 
 
-def assert_equal(first, second, what: str) -> None:
-    assert len(first) == len(second), what
-    for place, (one, other) in enumerate(zip(first, second)):
-        assert (one is None) == (other is None), f"{what} {place}: {one} and {other}"
+def assert_equal(first, second, label: str) -> None:
+    assert len(first) == len(second), label
+    for index, (one, other) in enumerate(zip(first, second)):
+        assert (one is None) == (other is None), f"{label} {index}: {one} and {other}"
         if one is not None:
-            assert one.dtype == other.dtype and one.shape == other.shape, f"{what} {place}"
+            assert one.dtype == other.dtype and one.shape == other.shape, f"{label} {index}"
             same = (
                 torch.equal(one, other)
                 or torch.equal(one.isnan(), other.isnan())
                 and torch.equal(one.nan_to_num(), other.nan_to_num())
             )
-            assert same, f"{what} {place}: {one} and {other}"
+            assert same, f"{label} {index}: {one} and {other}"
 
 
 def assert_same(plain: Step, checkpointed: Step) -> None:
@@ -147,6 +147,15 @@ def assert_same_step(build: Callable[[], Case], loss=total, around=contextlib.nu
     plain = run_step(build, plain_call, loss, around)
     assert_same(plain, run_step(build, call, loss, around))
     return plain
+
+
+def batch(rows: int = 3, width: int = 4, grad: bool = True) -> torch.Tensor:
+    return torch.randn(rows, width, requires_grad=grad)
+
+
+def with_layer(layer: nn.Module) -> nn.Module:
+    """`layer` between two linear layers."""
+    return nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
 
 
 def train(model: nn.Module, inputs, steps: int = 3, loss=total, lr: float = 0.1) -> list[torch.Tensor]:
@@ -234,3 +243,22 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """Torch sees no GPU, whether or not there is one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Dynamo has compiled nothing before, and forgets what the test compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

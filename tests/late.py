@@ -56,9 +56,9 @@ class LateStream(Stream):
 
     def submit(self, function, *args, after=()) -> LateEvent:
         self._gates.append(Gate())
-        place = len(self._gates)
+        number = len(self._gates)
         event = super().submit(function, *args, after=[self._gates[-1], *after])
-        return LateEvent(event, lambda: self.begin(place))
+        return LateEvent(event, lambda: self.begin(number))
 
     def begin(self, count=None):
         """Let the first `count` pieces of work run, or all."""

@@ -46,12 +46,12 @@ def blocks(length=4):
 
 def gradients(*holders) -> list:
     """Gradients of modules' parameters and of tensors, taken away from them."""
-    found = []
+    taken = []
     for holder in holders:
         for leaf in holder.parameters() if isinstance(holder, nn.Module) else [holder]:
-            found.append(leaf.grad)
+            taken.append(leaf.grad)
             leaf.grad = None
-    return found
+    return taken
 
 
 def counts(engine, *names) -> dict:

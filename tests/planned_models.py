@@ -112,16 +112,16 @@ def traced(name):
 
 def least_of(refusal: BaseException) -> int:
     """The smallest budget, in bytes, that a `BudgetError` names."""
-    found = re.search(r"The smallest budget that this policy keeps is .* \((\d+) bytes\)", str(refusal))
-    assert found
-    return int(found.group(1))
+    size = re.search(r"The smallest budget that this policy keeps is .* \((\d+) bytes\)", str(refusal))
+    assert size
+    return int(size.group(1))
 
 
 @cache
 def plans(name, policy, **options):
     """A plan for every one of `BUDGETS` that the policy keeps; where it refuses one, that for the budget it names."""
     graph, profile = traced(name)
-    found = []
+    made = []
     for budget in BUDGETS:
         try:
             plan = ackpt.plan(graph, budget, policy, profile=profile, **options)
@@ -131,10 +131,10 @@ def plans(name, policy, **options):
             assert plan.peak_bytes == least
             with pytest.raises(ackpt.BudgetError):
                 ackpt.plan(graph, least - 1, policy, profile=profile, **options)
-            return [*found, plan]
+            return [*made, plan]
         assert plan.dynamic_peak_bytes <= budget * plan.baseline_dynamic_peak_bytes
-        found.append(plan)
-    return found
+        made.append(plan)
+    return made
 
 
 def step_keeps(name, plan):

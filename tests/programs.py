@@ -177,9 +177,11 @@ def _product(scope, lines) -> str | None:
 
 def _trained(scope) -> list[str]:
     """Values that need a gradient and are no views of inputs or parameters."""
-    own = {tensor.untyped_storage()._cdata for tensor in (*scope["self"].state_dict().values(), scope["x"], scope["y"])}
+    given = {
+        tensor.untyped_storage()._cdata for tensor in (*scope["self"].state_dict().values(), scope["x"], scope["y"])
+    }
     values = {name: value for name, value in scope.items() if name.startswith("v")}
-    return [name for name, v in values.items() if v.requires_grad and v.untyped_storage()._cdata not in own]
+    return [name for name, v in values.items() if v.requires_grad and v.untyped_storage()._cdata not in given]
 
 
 class _Slots(dict):
@@ -193,9 +195,9 @@ class _Slots(dict):
         if slot == "d":
             return self.random.choice((-1, 0))
         kind = {"k": torch.int64, "m": torch.bool}.get(slot, torch.float32)
-        found = [name for name in self.values if eval(name, self.scope).dtype == kind]
-        newest = self.random.choice((1, 3, len(found)))
-        self[slot] = self.random.choice(found[-newest:]) if found else f"({self['a']} > 0)"
+        fitting = [name for name in self.values if eval(name, self.scope).dtype == kind]
+        newest = self.random.choice((1, 3, len(fitting)))
+        self[slot] = self.random.choice(fitting[-newest:]) if fitting else f"({self['a']} > 0)"
         return self[slot]
 
 
@@ -206,15 +208,15 @@ def _run(line, scope, is_quiet) -> list[str] | None:
             if "= " in line:
                 exec(line, scope)
                 return []
-            found = eval(line, scope)
-        several = not isinstance(found, torch.Tensor)
-        found = tuple(found) if several else (found,)
-        fits = all(value.numel() <= _LARGEST and value.float().isfinite().all() for value in found)
+            results = eval(line, scope)
+        several = not isinstance(results, torch.Tensor)
+        results = tuple(results) if several else (results,)
+        fits = all(value.numel() <= _LARGEST and value.float().isfinite().all() for value in results)
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return None
-    if not fits or (several and not 1 < len(found) < 5):
+    if not fits or (several and not 1 < len(results) < 5):
         return None
     first = sum(name.startswith("v") for name in scope)
-    names = [f"v{first + place}" for place in range(len(found))]
-    scope.update(zip(names, found))
+    names = [f"v{first + index}" for index in range(len(results))]
+    scope.update(zip(names, results))
     return names

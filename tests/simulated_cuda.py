@@ -132,11 +132,11 @@ class Machine:
         """Device memory of the current stream."""
         owner = self._current
         idle = self._idle.setdefault((owner, size), [])
-        place = next((place for place in reversed(range(len(idle))) if self._is_free(idle[place])), None)
-        if place is None:
+        index = next((index for index in reversed(range(len(idle))) if self._is_free(idle[index])), None)
+        if index is None:
             block = self._block("device", owner)
         else:
-            block = idle.pop(place)[0]
+            block = idle.pop(index)[0]
             self.reused += 1
         storage = torch.empty(size, dtype=torch.uint8).untyped_storage()
         self._blocks[storage._cdata] = block
@@ -195,10 +195,10 @@ class Machine:
             self._after(now, block, "written", [block.write, *block.reads])
             block.write, block.reads = now, []
 
-    def _after(self, now, block, what, earlier):
+    def _after(self, now, block, access_kind, earlier):
         clock = now[0].clock
         if any(access is not None and clock.get(access[0], 0) < access[1] for access in earlier):
-            self.races.append(f"{block.name} {what} without waiting")
+            self.races.append(f"{block.name} {access_kind} without waiting")
 
     def synchronize(self):
         """The host waits for everything that was submitted to the current stream."""

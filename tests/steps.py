@@ -73,8 +73,8 @@ class Training:
     def forward(self, call):
         x = self.arena.like(torch.empty(SHAPE))
         x.copy_(torch.rand(SHAPE, generator=self.generator))
-        for place in range(0, LAYERS, 2):
-            first, second = self.weights[place : place + 2]
+        for index in range(0, LAYERS, 2):
+            first, second = self.weights[index : index + 2]
             x = call(lambda x, a=first, b=second: Layer.apply(Layer.apply(x, a, self.arena), b, self.arena), x)
         return x.sum()
 

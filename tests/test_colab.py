@@ -13,9 +13,7 @@ TINY = {"total_tokens": 64, "batch_size": 2, "layers": 3, "dim": 16, "ff_dim": 3
 METHODS = ["baseline", "ckpt_classic", "ckpt_async_offload"]
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_it_prints_the_table_and_returns_the_figures(capsys):

@@ -366,7 +366,7 @@ STREAM = torch.arange(10)
         (lambda: data.packed_batches(STREAM, 0, 1, 1), "seq_len must be at least 1, got 0"),
         (lambda: data.packed_batches(STREAM, 1, -2, 1), "batch_size must be at least 1, got -2"),
         (lambda: data.packed_batches(STREAM, 1, 1, 0), "steps must be at least 1, got 0"),
-        (lambda: data.packed_batches(STREAM, 10, 1, 1), "it has 10 tokens and a window takes 11"),
+        (lambda: data.packed_batches(STREAM, 10, 1, 1), "it has 10 tokens and a window needs 11"),
         (lambda: data.packed_batches(STREAM.float(), 2, 1, 1), "stream must be int64 of shape"),
         (lambda: data.packed_batches(STREAM[None], 2, 1, 1), r"got torch.int64 \[1, 10\]"),
     ],

@@ -60,13 +60,13 @@ class TestBadFiles:
 
     def test_truncated(self, record, tmp_path):
         path = record.save(tmp_path / "demo.json")
-        assert "cut off or no JSON" in self.load(path, path.read_bytes()[:-20])
-        assert "cut off or no JSON" in self.load(path, "")
+        assert "truncated or not JSON" in self.load(path, path.read_bytes()[:-20])
+        assert "truncated or not JSON" in self.load(path, "")
 
     def test_foreign(self, tmp_path):
         for text in ('{"a": 1}', "[]", "3", '{"schema": "ackpt.reference", "version": 1}'):
             assert "not a file of the kind ackpt.record" in self.load(tmp_path / "x.json", text)
-        assert "is no text file" in self.load(tmp_path / "x.json", b"\x89PNG\xff")
+        assert "is not a text file" in self.load(tmp_path / "x.json", b"\x89PNG\xff")
 
     def test_version(self, record, tmp_path):
         data = record.to_json() | {"version": 2}

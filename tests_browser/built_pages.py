@@ -50,8 +50,8 @@ def read(path: Path) -> Page:
 
 def pages(site: Path) -> list[str]:
     """The pages that a reader can open, relative to the site."""
-    found = (path.relative_to(site) for path in site.rglob("*.html"))
-    return sorted(path.as_posix() for path in found if path.parts[0] != "_static")
+    paths = (path.relative_to(site) for path in site.rglob("*.html"))
+    return sorted(path.as_posix() for path in paths if path.parts[0] != "_static")
 
 
 def broken_links(site: Path, path: str) -> list[str]:

@@ -54,26 +54,28 @@ def _tensors(captured, model, args, kwargs) -> tuple[list[torch.Tensor], bool]:
 def compared(captured, module, model, args, kwargs, differentiate: str) -> AsCompiled:
     """How the captured step differs from the model's own; warns of it, and restores all tensors and RNG states.
 
-    `module`: the captured joint graph, at the sizes of the call. If the tensors have data, this runs the model's own step and measures its peak. On the CPU it also runs the captured
-    step and compares the results.
+    `module`: the captured joint graph, at the sizes of the call. If the tensors have data, this runs the model's own
+    step and measures its peak. On the CPU it also runs the captured step and compares the results.
 
     Raises:
         TraceError: if a result of the captured step is missing or has a different shape or dtype.
     """
-    known = AsCompiled(captured.reason)
+    as_compiled = AsCompiled(captured.reason)
     if captured.has_data:
         tensors, on_cpu = _tensors(captured, model, args, kwargs)
         # The capture's context is still open, so its fake tensor mode has to be disabled.
         with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
             with _put_back(tensors):
-                peak_bytes, own = _own_step(captured, model, args, kwargs, differentiate, tensors, on_cpu)
+                peak_bytes, results = _own_step(captured, model, args, kwargs, differentiate, tensors, on_cpu)
             difference = None
             if on_cpu:
                 with _put_back(tensors), torch.no_grad():
-                    difference = _difference(own, _captured_step(captured, module, model, args, kwargs), captured.reason)
-        known = AsCompiled(captured.reason, peak_bytes, difference)
-    warnings.warn(f"The model was captured as torch.compile runs it: {known}.", UserWarning, stacklevel=3)
-    return known
+                    difference = _difference(
+                        results, _captured_step(captured, module, model, args, kwargs), captured.reason
+                    )
+        as_compiled = AsCompiled(captured.reason, peak_bytes, difference)
+    warnings.warn(f"The model was captured as torch.compile runs it: {as_compiled}.", UserWarning, stacklevel=3)
+    return as_compiled
 
 
 @contextlib.contextmanager
@@ -97,7 +99,7 @@ def _put_back(tensors):
 
 def _own_step(captured, model, args, kwargs, differentiate, tensors, on_cpu):
     """(dynamic peak in bytes, {name: tensor} of outputs, gradients and buffers) of the model's own step."""
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
 
     def step():
         with unchanged(model, lambda was, now: was is now), captured.reads.watched():
@@ -106,14 +108,14 @@ def _own_step(captured, model, args, kwargs, differentiate, tensors, on_cpu):
         roots = [leaf for at, leaf in enumerate(leaves) if is_tensor(leaf) and leaf.requires_grad and at not in refused]
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         outputs = filter(is_tensor, leaves)
-        found.update({f"output {place}": leaf.detach() for place, leaf in enumerate(outputs)})
+        results.update({f"output {index}": leaf.detach() for index, leaf in enumerate(outputs)})
 
     warmup = 0 if on_cpu else 1  # CUDA's libraries allocate their workspaces in the first step
     peak_bytes = measure(step, resident=[model, *tensors], warmup=warmup, repeats=0).dynamic_peak_bytes
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            found[f"the gradient of {name!r}"] = parameter.grad.detach()
-    return peak_bytes, found | _buffers(model)
+            results[f"the gradient of {name!r}"] = parameter.grad.detach()
+    return peak_bytes, results | _buffers(model)
 
 
 def _captured_step(captured, module, model, args, kwargs) -> dict[str, torch.Tensor]:
@@ -123,30 +125,30 @@ def _captured_step(captured, module, model, args, kwargs) -> dict[str, torch.Ten
         values.append(stand_in(node.meta["val"]).fill_(1))
     (output,) = module.graph.find_nodes(op="output")
     results = torch.fx.Interpreter(module).run(*values, enable_io_processing=False)
-    found: dict[str, torch.Tensor] = {}
-    for what, value in zip(output.meta["desc"], results):
-        kind = type(what).__name__
+    by_name: dict[str, torch.Tensor] = {}
+    for output_desc, value in zip(output.meta["desc"], results):
+        kind = type(output_desc).__name__
         if kind == "PlainAOTOutput":
-            found[f"output {what.idx}"] = value
-        elif kind == "GradAOTOutput" and hasattr(what.grad_of, "target") and value is not None:
-            found[f"the gradient of {what.grad_of.target!r}"] = value
-    return found | _buffers(model)
+            by_name[f"output {output_desc.idx}"] = value
+        elif kind == "GradAOTOutput" and hasattr(output_desc.grad_of, "target") and value is not None:
+            by_name[f"the gradient of {output_desc.grad_of.target!r}"] = value
+    return by_name | _buffers(model)
 
 
 def _buffers(model) -> dict[str, torch.Tensor]:
     return {f"buffer {name!r}": buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
-def _difference(own: dict[str, torch.Tensor], captured: dict[str, torch.Tensor], reason: str) -> str:
+def _difference(results: dict[str, torch.Tensor], captured: dict[str, torch.Tensor], reason: str) -> str:
     """The largest difference, relative to the largest element of its tensor, in words; empty if all are bit-equal."""
     most, where = -1.0, ""
-    for name, expected in own.items():
+    for name, expected in results.items():
         value: Any = captured.get(name)
         if value is None or value.shape != expected.shape or value.dtype != expected.dtype:
             raise TraceError(
                 f"{reason}. Captured as torch.compile runs it, the model gives another result: {name} is "
-                f"{_said(value)} instead of {_said(expected)}. Move what looks at values out of the model, or use "
-                "ackpt.checkpoint on its blocks."
+                f"{_said(value)} instead of {_said(expected)}. Move the code that looks at values out of the model, or "
+                "use ackpt.checkpoint on its blocks."
             )
         if torch.equal(value, expected):
             continue

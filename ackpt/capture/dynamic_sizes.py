@@ -119,7 +119,7 @@ class Symbols:
             names = {symbol: sympy.Symbol(f"s{at}", integer=True) for at, symbol in enumerate(self.all)}
             code = "".join(f"{PythonPrinter().doprint(sympy.sympify(each).xreplace(names))}, " for each in expressions)
             arguments = ", ".join(str(name) for name in names.values())
-            namespace = dict(SYMPY_INTERP, __name__=__name__)
+            namespace: dict[str, Any] = {**SYMPY_INTERP, "__name__": __name__}
             exec(f"def sizes({arguments}):\n    return ({code})", namespace)  # noqa: S102
             self._functions[expressions] = namespace["sizes"]
         return self._functions[expressions]
@@ -184,7 +184,8 @@ class DynamicModule:
         for node in self.module.graph.find_nodes(op="placeholder"):
             if is_symbolic(node.meta["val"]):
                 for dim, size in enumerate(node.meta["val"].shape):
-                    first.setdefault(size.node._expr if isinstance(size, torch.SymInt) else size, (node.meta["ackpt_id"], dim))
+                    if isinstance(size, torch.SymInt):
+                        first.setdefault(size.node._expr, (node.meta["ackpt_id"], dim))
         return tuple(first[symbol] for symbol in self.symbols.all)
 
 
@@ -200,7 +201,7 @@ def is_size(node: fx.Node) -> bool:
 
 def is_symbolic(value) -> bool:
     """Whether a tensor has sizes that are expressions."""
-    return isinstance(value, FakeTensor) and value._has_symbolic_sizes_strides
+    return isinstance(value, FakeTensor) and bool(value._has_symbolic_sizes_strides)
 
 
 def without_full_slices(module: fx.GraphModule) -> None:
@@ -209,16 +210,16 @@ def without_full_slices(module: fx.GraphModule) -> None:
     For sizes that are numbers, torch's indexing returns the tensor itself (``applySlicing`` in TensorIndexing.h), so
     that eager and a capture of one shape have no such operation.
     """
-    renewed: dict[int, int] = {}  # storages that changed, of nodes that follow
+    renewed: set[int] = set()  # storages of removed results, which later nodes may use
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
         if node.target in _SLICES and _is_whole(node):
             source = node.args[0]
-            renewed |= dict.fromkeys(set(_storages(node)) - set(_storages(source)))
+            renewed |= set(_storages(node)) - set(_storages(source))
             node.replace_all_uses_with(source)
             module.graph.erase_node(node)
-        elif not renewed.keys().isdisjoint(_storages(node)):
+        elif not renewed.isdisjoint(_storages(node)):
             with torch.no_grad():
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
                 node.meta["val"] = node.target(*args, **kwargs)

@@ -49,13 +49,13 @@ def made_up(graph: JointGraph) -> list:
 
 
 def _made_up(graph: JointGraph, node: torch.fx.Node):
-    value, place = node.meta["val"], graph.nodes[node.meta["ackpt_id"]]
+    value, graph_node = node.meta["val"], graph.nodes[node.meta["ackpt_id"]]
     if not isinstance(value, torch.Tensor):
         return value
-    if place.phase == BACKWARD:
+    if graph_node.phase == BACKWARD:
         return stand_in(value).fill_(1)
-    is_parameter = any(graph.storages[storage].category == "parameter" for storage in place.storages)
-    return random_like(value, *((-0.05, 0.05) if is_parameter else ()), seed=place.id)
+    is_parameter = any(graph.storages[storage].category == "parameter" for storage in graph_node.storages)
+    return random_like(value, *((-0.05, 0.05) if is_parameter else ()), seed=graph_node.id)
 
 
 def given(graph: JointGraph, inputs) -> list:
@@ -78,22 +78,22 @@ def given(graph: JointGraph, inputs) -> list:
     rest = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)][::-1]
     values = []
     for node in _placeholders(graph):
-        place, expected = graph.nodes[node.meta["ackpt_id"]], node.meta["val"]
-        if place.phase == BACKWARD or not isinstance(expected, torch.Tensor):
+        graph_node, expected = graph.nodes[node.meta["ackpt_id"]], node.meta["val"]
+        if graph_node.phase == BACKWARD or not isinstance(expected, torch.Tensor):
             values.append(_made_up(graph, node))
             continue
         name = getattr(node.meta["desc"], "target", None)
         value = named.get(name) if name is not None else rest.pop() if rest else None
-        what = f"argument {node.name}" if name is None else repr(name)
+        label = f"argument {node.name}" if name is None else repr(name)
         if value is None:
-            raise MeterError(f"inputs lack {what}: give the model and the arguments it was traced with")
+            raise MeterError(f"inputs lack {label}: give the model and the arguments it was traced with")
         if _like(value) != _like(expected):
             raise MeterError(
-                f"{what} is {_said(value)}, but the graph was traced with {_said(expected)}: trace the model anew, or "
-                "give the arguments it was traced with"
+                f"{label} is {_said(value)}, but the graph was traced with {_said(expected)}: trace the model again, "
+                "or give the arguments it was traced with"
             )
         value = value.detach()
-        values.append(value.clone() if place.id in graph.analysis.mutated else value)
+        values.append(value.clone() if graph_node.id in graph.analysis.mutated else value)
     if rest:
         raise MeterError(f"inputs hold {len(rest)} tensors more than the model was traced with")
     return values

@@ -41,7 +41,7 @@ def own_gradients(module: fx.GraphModule) -> None:
     placeholders = module.graph.find_nodes(op="placeholder")
     takers = {node.meta["desc"]: node for node in placeholders}
     gradients = list(output.args[0])
-    kept: set[fx.Node] = set()
+    uncopied: set[fx.Node] = set()
     copied: list[tuple[int, fx.Node]] = []
     # Of several leaves with the same gradient, the last one keeps it, since it drops the last reference.
     for index in reversed(range(len(gradients))):
@@ -49,13 +49,13 @@ def own_gradients(module: fx.GraphModule) -> None:
         leaf = takers.get(getattr(described, "grad_of", None))
         if gradient is None or leaf is None or not leaf.meta.get("is_leaf", True):
             continue
-        if gradient in kept or not _is_backwards_own(gradient) or not _can_be_kept(gradient, leaf):
+        if gradient in uncopied or not _is_backwards_own(gradient) or not _can_be_kept(gradient, leaf):
             copied.append((index, leaf))
         else:
-            kept.add(gradient)
+            uncopied.add(gradient)
     if not copied:
         return
-    nodes = (*kept, *(node for node in module.graph.nodes if not _is_backwards_own(node)))
+    nodes = (*uncopied, *(node for node in module.graph.nodes if not _is_backwards_own(node)))
     held = {storage for node in nodes for storage in _storages(node)}
     # Copy first where the copy is the last use of the original.
     for index, leaf in sorted(copied, key=lambda copy: (_storages(gradients[copy[0]])[0] in held, copy[0])):

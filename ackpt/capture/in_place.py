@@ -27,6 +27,8 @@ from .operations import BACKWARD
 
 _KEY = "ackpt_in_place"
 _RUNS_IN = "ackpt_autograd_node"  # on nodes of the backward: the autograd node that runs while they are captured
+RECORDS = "ackpt_records"  # on layers of oneDNN: whether autograd records them
+_RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
 _SUM, _SUMS_OWN = "ackpt_gradient_sum", "ackpt_sums_own_gradients"
 # What functionalization makes of a write to a part of a tensor when the whole is read: operation(whole, part, ...).
 _INTO_WHOLE = ("aten::slice_scatter", "aten::select_scatter", "aten::diagonal_scatter", "aten::as_strided_scatter")
@@ -39,12 +41,13 @@ _ZEROS = ("aten::new_zeros", "aten::zeros", "aten::zeros_like")
 
 @contextlib.contextmanager
 def noted_writes():
-    """Mark the nodes captured inside for operations that write to their first argument, and sums of gradients."""
+    """Mark the nodes captured inside for writes to a first argument, sums of gradients, and layers under no_grad."""
     dispatch = FunctionalTensorMode.__torch_dispatch__
 
     def noted(self, func, types, args=(), kwargs=None):
         writes, autograd_node = _changes_its_first_argument(func), torch._C._current_autograd_node()
-        capture = get_proxy_mode() if writes or autograd_node is not None else None
+        is_recurrent = func is _RECURRENT
+        capture = get_proxy_mode() if writes or is_recurrent or autograd_node is not None else None
         if capture is None:
             return dispatch(self, func, types, args, kwargs)
         nodes = capture.tracer.graph.nodes
@@ -54,6 +57,8 @@ def noted_writes():
         for node in itertools.takewhile(lambda node: node is not last, reversed(nodes)):
             if writes and _name(node).removesuffix("_functional") in (func._schema.name.removesuffix("_"), _FILLED):
                 node.meta[_KEY] = True
+            if is_recurrent and node.target is _RECURRENT:
+                node.meta[RECORDS] = torch.is_grad_enabled()
             if autograd_node is not None:
                 node.meta[_RUNS_IN] = autograd_node._sequence_nr()
                 node.meta[_SUM] = from_engine
@@ -124,14 +129,14 @@ def eager_graph(graph: JointGraph) -> JointGraph:
         source = _overwritten(fx[node.id], node.phase) or _summed_into(fx[node.id], graph)
         if source is None or len(node.storages) != 1 or len(lies_in[source.meta["ackpt_id"]]) != 1:
             continue
-        (own,), (into,) = node.storages, lies_in[source.meta["ackpt_id"]]
+        (result,), (into,) = node.storages, lies_in[source.meta["ackpt_id"]]
         into = merged[into]
         # Backward receives a resident storage with its content from before the write. If it reads the new content, that
         # needs a storage of its own.
-        if graph.storages[into].category in RESIDENT and graph.storages[own].first_bw_access is not None:
+        if graph.storages[into].category in RESIDENT and graph.storages[result].first_bw_access is not None:
             continue
-        merged[own] = into
-        if graph.storages[own].bytes == graph.storages[into].bytes:
+        merged[result] = into
+        if graph.storages[result].bytes == graph.storages[into].bytes:
             results.add(node.id)
     if all(storage == into for storage, into in merged.items()):
         return graph

@@ -163,15 +163,15 @@ def with_accesses(nodes, sizes, ordered, returned, gradients):
     for node in nodes:
         for key in node.storages:
             members[key].append(node.id)
-        read = {key for place in node.inputs for key in nodes[place].storages}
+        read = {key for node_id in node.inputs for key in nodes[node_id].storages}
         for key in {*read, *node.storages}:
             touched[key].append(node.id)
-    given_back = {key for place in gradients.values() for key in nodes[place].storages}
-    kept = {key for place in returned for key in nodes[place].storages}
+    given_back = {key for node_id in gradients.values() for key in nodes[node_id].storages}
+    returned_storages = {key for node_id in returned for key in nodes[node_id].storages}
     for key in sorted(sizes):
         producer = members[key][0]
-        forward = [place for place in touched[key] if nodes[place].phase == FORWARD]
-        backward = [place for place in touched[key] if nodes[place].phase == BACKWARD]
+        forward = [node_id for node_id in touched[key] if nodes[node_id].phase == FORWARD]
+        backward = [node_id for node_id in touched[key] if nodes[node_id].phase == BACKWARD]
         if ordered[producer].op == "placeholder":
             category = _INPUTS.get(type(ordered[producer].meta["desc"]).__name__, "input")
         elif ordered[producer].op == "get_attr":  # a constant of the model's code, held by the graph
@@ -179,7 +179,7 @@ def with_accesses(nodes, sizes, ordered, returned, gradients):
         elif key in given_back:
             category = "gradient"
         else:
-            category = "activation" if forward and (backward or key in kept) else "temporary"
+            category = "activation" if forward and (backward or key in returned_storages) else "temporary"
         yield Storage(
             id=key,
             bytes=sizes[key],

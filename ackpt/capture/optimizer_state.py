@@ -33,11 +33,11 @@ def check_optimizer(model: torch.nn.Module, optimizer) -> None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    own = set(map(id, model.parameters()))
-    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+    parameters = set(map(id, model.parameters()))
+    if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
-            f"this {type(optimizer).__name__} has none of the model's parameters: give the optimizer that was made of "
-            "this model's parameters(), after whatever replaces them"
+            f"this {type(optimizer).__name__} has none of the model's parameters: give an optimizer created from this "
+            "model's parameters(), after any call that replaces them"
         )
 
 
@@ -58,20 +58,21 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tu
             stand_in.param_groups = [_group_without_data(group, on_cpu) for group in optimizer.param_groups]
             stand_in.state = defaultdict(dict, _states_without_data(optimizer, stand_in))
             trained = [p for group in stand_in.param_groups for p in group["params"] if p.grad is not None]
-            found = predict(stand_in.step, resident=(stand_in, *trained), device="cpu" if on_cpu else "cuda")
+            prediction = predict(stand_in.step, resident=(stand_in, *trained), device="cpu" if on_cpu else "cuda")
     except (RuntimeError, TypeError, AttributeError, ValueError, AssertionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TraceError(
-            f"the step of {type(optimizer).__name__} cannot be followed without data: {reason}. Leave it out, and give "
-            "a budget that leaves room for its state."
+            f"the step of {type(optimizer).__name__} cannot be simulated without data: {reason}. Leave it out, and "
+            "give a budget that leaves room for its state."
         ) from error
     block = 1 if on_cpu else _CUDA_BLOCK
     # Some optimizers create their state before the first step, also for parameters that are not trained.
-    untrained = [own for parameter, own in optimizer.state.items() if not parameter.requires_grad]
-    kept = sum(rounded(t.untyped_storage().nbytes(), block) for t in tree_leaves(untrained) if _counts(t, on_cpu))
+    untrained = [values for parameter, values in optimizer.state.items() if not parameter.requires_grad]
+    counted = [value for value in tree_leaves(untrained) if _counts(value, on_cpu)]
+    untrained_bytes = sum(rounded(tensor.untyped_storage().nbytes(), block) for tensor in counted)
     gradients = sum(rounded(p.grad.numel() * p.grad.element_size(), block) for p in trained)
-    state = found.categories.get("optimizer", 0) - (0 if on_cpu else _CUDA_BLOCK * _host_counts(stand_in))
-    return state + kept, found.dynamic_peak_bytes - gradients
+    state = prediction.categories.get("optimizer", 0) - (0 if on_cpu else _CUDA_BLOCK * _host_counts(stand_in))
+    return state + untrained_bytes, prediction.dynamic_peak_bytes - gradients
 
 
 def with_optimizer(graph: JointGraph, optimizer: torch.optim.Optimizer) -> JointGraph:
@@ -92,22 +93,22 @@ def _host_counts(stand_in) -> int:
 
 
 def _group_without_data(group, on_cpu: bool):
-    found = {**group, "params": [_without_data(parameter) for parameter in group["params"]]}
+    copied = {**group, "params": [_without_data(parameter) for parameter in group["params"]]}
     if not on_cpu and "foreach" in group and not any(group.get(key) for key in ("fused", "differentiable")):
-        found["foreach"] = True if group["foreach"] is None else group["foreach"]
-    return found
+        copied["foreach"] = True if group["foreach"] is None else group["foreach"]
+    return copied
 
 
 def _states_without_data(optimizer, stand_in):
     """The states that are there: before torch 2.13 Adagrad's step needs those that its constructor makes."""
-    found = {}
+    states = {}
     for group, stand_ins in zip(optimizer.param_groups, stand_in.param_groups):
         on_device = any(group.get(key) for key in ("fused", "capturable"))
-        for parameter, own in zip(group["params"], stand_ins["params"]):
-            if own.grad is not None and parameter in optimizer.state:
+        for parameter, fake_parameter in zip(group["params"], stand_ins["params"]):
+            if fake_parameter.grad is not None and parameter in optimizer.state:
                 state = optimizer.state[parameter]
-                found[own] = {name: _stands_for(value, on_device) for name, value in state.items()}
-    return found
+                states[fake_parameter] = {name: _stands_for(value, on_device) for name, value in state.items()}
+    return states
 
 
 def _stands_for(value, on_device: bool):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,27 +26,27 @@ def check_differentiate(differentiate) -> str:
     return differentiate
 
 
-def without_gradient(found, differentiate) -> tuple[int, ...]:
+def without_gradient(outputs, differentiate) -> tuple[int, ...]:
     """Indices of the outputs that get no gradient: all but the loss, if exactly one that requires grad is a scalar."""
-    places = [place for place, value in enumerate(found) if isinstance(value, torch.Tensor) and value.requires_grad]
-    scalars = [place for place in places if found[place].dim() == 0]
+    places = [index for index, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.requires_grad]
+    scalars = [index for index in places if outputs[index].dim() == 0]
     return tuple(p for p in places if p not in scalars) if differentiate == "loss" and len(scalars) == 1 else ()
 
 
-def refuse_overlaps(found, inputs, without=()) -> None:
+def refuse_overlaps(outputs, inputs, without=()) -> None:
     """Refuse outputs that overlap themselves in memory: torch would sum their gradients twice.
 
     Args:
-        found: what the model returns; `without`: places in it that get no gradient.
+        outputs: what the model returns; `without`: indices of those that get no gradient.
         inputs: of the model; autograd itself makes views of these, and of what is returned too.
     """
-    storages, given = [_storage(value) for value in found], {_storage(value) for value in inputs}
-    for place, (value, storage) in enumerate(zip(found, storages)):
-        if storage is None or place in without or storage in given or storages.count(storage) > 1:
+    storages, given = [_storage(value) for value in outputs], {_storage(value) for value in inputs}
+    for index, (value, storage) in enumerate(zip(outputs, storages)):
+        if storage is None or index in without or storage in given or storages.count(storage) > 1:
             continue
         if value.requires_grad and _overlaps(value):
             raise TraceError(
-                f"output {place} of the model, of shape {tuple(value.shape)} and strides {value.stride()}, overlaps "
+                f"output {index} of the model, of shape {tuple(value.shape)} and strides {value.stride()}, overlaps "
                 "itself in memory, as after unfold or as_strided: torch gives wrong gradients for such an output of a "
                 "captured step. Return output.clone()."
             )
@@ -81,8 +81,8 @@ class _NoGradient(torch.autograd.Function):
         if gradients == (None,):  # of an output that something, such as DDP, has passed on together with the loss
             return None
         raise RuntimeError(
-            "backward reaches an output other than the loss, which this step was planned without: it keeps nothing "
-            'for that gradient. Plan it with differentiate="all", or detach what you compute from that output.'
+            "backward reaches an output other than the loss, but this step was planned for the loss alone and saves "
+            'nothing for that gradient. Plan with differentiate="all", or detach what you compute from that output.'
         )
 
 
@@ -97,15 +97,15 @@ def depends_on(graph: JointGraph) -> tuple[frozenset[int] | None, ...]:
     A gradient that is always zero, such as that of `torch.copysign` for the sign, depends on all outputs.
     """
     analysis = graph.analysis
-    found: dict[int, frozenset[int]] = {}
+    outputs_of: dict[int, frozenset[int]] = {}
     for node in graph.nodes:
         # A tangent that is not that of one output, such as of the base of several outputs, always has a gradient.
-        own = getattr(getattr(analysis.fx[node.id].meta.get("desc"), "output", None), "idx", _ALWAYS)
-        found[node.id] = frozenset({own} if node.id in analysis.tangents else ()).union(
-            *(found[i] for i in node.inputs)
+        output = getattr(getattr(analysis.fx[node.id].meta.get("desc"), "output", None), "idx", _ALWAYS)
+        outputs_of[node.id] = frozenset({output} if node.id in analysis.tangents else ()).union(
+            *(outputs_of[i] for i in node.inputs)
         )
-    everything = frozenset().union(*(found[place] for place in analysis.bw_outputs if place is not None))
-    return tuple(None if place is None else found[place] or everything for place in analysis.bw_outputs)
+    everything = frozenset().union(*(outputs_of[node_id] for node_id in analysis.bw_outputs if node_id is not None))
+    return tuple(None if node_id is None else outputs_of[node_id] or everything for node_id in analysis.bw_outputs)
 
 
 def leave_undefined(outputs, depends) -> None:
@@ -139,15 +139,15 @@ def gradient_strides(analysis: Analysis, nodes: Mapping[int, fx.Node] | None = N
     `nodes`: those of a module whose sizes are expressions, by the ids of the graph.
     """
     nodes = analysis.fx if nodes is None else nodes
-    found = {}
-    for place in analysis.tangents:
-        output: Any = getattr(nodes[place].meta["desc"], "output", None)
-        if place not in analysis.restrided and type(output).__name__ == "PlainAOTOutput":
-            found[output.idx] = nodes[place].meta["val"].stride()
-    return found
+    strides = {}
+    for node_id in analysis.tangents:
+        output: Any = getattr(nodes[node_id].meta["desc"], "output", None)
+        if node_id not in analysis.restrided and type(output).__name__ == "PlainAOTOutput":
+            strides[output.idx] = nodes[node_id].meta["val"].stride()
+    return strides
 
 
-def gradients_as_planned(outputs, strides: dict[int, tuple[int, ...]]) -> None:
+def gradients_as_planned(outputs, strides: Mapping[int, Sequence[int]]) -> None:
     """Refuse gradients that arrive in a different memory layout than the captured one.
 
     Torch would copy them into the captured layout. The copy would exceed the plan's peak, and sums over it would round
@@ -167,8 +167,8 @@ def gradients_as_planned(outputs, strides: dict[int, tuple[int, ...]]) -> None:
             if gradient is not None and not _in_one_order(gradient, wanted):
                 raise RuntimeError(
                     f"the gradient of an output of shape {list(gradient.shape)} has the strides {gradient.stride()}, "
-                    f"but this step was planned for {wanted}: a copy would take memory beyond the plan's peak and "
-                    "change the last bits. Compute the loss in the model, or let it return output.contiguous()."
+                    f"but this step was planned for {wanted}: a copy would exceed the plan's peak and change the "
+                    "last bits. Compute the loss in the model, or let it return output.contiguous()."
                 )
 
     node.register_prehook(check)
@@ -188,15 +188,15 @@ def unchanged_until_backward(outputs, inputs, read) -> None:
     """
     if (node := _node_of(outputs)) is None:
         return
-    marks = [(weakref.ref(inputs[place]), version(inputs[place]), what) for place, what in read]
+    marks = [(weakref.ref(inputs[index]), version(inputs[index]), description) for index, description in read]
 
     def check(gradients) -> None:
-        for reference, before, what in marks:
+        for reference, before, description in marks:
             tensor = reference()
             if tensor is not None and version(tensor) != before:
                 raise CheckpointError(
-                    f"{what} of shape {list(tensor.shape)} was changed between the forward of this planned step and "
-                    f"its backward, which reads it. {BACKWARD_FIRST}"
+                    f"{description} of shape {list(tensor.shape)} was changed between the forward of this planned step "
+                    f"and its backward, which reads it. {BACKWARD_FIRST}"
                 )
 
     node.register_prehook(check)
@@ -211,6 +211,6 @@ def _node_of(outputs):
 def _refuse_create_graph(gradients) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "create_graph=True: a planned step cannot be differentiated twice, its backward is no part of a graph. "
-            "For such a step call the model itself."
+            "create_graph=True: a planned step cannot be differentiated twice, because its backward builds no graph. "
+            "Call the model itself for such a step."
         )

@@ -9,7 +9,7 @@ from ackpt.errors import CheckpointError
 def unreachable(node) -> CheckpointError:
     return CheckpointError(
         f"this region uses a tensor that requires grad and was computed before it (by {node.name()}), but is neither "
-        "an argument nor found in the function's closure, defaults or attributes, so its gradient could not be handed "
+        "an argument nor found in the function's closure, defaults or attributes, so its gradient could not be passed "
         "on. Pass that tensor as an argument of checkpoint()."
     )
 
@@ -83,5 +83,5 @@ def _raise_leak(grad):
     raise CheckpointError(
         "a tensor computed inside a checkpointed region left it other than through its return value (kept as an "
         "attribute, in a list, or in a returned object that is no list, tuple, dict or dataclass) and takes part in "
-        "the loss, so its gradient could not be handed on to the inputs of the region. Return the tensor."
+        "the loss, so its gradient could not be passed on to the inputs of the region. Return the tensor."
     )

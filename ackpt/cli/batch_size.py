@@ -26,12 +26,12 @@ def add_batch_size(commands) -> None:
     add("--batches", type=numbers, metavar="N,N,...", help="batch sizes (default 4,8,16,32,64)")
     add(
         "--limit",
-        help="memory of the whole peak, such as 6GiB, or auto (default): what the baseline takes at the middle batch",
+        help="largest peak allowed, such as 6GiB, or auto (default): the baseline's peak at the middle batch",
     )
     add("--image-size", type=int, metavar="N", help="height and width of images")
     add_named_step(
         add,
-        "plain,per-block,auto@0.5,auto; auto without a budget keeps the limit",
+        "plain,per-block,auto@0.5,auto; auto without a budget uses the limit",
         "width=32 for a resnet, dim=256 layers=2 for the others",
     )
     parser.set_defaults(run=run_batch_size_command)

@@ -24,11 +24,12 @@ LISTS = {"policy": "policies", "budget": "budgets", "peer": "peers", "setting": 
 
 def add_frontier(commands) -> None:
     """Add the command and its options."""
-    summary = "all policies and torch's own tools on one model: measured peak against what runs again"
+    summary = "all policies and torch's own tools on one model: measured peak against recomputed FLOPs"
     parser = commands.add_parser(
         "frontier",
         help=summary,
-        description=f"{summary}. Status 1 if a plan was not kept to the byte or its gradients are not bit-equal.",
+        description=f"{summary}. Status 1 if a plan's measured peak or FLOPs are not the predicted ones, or its "
+        "gradients are not bit-equal.",
     )
     add = parser.add_argument
     add("--model", help="transformer (default; 6 layers, 2 x 512 tokens) or resnet50 (8 images of 128 x 128)")
@@ -40,9 +41,9 @@ def add_frontier(commands) -> None:
         nargs="+",
         type=_share,
         metavar="SHARE",
-        help="shares of the baseline's peak (default 0.8 ... 0.1)",
+        help="fractions of the baseline's peak (default 0.8 ... 0.1)",
     )
-    add("--peer", nargs="*", metavar="PEER", help="checkpoint selective memory-budget; without a name none")
+    add("--peer", nargs="*", metavar="PEER", help="checkpoint selective memory-budget; without a name: none")
     add("--setting", nargs="+", type=float, metavar="F", help="values of activation_memory_budget (default 1 ... 0)")
     add("--seed", type=int)
     add("--times", type=int, default=0, metavar="ROUNDS", help="interleaved rounds for the times (default 0: none)")
@@ -56,7 +57,7 @@ def _share(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no share of the baseline's peak, such as 0.5; a budget in bytes is one of ackpt plan"
+            f"{text!r} is not a fraction of the baseline's peak: write a number such as 0.5 (ackpt plan takes bytes)"
         ) from None
 
 

@@ -17,16 +17,16 @@ def add_gpu_suite(commands) -> None:
     parser = commands.add_parser(
         "gpu-suite",
         help=summary,
-        description=f"{summary}: one JSON record per run, written at once. Run again, it goes on with what the folder "
-        "does not hold yet for this commit and configuration. Status 1 if something failed.",
+        description=f"{summary}: one JSON record per run, written at once. Run the command again to add the records "
+        "that the folder does not have yet for this commit and configuration. Status 1 if something failed.",
     )
     add = parser.add_argument
     add("--out", metavar="FOLDER", help="where the records go; needed unless --predict")
     add("--only", type=names, metavar="E,E,...", help="of synthetic,lm,offload,batch-size,bert,frontier")
-    add("--minutes", type=float, default=9.0, metavar="N", help="begin nothing that should take longer (default 9)")
+    add("--minutes", type=float, default=9.0, metavar="N", help="start no job that should end later (default 9)")
     add("--tier", choices=TIERS, default="gpu", help="gpu (default) as published, cpu the same jobs in small")
-    add("--commit", metavar="SHA", help="the commit of this code, where git is not there to ask")
-    add("--predict", action="store_true", help="list the jobs with their peaks from shapes alone; --out keeps them")
+    add("--commit", metavar="SHA", help="the commit of this code, if git cannot tell it")
+    add("--predict", action="store_true", help="list the jobs with their peaks from shapes alone; --out saves them")
     parser.set_defaults(run=run_gpu_suite)
 
 
@@ -53,9 +53,9 @@ def run_gpu_suite(arguments, command: str) -> int:
                 "torch sees no CUDA GPU here: add --predict for the peaks from shapes alone, or use --tier cpu"
             )
         if commit is None:
-            raise UsageError("git cannot say which commit this is, and a record must: give --commit SHA")
+            raise UsageError("git cannot tell the commit of this code, which every record names: give --commit SHA")
         if commit.endswith("-dirty"):
-            raise UsageError("this checkout has changes that no commit holds, so no record could name it: commit them")
+            raise UsageError("this checkout has uncommitted changes, so no record could name its commit: commit them")
     outcome = run_suite(chosen, folder, command, arguments.minutes, _say)
     print("\n".join([text_table(records_of(chosen, folder, commit)), *text_outcome(outcome)]))
     return 1 if outcome.failed or outcome.stopped else 0
@@ -68,7 +68,7 @@ def _take_commit(commit: str) -> None:
         raise UsageError(f"--commit is a whole commit of 40 hexadecimal digits, got {commit!r}")
     os.environ["ACKPT_COMMIT"] = commit
     if (checked_out := environment()["commit"]) != commit:
-        raise UsageError(f"--commit {commit} is not what git says here, {checked_out}: leave it out")
+        raise UsageError(f"--commit {commit} is not the commit that git reports, {checked_out}: leave --commit out")
 
 
 def _say(line: str) -> None:

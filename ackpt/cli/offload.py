@@ -14,7 +14,7 @@ def add_offload(commands) -> None:
     parser = commands.add_parser(
         "offload",
         help=summary,
-        description=f"{summary}: peak bytes, store, seconds per step and hidden copies of each method, one process.",
+        description=f"{summary}: peak bytes, store, seconds per step and overlap of each method, one process.",
     )
     add = parser.add_argument
     add(
@@ -30,8 +30,8 @@ def add_offload(commands) -> None:
     add("--hidden-dim", dest="dim", type=int, metavar="DIM", help="model width")
     add("--head-dim", type=int, help="width of an attention head; divides --hidden-dim")
     add("--ff-dim", type=int, help="width of the MLP")
-    add("--steps", type=int, help="steps whose gradients are compared with the plain model's")
-    add("--min-bytes", type=int, metavar="BYTES", help="smaller storages stay on the device")
+    add("--steps", type=int, help="steps whose gradients are compared with the baseline's")
+    add("--min-bytes", type=int, metavar="BYTES", help="smaller storages are not offloaded")
     add("--out", metavar="FOLDER", help="write one JSON record per method, and figures if matplotlib is installed")
     add_common(add, "bfloat16 or float16", 5, "--repeats")
     parser.set_defaults(run=run_offload_experiment)

@@ -23,7 +23,7 @@ def numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 4,8,16") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers: write them as in 4,8,16") from None
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -53,19 +53,24 @@ def add_common(add, autocast: str, rounds: int, *also_rounds: str) -> None:
     add("--json", action="store_true", help="print the records as JSON instead of the table")
 
 
-def add_named_step(add, methods: str, fields: str) -> None:
-    """Add the options of ``batch-size`` and ``bert``, which run a step of a named model by named methods."""
-    add("--tier", choices=TIERS, help="default sizes: cpu is small, gpu as published; as --device if left out")
-    add("--methods", type=names, metavar="M,M,...", help=f"{methods}; any policy of ackpt.plan, @ and a budget")
-    add("--seq-len", type=int, metavar="N", help="tokens of a sequence")
+def add_set(add, example: str) -> None:
+    """Add --set, whose values `field` reads; `example`: fields of the commands' models."""
     add(
         "--set",
         nargs="+",
         action="extend",
         default=[],
         metavar="FIELD=VALUE",
-        help=f"fields of the model's configuration, values as in JSON: {fields}",
+        help=f"fields of the model's configuration, values as in JSON: {example}",
     )
+
+
+def add_named_step(add, methods: str, fields: str) -> None:
+    """Add the options of ``batch-size`` and ``bert``, which run a step of a named model by named methods."""
+    add("--tier", choices=TIERS, help="default sizes: cpu is small, gpu as published; as --device if left out")
+    add("--methods", type=names, metavar="M,M,...", help=f"{methods}; any policy of ackpt.plan, @ and a budget")
+    add("--seq-len", type=int, metavar="N", help="tokens of a sequence")
+    add_set(add, fields)
     add("--lr", type=float, help="AdamW's learning rate")
     add("--out", metavar="FOLDER", help="write one JSON record per run")
     add_common(add, "bfloat16", 3)

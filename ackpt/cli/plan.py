@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from .options import UsageError, field, writable
+from .options import UsageError, add_set, field, writable
 
 MODELS = "transformer, lm, resnet18, resnet50, resnet152, bert-base, bert-large"
 EXAMPLES = """examples:
@@ -39,35 +39,28 @@ def add_plan(commands) -> None:
     add("--batch-size", type=int, default=1, metavar="N", help="sequences or images of a batch (default 1)")
     add("--seq-len", type=int, metavar="N", help="tokens of a sequence; needed by models that read tokens")
     add("--image-size", type=int, metavar="N", help="height and width (default: the configuration's, or 224)")
-    add(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="fields of the model's configuration, values as in JSON: n_layer=48 dropout=0.0",
-    )
-    add("--dtype", default="float32", help="of parameters and images: float32 (default), bfloat16 or float16")
+    add_set(add, "n_layer=48 dropout=0.0")
+    add("--dtype", default="float32", help="dtype of parameters and images: float32 (default), bfloat16 or float16")
     add("--autocast", metavar="DTYPE", help="run the forward under autocast to bfloat16 or float16")
     add(
         "--optimizer",
         default="adamw",
-        help="whose state and step count: adamw (default), sgd, or none for forward and backward alone",
+        help="adamw (default) or sgd, whose state and step the peak includes, or none for forward and backward alone",
     )
     add(
         "--device-profile",
         metavar="DEVICE",
-        help="plan the step of a GPU and say whether its memory holds it: h100-80g, h200, a100-40g, t4 or rtx3090",
+        help="plan the step as on a GPU and say whether it fits its memory: h100-80g, h200, a100-40g, t4 or rtx3090",
     )
     add(
         "--budget",
-        help="bound on the peak: bytes of everything, such as 6GiB, or a fraction of the dynamic peak without "
-        "checkpointing, such as 0.5",
+        help="upper bound on the peak: bytes, resident memory included, such as 6GiB, or a fraction of the baseline's "
+        "dynamic peak, such as 0.5",
     )
     add(
         "--policy",
-        help="one of ackpt.plan: none saves all that backward needs, full recomputes each block, auto recomputes the "
-        "least that the budget asks for; default: none without a budget, auto with one",
+        help="one of ackpt.plan: none saves all that backward needs, full recomputes each block, auto recomputes as "
+        "little as the budget allows; default: none without a budget, auto with one",
     )
     add(
         "--fsdp",
@@ -75,19 +68,19 @@ def add_plan(commands) -> None:
         nargs="+",
         metavar="N",
         help="plan one rank of N over which FSDP2 shards parameters, gradients and the optimizer's state; the batch is "
-        "that of a rank; of several N the fewest that fit are named",
+        "that of a rank; with several N, the output names the fewest ranks that fit",
     )
     add(
         "--shard-dtype",
         metavar="DTYPE",
-        help="with --fsdp, of shards and of what the optimizer keeps (default: --dtype)",
+        help="with --fsdp, dtype of shards and optimizer state (default: --dtype)",
     )
-    add("--reduce-dtype", metavar="DTYPE", help="with --fsdp, in which gradients are reduced (default: --dtype)")
+    add("--reduce-dtype", metavar="DTYPE", help="with --fsdp, dtype in which gradients are reduced (default: --dtype)")
     add(
         "--output",
         metavar="FILE",
-        help="write the plan as JSON for ackpt.Plan.load; planned without --device-profile, it is what "
-        "ackpt.compile(..., plan=) takes for the model called with such inputs, each a tensor of its own",
+        help="write the plan as JSON for ackpt.Plan.load; a plan without --device-profile can be passed to "
+        "ackpt.compile(..., plan=) for the same model called with such inputs, all different tensors",
     )
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_plan_command)
@@ -123,7 +116,7 @@ def configuration(arguments):
 
     dynamic_limit(arguments.budget, 0, 0)  # a text that is no budget is refused before the work
     if arguments.dtype not in DTYPES:
-        raise ValueError(f"{arguments.dtype!r} is no dtype: choose from {', '.join(DTYPES)}")
+        raise ValueError(f"{arguments.dtype!r} is not a dtype: choose from {', '.join(DTYPES)}")
     return PlanConfig(
         step=StepRequest(
             model=arguments.model,
@@ -151,7 +144,7 @@ def _shardings(arguments) -> list:
         if name is not None and arguments.fsdp is None:
             raise UsageError(f"{option} says how --fsdp shards: give --fsdp as well")
         if name is not None and name not in DTYPES:
-            raise ValueError(f"{option} {name!r} is no dtype: choose from {', '.join(DTYPES)}")
+            raise ValueError(f"{option} {name!r} is not a dtype: choose from {', '.join(DTYPES)}")
     if arguments.fsdp is None:
         return []
     if arguments.output is not None:

@@ -14,7 +14,7 @@ from .plan_text import dtype_name, sizes_text
 
 NOTE = (
     "each block and then the model given to fully_shard, parameters freed after the forward; simulated, not run; "
-    "not in it: what communication libraries and workspaces take, fragmentation"
+    "not included: memory of communication libraries, workspaces, fragmentation"
 )
 
 
@@ -116,15 +116,15 @@ def _data(model: ShardedModel, sharding: Sharding, plan) -> dict:
 def _lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
     baseline, sent = plan.flops - plan.recompute_flops, plan.communication
     lines = [
-        f"  peak            {memory_format(plan.peak_bytes)} a rank (without checkpointing "
-        f"{memory_format(plan.resident_bytes + plan.baseline_bytes)}), of which all the time "
-        f"{memory_format(plan.resident_bytes)}",
+        f"  peak            {memory_format(plan.peak_bytes)} per rank, of it "
+        f"{memory_format(plan.resident_bytes)} resident (baseline: "
+        f"{memory_format(plan.resident_bytes + plan.baseline_bytes)})",
         f"  at the peak     {sizes_text(plan.at_peak())}",
-        f"  cost            {plan.recompute_flops / baseline:.1%} more FLOPs than the {baseline:.3g} of a rank's plain "
-        "step",
+        f"  cost            {plan.recompute_flops / baseline:.1%} more FLOPs than the {baseline:.3g} of a rank's "
+        "baseline step",
     ]
     for run in plan.runs:
-        lines.append(f"  {run.count:>3} blocks      keep {memory_format(run.kept_bytes)} each{_again(run)}")
+        lines.append(f"  {run.count:>3} blocks      save {memory_format(run.kept_bytes)} each{_again(run)}")
     lines.append(
         f"  links           a rank receives {memory_format(sent.gathered_bytes)} in {sent.gathers} all-gathers and "
         f"sends {memory_format(sent.reduced_bytes)} in {sent.reduces} reduce-scatters"
@@ -138,5 +138,5 @@ def _lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
 def _again(run) -> str:
     if not run.flops:
         return ", all that backward reads"
-    saved = f": {', '.join(dict.fromkeys(run.names))};" if run.names else " beside their inputs;"
-    return f"{saved} the rest runs again, {run.flops:.3g} FLOPs"
+    saved = f": {', '.join(dict.fromkeys(run.names))};" if run.names else " in addition to their inputs;"
+    return f"{saved} the rest is recomputed, {run.flops:.3g} FLOPs"

@@ -13,9 +13,9 @@ from ackpt.workloads.planned_shapes import FULL, Planned
 LARGEST = 10
 ON_A_GPU = (
     "captured on CPU tensors with the attention, dropout and autocast of a GPU; blocks are multiples of 512 bytes; "
-    "not in it: the CUDA context, workspaces of operations, fragmentation"
+    "not included: the CUDA context, workspaces of operations, fragmentation"
 )
-ON_A_CPU = "as the CPU runs it; not in it: workspaces of operations"
+ON_A_CPU = "as the CPU runs it; not included: workspaces of operations"
 
 
 def text(planned: Planned) -> str:
@@ -37,17 +37,17 @@ def text(planned: Planned) -> str:
 
 
 def how_it_runs(planned: Planned, path: str) -> str:
-    """The file of the plan, and the call that takes it; `ackpt.compile` takes none that was planned as on a GPU."""
+    """The file of the plan, and the call that runs it; `ackpt.compile` runs no plan for the profile of a GPU."""
     if planned.device is not None:
         return (
-            f"written to {path}: a plan as {planned.device.name} runs the step, to be read and compared; ackpt.compile "
-            "does not take it, but one that is written without --device-profile"
+            f"written to {path}: the plan of a step on {planned.device.name}, for reading and comparing; ackpt.compile "
+            "runs only plans written without --device-profile"
         )
     inputs = {name: "..." if isinstance(value, torch.Tensor) else value for name, value in planned.step.inputs.items()}
     given = ", ".join(f"{name}={value}" for name, value in inputs.items())
     cast = planned.config.autocast
     where = "" if cast == "float32" else f", within torch.autocast('cpu', torch.{cast})"
-    return f"written to {path}; it is taken by ackpt.compile(model, plan=ackpt.Plan.load({path!r}), {given}){where}"
+    return f"written to {path}; run it by ackpt.compile(model, plan=ackpt.Plan.load({path!r}), {given}){where}"
 
 
 def to_json(planned: Planned) -> dict:
@@ -119,8 +119,7 @@ def _verdict(planned: Planned) -> list[str]:
     return [
         "",
         f"does not fit {device.name}: {memory_format(planned.plan.peak_bytes)} of {size}; the smallest budget of "
-        f"policy {FULL} is {least}{verdict}; what is best within {size} is asked for with "
-        f"--budget {device.memory_bytes}B",
+        f"policy {FULL} is {least}{verdict}; for the best plan within {size} add --budget {device.memory_bytes}B",
     ]
 
 

@@ -18,7 +18,7 @@ def add_lm(commands) -> None:
     add("--vocab-size", type=int, help="the model's vocabulary")
     add("--tokenizer-vocab", type=int, help="the tokenizer's vocabulary, at most the model's")
     add("--loss-chunks", type=int, help="chunks of the chunked loss head")
-    add("--dataset", help="embedded (what every Python carries) or wikitext (wikitext-103-raw-v1)")
+    add("--dataset", help="embedded (from Python's standard library) or wikitext (wikitext-103-raw-v1)")
     add("--dataset-path", metavar="FOLDER", help="a local copy of wikitext (parquet or arrow)")
 
 

@@ -46,8 +46,8 @@ class Device:
         computing = 0.0
         if flops:
             if dtype not in self.flops_per_second:
-                known = ", ".join(self.flops_per_second)
-                raise ValueError(f"{self.name} has no rate for {dtype}; trace the model in one of {known}")
+                dtypes = ", ".join(self.flops_per_second)
+                raise ValueError(f"{self.name} has no rate for {dtype}; trace the model in one of {dtypes}")
             computing = flops / self.flops_per_second[dtype]
         return max(computing, bytes / self.memory_bytes_per_second)
 

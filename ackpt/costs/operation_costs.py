@@ -82,11 +82,11 @@ def traffic(node: torch.fx.Node, args, kwargs, result) -> tuple[int, int]:
     sizes = {key: min(_elements(tensor), tensor.untyped_storage().nbytes()) for key, tensor in given.items()}
     target: Any = getattr(node.target, "overloadpacket", node.target)
     if target in _PARTLY_READ:
-        place, partly = _PARTLY_READ[target]
-        sizes[id(args[place])] = min(sizes[id(args[place])], partly(args, result))
-    own = {tensor.untyped_storage()._cdata for tensor in given.values()}
+        index, partly = _PARTLY_READ[target]
+        sizes[id(args[index])] = min(sizes[id(args[index])], partly(args, result))
+    argument_storages = {tensor.untyped_storage()._cdata for tensor in given.values()}
     fresh = {t.untyped_storage()._cdata: t for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
-    new = [tensor.untyped_storage().nbytes() for key, tensor in fresh.items() if key not in own]
+    new = [tensor.untyped_storage().nbytes() for key, tensor in fresh.items() if key not in argument_storages]
     return sum(sizes.values()), sum(new) + sum(map(_elements, written(node, args)))
 
 

@@ -79,8 +79,8 @@ class Runner(fx.Interpreter):
         self.costs: dict[int, Cost] = {}
 
     def get_attr(self, target, args, kwargs):
-        found = super().get_attr(target, args, kwargs)
-        return random_like(found) if isinstance(found, FakeTensor) else found
+        value = super().get_attr(target, args, kwargs)
+        return random_like(value) if isinstance(value, FakeTensor) else value
 
     def run_node(self, n):
         if n.op != "call_function":
@@ -113,11 +113,11 @@ def swap_seconds(graph: JointGraph) -> tuple[float, ...]:
     device = device_of(graph)
     by_size: dict[int, float] = {}
     for size in {storage.bytes for storage in graph.storages}:
-        here = torch.empty(size, dtype=torch.uint8, device=device)
-        there = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        on_device = torch.empty(size, dtype=torch.uint8, device=device)
+        on_host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
         def copy():
-            there.copy_(here, non_blocking=True)  # noqa: B023
+            on_host.copy_(on_device, non_blocking=True)  # noqa: B023
 
         copy()
         by_size[size] = median(cuda_meter.clock(copy, device) for _ in range(RUNS))
@@ -162,10 +162,10 @@ class Swapping(Runner):
 
     def measured(self, node, args, kwargs):
         hosts = {id(leaf.host): leaf.host for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Parked)}
-        here = {key: host.to(self.device, copy=True) for key, host in hosts.items()}
-        args, kwargs = tree_map_only(Parked, lambda parked: parked.among(here[id(parked.host)]), (args, kwargs))
+        on_device = {key: host.to(self.device, copy=True) for key, host in hosts.items()}
+        args, kwargs = tree_map_only(Parked, lambda parked: parked.among(on_device[id(parked.host)]), (args, kwargs))
         result = super().measured(node, args, kwargs)
-        places = {storage.data_ptr(): hosts[key] for key, storage in here.items()}
+        places = {storage.data_ptr(): hosts[key] for key, storage in on_device.items()}
         for argument in written(node, args):
             places[_bytes(argument).data_ptr()].copy_(_bytes(argument))
 

@@ -84,11 +84,13 @@ class Profile:
         Raises:
             ProfileError: if it is none, or not whole.
         """
-        found = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
-        if found != _SCHEMA:
-            raise ProfileError(f"this is no profile of this version: expected {_SCHEMA}, found {found}; profile again")
+        schema = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
+        if schema != _SCHEMA:
+            raise ProfileError(
+                f"this is not a profile of this version: expected {_SCHEMA}, found {schema}; profile again"
+            )
         if missing := [field.name for field in fields(cls) if field.name not in data]:
-            raise ProfileError(f"this profile is not whole: it lacks {', '.join(missing)}; profile again")
+            raise ProfileError(f"this profile is incomplete: it lacks {', '.join(missing)}; profile again")
         for name in (*_COUNTS, *_TIMES):
             _check_figures(name, data[name], data["flops"], data["origin"])
         if not isinstance(data["device"], str) or not isinstance(data["graph"], str):
@@ -228,20 +230,20 @@ def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -
 
 
 def _measured(graph: JointGraph, device, inputs) -> Profile:
-    here = device_of(graph)
-    if device is not None and torch.device(device).type != here.type:
+    traced_on = device_of(graph)
+    if device is not None and torch.device(device).type != traced_on.type:
         raise MeterError(
-            f"the graph was traced on {here} and is measured there, not on {device}: trace the model on {device}"
+            f"the graph was traced on {traced_on} and is measured there, not on {device}: trace the model on {device}"
         )
     costs = run(graph, inputs)
-    swaps = swap_seconds(graph) if here.type == "cuda" else None
+    swaps = swap_seconds(graph) if traced_on.type == "cuda" else None
 
     def figures(name, of_views: float = 0) -> tuple[Any, ...]:
         return tuple(getattr(costs[node.id], name) if node.id in costs else of_views for node in graph.nodes)
 
     measured = ["bytes_in", "bytes_out", "workspace_bytes", "seconds", *(["swap_seconds"] if swaps else [])]
     return Profile(
-        device=str(here),
+        device=str(traced_on),
         flops=tuple(flops(node, args, kwargs, node.meta.get("val")) for node, args, kwargs in _calls(graph)),
         bytes_in=figures("bytes_in"),
         bytes_out=figures("bytes_out"),
@@ -255,8 +257,8 @@ def _measured(graph: JointGraph, device, inputs) -> Profile:
 
 def _calls(graph: JointGraph):
     """Every node with its arguments, which have shapes and no data."""
-    for place in range(len(graph.nodes)):
-        node = graph.analysis.fx[place]
+    for node_id in range(len(graph.nodes)):
+        node = graph.analysis.fx[node_id]
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: value_of(graph, argument))
         yield node, args, kwargs
 

@@ -63,18 +63,18 @@ def disagreements(graph: JointGraph) -> tuple[Disagreement, ...]:
     """
     analysis = graph.analysis
     different = []
-    for place, taken in _allocations(graph).items():
-        node, born = graph.nodes[place], analysis.allocated.get(place, frozenset())
-        values = tree_leaves(analysis.fx[place].meta.get("val"))
+    for node_id, taken in _allocations(graph).items():
+        node, born = graph.nodes[node_id], analysis.allocated.get(node_id, frozenset())
+        values = tree_leaves(analysis.fx[node_id].meta.get("val"))
         keys = [value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None for value in values]
         ids = dict(zip(dict.fromkeys(key for key in keys if key is not None), node.storages))
-        real = {ids[key]: 0 if found is None else found[1] for key, found in zip(keys, taken.results) if key in ids}
+        real = {ids[key]: 0 if result is None else result[1] for key, result in zip(keys, taken.results) if key in ids}
         for storage in sorted(born):
             if real[storage] != analysis.bytes[storage]:
-                different.append(Disagreement(place, node.target, storage, analysis.bytes[storage], real[storage]))
+                different.append(Disagreement(node_id, node.target, storage, analysis.bytes[storage], real[storage]))
         size = sum(real[storage] for storage in born)
         if size != taken.left:
-            different.append(Disagreement(place, node.target, None, size, taken.left))
+            different.append(Disagreement(node_id, node.target, None, size, taken.left))
     return tuple(different)
 
 
@@ -107,28 +107,28 @@ def _measured(graph: JointGraph, threads: int) -> tuple[dict[int, Allocations], 
 
     def run():
         memory: dict[Any, tuple[Allocations, Any]] = {}
-        found: dict[int, Allocations] = {}
+        allocations: dict[int, Allocations] = {}
         real: dict[torch.fx.Node, Any] = {}  # values that differ from those in the graph; later ones depend on them
 
         def value(argument):
             return real[argument] if argument in real else value_of(graph, argument)
 
-        for place in sorted(analysis.fx):
-            node = analysis.fx[place]
+        for node_id in sorted(analysis.fx):
+            node = analysis.fx[node_id]
             if node.op != "call_function":
                 continue
             call = torch.fx.map_arg((node.args, node.kwargs), value)
             if runs_alone(node):
                 key = _signature(node.target, call)
                 if key not in memory:
-                    memory[key] = _run(graph.nodes[place], node.target, call)
-                found[place], result = memory[key]
+                    memory[key] = _run(graph.nodes[node_id], node.target, call)
+                allocations[node_id], result = memory[key]
                 if tree_map(_described, result) != tree_map(_described, node.meta.get("val")):
                     real[node] = result
             elif any(argument in real for argument in node.all_input_nodes):
                 args, kwargs = tree_map(_shape_only, call)
                 real[node] = node.target(*args, **kwargs)
-        return found, not real
+        return allocations, not real
 
     return in_own_thread(run)
 
@@ -159,9 +159,9 @@ def _run(node, target, call) -> tuple[Allocations, Any]:
         node,
         " on arguments of its shapes and dtypes",
         reasons[0],
-        "If the plain model fails so too, mend the model or what it is called with; else its workspace cannot be "
-        'measured alone: give ackpt.plan a profile, of ackpt.profile(graph, inputs=..., mode="measured") or, without '
-        'workspaces, of workspace="given".',
+        "If the model itself fails in the same way, correct the model or its arguments. Otherwise give ackpt.plan a "
+        'profile, from ackpt.profile(graph, inputs=..., mode="measured") or, without workspaces, from '
+        'ackpt.profile(graph, workspace="given").',
     ) from reasons[0]
 
 

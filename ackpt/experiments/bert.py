@@ -130,12 +130,12 @@ def saved_in(plans: dict[str, Plan]) -> list[dict]:
         try:
             alike = list(zip(*blocks, strict=True))  # the same activation of every block
         except ValueError as error:
-            raise ValueError("the blocks keep different numbers of activations: they are not of one kind") from error
+            raise ValueError("the blocks have different numbers of activations: they are not alike") from error
         if not rows:
             rows = [{"bytes": activations[0].bytes} for activations in alike]
         pairs = [(row, each) for row, activations in zip(rows, alike, strict=True) for each in activations]
         if not alike or any(each.bytes != row["bytes"] for row, each in pairs):
-            raise ValueError("the blocks keep activations of different sizes: they are not of one kind")
+            raise ValueError("the blocks have activations of different sizes: they are not alike")
         for row, activations in zip(rows, alike):
             row[name] = sum(activation.fate == SAVED for activation in activations)
     return rows

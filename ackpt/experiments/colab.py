@@ -44,10 +44,10 @@ def run_demo(device: str | None = None, *, timed_rounds: int = 3, **overrides: A
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA GPU here: in Colab choose Runtime, Change runtime type, T4 GPU; or device='cpu'")
     base = offload.GPU if device == "cuda" else offload.CPU
-    known = {field.name for field in dataclasses.fields(base)} - {"device"}
+    fields = {field.name for field in dataclasses.fields(base)} - {"device"}
     for name in overrides:
-        if name not in known:
-            raise ValueError(f"unknown field {name!r}: choose from {', '.join(sorted(known))}")
+        if name not in fields:
+            raise ValueError(f"unknown field {name!r}: choose from {', '.join(sorted(fields))}")
     overrides = {name: tuple(value) if isinstance(value, list) else value for name, value in overrides.items()}
     config = dataclasses.replace(base, **overrides)
     records = offload.run_offload(config, "ackpt.colab.run_demo()", timed_rounds)

@@ -65,7 +65,7 @@ class FrontierConfig:
         for kind, given, choices in (("policy", self.policies, PLANNED), ("peer", self.peers, PEERS)):
             for name in given:
                 if name not in choices:
-                    raise ValueError(f"{name!r} is no {kind} of the front: choose from {', '.join(choices)}")
+                    raise ValueError(f"{name!r} is not a {kind} of this experiment: choose from {', '.join(choices)}")
         if not (self.policies and self.budgets):
             raise ValueError("give at least one policy and one budget")
         for budget in self.budgets:
@@ -184,7 +184,7 @@ def _front(graph, costs) -> list[dict]:
     return [
         {
             "peak_bytes": point.peak_bytes,
-            "recompute_flops": sum(costs.flops[place] for place in recomputed(graph, point.schedule)),
+            "recompute_flops": sum(costs.flops[node_id] for node_id in recomputed(graph, point.schedule)),
         }
         for point in frontier(graph, costs, auto.candidates)
     ]
@@ -232,5 +232,5 @@ def _compared(row: dict, graph, costs, resident_bytes: int) -> dict:
     return {**row, "auto_peak_bytes": ours.dynamic_peak_bytes, "auto_recompute_flops": ours.recompute_flops}
 
 
-def _progress(items, what: str):
-    return tqdm(list(items), desc=what, disable=None, leave=False)
+def _progress(items, label: str):
+    return tqdm(list(items), desc=label, disable=None, leave=False)

@@ -287,5 +287,5 @@ def _a_core_for_copies(device: str):
         torch.set_num_threads(threads)
 
 
-def _progress(items, what: str):
-    return tqdm(list(items), desc=what, unit="method", disable=None, leave=False)
+def _progress(items, label: str):
+    return tqdm(list(items), desc=label, unit="method", disable=None, leave=False)

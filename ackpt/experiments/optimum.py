@@ -99,16 +99,19 @@ def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
     stays when they are run for a later one; ``instead``: and smaller values saved instead, such as a product instead of
     a sum; ``policies``: and the plans of rotor and mu-TWO; ``refined``: and what lies between two neighbours.
     """
-    found = [everything(graph), full.schedule(graph, profile, None), *auto.segments(graph)]
-    fronts = {"segments": pareto(graph, profile, found)}
-    fronts["blocks"] = pareto(graph, profile, [*found, *_by_blocks(graph, profile, 1)])
-    found += _by_blocks(graph, profile, None)
-    fronts["levels"] = pareto(graph, profile, found)
+    candidates = [everything(graph), full.schedule(graph, profile, None), *auto.segments(graph)]
+    fronts = {"segments": pareto(graph, profile, candidates)}
+    fronts["blocks"] = pareto(graph, profile, [*candidates, *_by_blocks(graph, profile, 1)])
+    candidates += _by_blocks(graph, profile, None)
+    fronts["levels"] = pareto(graph, profile, candidates)
     for skips in {frozenset(): None, long_skips(graph): None}:
-        found += substituted(graph, coarse_chain(graph, skips), profile, costs(graph, profile))
-    fronts["instead"] = pareto(graph, profile, found)
-    found += [*rotor_chain.candidates(graph, profile), *mu_two.evictions(graph, replace(profile, swap_seconds=None))]
-    fronts["policies"] = pareto(graph, profile, found)
+        candidates += substituted(graph, coarse_chain(graph, skips), profile, costs(graph, profile))
+    fronts["instead"] = pareto(graph, profile, candidates)
+    candidates += [
+        *rotor_chain.candidates(graph, profile),
+        *mu_two.evictions(graph, replace(profile, swap_seconds=None)),
+    ]
+    fronts["policies"] = pareto(graph, profile, candidates)
     fronts["refined"] = frontier(graph, profile, auto.candidates)
     return fronts
 
@@ -117,12 +120,12 @@ def least_costs(graph, profile, points: list[Point], budgets) -> dict[float, flo
     """``{budget: cost of the cheapest point of a front that fits}``; None if none does."""
     unit = step_cost(everything(graph), costs(graph, profile)) or 1.0
     peak = peak_of(graph, everything(graph), profile.workspace_bytes)
-    found: dict[float, float | None] = {}
+    cost_of: dict[float, float | None] = {}
     for budget in budgets:
         limit = math.floor(budget * peak)
         cost = min((point.cost for point in points if point.peak_bytes <= limit), default=None)
-        found[budget] = None if cost is None else cost / unit
-    return found
+        cost_of[budget] = None if cost is None else cost / unit
+    return cost_of
 
 
 def _by_blocks(graph, profile, partials: int | None) -> list:

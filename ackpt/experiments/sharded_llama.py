@@ -77,17 +77,17 @@ def layers(plan: ShardedPlan) -> dict[str, int]:
     sizes = plan.at_peak()
     gathered = sizes.pop(GATHERED, 0) + sizes.pop(COMMUNICATION, 0)
     gradients = sizes.pop(REDUCED, 0) + sizes.pop(UNREDUCED, 0)
-    kept = {name: sizes.get(name, 0) for name in ("parameters", "optimizer")}
+    resident = {name: sizes.get(name, 0) for name in ("parameters", "optimizer")}
     dynamic = {name: sizes.get(name, 0) for name in ("activations", "temporaries")}
-    return {**kept, "gradients": gradients, "gathered, collectives": gathered, **dynamic}
+    return {**resident, "gradients": gradients, "gathered, collectives": gathered, **dynamic}
 
 
 def drawn(timeline: Timeline) -> Timeline:
     """The timeline by the categories that figures know: what is gathered as buffers, all gradients as one."""
     names = {GATHERED: "buffers", COMMUNICATION: "buffers", REDUCED: "gradients", UNREDUCED: "gradients"}
-    found: dict[str, list[int]] = {}
+    categories: dict[str, list[int]] = {}
     for name, series in timeline.categories.items():
-        known = found.setdefault(names.get(name, name), [0] * len(series))
-        for place, size in enumerate(series):
-            known[place] += size
-    return Timeline(timeline.live, {name: tuple(series) for name, series in found.items()}, timeline.boundary)
+        total = categories.setdefault(names.get(name, name), [0] * len(series))
+        for index, size in enumerate(series):
+            total[index] += size
+    return Timeline(timeline.live, {name: tuple(series) for name, series in categories.items()}, timeline.boundary)

@@ -152,8 +152,8 @@ def _check(category, tensor):
     if isinstance(tensor, FakeTensor):
         if tensor.device.type != "cpu":
             raise MeterError(
-                f"a resident tensor lies on a fake {tensor.device}, where backward ends the process unless that GPU "
-                "is there: make it on FakeTensorMode's CPU and say device='cuda'"
+                f"a resident tensor is on a fake {tensor.device}, where backward crashes the process if there is no "
+                "such GPU: create it on FakeTensorMode's CPU and give device='cuda'"
             )
     elif tensor.device.type != "meta" and not (category == "optimizer" and tensor.numel() == 1):
         raise MeterError(

@@ -48,7 +48,7 @@ class OffloadPays:
         >>> pays.copy_seconds, pays.hidden
         (0.000262144, True)
         >>> str(pays).split(":")[0]
-        'At 1024 tokens copies are hidden'
+        'At 1024 tokens copies overlap completely'
     """
 
     tokens: int
@@ -61,15 +61,15 @@ class OffloadPays:
     bandwidth: float
 
     def __str__(self) -> str:
-        at_tokens = "are hidden" if self.hidden else f"are hidden to {math.floor(100 * self.hidden_share)} %"
+        at_tokens = "completely" if self.hidden else f"to {math.floor(100 * self.hidden_share)} %"
         if self.hidden_from is None:
-            at_others = "there is no length from which on all are"
+            at_others = "they overlap completely at no length"
+        elif self.hidden_from > 1:
+            at_others = f"they overlap completely from {self.hidden_from} tokens on"
         else:
-            at_others = (
-                f"all are from {self.hidden_from} tokens on" if self.hidden_from > 1 else "all are at any length"
-            )
+            at_others = "they overlap completely at any length"
         return (
-            f"At {self.tokens} tokens copies {at_tokens}: one takes {1e3 * self.copy_seconds:.3g} ms at "
+            f"At {self.tokens} tokens copies overlap {at_tokens}: one takes {1e3 * self.copy_seconds:.3g} ms at "
             f"{self.bandwidth / 1e9:.3g} GB/s, a block {1e3 * self.forward_seconds:.3g} ms forward and "
             f"{1e3 * self.backward_seconds:.3g} ms backward; {at_others}."
         )

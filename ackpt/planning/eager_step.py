@@ -1,8 +1,8 @@
 """The step of the model itself, in eager mode: its peak, and a bound on it that holds whatever its Python code keeps.
 
 Eager mode differs from the captured graph in two ways. It writes in place what the graph computes out of place
-(`ackpt.capture.in_place`), and an autograd node releases its saved tensors when it is done, not after the last operation
-that reads them (``release_variables`` in torch/csrc/autograd/engine.cpp, called after ``validate_outputs``).
+(`ackpt.capture.in_place`), and an autograd node releases its saved tensors when it is done, not after the last
+operation that reads them (``release_variables`` in torch/csrc/autograd/engine.cpp, called after ``validate_outputs``).
 """
 
 from __future__ import annotations

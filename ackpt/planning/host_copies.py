@@ -37,7 +37,7 @@ class Host:
 
     def offload(self, storage: int) -> None:
         if storage in self.analysis.resident or storage in self.analysis.live_to_end:
-            raise ScheduleError(f"storage {storage} is the caller's and stays on the device: it cannot be offloaded")
+            raise ScheduleError(f"storage {storage} belongs to the caller: it cannot be offloaded")
         if storage not in self.analysis.base_of:
             raise ScheduleError(f"storage {storage} holds no tensor: it cannot be offloaded")
         if storage in self._taken:
@@ -55,7 +55,7 @@ class Host:
     def wait(self, storage: int) -> bool:
         """Whether the copy that is waited for was one back to the device."""
         if storage not in self.moving:
-            raise ScheduleError(f"storage {storage} is waited for, but no copy of it is on its way")
+            raise ScheduleError(f"storage {storage} is waited for, but no copy of it is in progress")
         return self.moving.pop(storage) == PREFETCH
 
     def is_last(self, storage: int) -> bool:
@@ -65,15 +65,15 @@ class Host:
             self.there.discard(storage)
         return self._left[storage] == 0
 
-    def refuse_moving(self, storage: int, what: str) -> None:
-        """Raise an error if a copy of `storage` is in progress; `what` says what was to be done to it."""
+    def refuse_moving(self, storage: int, action: str) -> None:
+        """Raise an error if a copy of `storage` is in progress; `action` says what was to be done to it."""
         if storage in self.moving:
-            raise ScheduleError(f"storage {storage} is {what} before the wait for its {self.moving[storage]}")
+            raise ScheduleError(f"storage {storage} is {action} before the wait for its {self.moving[storage]}")
 
     def refuse_any(self, where: str) -> None:
         """Raise an error if any copy is in progress at the end of the forward or backward, named by `where`."""
         if self.moving:
-            raise ScheduleError(f"copies of storages {sorted(self.moving)} are on their way at the end of the {where}")
+            raise ScheduleError(f"copies of storages {sorted(self.moving)} are in progress at the end of the {where}")
 
 
 def waiting(profile, schedule: Schedule) -> float:

@@ -78,11 +78,11 @@ class Live:
         self.members = {storage: {self.analysis.base_of[storage]} for storage in saved}
         self.values = {*self.analysis.sources, *(self.analysis.base_of[storage] for storage in saved)}
         self._event(self.analysis.incoming_bytes, _TEMPORARY, None)
-        for place in self.analysis.tangents:
-            for storage in self.graph.nodes[place].storages:
+        for node_id in self.analysis.tangents:
+            for storage in self.graph.nodes[node_id].storages:
                 if storage not in self.storages:
                     self.storages.add(storage)
-                    self._event(self.analysis.bytes[storage], _TEMPORARY, place)
+                    self._event(self.analysis.bytes[storage], _TEMPORARY, node_id)
 
     def run_backward(self, steps):
         last = {step.id: at for at, step in enumerate(steps) if step.kind == COMPUTE and step.id in self.replayed}
@@ -123,29 +123,29 @@ class Live:
         """Bytes in host memory at every entry of the timeline."""
         return tuple(accumulate((size if category == _HOST else 0 for size, category in self.events), initial=0))
 
-    def _compute(self, place: int, again: bool):
+    def _compute(self, node_id: int, again: bool):
         analysis = self.analysis
-        for source in analysis.reads(place, again):
+        for source in analysis.reads(node_id, again):
             if source not in self.values:
                 raise ScheduleError(
-                    f"{self._name(place)} reads {self._name(source)}, which is not there: the schedule has freed it, "
+                    f"{self._name(node_id)} reads {self._name(source)}, which is not live: the schedule has freed it, "
                     "never computed it, or not waited for its prefetch"
                 )
-        born = analysis.allocated.get(place, frozenset())
-        for storage in analysis.storages(place, again):
+        born = analysis.allocated.get(node_id, frozenset())
+        for storage in analysis.storages(node_id, again):
             if storage in born:
                 if storage in self.storages:
-                    raise ScheduleError(f"{self._name(place)} is computed while its result is still there")
+                    raise ScheduleError(f"{self._name(node_id)} is computed while its result is still live")
                 self.storages.add(storage)
                 if again:
                     self.recomputed.add(storage)
-                self._event(analysis.bytes[storage], self._category(storage), place)
-            self.members.setdefault(storage, set()).add(place)
-        self.values.add(place)
+                self._event(analysis.bytes[storage], self._category(storage), node_id)
+            self.members.setdefault(storage, set()).add(node_id)
+        self.values.add(node_id)
         self.after.append((self.total, self.host_total))
-        if workspace := self.workspace_bytes[place]:
-            self._event(workspace, _TEMPORARY, place)
-            self._event(-workspace, _TEMPORARY, place)
+        if workspace := self.workspace_bytes[node_id]:
+            self._event(workspace, _TEMPORARY, node_id)
+            self._event(-workspace, _TEMPORARY, node_id)
 
     def _move(self, step: Step, node: int | None):
         kind, storage = step
@@ -155,13 +155,13 @@ class Live:
         size = self.analysis.bytes[storage]
         if kind == OFFLOAD:
             if self.analysis.base_of.get(storage) not in self.values:
-                raise ScheduleError(f"storage {storage} is offloaded, but it is not there")
+                raise ScheduleError(f"storage {storage} is offloaded, but it is not live")
             self.host.offload(storage)
             self._event(size, _HOST, node)
             self.copies.append([kind, storage, len(self.events), len(self.events)])
         elif kind == PREFETCH:
             if storage in self.storages:
-                raise ScheduleError(f"storage {storage} is prefetched while it is still there")
+                raise ScheduleError(f"storage {storage} is prefetched while it is still live")
             self.host.prefetch(storage)
             self.storages.add(storage)
             self._event(size, self._category(storage), node)
@@ -172,14 +172,14 @@ class Live:
                 self.values.add(self.analysis.base_of[storage])
             next(copy for copy in reversed(self.copies) if copy[1] == storage)[3] = len(self.events)
         else:
-            raise ScheduleError(f"{kind!r} is no kind of step")
+            raise ScheduleError(f"{kind!r} is not a kind of step")
         self.after.append((self.total, self.host_total))
         if self.host.is_last(storage):
             self._event(-size, _HOST, node)
 
     def _free(self, storage: int, node: int | None):
         if storage not in self.storages:
-            raise ScheduleError(f"storage {storage} is freed, but it is not there")
+            raise ScheduleError(f"storage {storage} is freed, but it is not live")
         self.host.refuse_moving(storage, "freed")
         self._event(-self.analysis.bytes[storage], self._category(storage), node)
         self.storages.discard(storage)
@@ -198,13 +198,15 @@ class Live:
             self.events.append((size, category))
             self.owner.append(node)
 
-    def _name(self, place: int) -> str:
-        node = self.graph.nodes[place]
+    def _name(self, node_id: int) -> str:
+        node = self.graph.nodes[node_id]
         return f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r}"
 
 
-def _storages(analysis: Analysis, places) -> set[int]:
-    return {storage for place in places if place is not None for storage in analysis.graph.nodes[place].storages}
+def _storages(analysis: Analysis, node_ids) -> set[int]:
+    return {
+        storage for node_id in node_ids if node_id is not None for storage in analysis.graph.nodes[node_id].storages
+    }
 
 
 def rng_state_bytes(graph: JointGraph) -> int:
@@ -215,10 +217,10 @@ def rng_state_bytes(graph: JointGraph) -> int:
     return torch.get_rng_state().numel() if graph.on_cpu else 0
 
 
-def check_same(graph: JointGraph, made_for: str, what: str) -> None:
-    """Refuse a schedule or plan, called `what`, that was made for another graph: that of the hash `made_for`."""
+def check_same(graph: JointGraph, made_for: str, kind: str) -> None:
+    """Refuse a schedule or plan, called `kind`, that was made for another graph: that of the hash `made_for`."""
     if made_for != graph.hash:
         raise ScheduleError(
-            f"this {what} was made for another graph ({made_for[:12]}, not {graph.hash[:12]}): model, shapes, dtypes "
-            "or torch differ. Make it anew for this model and these arguments."
+            f"this {kind} was made for another graph ({made_for[:12]}, not {graph.hash[:12]}): model, shapes, dtypes "
+            "or torch differ. Make a new one for this model and these arguments."
         )

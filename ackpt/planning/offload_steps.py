@@ -95,7 +95,7 @@ class _Placing:
         seconds, copies = profile.seconds, profile.swap_seconds
         if seconds is None or copies is None:
             seconds, copies = [0.0] * len(graph.nodes), [0.0] * len(graph.storages)
-        self.seconds = [[seconds[place] for place in order] for order in orders]
+        self.seconds = [[seconds[node_id] for node_id in order] for order in orders]
         self.ways = _ways(analysis, storages, orders, copies)
         self.forward, self.backward = step_peaks(graph, schedule, profile.workspace_bytes)
         # Each is away after its last use in the forward and before its first in backward.
@@ -177,12 +177,14 @@ def _add(sizes: list[int], spans) -> None:
 def _ways(analysis: Analysis, storages, orders, copy_seconds) -> list[_Way]:
     forward, backward = orders
     wanted = set(storages)
-    born = {place: at for at, place in enumerate(forward)}
-    last = {s: at for at, place in enumerate(forward) for s in wanted.intersection(analysis.accessed[FORWARD][place])}
+    born = {node_id: at for at, node_id in enumerate(forward)}
+    last = {
+        s: at for at, node_id in enumerate(forward) for s in wanted.intersection(analysis.accessed[FORWARD][node_id])
+    }
     first = {
         s: at
-        for at, place in reversed([*enumerate(backward)])
-        for s in wanted.intersection(analysis.accessed[BACKWARD][place])
+        for at, node_id in reversed([*enumerate(backward)])
+        for s in wanted.intersection(analysis.accessed[BACKWARD][node_id])
     }
     return [
         _Way(

@@ -189,7 +189,7 @@ class Plan:
         largest = sorted(self.activations, key=lambda activation: -activation.bytes)[:10]
         lines += [f"{memory_format(a.bytes):<17} {a.fate:<11} {a.module or '-'} ({a.name})" for a in largest]
         if self.decisions:
-            lines += ["", "dearest           cost   runs    had it been kept"]
+            lines += ["", "most expensive    cost   runs    if it were saved"]
         limit = self.dynamic_peak_bytes if self.limit_bytes is None else self.limit_bytes
         for decision in self.decisions:
             over = decision.peak_if_kept_bytes - limit
@@ -204,7 +204,7 @@ class Plan:
 
     def _bound(self) -> str:
         if self.lower_bound is not None:
-            return f"no schedule costs less than {self.lower_bound:.1%}, so it takes at most {self.gap:.1%} too long"
+            return f"lower bound {self.lower_bound:.1%}, optimality gap {self.gap:.1%}"
         return "no lower bound was computed"
 
     def _offload(self) -> list[str]:
@@ -254,9 +254,9 @@ class Plan:
         """
         data = read_json(path, "plan", PlanError)
         is_changed = isinstance(data, dict) and "digest" in data and data["digest"] != _digest(data)
-        found = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
-        if found != _SCHEMA:
-            raise PlanError(f"{path} is no plan of this version: expected {_SCHEMA}, found {found}; plan again")
+        schema = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
+        if schema != _SCHEMA:
+            raise PlanError(f"{path} is not a plan of this version: expected {_SCHEMA}, found {schema}; plan again")
         try:
             schedule = data["schedule"]
             data["schedule"] = Schedule(
@@ -273,11 +273,9 @@ class Plan:
             given = (each.name for each in fields(cls) if each.default is MISSING or each.name in data)
             plan = cls(**{name: data[name] for name in given})
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise PlanError(f"{path} is no whole plan ({error!r} while reading it); plan again") from error
+            raise PlanError(f"{path} is not a complete plan ({error!r} while reading it); plan again") from error
         if is_changed:
-            raise PlanError(
-                f"{path} was changed after it was saved, so that its figures may not be the plan's; plan again"
-            )
+            raise PlanError(f"{path} was changed after it was saved, so its figures may not be the plan's; plan again")
         return plan
 
 
@@ -304,11 +302,11 @@ def _unpacked(packed) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def activations(graph: JointGraph, storages, saved, offloaded, cover) -> tuple[Activation, ...]:
+def activations(graph: JointGraph, storages, saved, offloaded, base_of) -> tuple[Activation, ...]:
     """The activations among `storages` with their fates, in the order of the forward."""
-    found = []
-    for storage in sorted(storages, key=lambda s: cover[s]):
-        node = graph.nodes[cover[storage]]
+    listed = []
+    for storage in sorted(storages, key=lambda s: base_of[s]):
+        node = graph.nodes[base_of[storage]]
         fate = SAVED if storage in saved else OFFLOADED if storage in offloaded else RECOMPUTED
-        found.append(Activation(node.name, fate, graph.storages[storage].bytes, node.module, node.source))
-    return tuple(found)
+        listed.append(Activation(node.name, fate, graph.storages[storage].bytes, node.module, node.source))
+    return tuple(listed)

@@ -23,13 +23,13 @@ def check_applies(graph: JointGraph, plan: Plan) -> None:
     if made_for != graph.hash:
         raise PlanError(
             f"this plan was made for another graph ({made_for[:12]}, not {graph.hash[:12]}): "
-            f"{_what_differs(graph, plan)}. Plan anew for this model and these arguments."
+            f"{_what_differs(graph, plan)}. Plan again for this model and these arguments."
         )
     analysis = graph.analysis
     try:
         timeline = follow(graph, plan.schedule, (0,) * len(graph.nodes)).timeline()
     except (ScheduleError, LookupError, TypeError) as error:
-        raise PlanError(f"the schedule of this plan cannot run: {error!r}. Plan anew.") from error
+        raise PlanError(f"the schedule of this plan cannot run: {error!r}. Plan again.") from error
     resident = sum(analysis.bytes[storage] for storage in analysis.resident) + graph.optimizer_bytes
     saved = sum(analysis.bytes[storage] for storage in plan.schedule.saved)
     limit = plan.dynamic_peak_bytes if plan.limit_bytes is None else plan.limit_bytes
@@ -44,12 +44,12 @@ def check_applies(graph: JointGraph, plan: Plan) -> None:
             true = f"{least}" if most == least else f"at least {least}" if said < least else f"at most {most}"
             raise PlanError(
                 f"this plan says that its {name} are {said}, but with this model, and the optimizer if one is given, "
-                f"they are {true}. Plan anew."
+                f"they are {true}. Plan again."
             )
 
 
 def _what_differs(graph: JointGraph, plan: Plan) -> str:
     if plan.made_for is None or graph.made_for is None:
         return "model, arguments, dtypes or torch differ"
-    found = differences(plan.made_for, graph.made_for)
-    return "; ".join(found) or "the call is the same, so the model's code or configuration differs"
+    clauses = differences(plan.made_for, graph.made_for)
+    return "; ".join(clauses) or "the call is the same, so the model's code or configuration differs"

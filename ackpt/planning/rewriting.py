@@ -87,38 +87,38 @@ def _rewritten(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | N
     analysis = graph.analysis
     fx_nodes = analysis.fx if dynamic is None else dynamic.fx
     fw = _Builder(analysis, fx_nodes, again=False)
-    for place in analysis.placeholders:
-        if place not in analysis.tangents:
-            fw.placeholder(place)
-    given = [] if dynamic is None else [fw.size_of(place, dim) for place, dim in dynamic.sources]
+    for node_id in analysis.placeholders:
+        if node_id not in analysis.tangents:
+            fw.placeholder(node_id)
+    given = [] if dynamic is None else [fw.size_of(node_id, dim) for node_id, dim in dynamic.sources]
     fw.sizes = None if dynamic is None else _Sizes(fw.graph, dynamic.symbols, given)
     replayed = set(schedule.replayed)
     for step in schedule.forward:
         fw.run(step, saves_state=step.kind == COMPUTE and step.id in replayed)
     inputs = _inputs_needed(analysis, schedule)
     passed = [*inputs, *(analysis.base_of[s] for s in schedule.saved)]
-    outputs = [None if place is None else fw.value(place) for place in analysis.outputs]
-    states = [fw.states[place] for place in schedule.replayed]
+    outputs = [None if node_id is None else fw.value(node_id) for node_id in analysis.outputs]
+    states = [fw.states[node_id] for node_id in schedule.replayed]
     hosts = [fw.hosts[storage] for storage in schedule.offloaded]
-    fw.output([*outputs, *(fw.value(place) for place in passed), *hosts, *states, *given])
+    fw.output([*outputs, *(fw.value(node_id) for node_id in passed), *hosts, *states, *given])
 
     bw = _Builder(analysis, fx_nodes, again=True)
     # AOTAutograd's convention: the forward returns sizes last, the backward receives them first.
     received = [bw.size_input(size) for size in given]
-    for place in passed:
-        bw.placeholder(place)
+    for node_id in passed:
+        bw.placeholder(node_id)
     for storage in schedule.offloaded:
         bw.hosts[storage] = bw.graph.placeholder(f"host_{analysis.fx[analysis.base_of[storage]].name}")
         bw.hosts[storage].meta["val"] = None
-    for place in schedule.replayed:
-        bw.states[place] = bw.graph.placeholder(f"rng_state_{analysis.fx[place].name}")
-        bw.states[place].meta["val"] = fw.states[place].meta.get("val")
-    for place in analysis.tangents:
-        bw.placeholder(place)
+    for node_id in schedule.replayed:
+        bw.states[node_id] = bw.graph.placeholder(f"rng_state_{analysis.fx[node_id].name}")
+        bw.states[node_id].meta["val"] = fw.states[node_id].meta.get("val")
+    for node_id in analysis.tangents:
+        bw.placeholder(node_id)
     bw.sizes = None if dynamic is None else _Sizes(bw.graph, dynamic.symbols, received)
     for step in schedule.backward:
         bw.run(step)
-    bw.output([None if place is None else bw.value(place) for place in analysis.bw_outputs])
+    bw.output([None if node_id is None else bw.value(node_id) for node_id in analysis.bw_outputs])
     root = graph.module if dynamic is None else dynamic.module
     return Rewritten(fw.module(root), bw.module(root), len(outputs), len(given))
 
@@ -130,30 +130,30 @@ def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, in
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.module.graph.nodes])
     state = rng_state_bytes(graph)
 
-    def values(places):
-        found = [analysis.fx[place].meta["val"] for place in places]
-        return [value.detach() if isinstance(value, torch.Tensor) else value for value in found]
+    def values(node_ids):
+        captured = [analysis.fx[node_id].meta["val"] for node_id in node_ids]
+        return [value.detach() if isinstance(value, torch.Tensor) else value for value in captured]
 
     with fake_mode or contextlib.nullcontext(), true_results(fake_mode):
-        inputs = values(place for place in analysis.placeholders if place not in analysis.tangents)
-        own = {storage._cdata for value in inputs for storage in storages_in(value)}
-        found, passed = live_after(rewritten.forward, inputs, own, 0, state, hosted)
+        inputs = values(node_id for node_id in analysis.placeholders if node_id not in analysis.tangents)
+        input_storages = {storage._cdata for value in inputs for storage in storages_in(value)}
+        live, passed = live_after(rewritten.forward, inputs, input_storages, 0, state, hosted)
         tangents = values(analysis.tangents)
-        callers = [value for place, value in zip(analysis.tangents, tangents) if place not in analysis.restrided]
-        passed, kept = passed[: rewritten.num_outputs], passed[rewritten.num_outputs :]
-        kept = [*kept[len(kept) - rewritten.num_sizes :], *kept[: len(kept) - rewritten.num_sizes]]
-        nodes = [() if place is None else graph.nodes[place].storages for place in analysis.outputs]
+        callers = [value for node_id, value in zip(analysis.tangents, tangents) if node_id not in analysis.restrided]
+        passed, saved = passed[: rewritten.num_outputs], passed[rewritten.num_outputs :]
+        saved = [*saved[len(saved) - rewritten.num_sizes :], *saved[: len(saved) - rewritten.num_sizes]]
+        nodes = [() if node_id is None else graph.nodes[node_id].storages for node_id in analysis.outputs]
         passed = [value for value, lies_in in zip(passed, nodes) if analysis.dropped.isdisjoint(lies_in)]
         # What the caller holds all through backward: outputs and the gradients that come in.
         held = {s._cdata: s.nbytes() for value in (*passed, *callers) for s in storages_in(value)}
-        held = {key: size for key, size in held.items() if key not in own}
-        given, others = analysis.incoming_bytes + sum(held.values()), own | held.keys()
-        found += live_after(rewritten.backward, [*kept, *tangents], others, given, state, hosted)[0]
-    if found != expected:
-        at = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
+        held = {key: size for key, size in held.items() if key not in input_storages}
+        given, others = analysis.incoming_bytes + sum(held.values()), input_storages | held.keys()
+        live += live_after(rewritten.backward, [*saved, *tangents], others, given, state, hosted)[0]
+    if live != expected:
+        at = next((i for i, (a, b) in enumerate(zip(live, expected)) if a != b), min(len(live), len(expected)))
         raise RewriteError(
-            f"operation {at} of the rewritten step leaves {found[at : at + 1]} bytes alive (on the device, in host "
-            f"memory), {expected[at : at + 1]} were simulated. This is a fault of ackpt: please report it with the "
+            f"operation {at} of the rewritten step leaves {live[at : at + 1]} bytes live (on the device, in host "
+            f"memory), but {expected[at : at + 1]} were simulated. This is a bug in ackpt: please report it with the "
             "model."
         )
 
@@ -183,8 +183,8 @@ def _inputs_needed(analysis, schedule) -> list[int]:
     for step in schedule.backward:
         if step.kind == COMPUTE:
             read.update(analysis.reads(step.id, nodes[step.id].phase == FORWARD))
-    read.update(place for place in analysis.bw_outputs if place is not None)
-    return [place for place in analysis.placeholders if place in read and place not in analysis.tangents]
+    read.update(node_id for node_id in analysis.bw_outputs if node_id is not None)
+    return [node_id for node_id in analysis.placeholders if node_id in read and node_id not in analysis.tangents]
 
 
 class _Builder:
@@ -203,15 +203,15 @@ class _Builder:
         self.hosts: dict[int, fx.Node] = {}
         self.moving: dict[int, tuple[fx.Node, fx.Node]] = {}
 
-    def placeholder(self, place: int):
-        node = self.graph.placeholder(self.fx[place].name)
-        node.meta = dict(self.fx[place].meta)
-        self.env[place] = node
+    def placeholder(self, node_id: int):
+        node = self.graph.placeholder(self.fx[node_id].name)
+        node.meta = dict(self.fx[node_id].meta)
+        self.env[node_id] = node
 
-    def size_of(self, place: int, dim: int) -> fx.Node:
+    def size_of(self, node_id: int, dim: int) -> fx.Node:
         """A dimension of an input, as a node."""
-        node = self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[place], dim))
-        node.meta = {"val": self.fx[place].meta["val"].shape[dim], IS_SIZE: True}
+        node = self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[node_id], dim))
+        node.meta = {"val": self.fx[node_id].meta["val"].shape[dim], IS_SIZE: True}
         return node
 
     def size_input(self, size: fx.Node) -> fx.Node:
@@ -219,10 +219,10 @@ class _Builder:
         node.meta = dict(size.meta)
         return node
 
-    def value(self, place: int) -> fx.Node:
-        if place not in self.env and self.fx[place].op == "get_attr":
-            self.env[place] = self._copied(place)
-        return self.env[place]
+    def value(self, node_id: int) -> fx.Node:
+        if node_id not in self.env and self.fx[node_id].op == "get_attr":
+            self.env[node_id] = self._copied(node_id)
+        return self.env[node_id]
 
     def run(self, step: Step, saves_state: bool = False):
         if step.kind == COMPUTE:
@@ -230,25 +230,25 @@ class _Builder:
         elif step.kind != FREE:
             self._copy(*step)
 
-    def compute(self, place: int, saves_state: bool = False):
-        original = self.fx[place]
-        is_recomputed = self.again and self.analysis.graph.nodes[place].phase == FORWARD
+    def compute(self, node_id: int, saves_state: bool = False):
+        original = self.fx[node_id]
+        is_recomputed = self.again and self.analysis.graph.nodes[node_id].phase == FORWARD
         if is_recomputed and is_training_batch_norm(original):
             args, kwargs = self._mapped((*original.args[:3], *original.args[5:]), original.kwargs)
             node = self.graph.call_function(_BATCH_NORM_AGAIN, args, kwargs)
-        elif is_recomputed and place in self.states:
+        elif is_recomputed and node_id in self.states:
             args, kwargs = self._mapped(original.args, original.kwargs)
-            node = self.graph.call_function(run_again, (self.states[place], original.target, *args), kwargs)
+            node = self.graph.call_function(run_again, (self.states[node_id], original.target, *args), kwargs)
         elif saves_state:
             args, kwargs = self._mapped(original.args, original.kwargs)
             both = self.graph.call_function(run_and_save, (original.target, *args), kwargs)
-            self.states[place] = self.graph.call_function(operator.getitem, (both, 0))
+            self.states[node_id] = self.graph.call_function(operator.getitem, (both, 0))
             node = self.graph.call_function(operator.getitem, (both, 1))
         else:
-            self.env[place] = self._copied(place)
+            self.env[node_id] = self._copied(node_id)
             return
         node.meta = dict(original.meta)
-        self.env[place] = node
+        self.env[node_id] = node
 
     def output(self, values):
         self.graph.output(tuple(values))
@@ -260,12 +260,12 @@ class _Builder:
         return fx.GraphModule(root, self.graph)
 
     def _copy(self, kind: str, storage: int):
-        cover = self.analysis.base_of[storage]
+        base = self.analysis.base_of[storage]
         if kind == OFFLOAD:
-            source = self.value(cover)
+            source = self.value(base)
             self.moving[storage] = self.graph.call_function(copy_operations.offload, (source,)), source
         elif kind == PREFETCH:
-            source, like = self.hosts[storage], self.fx[cover].meta["val"]
+            source, like = self.hosts[storage], self.fx[base].meta["val"]
             shape, strides, (offset,) = map(self._numbers, (like.shape, like.stride(), (like.storage_offset(),)))
             layout = (like.device, like.dtype, shape, strides, offset)
             self.moving[storage] = self.graph.call_function(copy_operations.prefetch, (source, *layout)), source
@@ -275,11 +275,11 @@ class _Builder:
             if moved.target is copy_operations.offload:
                 self.hosts[storage] = arrived
             else:
-                arrived.meta = dict(self.fx[cover].meta)
-                self.env[cover] = arrived
+                arrived.meta = dict(self.fx[base].meta)
+                self.env[base] = arrived
 
-    def _copied(self, place: int) -> fx.Node:
-        return self.graph.node_copy(self.fx[place], self._argument)
+    def _copied(self, node_id: int) -> fx.Node:
+        return self.graph.node_copy(self.fx[node_id], self._argument)
 
     def _mapped(self, args, kwargs):
         return fx.map_arg((tuple(args), dict(kwargs)), self._argument)

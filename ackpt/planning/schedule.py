@@ -105,12 +105,12 @@ def scheduled(graph: JointGraph, forward: Iterable[int] | None, backward: Iterab
     """
     analysis = graph.analysis
     backward = list(backward)
-    for place in backward:
-        if graph.nodes[place].phase == FORWARD and place in analysis.not_recomputable:
-            node = graph.nodes[place]
+    for node_id in backward:
+        if graph.nodes[node_id].phase == FORWARD and node_id in analysis.not_recomputable:
+            node = graph.nodes[node_id]
             raise ScheduleError(
                 f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r} cannot be recomputed: "
-                f"{analysis.not_recomputable[place]}. Its storage must be saved."
+                f"{analysis.not_recomputable[node_id]}. Its storage must be saved."
             )
     steps, needed = _with_frees(analysis, backward, analysis.live_to_end, True)
     bw = tuple(steps)
@@ -118,7 +118,9 @@ def scheduled(graph: JointGraph, forward: Iterable[int] | None, backward: Iterab
     forward = needed_forward(analysis, saved) if forward is None else list(forward)
     steps, _ = _with_frees(analysis, forward, analysis.live_to_end | analysis.dropped | set(saved), False)
     steps += [Step(FREE, storage) for storage in sorted(analysis.dropped - set(saved))]
-    random = {place for place in backward if graph.nodes[place].phase == FORWARD and graph.nodes[place].is_random}
+    random = {
+        node_id for node_id in backward if graph.nodes[node_id].phase == FORWARD and graph.nodes[node_id].is_random
+    }
     return Schedule(graph.hash, tuple(steps), bw, saved, tuple(sorted(random)))
 
 
@@ -145,9 +147,11 @@ def lower(graph: JointGraph, saved: Iterable[int]) -> Schedule:
     """
     analysis = graph.analysis
     # The caller holds the outputs anyway.
-    outputs = {s for place in analysis.outputs if place is not None for s in graph.nodes[place].storages}
+    outputs = {s for node_id in analysis.outputs if node_id is not None for s in graph.nodes[node_id].storages}
     saved = {*saved, *(outputs - analysis.dropped)}
-    return scheduled(graph, None, recompute_late(analysis, analysis.needed_backward, at_hand(analysis, saved)))
+    return scheduled(
+        graph, None, recompute_late(analysis, analysis.needed_backward, live_before_backward(analysis, saved))
+    )
 
 
 def everything(graph: JointGraph) -> Schedule:
@@ -171,8 +175,8 @@ def recomputed(graph: JointGraph, schedule: Schedule) -> list[int]:
     return [step.id for step in schedule.backward if step.kind == COMPUTE and step.id < graph.boundary]
 
 
-def at_hand(analysis: Analysis, saved) -> set[int]:
-    """Nodes whose values backward begins with when the storages `saved` are kept, with what was born beside them."""
+def live_before_backward(analysis: Analysis, saved) -> set[int]:
+    """Nodes whose values are live when backward begins if the storages `saved`, and their siblings, are saved."""
     live = set(analysis.sources)
     for producer in {analysis.graph.storages[storage].producer for storage in saved}:
         live |= {analysis.base_of[storage] for storage in analysis.allocated[producer] if storage in analysis.base_of}
@@ -192,53 +196,53 @@ def recompute_late(analysis: Analysis, nodes: Iterable[int], live: set[int]) -> 
     return order
 
 
-def missing(analysis: Analysis, place: int, live) -> list[int]:
-    """`place` and what has to run before it, in order, when the values in `live` are at hand."""
-    if place in live:
+def missing(analysis: Analysis, node_id: int, live) -> list[int]:
+    """`node_id` and the nodes that have to run before it, in order, if the values in `live` are live."""
+    if node_id in live:
         return []
-    if live.issuperset(analysis.reads(place, again=analysis.graph.nodes[place].phase == FORWARD)):
-        return [place]
-    return missing_for(analysis, [place], live)
+    if live.issuperset(analysis.reads(node_id, again=analysis.graph.nodes[node_id].phase == FORWARD)):
+        return [node_id]
+    return missing_for(analysis, [node_id], live)
 
 
-def missing_for(analysis: Analysis, places, live) -> list[int]:
-    """`places` and what has to run before them, in order, when the values in `live` are at hand."""
-    found = set()
-    todo = list(places)
+def missing_for(analysis: Analysis, node_ids, live) -> list[int]:
+    """`node_ids` and the nodes that have to run before them, in order, if the values in `live` are live."""
+    needed = set()
+    todo = list(node_ids)
     while todo:
         node = todo.pop()
-        if node in live or node in found:
+        if node in live or node in needed:
             continue
-        found.add(node)
+        needed.add(node)
         todo += analysis.reads(node, again=analysis.graph.nodes[node].phase == FORWARD)
-    return sorted(found)
+    return sorted(needed)
 
 
 def needed_forward(analysis: Analysis, saved) -> list[int]:
     """Forward nodes that the outputs, the `saved` storages and the effects depend on, in order."""
     graph = analysis.graph
-    roots = [place for place in analysis.outputs if place is not None]
-    roots += [place for place in analysis.effects if graph.nodes[place].phase == FORWARD]
+    roots = [node_id for node_id in analysis.outputs if node_id is not None]
+    roots += [node_id for node_id in analysis.effects if graph.nodes[node_id].phase == FORWARD]
     roots += [analysis.base_of[storage] for storage in saved]
     given = set(analysis.sources)
     return [node for node in analysis.ancestors(roots) if node not in given]
 
 
-def _with_frees(analysis: Analysis, order, kept, is_backward: bool):
+def _with_frees(analysis: Analysis, order, live_after, is_backward: bool):
     """The steps of `order` with every free as early as possible, and the storages that must be live before it."""
     touched = analysis.accessed[BACKWARD if is_backward else FORWARD]
     computes, frees = _steps(COMPUTE, len(analysis.graph.nodes)), _steps(FREE, len(analysis.graph.storages))
     steps: list[Step] = []
     later: set[int] = set()  # storages that a later step reads or writes before they are allocated again
-    for place in reversed(order):
-        for storage in touched[place]:
+    for node_id in reversed(order):
+        for storage in touched[node_id]:
             if storage not in later:
                 later.add(storage)
-                if storage not in kept:
+                if storage not in live_after:
                     steps.append(frees[storage])
-        steps.append(computes[place])
-        if place in analysis.allocated:
-            later -= analysis.allocated[place]
+        steps.append(computes[node_id])
+        if node_id in analysis.allocated:
+            later -= analysis.allocated[node_id]
     steps.reverse()
     return steps, later
 

@@ -99,8 +99,8 @@ def simulate(graph: JointGraph, profile: Profile, schedule: Schedule) -> Simulat
         peak_node=live.owner[timeline.peak_index - 1] if timeline.peak_index else None,
         resident_bytes=sum(live.analysis.bytes[s] for s in live.analysis.resident) + graph.optimizer_bytes,
         saved_bytes=sum(live.analysis.bytes[s] for s in schedule.saved),
-        flops=sum(profile.flops[place] for place in order),
-        recompute_flops=sum(profile.flops[place] for place in recomputed(graph, schedule)),
+        flops=sum(profile.flops[node_id] for node_id in order),
+        recompute_flops=sum(profile.flops[node_id] for node_id in recomputed(graph, schedule)),
         seconds=None if times is None else times[0],
         exposed_seconds=None if times is None else times[1],
         host_live=live.host_live(),
@@ -134,7 +134,9 @@ def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[
         runs = ((step.id, at) for at, step in enumerate(schedule.backward) if step.kind == COMPUTE)
         released = dict.fromkeys(dict(run for run in runs if run[0] in replayed).values(), state)
     forward, total = _compute_peaks(schedule.forward, 0, size, allocated, workspace_bytes, {})
-    total += analysis.incoming_bytes + sum(size[s] for place in analysis.tangents for s in graph.nodes[place].storages)
+    total += analysis.incoming_bytes + sum(
+        size[s] for node_id in analysis.tangents for s in graph.nodes[node_id].storages
+    )
     backward, total = _compute_peaks(schedule.backward, total, size, again, backward_workspace, released)
     return forward, [*backward, total + graph.optimizer_step_bytes]
 

@@ -153,9 +153,7 @@ class Variants:
                 self.history.add("refused", f"dynamic dimensions of {cause}: {error}", time.perf_counter() - start)
                 start = time.perf_counter()
         with capture(self.model, call.args, call.kwargs, self.differentiate) as captured:
-            graph = captured_graph(
-                captured, self.model, call.args, call.kwargs, self.differentiate, self.optimizer
-            )
+            graph = captured_graph(captured, self.model, call.args, call.kwargs, self.differentiate, self.optimizer)
             schedule, make_plan = self.planner.choice(graph)
             run = None
             if schedule is not None:

@@ -152,8 +152,8 @@ def solve(dag: Dag, budget: float, *, time_limit: float | None = None) -> Soluti
     solutions = [solution(dag, order, bound) for order in (result.order, start) if order is not None]
     if not solutions:
         raise BudgetError(
-            f"no schedule within {budget} bytes was found in {time_limit} s, nor was it shown that there is none: "
-            f"raise the time limit, or the budget; {baseline.peak_bytes} bytes are kept without recomputation."
+            f"no schedule within {budget} bytes was found in {time_limit} s, and no proof that none exists: raise the "
+            f"time limit, or the budget; {baseline.peak_bytes} bytes are feasible without recomputation."
         )
     return min(solutions, key=lambda solution: solution.cost)
 
@@ -272,9 +272,10 @@ def lowest_peak(dag: Dag, time_limit: float | None = None) -> tuple[Solution, bo
 
 def _refusal(dag: Dag, budget, time_limit: float | None) -> str:
     lowest, proven = lowest_peak(dag, time_limit)
-    which = f"the smallest budget that can be kept is {lowest.peak_bytes} bytes"
+    which = f"the smallest feasible budget is {lowest.peak_bytes} bytes"
     if not proven:
         which = (
-            f"a budget of {lowest.peak_bytes} bytes can be kept; whether less can was not found out in {time_limit} s"
+            f"a budget of {lowest.peak_bytes} bytes is feasible; {time_limit} s were too short to tell whether a "
+            "smaller one is"
         )
     return f"no schedule of this graph of {len(dag.costs)} nodes fits into {budget} bytes; {which}."

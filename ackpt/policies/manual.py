@@ -47,8 +47,8 @@ def schedule(graph: JointGraph, profile: Profile, limit_bytes: int | None, *, fa
         if fate == RECOMPUTED:
             if other := next((s for s in siblings if fates.get(s, RECOMPUTED) != RECOMPUTED), None):
                 raise ValueError(
-                    f"{name!r} and {other!r} are results of one operation, {graph.nodes[producer].name!r}: running it "
-                    "again brings both, so give them one fate"
+                    f"{name!r} and {other!r} are outputs of one operation, {graph.nodes[producer].name!r}, whose "
+                    "recomputation produces both: give them the same fate"
                 )
             saved -= analysis.allocated[producer]
     recomputing = lower(graph, saved)

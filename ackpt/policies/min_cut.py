@@ -23,7 +23,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from ackpt.capture.analysis import once_per_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
-from ackpt.planning.schedule import Schedule, at_hand, lower, recompute_late
+from ackpt.planning.schedule import Schedule, live_before_backward, lower, recompute_late
 from ackpt.policies.search.frontier import cheapest
 from ackpt.policies.search.refinement import without_runs
 
@@ -102,7 +102,7 @@ def _late(graph: JointGraph, partitioned: Partition) -> Schedule:
 
 def _as_torch(graph: JointGraph, partitioned: Partition) -> Schedule:
     analysis = graph.analysis
-    live = at_hand(analysis, partitioned.saved | _always_saved(graph))
+    live = live_before_backward(analysis, partitioned.saved | _always_saved(graph))
     order = recompute_late(analysis, (*partitioned.backward, *analysis.needed_backward), live)
     # Some recomputations are read by nothing: their readers are saved together with siblings.
     return without_runs(graph, order)

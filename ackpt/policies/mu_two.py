@@ -25,7 +25,7 @@ from ackpt.capture.analysis import Analysis
 from ackpt.capture.joint_graph import FORWARD, JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.planning.offload_steps import offloadable, offloaded
-from ackpt.planning.schedule import Schedule, at_hand, everything, lower, missing, scheduled
+from ackpt.planning.schedule import Schedule, everything, live_before_backward, lower, missing, scheduled
 from ackpt.policies.search.frontier import cheapest
 from ackpt.policies.search.intermediates import Intermediate, Link, drop, intermediates
 from ackpt.policies.search.recompute_costs import costs
@@ -146,7 +146,7 @@ def once_for_each_reader(analysis: Analysis, saved) -> Schedule:
     graph = analysis.graph
     nodes = graph.nodes
     saved = {*saved, *(s for s in analysis.live_to_end if nodes[graph.storages[s].producer].phase == FORWARD)}
-    live = at_hand(analysis, saved)
+    live = live_before_backward(analysis, saved)
     backward: list[int] = []
     for reader in analysis.needed_backward:
         runs = missing(analysis, reader, live)

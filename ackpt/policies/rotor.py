@@ -133,7 +133,7 @@ def solve(chain: Chain, budget: float, slots: int = 500) -> Solution:
     if budget < needed:
         raise BudgetError(
             f"no persistent schedule of this chain of {len(chain.forward)} stages fits into {budget} bytes; "
-            f"the smallest budget that can be kept is {needed} bytes."
+            f"the smallest feasible budget is {needed} bytes."
         )
     table = _Table(chain, budget, slots, least)
     return _unrolled(chain, table.choose, table.capacity)

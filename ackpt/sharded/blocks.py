@@ -15,7 +15,16 @@ from functools import cached_property
 
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.costs.profiles import Profile
-from ackpt.planning.schedule import COMPUTE, Schedule, Step, at_hand, everything, recompute_late, recomputed, scheduled
+from ackpt.planning.schedule import (
+    COMPUTE,
+    Schedule,
+    Step,
+    everything,
+    live_before_backward,
+    recompute_late,
+    recomputed,
+    scheduled,
+)
 from ackpt.policies.chains.block_options import BlockStep
 from ackpt.policies.chains.blocks import cut_at, inner_cuts
 from ackpt.policies.search.recompute_costs import costs
@@ -66,18 +75,18 @@ class Blocks:
         saved = set(self._saved_plainly[ROOT] | self._handed)
         for block in range(1, len(self.groups)):
             saved |= row[block].kept[block]
-        live = at_hand(self.analysis, saved)
-        there = {storage for place in live for storage in self.graph.nodes[place].storages}
+        live = live_before_backward(self.analysis, saved)
+        there = {storage for node_id in live for storage in self.graph.nodes[node_id].storages}
         order: list[int] = []
         begun = {ROOT}
-        for place in self.analysis.needed_backward:
-            block = self.owners[place]
+        for node_id in self.analysis.needed_backward:
+            block = self.owners[node_id]
             if block not in begun and row[block].again:
                 again = [n for n in self.forward[block] if not self.analysis.allocated.get(n, frozenset()) & there]
                 order += [node for node in again if node not in live]
                 live.update(again)
             begun.add(block)
-            order += recompute_late(self.analysis, [place], live)
+            order += recompute_late(self.analysis, [node_id], live)
         eager = [row[block].eager for block in range(len(self.groups))]
         return self._freed_as_by_autograd(scheduled(self.graph, None, order), [True, *eager[1:]])
 
@@ -89,7 +98,7 @@ class Blocks:
         nodes, fx = self.graph.nodes, self.analysis.fx
         steps: list[Step] = []
         late: list[Step] = []
-        here, owner, born = None, ROOT, set()
+        current, owner, born = None, ROOT, set()
         for step in schedule.backward:
             if step.kind == COMPUTE:
                 node = nodes[step.id]
@@ -98,11 +107,11 @@ class Blocks:
                 is_view = (
                     node.phase == FORWARD and node.id not in self.analysis.allocated and self.owners[node.id] == owner
                 )
-                if not is_view and (function is None or function != here):
+                if not is_view and (function is None or function != current):
                     steps += late
-                    late, here, owner, born = [], function, self.owners[node.id], set()
+                    late, current, owner, born = [], function, self.owners[node.id], set()
                 born |= self.analysis.allocated.get(node.id, frozenset())
-            elif here is not None and step.id not in born:
+            elif current is not None and step.id not in born:
                 late.append(step)
                 continue
             steps.append(step)

@@ -121,7 +121,7 @@ class ShardedModel:
         policy = policy or ("none" if budget is None else "auto")
         if policy not in POLICIES:
             raise ValueError(
-                f"policy {policy!r} knows nothing of shards{did_you_mean(policy, POLICIES)}: with --fsdp choose "
+                f"policy {policy!r} does not plan shards{did_you_mean(policy, POLICIES)}: with --fsdp choose "
                 f"{', '.join(POLICIES)}"
             )
         if self.device is not None:
@@ -266,7 +266,7 @@ def _refusal(budget, policy: str, limit: int, peak: int, resident) -> str:
     resident_bytes = sum(resident.values())
     return (
         f"policy {policy!r} cannot keep the budget {budget!r} on a rank: it leaves {memory_format(max(0, limit))} for "
-        f"what the step allocates, beside {memory_format(resident_bytes)} of shards, buffers, inputs and optimizer "
-        f"state. The smallest budget that this policy keeps is {readable(peak + resident_bytes)} "
+        f"what the step allocates, in addition to {memory_format(resident_bytes)} of shards, buffers, inputs and "
+        f"optimizer state. The smallest budget that this policy keeps is {readable(peak + resident_bytes)} "
         f"({peak + resident_bytes} bytes): shard over more ranks, or take a smaller batch"
     )

@@ -88,15 +88,15 @@ class GroupBytes:
         def block(size: int) -> int:
             return rounded(size, sharding.block_bytes)
 
-        kept = [sharding.parameters or weight.dtype for weight in group.weights]
+        shard_dtypes = [sharding.parameters or weight.dtype for weight in group.weights]
         trained = [weight for weight in group.weights if weight.trained]
         numbers = [weight.sharded(n) for weight in group.weights]
         computed = [weight.dtype.itemsize * size for weight, size in zip(group.weights, numbers)]
-        casts = [size for size, weight, dtype in zip(computed, group.weights, kept) if weight.dtype != dtype]
+        casts = [size for size, weight, dtype in zip(computed, group.weights, shard_dtypes) if weight.dtype != dtype]
         returned = sum((sharding.reduction or weight.dtype).itemsize * weight.sharded(n) for weight in trained)
         wanted = sum((sharding.parameters or weight.dtype).itemsize * weight.sharded(n) for weight in trained)
         same = all((sharding.reduction or w.dtype) == (sharding.parameters or w.dtype) for w in trained)
-        self.shards = sum(block(dtype.itemsize * size) for dtype, size in zip(kept, numbers))
+        self.shards = sum(block(dtype.itemsize * size) for dtype, size in zip(shard_dtypes, numbers))
         self.cast = block(sum(casts))
         self.gather = block(n * sum(computed))
         self.unsharded = sum(block(n * size) for size in computed)
@@ -118,20 +118,20 @@ def blocks_of(model: nn.Module) -> tuple[str, ...]:
     Raises:
         ValueError: if there is no such list of at least two.
     """
-    found: list[str] = []
+    names: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(_within(name, other) for other in found):
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(_within(name, other) for other in names):
             continue
         members = list(module.named_children())
         kinds = {type(member) for _, member in members}
         if len(members) > 1 and len(kinds) == 1 and all(list(member.parameters()) for _, member in members):
-            found += [f"{name}.{number}" if name else number for number, _ in members]
-    if not found:
+            names += [f"{name}.{number}" if name else number for number, _ in members]
+    if not names:
         raise ValueError(
             f"--fsdp: {type(model).__name__} has no blocks to shard one by one, which are the members of an "
             "nn.ModuleList or nn.Sequential of modules of one class; leave --fsdp out"
         )
-    return tuple(found)
+    return tuple(names)
 
 
 def groups_of(model: nn.Module) -> tuple[Group, ...]:
@@ -147,7 +147,7 @@ def groups_of(model: nn.Module) -> tuple[Group, ...]:
         block = next((block for block in blocks if _within(name, block)), "")
         if id(parameter) in owner:
             if owner[id(parameter)] != block:
-                one, other = (found or "the model" for found in (block, owner[id(parameter)]))
+                one, other = (shared_by or "the model" for shared_by in (block, owner[id(parameter)]))
                 raise ValueError(
                     f"--fsdp: parameter {name} is shared by {one} and {other}, which are sharded apart; FSDP refuses "
                     "that, too"
@@ -159,7 +159,7 @@ def groups_of(model: nn.Module) -> tuple[Group, ...]:
                 f"--fsdp: parameter {name} is a single number, which FSDP cannot shard: give it a dimension"
             )
         weights[block].append(Weight(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad))
-    return tuple(Group(name, tuple(own)) for name, own in weights.items())
+    return tuple(Group(name, tuple(group_weights)) for name, group_weights in weights.items())
 
 
 def sharded_optimizer(kind, groups: tuple[Group, ...], sharding: Sharding, on_cpu: bool) -> tuple[int, int]:

@@ -75,14 +75,14 @@ def timeline(windows: Iterable[Window]) -> Timeline:
 def owners(graph: JointGraph, groups: tuple[Group, ...]) -> list[int]:
     """The number of the group in which each node runs; autograd's sums of gradients belong to the previous node's."""
     number = {group.name: index for index, group in enumerate(groups) if index != ROOT}
-    found, here = [], ROOT
+    owner_of, current = [], ROOT
     for node in graph.nodes:
         if node.module or node.source or node.phase == FORWARD:
             parts = node.module.split(".")
             names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-            here = next((number[name] for name in names if name in number), ROOT)
-        found.append(here)
-    return found
+            current = next((number[name] for name in names if name in number), ROOT)
+        owner_of.append(current)
+    return owner_of
 
 
 def step_windows(
@@ -102,7 +102,7 @@ class _Walk:
         self.groups, self.owners = groups, owners(graph, groups)
         self.sizes = [GroupBytes(group, sharding) for group in groups]
         self.gradients = [_gradients(graph, group) for group in groups]
-        self.found: list[Window] = []
+        self.closed: list[Window] = []
         self.events: list[tuple[int, int]] = []
         self.key = (FORWARD, ROOT)
         self.order: list[int] = []  # blocks as the forward runs them
@@ -125,8 +125,8 @@ class _Walk:
             raise ShardingError(f"block {missing[0]} does not run in the forward: its parameters would not be gathered")
         self._open(BACKWARD, ROOT)
         begun = False
-        for place, (size, kind, group) in enumerate(events[live.boundary : last], live.boundary):
-            if not begun and live.owner[place] is not None and live.owner[place] not in live.analysis.tangents:
+        for event, (size, kind, group) in enumerate(events[live.boundary : last], live.boundary):
+            if not begun and live.owner[event] is not None and live.owner[event] not in live.analysis.tangents:
                 self._start_gather(self.order[-1])
                 begun = True
             self._backward_of(ROOT if group is None else group)
@@ -139,36 +139,36 @@ class _Walk:
         for size, kind, _ in events[last:]:
             self._add(size, kind)
         self._open(BACKWARD, ROOT)
-        return self.found
+        return self.closed
 
     def _forward_of(self, group: int) -> None:
-        here = self.key[1]
-        if group == here:
+        current = self.key[1]
+        if group == current:
             return
-        if here != ROOT:
-            self._add(-self.sizes[here].unsharded, _GATHERED)
+        if current != ROOT:
+            self._add(-self.sizes[current].unsharded, _GATHERED)
         self._open(FORWARD, group)
         if group != ROOT:
             if group in self.order:
                 raise ShardingError(
-                    f"block {self.groups[group].name} runs more than once in the forward, which is not counted here: "
+                    f"block {self.groups[group].name} runs more than once in the forward, which is not supported: "
                     "leave --fsdp out"
                 )
             self.order.append(group)
             self._gather(group)
 
     def _backward_of(self, group: int) -> None:
-        here = self.key[1]
-        if group == here:
+        current = self.key[1]
+        if group == current:
             return
-        if here != ROOT:
-            self._reduce(here)
+        if current != ROOT:
+            self._reduce(current)
         self._open(BACKWARD, group)
         if group == ROOT:
             return
         if not self.order or group != self.order[-1]:
             raise ShardingError(
-                f"block {self.groups[group].name} runs when its backward is not due, and its parameters are sharded"
+                f"block {self.groups[group].name} runs in backward out of turn, when its parameters are sharded"
             )
         self.order.pop()
         sizes = self.sizes[group]
@@ -218,7 +218,7 @@ class _Walk:
             self.events.append((size, category))
 
     def _open(self, phase: str, group: int) -> None:
-        self.found.append(Window(*self.key, tuple(self.events)))
+        self.closed.append(Window(*self.key, tuple(self.events)))
         self.events, self.key = [], (phase, group)
 
 
@@ -229,5 +229,5 @@ def _owned(live):
 def _gradients(graph: JointGraph, group: Group) -> list[int]:
     """Bytes of the gradients of a group's parameters, in their order; each lies in memory of its own."""
     analysis = graph.analysis
-    places = [graph.gradients[weight.name] for weight in group.weights if weight.name in graph.gradients]
-    return [analysis.bytes[storage] for place in places for storage in graph.nodes[place].storages]
+    node_ids = [graph.gradients[weight.name] for weight in group.weights if weight.name in graph.gradients]
+    return [analysis.bytes[storage] for node_id in node_ids for storage in graph.nodes[node_id].storages]

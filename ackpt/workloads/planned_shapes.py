@@ -130,6 +130,8 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
     return graph if optimizer is None else with_optimizer(graph, optimizer)
 
 
-def _require(option: str, value: str, known) -> None:
-    if value not in known:
-        raise ValueError(f"{value!r} is no {option}{did_you_mean(value, known)}: choose from {', '.join(known)}")
+def _require(option: str, value: str, choices) -> None:
+    if value not in choices:
+        raise ValueError(
+            f"{value!r} is not a known {option}{did_you_mean(value, choices)}: choose from {', '.join(choices)}"
+        )

@@ -62,12 +62,12 @@ class TrainingStep:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def require_known(fields, known, model: str) -> None:
-    """ValueError for the first of `fields` that is not in `known`, with close matches."""
+def require_known(fields, names, model: str) -> None:
+    """ValueError for the first of `fields` that is not in `names`, with close matches."""
     for name in fields:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(sorted(known))}"
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(sorted(names))}"
             raise ValueError(f"--set {name}: the configuration of {model} has no such field; {hint}")
 
 

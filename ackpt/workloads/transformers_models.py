@@ -50,7 +50,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ValueError(
-            f"{TRANSFORMERS} models need the package transformers, which is not here: pip install 'ackpt[hf]'"
+            f"{TRANSFORMERS} models need the package transformers, which is not installed: pip install 'ackpt[hf]'"
         ) from error
     transformers.logging.set_verbosity_error()
     return transformers
@@ -88,13 +88,13 @@ def _read(path: Path) -> dict:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error.strerror}): write hf:GPT2Config, or hf: and the path of a config.json"
         ) from error
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
-        raise ValueError(f"{path} is no configuration of transformers: it has no model_type")
+        raise ValueError(f"{path} is not a configuration of transformers: it has no model_type")
     return data
 
 

@@ -42,8 +42,8 @@ const drawFront = (svg, data, plan, limit) => {
   parts.push(`<circle class="here" r="6" cx="${x(plan.peak_bytes).toFixed(1)}" cy="${y(plan.recompute_flops).toFixed(1)}"/>`);
   const xTicks = steps(widest, 6).map((at) => [x(at * data.plain.peak_bytes), +at.toFixed(2)]);
   const yTicks = steps(highest, 5).map((at) => [y(at * data.plain.flops), `${Math.round(100 * at)}%`]);
-  svg.innerHTML = frame(xTicks, yTicks, "dynamic peak, share of the baseline's", "FLOPs again") + parts.join("");
-  svg.setAttribute("aria-label", `The front: at ${percent(share(plan.peak_bytes))} of the plain peak ${percent(plan.recompute_flops / data.plain.flops)} of the FLOPs run again.`);
+  svg.innerHTML = frame(xTicks, yTicks, "dynamic peak, fraction of the baseline's", "recomputed FLOPs") + parts.join("");
+  svg.setAttribute("aria-label", `The Pareto frontier: at ${percent(share(plan.peak_bytes))} of the baseline's peak, ${percent(plan.recompute_flops / data.plain.flops)} of the FLOPs are recomputed.`);
 };
 
 // One row for every part of the model: blocks by their number, everything else by its first name.
@@ -65,7 +65,7 @@ const build = (root, data) => {
   }
   const charts = element("div", root, "", { class: "charts" });
   const timeline = drawing(element("div", charts), "Live memory of the planned step");
-  const front = drawing(element("div", charts), "Where the plan lies on the front");
+  const front = drawing(element("div", charts), "The plan on the Pareto frontier");
   const legend = element("ul", root, "", { class: "legend" });
   for (const name of [...data.categories].reverse()) key(legend, name, { style: `background:${COLORS[name]}` });
   const line = "height:0;vertical-align:.25rem;border-top:";
@@ -102,15 +102,15 @@ const build = (root, data) => {
     answer.textContent = refused
       ? `Refused: the smallest dynamic peak that policy auto can plan is ${mib(data.least_bytes)}, ` +
         `${percent(data.least_bytes / data.plain.peak_bytes)} of the baseline's. Below is the plan for the smallest budget shown that it keeps.`
-      : `The plan saves ${kept} of ${plan.fates.replaceAll("-", "").length} activations and runs ${percent(plan.recompute_flops / data.plain.flops)} ` +
-        `of the step's FLOPs again.`;
+      : `The plan saves ${kept} of ${plan.fates.replaceAll("-", "").length} activations and recomputes ${percent(plan.recompute_flops / data.plain.flops)} ` +
+        `of the baseline's FLOPs.`;
     const gap = row.lower_bound === null ? null : (1 + plan.cost) / (1 + row.lower_bound) - 1;
     const texts = {
       peak: ["dynamic peak", `${mib(plan.peak_bytes)}, ${percent(plan.peak_bytes / data.plain.peak_bytes)}`],
-      again: ["FLOPs again", percent(plan.recompute_flops / data.plain.flops, 2)],
+      again: ["recomputed FLOPs", percent(plan.recompute_flops / data.plain.flops, 2)],
       cost: ["cost, FLOPs and traffic", percent(plan.cost, 2)],
       bound: ["lower bound of the cost", refused || row.lower_bound === null ? "none" : percent(row.lower_bound, 2)],
-      gap: ["at most too long by", refused || gap === null ? "unknown" : percent(gap, 2)],
+      gap: ["optimality gap", refused || gap === null ? "unknown" : percent(gap, 2)],
       saved: ["saved for backward", mib(plan.saved_bytes)],
     };
     for (const [name, [title, value]] of Object.entries(texts)) {

@@ -58,7 +58,7 @@ const build = (root, data) => {
 
   const answer = element("p", root, "", { class: "answer", "aria-live": "polite" });
   const charts = element("div", root, "", { class: "charts" });
-  const svg = drawing(element("div", charts), "What is alive when the step is largest");
+  const svg = drawing(element("div", charts), "Live memory at the peak");
   const beside = element("div", charts);
   element("h4", beside, "The bar of the policy");
   const numbers = element("dl", beside);
@@ -97,7 +97,7 @@ const build = (root, data) => {
       ? `Refused: half of the baseline's dynamic peak is ${mib((plain.peak_bytes - resident) / 2)}, and the lowest that policy auto can plan is ` +
         `${mib(step.least_bytes)}. Below are the numbers of that plan.`
       : `The peak is ${mib(plan.peak_bytes)}, ${percent(plan.peak_bytes / plain.peak_bytes)} of the baseline's; ` +
-        `${percent(plan.recompute_flops / plan.flops)} of its FLOPs run again.`);
+        `${percent(plan.recompute_flops / plan.flops)} of the baseline's FLOPs are recomputed.`);
     numbers.replaceChildren();
     for (const category of data.categories) {
       const box = element("div", numbers);
@@ -105,15 +105,15 @@ const build = (root, data) => {
       element("dd", box, `${mib(plan.at_peak[category] ?? 0)}, ${percent((plan.at_peak[category] ?? 0) / plan.peak_bytes)}`);
     }
     formula.replaceChildren();
-    line("always there", step.always.symbols, step.always.numbers, step.always.bytes);
-    line("kept by the forward of the baseline", step.kept.symbols, step.kept.numbers, step.kept.bytes);
+    line("resident", step.always.symbols, step.always.numbers, step.always.bytes);
+    line("saved by the forward of the baseline", step.kept.symbols, step.kept.numbers, step.kept.bytes);
     if (plan.kept.dropped || plan.kept.instead) {
       const { all, dropped, instead, bytes } = plan.kept;
-      line("kept by the plan's forward", "all of that − what runs again + what is kept instead",
+      line("saved by the plan's forward", "baseline − recomputed + saved instead",
         `${count(all)} − ${count(dropped)} + ${count(instead)}`, bytes);
     }
     const dynamic = data.categories.filter((category) => !RESIDENT.includes(category));
-    line("at the peak", ["always there", ...dynamic].join(" + "),
+    line("at the peak", ["resident", ...dynamic].join(" + "),
       [resident, ...dynamic.map((category) => plan.at_peak[category] ?? 0)].map(count).join(" + "), plan.peak_bytes);
     drawBars(svg, data, step, refused ? "least" : name);
   };

@@ -79,7 +79,7 @@ def test_a_call_in_words():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda model: (model, X[:3], {}), r"argument 0 then float32 \[64, 8\], now float32 \[3, 8\]\. Plan anew"),
+        (lambda model: (model, X[:3], {}), r"argument 0 then float32 \[64, 8\], now float32 \[3, 8\]\. Plan again"),
         (lambda model: (model.double(), X, {}), "parameters then 288 in .* float32.*, now 288 in .* float64"),
         (lambda model: (model.eval(), X, {}), "mode then training, now evaluation"),
         (lambda model: (model[:3], X, {}), "parameters then 288 in 8 .*now 216 in 6"),
@@ -115,7 +115,7 @@ def test_a_file_keeps_the_words_and_one_without_them_loads(tmp_path):
     path.write_text(json.dumps(data))
     old = ackpt.Plan.load(path)
     assert old.made_for is None and old == plan
-    with pytest.raises(PlanError, match=r"\): model, arguments, dtypes or torch differ\. Plan anew"):
+    with pytest.raises(PlanError, match=r"\): model, arguments, dtypes or torch differ\. Plan again"):
         ackpt.compile(layers(), X[:3], plan=old)
     assert ackpt.compile(layers(), X, plan=old).plan is old
 
@@ -153,12 +153,12 @@ def test_a_larger_batch_within_bytes_is_not_blamed_on_a_fraction():
 @pytest.mark.parametrize("name", ["budgt", "budgets", "polcy", "optimiser", "option", "Budget"])
 def test_a_misspelt_keyword_is_not_handed_to_the_model(name):
     for model in (Keywords(), nn.Linear(8, 8)):
-        with pytest.raises(TypeError, match=f"{name!r} is no keyword of ackpt.compile.*: did you mean '"):
+        with pytest.raises(TypeError, match=f"{name!r} is not a keyword of ackpt.compile.*: did you mean '"):
             ackpt.compile(model, X, **{name: 0.5})
 
 
 def test_a_misspelt_keyword_of_trace_is_not_handed_to_the_model():
-    with pytest.raises(TypeError, match="'optimiser' is no keyword of ackpt.trace.*: did you mean 'optimizer'"):
+    with pytest.raises(TypeError, match="'optimiser' is not a keyword of ackpt.trace.*: did you mean 'optimizer'"):
         ackpt.trace(Keywords(), X, optimiser=None)
 
 

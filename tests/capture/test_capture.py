@@ -133,12 +133,12 @@ def counts(self, x):
 
 
 REFUSED = {
-    "assigns a buffer": (assigns, "assigns buffer 'buffer' of the model anew.*self.buffer.copy_"),
-    "keeps a tensor": (keeps, "keeps a tensor in attribute 'kept' of the model"),
-    "appends a tensor": (appends, "keeps a tensor in attribute 'list' of the model"),
+    "assigns a buffer": (assigns, "replaces buffer 'buffer' of the model.*self.buffer.copy_"),
+    "keeps a tensor": (keeps, "stores a tensor in attribute 'kept' of the model"),
+    "appends a tensor": (appends, "stores a tensor in attribute 'list' of the model"),
     "counts": (counts, "changes attribute 'calls' of the model, from 0 to 1"),
-    "random": (lambda self, x: self.first(x) * random.random(), "random numbers of Python's module random"),
-    "numpy": (lambda self, x: self.first(x) * np.random.rand(), "random numbers of numpy.random"),  # noqa: NPY002
+    "random": (lambda self, x: self.first(x) * random.random(), "random numbers from Python's module random"),
+    "numpy": (lambda self, x: self.first(x) * np.random.rand(), "random numbers from numpy.random"),  # noqa: NPY002
     "unregistered": (lambda self, x: self.first(x) @ self.list[0], r"shape \(4, 4\) that requires grad is used at .*"),
     "numpy array": (
         lambda self, x: self.first(x) * torch.from_numpy(np.ones(4)),
@@ -326,7 +326,7 @@ def test_an_argument_that_the_forward_fills_is_refused(make):
         return self.first(x)
 
     found = make()
-    with pytest.raises(TraceError, match=f"changes a {make.__name__} that it is given as an argument.*Return what"):
+    with pytest.raises(TraceError, match=f"changes a {make.__name__} that it received as an argument.*Return the"):
         trace(Model(collects), torch.randn(3, 4), found)
     assert not found
 
@@ -343,7 +343,7 @@ def kept_by_hook(model, found):
 def test_a_tensor_that_a_hook_keeps_is_refused_and_its_removal_mends_it():
     model, x, found = Model(lambda self, x: self.first(x).relu()), torch.randn(3, 4), []
     remove = kept_by_hook(model, found)
-    with pytest.raises(TraceError, match="keeps a tensor that it computes at .*capture.py:.*: in a hook.*hook off"):
+    with pytest.raises(TraceError, match="stores a tensor that it computes at .*capture.py:.*: in a hook.*remove"):
         trace(model, x)
     remove()
     assert trace(model, x).nodes
@@ -358,7 +358,7 @@ def test_a_tensor_that_is_kept_once_is_refused_until_it_is_there():
         return self.first(x) * found["scale"]
 
     model, x = Model(cached), torch.randn(3, 4)
-    with pytest.raises(TraceError, match="keeps a tensor .* call the model once before it is captured"):
+    with pytest.raises(TraceError, match="stores a tensor .* call the model once before it is captured"):
         trace(model, x)
     found.clear()
     model(x)

@@ -116,7 +116,7 @@ def test_an_optimizer_of_another_model_is_refused():
     ("kind", "reason"), [(torch.optim.LBFGS, "closure"), (torch.optim.Adafactor, "_local_scalar_dense")]
 )
 def test_a_step_that_needs_more_than_shapes_is_refused(kind, reason):
-    message = rf"the step of {kind.__name__} cannot be followed without data: .*{reason}.*a budget that leaves room"
+    message = rf"the step of {kind.__name__} cannot be simulated without data: .*{reason}.*a budget that leaves room"
     with pytest.raises(TraceError, match=message):
         optimizer_bytes(kind(parameters()[:2]))
 

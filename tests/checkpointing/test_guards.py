@@ -9,21 +9,24 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Case, assert_equal, assert_same_step, assert_same_training, plain_call, raises_cleanly, seed, total
+from conftest import (
+    Case,
+    assert_equal,
+    assert_same_step,
+    assert_same_training,
+    batch,
+    plain_call,
+    raises_cleanly,
+    seed,
+    total,
+    with_layer,
+)
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import ackpt
 
 Error = ackpt.CheckpointError
-
-
-def batch():
-    return torch.randn(6, 4, requires_grad=True)
-
-
-def with_layer(layer):
-    return nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
 
 
 class MovingAverage(nn.Module):
@@ -239,7 +242,7 @@ CALLS = {"region": ackpt.checkpoint, "nested": nested, "offload": partial(ackpt.
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_buffers_change_once_per_step(make, call):
     def build():
-        return Case(with_layer(make()), (batch(),))
+        return Case(with_layer(make()), (batch(6),))
 
     assert_same_step(build, call=call)
 
@@ -248,7 +251,7 @@ def test_buffers_of_a_scripted_module_change_once_per_step():
     def build():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.jit is deprecated
-            return Case(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), (batch(),))
+            return Case(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), (batch(6),))
 
     assert_same_step(build)
 
@@ -258,10 +261,10 @@ def test_a_norm_that_is_evaluated_in_the_region_and_trained_before_its_backward(
 
     def run(call, trains):
         seed()
-        norm, x = FunctionalBatchNorm(4), batch()
+        norm, x = FunctionalBatchNorm(4), batch(6)
         loss = total(call(norm.eval(), x))
         if trains:
-            norm.train()(batch())
+            norm.train()(batch(6))
         loss.backward()
         return [x.grad, norm.weight.grad]
 
@@ -271,7 +274,7 @@ def test_a_norm_that_is_evaluated_in_the_region_and_trained_before_its_backward(
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_training_with_buffers(make):
     seed()
-    assert_same_training(nn.Sequential(with_layer(make()), with_layer(make())), (batch().detach(),), steps=3)
+    assert_same_training(nn.Sequential(with_layer(make()), with_layer(make())), (batch(6).detach(),), steps=3)
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
@@ -281,7 +284,7 @@ def test_several_forwards_through_buffers_before_the_backwards(make):
     def run(call):
         seed()
         model = with_layer(make())
-        inputs = [batch() for _ in range(3)]
+        inputs = [batch(6) for _ in range(3)]
         losses = [total(call(model, x)) for x in inputs]
         after_forward = [buffer.clone() for buffer in model.buffers()]
         for loss in (losses[1], losses[0], losses[2]):
@@ -300,7 +303,7 @@ def test_norms_that_live_in_forward_hooks(legacy):
         model = nn.Sequential(with_layer(legacy(nn.Linear(4, 4))), nn.Linear(4, 4))
         if wrap:
             ackpt.apply_activation_checkpointing(model, "0")
-        x = batch()
+        x = batch(6)
         for _ in range(2):
             total(model(x)).backward()
         return [x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
@@ -315,7 +318,7 @@ def test_a_large_buffer_that_changes_for_the_first_time_is_refused_once():
         return layer(x) if update else x - layer.mean[:4]
 
     def step(update):
-        ackpt.checkpoint(function, batch(), update).sum().backward()
+        ackpt.checkpoint(function, batch(6), update).sum().backward()
 
     step(False)
     with raises_cleanly(Error, "'layer.mean'.* is changed by this .* for the first time .* Repeat the step"):
@@ -329,7 +332,7 @@ def test_what_another_operation_saved_of_a_buffer_stays_usable():
 
     def run(call):
         seed()
-        layer, x = MovingAverage(False), batch()
+        layer, x = MovingAverage(False), batch(6)
         loss = total(call(layer, x) * layer.mean)
         for _ in range(2):
             loss.backward(retain_graph=True)

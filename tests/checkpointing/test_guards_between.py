@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from conftest import assert_equal, plain_call, raises_cleanly, seed, total
+from conftest import assert_equal, batch, plain_call, raises_cleanly, seed, total, with_layer
 from torch import nn
 
 import ackpt
@@ -14,20 +14,12 @@ import ackpt
 Error = ackpt.CheckpointError
 
 
-def batch():
-    return torch.randn(6, 4, requires_grad=True)
-
-
-def with_layer(layer):
-    return nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
-
-
 def model_and_loss():
     seed()
     model = with_layer(nn.Tanh())
     model.register_buffer("offset", torch.zeros(4))
     other = copy.deepcopy(model.state_dict())
-    x, mask = batch(), torch.ones(4)
+    x, mask = batch(6), torch.ones(4)
     loss = ackpt.checkpoint(lambda x: model(x) * mask + model.offset, x).sum()
     return model, x, mask, other, loss
 
@@ -96,7 +88,7 @@ def test_names_that_mean_something_else_by_the_backward(change):
         model = with_layer(nn.Dropout(0.5))
         model[2].bias.requires_grad_(False)
         model.register_buffer("offset", torch.zeros(4))
-        parameters, x = list(model.parameters()), batch()
+        parameters, x = list(model.parameters()), batch(6)
         loss = total(call(lambda x: model(x) * (model.offset + 1), x))
         change(model)
         now = [name for name, _ in model.named_parameters()], list(model.state_dict()), model.training
@@ -129,7 +121,7 @@ IN_REGION = {
 @pytest.mark.parametrize("history", [False, True])
 @pytest.mark.parametrize(("function", "message"), IN_REGION.values(), ids=IN_REGION)
 def test_a_region_that_changes_its_own_input_or_parameter(function, message, history):
-    w, x = nn.Parameter(torch.ones(4)), batch()
+    w, x = nn.Parameter(torch.ones(4)), batch(6)
     with raises_cleanly(Error, message + ".*(clone|before the region)"):
         ackpt.checkpoint(lambda x: function(x, w), x * 1 if history else x).sum().backward()
 
@@ -141,7 +133,7 @@ def test_an_embedding_that_renormalises_its_weight():
 
 
 def test_guarantees_can_be_switched_off_and_come_back():
-    model, x = with_layer(nn.Tanh()), batch()
+    model, x = with_layer(nn.Tanh()), batch(6)
     with ackpt.guarantees(unchanged=False):
         loss = ackpt.checkpoint(model, x).sum()
         with ackpt.guarantees():

@@ -7,15 +7,11 @@ from functools import lru_cache
 
 import pytest
 import torch
-from conftest import Case, assert_next_step_works, assert_same_step, raises_cleanly
+from conftest import Case, assert_next_step_works, assert_same_step, batch, raises_cleanly
 from torch import nn
 
 import ackpt
 from ackpt.checkpointing import recorder
-
-
-def batch():
-    return torch.randn(5, 4, requires_grad=True)
 
 
 class Double(torch.autograd.Function):
@@ -127,7 +123,7 @@ def forget(monkeypatch):
 @pytest.mark.parametrize("offload", [None, "sync"])
 @pytest.mark.parametrize(("function", "match"), DIFFERENT.values(), ids=DIFFERENT)
 def test_another_path_is_an_error(function, match, offload, monkeypatch):
-    x = batch()
+    x = batch(5)
     loss = ackpt.checkpoint(function, x, offload=offload).sum()
     monkeypatch.setenv("ACKPT_TEST_FLAG", "1")
     with raises_cleanly(ackpt.CheckpointError, f"(?s)path.*{match}"):
@@ -142,13 +138,13 @@ def test_the_error_names_line_and_module():
             return x.sin() if second() else x.cos()
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Gate()))
-    loss = ackpt.checkpoint(model, batch()).sum()
+    loss = ackpt.checkpoint(model, batch(5)).sum()
     with pytest.raises(ackpt.CheckpointError, match=r"test_recorder\.py:\d+, in module '1\.1' \(Gate\)"):
         loss.backward()
 
 
 def test_a_region_inside_that_takes_another_path_is_named_by_the_inner_region():
-    loss = ackpt.checkpoint(lambda x: ackpt.checkpoint(other, x.exp()).tanh(), batch()).sum()
+    loss = ackpt.checkpoint(lambda x: ackpt.checkpoint(other, x.exp()).tanh(), batch(5)).sum()
     with pytest.raises(ackpt.CheckpointError, match="path"):
         loss.backward()
 
@@ -207,7 +203,7 @@ def test_what_two_runs_may_do_differently(make):
 
     def build():
         calls[0] = 0
-        return Case(make(), (batch(),))
+        return Case(make(), (batch(5),))
 
     assert_same_step(build)
     del calls[1:]
@@ -220,7 +216,7 @@ def test_counting_flops_is_no_other_path():
         y = x.to(torch.float32)
         return y.pow(2) @ y.contiguous().t()
 
-    x = batch()
+    x = batch(5)
     assert ackpt.count_flops(lambda: ackpt.checkpoint(function, x).sum().backward()) == 4 * 2 * 5 * 5 * 4
 
 
@@ -233,12 +229,12 @@ def test_a_compiled_function_inside_stays_compiled():
 
     compiled = torch.compile(lambda x: (x.sin() * 2).cos(), backend=count)
     for _ in range(3):
-        ackpt.checkpoint(compiled, batch()).sum().backward()
+        ackpt.checkpoint(compiled, batch(5)).sum().backward()
     assert len(graphs) == 1 and sum(node.op.startswith("call") for node in graphs[0].graph.nodes) == 3
 
 
 def test_guarantees_off_compares_nothing():
-    x = batch()
+    x = batch(5)
     with ackpt.guarantees(unchanged=False):
         ackpt.checkpoint(missing, x).sum().backward()
     assert x.grad is not None

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 import torch.utils.checkpoint
-from conftest import Case, assert_equal, assert_same, assert_same_step, plain_call, run_step, seed, total
+from conftest import Case, assert_equal, assert_same, assert_same_step, batch, plain_call, run_step, seed, total
 from torch import nn
 
 import ackpt
@@ -16,10 +16,6 @@ import ackpt
 
 def mlp(*middle):
     return nn.Sequential(nn.Linear(4, 4), *(middle or (nn.Tanh(),)), nn.Linear(4, 4))
-
-
-def batch(grad=True):
-    return torch.randn(3, 4, requires_grad=grad)
 
 
 def frozen(module):
@@ -64,7 +60,7 @@ MODELS = {
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_modules(make, grad):
     def build():
-        return Case(make(), (batch(grad),))
+        return Case(make(), (batch(grad=grad),))
 
     step = assert_same_step(build)
     assert any(value is not None for value in step.grads) == any(step.requires_grad)
@@ -208,7 +204,7 @@ def inner(model):
 @pytest.mark.parametrize("wrap", [lambda model: model, inner], ids=["flat", "nested"])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_second_backward_without_retain_graph_is_torchs_own_error(wrap, grad):
-    y = ackpt.checkpoint(wrap(mlp()), batch(grad)).sum()
+    y = ackpt.checkpoint(wrap(mlp()), batch(grad=grad)).sum()
     y.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         y.backward()

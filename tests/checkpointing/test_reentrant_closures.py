@@ -6,14 +6,10 @@ import functools
 
 import pytest
 import torch
-from conftest import Case, assert_equal, assert_same_step, plain_call, seed, total
+from conftest import Case, assert_equal, assert_same_step, batch, plain_call, seed, total
 from torch import nn
 
 import ackpt
-
-
-def batch(*shape):
-    return torch.randn(shape or (3, 4), requires_grad=True)
 
 
 def history(*tensors):

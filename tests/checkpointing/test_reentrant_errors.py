@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 import torch.utils.checkpoint
-from conftest import raises_cleanly
+from conftest import batch, raises_cleanly
 from torch import nn
 
 import ackpt
@@ -18,10 +18,6 @@ Error = ackpt.CheckpointError
 
 def layers():
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-
-
-def batch():
-    return torch.randn(3, 4, requires_grad=True)
 
 
 def region(function=None):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from conftest import assert_next_step_works, raises_cleanly, seed, streams, surroundings
+from conftest import assert_next_step_works, batch, raises_cleanly, seed, streams, surroundings
 from torch import nn
 
 import ackpt
@@ -14,10 +14,6 @@ import ackpt
 
 class OwnError(ValueError):
     """Raised by the functions here."""
-
-
-def batch():
-    return torch.randn(3, 4, requires_grad=True)
 
 
 def raises_on_call(number):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import assert_equal, plain_call, seed, total
+from conftest import assert_equal, batch, plain_call, seed, total
 from torch import nn
 
 import ackpt
@@ -12,10 +12,6 @@ import ackpt
 
 def layers():
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-
-
-def batch():
-    return torch.randn(3, 4, requires_grad=True)
 
 
 def heard_by(scenario):

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from conftest import Case, assert_equal, assert_same_step, plain_call, seed, surroundings, total
+from conftest import Case, assert_equal, assert_same_step, batch, plain_call, seed, surroundings, total
 from torch import nn
 
 import ackpt
@@ -18,10 +18,6 @@ no_cache = functools.partial(torch.autocast, "cpu", torch.bfloat16, cache_enable
 
 def model():
     return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.3), nn.LayerNorm(4), nn.Linear(4, 4))
-
-
-def batch():
-    return torch.randn(3, 4, requires_grad=True)
 
 
 def region():
@@ -216,13 +212,6 @@ def test_switches_of_torch(switch):
         switch(False)
 
 
-@pytest.fixture
-def compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 class Compiled(nn.Module):
     def __init__(self):
         super().__init__()
@@ -237,7 +226,7 @@ class Compiled(nn.Module):
 # Dynamo looks at the .grad of an intermediate where it breaks the graph.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_that_calls_checkpoint_breaks_its_graph_there(compiler, backend):
+def test_a_compiled_model_that_calls_checkpoint_breaks_its_graph_there(fresh_dynamo, backend):
     def run(compile):
         seed()
         layers, x = Compiled(), batch()
@@ -250,7 +239,7 @@ def test_a_compiled_model_that_calls_checkpoint_breaks_its_graph_there(compiler,
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_that_is_wrapped_and_a_compiled_function_in_a_region(compiler, backend):
+def test_a_compiled_model_that_is_wrapped_and_a_compiled_function_in_a_region(fresh_dynamo, backend):
     seed()
     layers, x = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))), batch()
     total(layers(x)).backward()
@@ -269,7 +258,7 @@ def test_a_compiled_model_that_is_wrapped_and_a_compiled_function_in_a_region(co
     assert_equal(expected, [x.grad, *(p.grad for p in layers.parameters())], "compiled inside")
 
 
-def test_a_full_graph_is_refused_with_a_name(compiler):
+def test_a_full_graph_is_refused_with_a_name(fresh_dynamo):
     function = torch.compile(lambda x: ackpt.checkpoint(torch.sin, x), backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="_run"):
         function(batch())

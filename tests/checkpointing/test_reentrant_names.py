@@ -7,14 +7,10 @@ import types
 
 import pytest
 import torch
-from conftest import assert_equal, plain_call, seed, total
+from conftest import assert_equal, batch, plain_call, seed, total
 from torch import nn
 
 import ackpt
-
-
-def batch():
-    return torch.randn(3, 4, requires_grad=True)
 
 
 def late(x, call):

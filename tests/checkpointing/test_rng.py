@@ -13,16 +13,11 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import Case, assert_equal, assert_same_step, plain_call, seed, streams, total
+from conftest import Case, assert_equal, assert_same_step, batch, plain_call, seed, streams, total
 from torch import nn
 
 import ackpt
 from ackpt.checkpointing import rng
-
-
-def batch():
-    return torch.randn(3, 4, requires_grad=True)
-
 
 GLOBAL = {
     "dropout": lambda x: nn.functional.dropout(x, 0.5),

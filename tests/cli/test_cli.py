@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from ackpt.cli.command_line import main
 from ackpt.results import Record
@@ -19,9 +18,7 @@ OFFLOAD = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_synthetic_prints_a_table_with_a_row_per_method_and_length(capsys):
@@ -192,7 +189,7 @@ def test_unparsable_arguments_are_one_line(arguments, capsys):
         (["plan", "lm", "--budgt", "1"], "ackpt plan: unrecognized arguments: --budgt 1 (did you mean '--budget'?)"),
         (
             ["frontier", "--budget", "6GiB"],
-            "ackpt frontier: argument --budget: '6GiB' is no share of the baseline's peak, such as 0.5",
+            "ackpt frontier: argument --budget: '6GiB' is not a fraction of the baseline's peak: write a number",
         ),
         (["frontier", "--polices", "auto"], "ackpt frontier: unrecognized arguments: --polices auto (did you mean"),
         (["--verbose", "doctor"], "ackpt: unrecognized arguments: --verbose"),

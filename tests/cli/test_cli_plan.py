@@ -116,7 +116,7 @@ def test_the_written_plan_is_the_model_s_own(tmp_path, capsys):
 def test_a_plan_as_on_a_device_says_that_it_is_none_of_this_machine(tmp_path, capsys):
     path = tmp_path / "plan.json"
     assert main(["plan", *BERT, "--device-profile", "t4", "--output", str(path)]) == 0
-    assert "a plan as t4 runs the step" in capsys.readouterr().out.splitlines()[-1]
+    assert "the plan of a step on t4" in capsys.readouterr().out.splitlines()[-1]
     x = torch.randint(0, 100, (1, 16))
     with pytest.raises(PlanError, match=r"machine then t4 by its data sheet \(--device-profile\), now this one"):
         ackpt.compile(bert(), input_ids=x, labels=x.clone(), plan=Plan.load(path))
@@ -129,7 +129,7 @@ def test_the_call_that_takes_a_written_plan_is_printed(tmp_path, capsys):
     path = tmp_path / "plan.json"
     assert main(["plan", *GPT2, "--output", str(path)]) == 0
     call = f"ackpt.compile(model, plan=ackpt.Plan.load({str(path)!r}), input_ids=..., labels=..., use_cache=False)"
-    assert capsys.readouterr().out.splitlines()[-1] == f"written to {path}; it is taken by {call}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"written to {path}; run it by {call}"
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).train()
     plan = Plan.load(path)
     x = torch.randint(0, 100, (1, 16))
@@ -159,7 +159,7 @@ def test_a_device_that_is_too_small_and_one_that_is_not():
     plain, least = f"{small.plan.peak_bytes / 2**30:.1f} GiB", readable(full.plan.peak_bytes)
     last = plan_report.text(small).splitlines()[-1]
     assert last.startswith(f"does not fit t4: {plain} of 14.9 GiB; the smallest budget of policy full is {least}")
-    assert last.endswith("what is best within 14.9 GiB is asked for with --budget 16000000000B")
+    assert last.endswith("for the best plan within 14.9 GiB add --budget 16000000000B")
     data = plan_report.to_json(small)["device"]
     assert (data["fits"], data["smallest_budget_of_full"]) == (False, full.plan.peak_bytes)
     assert data["modelled_seconds"] > 0
@@ -307,16 +307,16 @@ def test_what_fits_nowhere_is_planned_here(capsys):
         ([*BERT, "--set", "layers=two"], "layers must be a positive integer"),
         ([*BERT, "--set", "dropout=none"], "--set"),
         ([*BERT, "--set", "heads=3"], "multiple of heads"),
-        ([*BERT, "--dtype", "int8"], "'int8' is no dtype"),
-        ([*BERT, "--autocast", "int8"], "'int8' is no dtype"),
-        ([*BERT, "--optimizer", "lion"], "'lion' is no optimizer: choose from adamw, sgd, none"),
+        ([*BERT, "--dtype", "int8"], "'int8' is not a dtype"),
+        ([*BERT, "--autocast", "int8"], "'int8' is not a known dtype"),
+        ([*BERT, "--optimizer", "lion"], "'lion' is not a known optimizer: choose from adamw, sgd, none"),
         (["bert-bse", "--seq-len", "8"], "unknown model 'bert-bse' (did you mean 'bert-base'?)"),
-        ([*BERT, "--policy", "magic"], "'magic' is no policy: choose from none, full"),
-        ([*BERT, "--policy", "Full"], "'Full' is no policy (did you mean 'full'?): choose from none, full"),
+        ([*BERT, "--policy", "magic"], "'magic' is not a known policy: choose from none, full"),
+        ([*BERT, "--policy", "Full"], "'Full' is not a known policy (did you mean 'full'?): choose from none, full"),
         ([*BERT, "--device-profile", "H200"], "'H200' (did you mean 'h200'?), only for h100-80g"),
-        ([*BERT, "--policy", "manual"], "'manual' is no policy"),
+        ([*BERT, "--policy", "manual"], "'manual' is not a known policy"),
         ([*BERT, "--device-profile", "h300"], "'h300'"),
-        ([*BERT, "--device-profile", "t4", "--autocast", "bfloat16"], "'bfloat16' is no dtype of t4"),
+        ([*BERT, "--device-profile", "t4", "--autocast", "bfloat16"], "'bfloat16' is not a known dtype of t4"),
         ([*BERT, "--budget", "6 apples"], "is no budget"),
         ([*BERT, "--budget", "1.5"], "at most 1, as in"),
         ([*BERT, "--budget", "nan"], "at most 1, as in"),
@@ -344,7 +344,7 @@ def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, tmp_path, 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "has no model_type"),
         ("{}", "has no model_type"),
         ('{"model_type": "gpt5"}', "'gpt5'"),

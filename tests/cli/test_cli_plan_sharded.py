@@ -35,9 +35,9 @@ def test_what_a_sharded_plan_says(capsys):
     ("arguments", "message"),
     [
         (["--fsdp", "0"], "--fsdp 0: shard over at least 2 ranks"),
-        (["--fsdp", "2", "--policy", "ilp"], "policy 'ilp' knows nothing of shards"),
+        (["--fsdp", "2", "--policy", "ilp"], "policy 'ilp' does not plan shards"),
         (["--fsdp", "2", "--budget", "1kB"], "cannot keep the budget '1kB' on a rank"),
-        (["--fsdp", "2", "--shard-dtype", "int4"], "--shard-dtype 'int4' is no dtype"),
+        (["--fsdp", "2", "--shard-dtype", "int4"], "--shard-dtype 'int4' is not a dtype"),
         (["--reduce-dtype", "float32"], "--reduce-dtype says how --fsdp shards: give --fsdp as well"),
         (["--fsdp", "2", "--output", "plan.json"], "--output: with --fsdp there is a plan for each block"),
     ],

@@ -239,7 +239,7 @@ def test_a_damaged_profile_is_refused(says, linear, tmp_path):
 def test_a_truncated_file_is_refused(linear, tmp_path):
     path = profile(linear).save(tmp_path / "profile.json")
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(ProfileError, match="profile.json is no profile: .* It may be truncated"):
+    with pytest.raises(ProfileError, match="profile.json is not a profile: .* It may be truncated"):
         Profile.load(path)
 
 

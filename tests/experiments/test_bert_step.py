@@ -68,7 +68,9 @@ def test_a_predicted_step_as_on_a_gpu_has_its_blocks_of_512_bytes():
 def test_the_table_has_the_parts_of_the_peak_and_the_published_figures(records):
     text = bert_report.text_table(records)
     assert text.startswith("bert-large changed to dim ")
-    assert "activations" in text and "published, per-module switch: -34.6 % of average memory, +33.0 % of time" in text
+    assert (
+        "activations" in text and "published, checkpointed layers: -34.6 % of average memory, +33.0 % of time" in text
+    )
     rows = bert_report.rows(records)
     assert rows[2]["dynamic_vs_plain"] <= -50 and rows[0]["vs_plain"] is None
     assert bert_report.file_name(records[2]) == "bert-B8-L16-auto-0.5.json"

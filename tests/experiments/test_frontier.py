@@ -74,7 +74,7 @@ def test_auto_is_planned_within_the_peaks_of_the_peers(record):
     blocks = record.metrics["peers"][0]
     assert found["at_checkpoint"] == blocks["auto_recompute_flops"] / blocks["recompute_flops"] < 1
     assert found["least"] < found["peer_least"] and found["ahead"] == found["wrong"] == []
-    said = "at the peak of torch's checkpoint per block auto runs {} of the FLOPs again that checkpoint does"
+    said = "at the peak of torch's per-block checkpoint, auto recomputes {} of the FLOPs that checkpoint recomputes"
     share = f"{found['at_checkpoint']:.2f}" if found["at_checkpoint"] else "none"
     assert said.format(share) in report.text_table(record)
     free = copy.deepcopy(record)
@@ -154,8 +154,8 @@ def test_the_command_prints_json_and_a_broken_promise_is_status_1(record, monkey
         (["--model", "resnet50", "--layers", "2"], "resnet50 has no size 'layers': it has batch_size, image_size"),
         (["--dim", "0"], "dim must be a positive whole number, got 0"),
         (["--dim", "30", "--heads", "4"], "dim must be a multiple of heads, got 30 and 4"),
-        (["--policy", "best"], "'best' is no policy of the front: choose from full, auto"),
-        (["--peer", "deepspeed"], "'deepspeed' is no peer of the front: choose from checkpoint"),
+        (["--policy", "best"], "'best' is not a policy of this experiment: choose from full, auto"),
+        (["--peer", "deepspeed"], "'deepspeed' is not a peer of this experiment: choose from checkpoint"),
         (["--budget", "0.5", "0"], "a budget is a fraction of the baseline's dynamic peak, in (0, 1], got 0.0"),
         (["--budget", "nan"], "in (0, 1], got nan"),
         (["--setting", "1.5"], "a setting of memory-budget is a number between 0 and 1, got 1.5"),

@@ -117,7 +117,7 @@ def test_nothing_begins_that_should_take_longer_than_what_is_left(tmp_path):
     found = run_suite([job("long", run=None, minutes=5), job("short")], tmp_path, minutes=1, say=said.append)
     assert found.left == ["long"] and found.ran == ["short"]
     assert len(said) == 1 and said[0].startswith("[2/2] short: about 0.0 of ")
-    assert "left for want of time" in "\n".join(text_outcome(found))
+    assert "not run for lack of time" in "\n".join(text_outcome(found))
 
 
 def test_estimates_follow_what_was_measured_for_the_job_and_for_its_experiment(tmp_path):
@@ -191,9 +191,9 @@ def test_deterministic_algorithms_are_on_for_their_jobs_only(tmp_path):
 
 
 def test_a_process_that_lost_its_gpu_stops(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_suite, "_free_all", lambda: "the GPU does not answer any more")
+    monkeypatch.setattr(gpu_suite, "_free_all", lambda: "the GPU no longer responds")
     found = run_suite([job("one"), job("two", run=None)], tmp_path)
-    assert found.ran == ["one"] and found.left == ["two"] and "does not answer" in "\n".join(text_outcome(found))
+    assert found.ran == ["one"] and found.left == ["two"] and "no longer responds" in "\n".join(text_outcome(found))
 
 
 def test_the_table_has_ratios_to_the_plain_run_and_says_how_peaks_were_predicted():

@@ -52,7 +52,7 @@ def test_a_second_run_finds_everything_there(suite, capsys):
     assert main(["gpu-suite", "--tier", "cpu", "--out", str(folder), "--only", "lm,bert"]) == 0
     out = capsys.readouterr()
     wanted = [job.name for job in jobs("cpu", ("lm", "bert"))]
-    assert f"already there, not run again: {', '.join(wanted)}" in out.out and out.err == ""
+    assert f"already recorded, skipped: {', '.join(wanted)}" in out.out and out.err == ""
     assert "synthetic-L48" not in out.out
 
 

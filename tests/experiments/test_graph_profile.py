@@ -13,13 +13,7 @@ TOKENS = torch.arange(12) % 7
 OFFSETS = torch.tensor([0, 12], dtype=torch.int32)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
 
 
 def language_model():

@@ -207,7 +207,7 @@ def test_figures_of_one_run(records, tmp_path):
     figures = report.figures(records)
     assert list(figures) == ["peak", "time", "timelines"]
     title = figures["timelines"].get_suptitle().replace("\n", " ")
-    assert title.startswith("Offloaded boundaries leave no ramp and take 0.0 MiB")
+    assert title.startswith("Offloading the boundaries removes the ramp and lowers the checkpointed peak by 0.0 MiB")
     stacked = figures["timelines"].axes
     assert [axes.get_ylabel() for axes in stacked] == [f"{name}\nMiB" for name in report.STACKED]
     assert len({axes.get_xlim() for axes in stacked}) == 1 and len({axes.get_ylim()[1] for axes in stacked}) == 1

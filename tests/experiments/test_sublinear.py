@@ -10,14 +10,7 @@ from ackpt.graph import PlannedStep
 from ackpt.metering.timeline import Timeline
 from ackpt.policies import revolve
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ackpt
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 
 class Net(nn.Module):
     def __init__(self):
@@ -31,13 +33,6 @@ class Breaks(Net):
         h = self.first(x)
         torch._dynamo.graph_break()
         return {"loss": self.last(h).mean()}
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(model, **options):
@@ -117,8 +112,8 @@ def test_a_later_batch_that_cannot_keep_the_fraction_names_drop_last():
         ({"policy": "none", "fuel": 3}, "fuel"),
         ({"optimizer": None}, r"no option of this backend: use ackpt.compile\(model, ..., optimizer=...\)"),
         ({"on_plan": 3}, "on_plan must be a function of a plan, got int"),
-        ({"budgt": 0.5}, "'budgt' is no keyword of this backend: did you mean 'budget'"),
-        ({"compilr": "inductor"}, "'compilr' is no keyword of this backend: did you mean 'compiler'"),
+        ({"budgt": 0.5}, "'budgt' is not a keyword of this backend: did you mean 'budget'"),
+        ({"compilr": "inductor"}, "'compilr' is not a keyword of this backend: did you mean 'compiler'"),
     ],
 )
 def test_unknown_options_are_refused(options, message):

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 LIMIT = 3
 limited = torch._dynamo.config.patch(recompile_limit=LIMIT)
 
@@ -23,13 +24,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.last(torch.tanh(torch.relu(self.first(x)))).square().mean()
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def as_function(model, **options):

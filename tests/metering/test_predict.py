@@ -87,13 +87,6 @@ def test_equal_to_the_byte(make):
     assert boundaries[0] == boundaries[1]
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def compiled(**options):
     model, x, loss_of = mlp()
     call = torch.compile(model, **options)

@@ -92,12 +92,12 @@ def distributed(model):
 
 WRAPPERS = {
     "compiled": (torch.compile, "torch.compile has compiled it.*_orig_mod.*'compiler': 'inductor'"),
-    "compiled in place": (in_place, r"its compile\(\) was called. Leave that out.*'compiler': 'inductor'"),
+    "compiled in place": (in_place, r"its compile\(\) was called. Do not call it.*'compiler': 'inductor'"),
     "scripted": (torch.jit.script, "TorchScript cannot be captured"),
     "parallel": (nn.DataParallel, "it runs copies of a module. .*DistributedDataParallel"),
-    "distributed": (distributed, "the planned step belongs into it.*DistributedDataParallel"),
+    "distributed": (distributed, "a planned step cannot contain it.*DistributedDataParallel"),
     "lazy": (lambda model: nn.LazyLinear(4), "its parameters have no shape yet. Call the model once"),
-    "planned": (lambda model: ackpt.compile(model, X), "it is planned already"),
+    "planned": (lambda model: ackpt.compile(model, X), "it is already planned"),
 }
 
 

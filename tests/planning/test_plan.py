@@ -7,17 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from planned_models import Mean
 from random_fates import planned
 from torch import nn
 
 import ackpt
 from ackpt.graph import PlanError, Step
 from ackpt.policies import POLICIES
-
-
-class Mean(nn.Module):
-    def forward(self, x):
-        return x.square().mean()
 
 
 class Residual(nn.Module):
@@ -84,7 +80,7 @@ def test_a_plan_reads_back_and_runs(graph, tmp_path):
 def test_a_truncated_file_is_refused(graph, tmp_path, share):
     text = ackpt.plan(graph).save(tmp_path / "plan.json").read_text()
     (tmp_path / "plan.json").write_text(text[: int(share * len(text))])
-    with pytest.raises(PlanError, match="is no plan: .*truncated"):
+    with pytest.raises(PlanError, match="is not a plan: .*truncated"):
         ackpt.Plan.load(tmp_path / "plan.json")
 
 
@@ -95,14 +91,14 @@ def without(key):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: [], "no plan of this version"),
-        (lambda data: 3, "no plan of this version"),
-        (lambda data: {**data, "version": 99}, "no plan of this version"),
-        (lambda data: {**data, "schema": "other"}, "no plan of this version"),
-        (without("schedule"), "no whole plan .*schedule"),
-        (without("peak_bytes"), "no whole plan .*peak_bytes"),
-        (lambda data: {**data, "schedule": None}, "no whole plan"),
-        (lambda data: {**data, "activations": [{}]}, "no whole plan"),
+        (lambda data: [], "not a plan of this version"),
+        (lambda data: 3, "not a plan of this version"),
+        (lambda data: {**data, "version": 99}, "not a plan of this version"),
+        (lambda data: {**data, "schema": "other"}, "not a plan of this version"),
+        (without("schedule"), "not a complete plan .*schedule"),
+        (without("peak_bytes"), "not a complete plan .*peak_bytes"),
+        (lambda data: {**data, "schedule": None}, "not a complete plan"),
+        (lambda data: {**data, "activations": [{}]}, "not a complete plan"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(graph, tmp_path, change, message):
@@ -123,7 +119,7 @@ def test_a_file_that_was_changed_by_hand_is_refused(graph, tmp_path, name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"saved_bytes": 1}, r"its saved_bytes are 1, but .* they are \d+\. Plan anew"),
+        ({"saved_bytes": 1}, r"its saved_bytes are 1, but .* they are \d+\. Plan again"),
         ({"resident_bytes": 1}, r"its resident_bytes are 1, but .* at least \d+"),
         ({"peak_bytes": 10**4}, r"its peak_bytes are 10000, but .* at least \d+"),
         ({"limit_bytes": 10}, r"its peak_bytes are \d+, but .* at most \d+"),
@@ -157,7 +153,7 @@ def test_a_file_that_is_not_there_is_said_so(graph, tmp_path):
     with pytest.raises(FileNotFoundError):
         ackpt.Plan.load(tmp_path / "none.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlanError, match="is no plan"):
+    with pytest.raises(PlanError, match="is not a plan"):
         ackpt.Plan.load(tmp_path / "binary")
 
 
@@ -170,7 +166,7 @@ def test_a_plan_for_another_graph_is_refused(graph, change):
         own, x = own.double(), X.double()
     else:
         own[0] = nn.ReLU()
-    with pytest.raises(PlanError, match="made for another graph .*Plan anew"):
+    with pytest.raises(PlanError, match="made for another graph .*Plan again"):
         ackpt.compile(own, x, plan=plan)
     step = ackpt.compile(model(), X, plan=plan)
     with pytest.raises(PlanError, match="made for another graph"):
@@ -258,7 +254,7 @@ def test_one_operation_has_one_fate():
 
     graph = ackpt.trace(Sorted(8, 8), X)
     first, second = (name for name in ackpt.plan(graph).fates if name.startswith(("getitem", "sort")))
-    with pytest.raises(ValueError, match="results of one operation"):
+    with pytest.raises(ValueError, match="outputs of one operation"):
         ackpt.plan(graph, policy="manual", fates={first: "saved", second: "recomputed"})
 
 

@@ -88,7 +88,7 @@ def test_a_module_that_takes_other_bytes_is_found(graph, monkeypatch):
         return rewritten
 
     monkeypatch.setattr(implementation, "_rewritten", tampered)
-    with pytest.raises(RewriteError, match="bytes alive.*were simulated"):
+    with pytest.raises(RewriteError, match="bytes live.*were simulated"):
         rewrite(graph, lower(graph, ()))
 
 

@@ -71,13 +71,13 @@ def test_the_simulator_refuses_what_cannot_run(graph):
     first = next(step for step in schedule.forward if step.kind == COMPUTE and graph.analysis.allocated.get(step.id))
     at = schedule.forward.index(first)
     without = schedule.forward[:at] + schedule.forward[at + 1 :]
-    with pytest.raises(ScheduleError, match="which is not there"):
+    with pytest.raises(ScheduleError, match="which is not live"):
         simulate(graph, profile(graph), changed(schedule, forward=without))
     twice = schedule.forward[: at + 1] + (first,) + schedule.forward[at + 1 :]
-    with pytest.raises(ScheduleError, match="computed while its result is still there"):
+    with pytest.raises(ScheduleError, match="computed while its result is still live"):
         simulate(graph, profile(graph), changed(schedule, forward=twice))
     storage = graph.nodes[first.id].storages[0]
-    with pytest.raises(ScheduleError, match="is freed, but it is not there"):
+    with pytest.raises(ScheduleError, match="is freed, but it is not live"):
         simulate(graph, profile(graph), changed(schedule, forward=(Step(FREE, storage), *schedule.forward)))
 
 

@@ -246,7 +246,7 @@ def test_a_module_that_keeps_what_is_offloaded_is_found(graph, tanhs, monkeypatc
     schedule = offloaded(graph, everything(graph), tanhs, profile(graph))
     rewrite(graph, schedule)
     monkeypatch.setattr(implementation, "_rewritten", tampered)
-    with pytest.raises(RewriteError, match=r"bytes alive \(on the device, in host memory\).*were simulated"):
+    with pytest.raises(RewriteError, match=r"bytes live \(on the device, in host memory\).*were simulated"):
         rewrite(graph, schedule)
 
 
@@ -264,21 +264,21 @@ def test_schedules_that_cannot_run_are_refused(graph, tanhs):
     weight = next(s.id for s in graph.storages if s.category == "parameter")
     freed = next(step.id for step in away.forward if step.kind == FREE)
     wrong = [
-        (changed("forward", out, []), f"storage {first} is waited for, but no copy of it is on its way"),
+        (changed("forward", out, []), f"storage {first} is waited for, but no copy of it is in progress"),
         (changed("forward", wait, []), f"storage {first} is freed before the wait for its offload"),
         (changed("forward", out, [out, out]), f"storage {first} is offloaded twice"),
-        (changed("forward", free, []), f"storage {first} is prefetched while it is still there"),
+        (changed("forward", free, []), f"storage {first} is prefetched while it is still live"),
         (
             changed("forward", free, [free, back]),
-            f"copies of storages \\[{first}\\] are on their way at the end of the fo",
+            f"copies of storages \\[{first}\\] are in progress at the end of the fo",
         ),
         (changed("forward", free, [free, Step(PREFETCH, tanhs[1])]), "is prefetched, but it was never offloaded"),
-        (changed("forward", out, [out, Step(OFFLOAD, weight)]), f"storage {weight} is the caller's and stays"),
-        (changed("forward", free, [free, Step(OFFLOAD, freed)]), f"storage {freed} is offloaded, but it is not there"),
-        (changed("forward", free, [free, Step("lose", first)]), "'lose' is no kind of step"),
-        (changed("backward", back, [back, back]), f"storage {first} is prefetched while it is still there"),
-        (changed("backward", back, []), f"storage {first} is waited for, but no copy of it is on its way"),
-        (changed("backward", wait, []), "which is not there: .* or not waited for its prefetch"),
+        (changed("forward", out, [out, Step(OFFLOAD, weight)]), f"storage {weight} belongs to the caller"),
+        (changed("forward", free, [free, Step(OFFLOAD, freed)]), f"storage {freed} is offloaded, but it is not live"),
+        (changed("forward", free, [free, Step("lose", first)]), "'lose' is not a kind of step"),
+        (changed("backward", back, [back, back]), f"storage {first} is prefetched while it is still live"),
+        (changed("backward", back, []), f"storage {first} is waited for, but no copy of it is in progress"),
+        (changed("backward", wait, []), "which is not live: .* or not waited for its prefetch"),
         (changed("backward", wait, [free, wait]), f"storage {first} is freed before the wait for its prefetch"),
     ]
     for schedule, message in wrong:
@@ -321,7 +321,7 @@ def test_plan_files_from_before_offload_are_read(graph, tmp_path):
     assert Plan.load(path) == plan
     data["schedule"]["forward"][0] = ["offload"]
     path.write_text(json.dumps(data))
-    with pytest.raises(PlanError, match="is no whole plan"):
+    with pytest.raises(PlanError, match="is not a complete plan"):
         Plan.load(path)
 
 

@@ -146,7 +146,7 @@ def dags(draw, largest=3):
 def least_budget(dag):
     with pytest.raises(BudgetError) as refused:
         ilp.solve(dag, 0.5)
-    return int(re.search(r"the smallest budget that can be kept is (\d+) bytes", str(refused.value)).group(1))
+    return int(re.search(r"the smallest feasible budget is (\d+) bytes", str(refused.value)).group(1))
 
 
 def tight(dag, share):
@@ -235,7 +235,7 @@ def test_out_of_time_the_best_schedule_comes_with_an_honest_bound():
 def test_nothing_is_found_in_time(monkeypatch):
     monkeypatch.setattr(ilp, "greedy", lambda dag, budget: None)
     with pytest.raises(
-        BudgetError, match="nor was it shown that there is none: raise the time limit.*; 17 bytes are kept"
+        BudgetError, match="and no proof that none exists: raise the time limit.*; 17 bytes are feasible"
     ):
         ilp.solve(layers(16), 6, time_limit=1e-6)
 
@@ -246,7 +246,7 @@ def test_a_refusal_says_if_there_was_no_time_to_find_the_smallest_budget(monkeyp
 
     monkeypatch.setattr(ilp, "run", run)
     with pytest.raises(
-        BudgetError, match="a budget of 17 bytes can be kept; whether less can was not found out in 60 s"
+        BudgetError, match="a budget of 17 bytes is feasible; 60 s were too short to tell whether a smaller one is"
     ):
         ilp.solve(layers(16), 3, time_limit=60)
 

@@ -192,7 +192,7 @@ def test_a_refusal_names_the_smallest_budget(chain):
     try:
         rotor.solve(chain, 0.5)
     except BudgetError as refused:
-        least = int(re.search(r"can be kept is (\d+) bytes", str(refused)).group(1))
+        least = int(re.search(r"feasible budget is (\d+) bytes", str(refused)).group(1))
         assert time_of(chain, least, 7) < inf
         assert textbook(chain, least - 1) == inf
         with pytest.raises(BudgetError, match=f"is {least} bytes"):

@@ -51,28 +51,28 @@ def check(spec: Spec, only: str | None = None) -> list[Outcome] | None:
         if difference(expected, again) is not None:
             return None
     cached = _Baseline(spec)
-    found = []
+    outcomes = []
     for variant in variants(spec):
         if only in (None, variant.name):
-            found.append(_outcome(spec, variant, expected, cached))
+            outcomes.append(_outcome(spec, variant, expected, cached))
             gc.collect()
-    return found
+    return outcomes
 
 
 def _outcome(spec: Spec, variant: Variant, expected: Run, baseline: Callable[[], int]) -> Outcome:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            found = train(spec, variant.prepare)
+            run = train(spec, variant.prepare)
         except Exception as error:
             return Outcome(variant.name, REFUSED if is_clear(error) else FINDING, in_words(error))
-    text = difference(expected, found, inside=not variant.recomputes)
+    text = difference(expected, run, inside=not variant.recomputes)
     if text is not None:
         said = _said(caught)
         if said:
             return Outcome(variant.name, ANNOUNCED, f"{text}; {said[0]}")
         tolerance = _documented(spec, variant, expected)
-        if tolerance and difference(expected, found, not variant.recomputes, tolerance) is None:
+        if tolerance and difference(expected, run, not variant.recomputes, tolerance) is None:
             return Outcome(variant.name, REGROUPED, text)
         return Outcome(variant.name, FINDING, text)
     if variant.plans:
@@ -148,14 +148,14 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {' '.join(str(error).split())[:400]}"
 
 
-def difference(expected: Run, found: Run, inside: bool = True, tolerance: float = 0.0) -> str | None:
+def difference(expected: Run, actual: Run, inside: bool = True, tolerance: float = 0.0) -> str | None:
     """The first difference between two runs in words; None if there is none.
 
     `inside`: whether plain values in lists and dicts of modules count. `tolerance`: by how much floating-point tensors
     may differ, relative to their largest element; the steps after the first that differs are then not compared, as they
     begin with other parameters.
     """
-    for step, (one, other) in enumerate(zip(expected.records, found.records)):
+    for step, (one, other) in enumerate(zip(expected.records, actual.records)):
         differs = False
         for name in {**one, **other}:
             if name.startswith("inside") and not inside:

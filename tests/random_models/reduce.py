@@ -44,16 +44,16 @@ def _sort(outcome: Outcome) -> str:
 
 
 def _persists(spec: Spec, outcome: Outcome) -> bool:
-    found = check(spec, only=outcome.variant)
-    return bool(found) and found[0].kind == FINDING and _sort(found[0]) == _sort(outcome)
+    outcomes = check(spec, only=outcome.variant)
+    return bool(outcomes) and outcomes[0].kind == FINDING and _sort(outcomes[0]) == _sort(outcome)
 
 
 def _smaller(spec: Spec) -> Iterator[Spec]:
-    for place in range(len(spec.blocks)):
+    for index in range(len(spec.blocks)):
         if len(spec.blocks) > 1:
-            yield dataclasses.replace(spec, blocks=spec.blocks[:place] + spec.blocks[place + 1 :])
-        for nodes in _smaller_lists(spec.blocks[place]):
-            yield dataclasses.replace(spec, blocks=(*spec.blocks[:place], nodes, *spec.blocks[place + 1 :]))
+            yield dataclasses.replace(spec, blocks=spec.blocks[:index] + spec.blocks[index + 1 :])
+        for nodes in _smaller_lists(spec.blocks[index]):
+            yield dataclasses.replace(spec, blocks=(*spec.blocks[:index], nodes, *spec.blocks[index + 1 :]))
     for field in dataclasses.fields(spec):
         if field.default is not dataclasses.MISSING and getattr(spec, field.name) != field.default:
             yield dataclasses.replace(spec, **{field.name: field.default})
@@ -61,8 +61,8 @@ def _smaller(spec: Spec) -> Iterator[Spec]:
 
 def _smaller_lists(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:
     """The list without one part, with a container replaced by what it holds, and with less in a container."""
-    for place, node in enumerate(nodes):
-        before, after = nodes[:place], nodes[place + 1 :]
+    for index, node in enumerate(nodes):
+        before, after = nodes[:index], nodes[index + 1 :]
         yield before + after
         if node.inner:
             yield before + node.inner + after

@@ -77,8 +77,8 @@ def _step(spec: Spec, model: Model, call, step: int, final: bool, run: Run) -> R
         inputs += [tensor for tensor in tensors if tensor.requires_grad]
         with torch.autocast("cpu", torch.bfloat16) if spec.autocast else contextlib.nullcontext():
             outputs += tensors_in(call(*args, **kwargs))
-    for place, output in enumerate(outputs):
-        record[f"output {place}"] = output.detach().clone()
+    for index, output in enumerate(outputs):
+        record[f"output {index}"] = output.detach().clone()
     record["outputs that require grad"] = [output.requires_grad for output in outputs]
     record["random numbers after forward"] = random_states(model)
     trained = differentiated(outputs, 1 + spec.accumulates)
@@ -87,8 +87,8 @@ def _step(spec: Spec, model: Model, call, step: int, final: bool, run: Run) -> R
     del outputs, trained
     for name, tensor in everything(model):
         record[f"gradient of {name}"] = None if tensor.grad is None else tensor.grad.clone()
-    for place, tensor in enumerate(inputs):
-        record[f"gradient of input {place}"] = None if tensor.grad is None else tensor.grad.clone()
+    for index, tensor in enumerate(inputs):
+        record[f"gradient of input {index}"] = None if tensor.grad is None else tensor.grad.clone()
     record["random numbers after backward"] = random_states(model)
     with torch.no_grad():
         for _, tensor in everything(model):
@@ -124,14 +124,14 @@ def incoming(outputs) -> list[torch.Tensor]:
 
 def everything(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Parameters and buffers by name, those of modules that lie in lists as well, each tensor once."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    named: dict[int, tuple[str, torch.Tensor]] = {}
     for path, module in model.named_modules():
         hidden = [item for value in vars(module).values() if isinstance(value, list) for item in value]
-        for place, owner in enumerate([module, *(item for item in hidden if isinstance(item, nn.Module))]):
-            prefix = f"{path}." + (f"hidden{place}." if place else "")
-            for name, tensor in (*owner.named_parameters(recurse=place > 0), *owner.named_buffers(recurse=place > 0)):
-                found.setdefault(id(tensor), (prefix + name, tensor))
-    return list(found.values())
+        for index, owner in enumerate([module, *(item for item in hidden if isinstance(item, nn.Module))]):
+            prefix = f"{path}." + (f"hidden{index}." if index else "")
+            for name, tensor in (*owner.named_parameters(recurse=index > 0), *owner.named_buffers(recurse=index > 0)):
+                named.setdefault(id(tensor), (prefix + name, tensor))
+    return list(named.values())
 
 
 def kept_values(model: nn.Module) -> Record:
@@ -139,21 +139,21 @@ def kept_values(model: nn.Module) -> Record:
 
     The weights that torch's hooks compute before every forward are left out: a planned step does so inside.
     """
-    found: Record = {}
+    values: Record = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name in _OF_EVERY_MODULE or name.startswith("_") or name == "call":
                 continue
             if isinstance(value, _PLAIN):
-                found[f"attribute {path}.{name}"] = value
+                values[f"attribute {path}.{name}"] = value
             elif isinstance(value, torch.Tensor) and not module._forward_pre_hooks:
-                found[f"attribute {path}.{name}"] = value.detach().clone()
+                values[f"attribute {path}.{name}"] = value.detach().clone()
             elif isinstance(value, (list, dict)):
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 for key, item in items:
                     if isinstance(item, _PLAIN):
-                        found[f"inside {path}.{name}[{key!r}]"] = item
-    return found
+                        values[f"inside {path}.{name}[{key!r}]"] = item
+    return values
 
 
 def random_states(model: nn.Module) -> list:
@@ -202,15 +202,15 @@ def measured_peak(spec: Spec, prepare: Callable) -> tuple[int, Any]:
     model = _made(spec)
     args, kwargs, tensors = batch(spec, 0)
     call = prepare(model, args, kwargs)
-    own = [tensor for _, tensor in everything(model)]
+    of_model = [tensor for _, tensor in everything(model)]
 
     def once():
-        for tensor in (*own, *tensors):
+        for tensor in (*of_model, *tensors):
             tensor.grad = None
         with torch.autocast("cpu", torch.bfloat16) if spec.autocast else contextlib.nullcontext():
             outputs = call(*args, **kwargs)
         trained = differentiated(tensors_in(outputs))
         torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
 
-    measured = ackpt.measure(once, "cpu", resident=(model, *own, *tensors), repeats=0)
+    measured = ackpt.measure(once, "cpu", resident=(model, *of_model, *tensors), repeats=0)
     return measured.dynamic_peak_bytes, call

@@ -41,7 +41,7 @@ def plain(value):
 
 def every_module(model: nn.Module) -> dict[str, nn.Module]:
     """`model` and its submodules by path, each once: named_modules(), which takes ten times as long in every step."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     seen: set[int] = set()
     left: list[tuple[str, nn.Module | None]] = [("", model)]
     while left:
@@ -49,10 +49,10 @@ def every_module(model: nn.Module) -> dict[str, nn.Module]:
         if module is None or id(module) in seen:
             continue
         seen.add(id(module))
-        found[path] = module
+        modules[path] = module
         prefix = path and path + "."
         left += [(prefix + name, submodule) for name, submodule in reversed(module._modules.items())]
-    return found
+    return modules
 
 
 def attributes(modules) -> tuple:
@@ -60,13 +60,13 @@ def attributes(modules) -> tuple:
 
     Hooks are represented by the ids of their handles, which are unique.
     """
-    found = []
+    entries = []
     for module in modules:
-        own = vars(module)
-        found += [(name, _comparable(own[name])) for name in own if name not in OF_EVERY_MODULE]
-        found += [(name, *own[name]) for name in _HOOKS if own[name]]
-        found.append(None)
-    return tuple(found)
+        values = vars(module)
+        entries += [(name, _comparable(values[name])) for name in values if name not in OF_EVERY_MODULE]
+        entries += [(name, *values[name]) for name in _HOOKS if values[name]]
+        entries.append(None)
+    return tuple(entries)
 
 
 def changed_attribute(paths: Iterable[str], was: tuple, now: tuple) -> tuple[str, str] | None:
@@ -97,8 +97,10 @@ def _by_module(facts: tuple) -> list[dict[str, tuple]]:
 
 def _value_in(fact) -> str | None:
     """The plain value of a fact, as text; None if it has none."""
-    is_value = fact is not None and len(fact) == 1 and isinstance(fact[0], tuple) and len(fact[0]) == 2
-    return str(fact[0][1]) if is_value and isinstance(fact[0][0], type) else None
+    if fact is None or len(fact) != 1 or not isinstance(fact[0], tuple) or len(fact[0]) != 2:
+        return None
+    kind, value = fact[0]
+    return str(value) if isinstance(kind, type) else None
 
 
 def _comparable(value):
@@ -178,8 +180,8 @@ def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def repeated_draws(source: str) -> TraceError:
     return TraceError(
-        f"the forward draws random numbers of {source}, which a captured step would repeat for ever. Draw them "
-        "with torch, as in torch.rand(()), or outside of the model and pass them as tensors."
+        f"the forward draws random numbers from {source}, and a captured step would reuse the same numbers for ever. "
+        "Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors."
     )
 
 
@@ -195,8 +197,8 @@ def arguments_unchanged(arguments):
     for container, copy in before:
         if any(changed_items(container, copy, lambda was, now: False)):
             raise TraceError(
-                f"the forward changes a {type(container).__name__} that it is given as an argument, which a captured "
-                "step would not do. Return what it collects as an output of the model."
+                f"the forward changes a {type(container).__name__} that it received as an argument, which a captured "
+                "step would not do. Return the collected values as an output of the model."
             )
 
 
@@ -267,32 +269,33 @@ def _refusal(name: str, attribute: str, key, was, now) -> str:
     owner = f"of module {name!r}" if name else "of the model"
     if attribute in _TENSORS:
         return (
-            f"the forward assigns {_TENSORS[attribute]} {key!r} {owner} anew, which a captured step cannot do. Change "
-            "buffers in place, as in self.buffer.copy_(value), and make modules and parameters before."
+            f"the forward replaces {_TENSORS[attribute]} {key!r} {owner}, which a captured step cannot do. Change "
+            "buffers in place, as in self.buffer.copy_(value), and create modules and parameters before the forward."
         )
     if attribute in OF_EVERY_MODULE:
         return (
-            f"the forward adds or removes a hook {owner}, which a captured step would not do again. Register hooks "
-            "before; if the forward does it only once, call the model once before."
+            f"the forward adds or removes a hook {owner}, which a captured step would not repeat. Register hooks "
+            "before the forward; if it adds the hook only once, call the model once before it is captured."
         )
     if isinstance(now, torch.Tensor):
         return (
-            f"the forward keeps a tensor in attribute {attribute or key!r} {owner}, which a captured step cannot do: "
-            "let it return the tensor. If it is kept only once, as in a cache, call the model once before."
+            f"the forward stores a tensor in attribute {attribute or key!r} {owner}, which a captured step cannot do. "
+            "Return the tensor from the forward. If it is stored only once, as in a cache, call the model once before "
+            "it is captured."
         )
     return (
         f"the forward changes attribute {attribute or key!r} {owner}, from {was!r} to {now!r}, which a captured step "
-        "would not do again. Count in a buffer, in place, or outside of the model; if it changes only once, call the "
-        "model once before."
+        "would not repeat. Count in a buffer, in place, or outside of the model; if it changes only once, call the "
+        "model once before it is captured."
     )
 
 
 def _random_states() -> dict:
     """By the generator's name: its state, comparable by ==, and a function that restores it."""
-    own = random.getstate()
-    found = {"Python's module random": (own, lambda: random.setstate(own))}
+    python_state = random.getstate()
+    states = {"Python's module random": (python_state, lambda: random.setstate(python_state))}
     if numpy := sys.modules.get("numpy"):
         state = numpy.random.get_state()
         comparable = tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
-        found["numpy.random"] = (comparable, lambda: numpy.random.set_state(state))
-    return found
+        states["numpy.random"] = (comparable, lambda: numpy.random.set_state(state))
+    return states

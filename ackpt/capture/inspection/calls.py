@@ -18,21 +18,21 @@ _MODE, _TRAINING, _EVALUATION = "mode", "training", "evaluation"
 MACHINE = "machine"  # given only where it is not the one that plans
 _LONGEST = 60  # characters of an argument that is no tensor
 _EVALUATE = (
-    "The model was in training mode then and is not now, but gradients are on: run evaluation under torch.no_grad(), "
-    "where the model itself runs"
+    "The model was in training mode then and is in evaluation mode now, but gradients are on: run evaluation under "
+    "torch.no_grad(), which calls the model without a plan"
 )
 
 
 def described(model: nn.Module, args, kwargs, differentiate: str = "loss") -> dict[str, str]:
     """``{what: how it is}`` for a call of `model`: torch, the model, its parameters and mode, autocast, arguments."""
-    own = {id(parameter): parameter for parameter in model.parameters()}.values()
-    kinds = ", ".join(dict.fromkeys(f"{_dtype(parameter)}{_device(parameter)}" for parameter in own))
-    trained = sum(parameter.numel() for parameter in own if parameter.requires_grad)
-    number = sum(parameter.numel() for parameter in own)
+    parameters = {id(parameter): parameter for parameter in model.parameters()}.values()
+    kinds = ", ".join(dict.fromkeys(f"{_dtype(parameter)}{_device(parameter)}" for parameter in parameters))
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    number = sum(parameter.numel() for parameter in parameters)
     return {
         "torch": torch.__version__,
         "model": type(model).__name__,
-        "parameters": f"{number:,} in {len(own)} tensors of {kinds}, {trained:,} trained",
+        "parameters": f"{number:,} in {len(parameters)} tensors of {kinds}, {trained:,} trained",
         _MODE: _mode(model),
         "autocast": _autocast(),
         "differentiate": differentiate,
@@ -49,22 +49,22 @@ def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) ->
     """
     if was is None or now is None:
         return []
-    found = []
-    for what in {**was, **now}:
-        without = "this one" if what == MACHINE else "not given"
-        before, after = was.get(what, without), now.get(what, without)
+    clauses = []
+    for name in {**was, **now}:
+        without = "this one" if name == MACHINE else "not given"
+        before, after = was.get(name, without), now.get(name, without)
         if before != after:
-            found.append(f"{what} then {before}, now {after}")
-    return found
+            clauses.append(f"{name} then {before}, now {after}")
+    return clauses
 
 
 def another_plan(was, now) -> str:
-    """What to do where a plan that was given is none of a later call."""
+    """What to do if the given plan does not fit a later call."""
     if _left_training(was, now):
         return f"It fitted the call before. {_EVALUATE}."
     return (
         "It fitted the call before: a plan is for one set of shapes. Leave a smaller last batch out, as a DataLoader "
-        "with drop_last=True does, make a second step with a plan for it, or give a budget, which plans anew."
+        "with drop_last=True does, make a second step with a plan for it, or give a budget instead, which replans."
     )
 
 
@@ -74,17 +74,17 @@ def other_bytes(was, now, budget) -> str:
         "; ".join(differences(was, now))
         or "since then an attribute of the model, a value that its code reads, or the layout of a tensor changed"
     )
-    said = f"It was kept for the arguments planned before: {changes}."
+    said = f"The budget was feasible for the earlier call: {changes}."
     if not is_share(budget):
         return f"{said} Give the budget that the largest call needs."
     if _left_training(was, now):
         return (
-            f"{said} {_EVALUATE}. The baseline allocates less then, and a fraction is one of that; bytes, such as "
-            "'6GiB', stay what they are."
+            f"{said} {_EVALUATE}. In evaluation mode the baseline's peak is lower, and a fraction is relative to it; a "
+            "budget in bytes, such as '6GiB', does not change."
         )
     return (
-        f"{said} A fraction is one of what the baseline allocates with the arguments at hand, so that a smaller "
-        "batch has a smaller bound: give bytes, such as '6GiB', or a larger fraction, or leave the batch out, as a "
+        f"{said} A fraction is relative to the baseline's dynamic peak with the current arguments, so a smaller batch "
+        "has a smaller budget: give bytes, such as '6GiB', or a larger fraction, or leave the batch out, as a "
         "DataLoader with drop_last=True does."
     )
 
@@ -122,8 +122,8 @@ def _arguments(args, kwargs) -> Iterator[tuple[str, str]]:
 def named_leaves(args, kwargs) -> Iterator[tuple[str, object]]:
     """(name, leaf) of every leaf of a call's arguments: ``"0"``, or ``"batch[2]"`` in a container."""
     for name, value in (*enumerate(args), *kwargs.items()):
-        for place, leaf in enumerate(tree_leaves(value)):
-            yield str(name) if leaf is value else f"{name}[{place}]", leaf
+        for index, leaf in enumerate(tree_leaves(value)):
+            yield str(name) if leaf is value else f"{name}[{index}]", leaf
 
 
 def _value(leaf) -> str:

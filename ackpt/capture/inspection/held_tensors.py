@@ -46,8 +46,8 @@ class Held(TorchFunctionMode):
         require_plain(f"a tensor used{line()}", tensor)
         if tensor.requires_grad:
             raise TraceError(
-                f"a tensor of shape {tuple(tensor.shape)} that requires grad is used{line()}, and is no parameter of "
-                "the model. Register it: self.name = nn.Parameter(...), or nn.ParameterList for several."
+                f"a tensor of shape {tuple(tensor.shape)} that requires grad is used{line()} but is not a parameter "
+                "of the model. Register it: self.name = nn.Parameter(...), or nn.ParameterList for several."
             )
         self.found[id(tensor)] = tensor, line()
         self.traced[id(tensor)] = torch.empty_strided(

@@ -18,31 +18,31 @@ _GATHERS = "FSDP gathers parameters while a step runs, which cannot be captured.
 
 # kind -> what is wrong with it, and what to do
 _WRAPPERS: dict[type, str] = {
-    OptimizedModule: f"torch.compile has compiled it. Give what it was made of, its _orig_mod, {_INDUCTOR}.",
-    torch.jit.ScriptModule: "TorchScript cannot be captured. Give the nn.Module that it was made of.",
+    OptimizedModule: f"torch.compile has compiled it. Give the original module, its _orig_mod, {_INDUCTOR}.",
+    torch.jit.ScriptModule: "TorchScript cannot be captured. Give the nn.Module it was made from.",
     DataParallel: f"it runs copies of a module. Give that module itself; for several GPUs use {_DDP}.",
-    DistributedDataParallel: f"the planned step belongs into it, not it into the step: {_DDP}.",
+    DistributedDataParallel: f"a planned step cannot contain it. Wrap the planned step in it: {_DDP}.",
 }
 if torch.distributed.is_available():
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     _WRAPPERS[FullyShardedDataParallel] = (
-        f"{_GATHERS} Leave FSDP out, or use ackpt.apply_activation_checkpointing, which works with it."
+        f"{_GATHERS} Remove FSDP, or use ackpt.apply_activation_checkpointing, which works with it."
     )
     _WRAPPERS[FSDPModule] = (
         f"{_GATHERS} Plan first, fully_shard(ackpt.compile(model, ...)), which gathers the whole model, or shard block "
-        "by block and use ackpt.apply_activation_checkpointing before."
+        "by block and call ackpt.apply_activation_checkpointing before that."
     )
 
 
-def check_keywords(model, given, known, what: str) -> None:
-    """Refuse keywords for the model that are nearly one of `known`, those of `what`, and not named by its forward.
+def check_keywords(model, given, keywords, owner: str) -> None:
+    """Refuse keywords for the model that are nearly one of `keywords`, those of `owner`, and not named by its forward.
 
     Raises:
         TypeError: naming both.
     """
     unnamed = sorted(set(given) - forward_names(model))
-    check_misspelt(unnamed, known, f"{what}, and no parameter that the model's forward names")
+    check_misspelt(unnamed, keywords, f"{owner}, nor a parameter of the model's forward")
 
 
 def forward_names(model) -> set[str]:
@@ -66,11 +66,11 @@ def check_model(model) -> None:
     for name, module in model.named_modules():
         reason = next((reason for kind, reason in _WRAPPERS.items() if isinstance(module, kind)), None)
         if "_ackpt_planned" in vars(module):
-            reason = "it is planned already. Plan the whole model once, made of modules that are not."
+            reason = "it is already planned. Plan the whole model once, built from modules that are not planned."
         elif reason is None and module._compiled_call_impl is not None:
-            reason = f"its compile() was called. Leave that out, {_INDUCTOR}."
+            reason = f"its compile() was called. Do not call it, {_INDUCTOR}."
         elif reason is None and any(is_lazy(p) for p in module.parameters(recurse=False)):
-            reason = "its parameters have no shape yet. Call the model once on a batch, so that they get one."
+            reason = "its parameters have no shape yet. Call the model once on a batch to initialize them."
         if reason is not None:
             where = f"module {name!r}" if name else "the model"
             raise TypeError(f"{where} ({type(module).__name__}) cannot be planned: {reason}")

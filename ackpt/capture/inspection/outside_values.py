@@ -83,8 +83,8 @@ class Reads:
                 torch.set_rng_state(seeds[0][1])
         if seeds:
             raise TraceError(
-                f"the forward calls torch.{seeds[0][0]}, which a captured step would not do again. Draw such numbers "
-                "once and keep them in a buffer, or pass them as an argument."
+                f"the forward calls torch.{seeds[0][0]}, which a captured step would not repeat. Draw such numbers "
+                "once and store them in a buffer, or pass them as an argument."
             )
         if drawn:
             raise repeated_draws(drawn[0])
@@ -158,7 +158,7 @@ class Reads:
 def warn_of_checkpoints() -> None:
     """Warn that the model calls torch's own checkpoint, which its plan ignores."""
     warnings.warn(
-        "The model calls torch.utils.checkpoint itself. The plan decides alone what is recomputed, and a fractional "
+        "The model calls torch.utils.checkpoint itself. The plan alone decides what is recomputed, and a fractional "
         "budget is relative to the peak without torch's checkpointing, which differs from the model's own peak.",
         UserWarning,
         stacklevel=3,
@@ -183,8 +183,8 @@ def _is_by_model(frame) -> bool:
 
 def _refused(label: str, was, now) -> TraceError:
     return TraceError(
-        f"the forward changes {label} from {was!r} to {now!r}, which a captured step would not do again. Count in a "
-        "buffer, in place, or outside of the model; if it changes only once, call the model once before."
+        f"the forward changes {label} from {was!r} to {now!r}, which a captured step would not repeat. Count in a "
+        "buffer, in place, or outside of the model; if it changes only once, call the model once before it is captured."
     )
 
 

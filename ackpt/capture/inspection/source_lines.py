@@ -78,9 +78,9 @@ class Where(TorchFunctionMode):
         """
         if any(tensor() is not None for tensor, _ in self._made):
             gc.collect()  # the model may create reference cycles
-        for tensor, place in self._made:
+        for tensor, location in self._made:
             if tensor() is not None:
-                raise _kept(place)
+                raise _kept(location)
 
 
 def line() -> str:
@@ -89,23 +89,23 @@ def line() -> str:
 
 
 def _of(frames) -> str:
-    found = [frame for frame in _after_capture(frames) if is_users(frame.filename)]
-    if not found:
+    of_users = [frame for frame in _after_capture(frames) if is_users(frame.filename)]
+    if not of_users:
         return ""
-    return _said(found[-1])
+    return _said(of_users[-1])
 
 
 def _module_of(error, model) -> str:
     """The name of the innermost module of `model` in which `error` was raised, for a message."""
     names = {id(module): f"module {name!r}" for name, module in model.named_modules() if name}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
-    found = [names[id(frame.f_locals["self"])] for frame in frames if id(frame.f_locals["self"]) in names]
-    return found[-1] if found else "the model itself"
+    entered = [names[id(frame.f_locals["self"])] for frame in frames if id(frame.f_locals["self"]) in names]
+    return entered[-1] if entered else "the model itself"
 
 
 def _after_capture(frames):
     """The frames from capture.py's call of the model inwards; all frames if there is no such call."""
-    calls = [place for place, frame in enumerate(frames) if frame.filename == _CAPTURE]
+    calls = [index for index, frame in enumerate(frames) if frame.filename == _CAPTURE]
     return frames[calls[-1] if calls else 0 :]
 
 
@@ -117,8 +117,8 @@ def _said(frame) -> str:
 
 def _in_torch(frames) -> str:
     """The innermost torch.nn line that the model's code called; empty if that code called the operation itself."""
-    found = [frame for frame in _after_capture(frames) if is_users(frame.filename) or _is_of_layers(frame)]
-    return f", in torch's own code{_said(found[-1])}" if found and _is_of_layers(found[-1]) else ""
+    shown = [frame for frame in _after_capture(frames) if is_users(frame.filename) or _is_of_layers(frame)]
+    return f", in torch's own code{_said(shown[-1])}" if shown and _is_of_layers(shown[-1]) else ""
 
 
 def _is_of_layers(frame) -> bool:
@@ -143,10 +143,9 @@ def explained(model: nn.Module):
 
 def _kept(how: str) -> TraceError:
     return TraceError(
-        f"the model's code keeps a tensor that it computes {how}: in a hook, a global or another object. A captured "
-        "step would not renew it. Return what is needed as an output of the model, or take the hook off, by the "
-        "remove() of what registered it; if it is kept only once, as in a cache, call the model once before it is "
-        "captured."
+        f"the model's code stores a tensor that it computes {how}: in a hook, a global or another object. A captured "
+        "step would not update it. Return the tensor as an output of the model, or remove the hook by its handle's "
+        "remove(); if the tensor is stored only once, as in a cache, call the model once before it is captured."
     )
 
 
@@ -168,9 +167,9 @@ def _explained(error, model) -> TraceError:
         return explanation
     if isinstance(error, CheckpointError) or "use_reentrant=True" in reason:
         return TraceError(
-            "blocks of the model are checkpointed already, in a way that cannot be captured, and the plan decides "
-            "what is recomputed: take it off, by ackpt.remove_activation_checkpointing(model), "
-            "model.gradient_checkpointing_disable() in transformers, or by calling the function without checkpoint()."
+            "blocks of the model are already checkpointed in a way that cannot be captured, and the plan decides what "
+            "is recomputed. Remove that checkpointing: call ackpt.remove_activation_checkpointing(model), "
+            "model.gradient_checkpointing_disable() in transformers, or the function without checkpoint()."
         )
     if "Mixing fake modes" in reason:  # torch calls the model several times
         return _kept(f"and reads again{where}")

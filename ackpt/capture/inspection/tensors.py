@@ -41,8 +41,8 @@ def require_traceable(model: nn.Module, args, kwargs) -> None:
         types.add(tensor.device.type)
     if "cuda" in types and not torch.cuda.is_available():  # torch would crash on fake ones
         raise TraceError(
-            "the model or its inputs lie on a CUDA device, but there is none here. To plan for it without one, put "
-            "them on the meta device."
+            "the model or its inputs are on a CUDA device, but torch sees no CUDA GPU. To plan for a GPU without one, "
+            "put them on the meta device."
         )
 
 
@@ -57,14 +57,14 @@ def require_plain(name: str, tensor: torch.Tensor) -> None:
     kind = type(tensor)
     if kind is torch.Tensor or isinstance(tensor, FakeTensor):
         return
-    own = kind.__torch_function__ is not torch._C._disabled_torch_function_impl
+    has_torch_function = kind.__torch_function__ is not torch._C._disabled_torch_function_impl
     dispatch = getattr(kind, "__torch_dispatch__")  # noqa: B009 (pyright cannot bind torch's own)
-    if not own and dispatch is torch._C._disabled_torch_dispatch_impl:
+    if not has_torch_function and dispatch is torch._C._disabled_torch_dispatch_impl:
         return
     fix = "Give a plain tensor: tensor.as_subclass(torch.Tensor), or tensor.as_tensor() of a MONAI MetaTensor."
     if kind.__name__ == "DTensor":
         fix = "Plan before sharding, as in fully_shard(ackpt.compile(model, ...)), or use tensor.to_local()."
-    elif not own:  # it holds other tensors, which only its own class can give
+    elif not has_torch_function:  # it holds other tensors, which only its own class can give
         fix = "Give the plain tensors that it is made of, or use ackpt.checkpoint on the model's blocks."
     raise TraceError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}, a subclass of torch.Tensor, whose type and attributes a "

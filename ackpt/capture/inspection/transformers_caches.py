@@ -59,15 +59,15 @@ def _layers(cache) -> list[Any]:
 
 def _with_tensors(cache, tensors: list):
     """A cache like `cache`, whose layers hold the next of `tensors`."""
-    found = copy.copy(cache)
+    filled = copy.copy(cache)
     if hasattr(cache, _PARTS[0]):
         for name in _PARTS:
             part = getattr(cache, name)
             count = 2 * len(part.layers)
-            setattr(found, name, _with_tensors(part, tensors[:count]))
+            setattr(filled, name, _with_tensors(part, tensors[:count]))
             tensors = tensors[count:]
-        return found
-    found.layers = [copy.copy(layer) for layer in cache.layers]
-    for number, layer in enumerate(found.layers):
+        return filled
+    filled.layers = [copy.copy(layer) for layer in cache.layers]
+    for number, layer in enumerate(filled.layers):
         layer.keys, layer.values = tensors[2 * number], tensors[2 * number + 1]
-    return found
+    return filled

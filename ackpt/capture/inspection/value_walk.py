@@ -52,14 +52,14 @@ class Value:
     def changed_items(self):
         """Yield (label, value before, value now) of the plain items that changed, and restore them."""
         for container, copy in self.copies:
-            found = [
+            changes = [
                 (f"{self.label}, at {key!r},", was, now)
                 for key, was, now in changed_items(container, copy, lambda was, now: False)
                 if plain(was) is not None and plain(now) is not None
             ]
-            if found:
+            if changes:
                 restore(container, copy)
-            yield from found
+            yield from changes
 
 
 class Walk:
@@ -160,10 +160,10 @@ class Walk:
                     shared.add(name)
                 elif isinstance(vars(kind)[name], types.MemberDescriptorType) and not isinstance(value, type):
                     self.note(_Slots(value), name, f"attribute {name!r} of {label}", depth + 1)
-        own = None if isinstance(value, type) else getattr(value, "__dict__", None)
-        if isinstance(own, dict):
-            for name in names & (own.keys() | shared):
-                self.note(own, name, f"attribute {name!r} of {label}", depth + 1, is_optional=name in shared)
+        instance = None if isinstance(value, type) else getattr(value, "__dict__", None)
+        if isinstance(instance, dict):
+            for name in names & (instance.keys() | shared):
+                self.note(instance, name, f"attribute {name!r} of {label}", depth + 1, is_optional=name in shared)
 
 
 class _Environment:
@@ -251,8 +251,8 @@ def _cells(codes):
 
 
 def _functions_of(codes) -> list[types.FunctionType]:
-    found = gc.get_referrers(*codes) if codes else ()
-    return [function for function in found if isinstance(function, types.FunctionType)]
+    referrers = gc.get_referrers(*codes) if codes else ()
+    return [function for function in referrers if isinstance(function, types.FunctionType)]
 
 
 def is_of_model(path: str) -> bool:

@@ -60,15 +60,15 @@ def once(traced):
 def kept_casts():
     """Inside, a capture heeds `start` and `stop`, and forgets casts where autocast does."""
     clear, switch = torch.clear_autocast_cache, torch.set_autocast_enabled
-    here = threading.get_ident()
+    capturing_thread = threading.get_ident()
 
     def noting_clear():
-        if threading.get_ident() == here:
+        if threading.get_ident() == capturing_thread:
             _made.clear()
         clear()
 
     def noting_switch(device, enabled):
-        if threading.get_ident() == here:
+        if threading.get_ident() == capturing_thread:
             _region[device] = enabled
         switch(device, enabled)
 

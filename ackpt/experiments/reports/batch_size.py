@@ -148,7 +148,7 @@ def _notes(records) -> list[str]:
     for record in records:
         if "one_peak_bytes" in record.metrics:
             one = readable(record.metrics["one_peak_bytes"])
-            notes.append(f"no batch fits: {record.config['method']} takes at least {one} for a batch of 1")
+            notes.append(f"no batch fits: {record.config['method']} needs at least {one} for a batch of 1")
     reasons = {record.metrics["not_measured"] for record in records if "not_measured" in record.metrics}
     notes += [f"predicted: {reason}" for reason in sorted(reasons)]
     return [*notes, *gradients_note(records)]
@@ -165,7 +165,7 @@ def gradients_note(records) -> list[str]:
     if all(record.metrics.get("gradients_difference") is None for record in records):
         return []
     equal = "equal to the last bit" if records[0].config["device"] == "cpu" else "equal within tolerance"
-    return [f"gradients of all measured methods and of the plain model: {equal} (checked)"]
+    return [f"gradients of all measured methods and of the baseline: {equal} (checked)"]
 
 
 def _budgets(methods) -> list[str]:

@@ -113,7 +113,7 @@ def text_table(records) -> str:
     memory, time = (
         PERCENT.format(percent_change(with_switch[name], without[name])) for name in ("average_memory", "seconds")
     )
-    return "\n".join([*lines, f"published, per-module switch: {memory} of average memory, {time} of time"])
+    return "\n".join([*lines, f"published, checkpointed layers: {memory} of average memory, {time} of time"])
 
 
 def _table(records) -> list[str]:

@@ -95,7 +95,7 @@ def schedule_plot(actions, steps: int, title: str):
                     axes.plot([since.pop(saved), now], [saved, saved], color=snapshot, linewidth=1, zorder=0)
         axes.set_xlim(0, now)
         axes.set_ylim(-0.3, steps + 0.3)
-        looks = {"forward": (forward, 1.8), "reversed": (reverse, 2.6), "snapshot kept": (snapshot, 1)}
+        looks = {"forward": (forward, 1.8), "reversed": (reverse, 2.6), "snapshot saved": (snapshot, 1)}
         handles = [Line2D([], [], color=color, linewidth=width) for color, width in looks.values()]
         return plots._finished(figure, handles, list(looks))
 

@@ -21,7 +21,7 @@ COLUMNS = {
     "peak": "peak",
     "bytes": "measured",
     "off": "off by",
-    "again": "again",
+    "again": "recomputed",
     "cost": "cost",
     "bound": "bound",
     "equal": "bit-equal",
@@ -62,7 +62,7 @@ def broken_promises(record) -> list[str]:
             broken.append(f"{name}: measured {peak} bytes, predicted {predicted}, at most {limit}")
         if point["recompute_flops"] != point["predicted_recompute_flops"]:
             predicted = point["predicted_recompute_flops"]
-            broken.append(f"{name}: {point['recompute_flops']} FLOPs ran again, predicted {predicted}")
+            broken.append(f"{name}: {point['recompute_flops']} FLOPs recomputed, predicted {predicted}")
     return broken
 
 
@@ -110,7 +110,7 @@ def rows(record) -> list[dict]:
         row = dict.fromkeys(COLUMNS) | {"name": point.get("policy") or point["peer"]}
         row["budget"] = None if budget is None else str(budget)
         if "measured_peak_bytes" not in point:
-            points.append({**row, "bytes": "refused", "off": f"least {readable(point['least_bytes'])} in all"})
+            points.append({**row, "bytes": "refused", "off": f"needs {readable(point['least_bytes'])}"})
             continue
         peak = point["measured_peak_bytes"]
         row |= {"peak": f"{peak / baseline:.3f}", "bytes": memory_format(peak)}
@@ -146,11 +146,11 @@ def _notes(record) -> list[str]:
     sizes = ", ".join(f"{name} {value}" for name, value in config["sizes"].items())
     notes = [
         f"{config['model']}: {sizes}",
-        f"baseline: {memory_format(baseline['measured_peak_bytes'])} dynamic beside "
+        f"baseline: {memory_format(baseline['measured_peak_bytes'])} dynamic, "
         f"{memory_format(baseline['resident_bytes'])} resident, {baseline['flops'] / 1e9:.1f} GFLOP; "
         f"{machine(record)}, torch {record.environment['torch']}",
-        "peak: measured, as a share of the baseline's; off by: predicted minus measured; again: FLOPs run again; "
-        "cost, bound: of FLOPs and traffic",
+        "peak: measured, as a fraction of the baseline's; off by: predicted minus measured; recomputed: FLOPs, as a "
+        "fraction of the baseline's; cost, bound: of FLOPs and traffic",
         *(f"not run: {policy}: {reason}" for policy, reason in metrics["not_run"].items()),
     ]
     result = comparison(record)
@@ -160,7 +160,7 @@ def _notes(record) -> list[str]:
         notes.append(f"smallest: auto {least:.3f}, correct peers {peer_least:.3f}, a ratio of {ratio:.2f}")
     if at_checkpoint is not None:
         share = f"{at_checkpoint:.2f} of the FLOPs" if at_checkpoint else "none of the FLOPs"
-        notes.append(f"at the peak of torch's checkpoint per block auto runs {share} again that checkpoint does")
+        notes.append(f"at the peak of torch's per-block checkpoint, auto recomputes {share} that checkpoint recomputes")
     at = f"at or below {TIGHT}"
     labels = {"beaten": f"no better than auto {at}", "ahead": f"BETTER than auto {at}", "wrong": "wrong results"}
     notes += [f"{label}: {', '.join(result[key])}" for key, label in labels.items() if result[key]]
@@ -172,8 +172,8 @@ def finding(record) -> str:
     result = comparison(record)
     if result["least"] is None:
         return f"What a lower peak costs on {record.config['model']}"
-    ours = f"auto fits the step into {result['least']:.2f} of its peak"
-    return ours if result["peer_least"] is None else f"{ours}, torch's own tools into {result['peer_least']:.2f}"
+    ours = f"auto lowers the peak to {result['least']:.2f} of the baseline's"
+    return ours if result["peer_least"] is None else f"{ours}, torch's own tools to {result['peer_least']:.2f}"
 
 
 def frontier_plot(record, title: str | None = None):
@@ -194,7 +194,7 @@ def frontier_plot(record, title: str | None = None):
     policies = sorted({point["policy"]: None for point in measured(record)}, key=lambda name: name != OURS)
     with plots.style.context("default"):
         figure, axes = plots._axes(
-            title or finding(record), "dynamic peak, share of the baseline's", "FLOPs that run again"
+            title or finding(record), "dynamic peak, fraction of the baseline's", "recomputed FLOPs"
         )
 
         def draw(rows_, label, peak="measured_peak_bytes", **looks):

@@ -104,11 +104,11 @@ def text_outcome(outcome: Outcome) -> list[str]:
     """One line each on the jobs that were skipped, that are left, and that failed, with the reasons."""
     lines = []
     if outcome.skipped:
-        lines.append(f"already there, not run again: {', '.join(outcome.skipped)}")
+        lines.append(f"already recorded, skipped: {', '.join(outcome.skipped)}")
     if outcome.left:
-        lines.append(f"left for want of time, run the command again: {', '.join(outcome.left)}")
+        lines.append(f"not run for lack of time, run the command again: {', '.join(outcome.left)}")
     if outcome.stopped:
         lines.append(outcome.stopped)
     for job, reasons in outcome.failed.items():
-        lines += [f"failed: {job}: {what}: {reason}" for what, reason in reasons.items()]
+        lines += [f"failed: {job}: {method}: {reason}" for method, reason in reasons.items()]
     return lines

@@ -33,7 +33,7 @@ COLUMNS = {
     "vs_baseline": "vs baseline",
     "vs_classic": "vs classic",
     "store": "store MiB",
-    "hidden": "copies hidden",
+    "hidden": "overlap",
     "published_ms": "published ms",
     "published_peak": "published MB",
 }
@@ -100,14 +100,14 @@ def _notes(records, reference) -> list[str]:
         equal = f"within {max(differences, default=0):.2g} of a parameter's largest one"
         if not any(differences):
             equal = "equal to the last bit"
-        notes.append(f"gradients against the plain model at {config['steps']} steps: {equal} (checked)")
+        notes.append(f"gradients compared with the baseline's at {config['steps']} steps: {equal} (checked)")
     if any("seconds_step" in record.metrics for record in ran(records)):
         notes.append("time: methods interleaved in one process; the difference is the median of the rounds' ratios")
     if not predicted and config["device"] == "cpu":
-        notes.append("the CPU's memory stands in for a device's; ackpt's store lies beside it, threads of its own copy")
+        notes.append("the CPU's memory simulates a device's; ackpt's store is separate from it, its own threads copy")
         if "save_on_cpu" in methods:
-            notes.append("save_on_cpu: copies nothing that is on a CPU already, so here it is torch's checkpoint alone")
-        notes += [f"{name}: its store counts in its peak here" for name in STORES_IN_TORCH if name in methods]
+            notes.append("save_on_cpu: copies nothing that is already on a CPU, so here it equals torch's checkpoint")
+        notes += [f"{name}: its peak includes its store here" for name in STORES_IN_TORCH if name in methods]
     if reference is not None:
         notes.append(f"published: {reference['hardware']}; {reference['source'].split('; ')[-1]}")
     return notes
@@ -131,7 +131,7 @@ def bars_plot(records, what: str, title: str):
     key = "peak_bytes" if what == "peak" else "seconds_step"
     shown = [record for record in ran(records) if key in record.metrics]
     if not shown:
-        raise ValueError(f"none of the {len(records)} records holds a {what}")
+        raise ValueError(f"none of the {len(records)} records has a {what}")
     with plots.style.context("default"):
         xlabel = "peak device memory (MiB)" if what == "peak" else "time of a step (ms): median, lowest to highest"
         figure, axes = plots._axes(title, xlabel, "")
@@ -232,12 +232,12 @@ def figures(records) -> dict:
         fastest = min(timed, key=lambda name: timed[name])
         drawn["time"] = bars_plot(records, "time", f"{fastest} has the shortest step of {len(timed)} methods")
     if set(STACKED) & set(metrics):
-        title = "Boundaries of checkpointed blocks make a ramp in the forward"
+        title = "Boundaries of checkpointed blocks form a ramp in the forward"
         if {"ckpt_classic", "ckpt_async_offload"} <= set(metrics):
             classic, offloaded = (metrics[name]["peak_bytes"] for name in ("ckpt_classic", "ckpt_async_offload"))
             change = f"{abs(classic - offloaded) / MIB:,.1f} MiB ({abs(1 - offloaded / classic):.0%})"
             title = f"Offloaded boundaries change the checkpointed peak by {change}"
             if offloaded < classic:
-                title = f"Offloaded boundaries leave no ramp and take {change} off the checkpointed peak"
+                title = f"Offloading the boundaries removes the ramp and lowers the checkpointed peak by {change}"
         drawn["timelines"] = timelines_plot(records, title)
     return drawn

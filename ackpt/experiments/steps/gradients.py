@@ -34,7 +34,7 @@ def require_equal(
         GradientsDiffer: if a gradient differs by more, or is missing.
     """
     if gradients.keys() != wanted.keys():
-        raise GradientsDiffer(f"{name}: not the same parameters have gradients as in the plain model")
+        raise GradientsDiffer(f"{name}: other parameters have gradients than in the baseline")
     worst = 0.0
     least = 0.0 if exact or not negligible else negligible * max(float(each.abs().max()) for each in wanted.values())
     for parameter, mine in gradients.items():
@@ -46,7 +46,7 @@ def require_equal(
         if exact or (tolerance is not None and not difference <= tolerance):
             how = "must be equal to the last bit" if exact else f"may differ by {tolerance:g}"
             raise GradientsDiffer(
-                f"{name}: the gradient of {parameter} differs from the plain model's by {difference:.3g} of its "
+                f"{name}: the gradient of {parameter} differs from the baseline's by {difference:.3g} of its "
                 f"largest entry; it {how}"
             )
         worst = max(worst, difference)

@@ -56,8 +56,8 @@ class Shapes:
             return self.predicted(method)["peak_bytes"]
         graph, profile = self._graph()
         decide = importlib.import_module(f"ackpt.policies.{POLICIES[method.policy]}").schedule
-        found = simulate(graph, profile, decide(graph, profile, 0))
-        return found.peak_bytes + found.resident_bytes
+        simulated = simulate(graph, profile, decide(graph, profile, 0))
+        return simulated.peak_bytes + simulated.resident_bytes
 
     def _eager(self, method: Method) -> dict:
         with FakeTensorMode():

@@ -32,14 +32,14 @@ OFFLOADED = "checkpoint+offload"  # the inputs of the checkpointed blocks are of
 PLANNED = "auto"  # a plan whose budget is the measured peak of checkpoint
 
 
-def check_methods(methods, known=METHODS) -> tuple[str, ...]:
-    """The methods without repetitions; ValueError for one that is not in `known`."""
+def check_methods(methods, allowed=METHODS) -> tuple[str, ...]:
+    """The methods without repetitions; ValueError for one that is not in `allowed`."""
     for method in methods:
-        if method not in known:
+        if method not in allowed:
             hint = " (this experiment has no vocabulary head)" if chunks_loss(method) else ""
-            raise ValueError(f"unknown method {method!r}{hint}: choose from {', '.join(known)}")
+            raise ValueError(f"unknown method {method!r}{hint}: choose from {', '.join(allowed)}")
     if not methods:
-        raise ValueError(f"no method given: choose from {', '.join(known)}")
+        raise ValueError(f"no method given: choose from {', '.join(allowed)}")
     if PLANNED in methods and "checkpoint" not in methods[: methods.index(PLANNED)]:
         raise ValueError(f"method {PLANNED!r} has the peak of checkpoint as its budget: give checkpoint before it")
     return tuple(dict.fromkeys(methods))

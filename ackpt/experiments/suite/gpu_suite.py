@@ -201,7 +201,7 @@ def _read(path: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RecordError(f"cannot read {path} ({error}): delete it, its job will run again") from error
+        raise RecordError(f"cannot read {path} ({error}): delete it, so that its job runs again") from error
 
 
 @contextlib.contextmanager
@@ -247,5 +247,5 @@ def _free_all() -> str | None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except RuntimeError as error:  # an illegal access, say: the process has lost its GPU
-        return f"the GPU does not answer any more ({described(error)}); run the command again for the rest"
+        return f"the GPU no longer responds ({described(error)}); run the command again for the rest"
     return None

@@ -157,8 +157,8 @@ def _largest(config: BatchSizeConfig, minutes: float, tier: str = "gpu") -> Job:
         return batch_size.search_largest(config, command, failures)
 
     def predict(config):
-        known = batch_size.predicted(replace(config, batches=config.batches[-1:], methods=("plain",)))
-        return {f"{name} at {config.batches[-1]}": peak for name, peak in _peaks(known).items()}
+        predictions = batch_size.predicted(replace(config, batches=config.batches[-1:], methods=("plain",)))
+        return {f"{name} at {config.batches[-1]}": peak for name, peak in _peaks(predictions).items()}
 
     return Job(f"largest-batch-{config.model}", "batch-size", config, minutes, run, predict)
 

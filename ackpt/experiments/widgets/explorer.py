@@ -82,36 +82,36 @@ def _plans(graph, profile) -> tuple[list[dict], list[Plan]]:
     for percent in range(100, 0, -STEP):
         row: dict = {"percent": percent, "plan": None, "lower_bound": None}
         try:
-            found = plan(graph, percent / 100, profile=profile)
+            planned = plan(graph, percent / 100, profile=profile)
         except BudgetError:
             pass
         else:
-            plans.setdefault(found.schedule, (len(plans), found))
-            row |= {"plan": plans[found.schedule][0], "lower_bound": found.lower_bound}
+            plans.setdefault(planned.schedule, (len(plans), planned))
+            row |= {"plan": plans[planned.schedule][0], "lower_bound": planned.lower_bound}
         budgets.append(row)
-    return budgets[::-1], [found for _, found in plans.values()]
+    return budgets[::-1], [planned for _, planned in plans.values()]
 
 
-def _shown(found: Plan, activations: list[str], names: list[str], width: int) -> dict:
-    kept, boundary = _highest(found.timeline, width)
+def _shown(planned: Plan, activations: list[str], names: list[str], width: int) -> dict:
+    events, boundary = _highest(planned.timeline, width)
     return {
-        "peak_bytes": found.dynamic_peak_bytes,
-        "saved_bytes": found.saved_bytes,
-        "recompute_flops": found.recompute_flops,
-        "cost": found.cost,
-        "fates": "".join(_LETTERS[found.fates.get(name)] for name in activations),
+        "peak_bytes": planned.dynamic_peak_bytes,
+        "saved_bytes": planned.saved_bytes,
+        "recompute_flops": planned.recompute_flops,
+        "cost": planned.cost,
+        "fates": "".join(_LETTERS[planned.fates.get(name)] for name in activations),
         "boundary": boundary,
-        "live": {name: [found.timeline.categories[name][event] for event in kept] for name in names},
+        "live": {name: [planned.timeline.categories[name][event] for event in events] for name in names},
     }
 
 
 def _highest(timeline: Timeline, width: int) -> tuple[list[int], int]:
     """In each bucket of `width` events the one with most live bytes, and how many buckets lie before backward."""
     starts = range(0, len(timeline.live), width)
-    kept = [
+    highest = [
         max(range(start, min(start + width, len(timeline.live))), key=timeline.live.__getitem__) for start in starts
     ]
-    return kept, sum(event < (timeline.boundary or 0) for event in kept)
+    return highest, sum(event < (timeline.boundary or 0) for event in highest)
 
 
 def save(data: dict, path) -> Path:

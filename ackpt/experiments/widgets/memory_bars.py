@@ -22,7 +22,7 @@ from ackpt.workloads.step_request import StepRequest
 SCHEMA = {"schema": "ackpt.memory-bars", "version": 1}
 POLICIES = {  # name in short, what it does
     "none": ["none", "save all that backward reads"],
-    "full": ["full", "keep one tensor between two blocks"],
+    "full": ["full", "save one tensor between two blocks"],
     "half": ["auto, half", "within half of the baseline's dynamic peak"],
     "least": ["auto, least", "the lowest peak that it can plan"],
 }
@@ -48,8 +48,8 @@ class Bars:
         return StepRequest(self.name, self.batch_size, length, side, dict(self.fields))
 
     def batch(self, size: int) -> str:
-        what = f"images of {size} × {size}" if self.option == "image_size" else f"sequences of {size:,} tokens"
-        return f"{self.batch_size} {what}"
+        items = f"images of {size} × {size}" if self.option == "image_size" else f"sequences of {size:,} tokens"
+        return f"{self.batch_size} {items}"
 
 
 _BLOCKS = {"layers": 6, "dim": 256, "ff_dim": 1024, "head_dim": 64}

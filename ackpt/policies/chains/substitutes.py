@@ -13,7 +13,7 @@ import itertools
 
 from ackpt.capture.analysis import Analysis
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.planning.schedule import Schedule, at_hand, everything, lower
+from ackpt.planning.schedule import Schedule, everything, live_before_backward, lower
 from ackpt.policies.search.frontier import evenly_spaced, pareto
 
 from .block_options import BlockStep
@@ -82,7 +82,7 @@ def smaller(analysis: Analysis, saved, read, flops, cost, price: float) -> set[i
     saved = set(saved)
     while before != saved:  # a substitute of one activation may serve for another
         before = set(saved)
-        live = at_hand(analysis, saved)
+        live = live_before_backward(analysis, saved)
         for producer in sorted({graph.storages[storage].producer for storage in saved}):
             unit = analysis.allocated[producer] & saved
             substitution = _substitution(analysis, saved, live, unit, flops) if unit and not flops[producer] else None
