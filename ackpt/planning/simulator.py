@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.metering.timeline import Timeline
 
 from .host_copies import clock
 from .live_bytes import check_same, follow, rng_state_bytes
-from .schedule import COMPUTE, FREE, PREFETCH, Schedule, recomputed
+from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, Schedule, recomputed
 
 
 @dataclass(frozen=True)
@@ -120,40 +122,55 @@ def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[
     for hundreds of schedules: it checks nothing and keeps no events. ``tests/planning`` compares the two.
     """
     analysis = graph.analysis
-    size, allocated, again = analysis.bytes, analysis.allocated_bytes, analysis.recomputed_bytes
-    backward_workspace = workspace_bytes
+    allocated, again = np.array(analysis.allocated_bytes), np.array(analysis.recomputed_bytes)
+    workspace = np.array(workspace_bytes)
+    backward_workspace = workspace
     released: dict[int, int] = {}  # after a step of backward, by its position
-    if schedule.replayed:
+    if schedule.replayed and (state := rng_state_bytes(graph)):
         # The forward saves the RNG state of every node that runs again in backward. There the present state is put
         # aside during each run, and the saved one is dropped after the last.
-        state, replayed = rng_state_bytes(graph), set(schedule.replayed)
-        allocated, backward_workspace = list(allocated), list(workspace_bytes)
-        for node in replayed:
-            allocated[node] += state
-            backward_workspace[node] += state
-        runs = ((step.id, at) for at, step in enumerate(schedule.backward) if step.kind == COMPUTE)
-        released = dict.fromkeys(dict(run for run in runs if run[0] in replayed).values(), state)
-    forward, total = _compute_peaks(schedule.forward, 0, size, allocated, workspace_bytes, {})
-    total += analysis.incoming_bytes + sum(size[s] for place in analysis.tangents for s in graph.nodes[place].storages)
+        replayed = list(schedule.replayed)
+        backward_workspace = workspace.copy()
+        allocated[replayed] += state
+        backward_workspace[replayed] += state
+        runs = {step.id: at for at, step in enumerate(schedule.backward) if step.kind == COMPUTE}
+        released = {runs[node]: state for node in replayed}
+    size = np.array(analysis.bytes)
+    forward, total = _compute_peaks(schedule.forward, 0, size, allocated, workspace, {})
+    total += analysis.incoming_bytes + sum(
+        analysis.bytes[s] for place in analysis.tangents for s in graph.nodes[place].storages
+    )
     backward, total = _compute_peaks(schedule.backward, total, size, again, backward_workspace, released)
     return forward, [*backward, total + graph.optimizer_step_bytes]
 
 
-def _compute_peaks(steps, total: int, size, allocated, workspace_bytes, released) -> tuple[list[int], int]:
-    """The bytes at every compute step when `total` bytes are allocated before, and the bytes allocated after."""
-    peaks = []
-    prefetched = 0  # the most since the last compute step
-    for at, (kind, number) in enumerate(steps):
-        if kind == FREE:
-            total -= size[number]
-        elif kind == COMPUTE:
-            total += allocated[number]
-            now = total + workspace_bytes[number]
-            peaks.append(prefetched if prefetched > now else now)
-            prefetched = 0
-            if at in released:
-                total -= released[at]
-        elif kind == PREFETCH:
-            total += size[number]
-            prefetched = max(prefetched, total)
-    return peaks, total
+_COMPUTES, _FREES, _PREFETCHES, _OTHERS = range(4)
+_NUMBER = {COMPUTE: _COMPUTES, FREE: _FREES, PREFETCH: _PREFETCHES, OFFLOAD: _OTHERS, WAIT: _OTHERS}
+
+
+def _compute_peaks(steps, total: int, size, allocated, workspace, released) -> tuple[list[int], int]:
+    """The bytes at every compute step when `total` bytes are allocated before, and the bytes allocated after.
+
+    ``released``: bytes that are freed after the step at a position.
+    """
+    if not steps:
+        return [], total
+    kinds, ids = zip(*steps)
+    kinds = np.fromiter(map(_NUMBER.__getitem__, kinds), np.int8, len(steps))
+    ids = np.fromiter(ids, np.int64, len(steps))
+    computes, prefetches = np.flatnonzero(kinds == _COMPUTES), np.flatnonzero(kinds == _PREFETCHES)
+    changes = np.zeros(len(steps) + 2, dtype=np.int64)
+    changes[0] = total
+    is_free = kinds == _FREES
+    changes[1 + np.flatnonzero(is_free)] = -size[ids[is_free]]
+    changes[1 + computes] = allocated[ids[computes]]
+    changes[1 + prefetches] = size[ids[prefetches]]
+    for at, released_bytes in released.items():
+        changes[at + 2] -= released_bytes
+    live = np.cumsum(changes)[1:]  # after every step, and at the end
+    peaks = live[computes] + workspace[ids[computes]]
+    # A prefetch counts at the compute step that follows it.
+    following = np.searchsorted(computes, prefetches)
+    counts = following < len(computes)
+    np.maximum.at(peaks, following[counts], live[prefetches[counts]])
+    return peaks.tolist(), int(live[-1])
