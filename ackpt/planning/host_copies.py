@@ -11,14 +11,15 @@ from collections import Counter
 
 from ackpt.capture.analysis import Analysis
 
-from .schedule import COMPUTE, OFFLOAD, PREFETCH, WAIT, Schedule, ScheduleError
+from .schedule import COMPUTE, FREE, KINDS, OFFLOAD, PREFETCH, WAIT, Schedule, ScheduleError
 
 _COPIES = (OFFLOAD, PREFETCH, WAIT)
+_LAST_ON_DEVICE = KINDS.index(FREE)  # the kinds of steps after this one are the `_COPIES`
 
 
 def copies(schedule: Schedule) -> bool:
     """Whether the schedule offloads anything."""
-    return any(step.kind in _COPIES for step in (*schedule.forward, *schedule.backward))
+    return any((steps.kinds > _LAST_ON_DEVICE).any() for steps in (schedule.forward_arrays, schedule.backward_arrays))
 
 
 class Host:

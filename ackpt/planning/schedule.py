@@ -21,6 +21,7 @@ from .lifetimes import frees
 
 COMPUTE, FREE = "compute", "free"
 OFFLOAD, PREFETCH, WAIT = "offload", "prefetch", "wait"
+KINDS = COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT
 
 
 class ScheduleError(ValueError):
@@ -57,6 +58,25 @@ class Step(NamedTuple):
     id: int
 
 
+class StepArrays(NamedTuple):
+    """Steps as arrays: the kind of every step, an index of `KINDS`, and its id."""
+
+    kinds: np.ndarray
+    ids: np.ndarray
+
+    @property
+    def computed(self) -> list[int]:
+        """The nodes of the compute steps, in order."""
+        return self.ids[self.kinds == KINDS.index(COMPUTE)].tolist()
+
+
+def _arrays(steps) -> StepArrays:
+    kinds, ids = zip(*steps) if steps else ((), ())
+    numbers = {kind: number for number, kind in enumerate(KINDS)}
+    kinds = np.fromiter(map(numbers.__getitem__, kinds), np.int8, len(steps))
+    return StepArrays(kinds, np.fromiter(ids, np.int32, len(steps)))
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The steps of the forward and of the backward of the graph with the hash `graph`.
@@ -81,6 +101,16 @@ class Schedule:
     backward: tuple[Step, ...]
     saved: tuple[int, ...]
     replayed: tuple[int, ...]
+
+    @functools.cached_property
+    def forward_arrays(self) -> StepArrays:
+        """The forward's steps as arrays."""
+        return _arrays(self.forward)
+
+    @functools.cached_property
+    def backward_arrays(self) -> StepArrays:
+        """The backward's steps as arrays."""
+        return _arrays(self.backward)
 
     @property
     def offloaded(self) -> tuple[int, ...]:
@@ -180,7 +210,7 @@ def everything(graph: JointGraph) -> Schedule:
 
 def recomputed(graph: JointGraph, schedule: Schedule) -> list[int]:
     """The forward nodes that run in backward, in order, each as often as it runs."""
-    return [step.id for step in schedule.backward if step.kind == COMPUTE and step.id < graph.boundary]
+    return [node for node in schedule.backward_arrays.computed if node < graph.boundary]
 
 
 def at_hand(analysis: Analysis, saved) -> set[int]:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ackpt.capture.analysis import once_per_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.metering.timeline import Timeline
 
 from .host_copies import clock
 from .live_bytes import check_same, follow, rng_state_bytes
-from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, Schedule, recomputed
+from .schedule import COMPUTE, FREE, KINDS, PREFETCH, Schedule, StepArrays, recomputed
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def simulate(graph: JointGraph, profile: Profile, schedule: Schedule) -> Simulat
         check_same(graph, profile.graph, "profile")
     live = follow(graph, schedule, profile.workspace_bytes)
     timeline, times = live.timeline(), clock(profile, schedule)
-    order = [step.id for step in (*schedule.forward, *schedule.backward) if step.kind == COMPUTE]
+    order = (*schedule.forward_arrays.computed, *schedule.backward_arrays.computed)
     return Simulation(
         timeline=timeline,
         peak_bytes=timeline.peak_bytes,
@@ -122,52 +123,47 @@ def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[
     for hundreds of schedules: it checks nothing and keeps no events. ``tests/planning`` compares the two.
     """
     analysis = graph.analysis
-    allocated, again = np.array(analysis.allocated_bytes), np.array(analysis.recomputed_bytes)
-    workspace = np.array(workspace_bytes)
-    backward_workspace = workspace
-    released: dict[int, int] = {}  # after a step of backward, by its position
+    size, allocated, again = _sizes(graph)
+    workspace = backward_workspace = np.array(workspace_bytes)
+    ends: dict[int, int] = {}  # bytes that are freed after a step of backward, by its position
     if schedule.replayed and (state := rng_state_bytes(graph)):
         # The forward saves the RNG state of every node that runs again in backward. There the present state is put
         # aside during each run, and the saved one is dropped after the last.
         replayed = list(schedule.replayed)
-        backward_workspace = workspace.copy()
+        allocated, backward_workspace = allocated.copy(), workspace.copy()
         allocated[replayed] += state
         backward_workspace[replayed] += state
-        runs = {step.id: at for at, step in enumerate(schedule.backward) if step.kind == COMPUTE}
-        released = {runs[node]: state for node in replayed}
-    size = np.array(analysis.bytes)
-    forward, total = _compute_peaks(schedule.forward, 0, size, allocated, workspace, {})
-    total += analysis.incoming_bytes + sum(
-        analysis.bytes[s] for place in analysis.tangents for s in graph.nodes[place].storages
-    )
-    backward, total = _compute_peaks(schedule.backward, total, size, again, backward_workspace, released)
+        kinds, ids = schedule.backward_arrays
+        runs = np.flatnonzero((kinds == _COMPUTE) & np.isin(ids, replayed))
+        ends = dict.fromkeys(dict(zip(ids[runs].tolist(), runs.tolist())).values(), state)
+    forward, total = _compute_peaks(schedule.forward_arrays, 0, size, allocated, workspace, {})
+    total += analysis.incoming_bytes
+    total += sum(analysis.bytes[s] for place in analysis.tangents for s in graph.nodes[place].storages)
+    backward, total = _compute_peaks(schedule.backward_arrays, total, size, again, backward_workspace, ends)
     return forward, [*backward, total + graph.optimizer_step_bytes]
 
 
-_COMPUTES, _FREES, _PREFETCHES, _OTHERS = range(4)
-_NUMBER = {COMPUTE: _COMPUTES, FREE: _FREES, PREFETCH: _PREFETCHES, OFFLOAD: _OTHERS, WAIT: _OTHERS}
+_COMPUTE, _FREE, _PREFETCH = map(KINDS.index, (COMPUTE, FREE, PREFETCH))
 
 
-def _compute_peaks(steps, total: int, size, allocated, workspace, released) -> tuple[list[int], int]:
-    """The bytes at every compute step when `total` bytes are allocated before, and the bytes allocated after.
+@once_per_graph
+def _sizes(graph: JointGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The bytes of every storage, and those that every node allocates in the forward and in the backward."""
+    analysis = graph.analysis
+    return np.array(analysis.bytes), np.array(analysis.allocated_bytes), np.array(analysis.recomputed_bytes)
 
-    ``released``: bytes that are freed after the step at a position.
-    """
-    if not steps:
-        return [], total
-    kinds, ids = zip(*steps)
-    kinds = np.fromiter(map(_NUMBER.__getitem__, kinds), np.int8, len(steps))
-    ids = np.fromiter(ids, np.int64, len(steps))
-    computes, prefetches = np.flatnonzero(kinds == _COMPUTES), np.flatnonzero(kinds == _PREFETCHES)
-    changes = np.zeros(len(steps) + 2, dtype=np.int64)
-    changes[0] = total
-    is_free = kinds == _FREES
-    changes[1 + np.flatnonzero(is_free)] = -size[ids[is_free]]
-    changes[1 + computes] = allocated[ids[computes]]
-    changes[1 + prefetches] = size[ids[prefetches]]
-    for at, released_bytes in released.items():
-        changes[at + 2] -= released_bytes
-    live = np.cumsum(changes)[1:]  # after every step, and at the end
+
+def _compute_peaks(steps: StepArrays, total: int, size, allocated, workspace, ends) -> tuple[list[int], int]:
+    """The bytes at every compute step when `total` bytes are allocated before, and the bytes allocated after."""
+    kinds, ids = steps
+    computes, freeing, prefetches = (np.flatnonzero(kinds == kind) for kind in (_COMPUTE, _FREE, _PREFETCH))
+    changes = np.zeros(len(kinds) + 1, dtype=np.int64)
+    changes[computes] = allocated[ids[computes]]
+    changes[freeing] = -size[ids[freeing]]
+    changes[prefetches] = size[ids[prefetches]]
+    for at, freed_bytes in ends.items():
+        changes[at + 1] -= freed_bytes
+    live = total + np.cumsum(changes)  # after every step, and at the end
     peaks = live[computes] + workspace[ids[computes]]
     # A prefetch counts at the compute step that follows it.
     following = np.searchsorted(computes, prefetches)

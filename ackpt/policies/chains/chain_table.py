@@ -196,11 +196,13 @@ class ChainTable:
         running[0] -= self.input_bytes[s]  # the caller accounts for the input of the first block
         needs = np.maximum.accumulate(running) + incoming
         run_costs = np.zeros(t - s) if is_first else self.forward_costs[partial][j] - self.forward_costs[partial][s]
-        stretches = np.stack([self.later_passes[new, s, last].costs for last in range(s, t)])
-        stretches = _moved(stretches, self._slots(self.gradients[t + 1] - self.gradients[j]))
+        stretches = [self.later_passes[new, s, last].costs for last in range(s, t)]
         saved = self.input_bytes[j] + (self.saved[new][j] - self.saved[new][s])
-        costs = _moved(np.stack(rests), self._slots(saved)) + stretches + run_costs[:, None]
-        costs[np.arange(self.slots + 1)[None, :] < self._slots(needs)[:, None]] = np.inf
+        costs = _moved(rests, self._slots(saved))
+        costs += _moved(stretches, self._slots(self.gradients[t + 1] - self.gradients[j]))
+        costs += run_costs[:, None]
+        for row, need in zip(costs, self._slots(needs).tolist()):
+            row[:need] = np.inf
         cheapest = np.argmin(costs, axis=0)
         best.take(np.take_along_axis(costs, cheapest[None, :], axis=0)[0], self.stretches[new][cheapest])
 
@@ -250,7 +252,7 @@ class ChainTable:
         return np.maximum(0, np.rint(np.asarray(size, dtype=float) / self.slot_bytes)).astype(np.int64)
 
     def _shifted(self, costs, size) -> np.ndarray:
-        return _moved(costs[None, :], self._slots([size]))[0]
+        return _moved([costs], self._slots([size]))[0]
 
 
 class _Best:
@@ -276,10 +278,14 @@ class _Best:
         return _Solved(self.costs, self.decisions)
 
 
-def _moved(rows: np.ndarray, by) -> np.ndarray:
+def _moved(rows: list[np.ndarray], by: np.ndarray) -> np.ndarray:
     """Every row moved to the right by its own number of slots."""
-    at = np.arange(rows.shape[1])[None, :] - np.asarray(by)[:, None]
-    return np.where(at >= 0, np.take_along_axis(rows, np.maximum(at, 0), axis=1), np.inf)
+    width = len(rows[0])
+    moved = np.empty((len(rows), width))
+    for row, costs, slots in zip(moved, rows, by.tolist()):
+        row[:slots] = np.inf
+        row[slots:] = costs[: max(0, width - slots)]
+    return moved
 
 
 def _prefix_sums(values) -> np.ndarray:
