@@ -158,15 +158,17 @@ def without_runs(graph: JointGraph, order: list[int], skipped: Collection[int] =
 
     `order`: node ids of the backward; `skipped`: positions in it.
     """
-    analysis = graph.analysis
+    reads, boundary = graph.analysis.backward_reads, graph.boundary
     remaining: list[int] = []
     read: set[int] = set()
     for at in range(len(order) - 1, -1, -1):
         node = order[at]
-        is_recomputed = graph.nodes[node].phase == FORWARD
-        if at in skipped or (is_recomputed and node not in read):
+        if at in skipped:
             continue
+        if node < boundary:  # recomputed
+            if node not in read:
+                continue
+            read.discard(node)
         remaining.append(node)
-        read.discard(node)
-        read.update(analysis.reads(node, is_recomputed))
+        read.update(reads[node])
     return scheduled(graph, None, remaining[::-1])
