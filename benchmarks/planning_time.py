@@ -80,13 +80,13 @@ def report(name: str, budget: str | float) -> None:
         model, kwargs = MODELS[name]()
     start, before = time.process_time(), _peak_bytes()
     graph = ackpt.trace(model, **kwargs)
-    captured = time.process_time()
+    capture = time.process_time() - start
     plan = ackpt.plan(graph, budget)
-    planned = time.process_time()
+    planning = time.process_time() - start - capture
     grown = (_peak_bytes() - before) / 2**20
     bound = "" if plan.lower_bound is None else f", lower bound {plan.lower_bound:.6f}"
     print(
-        f"{name:<10} {len(graph.nodes):6} nodes  capture {captured - start:6.1f} s  planning {planned - captured:6.1f} s"
+        f"{name:<10} {len(graph.nodes):6} nodes  capture {capture:6.1f} s  planning {planning:6.1f} s"
         f"  RSS +{grown:5.0f} MiB  cost {plan.cost:.6f}{bound}, peak {plan.peak_bytes}",
         flush=True,
     )

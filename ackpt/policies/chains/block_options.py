@@ -132,8 +132,9 @@ class BlockStep:
         may_run = sorted({*block.forward, *missing_for(analysis, block.backward, self.given)})
         involved = sorted({*may_run, *(source for node in may_run for source in reads[node])})
         rank = {node: number for number, node in enumerate(involved)}
-        storages = {s for node in involved for s in (*nodes[node].storages, *analysis.allocated.get(node, ()))}
-        storages = tuple(sorted(storages.union(*(analysis.accessed[p][n] for p in (FORWARD, BACKWARD) for n in may_run))))
+        used = {s for node in involved for s in (*nodes[node].storages, *analysis.allocated.get(node, ()))}
+        used.update(s for table in analysis.accessed.values() for node in may_run for s in table[node])
+        storages = tuple(sorted(used))
         number = {storage: at for at, storage in enumerate(storages)}
 
         def numbers(some) -> tuple[int, ...]:

@@ -184,7 +184,7 @@ class ChainTable:
 
     def _solve_first_pass(self, s: int) -> _Solved:
         """The first forward of the blocks from `s` on, and their backward."""
-        stage, best, t = self.stages[s], _Best(self.slots), len(self.stages) - 1
+        best, t = _Best(self.slots), len(self.stages) - 1
         gradients = self.gradients[t + 1] - self.gradients[s + 1]
         options = self.options[s][0]
         need = np.maximum(options.forward_peaks, options.backward_peaks + gradients)
