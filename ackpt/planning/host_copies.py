@@ -79,9 +79,8 @@ class Host:
 
 def waiting(profile, schedule: Schedule) -> float:
     """Seconds in which computation waits for copies; 0 where nothing is copied or the profile has no times."""
-    if profile.seconds is None or profile.swap_seconds is None or not copies(schedule):
-        return 0.0
-    return clock(profile, schedule)[1]
+    times = clock(profile, schedule) if profile.swap_seconds is not None and copies(schedule) else None
+    return 0.0 if times is None else times[1]
 
 
 def clock(profile, schedule: Schedule) -> tuple[float, float] | None:
