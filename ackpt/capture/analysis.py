@@ -115,6 +115,22 @@ class Analysis:
         return tuple(n for n in self.ancestors(roots) if nodes[n].phase == BACKWARD and n not in given)
 
     @cached_property
+    def always_computed(self) -> dict[int, None]:
+        """Forward nodes that the outputs and the effects depend on, in order: whatever is saved, the forward runs them.
+
+        A dict, which is a set with an order.
+        """
+        roots = [node for node in self.outputs if node is not None]
+        roots += [node for node in self.effects if self.graph.nodes[node].phase == FORWARD]
+        given = set(self.sources)
+        return dict.fromkeys(node for node in self.ancestors(roots) if node not in given)
+
+    @cached_property
+    def random_forward(self) -> frozenset[int]:
+        """Forward nodes that draw random numbers."""
+        return frozenset(node.id for node in self.graph.nodes if node.is_random and node.phase == FORWARD)
+
+    @cached_property
     def effects(self) -> set[int]:
         """Nodes that every schedule must run: they write to inputs, communicate, or draw random numbers."""
         return {n.id for n in self.graph.nodes if n.is_random or _writes(self.fx[n.id]) or communicates(self.fx[n.id])}
@@ -165,6 +181,11 @@ class Analysis:
     def reads(self, node: int, again: bool = False) -> tuple[int, ...]:
         """The nodes that `node` reads, or reads `again` in backward: a batch norm then reads no running statistics."""
         return self.recompute_reads(node) if again else self.graph.nodes[node].inputs
+
+    @cached_property
+    def backward_reads(self) -> list[tuple[int, ...]]:
+        """By node, the nodes that it reads when it runs in backward."""
+        return [self.reads(node.id, again=node.phase == FORWARD) for node in self.graph.nodes]
 
     def recompute_reads(self, node: int) -> tuple[int, ...]:
         if node in self._batch_norms:

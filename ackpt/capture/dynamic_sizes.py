@@ -232,7 +232,7 @@ def _is_whole(node: fx.Node) -> bool:
     dim, start, end, step = (*arguments, *(0, None, None, 1)[len(arguments) :])
     size = expression(node.meta["val"].shape[dim])
     end = expression(end.meta["val"]) if isinstance(end, fx.Node) else end
-    return start in (None, 0) and step == 1 and (end in (None, sys.maxsize) or bool(end == size))
+    return start in (None, 0) and step in (1,) and end in (None, sys.maxsize, size)
 
 
 def _storages(node: fx.Node) -> list[int]:

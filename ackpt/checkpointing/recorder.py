@@ -7,6 +7,7 @@ also records the storages that a call may write without bumping a version counte
 
 from __future__ import annotations
 
+import functools
 import numbers
 import os
 import re
@@ -45,6 +46,7 @@ _MODELS = os.path.join(_OWN, "models") + os.sep  # counts as user code
 _NOTEBOOK_CELL = re.compile(r"[\\/]ipykernel_\d+[\\/]|^<ipython-input-")
 
 
+@functools.lru_cache(maxsize=4096)
 def is_users(path: str) -> bool:
     """Whether a file is user code: it belongs to neither torch nor ackpt, or it is in ackpt/models."""
     return not path.startswith((_TORCH, _OWN)) or path.startswith(_MODELS)

@@ -66,6 +66,7 @@ def _fresh(joint):
     state, captured = copy.copy(joint._aot_state), copy.copy(joint._aot_graph_capture)
     state.fw_metadata = copy.copy(state.fw_metadata)
     state.fw_metadata.bw_donated_idxs = []  # backward may run again (retain_graph)
+    state.fw_metadata.dynamic_saved_tensors_idxs = {}
     captured.wrappers = [copy.copy(wrapper) for wrapper in captured.wrappers]
     joint._aot_state, joint._aot_graph_capture = state, captured
     return joint

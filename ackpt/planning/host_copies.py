@@ -11,14 +11,15 @@ from collections import Counter
 
 from ackpt.capture.analysis import Analysis
 
-from .schedule import COMPUTE, OFFLOAD, PREFETCH, WAIT, Schedule, ScheduleError
+from .schedule import COMPUTE, FREE, KINDS, OFFLOAD, PREFETCH, WAIT, Schedule, ScheduleError
 
 _COPIES = (OFFLOAD, PREFETCH, WAIT)
+_LAST_ON_DEVICE = KINDS.index(FREE)  # the kinds of steps after this one are the `_COPIES`
 
 
 def copies(schedule: Schedule) -> bool:
     """Whether the schedule offloads anything."""
-    return any(step.kind in _COPIES for step in (*schedule.forward, *schedule.backward))
+    return any((steps.kinds > _LAST_ON_DEVICE).any() for steps in (schedule.forward_arrays, schedule.backward_arrays))
 
 
 class Host:
@@ -78,7 +79,7 @@ class Host:
 
 def waiting(profile, schedule: Schedule) -> float:
     """Seconds in which computation waits for copies; 0 where nothing is copied or the profile has no times."""
-    times = clock(profile, schedule) if copies(schedule) else None
+    times = clock(profile, schedule) if profile.swap_seconds is not None and copies(schedule) else None
     return 0.0 if times is None else times[1]
 
 

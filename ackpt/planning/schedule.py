@@ -11,11 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ackpt.capture.analysis import Analysis
+import numpy as np
+
+from ackpt.capture.analysis import Analysis, once_per_graph
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+
+from .late_orders import LateOrders
+from .lifetimes import frees
 
 COMPUTE, FREE = "compute", "free"
 OFFLOAD, PREFETCH, WAIT = "offload", "prefetch", "wait"
+KINDS = COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT
 
 
 class ScheduleError(ValueError):
@@ -52,6 +58,25 @@ class Step(NamedTuple):
     id: int
 
 
+class StepArrays(NamedTuple):
+    """Steps as arrays: the kind of every step, an index of `KINDS`, and its id."""
+
+    kinds: np.ndarray
+    ids: np.ndarray
+
+    @property
+    def computed(self) -> list[int]:
+        """The nodes of the compute steps, in order."""
+        return self.ids[self.kinds == KINDS.index(COMPUTE)].tolist()
+
+
+def _arrays(steps) -> StepArrays:
+    kinds, ids = zip(*steps) if steps else ((), ())
+    numbers = {kind: number for number, kind in enumerate(KINDS)}
+    kinds = np.fromiter(map(numbers.__getitem__, kinds), np.int8, len(steps))
+    return StepArrays(kinds, np.fromiter(ids, np.int32, len(steps)))
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The steps of the forward and of the backward of the graph with the hash `graph`.
@@ -67,7 +92,7 @@ class Schedule:
         >>> graph = ackpt.trace(model, torch.ones(4, 8))
         >>> nothing = lower(graph, ())
         >>> again = [step.id for step in nothing.backward if step.kind == "compute" and step.id < graph.boundary]
-        >>> nothing.saved, "aten.tanh.default" in [graph.nodes[place].target for place in again]
+        >>> nothing.saved, "aten.tanh.default" in [graph.nodes[node_id].target for node_id in again]
         ((), True)
     """
 
@@ -76,6 +101,16 @@ class Schedule:
     backward: tuple[Step, ...]
     saved: tuple[int, ...]
     replayed: tuple[int, ...]
+
+    @functools.cached_property
+    def forward_arrays(self) -> StepArrays:
+        """The forward's steps as arrays."""
+        return _arrays(self.forward)
+
+    @functools.cached_property
+    def backward_arrays(self) -> StepArrays:
+        """The backward's steps as arrays."""
+        return _arrays(self.backward)
 
     @property
     def offloaded(self) -> tuple[int, ...]:
@@ -105,23 +140,22 @@ def scheduled(graph: JointGraph, forward: Iterable[int] | None, backward: Iterab
     """
     analysis = graph.analysis
     backward = list(backward)
+    not_recomputable = analysis.not_recomputable
     for node_id in backward:
-        if graph.nodes[node_id].phase == FORWARD and node_id in analysis.not_recomputable:
-            node = graph.nodes[node_id]
-            raise ScheduleError(
-                f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r} cannot be recomputed: "
-                f"{analysis.not_recomputable[node_id]}. Its storage must be saved."
-            )
-    steps, needed = _with_frees(analysis, backward, analysis.live_to_end, True)
-    bw = tuple(steps)
+        if node_id not in not_recomputable:
+            continue
+        node = graph.nodes[node_id]
+        raise ScheduleError(
+            f"{node.name} ({node.target}) of module {node.module or 'the model itself'!r} cannot be recomputed: "
+            f"{not_recomputable[node_id]}. Its storage must be saved."
+        )
+    bw, needed = _with_frees(graph, backward, analysis.live_to_end, BACKWARD)
     saved = tuple(sorted(needed - analysis.resident - {s for t in analysis.tangents for s in graph.nodes[t].storages}))
     forward = needed_forward(analysis, saved) if forward is None else list(forward)
-    steps, _ = _with_frees(analysis, forward, analysis.live_to_end | analysis.dropped | set(saved), False)
-    steps += [Step(FREE, storage) for storage in sorted(analysis.dropped - set(saved))]
-    random = {
-        node_id for node_id in backward if graph.nodes[node_id].phase == FORWARD and graph.nodes[node_id].is_random
-    }
-    return Schedule(graph.hash, tuple(steps), bw, saved, tuple(sorted(random)))
+    fw, _ = _with_frees(graph, forward, analysis.live_to_end | analysis.dropped | set(saved), FORWARD)
+    fw += tuple(Step(FREE, storage) for storage in sorted(analysis.dropped - set(saved)))
+    random = analysis.random_forward.intersection(backward)
+    return Schedule(graph.hash, fw, bw, saved, tuple(sorted(random)))
 
 
 def lower(graph: JointGraph, saved: Iterable[int]) -> Schedule:
@@ -149,11 +183,15 @@ def lower(graph: JointGraph, saved: Iterable[int]) -> Schedule:
     # The caller holds the outputs anyway.
     outputs = {s for node_id in analysis.outputs if node_id is not None for s in graph.nodes[node_id].storages}
     saved = {*saved, *(outputs - analysis.dropped)}
-    return scheduled(
-        graph, None, recompute_late(analysis, analysis.needed_backward, live_before_backward(analysis, saved))
-    )
+    return scheduled(graph, None, _late_orders(graph).order(live_before_backward(analysis, saved)))
 
 
+@once_per_graph
+def _late_orders(graph: JointGraph) -> LateOrders:
+    return LateOrders(graph.analysis, graph.analysis.needed_backward)
+
+
+@once_per_graph
 def everything(graph: JointGraph) -> Schedule:
     """The schedule of the baseline: it saves all activations that backward reads.
 
@@ -172,7 +210,7 @@ def everything(graph: JointGraph) -> Schedule:
 
 def recomputed(graph: JointGraph, schedule: Schedule) -> list[int]:
     """The forward nodes that run in backward, in order, each as often as it runs."""
-    return [step.id for step in schedule.backward if step.kind == COMPUTE and step.id < graph.boundary]
+    return [node for node in schedule.backward_arrays.computed if node < graph.boundary]
 
 
 def live_before_backward(analysis: Analysis, saved) -> set[int]:
@@ -188,11 +226,18 @@ def recompute_late(analysis: Analysis, nodes: Iterable[int], live: set[int]) -> 
 
     `live`: nodes whose values exist; every node of the returned order is added to it.
     """
+    reads = analysis.backward_reads
     order: list[int] = []
     for reader in nodes:
-        runs = missing(analysis, reader, live)
-        order += runs
-        live.update(runs)
+        if reader in live:
+            continue
+        if live.issuperset(reads[reader]):  # nothing is missing
+            order.append(reader)
+            live.add(reader)
+        else:
+            runs = missing_for(analysis, (reader,), live)
+            order += runs
+            live.update(runs)
     return order
 
 
@@ -200,54 +245,60 @@ def missing(analysis: Analysis, node_id: int, live) -> list[int]:
     """`node_id` and the nodes that have to run before it, in order, if the values in `live` are live."""
     if node_id in live:
         return []
-    if live.issuperset(analysis.reads(node_id, again=analysis.graph.nodes[node_id].phase == FORWARD)):
+    if live.issuperset(analysis.backward_reads[node_id]):
         return [node_id]
-    return missing_for(analysis, [node_id], live)
+    return missing_for(analysis, (node_id,), live)
 
 
 def missing_for(analysis: Analysis, node_ids, live) -> list[int]:
     """`node_ids` and the nodes that have to run before them, in order, if the values in `live` are live."""
-    needed = set()
+    reads = analysis.backward_reads
+    found = set()
     todo = list(node_ids)
     while todo:
         node = todo.pop()
-        if node in live or node in needed:
-            continue
-        needed.add(node)
-        todo += analysis.reads(node, again=analysis.graph.nodes[node].phase == FORWARD)
-    return sorted(needed)
+        if node not in live and node not in found:
+            found.add(node)
+            todo += reads[node]
+    return sorted(found)
 
 
 def needed_forward(analysis: Analysis, saved) -> list[int]:
     """Forward nodes that the outputs, the `saved` storages and the effects depend on, in order."""
-    graph = analysis.graph
-    roots = [node_id for node_id in analysis.outputs if node_id is not None]
-    roots += [node_id for node_id in analysis.effects if graph.nodes[node_id].phase == FORWARD]
-    roots += [analysis.base_of[storage] for storage in saved]
-    given = set(analysis.sources)
-    return [node for node in analysis.ancestors(roots) if node not in given]
+    roots = [base for storage in saved if (base := analysis.base_of[storage]) not in analysis.always_computed]
+    if not roots:
+        return list(analysis.always_computed)
+    others: set[int] = set()
+    seen = {*analysis.always_computed, *analysis.sources}
+    while roots:
+        node = roots.pop()
+        if node not in seen:
+            seen.add(node)
+            others.add(node)
+            roots += analysis.graph.nodes[node].inputs
+    return sorted([*analysis.always_computed, *others])
 
 
-def _with_frees(analysis: Analysis, order, live_after, is_backward: bool):
+def _with_frees(graph: JointGraph, order, kept, phase: str) -> tuple[tuple[Step, ...], set[int]]:
     """The steps of `order` with every free as early as possible, and the storages that must be live before it."""
-    touched = analysis.accessed[BACKWARD if is_backward else FORWARD]
-    computes, frees = _steps(COMPUTE, len(analysis.graph.nodes)), _steps(FREE, len(analysis.graph.storages))
-    steps: list[Step] = []
-    later: set[int] = set()  # storages that a later step reads or writes before they are allocated again
-    for node_id in reversed(order):
-        for storage in touched[node_id]:
-            if storage not in later:
-                later.add(storage)
-                if storage not in live_after:
-                    steps.append(frees[storage])
-        steps.append(computes[node_id])
-        if node_id in analysis.allocated:
-            later -= analysis.allocated[node_id]
-    steps.reverse()
-    return steps, later
+    freed = frees(graph, order, phase)
+    is_freed = np.ones(len(graph.storages), dtype=bool)
+    is_freed[list(kept)] = False
+    is_freed = is_freed[freed.storages]
+    positions, storages = freed.positions[is_freed], freed.storages[is_freed]
+    before = np.cumsum(np.bincount(positions, minlength=len(order)))  # frees up to every position
+    is_compute = np.zeros(len(order) + len(positions), dtype=bool)
+    is_compute[np.arange(len(order)) + np.concatenate([[0], before[:-1]])[: len(order)]] = True
+    numbers = np.empty(len(is_compute), dtype=np.int64)
+    numbers[is_compute] = order
+    numbers[~is_compute] = storages.astype(np.int64) + len(graph.nodes)
+    return tuple(_steps(len(graph.nodes), len(graph.storages))[numbers].tolist()), set(freed.needed.tolist())
 
 
 @functools.cache
-def _steps(kind: str, count: int) -> tuple[Step, ...]:
-    """Every step of one kind; cached, since planning makes hundreds of schedules."""
-    return tuple(Step(kind, number) for number in range(count))
+def _steps(nodes: int, storages: int) -> np.ndarray:
+    """The compute steps of so many nodes, then the frees of so many storages; planning shares these objects."""
+    steps = np.empty(nodes + storages, dtype=object)
+    for number in range(len(steps)):
+        steps[number] = Step(COMPUTE, number) if number < nodes else Step(FREE, number - nodes)
+    return steps

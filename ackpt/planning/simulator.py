@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from ackpt.capture.analysis import once_per_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.metering.timeline import Timeline
 
 from .host_copies import clock
 from .live_bytes import check_same, follow, rng_state_bytes
-from .schedule import COMPUTE, FREE, PREFETCH, Schedule, recomputed
+from .schedule import COMPUTE, FREE, KINDS, PREFETCH, Schedule, StepArrays, recomputed
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def simulate(graph: JointGraph, profile: Profile, schedule: Schedule) -> Simulat
         check_same(graph, profile.graph, "profile")
     live = follow(graph, schedule, profile.workspace_bytes)
     timeline, times = live.timeline(), clock(profile, schedule)
-    order = [step.id for step in (*schedule.forward, *schedule.backward) if step.kind == COMPUTE]
+    order = (*schedule.forward_arrays.computed, *schedule.backward_arrays.computed)
     return Simulation(
         timeline=timeline,
         peak_bytes=timeline.peak_bytes,
@@ -120,42 +123,50 @@ def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[
     for hundreds of schedules: it checks nothing and keeps no events. ``tests/planning`` compares the two.
     """
     analysis = graph.analysis
-    size, allocated, again = analysis.bytes, analysis.allocated_bytes, analysis.recomputed_bytes
-    backward_workspace = workspace_bytes
-    released: dict[int, int] = {}  # after a step of backward, by its position
-    if schedule.replayed:
+    size, allocated, again = _sizes(graph)
+    workspace = backward_workspace = np.array(workspace_bytes)
+    ends: dict[int, int] = {}  # bytes that are freed after a step of backward, by its position
+    if schedule.replayed and (state := rng_state_bytes(graph)):
         # The forward saves the RNG state of every node that runs again in backward. There the present state is put
         # aside during each run, and the saved one is dropped after the last.
-        state, replayed = rng_state_bytes(graph), set(schedule.replayed)
-        allocated, backward_workspace = list(allocated), list(workspace_bytes)
-        for node in replayed:
-            allocated[node] += state
-            backward_workspace[node] += state
-        runs = ((step.id, at) for at, step in enumerate(schedule.backward) if step.kind == COMPUTE)
-        released = dict.fromkeys(dict(run for run in runs if run[0] in replayed).values(), state)
-    forward, total = _compute_peaks(schedule.forward, 0, size, allocated, workspace_bytes, {})
-    total += analysis.incoming_bytes + sum(
-        size[s] for node_id in analysis.tangents for s in graph.nodes[node_id].storages
-    )
-    backward, total = _compute_peaks(schedule.backward, total, size, again, backward_workspace, released)
+        replayed = list(schedule.replayed)
+        allocated, backward_workspace = allocated.copy(), workspace.copy()
+        allocated[replayed] += state
+        backward_workspace[replayed] += state
+        kinds, ids = schedule.backward_arrays
+        runs = np.flatnonzero((kinds == _COMPUTE) & np.isin(ids, replayed))
+        ends = dict.fromkeys(dict(zip(ids[runs].tolist(), runs.tolist())).values(), state)
+    forward, total = _compute_peaks(schedule.forward_arrays, 0, size, allocated, workspace, {})
+    total += analysis.incoming_bytes
+    total += sum(analysis.bytes[s] for node_id in analysis.tangents for s in graph.nodes[node_id].storages)
+    backward, total = _compute_peaks(schedule.backward_arrays, total, size, again, backward_workspace, ends)
     return forward, [*backward, total + graph.optimizer_step_bytes]
 
 
-def _compute_peaks(steps, total: int, size, allocated, workspace_bytes, released) -> tuple[list[int], int]:
+_COMPUTE, _FREE, _PREFETCH = map(KINDS.index, (COMPUTE, FREE, PREFETCH))
+
+
+@once_per_graph
+def _sizes(graph: JointGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The bytes of every storage, and those that every node allocates in the forward and in the backward."""
+    analysis = graph.analysis
+    return np.array(analysis.bytes), np.array(analysis.allocated_bytes), np.array(analysis.recomputed_bytes)
+
+
+def _compute_peaks(steps: StepArrays, total: int, size, allocated, workspace, ends) -> tuple[list[int], int]:
     """The bytes at every compute step when `total` bytes are allocated before, and the bytes allocated after."""
-    peaks = []
-    prefetched = 0  # the most since the last compute step
-    for at, (kind, number) in enumerate(steps):
-        if kind == FREE:
-            total -= size[number]
-        elif kind == COMPUTE:
-            total += allocated[number]
-            now = total + workspace_bytes[number]
-            peaks.append(prefetched if prefetched > now else now)
-            prefetched = 0
-            if at in released:
-                total -= released[at]
-        elif kind == PREFETCH:
-            total += size[number]
-            prefetched = max(prefetched, total)
-    return peaks, total
+    kinds, ids = steps
+    computes, freeing, prefetches = (np.flatnonzero(kinds == kind) for kind in (_COMPUTE, _FREE, _PREFETCH))
+    changes = np.zeros(len(kinds) + 1, dtype=np.int64)
+    changes[computes] = allocated[ids[computes]]
+    changes[freeing] = -size[ids[freeing]]
+    changes[prefetches] = size[ids[prefetches]]
+    for at, freed_bytes in ends.items():
+        changes[at + 1] -= freed_bytes
+    live = total + np.cumsum(changes)  # after every step, and at the end
+    peaks = live[computes] + workspace[ids[computes]]
+    # A prefetch counts at the compute step that follows it.
+    following = np.searchsorted(computes, prefetches)
+    counts = following < len(computes)
+    np.maximum.at(peaks, following[counts], live[prefetches[counts]])
+    return peaks.tolist(), int(live[-1])

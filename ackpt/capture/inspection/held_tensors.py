@@ -14,6 +14,8 @@ from .outside_values import Reads
 from .source_lines import in_model, line
 from .tensors import require_plain
 
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
 
 class Held(TorchFunctionMode):
     """Inside, operations on a tensor of the model's code use the traced tensor that replaces it.
@@ -29,13 +31,21 @@ class Held(TorchFunctionMode):
         self.found: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        args, kwargs = tree_map_only(torch.Tensor, self._stand_in, (args, kwargs or {}))
+        args = tuple(map(self._replaced, args))
+        kwargs = {name: self._replaced(value) for name, value in (kwargs or {}).items()}
         with self.reads.paused():
             return func(*args, **kwargs)
 
     def is_same(self, tensor, other) -> bool:
         """Whether `other` stands for `tensor`."""
         return self.traced.get(id(tensor)) is other
+
+    def _replaced(self, value):
+        if isinstance(value, torch.Tensor):
+            return self._stand_in(value)
+        if isinstance(value, _PLAIN):  # most arguments; a look into them takes longer than the operation's dispatch
+            return value
+        return tree_map_only(torch.Tensor, self._stand_in, value)
 
     def _stand_in(self, tensor):
         if id(tensor) in self.traced:

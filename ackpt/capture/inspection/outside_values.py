@@ -59,10 +59,13 @@ class Reads:
         collectors = {getattr(callback, "__code__", None) for callback in gc.callbacks} - {None}
 
         def called(frame, event, _):
-            code = frame.f_code
-            if event == "call" and code.co_name in _SEEDING and code.co_filename == _RANDOM and _is_by_model(frame):
-                seeds.append((code.co_name, torch.default_generator.get_state()))
-            if event != "call" or id(code) in seen or _is_of_collector(frame, collectors):
+            if event != "call" or id(code := frame.f_code) in seen:
+                return
+            if code.co_name in _SEEDING and code.co_filename == _RANDOM:
+                if _is_by_model(frame):
+                    seeds.append((code.co_name, torch.default_generator.get_state()))
+                return  # every call of these counts
+            if _is_of_collector(frame, collectors):
                 return
             seen[id(code)] = code  # kept alive, so that its id is not reused
             if is_of_model(code.co_filename) and code.co_name != "<module>":

@@ -7,14 +7,18 @@ unit (the activations of one operation) after the other, always the one that fre
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ackpt.capture.analysis import Analysis
-from ackpt.capture.joint_graph import BACKWARD, FORWARD
-from ackpt.planning.schedule import missing_for, recompute_late
+import numpy as np
+
+from ackpt.capture.analysis import Analysis, once_per_graph
+from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.planning.late_orders import LateOrders
+from ackpt.planning.lifetimes import uses_of
+from ackpt.planning.schedule import missing_for
 from ackpt.policies.search.frontier import undominated
 
-from .blocks import Block
+from .blocks import Block, BlockChain
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,10 @@ class BlockStep:
         self.incoming = {s for node in gradients for s in nodes[node].storages} - self.outside
         self.given |= gradients
         self.gradients = _read_later(analysis, block)
+        self._late_orders = LateOrders(analysis, block.backward)
+        self._may_be_allocated = np.ones(len(analysis.bytes), dtype=bool)
+        self._may_be_allocated[[*self.outside, *analysis.resident]] = False
+        self._bytes, self._workspace = np.array(analysis.bytes), np.array(workspace)
 
     def option(self, saved: frozenset[int]) -> Option:
         """The option that saves `saved`, except storages that recomputing their siblings allocates anyway."""
@@ -65,7 +73,7 @@ class BlockStep:
         reallocated: set[int] | None = None
         while reallocated is None or reallocated & saved:
             saved = saved - (reallocated or set())
-            order = recompute_late(analysis, block.backward, self.given | _bases(analysis, saved | block.output))
+            order = self._late_orders.order(self.given | _bases(analysis, saved | block.output))
             runs = [node for node in order if analysis.graph.nodes[node].phase == FORWARD]
             reallocated = {s for node in runs for s in analysis.allocated.get(node, ())}
         cost = sum(self.costs[node] for node in runs)
@@ -75,23 +83,24 @@ class BlockStep:
 
     def _peak(self, order: list[int], start, end, is_backward: bool) -> int:
         """The peak while `order` runs; the storages `start` are live before it and `end` after it."""
-        analysis, nodes = self.analysis, self.analysis.graph.nodes
-        touched = analysis.accessed[BACKWARD if is_backward else FORWARD]
-        last = {storage: at for at, node in enumerate(order) for storage in touched[node]}
-        live = {s for s in start if s in last or s in end}
-        total = peak = sum(analysis.bytes[s] for s in live)
-        for at, node in enumerate(order):
-            is_recomputed = is_backward and nodes[node].phase == FORWARD
-            for storage in analysis.storages(node, is_recomputed):
-                if storage not in live and storage not in self.outside and storage not in analysis.resident:
-                    live.add(storage)
-                    total += analysis.bytes[storage]
-            peak = max(peak, total + self.workspace[node])
-            for storage in touched[node]:
-                if last[storage] == at and storage in live and storage not in end:
-                    live.discard(storage)
-                    total -= analysis.bytes[storage]
-        return peak
+        uses = uses_of(self.analysis.graph, order, BACKWARD if is_backward else FORWARD)
+        size = self._bytes
+        last = np.full(len(size), -1)
+        last[uses.storages] = uses.positions
+        born = np.full(len(size), -1)
+        first_results = np.flatnonzero(uses.results & self._may_be_allocated[uses.storages])[::-1]
+        born[uses.storages[first_results]] = uses.positions[first_results]
+        at_end = np.array(sorted(end), dtype=np.int64)
+        last[at_end] = len(order)
+        at_start = np.array(sorted(start), dtype=np.int64)
+        at_start = at_start[last[at_start] >= 0]
+        born[at_start] = 0
+        live = np.flatnonzero(born >= 0)
+        changes = np.zeros(len(order) + 2, dtype=np.int64)
+        np.add.at(changes, born[live], size[live])
+        np.subtract.at(changes, last[live] + 1, size[live])
+        totals = np.cumsum(changes)[: len(order)] + self._workspace[order]
+        return int(max(size[at_start].sum(), totals.max(initial=0)))
 
     def _recomputed(self, saved: frozenset[int], wanted: frozenset[int]) -> list[int]:
         """Forward nodes that are recomputed for the block's output and the storages `wanted` if `saved` are saved."""
@@ -112,6 +121,53 @@ class BlockStep:
         while duplicates := self.allocated_twice(option.saved, frozenset()):
             option = self.option(option.saved - duplicates)
         return option
+
+    def structure(self) -> tuple[tuple, tuple[int, ...]]:
+        """All that the options depend on, with nodes and storages numbered by rank, and the storages by rank.
+
+        If two blocks are equal in the first, their options are equal up to the ids of storages.
+        """
+        analysis, block = self.analysis, self.block
+        nodes, reads, bases = analysis.graph.nodes, analysis.backward_reads, analysis.base_of
+        may_run = sorted({*block.forward, *missing_for(analysis, block.backward, self.given)})
+        involved = sorted({*may_run, *(source for node in may_run for source in reads[node])})
+        rank = {node: number for number, node in enumerate(involved)}
+        used = {s for node in involved for s in (*nodes[node].storages, *analysis.allocated.get(node, ()))}
+        used.update(s for table in analysis.accessed.values() for node in may_run for s in table[node])
+        storages = tuple(sorted(used))
+        number = {storage: at for at, storage in enumerate(storages)}
+
+        def numbers(some) -> tuple[int, ...]:
+            return tuple(number[s] for s in some)
+
+        unit_of = {storage: at for at, unit in enumerate(sorted(block.units, key=min)) for storage in unit}
+        groups = (block.output, self.outside, self.incoming, self.gradients, analysis.resident)
+        rows = [
+            (
+                nodes[node].phase,
+                self.costs[node],
+                self.workspace[node],
+                tuple(rank[source] for source in reads[node]),
+                numbers(analysis.storages(node)),
+                numbers(analysis.storages(node, again=True)),
+                numbers(sorted(analysis.allocated.get(node, ()))),
+                numbers(analysis.accessed[FORWARD][node]),
+                numbers(analysis.accessed[BACKWARD][node]),
+            )
+            for node in may_run
+        ]
+        structure = (
+            tuple(rows),
+            tuple((node in self.given, numbers(nodes[node].storages)) for node in involved),
+            tuple(rank[node] for node in may_run),
+            tuple(rank[node] for node in block.forward),
+            tuple(rank[node] for node in block.backward),
+            tuple(
+                (analysis.bytes[s], rank.get(bases.get(s, -1)), unit_of.get(s), *(s in group for group in groups))
+                for s in storages
+            ),
+        )
+        return structure, storages
 
     @property
     def incoming_bytes(self) -> int:
@@ -152,6 +208,22 @@ class BlockStep:
         option = self.option(saved)
         added = max(option.cost - before.cost, 1e-3)
         return -(before.saved_bytes - option.saved_bytes) / added, option
+
+
+@once_per_graph
+def options_of_blocks(graph: JointGraph, chain: BlockChain, costs: tuple, workspace: tuple) -> list[list[Option]]:
+    """The options of every block of `chain`, found once for all blocks of one structure."""
+    solved: dict[tuple, tuple[list[Option], tuple[int, ...]]] = {}
+    options = []
+    for block in chain.blocks:
+        step = BlockStep(graph.analysis, block, chain.pinned, costs, workspace)
+        structure, storages = step.structure()
+        if structure not in solved:
+            solved[structure] = step.options(), storages
+        of_first, storages_of_first = solved[structure]
+        own = dict(zip(storages_of_first, storages))
+        options.append([replace(option, saved=frozenset(own[s] for s in option.saved)) for option in of_first])
+    return options
 
 
 def _values(option: Option) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ackpt.capture.analysis import Analysis
 
-from .block_options import BlockStep, Option
+from .block_options import BlockStep, Option, options_of_blocks
 from .blocks import BlockChain
 from .chain_table import Partial, Stage
 
@@ -25,7 +25,7 @@ class _PartialOption:
 def stages(analysis: Analysis, chain: BlockChain, cost, workspace) -> list[Stage]:
     """One stage of the chain table for each block of `chain`."""
     steps = [BlockStep(analysis, block, chain.pinned, cost, workspace) for block in chain.blocks]
-    options = [step.options() for step in steps]
+    options = options_of_blocks(analysis.graph, chain, tuple(cost), tuple(workspace))
     choices = [
         [
             _PartialOption(option, option.cost + step.recompute_cost(option.saved, frozenset()))

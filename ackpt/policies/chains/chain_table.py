@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -102,6 +103,20 @@ class _Solved:
     decisions: np.ndarray
 
 
+class _Options(NamedTuple):
+    """The options of a stage as arrays; ``costs_again``: with what their forward recomputes in a later pass.
+
+    ``saved_slots``: of memory, for what the option saves and the output of the block.
+    """
+
+    costs: np.ndarray
+    costs_again: np.ndarray
+    forward_peaks: np.ndarray
+    backward_peaks: np.ndarray
+    saved_slots: np.ndarray
+    decisions: np.ndarray
+
+
 class ChainTable:
     """The least added cost of every stretch of the chain for every number of memory slots."""
 
@@ -121,6 +136,7 @@ class ChainTable:
             np.array([_RunStretch(number, length) for length in range(1, n + 1)], dtype=object)
             for number in self.partials
         ]
+        self.options = [[self._options_of(stage, partial) for partial in self.partials] for stage in stages]
         self.later_passes: dict[tuple[int, int, int], _Solved] = {}  # by partial, first and last block
         kind_of: dict[tuple, int] = {}
         kinds = [kind_of.setdefault(stage.numbers(), len(kind_of)) for stage in stages]
@@ -155,10 +171,11 @@ class ChainTable:
         if s == t:
             best.offer(_GoBack(), ways.option.cost, self._slots(ways.option.backward_peak))
             return best.solved()
-        for number, (option, run_cost) in enumerate(zip(ways.options, ways.run_costs)):
-            need = max(option.forward_peak + incoming + saved, option.backward_peak + gradients)
-            rest = self._shifted(self.later_passes[partial, s + 1, t].costs, option.saved_bytes + stage.output_bytes)
-            best.offer(_RunAndSave(number), rest + (run_cost + option.cost), self._slots(need))
+        options = self.options[s][partial]
+        need = np.maximum(options.forward_peaks + incoming + saved, options.backward_peaks + gradients)
+        rest = self._after(options, self.later_passes[partial, s + 1, t])
+        rest += options.costs_again[:, None]
+        best.choose(rest, self._slots(need), options.decisions)
         # A part may be saved when blocks are recomputed; from then on it is the same part until their backward.
         for new in self.partials if partial == 0 else (partial,):
             rests = [self.later_passes[partial, j, t].costs for j in range(s + 1, t + 1)]
@@ -167,14 +184,13 @@ class ChainTable:
 
     def _solve_first_pass(self, s: int) -> _Solved:
         """The first forward of the blocks from `s` on, and their backward."""
-        stage, best, t = self.stages[s], _Best(self.slots), len(self.stages) - 1
+        best, t = _Best(self.slots), len(self.stages) - 1
         gradients = self.gradients[t + 1] - self.gradients[s + 1]
-        for number, option in enumerate(stage.partials[0].options):
-            need = max(option.forward_peak, option.backward_peak + gradients)
-            rest: np.ndarray | float = 0.0
-            if s < t:
-                rest = self._shifted(self.first_passes[s + 1].costs, option.saved_bytes + stage.output_bytes)
-            best.offer(_RunAndSave(number), rest + option.cost, self._slots(need))
+        options = self.options[s][0]
+        need = np.maximum(options.forward_peaks, options.backward_peaks + gradients)
+        rest = self._after(options, self.first_passes[s + 1]) if s < t else np.zeros((len(need), self.slots + 1))
+        rest += options.costs[:, None]
+        best.choose(rest, self._slots(need), options.decisions)
         for new in self.partials:
             rests = [self.first_passes[j].costs for j in range(s + 1, t + 1)]
             self._offer_stretches(best, s, t, None, new, 0, rests)
@@ -196,13 +212,12 @@ class ChainTable:
         running[0] -= self.input_bytes[s]  # the caller accounts for the input of the first block
         needs = np.maximum.accumulate(running) + incoming
         run_costs = np.zeros(t - s) if is_first else self.forward_costs[partial][j] - self.forward_costs[partial][s]
-        stretches = np.stack([self.later_passes[new, s, last].costs for last in range(s, t)])
-        stretches = _moved(stretches, self._slots(self.gradients[t + 1] - self.gradients[j]))
+        stretches = [self.later_passes[new, s, last].costs for last in range(s, t)]
         saved = self.input_bytes[j] + (self.saved[new][j] - self.saved[new][s])
-        costs = _moved(np.stack(rests), self._slots(saved)) + stretches + run_costs[:, None]
-        costs[np.arange(self.slots + 1)[None, :] < self._slots(needs)[:, None]] = np.inf
-        cheapest = np.argmin(costs, axis=0)
-        best.take(np.take_along_axis(costs, cheapest[None, :], axis=0)[0], self.stretches[new][cheapest])
+        costs = _moved(rests, self._slots(saved))
+        costs += _moved(stretches, self._slots(self.gradients[t + 1] - self.gradients[j]))
+        costs += run_costs[:, None]
+        best.choose(costs, self._slots(needs), self.stretches[new])
 
     def _first_pass(self, s: int, slot: int) -> Iterator[Operation]:
         stage, t = self.stages[s], len(self.stages) - 1
@@ -249,8 +264,21 @@ class ChainTable:
     def _slots(self, size):
         return np.maximum(0, np.rint(np.asarray(size, dtype=float) / self.slot_bytes)).astype(np.int64)
 
-    def _shifted(self, costs, size) -> np.ndarray:
-        return _moved(costs[None, :], self._slots([size]))[0]
+    def _after(self, options: _Options, rest: _Solved) -> np.ndarray:
+        """For every option the costs of `rest` with the memory that the option leaves."""
+        return _moved([rest.costs] * len(options.costs), options.saved_slots)
+
+    def _options_of(self, stage: Stage, partial: int) -> _Options:
+        ways = stage.partials[partial]
+        costs = np.array([option.cost for option in ways.options], dtype=float)
+        return _Options(
+            costs=costs,
+            costs_again=np.array(ways.run_costs, dtype=float) + costs,
+            forward_peaks=np.array([option.forward_peak for option in ways.options], dtype=float),
+            backward_peaks=np.array([option.backward_peak for option in ways.options], dtype=float),
+            saved_slots=self._slots([option.saved_bytes + stage.output_bytes for option in ways.options]),
+            decisions=np.array([_RunAndSave(number) for number in range(len(costs))], dtype=object),
+        )
 
 
 class _Best:
@@ -266,6 +294,15 @@ class _Best:
         costs[: int(need)] = np.inf
         self.take(costs, np.full(len(costs), decision, dtype=object))
 
+    def choose(self, costs: np.ndarray, needs: np.ndarray, decisions: np.ndarray) -> None:
+        """Offer every row of `costs` with its own need and its own of `decisions`; this changes `costs`."""
+        if not len(costs):
+            return
+        for row, need in zip(costs, needs.tolist()):
+            row[:need] = np.inf
+        cheapest = np.argmin(costs, axis=0)
+        self.take(costs[cheapest, np.arange(costs.shape[1])], decisions[cheapest])
+
     def take(self, costs: np.ndarray, decisions: np.ndarray) -> None:
         """Take over from `decisions`, by slots, wherever `costs` are lower."""
         better = costs < self.costs
@@ -276,10 +313,14 @@ class _Best:
         return _Solved(self.costs, self.decisions)
 
 
-def _moved(rows: np.ndarray, by) -> np.ndarray:
+def _moved(rows: list[np.ndarray], by: np.ndarray) -> np.ndarray:
     """Every row moved to the right by its own number of slots."""
-    at = np.arange(rows.shape[1])[None, :] - np.asarray(by)[:, None]
-    return np.where(at >= 0, np.take_along_axis(rows, np.maximum(at, 0), axis=1), np.inf)
+    width = len(rows[0]) if rows else 0
+    moved = np.empty((len(rows), width))
+    for row, costs, slots in zip(moved, rows, by.tolist()):
+        row[:slots] = np.inf
+        row[slots:] = costs[: max(0, width - slots)]
+    return moved
 
 
 def _prefix_sums(values) -> np.ndarray:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ackpt.capture.analysis import once_per_graph
 from ackpt.capture.joint_graph import JointGraph
+from ackpt.planning.late_orders import LateOrders
 from ackpt.planning.schedule import Schedule, everything, recompute_late, scheduled
 
 from .blocks import BlockChain
@@ -20,6 +22,7 @@ class Walk:
         self.read = set(everything(graph).saved)
         self.saved = {*self.analysis.sources, *(self.analysis.base_of[s] for s in chain.pinned)}
         self.order: list[int] = []
+        self._late_orders = _late_orders(graph, chain)
         self.gradients: set[int] = set()  # backward nodes that have run; their results live until they are read
 
     @property
@@ -51,10 +54,18 @@ class Walk:
         """Run the backward of the blocks `last` to `first`; each missing activation is recomputed once."""
         live = self.saved | self.gradients
         for block in reversed(self.blocks[first : last + 1]):
-            self.order += recompute_late(self.analysis, block.backward, live)
+            order = self._late_orders[block.index].order(live)
+            live.update(order)
+            self.order += order
             self.gradients.update(block.backward)
             self.saved -= {self.analysis.base_of[s] for unit in (*block.units, block.output) for s in unit}
 
     def schedule(self) -> Schedule:
         """The schedule of everything so far."""
         return scheduled(self.analysis.graph, None, self.order)
+
+
+@once_per_graph
+def _late_orders(graph: JointGraph, chain: BlockChain) -> list[LateOrders]:
+    """Of the backward of every block."""
+    return [LateOrders(graph.analysis, block.backward) for block in chain.blocks]

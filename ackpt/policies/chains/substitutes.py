@@ -16,7 +16,7 @@ from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.schedule import Schedule, everything, live_before_backward, lower
 from ackpt.policies.search.frontier import evenly_spaced, pareto
 
-from .block_options import BlockStep
+from .block_options import options_of_blocks
 from .block_stages import rows_by_price
 from .blocks import BlockChain
 
@@ -32,8 +32,7 @@ def substituted(graph: JointGraph, chain: BlockChain, profile, cost) -> list[Sch
     blocks follow the one, the last blocks the other.
     """
     analysis = graph.analysis
-    steps = (BlockStep(analysis, block, chain.pinned, cost, profile.workspace_bytes) for block in chain.blocks)
-    options = [step.options() for step in steps]
+    options = options_of_blocks(graph, chain, tuple(cost), tuple(profile.workspace_bytes))
     always_saved = chain.pinned.union(*(block.output for block in chain.blocks))
     choices = [[(option.cost, option.saved_bytes) for option in block_options] for block_options in options]
     rows = [

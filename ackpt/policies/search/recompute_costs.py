@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
-from ackpt.planning.schedule import COMPUTE, Schedule, recomputed
+from ackpt.planning.schedule import Schedule, recomputed
 
 _FLOPS_PER_BYTE = 10  # cost of a byte that is read or written, on a processor with an average memory bandwidth
 
@@ -38,4 +38,4 @@ def added_cost(graph: JointGraph, schedule: Schedule, cost) -> float:
 
 def step_cost(schedule: Schedule, cost) -> float:
     """The cost of all nodes that run in a step."""
-    return sum(cost[step.id] for step in (*schedule.forward, *schedule.backward) if step.kind == COMPUTE)
+    return sum(cost[node] for steps in (schedule.forward_arrays, schedule.backward_arrays) for node in steps.computed)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
-from ackpt.planning.schedule import COMPUTE, Schedule, scheduled
+from ackpt.planning.schedule import Schedule, scheduled
 from ackpt.planning.simulator import peak_of, step_peaks
 
 _WALKED = 600_000  # nodes of all schedules that are tried for one graph: small graphs get more tries
@@ -58,7 +58,7 @@ def with_fewer_runs(
     """
     failed: set[tuple[int, int]] = set()
     while tries > 0:
-        order = [step.id for step in schedule.backward if step.kind == COMPUTE]
+        order = schedule.backward_arrays.computed
         live, every = runs(graph, schedule, order, workspace_bytes)
         by_cost = sorted((run for run in every if cost[run.node]), key=lambda run: (-cost[run.node], run))
         sure = _fitting(by_cost, live, limit_bytes)
@@ -84,8 +84,7 @@ def runs(graph: JointGraph, schedule: Schedule, order: list[int], workspace_byte
     """Dynamic bytes at every compute step, int64[steps], and the recomputations in the backward `order` of nodes."""
     analysis = graph.analysis
     forward, backward = step_peaks(graph, schedule, workspace_bytes)
-    forward_nodes = (step.id for step in schedule.forward if step.kind == COMPUTE)
-    last = {s: at for at, node in enumerate(forward_nodes) for s in analysis.allocated.get(node, ())}
+    last = {s: at for at, node in enumerate(schedule.forward_arrays.computed) for s in analysis.allocated.get(node, ())}
     touched, recomputations = analysis.accessed[BACKWARD], []
     for at, (node, views) in enumerate(zip(order, _views(graph, order)), len(forward)):
         allocated = analysis.allocated.get(node)  # nothing for a view, which cannot be saved
@@ -143,7 +142,7 @@ def _views(graph: JointGraph, order: list[int]) -> list[tuple[int, ...] | None]:
 
 def with_saved(graph: JointGraph, schedule: Schedule, node: int) -> Schedule:
     """`schedule` with the results of `node` saved instead of recomputed."""
-    order = [step.id for step in schedule.backward if step.kind == COMPUTE]
+    order = schedule.backward_arrays.computed
     bases = _bases(graph, node)
     return without_runs(graph, order, {at for at, other in enumerate(order) if other in bases})
 
@@ -159,15 +158,17 @@ def without_runs(graph: JointGraph, order: list[int], skipped: Collection[int] =
 
     `order`: node ids of the backward; `skipped`: positions in it.
     """
-    analysis = graph.analysis
+    reads, boundary = graph.analysis.backward_reads, graph.boundary
     remaining: list[int] = []
     read: set[int] = set()
     for at in range(len(order) - 1, -1, -1):
         node = order[at]
-        is_recomputed = graph.nodes[node].phase == FORWARD
-        if at in skipped or (is_recomputed and node not in read):
+        if at in skipped:
             continue
+        if node < boundary:  # recomputed
+            if node not in read:
+                continue
+            read.discard(node)
         remaining.append(node)
-        read.discard(node)
-        read.update(analysis.reads(node, is_recomputed))
+        read.update(reads[node])
     return scheduled(graph, None, remaining[::-1])

@@ -1,0 +1,64 @@
+"""The fast parts of planning, against the same things one step at a time: frees, and late orders."""
+
+import random
+
+import pytest
+import torch
+
+import ackpt
+from ackpt.capture.joint_graph import BACKWARD
+from ackpt.planning.late_orders import LateOrders
+from ackpt.planning.lifetimes import frees
+from ackpt.planning.schedule import live_before_backward, recompute_late
+
+
+class Net(torch.nn.Module):
+    """Views, several results of one operation, batch norm, and random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(8, 24), torch.nn.BatchNorm1d(24), torch.nn.Linear(24, 8)
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x):
+        for _ in range(3):
+            a, b, c = self.norm(self.first(x)).tanh().chunk(3, 1)
+            x = self.last(self.dropout(torch.cat([a * b, b.exp(), c.max(0).values + a], 1))) + x
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return ackpt.trace(Net(), torch.randn(16, 8))
+
+
+def one_by_one(graph, order):
+    """(position, storage) of every free in backward, and the storages that are needed before."""
+    analysis = graph.analysis
+    found, later = [], set()
+    for position in range(len(order) - 1, -1, -1):
+        for storage in analysis.accessed[BACKWARD][order[position]]:
+            if storage not in later:
+                later.add(storage)
+                found.append((position, storage))
+        later -= analysis.allocated.get(order[position], set())
+    return found[::-1], later
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_late_orders_and_frees_are_those_found_one_by_one(graph, seed):
+    analysis = graph.analysis
+    chooser = random.Random(seed)
+    share = chooser.random()
+    saved = {s for s in sorted(analysis.savable) if chooser.random() < share}
+    readers = analysis.needed_backward
+    order = LateOrders(analysis, readers).order(live_before_backward(analysis, saved))
+    assert order == recompute_late(analysis, readers, live_before_backward(analysis, saved))
+    freed = frees(graph, order, BACKWARD)
+    assert (list(zip(freed.positions.tolist(), freed.storages.tolist())), set(freed.needed.tolist())) == one_by_one(
+        graph, order
+    )
+
+
+def test_an_empty_order_frees_nothing(graph):
+    assert [len(part) for part in frees(graph, [], BACKWARD)] == [0, 0, 0]
