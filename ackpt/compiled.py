@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from ackpt.capture.inspection.model_checks import check_keywords, forward_names
-from ackpt.planning.dynamic_dimensions import DynamicArgument
-from ackpt.planning.dynamic_step import DynamicStep
+from ackpt.running.dynamic_dimensions import DynamicArgument
+from ackpt.running.dynamic_step import DynamicStep
 from ackpt.planning.plan import Plan
 from ackpt.planning.plan_check import check_applies
-from ackpt.planning.planned_step import PlannedStep
-from ackpt.planning.planners import Choice, Choose, Planner
+from ackpt.running.planned_step import PlannedStep
+from ackpt.running.planners import Choice, Choose, Planner
 
 from .budget import dynamic_limit, is_share
 from .dynamic_plans import DynamicPlans
@@ -24,7 +24,7 @@ from .planner import check_runs, default_profile, model_keeps, of_model, options
 from .planner import plan as make_plan
 from .policies import POLICIES
 
-_KEYWORDS = ("budget", "policy", "plan", "differentiate", "optimizer", "options", "dynamic")
+_KEYWORDS = ("budget", "policy", "plan", "differentiate", "optimizer", "dynamic", "options")
 
 
 def compile(

@@ -13,10 +13,10 @@ from ackpt.capture.in_place import eager_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.costs.profiles import profile as profiled
-from ackpt.planning.dynamic_step import DynamicStep
+from ackpt.running.dynamic_step import DynamicStep
 from ackpt.planning.eager_step import eager_peak, eager_peak_bound, eager_schedule
 from ackpt.planning.plan import Plan
-from ackpt.planning.planners import Choice
+from ackpt.running.planners import Choice
 from ackpt.planning.schedule import Schedule, everything
 from ackpt.planning.simulator import peak_of, step_peaks
 from ackpt.policies import auto
@@ -54,7 +54,7 @@ class DynamicPlans:
             is_model = graph.as_compiled is None and bound <= limit
             return self._choice(None if is_model else self._everything, values, baseline_bytes)
         if not self._points:
-            self._search(values, baseline_bytes)
+            self._search(max([*self.step.search_at, values], key=self._live_bytes), None)
         fitting = [each for each in self._points if peak_of(graph, each.schedule, workspace) <= limit]
         if not fitting:
             self._search(values, baseline_bytes)
@@ -82,6 +82,10 @@ class DynamicPlans:
             relative = point.cost / whole  # searches at other sizes have costs of other steps
             self._points.append(point._replace(cost=relative, schedule=self._own(point.schedule)))
         self._points.sort(key=lambda point: point.cost)
+
+    def _live_bytes(self, values: tuple[int, ...]) -> int:
+        """The baseline's dynamic peak at these sizes without workspace, to compare sizes by."""
+        return peak_of(self.step.sized(values), self._everything, (0,) * len(self.step.reference.nodes))
 
     def _own(self, schedule: Schedule) -> Schedule:
         return replace(schedule, graph=self.step.reference.hash)

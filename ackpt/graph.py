@@ -7,7 +7,7 @@ from ackpt.capture.joint_graph import AsCompiled, JointGraph, Node, Storage
 from ackpt.capture.tracing import trace
 from ackpt.costs.profiles import Profile, ProfileError, profile
 from ackpt.planning.plan import Activation, Plan, PlanError
-from ackpt.planning.planned_step import PlannedStep
+from ackpt.running.planned_step import PlannedStep
 from ackpt.planning.proof import RewriteError
 from ackpt.planning.rewriting import Rewritten, rewrite
 from ackpt.planning.schedule import Schedule, ScheduleError, Step, lower, scheduled

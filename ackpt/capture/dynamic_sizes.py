@@ -7,7 +7,6 @@ evaluates both. `concrete` is the captured module at given sizes, so everything 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.printers import PythonPrinter
 
+from ackpt.capture.inspection.source_lines import line
 from ackpt.errors import TraceError
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -78,11 +78,34 @@ class Symbols:
         self.all = [size.node._expr for size in sizes]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._layouts = [tuple(tuple(map(expression, each)) for each in (t.shape, t.stride())) for t in tensors]
+        self._tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._constants: dict[Any, str] = {}
+        self._note_constants()
         self._functions: dict[tuple, Callable[..., tuple]] = {}
+
+    def _note_constants(self) -> None:
+        """Record the line of the model's code by which a symbol becomes a number."""
+        replace = self.environment._set_replacement
+
+        def noted(symbol, value, *args, **kwargs):
+            if sympy.sympify(value).is_number:
+                self._constants.setdefault(symbol, line())
+            return replace(symbol, value, *args, **kwargs)
+
+        self.environment._set_replacement = noted
 
     def values(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """The sizes of the dynamic dimensions in a call with `leaves`."""
         return tuple(leaves[each.leaf].shape[each.dim] for each in self.dimensions)
+
+    def values_in(self, sizes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...] | None:
+        """The sizes of the dynamic dimensions in a call whose tensors have these shapes and strides, as in `layouts`.
+
+        None if the capture is not valid for that call.
+        """
+        values = tuple(sizes[self._tensors.index(each.leaf)][0][each.dim] for each in self.dimensions)
+        is_valid = self.holds(values) and self.layouts(values) == tuple(sizes)
+        return values if is_valid else None
 
     def holds(self, values: tuple[int, ...]) -> bool:
         """Whether the capture is valid for these sizes."""
@@ -103,11 +126,11 @@ class Symbols:
         found = [guard.expr for guard in self.environment.guards]
         return tuple(guard for guard in found if guard.free_symbols)
 
-    def fixed(self) -> dict[Dimension, int]:
-        """The dimensions that the model turned into constants, with their sizes."""
+    def fixed(self) -> dict[Dimension, str]:
+        """The dimensions that the model turned into constants, with the line that did, or an empty string."""
         pairs = zip(self.dimensions, self.all)
-        exprs = {each: self.environment.replace(symbol) for each, symbol in pairs}
-        return {each: int(expr) for each, expr in exprs.items() if expr.is_number}
+        fixed = {each: symbol for each, symbol in pairs if self.environment.replace(symbol).is_number}
+        return {each: self._constants.get(symbol, "") for each, symbol in fixed.items()}
 
     def evaluated(self, expressions: Sequence[Any], values: tuple[int, ...]) -> tuple[Any, ...]:
         """Sympy `expressions` at these sizes, as numbers and truth values of Python."""
@@ -195,13 +218,20 @@ def expression(value) -> Any:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node of a captured module computes a size, not a tensor."""
-    return isinstance(node.meta.get("val"), _SYMBOLIC)
+    """Whether a node of a captured module computes a size, not a tensor; constants are no expressions."""
+    return _is_expression(node.meta.get("val"))
+
+
+def _is_expression(value) -> bool:
+    return isinstance(value, _SYMBOLIC) and not value.node.expr.is_number
 
 
 def is_symbolic(value) -> bool:
-    """Whether a tensor has sizes that are expressions."""
-    return isinstance(value, FakeTensor) and bool(value._has_symbolic_sizes_strides)
+    """Whether a tensor or its storage has sizes that are expressions."""
+    if not isinstance(value, FakeTensor):
+        return False
+    others = value.storage_offset(), value.untyped_storage().nbytes()
+    return bool(value._has_symbolic_sizes_strides) or any(map(_is_expression, others))
 
 
 def without_full_slices(module: fx.GraphModule) -> None:
@@ -228,11 +258,8 @@ def without_full_slices(module: fx.GraphModule) -> None:
 
 def _is_whole(node: fx.Node) -> bool:
     """Whether a slice, or the backward of one, is all of its tensor at every size."""
-    arguments = node.args[2:] if node.target is _SLICE_BACKWARD else node.args[1:]
-    dim, start, end, step = (*arguments, *(0, None, None, 1)[len(arguments) :])
-    size = expression(node.meta["val"].shape[dim])
-    end = expression(end.meta["val"]) if isinstance(end, fx.Node) else end
-    return start in (None, 0) and step in (1,) and end in (None, sys.maxsize, size)
+    source, result = node.args[0].meta["val"], node.meta["val"]
+    return [expression(size) for size in source.shape] == [expression(size) for size in result.shape]
 
 
 def _storages(node: fx.Node) -> list[int]:
@@ -249,7 +276,7 @@ def concrete(module: fx.GraphModule, symbols: Symbols, values: tuple[int, ...]) 
 
     for node in module.graph.nodes:
         for value in tree_leaves(node.meta.get("val")):
-            if isinstance(value, _SYMBOLIC):
+            if _is_expression(value):
                 noted(value)
             elif is_symbolic(value):
                 for size in (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes()):
@@ -278,7 +305,7 @@ class _Tensors:
 
     def __init__(self, number: Callable[[Any], int]):
         self.number = number
-        self._bases: dict[int, torch.Tensor] = {}
+        self._bases: dict[int, torch.UntypedStorage] = {}
         self._made: dict[int, torch.Tensor] = {}
 
     def __call__(self, value):
@@ -287,13 +314,13 @@ class _Tensors:
         if id(value) not in self._made:
             storage = value.untyped_storage()
             with value.fake_mode, torch.no_grad():
-                if storage._cdata not in self._bases:
+                if not _is_expression(storage.nbytes()):  # such as a part of a parameter
+                    base = storage
+                else:
                     nbytes = self.number(storage.nbytes())
-                    self._bases[storage._cdata] = torch.empty(nbytes, dtype=torch.uint8, device=value.device)
-                base = self._bases[storage._cdata]
+                    made = torch.empty(nbytes, dtype=torch.uint8, device=value.device)
+                    base = self._bases.setdefault(storage._cdata, made.untyped_storage())
                 shape, strides = (tuple(map(self.number, sizes)) for sizes in (value.shape, value.stride()))
                 flat = torch.empty(0, dtype=value.dtype, device=value.device)
-                self._made[id(value)] = flat.set_(
-                    base.untyped_storage(), self.number(value.storage_offset()), shape, strides
-                )
+                self._made[id(value)] = flat.set_(base, self.number(value.storage_offset()), shape, strides)
         return self._made[id(value)]

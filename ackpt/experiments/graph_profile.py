@@ -12,7 +12,7 @@ from ackpt.metering.meter import measure
 from ackpt.metering.timeline import Timeline
 from ackpt.planner import plan
 from ackpt.planning.plan import RECOMPUTED, SAVED, Plan
-from ackpt.planning.planned_step import PlannedStep
+from ackpt.running.planned_step import PlannedStep
 from ackpt.planning.simulator import simulate
 
 _BELOW = {"parameters": "parameter", "buffers": "buffer", "inputs": "input", "optimizer": "optimizer state"}

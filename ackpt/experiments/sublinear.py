@@ -24,7 +24,7 @@ from ackpt.experiments.steps.settings import record_metrics, require_positive
 from ackpt.metering.meter import Measurement, measure
 from ackpt.planner import plan
 from ackpt.planning.plan import Plan
-from ackpt.planning.planned_step import PlannedStep
+from ackpt.running.planned_step import PlannedStep
 from ackpt.policies import chen, revolve, revolve_chain
 from ackpt.results import Record, environment
 

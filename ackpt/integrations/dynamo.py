@@ -40,7 +40,7 @@ from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.capture.tracing import joint_graph
 from ackpt.errors import BudgetError, TraceError, check_misspelt
 from ackpt.planner import check_runs, plan
-from ackpt.planning.compiled_schedule import partitioner, run_boxed
+from ackpt.running.compiled_schedule import partitioner, run_boxed
 
 from .dynamo_calls import check_compiled_here, install, runs_graph
 

@@ -196,6 +196,7 @@ def test_python_attributes_are_part_of_what_a_capture_is_for():
     assert torch.equal(planned(torch.ones(3, 4)), before * 2)
 
 
+@pytest.mark.filterwarnings("ignore:This step was captured and planned 4 times because argument 1 changed")
 def test_numbers_among_the_arguments():
     model = Model(lambda self, x, t: self.first(x) * t)
     planned = ackpt.compile(model, torch.ones(3, 4), 0.0, policy="none")

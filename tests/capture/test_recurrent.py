@@ -136,3 +136,39 @@ def test_flops_are_counted():
     assert step.plan.flops == 3 * 2 * args.numel() * per_word
     assert ackpt.count_flops(lambda: step(args).backward()) == step.plan.flops
     assert ackpt.count_flops(lambda: model(args).backward()) == step.plan.flops
+
+
+class Untracked(nn.Module):
+    """A layer under ``torch.no_grad()``, where oneDNN runs another kernel than in training."""
+
+    def __init__(self, layer, layers):
+        super().__init__()
+        self.first, self.layers, self.last = nn.Linear(32, 32), layer(32, 32, layers), nn.Linear(32, 32)
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.no_grad():
+            hidden = self.layers(x)[0]
+        return self.last(x + hidden / 2).square().mean()
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_layer_that_autograd_does_not_record_runs_as_in_inference(layer, layers, policy):
+    torch.manual_seed(0)
+    model, x = Untracked(layer, layers), torch.randn(4, 10, 32)
+    step = ackpt.compile(model, x, policy=policy)
+    steps = []
+    for call in (model, step):
+        model.zero_grad(set_to_none=True)
+        loss = call(x)
+        loss.backward()
+        steps.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert_equal(*steps, "loss or gradient")
+
+    def run():
+        model.zero_grad(set_to_none=True)
+        step(x).backward()
+
+    assert ackpt.measure(run, resident=[model, x], repeats=0).peak_bytes == step.plan.peak_bytes

@@ -23,8 +23,8 @@ from ackpt.capture.outputs import (
 from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.errors import TraceError
 
-from .rewriting import boxed, rewrite
-from .schedule import COMPUTE, Schedule
+from ackpt.planning.rewriting import boxed, rewrite
+from ackpt.planning.schedule import COMPUTE, Schedule
 
 Strides = Mapping[int, Sequence[int]]
 

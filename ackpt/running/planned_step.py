@@ -18,7 +18,7 @@ from ackpt.capture.optimizer_state import check_optimizer
 from .call_facts import call_of
 from .dynamic_dimensions import DynamicArgument
 from .history import Event
-from .plan import Plan
+from ackpt.planning.plan import Plan
 from .planners import Planner
 from .variants import Variants
 

@@ -28,12 +28,12 @@ from ackpt.errors import BudgetError, TraceError
 
 from .call_facts import Call, Facts, Sizes
 from .compiled_schedule import compiled_schedule
-from .dynamic_dimensions import DynamicArgument, declared, differing
+from .dynamic_dimensions import DynamicArgument, declared, declared_bounds, differing, named_dimensions
 from .dynamic_step import DynamicStep
 from .history import History
-from .plan import Plan, PlanError
+from ackpt.planning.plan import Plan, PlanError
 from .planners import Planner
-from .rewriting import RewriteError
+from ackpt.planning.rewriting import RewriteError
 
 _MOST_CAPTURES = 64
 _MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captured one by one
@@ -149,6 +149,8 @@ class Variants:
             try:
                 return self._captured_dynamic(group, call, cause, dimensions)
             except (TraceError, RewriteError) as error:
+                if dimensions & named_dimensions(self.dynamic, self.model, call):
+                    raise
                 group.refused |= dimensions
                 self.history.add("refused", f"dynamic dimensions of {cause}: {error}", time.perf_counter() - start)
                 start = time.perf_counter()
@@ -171,10 +173,20 @@ class Variants:
         with capture(self.model, call.args, call.kwargs, self.differentiate, ordered) as captured:
             step = DynamicStep(captured, call, self.model, self.differentiate, self.optimizer)
         if fixed := step.symbols.fixed():
+            named = named_dimensions(self.dynamic, self.model, call)
+            if named := {each: line for each, line in fixed.items() if each in named}:
+                raise TraceError(
+                    f"the model works for one size only of {_said(named, call)}. Leave it out of dynamic, or change that "
+                    "line so that it does not compare or convert the size."
+                )
             group.refused |= set(fixed)
-            self.history.add("refused", f"the model fixes {_said(fixed, call)}", time.perf_counter() - start)
-        step.choose = self.planner.for_sizes(step)
+            self.history.add("refused", f"one size only of {_said(fixed, call)}", time.perf_counter() - start)
         values = step.symbols.values(call.leaves)
+        others = [other for sizes in group.fixed if (other := step.symbols.values_in(sizes)) is not None]
+        bounds = declared_bounds(self.dynamic, self.model, call)
+        largest = tuple((bounds.get(each) or (0, size))[1] for each, size in zip(step.symbols.dimensions, values))
+        step.search_at = [each for each in (values, largest, *others) if step.symbols.holds(each)]
+        step.choose = self.planner.for_sizes(step)
         variant = self._chosen(step, call, values)
         group.dynamic.insert(0, (step, {values: variant}))
         self.history.add("dynamic capture", cause, time.perf_counter() - start)
@@ -241,6 +253,6 @@ def _captures(group: _Group) -> int:
     return sum(map(len, group.fixed.values())) + len(group.dynamic)
 
 
-def _said(fixed: Mapping[Dimension, int], call: Call) -> str:
+def _said(fixed: Mapping[Dimension, str], call: Call) -> str:
     names = [name for name, _ in named_leaves(call.args, call.kwargs)]
-    return ", ".join(f"dimension {each.dim} of {names[each.leaf]} at {size}" for each, size in fixed.items())
+    return ", ".join(f"dimension {each.dim} of argument {names[each.leaf]}{line}" for each, line in fixed.items())

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ackpt.capture.joint_graph import JointGraph
 
-from .plan import Plan
-from .schedule import Schedule
+from ackpt.planning.plan import Plan
+from ackpt.planning.schedule import Schedule
 
 if TYPE_CHECKING:
     from .dynamic_step import DynamicStep

@@ -30,14 +30,23 @@ def declared(dynamic: DynamicArgument, model: nn.Module, call: Call) -> set[Dime
     return chosen
 
 
+def named_dimensions(dynamic: DynamicArgument, model: nn.Module, call: Call) -> set[Dimension]:
+    """The dimensions that the user names one by one, so that it is an error if one cannot be dynamic."""
+    return set() if dynamic is True else declared(dynamic, model, call)
+
+
 def declared_bounds(dynamic: DynamicArgument, model: nn.Module, call: Call) -> dict[Dimension, Bounds | None]:
     """The bounds of every dimension that `dynamic` names.
 
     Raises:
         TypeError, ValueError: for names, dimensions and bounds that do not fit the call; names the argument.
     """
-    if not isinstance(dynamic, Mapping):
+    if dynamic is None or isinstance(dynamic, bool):
         return {}
+    if not isinstance(dynamic, Mapping):
+        raise TypeError(
+            f"dynamic must be None, True, False or a dict such as {{'input_ids': {{1: (16, 512)}}}}, got {dynamic!r}"
+        )
     leaves = dict(_leaves(model, call))
     found: dict[Dimension, Bounds | None] = {}
     for name, dims in dynamic.items():

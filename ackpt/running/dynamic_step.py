@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -18,17 +18,19 @@ from ackpt.costs.workspace import workspace_bytes
 from .call_facts import Call
 from .compiled_schedule import Strides, compiled_schedule
 from .planners import Choose
-from .schedule import Schedule
+from ackpt.planning.schedule import Schedule
 
 
 class DynamicStep:
     """One capture that serves all sizes for which its guards hold.
 
     ``reference``: the graph at the sizes of the capture. Schedules of it run at all sizes. ``choose``: what runs at
-    given sizes; set by whoever plans.
+    given sizes; set by whoever plans. ``search_at``: sizes that occurred or were declared; schedules are searched for at
+    the largest of them.
     """
 
     choose: Choose | None = None
+    search_at: Sequence[tuple[int, ...]] = ()
 
     def __init__(self, captured: Capture, call: Call, model, differentiate: str, optimizer):
         assert captured.symbols is not None
@@ -55,7 +57,9 @@ class DynamicStep:
         if self.reference.analysis.restrided:
             return self.graph(values)
         sizes = self.module.storage_bytes(values)
-        storages = tuple(replace(storage, bytes=size) for storage, size in zip(self.reference.storages, sizes))
+        storages = tuple(
+            replace(storage, bytes=size) for storage, size in zip(self.reference.storages, sizes, strict=True)
+        )
         return replace(self.reference, storages=storages)
 
     def graph(self, values: tuple[int, ...]) -> JointGraph:

@@ -1,0 +1,320 @@
+"""One capture and one search serve all sizes: bit-equal to eager, with the simulated peak, at every size."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ackpt
+
+WIDTH = 32
+
+
+class Blocks(nn.Module):
+    """An encoder with dropout and a loss over the tokens."""
+
+    def __init__(self, layers: int = 3, dropout: float = 0.1):
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout, batch_first=True) for _ in range(layers)
+        )
+        self.head = nn.Linear(WIDTH, 50)
+
+    def forward(self, ids, mask=None):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, src_key_padding_mask=mask)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class Images(nn.Module):
+    """Convolutions, a batch norm and pooling."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1)),
+        )
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, images):
+        return self.head(self.body(images).flatten(1)).square().mean()
+
+
+class Two(nn.Module):
+    """An encoder and a decoder, of two lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.layers = nn.Transformer(WIDTH, 2, 1, 1, 64, 0.1, batch_first=True)
+
+    def forward(self, source, target):
+        return self.layers(self.embed(source), self.embed(target)).square().mean()
+
+
+def ids(batch, length):
+    return torch.randint(0, 50, (batch, length), generator=torch.Generator().manual_seed(batch * length))
+
+
+def trained(model, call):
+    """Loss, gradients, buffers and the RNG state after one step."""
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    loss = call()
+    loss.sum().backward()
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    return [loss.detach(), *(p.grad for p in model.parameters()), *buffers, torch.get_rng_state()]
+
+
+def check(step, model, *args):
+    """The step is bit-equal to eager and has the planned peak."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    got = trained(model, lambda: step(*args))
+    model.load_state_dict(state)
+    expected = trained(model, lambda: model(*args))
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+    def run():
+        model.zero_grad(set_to_none=True)
+        step(*args).sum().backward()
+
+    given = [arg for arg in args if arg is not None]
+    measured = ackpt.measure(run, resident=[model, *given], repeats=0)
+    assert measured.peak_bytes == step.plan.peak_bytes
+    model.zero_grad(set_to_none=True)
+
+
+def kinds(step):
+    return [event.kind for event in step.history]
+
+
+def test_one_capture_serves_all_lengths_and_batches():
+    model = Blocks()
+    step = ackpt.compile(model, ids(8, 20), budget=0.6)
+    for batch, length in ((8, 20), (8, 32), (8, 13), (8, 64), (5, 32), (3, 47), (8, 20)):
+        check(step, model, ids(batch, length))
+        assert step.plan.dynamic_peak_bytes <= 0.6 * step.plan.baseline_dynamic_peak_bytes
+    # A second length, and a second batch: each is the first change of its dimension.
+    assert kinds(step) == ["capture", "dynamic capture", "plan", "plan", "dynamic capture", "plan"]
+
+
+def test_a_plan_for_other_sizes_is_that_of_a_capture_of_these_sizes_alone():
+    model = Blocks(dropout=0.0)
+    step = ackpt.compile(model, ids(4, 20), budget="3MB")
+    for length in (31, 12, 40):
+        alone = ackpt.compile(model, ids(4, length), budget="3MB", dynamic=False)
+        step.prepare(ids(4, length))
+        assert step.plan.baseline_peak_bytes == alone.plan.baseline_peak_bytes
+        assert step.plan.peak_bytes <= 3_000_000
+        assert step.plan.lower_bound == alone.plan.lower_bound
+
+
+def test_a_mask_is_as_long_as_the_ids():
+    model = Blocks()
+    step = ackpt.compile(model, ids(4, 20), torch.zeros(4, 20, dtype=torch.bool), budget=0.7)
+    for length in (24, 17, 33):
+        mask = torch.zeros(4, length, dtype=torch.bool)
+        mask[0, length // 2 :] = True
+        check(step, model, ids(4, length), mask)
+    assert kinds(step) == ["capture", "dynamic capture", "plan", "plan"]
+
+
+def test_two_lengths_of_an_encoder_and_a_decoder():
+    model = Two()
+    step = ackpt.compile(model, ids(4, 10), ids(4, 12), budget=0.8)
+    for source, target in ((14, 18), (20, 9), (11, 30), (16, 16)):
+        check(step, model, ids(4, source), ids(4, target))
+    assert kinds(step) == ["capture", "dynamic capture", "plan", "plan", "plan"]
+
+
+def test_images_of_several_sizes():
+    model = Images()
+    step = ackpt.compile(model, torch.randn(4, 3, 16, 16), budget=0.9)
+    for batch, size in ((4, 24), (4, 32), (4, 20), (2, 28)):
+        check(step, model, torch.randn(batch, 3, size, size))
+    assert kinds(step).count("capture") == 1
+
+
+class Mixed(Blocks):
+    def forward(self, ids):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(ids)
+
+
+def test_autocast():
+    model = Mixed()
+    step = ackpt.compile(model, ids(4, 20), budget=0.7)
+    for length in (26, 35, 18):
+        check(step, model, ids(4, length))
+    assert kinds(step) == ["capture", "dynamic capture", "plan", "plan"]
+
+
+def test_the_model_itself_runs_where_the_baseline_keeps_the_budget():
+    model = Blocks()
+    step = ackpt.compile(model, ids(8, 40), budget="4MB")
+    for length in (50, 4, 6):
+        check(step, model, ids(8, length))
+    call = step._ackpt_planned
+    assert call._last[-1].run is None
+    assert step.plan.cost == 0 and not step.plan.schedule.replayed
+
+
+def test_a_length_for_which_no_known_schedule_fits_is_searched_for():
+    model = Blocks(layers=6)
+    step = ackpt.compile(model, ids(8, 20), budget="3.2MB")
+    step.prepare(ids(8, 24))
+    for length in (40, 44):
+        step.prepare(ids(8, length))
+        assert step.plan.peak_bytes <= 3_200_000
+    with pytest.raises(ackpt.BudgetError, match="smallest budget"):
+        step.prepare(ids(8, 400))
+    check(step, model, ids(8, 22))
+
+
+def test_special_lengths_are_captured_for_themselves():
+    model = Blocks()
+    step = ackpt.compile(model, ids(8, 20), budget=0.9)
+    step.prepare(ids(8, 24))
+    check(step, model, ids(8, 30))
+    assert kinds(step) == ["capture", "dynamic capture", "plan"]
+    step.prepare(ids(1, 30))  # one row: a number in the graph, not a symbol
+    assert kinds(step)[-1] == "dynamic capture"
+    check(step, model, ids(1, 37))
+    assert kinds(step)[-1] == "plan"
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.short, self.long = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return (self.long if x.shape[0] > 30 else self.short)(x).tanh()
+
+
+def test_a_guard_that_fails_leads_to_another_capture():
+    model = Branches()
+    step = ackpt.compile(model, torch.randn(10, 8), budget=1.0)
+    for rows in (12, 20, 40, 50, 13, 60):
+        x = torch.randn(rows, 8)
+        trained_step, expected = (
+            (model.zero_grad(set_to_none=True), call(x).sum().backward(), [p.grad for p in model.parameters()])[-1]
+            for call in (step, model)
+        )
+        same = [a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(trained_step, expected)]
+        assert all(same)
+    assert kinds(step) == ["capture", "dynamic capture", "plan", "dynamic capture", "plan", "plan", "plan"]
+
+
+def test_dynamic_true_captures_once():
+    model = Blocks()
+    step = ackpt.compile(model, ids(6, 20), budget=0.7, dynamic=True)
+    check(step, model, ids(6, 33))
+    check(step, model, ids(3, 18))
+    assert kinds(step) == ["dynamic capture", "plan", "plan"]
+
+
+def test_dynamic_false_never_shares_a_capture():
+    model = Blocks()
+    step = ackpt.compile(model, ids(6, 20), budget=0.7, dynamic=False)
+    step.prepare(ids(6, 24))
+    assert kinds(step) == ["capture", "capture"]
+
+
+def test_declared_bounds_are_searched_at_the_largest_size():
+    model = Blocks()
+    step = ackpt.compile(model, ids(6, 20), budget="5MB", dynamic={"ids": {1: (4, 80)}})
+    (dynamic,) = next(iter(step._ackpt_planned._groups.values())).dynamic
+    assert dynamic[0].search_at[:2] == [(20,), (80,)]
+    for length in (60, 80, 5):
+        check(step, model, ids(6, length))
+    assert kinds(step) == ["dynamic capture", "plan", "plan", "plan"]
+
+
+def test_marked_dimensions():
+    model, example = Blocks(), ids(6, 20)
+    torch._dynamo.mark_dynamic(example, 1)
+    step = ackpt.compile(model, example, budget=0.7)
+    check(step, model, ids(6, 31))
+    assert kinds(step) == ["dynamic capture", "plan"]
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "error", "message"),
+    [
+        ({"idx": {1: (4, 80)}}, ValueError, "dynamic names 'idx', but the tensors of this call are ids"),
+        ({"ids": {2: None}}, ValueError, "names dimension 2; the tensor has 2 dimensions"),
+        ({"ids": {1: (30, 80)}}, ValueError, r"is \(30, 80\), but the size in this call is 20"),
+        ({"ids": {1: (1, 80)}}, ValueError, "must be 2 <= smallest <= largest"),
+        ({"ids": {1: 80}}, TypeError, r"must be \(smallest, largest\) or None, got 80"),
+        ({"ids": 1}, TypeError, "must be a dict such as"),
+        ("all", TypeError, "dynamic must be None, True, False or a dict"),
+    ],
+)
+def test_bad_declarations(dynamic, error, message):
+    with pytest.raises(error, match=message):
+        ackpt.compile(Blocks(), ids(6, 20), budget=0.7, dynamic=dynamic)
+
+
+class Fixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(10, 8))
+
+    def forward(self, x):
+        return (self.layer(x) * self.scale).tanh()  # for ten rows alone
+
+
+def test_a_size_that_the_model_fixes_is_an_error_if_it_is_declared():
+    with pytest.raises(ackpt.TraceError, match=r"one size only of dimension 0 of argument 0 at .*test_dynamic.py:\d+"):
+        ackpt.compile(Fixed(), torch.randn(10, 8), dynamic={"x": {0: None}})
+    step = ackpt.compile(Fixed(), torch.randn(10, 8), dynamic=True)
+    assert "one size only" in step.history[0].cause
+
+
+def test_captures_are_logged_once_with_their_cause(caplog):
+    model = Blocks()
+    with caplog.at_level(logging.INFO, "ackpt"):
+        step = ackpt.compile(model, ids(6, 20), budget=0.7)
+        for length in (20, 26, 26):
+            step.prepare(ids(6, length))
+    assert len(caplog.records) == len(step.history) == 2
+    assert step.history[1].cause == "argument 0 then int64 [6, 20], now int64 [6, 26]"
+
+
+def test_an_attribute_that_changes_at_every_step_is_warned_of():
+    model = Blocks(layers=1, dropout=0.5)
+    step = ackpt.compile(model, ids(2, 8))
+    with pytest.warns(UserWarning, match=r"captured and planned 4 times because p of blocks\.0\.dropout changed"):
+        for share in (0.4, 0.3, 0.2, 0.1):
+            model.blocks[0].dropout.p = share
+            step.prepare(ids(2, 8))
+    assert step.history[1].cause == (
+        "p of blocks.0.dropout changed from 0.5 to 0.4; pass it as a tensor to avoid replanning"
+    )
+
+
+def test_an_error_in_planning_leaves_the_step_usable():
+    model = Blocks()
+    step = ackpt.compile(model, ids(8, 20), budget="2.2MB")
+    with pytest.raises(ackpt.BudgetError):
+        step.prepare(ids(8, 200))
+    check(step, model, ids(8, 20))
+    check(step, model, ids(8, 16))
+
+
+def test_evaluation_neither_captures_nor_counts():
+    model = Blocks()
+    step = ackpt.compile(model, ids(8, 20), budget=0.7)
+    with torch.no_grad():
+        for length in range(4, 30):
+            step(ids(8, length))
+    assert kinds(step) == ["capture"]
