@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ackpt.capture.inspection.model_checks import check_keywords, forward_names
-from ackpt.running.dynamic_dimensions import DynamicArgument
-from ackpt.running.dynamic_step import DynamicStep
 from ackpt.planning.plan import Plan
 from ackpt.planning.plan_check import check_applies
+from ackpt.running.dynamic_dimensions import DynamicArgument
+from ackpt.running.dynamic_step import DynamicStep
 from ackpt.running.planned_step import PlannedStep
 from ackpt.running.planners import Choice, Choose, Planner
 

@@ -13,15 +13,15 @@ from ackpt.capture.in_place import eager_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.costs.profiles import profile as profiled
-from ackpt.running.dynamic_step import DynamicStep
 from ackpt.planning.eager_step import eager_peak, eager_peak_bound, eager_schedule
 from ackpt.planning.plan import Plan
-from ackpt.running.planners import Choice
 from ackpt.planning.schedule import Schedule, everything
 from ackpt.planning.simulator import peak_of, step_peaks
 from ackpt.policies import auto
 from ackpt.policies.search.frontier import Point, frontier
 from ackpt.policies.search.recompute_costs import costs, step_cost
+from ackpt.running.dynamic_step import DynamicStep
+from ackpt.running.planners import Choice
 
 from .budget import dynamic_limit
 from .planner import baseline_of, check_runs, of_model, plan, plan_of

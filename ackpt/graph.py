@@ -7,11 +7,11 @@ from ackpt.capture.joint_graph import AsCompiled, JointGraph, Node, Storage
 from ackpt.capture.tracing import trace
 from ackpt.costs.profiles import Profile, ProfileError, profile
 from ackpt.planning.plan import Activation, Plan, PlanError
-from ackpt.running.planned_step import PlannedStep
 from ackpt.planning.proof import RewriteError
 from ackpt.planning.rewriting import Rewritten, rewrite
 from ackpt.planning.schedule import Schedule, ScheduleError, Step, lower, scheduled
 from ackpt.planning.simulator import Simulation, simulate
+from ackpt.running.planned_step import PlannedStep
 
 from .errors import TraceError
 

@@ -92,7 +92,7 @@ class Symbols:
                 self._constants.setdefault(symbol, line())
             return replace(symbol, value, *args, **kwargs)
 
-        self.environment._set_replacement = noted
+        setattr(self.environment, "_set_replacement", noted)  # noqa: B010 (a method, for this capture alone)
 
     def values(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """The sizes of the dynamic dimensions in a call with `leaves`."""
@@ -218,12 +218,8 @@ def expression(value) -> Any:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node of a captured module computes a size, not a tensor; constants are no expressions."""
-    return _is_expression(node.meta.get("val"))
-
-
-def _is_expression(value) -> bool:
-    return isinstance(value, _SYMBOLIC) and not value.node.expr.is_number
+    """Whether a node of a captured module computes a size, not a tensor."""
+    return node.op != "placeholder" and isinstance(node.meta.get("val"), _SYMBOLIC)
 
 
 def is_symbolic(value) -> bool:
@@ -231,7 +227,7 @@ def is_symbolic(value) -> bool:
     if not isinstance(value, FakeTensor):
         return False
     others = value.storage_offset(), value.untyped_storage().nbytes()
-    return bool(value._has_symbolic_sizes_strides) or any(map(_is_expression, others))
+    return bool(value._has_symbolic_sizes_strides) or any(isinstance(size, torch.SymInt) for size in others)
 
 
 def without_full_slices(module: fx.GraphModule) -> None:
@@ -258,7 +254,7 @@ def without_full_slices(module: fx.GraphModule) -> None:
 
 def _is_whole(node: fx.Node) -> bool:
     """Whether a slice, or the backward of one, is all of its tensor at every size."""
-    source, result = node.args[0].meta["val"], node.meta["val"]
+    (source, *_), result = (each.meta["val"] for each in node.all_input_nodes), node.meta["val"]
     return [expression(size) for size in source.shape] == [expression(size) for size in result.shape]
 
 
@@ -276,7 +272,7 @@ def concrete(module: fx.GraphModule, symbols: Symbols, values: tuple[int, ...]) 
 
     for node in module.graph.nodes:
         for value in tree_leaves(node.meta.get("val")):
-            if _is_expression(value):
+            if isinstance(value, _SYMBOLIC):
                 noted(value)
             elif is_symbolic(value):
                 for size in (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes()):
@@ -314,7 +310,7 @@ class _Tensors:
         if id(value) not in self._made:
             storage = value.untyped_storage()
             with value.fake_mode, torch.no_grad():
-                if not _is_expression(storage.nbytes()):  # such as a part of a parameter
+                if isinstance(storage.nbytes(), int):  # such as a part of a parameter
                     base = storage
                 else:
                     nbytes = self.number(storage.nbytes())

@@ -129,7 +129,7 @@ def described_graph(module, **fields) -> JointGraph:
             name=node.name,
             target=_target(node),
             phase=_phase(node),
-            inputs=tuple(argument.meta["ackpt_id"] for argument in node.all_input_nodes),
+            inputs=tuple(each.meta["ackpt_id"] for each in node.all_input_nodes if not is_size(each)),
             storages=lies_in[place],
             module=_where(node, "module"),
             source=_where(node, "source"),

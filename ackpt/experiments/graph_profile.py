@@ -12,8 +12,8 @@ from ackpt.metering.meter import measure
 from ackpt.metering.timeline import Timeline
 from ackpt.planner import plan
 from ackpt.planning.plan import RECOMPUTED, SAVED, Plan
-from ackpt.running.planned_step import PlannedStep
 from ackpt.planning.simulator import simulate
+from ackpt.running.planned_step import PlannedStep
 
 _BELOW = {"parameters": "parameter", "buffers": "buffer", "inputs": "input", "optimizer": "optimizer state"}
 

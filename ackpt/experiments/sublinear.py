@@ -24,9 +24,9 @@ from ackpt.experiments.steps.settings import record_metrics, require_positive
 from ackpt.metering.meter import Measurement, measure
 from ackpt.planner import plan
 from ackpt.planning.plan import Plan
-from ackpt.running.planned_step import PlannedStep
 from ackpt.policies import chen, revolve, revolve_chain
 from ackpt.results import Record, environment
+from ackpt.running.planned_step import PlannedStep
 
 EXPERIMENT = "sublinear"
 WRAPPED = ("plain", "sqrt", "falling", "halves")  # the model's own step, its blocks in checkpoints

@@ -285,7 +285,10 @@ class _Builder:
         return fx.map_arg((tuple(args), dict(kwargs)), self._argument)
 
     def _argument(self, node: fx.Node) -> Any:
-        return self.sizes.node(node.meta["val"]) if is_size(node) else self.value(node.meta["ackpt_id"])
+        if not is_size(node):
+            return self.value(node.meta["ackpt_id"])
+        size = node.meta["val"]
+        return int(size) if self.sizes is None else self.sizes.node(size)
 
     def _numbers(self, sizes) -> tuple[Any, ...]:
         return tuple(size if isinstance(size, int) else self.sizes.node(size) for size in sizes)

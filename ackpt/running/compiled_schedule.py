@@ -22,7 +22,6 @@ from ackpt.capture.outputs import (
 )
 from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.errors import TraceError
-
 from ackpt.planning.rewriting import boxed, rewrite
 from ackpt.planning.schedule import COMPUTE, Schedule
 

@@ -14,19 +14,19 @@ from ackpt.capture.outputs import gradient_strides
 from ackpt.capture.tracing import captured_graph, described_graph, prepared
 from ackpt.costs.dynamic_workspace import DynamicWorkspace
 from ackpt.costs.workspace import workspace_bytes
+from ackpt.planning.schedule import Schedule
 
 from .call_facts import Call
 from .compiled_schedule import Strides, compiled_schedule
 from .planners import Choose
-from ackpt.planning.schedule import Schedule
 
 
 class DynamicStep:
     """One capture that serves all sizes for which its guards hold.
 
     ``reference``: the graph at the sizes of the capture. Schedules of it run at all sizes. ``choose``: what runs at
-    given sizes; set by whoever plans. ``search_at``: sizes that occurred or were declared; schedules are searched for at
-    the largest of them.
+    given sizes; set by whoever plans. ``search_at``: sizes that occurred or were declared; schedules are searched for
+    at the largest of them.
     """
 
     choose: Choose | None = None

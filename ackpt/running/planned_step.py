@@ -14,11 +14,11 @@ from ackpt.capture.inspection.model_checks import check_model
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.optimizer_state import check_optimizer
+from ackpt.planning.plan import Plan
 
 from .call_facts import call_of
 from .dynamic_dimensions import DynamicArgument
 from .history import Event
-from ackpt.planning.plan import Plan
 from .planners import Planner
 from .variants import Variants
 

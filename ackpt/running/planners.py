@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ackpt.capture.joint_graph import JointGraph
-
 from ackpt.planning.plan import Plan
 from ackpt.planning.schedule import Schedule
 

@@ -25,15 +25,15 @@ from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.outputs import gradient_strides
 from ackpt.capture.tracing import captured_graph
 from ackpt.errors import BudgetError, TraceError
+from ackpt.planning.plan import Plan, PlanError
+from ackpt.planning.rewriting import RewriteError
 
 from .call_facts import Call, Facts, Sizes
 from .compiled_schedule import compiled_schedule
 from .dynamic_dimensions import DynamicArgument, declared, declared_bounds, differing, named_dimensions
 from .dynamic_step import DynamicStep
 from .history import History
-from ackpt.planning.plan import Plan, PlanError
 from .planners import Planner
-from ackpt.planning.rewriting import RewriteError
 
 _MOST_CAPTURES = 64
 _MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captured one by one
@@ -176,8 +176,8 @@ class Variants:
             named = named_dimensions(self.dynamic, self.model, call)
             if named := {each: line for each, line in fixed.items() if each in named}:
                 raise TraceError(
-                    f"the model works for one size only of {_said(named, call)}. Leave it out of dynamic, or change that "
-                    "line so that it does not compare or convert the size."
+                    f"the model works for one size only of {_said(named, call)}. Leave it out of dynamic, or change "
+                    "that line so that it does not compare or convert the size."
                 )
             group.refused |= set(fixed)
             self.history.add("refused", f"one size only of {_said(fixed, call)}", time.perf_counter() - start)
