@@ -1,7 +1,8 @@
 """Plans for all sizes of one capture: one search, whose schedules are simulated at every size that occurs.
 
 The Pareto frontier is computed at the largest sizes seen so far. At other sizes, the cheapest of its schedules whose
-simulated peak is within the budget runs. If none is, a search at these sizes follows, whose schedules join the others.
+simulated peak is within the budget runs, or one that is compiled already and costs at most 2 % of the step more. If
+none is within the budget, a search at these sizes follows, whose schedules join the others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ackpt.capture.in_place import eager_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.costs.profiles import profile as profiled
-from ackpt.planning.eager_step import eager_peak, eager_peak_bound, eager_schedule
+from ackpt.planning.eager_step import eager_peak_bound, eager_schedule
 from ackpt.planning.plan import Plan
 from ackpt.planning.schedule import Schedule, everything
 from ackpt.planning.simulator import peak_of, step_peaks
@@ -23,10 +24,10 @@ from ackpt.policies.search.recompute_costs import costs, step_cost
 from ackpt.running.dynamic_step import DynamicStep
 from ackpt.running.planners import Choice
 
-from .budget import dynamic_limit
+from .budget import dynamic_limit, is_share
 from .planner import baseline_of, check_runs, of_model, plan, plan_of
 
-_SAME_COST = 1.005  # schedules so close in cost are equal; one that is compiled already is then preferred
+_SAME_COST = 0.02  # of the step: a schedule that is compiled already runs if no other is cheaper by more than this
 
 
 class DynamicPlans:
@@ -37,14 +38,16 @@ class DynamicPlans:
         self._points: list[Point] = []
         self._everything = everything(step.reference)
         self._eager_schedule = eager_schedule(step.reference)
-        self._writes_in_place = eager_graph(step.reference) is not step.reference
+        in_place = eager_graph(step.reference)
+        self._in_place_schedule = None if in_place is step.reference else eager_schedule(in_place)
+        self._is_share = budget is not None and is_share(budget)
 
     def __call__(self, values: tuple[int, ...], baseline_bytes: int | None = None) -> Choice:
         if self.policy != "auto":
             return self._searched(values, baseline_bytes)
         graph, workspace = self.step.sized(values), self.step.workspace_bytes(values)
         peak_bytes = peak_of(graph, self._everything, workspace)
-        own_bytes = self._own_peak(graph, workspace, peak_bytes, baseline_bytes)
+        own_bytes = self._own_peak(graph, workspace, peak_bytes, baseline_bytes) if self._is_share else peak_bytes
         resident = sum(graph.analysis.bytes[storage] for storage in graph.analysis.resident) + graph.optimizer_bytes
         limit = dynamic_limit(self.budget, own_bytes, resident)
         if limit is None:
@@ -61,7 +64,7 @@ class DynamicPlans:
             fitting = [each for each in self._points if peak_of(graph, each.schedule, workspace) <= limit]
         if not fitting:
             return self._searched(values, baseline_bytes)  # raises, and names the smallest feasible budget
-        cheap = [each for each in fitting if each.cost <= _SAME_COST * fitting[0].cost]
+        cheap = [each for each in fitting if each.cost <= fitting[0].cost + _SAME_COST]
         chosen = next((each for each in cheap if self.step.is_compiled(each.schedule)), cheap[0])
         return self._choice(chosen.schedule, values, baseline_bytes)
 
@@ -70,9 +73,10 @@ class DynamicPlans:
         if baseline_bytes is not None:
             _, backward = step_peaks(graph, self._everything, workspace)
             return max(baseline_bytes, backward[-1] if graph.optimizer_step_bytes else 0)
-        if not self._writes_in_place or graph.as_compiled is not None:
+        if graph.as_compiled is not None:
             return peak_bytes
-        return min(peak_bytes, eager_peak(graph, workspace))
+        graph, schedule = eager_graph(graph), self._in_place_schedule or self._eager_schedule
+        return min(peak_bytes, peak_of(graph, schedule, workspace))
 
     def _search(self, values: tuple[int, ...], baseline_bytes: int | None) -> None:
         """Add the frontier at these sizes to the known schedules."""

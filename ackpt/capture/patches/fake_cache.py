@@ -12,6 +12,7 @@ slice" in ``tests/capture/test_kernels.py``. Caching nothing would be correct to
 from __future__ import annotations
 
 import contextlib
+import weakref
 from unittest import mock
 
 import torch
@@ -21,17 +22,19 @@ from torch.utils._pytree import tree_leaves
 
 _MAKE_ENTRY = FakeTensorMode._make_cache_entry
 _Bypass = fake_tensor._BypassDispatchCache
+_RESULTS: weakref.WeakKeyDictionary[FakeTensorMode, dict] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def exact_cache(fake_mode=None):
-    """Inside, the cache starts empty, since torch's rules and settings may differ from those outside.
+    """Inside, the cache has only results of such contexts, since torch's rules and settings may differ outside.
 
-    ``fake_mode``: an existing mode; if it has symbols, their results are in a cache of its own.
+    ``fake_mode``: an existing mode, whose results are kept until its next context; results with symbols are not.
     """
     shapes = None if fake_mode is None else fake_mode.shape_env
+    results = {} if fake_mode is None else _RESULTS.setdefault(fake_mode, {})
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(FakeTensorMode, "cache", {}))
+        stack.enter_context(mock.patch.object(FakeTensorMode, "cache", results))
         stack.enter_context(mock.patch.object(FakeTensorMode, "_make_cache_entry", _entry))
         if shapes is not None:
             stack.enter_context(mock.patch.object(shapes, "fake_tensor_cache", {}))
