@@ -25,7 +25,7 @@ def dynamic_limit(budget, baseline_bytes: int, resident_bytes: int) -> int | Non
         resident_bytes: parameters, buffers, inputs and optimizer state.
 
     Raises:
-        TypeError, ValueError: for what is no budget.
+        TypeError, ValueError: for anything that is not a budget.
 
     Example:
         >>> dynamic_limit(0.5, 1000, 300), dynamic_limit("1kB", 1000, 300)
@@ -40,7 +40,7 @@ def dynamic_limit(budget, baseline_bytes: int, resident_bytes: int) -> int | Non
         share = float(bound)
         if not 0 < share <= 1 and isinstance(budget, str):
             raise ValueError(
-                f"{budget!r} is no budget: a fraction of the baseline's dynamic peak is more than 0 and at most 1, "
+                f"{budget!r} is not a budget: a fraction of the baseline's dynamic peak is more than 0 and at most 1, "
                 "as in '0.5' or '50%'; bytes have a unit, as in '6GiB', or are written out, as in '6442450944'"
             )
         if not 0 < share <= 1:
@@ -75,7 +75,7 @@ def from_text(text: str) -> float | int:
         size = _size(text)
     if size is None:
         raise ValueError(
-            f"{text!r} is no budget: write bytes with a unit, as in '6GiB' ({_KNOWN}), or a fraction of the "
+            f"{text!r} is not a budget: write bytes with a unit, as in '6GiB' ({_KNOWN}), or a fraction of the "
             "baseline's dynamic peak, as in '0.5' or '50%'"
         )
     return size
@@ -131,7 +131,7 @@ def parse_bytes(text: str) -> int:
     """
     size = _size(text)
     if size is None:
-        raise ValueError(f"{text!r} is no size in bytes: write a number and one of {_KNOWN}, as in '6GiB'")
+        raise ValueError(f"{text!r} is not a size in bytes: write a number and one of {_KNOWN}, as in '6GiB'")
     return size
 
 

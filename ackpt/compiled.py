@@ -120,7 +120,7 @@ def _check_options(options, plan) -> None:
             f"{type(options).__name__}"
         )
     if misplaced := sorted({"budget", "policy", "graph"} & set(options or ())):
-        raise TypeError(f"{misplaced[0]!r} is no option of a policy: give it beside the options")
+        raise TypeError(f"{misplaced[0]!r} is not an option of a policy: pass it as a keyword of ackpt.compile")
     if foreign := sorted({"compiler", "on_plan"} & set(options or ())):
         raise TypeError(f"{foreign[0]!r} is an option of torch.compile(model, backend='ackpt', options=...)")
     if options and plan is not None:

@@ -224,7 +224,7 @@ def _check_options(policy: str, options) -> None:
     if unknown := sorted(set(options) - set(expected)):
         knows = f"knows {', '.join(expected)}" if expected else "knows no options"
         hint = ": give policy='manual'" if unknown[0] == "fates" else did_you_mean(unknown[0], [*expected, *_KEYWORDS])
-        raise TypeError(f"{unknown[0]!r} is no option of a plan; policy {policy!r} {knows}{hint}")
+        raise TypeError(f"{unknown[0]!r} is not an option of a plan; policy {policy!r} {knows}{hint}")
     if missing := [name for name, p in expected.items() if p.default is p.empty and name not in options]:
         raise TypeError(f"policy {policy!r} needs the option {missing[0]!r}: see help(ackpt.plan)")
 
@@ -293,12 +293,12 @@ def _refusal(policy, budget, limit, lowest: Simulation, baseline_bytes: int, cos
     fraction = "" if share is None else f", or {share} of the baseline's dynamic peak"
     step = (
         " That peak is reached in the optimizer's step, which no checkpointing makes smaller: let it take one "
-        "parameter at a time (foreach=False) or nothing beside them (fused=True), or use another optimizer."
+        "parameter at a time (foreach=False) or nothing in addition to them (fused=True), or use another optimizer."
     )
     return (
         f"policy {policy!r} cannot keep the budget {budget!r}: it leaves {memory_format(max(0, limit))} for what the "
-        f"step allocates, beside {memory_format(lowest.resident_bytes)} of parameters, buffers, inputs and optimizer "
+        f"step allocates, in addition to {memory_format(lowest.resident_bytes)} of parameters, buffers, inputs and optimizer "
         f"state. {unit_hint(budget)}"
-        f"The smallest budget that this policy keeps is {readable(least)} ({least} bytes){fraction}; it makes the step "
+        f"The smallest feasible budget of this policy is {readable(least)} ({least} bytes){fraction}; it makes the step "
         f"{cost:.0%} longer.{step if lowest.peak_node is None else ''}"
     )

@@ -55,7 +55,7 @@ def main() -> None:
         kinds = ", ".join(event.kind for event in step.history[events:]) or "known"
         new = seconds["planned"] - again["planned"]
         print(
-            f"length {length:4}: {kinds:16} cost {step.plan.cost:6.1%}, peak {step.plan.peak_bytes:,}, bit-equal {same}, "
+            f"length {length:4}: {kinds:16} cost {step.plan.cost:6.1%}, peak {step.plan.peak_bytes:,}, same {same}, "
             f"eager {again['eager']:.3f} s, planned {again['planned']:.3f} s, first time +{1000 * new:.0f} ms"
         )
     print(

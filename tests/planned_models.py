@@ -112,7 +112,7 @@ def traced(name):
 
 def least_of(refusal: BaseException) -> int:
     """The smallest budget, in bytes, that a `BudgetError` names."""
-    size = re.search(r"The smallest budget that this policy keeps is .* \((\d+) bytes\)", str(refusal))
+    size = re.search(r"The smallest feasible budget of this policy is .* \((\d+) bytes\)", str(refusal))
     assert size
     return int(size.group(1))
 

@@ -44,7 +44,7 @@ def test_sizes_are_read(text, size):
 
 @pytest.mark.parametrize("text", ["6 parsecs", "", "GiB", "-1GiB", "1e3B", "6", "6 GiB GiB", "0x10B", "nanB"])
 def test_what_is_no_size_is_refused_with_the_units(text):
-    with pytest.raises(ValueError, match="is no size in bytes: write a number and one of B, kB"):
+    with pytest.raises(ValueError, match="is not a size in bytes: write a number and one of B, kB"):
         parse_bytes(text)
 
 
@@ -95,15 +95,19 @@ NO_BUDGETS = [
     (np.int64(0), ValueError, "must be positive"),
     (Decimal("0.5"), TypeError, "got Decimal"),
     (torch.tensor(0.5), TypeError, "got Tensor"),
-    ("6 parsecs", ValueError, "'6 parsecs' is no budget: write bytes with a unit, as in '6GiB'.*or a fraction.*'50%'"),
+    (
+        "6 parsecs",
+        ValueError,
+        "'6 parsecs' is not a budget: write bytes with a unit, as in '6GiB'.*or a fraction.*'50%'",
+    ),
     ("%", ValueError, "'%' is no budget"),
     ("", ValueError, "'' is no budget"),
     ("0,5", ValueError, "'0,5' is no budget"),
-    ("1e6", ValueError, r"'1e6' is no budget: a fraction .* at most 1, as in '0.5' or '50%'; bytes .*'6442450944'"),
-    ("150%", ValueError, r"'150%' is no budget: a fraction"),
-    ("0%", ValueError, r"'0%' is no budget: a fraction .* is more than 0"),
-    ("0", ValueError, r"'0' is no budget: a fraction"),
-    ("nan", ValueError, r"'nan' is no budget: a fraction"),
+    ("1e6", ValueError, r"'1e6' is not a budget: a fraction .* at most 1, as in '0.5' or '50%'; bytes .*'6442450944'"),
+    ("150%", ValueError, r"'150%' is not a budget: a fraction"),
+    ("0%", ValueError, r"'0%' is not a budget: a fraction .* is more than 0"),
+    ("0", ValueError, r"'0' is not a budget: a fraction"),
+    ("nan", ValueError, r"'nan' is not a budget: a fraction"),
     ("0B", ValueError, "must be positive, got '0B'"),
 ]
 

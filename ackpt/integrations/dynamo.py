@@ -90,7 +90,9 @@ def backend(
         raise TypeError(f"options must be a dict such as {{'budget': '6GiB'}}, got {type(options).__name__}")
     options = dict(options or {})
     if foreign := sorted({"plan", "optimizer"} & set(options)):
-        raise TypeError(f"{foreign[0]!r} is no option of this backend: use ackpt.compile(model, ..., {foreign[0]}=...)")
+        raise TypeError(
+            f"{foreign[0]!r} is not an option of this backend: use ackpt.compile(model, ..., {foreign[0]}=...)"
+        )
     check_misspelt(options, ("budget", "policy", "differentiate", "compiler", "on_plan"), "this backend")
     on_plan = options.get("on_plan")
     if on_plan is not None and not callable(on_plan):
@@ -196,8 +198,8 @@ class _Partition(CustomPartitionerFn):
             if not (_compiled_before() and is_share(budget)):
                 raise
             raise BudgetError(
-                f"{error} The model was compiled before, for other arguments or in another mode, and a fraction is one "
-                "of what the baseline allocates with those at hand: give bytes, such as '6GiB', or a larger "
+                f"{error} The model was compiled before, for other arguments or in another mode, and a fraction is "
+                "relative to the baseline's dynamic peak with the current arguments: give bytes, such as '6GiB', or a larger "
                 "fraction, leave a smaller last batch out, as a DataLoader with drop_last=True does, and evaluate "
                 "under torch.no_grad().",
                 error.least_bytes,

@@ -267,6 +267,6 @@ def _refusal(budget, policy: str, limit: int, peak: int, resident) -> str:
     return (
         f"policy {policy!r} cannot keep the budget {budget!r} on a rank: it leaves {memory_format(max(0, limit))} for "
         f"what the step allocates, in addition to {memory_format(resident_bytes)} of shards, buffers, inputs and "
-        f"optimizer state. The smallest budget that this policy keeps is {readable(peak + resident_bytes)} "
+        f"optimizer state. The smallest feasible budget of this policy is {readable(peak + resident_bytes)} "
         f"({peak + resident_bytes} bytes): shard over more ranks, or take a smaller batch"
     )

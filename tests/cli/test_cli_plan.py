@@ -147,7 +147,7 @@ def test_a_budget_is_kept_by_the_policy_auto_or_by_the_one_that_is_named(capsys)
     assert [found["policy"] for found in (plain, tight, full)] == ["none", "auto", "full"]
     assert max(tight["dynamic_peak_bytes"], full["dynamic_peak_bytes"]) <= 0.6 * plain["dynamic_peak_bytes"]
     assert main(["plan", *sizes, "--budget", "10kB"]) == 2
-    assert "The smallest budget that this policy keeps is" in capsys.readouterr().err
+    assert "The smallest feasible budget of this policy is" in capsys.readouterr().err
 
 
 def test_a_device_that_is_too_small_and_one_that_is_not():

@@ -197,9 +197,9 @@ def test_an_unknown_policy_is_refused_with_those_there_are(graph):
     [
         ([1], TypeError, "options must be a dict of options of the policy.*got list"),
         ("time_limit", TypeError, "options must be a dict of options of the policy.*got str"),
-        ({"budget": 0.5}, TypeError, "'budget' is no option of a policy: give it beside the options"),
+        ({"budget": 0.5}, TypeError, "'budget' is not an option of a policy: pass it as a keyword of ackpt.compile"),
         ({"compiler": "inductor"}, TypeError, "'compiler' is an option of torch.compile"),
-        ({"fuel": 3}, TypeError, "'fuel' is no option of a plan"),
+        ({"fuel": 3}, TypeError, "'fuel' is not an option of a plan"),
     ],
 )
 def test_what_are_no_options_is_refused(options, error, message):

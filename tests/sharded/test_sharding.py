@@ -103,7 +103,7 @@ def test_a_budget_is_kept_at_the_least_cost_of_its_mixes(whole):
         costs.append(plan.cost)
     assert costs == sorted(costs) and costs[0] == 0 < costs[-1]
     assert whole.plan(sharding, full.peak_bytes).recompute_flops <= full.recompute_flops
-    with pytest.raises(BudgetError, match="smallest budget that this policy keeps") as error:
+    with pytest.raises(BudgetError, match="smallest feasible budget of this policy") as error:
         whole.plan(sharding, 0.01)
     assert whole.plan(sharding, error.value.least_bytes).peak_bytes == error.value.least_bytes
     typed = str(error.value).split("policy keeps is ")[1].split(" (")[0]
