@@ -317,7 +317,7 @@ def test_what_fits_nowhere_is_planned_here(capsys):
         ([*BERT, "--policy", "manual"], "'manual' is not a known policy"),
         ([*BERT, "--device-profile", "h300"], "'h300'"),
         ([*BERT, "--device-profile", "t4", "--autocast", "bfloat16"], "'bfloat16' is not a known dtype of t4"),
-        ([*BERT, "--budget", "6 apples"], "is no budget"),
+        ([*BERT, "--budget", "6 apples"], "is not a budget"),
         ([*BERT, "--budget", "1.5"], "at most 1, as in"),
         ([*BERT, "--budget", "nan"], "at most 1, as in"),
         ([*BERT, "--output", "."], "is a folder"),

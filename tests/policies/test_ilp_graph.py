@@ -159,7 +159,10 @@ def test_a_refusal_names_a_budget_that_works():
     graph, profile = graph_of(Squares([2, 3]), torch.ones(32, 1))
     found = ilp_graph.solve(graph, profile, 1)
     least = simulate(graph, profile, found.schedule)
-    with pytest.raises(ackpt.BudgetError, match=f"keeps is .* \\({least.peak_bytes + least.resident_bytes} bytes\\)"):
+    with pytest.raises(
+        ackpt.BudgetError,
+        match=f"smallest feasible budget of this policy is .* \\({least.peak_bytes + least.resident_bytes} bytes\\)",
+    ):
         ackpt.plan(graph, 0.01, "ilp", profile=profile)
     plan = ackpt.plan(graph, least.peak_bytes + least.resident_bytes, "ilp", profile=profile)
     assert plan.dynamic_peak_bytes == least.peak_bytes

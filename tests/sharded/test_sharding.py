@@ -106,7 +106,7 @@ def test_a_budget_is_kept_at_the_least_cost_of_its_mixes(whole):
     with pytest.raises(BudgetError, match="smallest feasible budget of this policy") as error:
         whole.plan(sharding, 0.01)
     assert whole.plan(sharding, error.value.least_bytes).peak_bytes == error.value.least_bytes
-    typed = str(error.value).split("policy keeps is ")[1].split(" (")[0]
+    typed = str(error.value).split("this policy is ")[1].split(" (")[0]
     assert whole.plan(sharding, typed).peak_bytes <= from_text(typed)
 
 
