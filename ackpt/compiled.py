@@ -146,8 +146,8 @@ class _Planner(Planner):
         plan = self(graph)
         if self.plan is None and self.policy == "auto" and plan.limit_bytes is not None:
             if model_keeps(graph, default_profile(graph).workspace_bytes, plan.limit_bytes):
-                plan = of_model(graph, default_profile(graph), plan)
-                return Choice(None, lambda: plan)
+                own = of_model(graph, default_profile(graph), plan)
+                return Choice(plan.schedule, lambda: plan, own.dynamic_peak_bytes, lambda: own)
         return Choice(plan.schedule, lambda: plan)
 
     @property

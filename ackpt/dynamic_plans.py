@@ -43,7 +43,9 @@ class DynamicPlans:
         self._is_share = budget is not None and is_share(budget)
 
     def __call__(self, values: tuple[int, ...], baseline_bytes: int | None = None) -> Choice:
-        if self.policy != "auto":
+        reference = self.step.reference
+        is_unknown = self._is_share and reference.as_compiled is not None and baseline_bytes is None  # an error
+        if self.policy != "auto" or is_unknown:
             return self._searched(values, baseline_bytes)
         graph, workspace = self.step.sized(values), self.step.workspace_bytes(values)
         peak_bytes = peak_of(graph, self._everything, workspace)
@@ -53,9 +55,11 @@ class DynamicPlans:
         if limit is None:
             return self._choice(self._everything, values, baseline_bytes)
         if peak_bytes <= limit:
-            bound = eager_peak_bound(graph, self._eager_schedule, workspace)
-            is_model = graph.as_compiled is None and bound <= limit
-            return self._choice(None if is_model else self._everything, values, baseline_bytes)
+            choice = self._choice(self._everything, values, baseline_bytes)
+            if graph.as_compiled is None and eager_peak_bound(graph, self._eager_schedule, workspace) <= limit:
+                own_bytes = peak_of(graph, self._eager_schedule, workspace)
+                choice = choice._replace(own_peak_bytes=own_bytes, own_plan=lambda: self._own_plan(values, choice))
+            return choice
         if not self._points:
             self._search(max([*self.step.search_at, values], key=self._live_bytes), None)
         fitting = [each for each in self._points if peak_of(graph, each.schedule, workspace) <= limit]
@@ -101,15 +105,17 @@ class DynamicPlans:
         workspace = self.step.workspace_bytes(values)
         return graph, replace(profiled(graph), workspace_bytes=workspace)
 
-    def _choice(self, schedule: Schedule | None, values: tuple[int, ...], baseline_bytes: int | None) -> Choice:
+    def _choice(self, schedule: Schedule, values: tuple[int, ...], baseline_bytes: int | None) -> Choice:
         def make_plan() -> Plan:
             graph, profile = self._at(values, baseline_bytes)
-            chosen = replace(schedule or self._everything, graph=graph.hash)
+            chosen = replace(schedule, graph=graph.hash)
             baseline = baseline_of(graph, profile, self.budget)
-            made = plan_of(graph, profile, chosen, baseline, self.budget, self.policy)
-            return of_model(graph, profile, made) if schedule is None else made
+            return plan_of(graph, profile, chosen, baseline, self.budget, self.policy)
 
         return Choice(schedule, make_plan)
+
+    def _own_plan(self, values: tuple[int, ...], choice: Choice) -> Plan:
+        return of_model(*self._at(values, None), choice.plan())
 
     def _searched(self, values: tuple[int, ...], baseline_bytes: int | None) -> Choice:
         """The plan of a search at these sizes alone."""

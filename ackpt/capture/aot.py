@@ -48,7 +48,9 @@ class Capture:
     ``refused``: indices of outputs that were captured without a gradient although the model gives them one.
     ``made_for``: the call in words, from `ackpt.capture.inspection.calls`; ``has_data``: whether no tensor of the call
     or the model is fake or on the meta device; ``reads``: values outside of its modules that the model's code reads.
-    ``reason``: why the model was captured as ``torch.compile`` runs it; empty if it was not.
+    ``reason``: why the model was captured as ``torch.compile`` runs it; empty if it was not. ``symbols``: of dynamic
+    dimensions. ``own_step_is_simulated``: whether the model's own step has at most the peak that was simulated for it;
+    None until it is measured.
     """
 
     joint: Any
@@ -62,6 +64,7 @@ class Capture:
     reads: Reads
     reason: str
     symbols: Symbols | None
+    own_step_is_simulated: bool | None = None
 
     def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
         """The inputs of the captured step in a call with `leaves`: parameters, buffers, and tensors of the call."""

@@ -200,8 +200,8 @@ class _Partition(CustomPartitionerFn):
             raise BudgetError(
                 f"{error} The model was compiled before, for other arguments or in another mode, and a fraction is "
                 "relative to the baseline's dynamic peak with the current arguments: give bytes, such as '6GiB', or a "
-                "larger fraction, leave a smaller last batch out, as a DataLoader with drop_last=True does, and evaluate "
-                "under torch.no_grad().",
+                "larger fraction, leave a smaller last batch out, as a DataLoader with drop_last=True does, and "
+                "evaluate under torch.no_grad().",
                 error.least_bytes,
                 budget,
             ) from None

@@ -14,10 +14,16 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """What runs at some sizes: ``schedule``, or the model itself if it is None. ``plan()`` is the `Plan` of it."""
+    """What runs at some sizes: ``schedule``, whose `Plan` is ``plan()``.
 
-    schedule: Schedule | None
+    ``own_peak_bytes``: the simulated dynamic peak of the model's own step if that keeps the budget whatever its code
+    holds on to, so that the model may run instead; its plan is ``own_plan()``.
+    """
+
+    schedule: Schedule
     plan: Callable[[], Plan]
+    own_peak_bytes: int | None = None
+    own_plan: Callable[[], Plan] | None = None
 
 
 # Of the sizes of the dynamic dimensions, and of the baseline's dynamic peak in bytes if it was measured.

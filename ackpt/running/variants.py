@@ -6,7 +6,7 @@ if sizes differ from earlier ones in some dimensions, the step is captured once 
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.outputs import gradient_strides
 from ackpt.capture.tracing import captured_graph
 from ackpt.errors import BudgetError, TraceError
+from ackpt.metering.timeline import MeterError
 from ackpt.planning.plan import Plan, PlanError
 from ackpt.planning.rewriting import RewriteError
 
@@ -33,7 +34,7 @@ from .compiled_schedule import compiled_schedule
 from .dynamic_dimensions import DynamicArgument, declared, declared_bounds, differing, named_dimensions
 from .dynamic_step import DynamicStep
 from .history import History
-from .planners import Planner
+from .planners import Choice, Planner
 
 _MOST_CAPTURES = 64
 _MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captured one by one
@@ -84,14 +85,18 @@ class Variants:
         self.differentiate, self.optimizer, self.dynamic = differentiate, optimizer, dynamic
         self.history = History()
         self._groups: dict[Facts, _Group] = {}
-        self._last: tuple[Call, dict[str, str], Variant] | None = None
+        self._last: tuple[Facts, dict[str, str], Variant] | None = None  # no call, which would keep its tensors
+        self._plan: tuple[Variant, Plan] | None = None
 
     @property
     def plan(self) -> Plan:
         """The plan of the last call."""
         if self._last is None:
             raise AttributeError("this step has not been planned yet")
-        return self._last[-1].make_plan()
+        variant = self._last[-1]
+        if self._plan is None or self._plan[0] is not variant:
+            self._plan = variant, variant.make_plan()
+        return self._plan[1]
 
     def of(self, call: Call) -> Variant:
         """The variant that serves `call`; captures and plans if none does yet."""
@@ -128,7 +133,7 @@ class Variants:
                 raise PlanError(f"{error} {another_plan(was, made_for)}") from None
             message = f"{error} {other_bytes(was, made_for, error.budget)}"
             raise BudgetError(message, error.least_bytes, error.budget) from None
-        self._last = call, made_for, variant
+        self._last = call.facts, made_for, variant
         return variant
 
     def _served(self, group: _Group, call: Call, cause: str) -> Variant | None:
@@ -156,12 +161,12 @@ class Variants:
                 start = time.perf_counter()
         with capture(self.model, call.args, call.kwargs, self.differentiate) as captured:
             graph = captured_graph(captured, self.model, call.args, call.kwargs, self.differentiate, self.optimizer)
-            schedule, make_plan = self.planner.choice(graph)
-            run = None
-            if schedule is not None:
-                step, strides = compiled_schedule(captured, graph, schedule), gradient_strides(graph.analysis)
+            choice = self.planner.choice(graph)
+            variant = self._of_model(captured, choice, call, graph.on_cpu)
+            if variant is None:
+                step, strides = compiled_schedule(captured, graph, choice.schedule), gradient_strides(graph.analysis)
                 run = self._checked(lambda inputs: step(inputs, strides), call)
-        variant = Variant(captured, run, make_plan)
+                variant = Variant(captured, run, choice.plan)
         group.fixed.setdefault(call.sizes, []).insert(0, variant)
         seconds = time.perf_counter() - start
         self.history.add("capture", cause, seconds, group=group_of_causes, advice=_PASS_AS_TENSOR)
@@ -187,10 +192,15 @@ class Variants:
         largest = tuple((bounds.get(each) or (0, size))[1] for each, size in zip(step.symbols.dimensions, values))
         step.search_at = [each for each in (values, largest, *others) if step.symbols.holds(each)]
         step.choose = self.planner.for_sizes(step)
-        variant = self._chosen(step, call, values)
-        group.dynamic.insert(0, (step, {values: variant}))
+        variants: dict[tuple[int, ...], Variant] = {}
+        group.dynamic.insert(0, (step, variants))
+        try:
+            variants[values] = self._chosen(step, call, values)
+        except RewriteError:
+            group.dynamic.pop(0)
+            raise
         self.history.add("dynamic capture", cause, time.perf_counter() - start)
-        return variant
+        return variants[values]
 
     def _chosen(self, step: DynamicStep, call: Call, values: tuple[int, ...]) -> Variant:
         """What runs `call`, whose dynamic dimensions have the sizes `values`."""
@@ -199,8 +209,24 @@ class Variants:
         if step.reference.as_compiled is not None and self.planner.needs_baseline and step.reference.has_data:
             baseline = measured_baseline(step.captured, self.model, call.args, call.kwargs, self.differentiate)
         choice = step.choose(values, baseline)
-        run = None if choice.schedule is None else self._checked(step.run(choice.schedule, values), call)
-        return Variant(step.captured, run, functools.cache(choice.plan))
+        variant = self._of_model(step.captured, choice, call, step.reference.on_cpu)
+        if variant is not None:
+            return variant
+        return Variant(step.captured, self._checked(step.run(choice.schedule, values), call), choice.plan)
+
+    def _of_model(self, captured: Capture, choice: Choice, call: Call, on_cpu: bool) -> Variant | None:
+        """The model itself, if its own step keeps the budget; None otherwise.
+
+        The first time for a capture, its own step is measured: its code may allocate what the graph does not show, such
+        as results that nothing reads.
+        """
+        if choice.own_peak_bytes is None or choice.own_plan is None or not on_cpu or not captured.has_data:
+            return None
+        if captured.own_step_is_simulated is None:
+            with contextlib.suppress(MeterError):  # while the caller measures this call
+                arguments = self.model, call.args, call.kwargs, self.differentiate
+                captured.own_step_is_simulated = measured_baseline(captured, *arguments) <= choice.own_peak_bytes
+        return Variant(captured, None, choice.own_plan) if captured.own_step_is_simulated else None
 
     def _checked(self, run, call: Call):
         """`run`, or a function that raises if the model has no data but the call has."""
@@ -234,7 +260,7 @@ class Variants:
         was, words, variant = self._last
         if changes := differences(words, made_for):
             return "; ".join(changes), ", ".join(change.partition(" then ")[0] for change in changes)
-        if change := changed_attribute(call.modules, was.facts.attributes, call.facts.attributes):
+        if change := changed_attribute(call.modules, was.attributes, call.facts.attributes):
             return change
         if label := variant.captured.reads.first_change():
             return f"{label} changed", label

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -166,6 +168,38 @@ def test_the_model_itself_runs_where_the_baseline_keeps_the_budget():
     assert step.plan.cost == 0 and not step.plan.schedule.replayed
 
 
+class Wasteful(nn.Module):
+    """Its code computes something large that nothing reads, and that a graph therefore does not show."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        torch.zeros(1000, 1000).exp()
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize(("model", "is_own"), [(Wasteful(), False), (Wasteful().layers, True)])
+def test_the_model_itself_runs_only_if_its_measured_peak_is_the_simulated_one(model, is_own):
+    step = ackpt.compile(model, torch.randn(64, 8), budget="1MB")
+    for rows in (64, 48, 56):
+        step.prepare(torch.randn(rows, 8))
+        assert (step._ackpt_planned._last[-1].run is None) == is_own
+
+
+def test_no_batch_is_kept():
+    model = Blocks()
+    step = ackpt.compile(model, ids(8, 20), budget="4MB")
+    for length in (24, 31, 6):
+        batch = ids(8, length)
+        reference = weakref.ref(batch)
+        step(batch).backward()
+        del batch
+        gc.collect()
+        assert reference() is None
+
+
 def test_a_length_for_which_no_known_schedule_fits_is_searched_for():
     model = Blocks(layers=6)
     step = ackpt.compile(model, ids(8, 20), budget="3.2MB")
@@ -173,7 +207,7 @@ def test_a_length_for_which_no_known_schedule_fits_is_searched_for():
     for length in (40, 44):
         step.prepare(ids(8, length))
         assert step.plan.peak_bytes <= 3_200_000
-    with pytest.raises(ackpt.BudgetError, match="smallest budget"):
+    with pytest.raises(ackpt.BudgetError, match="smallest feasible budget"):
         step.prepare(ids(8, 400))
     check(step, model, ids(8, 22))
 
