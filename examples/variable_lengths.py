@@ -51,14 +51,12 @@ def gradients(model, step, inputs):
 
 
 def measured(model, step, inputs):
-    """The peak of one step."""
-
     def run():
         model.zero_grad()
         step(*inputs).backward()
 
-    measurement = ackpt.measure(run, resident=[model, *inputs], warmup=0, repeats=0)
-    return measurement.peak_bytes
+    found = ackpt.measure(run, resident=[model, *inputs], warmup=0, repeats=0)
+    return found.peak_bytes
 
 
 torch.manual_seed(0)

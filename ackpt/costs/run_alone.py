@@ -41,7 +41,10 @@ def in_own_thread(function: Callable[[], Any], devices=()) -> Any:
     whose RNG states the function may change, besides the CPU's.
     """
 
+    threads = torch.get_num_threads()
+
     def run():
+        torch.set_num_threads(threads)  # OpenMP's setting belongs to the thread, and workspaces depend on it
         with torch.no_grad(), no_collection():
             return function()
 

@@ -175,7 +175,7 @@ def test_keywords_that_are_the_model_s_stay_its_own():
 def test_a_misspelt_option_of_a_plan_is_said_so():
     graph = ackpt.trace(layers(), X)
     for name, meant in [("budgt", "budget"), ("profil", "profile")]:
-        with pytest.raises(TypeError, match=f"no option of a plan; .*did you mean '{meant}'"):
+        with pytest.raises(TypeError, match=f"not an option of a plan; .*did you mean '{meant}'"):
             ackpt.plan(graph, **{name: 0.5})
     with pytest.raises(TypeError, match="knows time_limit .did you mean 'time_limit'"):
         ackpt.plan(graph, 0.5, "ilp", time_limt=1)

@@ -129,7 +129,7 @@ def test_predictions_are_of_batches_alone(records):
 def test_a_method_that_cannot_keep_its_budget_says_why():
     config = replace(TINY, batches=(1,), methods=("auto@0.01",))
     ((record,),) = run_batch_size(config, timed_rounds=0)
-    assert list(record.metrics) == ["not_run"] and "smallest budget" in record.metrics["not_run"]
+    assert list(record.metrics) == ["not_run"] and "smallest feasible budget" in record.metrics["not_run"]
     assert "not run: auto@0.01 at 1" in report.text_table([record])
 
 
@@ -234,7 +234,7 @@ def test_a_limit_that_not_even_one_fits_says_what_one_takes():
         (["--model", "resnet5"], "unknown model 'resnet5' (did you mean 'resnet50'?): choose from resnet18"),
         (["--batches", "0"], "at least 1"),
         (["--batches", "four"], "not a list of whole numbers"),
-        (["--limit", "much"], "no size in bytes"),
+        (["--limit", "much"], "not a size in bytes"),
         (["--methods", "magic"], "unknown method 'magic'"),
         (["--methods", "autp@0.5"], "unknown method 'autp@0.5' (did you mean 'auto'?): choose plain"),
         (["--methods", ","], "at least one method"),

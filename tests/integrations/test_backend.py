@@ -110,7 +110,7 @@ def test_a_later_batch_that_cannot_keep_the_fraction_names_drop_last():
         ({"policy": "best"}, "policy 'best' is not known"),
         ({"differentiate": "some"}, "differentiate must be 'loss' or 'all'"),
         ({"policy": "none", "fuel": 3}, "fuel"),
-        ({"optimizer": None}, r"no option of this backend: use ackpt.compile\(model, ..., optimizer=...\)"),
+        ({"optimizer": None}, r"not an option of this backend: use ackpt.compile\(model, ..., optimizer=...\)"),
         ({"on_plan": 3}, "on_plan must be a function of a plan, got int"),
         ({"budgt": 0.5}, "'budgt' is not a keyword of this backend: did you mean 'budget'"),
         ({"compilr": "inductor"}, "'compilr' is not a keyword of this backend: did you mean 'compiler'"),
