@@ -1,0 +1,90 @@
+"""A capture whose sizes are expressions is, at any sizes, the capture of these sizes alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ackpt
+from ackpt.capture.aot import capture
+from ackpt.capture.dynamic_sizes import Dimension, Symbols
+from ackpt.running.call_facts import call_of
+from ackpt.running.dynamic_step import DynamicStep
+
+_SAME_STORAGE = ("aten.alias.default", "aten.slice.Tensor")  # eager's indexing leaves out slices of everything
+
+
+class Slices(nn.Module):
+    """Views of inputs, parameters and buffers, whose lengths follow from the input's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(20, 8), nn.Parameter(torch.zeros(64, 8))
+        self.register_buffer("mask", torch.ones(64, 64).tril().bool())
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, ids):
+        length = ids.shape[1]
+        x = self.embed(ids) + self.positions[:length]
+        scores = (x @ x.transpose(1, 2)).masked_fill(~self.mask[:length, :length], float("-inf"))
+        x = torch.cat([scores.softmax(-1) @ x, x[:, :1]], 1)[:, 1:]
+        logits = self.head(x)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def operations(graph):
+    return [(n.target, n.phase, n.is_random) for n in graph.nodes if n.target not in _SAME_STORAGE]
+
+
+def test_an_instance_is_the_capture_of_its_sizes():
+    model, ids = Slices(), torch.randint(0, 20, (3, 10))
+    with capture(model, (ids,), {}, dynamic=[Dimension(0, 0), Dimension(0, 1)]) as captured:
+        step = DynamicStep(captured, call_of(model, (ids,), {}), model, "loss", None)
+    for sizes in ((3, 10), (2, 7), (5, 33), (4, 64)):
+        alone = ackpt.trace(model, torch.randint(0, 20, sizes))
+        graph = step.graph(sizes)
+        assert operations(graph) == operations(alone)
+        assert [s.bytes for s in graph.storages] == [s.bytes for s in alone.storages]
+        assert [s.category for s in graph.storages] == [s.category for s in alone.storages]
+        assert [s.bytes for s in step.sized(sizes).storages] == [s.bytes for s in alone.storages]
+
+
+def symbols_of(function, *sizes):
+    """The symbols of a capture of `function` called with floats of these sizes, all of them dynamic."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, *tensors):
+            return (function(*tensors) * self.weight).sum()
+
+    tensors = tuple(torch.ones(size) for size in sizes)
+    dims = [Dimension(at, dim) for at, tensor in enumerate(tensors) for dim in range(tensor.dim())]
+    with capture(Model(), tensors, {}, dynamic=dims) as captured:
+        assert isinstance(captured.symbols, Symbols)
+        return captured.symbols
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes", "valid", "invalid"),
+    [
+        (lambda x: x, [(3,)], [(2,), (9,)], [(0,), (1,)]),
+        (lambda x, y: x + y, [(3,), (3,)], [(5, 5)], [(5, 6)]),
+        (lambda x: x.view(-1, 4), [(12,)], [(8,), (20,)], [(10,)]),
+        (lambda x: x if x.shape[0] > 4 else -x, [(6,)], [(5,), (50,)], [(4,)]),
+        (lambda x: x[: x.shape[0] // 2] * 2, [(6,)], [(7,), (4,)], []),
+    ],
+)
+def test_guards(function, sizes, valid, invalid):
+    symbols = symbols_of(function, *sizes)
+    assert [values for values in (*valid, *invalid) if symbols.holds(values)] == list(valid)
+
+
+def test_a_size_that_becomes_a_number_is_named_with_its_line():
+    fixed = symbols_of(lambda x: x + torch.ones(7), (7,)).fixed()
+    assert list(fixed) == [Dimension(0, 0)]
+    assert "test_dynamic_sizes.py" in fixed[Dimension(0, 0)]
