@@ -55,14 +55,8 @@ class Rewritten:
     num_sizes: int = 0
 
 
-def rewrite(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None = None) -> Rewritten:
+def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
     """The forward and backward modules of `schedule`.
-
-    Args:
-        graph: of one step.
-        schedule: made for it.
-        dynamic: the module of which `graph` is an instance, if it has dynamic dimensions. Then the modules compute
-            their sizes from their inputs, and run the schedule at all sizes for which the capture is valid.
 
     Raises:
         ScheduleError: if the schedule was made for another graph, or cannot run.
@@ -76,6 +70,14 @@ def rewrite(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None
         >>> step = rewrite(graph, lower(graph, ()))
         >>> torch.ops.aten.tanh.default in [node.target for node in step.backward.graph.nodes]
         True
+    """
+    return rewrite_dynamic(graph, schedule, None)
+
+
+def rewrite_dynamic(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None) -> Rewritten:
+    """The modules of `schedule` for all sizes for which the capture `dynamic` is valid; as `rewrite` if it is None.
+
+    `graph` is an instance of `dynamic`. The modules compute the sizes of their operations from those of their inputs.
     """
     expected = follow(graph, schedule, [0] * len(graph.nodes)).after
     rewritten = _rewritten(graph, schedule, dynamic)

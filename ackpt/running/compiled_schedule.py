@@ -23,7 +23,7 @@ from ackpt.capture.outputs import (
 )
 from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.errors import TraceError
-from ackpt.planning.rewriting import boxed, rewrite
+from ackpt.planning.rewriting import boxed, rewrite_dynamic
 from ackpt.planning.schedule import COMPUTE, Schedule
 
 Strides = Mapping[int, Sequence[int]]
@@ -77,7 +77,7 @@ def partitioner(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | 
     """AOTAutograd's ``partition_fn`` that splits `graph` as `schedule` says."""
 
     def partition(joint, inputs, *, num_fwd_outputs, **_):
-        rewritten = rewrite(graph, schedule, dynamic)
+        rewritten = rewrite_dynamic(graph, schedule, dynamic)
         if num_fwd_outputs != rewritten.num_outputs:
             raise TraceError(f"the graph returns {rewritten.num_outputs} values, but torch expects {num_fwd_outputs}")
         return rewritten.forward, rewritten.backward
