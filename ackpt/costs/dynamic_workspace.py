@@ -1,9 +1,9 @@
 """The workspace of the operations of a step with dynamic dimensions, at any sizes, without running all of them again.
 
-An operation runs again at new sizes only if its workspace may depend on them. It does not for elementwise operations on
-tensors of one dtype, which allocate at most scalars (TensorIterator in ATen allocates temporaries only to convert
-dtypes), nor for the operations in `_WITHOUT` that had no workspace at the captured sizes: their CPU kernels allocate
-nothing but results. `tests/costs/test_dynamic_workspace.py` compares this with running every operation.
+An operation is measured at new sizes only if its workspace may depend on them. That of an elementwise operation on
+tensors of one dtype does not: it allocates at most scalars (TensorIterator in ATen allocates temporaries only to
+convert dtypes). Nor does that of the operations in `_WITHOUT` that had none at the captured sizes: their CPU kernels
+allocate nothing but results. `tests/costs/test_dynamic_workspace.py` compares this with running every operation.
 """
 
 from __future__ import annotations

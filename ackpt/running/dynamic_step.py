@@ -47,11 +47,6 @@ class DynamicStep:
         self._compiled: dict[tuple, Callable[[Any, Strides], list[Any]]] = {}
         self._strides = gradient_strides(self.reference.analysis, self.module.fx)
 
-    def serves(self, call: Call) -> bool:
-        """Whether the capture is valid for this call's sizes; the rest of the call is known to be equal."""
-        values = self.symbols.values(call.leaves)
-        return self.symbols.holds(values) and self.symbols.layouts(values) == call.sizes
-
     def sized(self, values: tuple[int, ...]) -> JointGraph:
         """The reference with the storages' bytes at these sizes, for simulations; its operations are unchanged."""
         if self.reference.analysis.restrided:

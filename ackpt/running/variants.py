@@ -115,10 +115,8 @@ class Variants:
         for variant in group.fixed.get(call.sizes, ()):
             if variant.captured.reads.are_same():
                 return variant
-        for step, variants in group.dynamic:
-            if step.captured.reads.are_same() and step.serves(call):
-                return variants.get(step.symbols.values(call.leaves))
-        return None
+        served = _served_by(group, call)
+        return None if served is None else served[1].get(served[2])
 
     def _new(self, group: _Group, call: Call) -> Variant:
         made_for = described(self.model, call.args, call.kwargs, self.differentiate)
@@ -138,14 +136,14 @@ class Variants:
 
     def _served(self, group: _Group, call: Call, cause: str) -> Variant | None:
         """A variant for new sizes of a capture with dynamic dimensions."""
-        for step, variants in group.dynamic:
-            if step.captured.reads.are_same() and step.serves(call):
-                start = time.perf_counter()
-                values = step.symbols.values(call.leaves)
-                variants[values] = self._chosen(step, call, values)
-                self.history.add("plan", cause, time.perf_counter() - start)
-                return variants[values]
-        return None
+        served = _served_by(group, call)
+        if served is None:
+            return None
+        start = time.perf_counter()
+        step, variants, values = served
+        variants[values] = self._chosen(step, call, values)
+        self.history.add("plan", cause, time.perf_counter() - start)
+        return variants[values]
 
     def _captured(self, group: _Group, call: Call, cause: str, group_of_causes: str) -> Variant:
         start = time.perf_counter()
@@ -273,6 +271,15 @@ class Variants:
         (*_, latest) = self._groups.values()
         while len(latest.fixed) > 1 and _captures(latest) > _MOST_CAPTURES:
             latest.fixed.pop(next(iter(latest.fixed)))
+
+
+def _served_by(group: _Group, call: Call) -> tuple[DynamicStep, dict[tuple[int, ...], Variant], tuple[int, ...]] | None:
+    """The capture with dynamic dimensions that is valid for `call`, its variants, and the sizes of these dimensions."""
+    for step, variants in group.dynamic:
+        values = step.symbols.values_in(call.sizes) if step.captured.reads.are_same() else None
+        if values is not None:
+            return step, variants, values
+    return None
 
 
 def _captures(group: _Group) -> int:

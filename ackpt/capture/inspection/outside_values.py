@@ -148,7 +148,7 @@ class Reads:
         return not any(value.is_changed() for value in self._values)
 
     def first_change(self) -> str:
-        """The first value that differs from the end of the capture, in words; empty if there is none."""
+        """The first value that differs from the end of the capture, in words; empty if all are the same."""
         return next((value.label for value in self._values if value.is_changed()), "")
 
     def _walk(self) -> Walk:
