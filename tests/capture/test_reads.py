@@ -10,12 +10,15 @@ import random
 import sys
 import types
 
+import mpmath
 import numpy as np
 import pytest
+import sympy
 import torch
 from torch import nn
 
 import ackpt
+from ackpt.capture.inspection.value_walk import is_of_model
 from ackpt.graph import TraceError
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -362,3 +365,10 @@ def test_what_the_garbage_collector_calls_is_not_the_models_code():
     finally:
         gc.callbacks.remove(count_collections)
     assert collections > 0 and step(X).shape == X.shape
+
+
+def test_what_computes_sizes_is_not_the_models_code():
+    # torch evaluates symbolic sizes by these during a forward; sympy stores hashes in its objects as it goes.
+    assert not is_of_model(sympy.functions.elementary.complexes.__file__)
+    assert not is_of_model(mpmath.__file__)
+    assert is_of_model(__file__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -27,6 +28,12 @@ _READS_ENVIRONMENT = frozenset(("environ", "getenv"))
 # Only in these containers is it certain that reading an item runs no user code.
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict))
 _STANDARD = tuple(os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
+# torch computes with symbolic sizes by these, so they run during a forward that is captured with dynamic dimensions.
+_SYMBOLIC = tuple(
+    os.path.dirname(spec.origin) + os.sep
+    for spec in map(importlib.util.find_spec, ("sympy", "mpmath"))
+    if spec is not None and spec.origin is not None
+)
 _INSTALLED = os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep
 
 
@@ -256,9 +263,9 @@ def _functions_of(codes) -> list[types.FunctionType]:
 
 
 def is_of_model(path: str) -> bool:
-    """Whether the file `path` may be the model's code: it is neither torch's, nor ackpt's, nor Python's own."""
+    """Whether the file `path` may be the model's code: it is not torch's, sympy's, ackpt's or Python's own."""
     is_standard = path.startswith(_STANDARD) and not any(part in path for part in _INSTALLED)
-    return bool(path) and is_users(path) and not is_standard and not path.startswith("<frozen")
+    return bool(path) and is_users(path) and not is_standard and not path.startswith((*_SYMBOLIC, "<frozen"))
 
 
 def _is_class_of_model(kind: type) -> bool:
