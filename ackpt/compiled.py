@@ -24,7 +24,7 @@ from .planner import check_runs, default_profile, model_keeps, of_model, options
 from .planner import plan as make_plan
 from .policies import POLICIES
 
-_KEYWORDS = ("budget", "policy", "plan", "differentiate", "optimizer", "dynamic", "options")
+_KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "dynamic", "options")
 
 
 def compile(
@@ -34,6 +34,7 @@ def compile(
     policy: str = "auto",
     plan: Plan | None = None,
     differentiate: Literal["loss", "all"] = "loss",
+    outputs: Literal["drop", "keep"] = "drop",
     optimizer: torch.optim.Optimizer | None = None,
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
@@ -52,6 +53,8 @@ def compile(
             last batch raises a `PlanError`. Skip such a batch (``drop_last=True`` in a DataLoader), or make a second
             step with a plan for it.
         differentiate: ``"loss"`` or ``"all"``, as in `ackpt.trace`.
+        outputs: ``"drop"`` or ``"keep"``, as in `ackpt.trace`. With ``"drop"``, backward raises an error if outputs
+            that are still referenced would exceed the budget.
         optimizer: the optimizer that trains the model; its state and its step then count toward the budget.
         dynamic: which sizes may change without a new capture. With None, the dimensions in which a second call differs
             from the first become dynamic, as in ``torch.compile``, and those marked by ``torch._dynamo.mark_dynamic``.
@@ -92,7 +95,8 @@ def compile(
     _check_options(options, plan)
     _check_keywords(model, kwargs, policy)
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget before the work
-    step = PlannedStep(model, _Planner(budget, policy, dict(options or {}), plan), differentiate, optimizer, dynamic)
+    planner = _Planner(budget, policy, dict(options or {}), plan)
+    step = PlannedStep(model, planner, differentiate, outputs, optimizer, dynamic)
     try:
         step.prepare(*args, **kwargs)
     except TraceError as error:

@@ -58,6 +58,7 @@ class PlannedStep(nn.Module):
         model: nn.Module,
         planner: Callable[[JointGraph], Plan],
         differentiate: str = "loss",
+        outputs: str = "drop",
         optimizer: torch.optim.Optimizer | None = None,
         dynamic: DynamicArgument = None,
     ):
@@ -66,7 +67,8 @@ class PlannedStep(nn.Module):
         planner = planner if isinstance(planner, Planner) else Planner(planner)
         # Module.__setattr__ needs what Module.__init__ makes, and that sets `training`, which is the model's: so the
         # planned calls come first, and past both methods named __setattr__.
-        object.__setattr__(self, "_ackpt_planned", Variants(model, planner, differentiate, optimizer, dynamic))
+        planned = Variants(model, planner, differentiate, outputs, optimizer, dynamic)
+        object.__setattr__(self, "_ackpt_planned", planned)
         training = model.training
         super().__init__()
         self.training = training
@@ -136,8 +138,8 @@ class PlannedStep(nn.Module):
 
     def __reduce__(self) -> tuple[type[PlannedStep], tuple[Any, ...]]:
         planned = self._ackpt_planned
-        arguments = planned.model, planned.planner, planned.differentiate, planned.optimizer, planned.dynamic
-        return PlannedStep, arguments
+        use = planned.differentiate, planned.outputs
+        return PlannedStep, (planned.model, planned.planner, *use, planned.optimizer, planned.dynamic)
 
 
 def _keeps_gradients(model: nn.Module, args, kwargs) -> bool:
