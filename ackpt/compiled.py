@@ -81,6 +81,32 @@ def compile(
         >>> step.plan.policy
         'full'
     """
+    step = planned_step(model, budget, policy, plan, differentiate, outputs, optimizer, options, dynamic)
+    _check_keywords(model, kwargs, policy)
+    try:
+        step.prepare(*args, **kwargs)
+    except TraceError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise TraceError(
+            f"{error}. The model is called with all keywords but those of ackpt.compile: {', '.join(_KEYWORDS)}, "
+            "a dict of options of the policy."
+        ) from error
+    return step
+
+
+def planned_step(
+    model: nn.Module,
+    budget: float | str | None,
+    policy: str,
+    plan: Plan | None = None,
+    differentiate: str = "loss",
+    outputs: str = "drop",
+    optimizer: torch.optim.Optimizer | None = None,
+    options: Mapping[str, Any] | None = None,
+    dynamic: DynamicArgument = None,
+) -> PlannedStep:
+    """The planned step that `compile` describes, before it has seen example inputs; refuses invalid arguments."""
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(
             f"plan must be an ackpt.Plan, got {type(plan).__name__}; read a file with ackpt.Plan.load(path)"
@@ -93,20 +119,9 @@ def compile(
         close = did_you_mean(policy, POLICIES)
         raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
     _check_options(options, plan)
-    _check_keywords(model, kwargs, policy)
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget before the work
     planner = _Planner(budget, policy, dict(options or {}), plan)
-    step = PlannedStep(model, planner, differentiate, outputs, optimizer, dynamic)
-    try:
-        step.prepare(*args, **kwargs)
-    except TraceError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise TraceError(
-            f"{error}. The model is called with all keywords but those of ackpt.compile: {', '.join(_KEYWORDS)}, "
-            "a dict of options of the policy."
-        ) from error
-    return step
+    return PlannedStep(model, planner, differentiate, outputs, optimizer, dynamic)
 
 
 def _check_keywords(model, kwargs, policy: str) -> None:

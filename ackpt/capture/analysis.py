@@ -67,6 +67,11 @@ class Analysis:
         return {s for node in nodes if node is not None for s in self.graph.nodes[node].storages} - self.dropped
 
     @cached_property
+    def callers(self) -> set[int]:
+        """Storages that the caller holds for a while or to the end, so that they cannot move."""
+        return self.live_to_end | self.dropped
+
+    @cached_property
     def dropped(self) -> set[int]:
         """Storages of outputs that are freed after the forward: copied into an input, or dropped by the caller."""
         return self._copied_outputs.union(*self.dropped_outputs.values())

@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ackpt.capture.inspection.attributes import arguments_unchanged, unchanged
 from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
+from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.outside_values import Reads
 from ackpt.capture.inspection.packed_sequences import found_packed
 from ackpt.capture.inspection.source_lines import Where, explained
@@ -158,7 +159,7 @@ class _Flat(nn.Module):
             )
             with same_model, same_arguments, once, held, found_packed(), call.reads.watched():
                 with fused_attention_refused():
-                    outputs, out_spec = flatten_outputs(call.model(*args, **kwargs))
+                    outputs, out_spec = flatten_outputs(own_call(call.model)(*args, **kwargs))
         if held.found:
             raise _HoldsTensors(held.found.values())
         for value in outputs:

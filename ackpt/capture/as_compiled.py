@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ackpt.capture.inspection.attributes import every_module, unchanged
+from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.checkpointing.rng import replay, snapshot
@@ -88,7 +90,8 @@ def _put_back(tensors):
     gradients = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks) for leaf in leaves]
     try:
         for leaf in leaves:
-            leaf.grad, leaf._post_accumulate_grad_hooks = None, None  # these hooks may run an optimizer
+            # These hooks may run an optimizer. None would leave them on.
+            leaf.grad, leaf._post_accumulate_grad_hooks = None, OrderedDict()
         with replay(snapshot()):
             yield
     finally:
@@ -102,7 +105,7 @@ def _put_back(tensors):
 def _own_forward(captured, model, args, kwargs) -> tuple[list[Any], list[torch.Tensor]]:
     """The outputs of the model's own forward, and those of them that get a gradient."""
     with unchanged(model, lambda was, now: was is now), captured.reads.watched():
-        leaves, _ = flatten_outputs(model(*args, **kwargs))
+        leaves, _ = flatten_outputs(own_call(model)(*args, **kwargs))
     refused = without_gradient(leaves, captured.differentiate)
     return leaves, [
         leaf for at, leaf in enumerate(leaves) if is_tensor(leaf) and leaf.requires_grad and at not in refused
