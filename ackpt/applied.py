@@ -91,6 +91,9 @@ def remove_budget(model: nn.Module) -> None:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         >>> step = ackpt.apply_budget(model, torch.ones(4, 8), budget="100%")
         >>> ackpt.remove_budget(model)
+        >>> model(torch.ones(4, 8)).sum().backward()
+        >>> len(step.history)
+        1
     """
     if in_place_of(model) is None:
         raise ValueError(

@@ -50,8 +50,9 @@ class Capture:
     ``made_for``: the call in words, from `ackpt.capture.inspection.calls`; ``has_data``: whether no tensor of the call
     or the model is fake or on the meta device; ``reads``: values outside of its modules that the model's code reads.
     ``reason``: why the model was captured as ``torch.compile`` runs it; empty if it was not. ``symbols``: of dynamic
-    dimensions. ``differentiate`` and ``keeps_outputs``: what the caller does with the outputs. ``own_step_is_simulated``: whether the model's own step has at most the peak that was simulated for it;
-    None until it is measured.
+    dimensions. ``differentiate`` and ``keeps_outputs``: what the caller does with the outputs.
+    ``own_step_is_simulated``: whether the model's own step has at most the peak that was simulated for it; None until
+    it is measured.
     """
 
     joint: Any

@@ -1,4 +1,4 @@
-"""Outputs that the caller drops before backward cost nothing after the forward; those that it keeps count to the end."""
+"""Outputs that the caller drops before backward cost nothing after the forward; kept ones count to the end."""
 
 from __future__ import annotations
 
