@@ -14,6 +14,7 @@ from .metering.timeline import MeterError
 from .offloading.saved_tensors import offload_saved_tensors
 
 if TYPE_CHECKING:
+    from .applied import apply_budget, remove_budget
     from .compiled import compile
     from .graph import PlanError, ScheduleError, profile, trace
     from .metering.prediction import predict
@@ -35,6 +36,7 @@ __all__ = [
     "ScheduleError",
     "TraceError",
     "apply_activation_checkpointing",
+    "apply_budget",
     "checkpoint",
     "checkpoint_sequential",
     "chunked_cross_entropy",
@@ -50,6 +52,7 @@ __all__ = [
     "predict",
     "profile",
     "remove_activation_checkpointing",
+    "remove_budget",
     "trace",
 ]
 
@@ -59,6 +62,7 @@ _LATER = {
     "PlanError": ("ackpt.graph", "PlanError"),
     "RecordError": ("ackpt.results", "RecordError"),
     "ScheduleError": ("ackpt.graph", "ScheduleError"),
+    "apply_budget": ("ackpt.applied", "apply_budget"),
     "colab": ("ackpt.experiments.colab", None),
     "compile": ("ackpt.compiled", "compile"),
     "graph": ("ackpt.graph", None),
@@ -67,6 +71,7 @@ _LATER = {
     "policies": ("ackpt.policies", None),
     "predict": ("ackpt.metering.prediction", "predict"),
     "profile": ("ackpt.graph", "profile"),
+    "remove_budget": ("ackpt.applied", "remove_budget"),
     "trace": ("ackpt.graph", "trace"),
 }
 

@@ -24,7 +24,7 @@ from .planner import check_runs, default_profile, model_keeps, of_model, options
 from .planner import plan as make_plan
 from .policies import POLICIES
 
-_KEYWORDS = ("budget", "policy", "plan", "differentiate", "optimizer", "dynamic", "options")
+_KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "dynamic", "options")
 
 
 def compile(
@@ -34,6 +34,7 @@ def compile(
     policy: str = "auto",
     plan: Plan | None = None,
     differentiate: Literal["loss", "all"] = "loss",
+    outputs: Literal["drop", "keep"] = "drop",
     optimizer: torch.optim.Optimizer | None = None,
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
@@ -52,6 +53,8 @@ def compile(
             last batch raises a `PlanError`. Skip such a batch (``drop_last=True`` in a DataLoader), or make a second
             step with a plan for it.
         differentiate: ``"loss"`` or ``"all"``, as in `ackpt.trace`.
+        outputs: ``"drop"`` or ``"keep"``, as in `ackpt.trace`. With ``"drop"``, backward raises an error if outputs
+            that are still referenced would exceed the budget.
         optimizer: the optimizer that trains the model; its state and its step then count toward the budget.
         dynamic: which sizes may change without a new capture. With None, the dimensions in which a second call differs
             from the first become dynamic, as in ``torch.compile``, and those marked by ``torch._dynamo.mark_dynamic``.
@@ -78,6 +81,32 @@ def compile(
         >>> step.plan.policy
         'full'
     """
+    step = planned_step(model, budget, policy, plan, differentiate, outputs, optimizer, options, dynamic)
+    _check_keywords(model, kwargs, policy)
+    try:
+        step.prepare(*args, **kwargs)
+    except TraceError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise TraceError(
+            f"{error}. The model is called with all keywords but those of ackpt.compile: {', '.join(_KEYWORDS)}, "
+            "a dict of options of the policy."
+        ) from error
+    return step
+
+
+def planned_step(
+    model: nn.Module,
+    budget: float | str | None,
+    policy: str,
+    plan: Plan | None = None,
+    differentiate: str = "loss",
+    outputs: str = "drop",
+    optimizer: torch.optim.Optimizer | None = None,
+    options: Mapping[str, Any] | None = None,
+    dynamic: DynamicArgument = None,
+) -> PlannedStep:
+    """The planned step that `compile` describes, before it has seen example inputs; refuses invalid arguments."""
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(
             f"plan must be an ackpt.Plan, got {type(plan).__name__}; read a file with ackpt.Plan.load(path)"
@@ -90,19 +119,9 @@ def compile(
         close = did_you_mean(policy, POLICIES)
         raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
     _check_options(options, plan)
-    _check_keywords(model, kwargs, policy)
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget before the work
-    step = PlannedStep(model, _Planner(budget, policy, dict(options or {}), plan), differentiate, optimizer, dynamic)
-    try:
-        step.prepare(*args, **kwargs)
-    except TraceError as error:
-        if "unexpected keyword argument" not in str(error):
-            raise
-        raise TraceError(
-            f"{error}. The model is called with all keywords but those of ackpt.compile: {', '.join(_KEYWORDS)}, "
-            "a dict of options of the policy."
-        ) from error
-    return step
+    planner = _Planner(budget, policy, dict(options or {}), plan)
+    return PlannedStep(model, planner, differentiate, outputs, optimizer, dynamic)
 
 
 def _check_keywords(model, kwargs, policy: str) -> None:

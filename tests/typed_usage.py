@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import assert_type
 
 import ackpt
+from ackpt import Plan
 from ackpt.graph import JointGraph, PlannedStep, Profile, Schedule, Simulation, lower, simulate
 from ackpt.metering.meter import Measurement
 from ackpt.offloading.engine import Engine
@@ -54,6 +55,9 @@ def offloading(x: Tensor) -> None:
 
 
 def part_two(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    assert_type(ackpt.apply_budget(model, {"x": x}, "6GiB", outputs="keep").plan, Plan)
+    assert_type(ackpt.remove_budget(model), None)
+    ackpt.apply_budget(model, x, "6GiB", outputs="all")  # pyright: ignore[reportArgumentType]
     graph = ackpt.trace(model, x, differentiate="all", optimizer=optimizer)
     assert_type(graph, JointGraph)
     profile = ackpt.profile(graph, "h200")

@@ -67,11 +67,39 @@ class Analysis:
         return {s for node in nodes if node is not None for s in self.graph.nodes[node].storages} - self.dropped
 
     @cached_property
-    def dropped(self) -> set[int]:
-        """Storages of outputs that are freed after the forward.
+    def callers(self) -> set[int]:
+        """Storages that the caller holds for a while or to the end, so that they cannot move."""
+        return self.live_to_end | self.dropped
 
-        The forward copies them into an input that it changes; the caller gets a view of that input.
-        """
+    @cached_property
+    def dropped(self) -> set[int]:
+        """Storages of outputs that are freed after the forward: copied into an input, or dropped by the caller."""
+        return self._copied_outputs.union(*self.dropped_outputs.values())
+
+    @cached_property
+    def dropped_outputs(self) -> dict[int, set[int]]:
+        """``{place: storages}`` of the model's outputs that the caller drops before backward: they get no gradient."""
+        if self.graph.keeps_outputs:
+            return {}
+        described = self.fx[len(self.graph.nodes)].meta["desc"][: len(self.outputs)]
+        with_gradient = [getattr(self.fx[node].meta.get("desc"), "output", None) for node in self.tangents]
+        if not all(each in described for each in with_gradient):  # a gradient of what several outputs are views of
+            return {}
+        lie_in = [set() if node is None else {*self.graph.nodes[node].storages} for node in self.outputs]
+        kept = self.resident.union(
+            self._copied_outputs,
+            *(storages for output, storages in zip(described, lie_in) if output in with_gradient),
+        )
+        places = (getattr(output, "idx", None) for output in described)
+        return {
+            place: storages
+            for place, storages in zip(places, lie_in)
+            if place is not None and storages and storages.isdisjoint(kept)
+        }
+
+    @cached_property
+    def _copied_outputs(self) -> set[int]:
+        """Storages that the forward copies into an input that it changes; the caller gets a view of that input."""
         writes = (self.fx[node] for node in self.mutated.values())
         sources = [fx.args[1].meta["ackpt_id"] for fx in writes if fx.target is torch.ops.aten.copy_.default]
         copied = {s for node in sources for s in self.graph.nodes[node].storages}

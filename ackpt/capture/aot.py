@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ackpt.capture.inspection.attributes import arguments_unchanged, unchanged
 from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
+from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.outside_values import Reads
 from ackpt.capture.inspection.packed_sequences import found_packed
 from ackpt.capture.inspection.source_lines import Where, explained
@@ -32,7 +33,7 @@ from ackpt.errors import TraceError
 
 from .as_compiled import compiling
 from .dynamic_sizes import Dimension, Symbols, symbolic
-from .outputs import check_differentiate, no_gradient, refuse_overlaps, without_gradient
+from .outputs import check_differentiate, check_outputs, no_gradient, refuse_overlaps, without_gradient
 from .patches import casts
 
 _HELD = "held by the model's code"  # no attribute can be called so
@@ -49,8 +50,9 @@ class Capture:
     ``made_for``: the call in words, from `ackpt.capture.inspection.calls`; ``has_data``: whether no tensor of the call
     or the model is fake or on the meta device; ``reads``: values outside of its modules that the model's code reads.
     ``reason``: why the model was captured as ``torch.compile`` runs it; empty if it was not. ``symbols``: of dynamic
-    dimensions. ``own_step_is_simulated``: whether the model's own step has at most the peak that was simulated for it;
-    None until it is measured.
+    dimensions. ``differentiate`` and ``keeps_outputs``: what the caller does with the outputs.
+    ``own_step_is_simulated``: whether the model's own step has at most the peak that was simulated for it; None until
+    it is measured.
     """
 
     joint: Any
@@ -64,6 +66,8 @@ class Capture:
     reads: Reads
     reason: str
     symbols: Symbols | None
+    differentiate: str
+    keeps_outputs: bool
     own_step_is_simulated: bool | None = None
 
     def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
@@ -156,7 +160,7 @@ class _Flat(nn.Module):
             )
             with same_model, same_arguments, once, held, found_packed(), call.reads.watched():
                 with fused_attention_refused():
-                    outputs, out_spec = flatten_outputs(call.model(*args, **kwargs))
+                    outputs, out_spec = flatten_outputs(own_call(call.model)(*args, **kwargs))
         if held.found:
             raise _HoldsTensors(held.found.values())
         for value in outputs:
@@ -218,12 +222,13 @@ def given_places(leaves) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def capture(model, args, kwargs, differentiate="loss", dynamic: Sequence[Dimension] = ()):
+def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: Sequence[Dimension] = ()):
     """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open.
 
     `dynamic`: the dimensions whose sizes become symbols.
     """
     check_differentiate(differentiate)
+    check_outputs(outputs)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TraceError("no parameter of the model requires grad, so there is no backward to plan")
     leaves, spec = tree_flatten((args, kwargs))
@@ -234,6 +239,8 @@ def capture(model, args, kwargs, differentiate="loss", dynamic: Sequence[Dimensi
         "reads": Reads(model, leaves),
         "reason": "",
         "symbols": None,
+        "differentiate": differentiate,
+        "keeps_outputs": outputs == "keep",
     }
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if dynamic else None)
     model, leaves, spec = off_meta(model, leaves, spec, fake_mode)
@@ -243,12 +250,12 @@ def capture(model, args, kwargs, differentiate="loss", dynamic: Sequence[Dimensi
     with contextlib.ExitStack() as stack:
         stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
         try:
-            captured = _settled(stack, model, leaves, spec, differentiate, about)
+            captured = _settled(stack, model, leaves, spec, about)
         except TraceError as error:  # many models read tensor values unless they are compiled
             about["reason"] = error.reason or f"the capture of the model as it is fails ({error})"
             try:
                 with compiling():
-                    captured = _settled(stack, model, leaves, spec, differentiate, about)
+                    captured = _settled(stack, model, leaves, spec, about)
             except TraceError as again:
                 if str(again) == str(error):
                     raise
@@ -260,27 +267,27 @@ def capture(model, args, kwargs, differentiate="loss", dynamic: Sequence[Dimensi
         yield captured
 
 
-def _settled(stack, model, leaves, spec, differentiate, about) -> Capture:
+def _settled(stack, model, leaves, spec, about) -> Capture:
     """A capture of the model; the second one if its first call changes a value that its code reads."""
     reads = about["reads"]
     with contextlib.ExitStack() as first:
-        captured = _captured(first, model, leaves, spec, differentiate, about)
+        captured = _captured(first, model, leaves, spec, about)
         if reads.is_settled:
             stack.enter_context(first.pop_all())
             return captured
         code = captured.joint.graph_module.code
     with reads.settle() as refused:
-        captured = _captured(stack, model, leaves, spec, differentiate, about)
+        captured = _captured(stack, model, leaves, spec, about)
         if captured.joint.graph_module.code != code:
             raise refused
     return captured
 
 
-def _captured(stack, model, leaves, spec, differentiate, about) -> Capture:
+def _captured(stack, model, leaves, spec, about) -> Capture:
     """A capture of the model; if its code references tensors itself, a second one with these as inputs."""
 
     def flat(held):
-        return _Flat(model, leaves, spec, differentiate, held, about["reads"])
+        return _Flat(model, leaves, spec, about["differentiate"], held, about["reads"])
 
     with explained(model), torch.inference_mode(False), torch.enable_grad():
         try:

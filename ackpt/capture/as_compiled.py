@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ackpt.capture.inspection.attributes import every_module, unchanged
+from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.checkpointing.rng import replay, snapshot
@@ -37,11 +39,11 @@ def compiling():
         torch.compiler._is_compiling_flag = was
 
 
-def measured_baseline(captured, model, args, kwargs, differentiate: str) -> int:
+def measured_baseline(captured, model, args, kwargs) -> int:
     """The dynamic peak in bytes of the model's own step, measured; restores all tensors and RNG states."""
     tensors, on_cpu = _tensors(captured, model, args, kwargs)
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), _put_back(tensors):
-        return _own_step(captured, model, args, kwargs, differentiate, tensors, on_cpu)[0]
+        return _own_peak(captured, model, args, kwargs, tensors, on_cpu)
 
 
 def _tensors(captured, model, args, kwargs) -> tuple[list[torch.Tensor], bool]:
@@ -51,7 +53,7 @@ def _tensors(captured, model, args, kwargs) -> tuple[list[torch.Tensor], bool]:
     return tensors, all(tensor.device.type == "cpu" for tensor in tensors)
 
 
-def compared(captured, module, model, args, kwargs, differentiate: str) -> AsCompiled:
+def compared(captured, module, model, args, kwargs) -> AsCompiled:
     """How the captured step differs from the model's own; warns of it, and restores all tensors and RNG states.
 
     `module`: the captured joint graph, at the sizes of the call. If the tensors have data, this runs the model's own
@@ -66,9 +68,11 @@ def compared(captured, module, model, args, kwargs, differentiate: str) -> AsCom
         # The capture's context is still open, so its fake tensor mode has to be disabled.
         with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
             with _put_back(tensors):
-                peak_bytes, results = _own_step(captured, model, args, kwargs, differentiate, tensors, on_cpu)
+                peak_bytes = _own_peak(captured, model, args, kwargs, tensors, on_cpu)
             difference = None
             if on_cpu:
+                with _put_back(tensors):
+                    results = _own_results(captured, model, args, kwargs)
                 with _put_back(tensors), torch.no_grad():
                     difference = _difference(
                         results, _captured_step(captured, module, model, args, kwargs), captured.reason
@@ -86,7 +90,8 @@ def _put_back(tensors):
     gradients = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks) for leaf in leaves]
     try:
         for leaf in leaves:
-            leaf.grad, leaf._post_accumulate_grad_hooks = None, None  # these hooks may run an optimizer
+            # These hooks may run an optimizer. None would leave them on.
+            leaf.grad, leaf._post_accumulate_grad_hooks = None, OrderedDict()
         with replay(snapshot()):
             yield
     finally:
@@ -97,25 +102,38 @@ def _put_back(tensors):
                 tensor.data.copy_(was)
 
 
-def _own_step(captured, model, args, kwargs, differentiate, tensors, on_cpu):
-    """(dynamic peak in bytes, {name: tensor} of outputs, gradients and buffers) of the model's own step."""
-    results: dict[str, torch.Tensor] = {}
+def _own_forward(captured, model, args, kwargs) -> tuple[list[Any], list[torch.Tensor]]:
+    """The outputs of the model's own forward, and those of them that get a gradient."""
+    with unchanged(model, lambda was, now: was is now), captured.reads.watched():
+        leaves, _ = flatten_outputs(own_call(model)(*args, **kwargs))
+    refused = without_gradient(leaves, captured.differentiate)
+    return leaves, [
+        leaf for at, leaf in enumerate(leaves) if is_tensor(leaf) and leaf.requires_grad and at not in refused
+    ]
+
+
+def _own_peak(captured, model, args, kwargs, tensors, on_cpu: bool) -> int:
+    """The dynamic peak in bytes of the model's own step."""
 
     def step():
-        with unchanged(model, lambda was, now: was is now), captured.reads.watched():
-            leaves, _ = flatten_outputs(model(*args, **kwargs))
-        refused = without_gradient(leaves, differentiate)
-        roots = [leaf for at, leaf in enumerate(leaves) if is_tensor(leaf) and leaf.requires_grad and at not in refused]
+        outputs, roots = _own_forward(captured, model, args, kwargs)
+        if not captured.keeps_outputs:
+            del outputs
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        outputs = filter(is_tensor, leaves)
-        results.update({f"output {index}": leaf.detach() for index, leaf in enumerate(outputs)})
 
     warmup = 0 if on_cpu else 1  # CUDA's libraries allocate their workspaces in the first step
-    peak_bytes = measure(step, resident=[model, *tensors], warmup=warmup, repeats=0).dynamic_peak_bytes
+    return measure(step, resident=[model, *tensors], warmup=warmup, repeats=0).dynamic_peak_bytes
+
+
+def _own_results(captured, model, args, kwargs) -> dict[str, torch.Tensor]:
+    """``{name: tensor}`` of outputs, gradients and buffers of the model's own step."""
+    outputs, roots = _own_forward(captured, model, args, kwargs)
+    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    results = {f"output {index}": leaf.detach() for index, leaf in enumerate(filter(is_tensor, outputs))}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             results[f"the gradient of {name!r}"] = parameter.grad.detach()
-    return peak_bytes, results | _buffers(model)
+    return results | _buffers(model)
 
 
 def _captured_step(captured, module, model, args, kwargs) -> dict[str, torch.Tensor]:

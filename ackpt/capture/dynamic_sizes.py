@@ -175,11 +175,22 @@ class DynamicModule:
         """
         for node in self.module.graph.nodes:
             values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
-            sizes = (size for value in values if is_symbolic(value) for size in (*value.shape, *value.stride()))
+            sizes = (
+                size
+                for value in values
+                if is_symbolic(value)
+                for size in (*value.shape, *value.stride(), value.untyped_storage().nbytes())
+            )
             for size in sizes:
                 expr = self.symbols.environment.replace(sympy.sympify(expression(size)))
-                if not expr.free_symbols.issubset(self.symbols.all):
-                    raise TraceError(f"the size of {node.name} ({node.target}) does not follow from the inputs' sizes")
+                if expr.free_symbols.issubset(self.symbols.all):
+                    continue
+                if node.op == "placeholder":
+                    raise TraceError(
+                        f"an argument of shape {list(node.meta['val'].shape)} is a part of a larger tensor, whose size "
+                        "is not among the arguments: pass a copy of the part, as clone() makes"
+                    )
+                raise TraceError(f"the size of {node.name} ({node.target}) does not follow from the inputs' sizes")
 
     @cached_property
     def fx(self) -> dict[int, fx.Node]:

@@ -59,6 +59,7 @@ class JointGraph:
     ``made_for``: the call it was captured for, in words, as `ackpt.capture.inspection.calls.described` gives them; None
     if unknown. ``as_compiled``: an `AsCompiled` if the model could only be captured as ``torch.compile`` runs it.
     ``overwriting``: nodes whose result replaces the content of its storage, as eager writes in place.
+    ``keeps_outputs``: whether the caller holds all outputs during backward, or only those that get a gradient.
 
     Example:
         >>> import torch, ackpt
@@ -83,6 +84,7 @@ class JointGraph:
     made_for: Mapping[str, str] | None = None
     as_compiled: AsCompiled | None = None
     overwriting: frozenset[int] = frozenset()
+    keeps_outputs: bool = True
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{sum(node.phase == phase for node in self.nodes)} {phase}" for phase in (FORWARD, BACKWARD))
@@ -110,11 +112,12 @@ class JointGraph:
     def hash(self) -> str:
         """SHA-256 of what is computed from what (operations, arguments, shapes, dtypes, devices) and lies where.
 
-        Names do not matter; whether two values share a storage does.
+        Names do not matter; whether two values share a storage does, and which outputs the caller drops.
         """
         storages = [*(node.storages for node in self.nodes), ()]
         identities = [(_identity(node), storages[node.meta["ackpt_id"]]) for node in self.module.graph.nodes]
-        text = json.dumps(identities, sort_keys=True)
+        dropped = sorted(self.analysis.dropped_outputs)
+        text = json.dumps([identities, dropped] if dropped else identities, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:

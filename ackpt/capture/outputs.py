@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ackpt.autograd_state import version
 from ackpt.checkpointing.guards import BACKWARD_FIRST
 from ackpt.errors import CheckpointError, TraceError
+from ackpt.metering.meter import memory_format
 
 from .analysis import Analysis
 from .joint_graph import JointGraph
 
 _DIFFERENTIATE = ("loss", "all")
+_OUTPUTS = ("drop", "keep")
 _ALWAYS = -1  # stands for an output that backward always reaches
 
 
@@ -24,6 +27,12 @@ def check_differentiate(differentiate) -> str:
     if differentiate not in _DIFFERENTIATE:
         raise ValueError(f"differentiate must be 'loss' or 'all', got {differentiate!r}")
     return differentiate
+
+
+def check_outputs(outputs) -> str:
+    if outputs not in _OUTPUTS:
+        raise ValueError(f"outputs must be 'drop' or 'keep', got {outputs!r}")
+    return outputs
 
 
 def without_gradient(outputs, differentiate) -> tuple[int, ...]:
@@ -214,3 +223,31 @@ def _refuse_create_graph(gradients) -> None:
             "create_graph=True: a planned step cannot be differentiated twice, because its backward builds no graph. "
             "Call the model itself for such a step."
         )
+
+
+def dropped_before_backward(outputs, places: Sequence[int], room_bytes: Callable[[], int | None]) -> None:
+    """Raise an error when backward begins while the caller holds outputs that the plan does not count.
+
+    Args:
+        outputs: what the step returned; ``places``: indices of those that the caller is to drop.
+        room_bytes: the bytes of such outputs with which backward still keeps the budget; None if there is no budget.
+    """
+    if (node := _node_of(outputs)) is None:
+        return
+    storages = {}
+    for place in places:
+        storage = outputs[place].untyped_storage()
+        storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes(), place, list(outputs[place].shape)
+
+    def check(gradients) -> None:
+        held = [(size, place, shape) for storage, size, place, shape in storages.values() if not storage.expired()]
+        if not held or (room := room_bytes()) is None or (total := sum(size for size, *_ in held)) <= room:
+            return
+        size, place, shape = max(held)
+        raise CheckpointError(
+            f"backward begins while {memory_format(total)} of outputs are still referenced, which would exceed the "
+            f"budget: the largest is output {place} of shape {shape}. Keep the loss only, as in "
+            "loss = model(**batch).loss, delete the other outputs before backward, or plan with outputs='keep'."
+        )
+
+    node.register_prehook(check)

@@ -24,6 +24,7 @@ def trace(
     model: torch.nn.Module,
     *args: Any,
     differentiate: Literal["loss", "all"] = "loss",
+    outputs: Literal["drop", "keep"] = "drop",
     optimizer: torch.optim.Optimizer | None = None,
     **kwargs: Any,
 ) -> JointGraph:
@@ -37,6 +38,8 @@ def trace(
         differentiate: of which outputs the gradient is planned. ``"loss"``: if exactly one output that requires grad
             is a scalar, of that one alone, as in ``model(**batch).loss.backward()``; otherwise, and with ``"all"``,
             of all outputs that require grad.
+        outputs: ``"drop"``: the caller drops the outputs that get no gradient before backward, as in
+            ``loss = model(**batch).loss``; ``"keep"``: it holds all outputs, which then count until the step ends.
         optimizer: of the model's parameters; if given, its state counts as resident, and what its step takes for a
             while is part of the peak.
 
@@ -46,7 +49,7 @@ def trace(
 
     Raises:
         TypeError: if `model` is no module, or one that is compiled, scripted, parallel or planned already; for a
-            keyword that is nearly ``optimizer`` or ``differentiate`` and that the model's forward does not name.
+            keyword that is nearly one of these and that the model's forward does not name.
         ValueError: if `optimizer` has none of the model's parameters.
         TraceError: if no parameter or no output requires grad, or if the model decides by the values of tensors
             (``if x.sum() > 0``, ``.item()``, ``nonzero``), naming the line.
@@ -60,14 +63,14 @@ def trace(
         ['aten.t.default', 'aten.addmm.default']
     """
     check_model(model)
-    check_keywords(model, kwargs, ("differentiate", "optimizer"), "ackpt.trace")
+    check_keywords(model, kwargs, ("differentiate", "outputs", "optimizer"), "ackpt.trace")
     check_optimizer(model, optimizer)
-    with capture(model, args, kwargs, differentiate) as captured:
-        return captured_graph(captured, model, args, kwargs, differentiate, optimizer)
+    with capture(model, args, kwargs, differentiate, outputs) as captured:
+        return captured_graph(captured, model, args, kwargs, optimizer)
 
 
 def captured_graph(
-    captured: Capture, model, args, kwargs, differentiate: str, optimizer=None, instance: fx.GraphModule | None = None
+    captured: Capture, model, args, kwargs, optimizer=None, instance: fx.GraphModule | None = None
 ) -> JointGraph:
     """The graph of a captured step, with what the capture knows about the call.
 
@@ -78,7 +81,8 @@ def captured_graph(
         module,
         has_data=captured.has_data,
         made_for=captured.made_for,
-        as_compiled=compared(captured, module, model, args, kwargs, differentiate) if captured.reason else None,
+        as_compiled=compared(captured, module, model, args, kwargs) if captured.reason else None,
+        keeps_outputs=captured.keeps_outputs,
     )
     return graph if optimizer is None else with_optimizer(graph, optimizer)
 

@@ -47,6 +47,8 @@ def eager_peak(graph: JointGraph, workspace_bytes) -> int:
 def eager_peak_bound(graph: JointGraph, schedule: Schedule, workspace_bytes) -> int:
     """Bytes that the model's own step never exceeds, even if its code keeps all tensors until the forward returns.
 
+    The caller may hold all outputs during backward.
+
     `schedule`: `eager_schedule` of this graph, or of an instance of it at other sizes.
     """
     analysis = graph.analysis
@@ -54,4 +56,6 @@ def eager_peak_bound(graph: JointGraph, schedule: Schedule, workspace_bytes) -> 
     computed = [node for node in forward if node not in analysis.sources]
     workspace = max((workspace_bytes[node] for node in computed), default=0)
     everything_at_once = sum(analysis.allocated_bytes[node] for node in computed) + workspace
-    return max(everything_at_once, peak_of(graph, schedule, workspace_bytes))
+    dropped = set().union(*analysis.dropped_outputs.values()).difference(schedule.saved)
+    held = sum(analysis.bytes[storage] for storage in dropped)
+    return max(everything_at_once, peak_of(graph, schedule, workspace_bytes) + held)

@@ -37,7 +37,7 @@ class Host:
         self._taken: set[int] = set()
 
     def offload(self, storage: int) -> None:
-        if storage in self.analysis.resident or storage in self.analysis.live_to_end:
+        if storage in self.analysis.resident or storage in self.analysis.callers:
             raise ScheduleError(f"storage {storage} belongs to the caller: it cannot be offloaded")
         if storage not in self.analysis.base_of:
             raise ScheduleError(f"storage {storage} holds no tensor: it cannot be offloaded")

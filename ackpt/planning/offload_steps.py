@@ -32,7 +32,7 @@ def offloadable(graph: JointGraph, schedule: Schedule) -> list[int]:
         >>> [graph.storages[storage].bytes for storage in offloadable(graph, everything(graph))]
         [128]
     """
-    return [storage for storage in schedule.saved if storage not in graph.analysis.live_to_end]
+    return [storage for storage in schedule.saved if storage not in graph.analysis.callers]
 
 
 def offloaded(
@@ -90,7 +90,7 @@ class _Placing:
 
     def __init__(self, graph: JointGraph, schedule: Schedule, storages, profile, limit_bytes: int):
         analysis = graph.analysis
-        self.schedule = schedule
+        self.schedule, self.dropped = schedule, analysis.dropped
         orders = [[s.id for s in steps if s.kind == COMPUTE] for steps in (schedule.forward, schedule.backward)]
         seconds, copies = profile.seconds, profile.swap_seconds
         if seconds is None or copies is None:
@@ -150,9 +150,15 @@ class _Placing:
         back = {(way.prefetched, 0, way.first, way.storage): [Step(PREFETCH, way.storage)] for way in self.ways}
         back |= {(way.first, 1, way.first, way.storage): [Step(WAIT, way.storage)] for way in self.ways}
         gone = {way.storage for way in self.ways}
+        forward = _inserted(self.schedule.forward, {(at + 1, *rest): steps for (at, *rest), steps in out.items()})
+        # The caller drops outputs when the forward is done, waits for copies included.
+        is_dropped = [step.kind == FREE and step.id in self.dropped for step in forward]
         return dataclasses.replace(
             self.schedule,
-            forward=_inserted(self.schedule.forward, {(at + 1, *rest): steps for (at, *rest), steps in out.items()}),
+            forward=(
+                *(step for step, last in zip(forward, is_dropped) if not last),
+                *(step for step, last in zip(forward, is_dropped) if last),
+            ),
             backward=_inserted(self.schedule.backward, back),
             saved=tuple(storage for storage in self.schedule.saved if storage not in gone),
         )

@@ -194,6 +194,9 @@ def _dag(analysis: Analysis, profile, nodes, storages, reads) -> ilp.Dag:
     producer = {storage: at for at in indices for storage in storages[at]}
     edges = {(producer[s], at) for at in indices for s in reads[nodes[at]] if producer.get(s, at) < first[nodes[at]]}
     edges |= {(first[nodes[at]], at) for at in indices if first[nodes[at]] < at}
+    boundary = sum(node < graph.boundary for node in nodes)
+    # The caller drops these when the forward is done.
+    edges |= {(at, boundary) for at in range(boundary) if storages[at] & analysis.dropped}
     is_reallocated = [
         not storages[at] or bool(storages[at] & set(analysis.storages(nodes[at], True))) for at in indices
     ]
@@ -206,7 +209,7 @@ def _dag(analysis: Analysis, profile, nodes, storages, reads) -> ilp.Dag:
         workspace=[max(0, profile.workspace_bytes[node]) * (at == last[node]) for at, node in enumerate(nodes)],
         held=held,
         once={at for at in indices if nodes[at] >= graph.boundary or nodes[at] in fixed or not is_reallocated[at]},
-        boundary=sum(node < graph.boundary for node in nodes),
+        boundary=boundary,
         siblings={at: first[nodes[at]] for at in indices if first[nodes[at]] < at and is_reallocated[at]},
     )
 

@@ -60,6 +60,12 @@ def compiled_schedule(
     return step
 
 
+def dropped_places(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
+    """Indices of the outputs whose memory is free during backward if the caller drops them."""
+    saved = set(schedule.saved)
+    return tuple(place for place, storages in graph.analysis.dropped_outputs.items() if not storages & saved)
+
+
 def _fresh(joint):
     """A copy of torch's joint graph whose state one compilation may change."""
     joint = copy.copy(joint)

@@ -32,7 +32,7 @@ class DynamicStep:
     choose: Choose | None = None
     search_at: Sequence[tuple[int, ...]] = ()
 
-    def __init__(self, captured: Capture, call: Call, model, differentiate: str, optimizer):
+    def __init__(self, captured: Capture, call: Call, model, optimizer):
         assert captured.symbols is not None
         self.captured, self.symbols = captured, captured.symbols
         module = captured.joint.graph_module
@@ -41,7 +41,7 @@ class DynamicStep:
         self.module.require_known_sizes()
         values = self.symbols.values(call.leaves)
         self.reference: JointGraph = captured_graph(
-            captured, model, call.args, call.kwargs, differentiate, optimizer, self.module.at(values)
+            captured, model, call.args, call.kwargs, optimizer, self.module.at(values)
         )
         self._reference_values = values
         self._compiled: dict[tuple, Callable[[Any, Strides], list[Any]]] = {}
@@ -62,7 +62,7 @@ class DynamicStep:
         if values == self._reference_values:
             return self.reference
         like = self.reference
-        names = ("on_cpu", "optimizer_bytes", "optimizer_step_bytes", "has_data", "as_compiled")
+        names = ("on_cpu", "optimizer_bytes", "optimizer_step_bytes", "has_data", "as_compiled", "keeps_outputs")
         fields = {name: getattr(like, name) for name in names}
         return replace(described_graph(self.module.at(values)), **fields)
 

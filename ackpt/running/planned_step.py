@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ackpt.capture.inspection.model_checks import check_model
+from ackpt.capture.inspection.model_checks import check_model, own_call
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.optimizer_state import check_optimizer
@@ -58,6 +58,7 @@ class PlannedStep(nn.Module):
         model: nn.Module,
         planner: Callable[[JointGraph], Plan],
         differentiate: str = "loss",
+        outputs: str = "drop",
         optimizer: torch.optim.Optimizer | None = None,
         dynamic: DynamicArgument = None,
     ):
@@ -66,7 +67,8 @@ class PlannedStep(nn.Module):
         planner = planner if isinstance(planner, Planner) else Planner(planner)
         # Module.__setattr__ needs what Module.__init__ makes, and that sets `training`, which is the model's: so the
         # planned calls come first, and past both methods named __setattr__.
-        object.__setattr__(self, "_ackpt_planned", Variants(model, planner, differentiate, optimizer, dynamic))
+        planned = Variants(model, planner, differentiate, outputs, optimizer, dynamic)
+        object.__setattr__(self, "_ackpt_planned", planned)
         training = model.training
         super().__init__()
         self.training = training
@@ -113,7 +115,7 @@ class PlannedStep(nn.Module):
             variant = self._ackpt_planned.of(call)
             if variant.run is not None:
                 return variant.outputs(call)
-        return model(*args, **kwargs)
+        return own_call(model)(*args, **kwargs)
 
     # Methods that the model may override.
 
@@ -136,8 +138,39 @@ class PlannedStep(nn.Module):
 
     def __reduce__(self) -> tuple[type[PlannedStep], tuple[Any, ...]]:
         planned = self._ackpt_planned
-        arguments = planned.model, planned.planner, planned.differentiate, planned.optimizer, planned.dynamic
-        return PlannedStep, arguments
+        use = planned.differentiate, planned.outputs
+        return PlannedStep, (planned.model, planned.planner, *use, planned.optimizer, planned.dynamic)
+
+
+class _InPlace:
+    """What a model with a budget runs when it is called."""
+
+    ackpt_own_call = True
+
+    def __init__(self, step: PlannedStep):
+        self.step = step
+
+    def __call__(self, *args, **kwargs):
+        return self.step.forward(*args, **kwargs)
+
+
+def put_in_place(step: PlannedStep) -> None:
+    """Let every call of the model run `step`.
+
+    ``Module.compile`` uses the same attribute; copies and pickles of the model do not have it.
+    """
+    step._ackpt_planned.model._compiled_call_impl = _InPlace(step)
+
+
+def in_place_of(model: nn.Module) -> PlannedStep | None:
+    """The step that calls of `model` run; None if they run the model itself."""
+    call: Any = model._compiled_call_impl
+    return call.step if isinstance(call, _InPlace) else None
+
+
+def take_away(model: nn.Module) -> None:
+    """Let calls of `model` run the model itself."""
+    del model._compiled_call_impl
 
 
 def _keeps_gradients(model: nn.Module, args, kwargs) -> bool:

@@ -22,7 +22,7 @@ from ackpt.capture.dynamic_sizes import SMALLEST, Dimension
 from ackpt.capture.inspection.attributes import changed_attribute
 from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes
 from ackpt.capture.inspection.tensors import is_tensor
-from ackpt.capture.outputs import gradient_strides
+from ackpt.capture.outputs import dropped_before_backward, gradient_strides
 from ackpt.capture.tracing import captured_graph
 from ackpt.errors import BudgetError, TraceError
 from ackpt.metering.timeline import MeterError
@@ -30,7 +30,7 @@ from ackpt.planning.plan import Plan, PlanError
 from ackpt.planning.rewriting import RewriteError
 
 from .call_facts import Call, Facts, Sizes
-from .compiled_schedule import compiled_schedule
+from .compiled_schedule import compiled_schedule, dropped_places
 from .dynamic_dimensions import DynamicArgument, declared, declared_bounds, differing, named_dimensions
 from .dynamic_step import DynamicStep
 from .history import History
@@ -45,17 +45,27 @@ _PASS_AS_TENSOR = "Pass what changes at every step as a tensor, or change it onc
 class Variant:
     """What runs calls of some sizes: ``run`` with the inputs of ``captured``, or the model itself if it is None.
 
-    ``make_plan`` returns the `Plan`.
+    ``make_plan`` returns the `Plan`, which does not count the outputs at the places ``dropped`` during backward.
     """
 
     captured: Capture
     run: Callable[[Sequence[torch.Tensor]], list[Any]] | None
     make_plan: Callable[[], Plan]
+    dropped: tuple[int, ...] = ()
 
     def outputs(self, call: Call) -> Any:
         """The outputs of the planned step."""
         assert self.run is not None
-        return self.captured.outputs(self.run(self.captured.inputs(call.modules, call.leaves)))
+        outputs = self.run(self.captured.inputs(call.modules, call.leaves))
+        dropped_before_backward(outputs, self.dropped, self._room_bytes)
+        return self.captured.outputs(outputs)
+
+    def _room_bytes(self) -> int | None:
+        """The bytes by which backward stays below the budget; None without one."""
+        plan = self.make_plan()
+        if plan.limit_bytes is None:
+            return None
+        return plan.limit_bytes - max(plan.timeline.live[plan.timeline.boundary :])
 
 
 @dataclass
@@ -76,13 +86,21 @@ class Variants:
     """The captures of one step, and what runs each call.
 
     Args:
-        model, planner, differentiate, optimizer: of the step.
+        model, planner, differentiate, outputs, optimizer: of the step.
         dynamic: which dimensions become dynamic, see `ackpt.compile`.
     """
 
-    def __init__(self, model: nn.Module, planner: Planner, differentiate: str, optimizer, dynamic: DynamicArgument):
-        self.model, self.planner = model, planner
-        self.differentiate, self.optimizer, self.dynamic = differentiate, optimizer, dynamic
+    def __init__(
+        self,
+        model: nn.Module,
+        planner: Planner,
+        differentiate: str,
+        outputs: str,
+        optimizer: torch.optim.Optimizer | None,
+        dynamic: DynamicArgument,
+    ):
+        self.model, self.planner, self.optimizer, self.dynamic = model, planner, optimizer, dynamic
+        self.differentiate, self.outputs = differentiate, outputs
         self.history = History()
         self._groups: dict[Facts, _Group] = {}
         self._last: tuple[Facts, dict[str, str], Variant] | None = None  # no call, which would keep its tensors
@@ -157,14 +175,14 @@ class Variants:
                 group.refused |= dimensions
                 self.history.add("refused", f"dynamic dimensions of {cause}: {error}", time.perf_counter() - start)
                 start = time.perf_counter()
-        with capture(self.model, call.args, call.kwargs, self.differentiate) as captured:
-            graph = captured_graph(captured, self.model, call.args, call.kwargs, self.differentiate, self.optimizer)
+        with capture(self.model, call.args, call.kwargs, self.differentiate, self.outputs) as captured:
+            graph = captured_graph(captured, self.model, call.args, call.kwargs, self.optimizer)
             choice = self.planner.choice(graph)
             variant = self._of_model(captured, choice, call, graph.on_cpu)
             if variant is None:
                 step, strides = compiled_schedule(captured, graph, choice.schedule), gradient_strides(graph.analysis)
                 run = self._checked(lambda inputs: step(inputs, strides), call)
-                variant = Variant(captured, run, choice.plan)
+                variant = Variant(captured, run, choice.plan, dropped_places(graph, choice.schedule))
         group.fixed.setdefault(call.sizes, []).insert(0, variant)
         seconds = time.perf_counter() - start
         self.history.add("capture", cause, seconds, group=group_of_causes, advice=_PASS_AS_TENSOR)
@@ -173,8 +191,8 @@ class Variants:
     def _captured_dynamic(self, group: _Group, call: Call, cause: str, dimensions: set[Dimension]) -> Variant:
         start = time.perf_counter()
         ordered = sorted(dimensions)
-        with capture(self.model, call.args, call.kwargs, self.differentiate, ordered) as captured:
-            step = DynamicStep(captured, call, self.model, self.differentiate, self.optimizer)
+        with capture(self.model, call.args, call.kwargs, self.differentiate, self.outputs, ordered) as captured:
+            step = DynamicStep(captured, call, self.model, self.optimizer)
         if fixed := step.symbols.fixed():
             named = named_dimensions(self.dynamic, self.model, call)
             if named := {each: line for each, line in fixed.items() if each in named}:
@@ -205,12 +223,13 @@ class Variants:
         assert step.choose is not None
         baseline = None
         if step.reference.as_compiled is not None and self.planner.needs_baseline and step.reference.has_data:
-            baseline = measured_baseline(step.captured, self.model, call.args, call.kwargs, self.differentiate)
+            baseline = measured_baseline(step.captured, self.model, call.args, call.kwargs)
         choice = step.choose(values, baseline)
         variant = self._of_model(step.captured, choice, call, step.reference.on_cpu)
         if variant is not None:
             return variant
-        return Variant(step.captured, self._checked(step.run(choice.schedule, values), call), choice.plan)
+        run = self._checked(step.run(choice.schedule, values), call)
+        return Variant(step.captured, run, choice.plan, dropped_places(step.reference, choice.schedule))
 
     def _of_model(self, captured: Capture, choice: Choice, call: Call, on_cpu: bool) -> Variant | None:
         """The model itself, if its own step keeps the budget; None otherwise.
@@ -222,7 +241,7 @@ class Variants:
             return None
         if captured.own_step_is_simulated is None:
             with contextlib.suppress(MeterError):  # while the caller measures this call
-                arguments = self.model, call.args, call.kwargs, self.differentiate
+                arguments = self.model, call.args, call.kwargs
                 captured.own_step_is_simulated = measured_baseline(captured, *arguments) <= choice.own_peak_bytes
         return Variant(captured, None, choice.own_plan) if captured.own_step_is_simulated else None
 

@@ -40,8 +40,8 @@ def operations(graph):
 
 def test_an_instance_is_the_capture_of_its_sizes():
     model, ids = Slices(), torch.randint(0, 20, (3, 10))
-    with capture(model, (ids,), {}, dynamic=[Dimension(0, 0), Dimension(0, 1)]) as captured:
-        step = DynamicStep(captured, call_of(model, (ids,), {}), model, "loss", None)
+    with capture(model, (ids,), {}, outputs="drop", dynamic=[Dimension(0, 0), Dimension(0, 1)]) as captured:
+        step = DynamicStep(captured, call_of(model, (ids,), {}), model, None)
     for sizes in ((3, 10), (2, 7), (5, 33), (4, 64)):
         alone = ackpt.trace(model, torch.randint(0, 20, sizes))
         graph = step.graph(sizes)

@@ -73,8 +73,8 @@ def measured(model, step, args, kwargs, run) -> int:
     def once():
         model.zero_grad()
         with precision(run):
-            outputs = step(*args, **kwargs)
-        loss_of(outputs).backward()
+            loss = loss_of(step(*args, **kwargs))
+        loss.backward()
 
     resident = (model, *tensors_of(args, kwargs))
     return ackpt.measure(once, "cpu", resident=resident, warmup=1, repeats=0).dynamic_peak_bytes

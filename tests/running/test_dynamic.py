@@ -188,6 +188,21 @@ def test_the_model_itself_runs_only_if_its_measured_peak_is_the_simulated_one(mo
         assert (step._ackpt_planned._last[-1].run is None) == is_own
 
 
+def test_parts_of_larger_tensors_are_captured_for_themselves(caplog):
+    model, whole = Blocks(1), ids(4, 20)
+    step = ackpt.compile(model, whole[:, :12], budget="10MiB")
+    for length in (13, 16):
+        check(step, model, whole[:, :length])
+    assert kinds(step) == ["capture", "refused", "capture", "capture"]
+    assert "is a part of a larger tensor" in step.history[1].cause
+    with pytest.raises(ackpt.TraceError, match=r"pass a copy of the part, as clone\(\) makes"):
+        ackpt.compile(model, whole[:, :12], budget="10MiB", dynamic={"ids": {1: None}})
+    step = ackpt.compile(model, whole[:, :12].clone(), budget="10MiB")
+    for length in (13, 16):
+        check(step, model, whole[:, :length].clone())
+    assert kinds(step) == ["capture", "dynamic capture", "plan"]
+
+
 def test_no_batch_is_kept():
     model = Blocks()
     step = ackpt.compile(model, ids(8, 20), budget="4MB")

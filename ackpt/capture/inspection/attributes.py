@@ -23,7 +23,9 @@ from ackpt.checkpointing.reachable import LONGEST_CONTAINER
 from ackpt.errors import TraceError
 
 # fully_shard leaves marks on modules that it does not run itself.
-OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_is_fsdp_managed_module", "_fsdp_use_orig_params"})
+OF_EVERY_MODULE = frozenset(
+    {*vars(nn.Module()), "_compiled_call_impl", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
+)
 _TENSORS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 

@@ -54,6 +54,11 @@ def forward_names(model) -> set[str]:
     return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
+def own_call(model: nn.Module):
+    """What `model` runs when it is called, also if `ackpt.apply_budget` has put a planned step in its place."""
+    return model._call_impl if hasattr(model._compiled_call_impl, "ackpt_own_call") else model
+
+
 def check_model(model) -> None:
     """Refuse what is no module, and what cannot be captured as it runs.
 
@@ -67,6 +72,8 @@ def check_model(model) -> None:
         reason = next((reason for kind, reason in _WRAPPERS.items() if isinstance(module, kind)), None)
         if "_ackpt_planned" in vars(module):
             reason = "it is already planned. Plan the whole model once, built from modules that are not planned."
+        elif reason is None and hasattr(module._compiled_call_impl, "ackpt_own_call"):
+            reason = "it has a budget of its own. Call ackpt.remove_budget on it, and plan the whole model once."
         elif reason is None and module._compiled_call_impl is not None:
             reason = f"its compile() was called. Do not call it, {_INDUCTOR}."
         elif reason is None and any(is_lazy(p) for p in module.parameters(recurse=False)):

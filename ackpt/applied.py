@@ -1,0 +1,110 @@
+"""`ackpt.apply_budget`: a model trains within a memory budget and remains the object that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ackpt.running.dynamic_dimensions import DynamicArgument
+from ackpt.running.planned_step import PlannedStep, in_place_of, put_in_place, take_away
+
+from .compiled import planned_step
+
+
+def apply_budget(
+    model: nn.Module,
+    batch: Any,
+    budget: float | str | None = None,
+    *,
+    policy: str = "auto",
+    optimizer: torch.optim.Optimizer | None = None,
+    differentiate: Literal["loss", "all"] = "loss",
+    outputs: Literal["drop", "keep"] = "drop",
+    options: Mapping[str, Any] | None = None,
+    dynamic: DynamicArgument = None,
+) -> PlannedStep:
+    """Make `model` train within a memory budget, in place: every call that needs gradients then runs as planned.
+
+    The model keeps its class, its attributes and methods, its hooks and its state_dict. Evaluation and ``generate`` run
+    it as before, and so do its copies and what is loaded from a pickle of it. `remove_budget` ends this. A second
+    budget replaces the first.
+
+    Args:
+        model: an ``nn.Module``.
+        batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor. They are
+            planned for now. Later batches may have other sizes, as in `ackpt.compile`.
+        budget: None for no bound. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters,
+            buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
+            as ``"50%"``: a fraction of the baseline's dynamic peak.
+        policy, optimizer, differentiate, outputs, options, dynamic: as in `ackpt.compile`.
+
+    Returns:
+        The planned step, with ``plan``, ``history`` and ``prepare``. Keep the model and call that.
+
+    Raises:
+        BudgetError, TraceError, TypeError: as `ackpt.compile`; the model is then unchanged.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> step = ackpt.apply_budget(model, torch.ones(4, 8), budget="100%")
+        >>> model(torch.ones(4, 8)).sum().backward()
+        >>> step.plan.recompute_flops, type(model).__name__
+        (0, 'Sequential')
+    """
+    args, kwargs = _arguments(batch)
+    if isinstance(model, nn.Module) and (earlier := in_place_of(model)) is not None:
+        take_away(model)
+    else:
+        earlier = None
+    try:
+        step = planned_step(
+            model,
+            budget=budget,
+            policy=policy,
+            optimizer=optimizer,
+            differentiate=differentiate,
+            outputs=outputs,
+            options=options,
+            dynamic=dynamic,
+        )
+        step.prepare(*args, **kwargs)
+    except BaseException:
+        if earlier is not None:
+            put_in_place(earlier)
+        raise
+    put_in_place(step)
+    return step
+
+
+def remove_budget(model: nn.Module) -> None:
+    """Undo `apply_budget`: `model` runs as before.
+
+    Raises:
+        ValueError: if `model` has no budget.
+
+    Example:
+        >>> import torch, ackpt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> step = ackpt.apply_budget(model, torch.ones(4, 8), budget="100%")
+        >>> ackpt.remove_budget(model)
+        >>> model(torch.ones(4, 8)).sum().backward()
+        >>> len(step.history)
+        1
+    """
+    if in_place_of(model) is None:
+        raise ValueError(
+            f"this {type(model).__name__} has no budget: give the object that ackpt.apply_budget was called with, "
+            "which is the one inside of a wrapper such as DistributedDataParallel"
+        )
+    take_away(model)
+
+
+def _arguments(batch) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """A batch as positional and keyword arguments of the model."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (batch, {}) if isinstance(batch, (tuple, list)) else ((batch,), {})

@@ -1,0 +1,206 @@
+"""A budget in place: the model stays the object that it is, and its training calls run as planned."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ackpt
+
+
+class Net(nn.Module):
+    """Layers and a loss, with a method and an attribute of its own."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.width = width
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x, labels=None):
+        logits = self.head(self.body(x))
+        return logits if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    def predict(self, x):
+        return self(x).argmax(-1)
+
+
+BATCH = {"x": torch.randn(32, 16, generator=torch.Generator().manual_seed(0)), "labels": torch.arange(32) % 5}
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+
+def gradients(model, batch=BATCH):
+    model.zero_grad()
+    model(**batch)["loss"].backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def peak(model) -> int:
+    return ackpt.measure(lambda: gradients(model), resident=(model, *BATCH.values()), repeats=0).peak_bytes
+
+
+def test_training_runs_as_planned(model):
+    expected, before = gradients(model), peak(model)
+    step = ackpt.apply_budget(model, BATCH, budget=0.7)
+    assert all(map(torch.equal, gradients(model), expected))
+
+    def once():
+        model.zero_grad()
+        model(**BATCH)["loss"].backward()
+
+    measured = ackpt.measure(once, resident=(model, *BATCH.values()), repeats=0)
+    assert measured.peak_bytes == step.plan.peak_bytes < before
+    assert step.plan.recompute_flops > 0
+
+
+def test_the_model_stays_what_it_is(model):
+    hooked = []
+    model.register_forward_hook(lambda *_: hooked.append(1))
+    names, attributes = list(model.state_dict()), set(dir(model))
+    ackpt.apply_budget(model, BATCH, budget=0.7)
+    assert type(model) is Net and isinstance(model, Net) and model.width == 16
+    assert list(model.state_dict()) == names and set(dir(model)) == attributes
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in Net().named_modules()]
+    hooked.clear()
+    with torch.no_grad():
+        model(**BATCH)
+    assert hooked
+
+
+def test_evaluation_and_methods_run_the_model(model):
+    step = ackpt.apply_budget(model, BATCH, budget=0.7)
+    events = len(step.history)
+    model.eval()
+    with torch.no_grad():
+        assert model.predict(BATCH["x"]).shape == (32,)
+    with torch.inference_mode():
+        assert model(BATCH["x"]).shape == (32, 5)
+    model.train()
+    assert len(step.history) == events
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_plain_models(model, copied):
+    step = ackpt.apply_budget(model, BATCH, budget=0.7)
+    other = copied(model)
+    assert type(other) is Net and all(map(torch.equal, gradients(other), gradients(model)))
+    with torch.no_grad():
+        other.head.weight.zero_()
+    assert model.head.weight.abs().sum() > 0
+    runs = len(step.history)
+    other(torch.randn(7, 16), torch.zeros(7, dtype=torch.long))["loss"].backward()
+    assert len(step.history) == runs  # the copy has no plan
+
+
+def test_torch_save(model):
+    ackpt.apply_budget(model, BATCH, budget=0.7)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert all(map(torch.equal, gradients(loaded), gradients(model)))
+
+
+def test_an_average_of_weights(model):
+    ackpt.apply_budget(model, BATCH, budget=0.7)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    gradients(model)
+    average.update_parameters(model)
+    with torch.no_grad():
+        assert torch.equal(average(BATCH["x"]), model(BATCH["x"]))
+
+
+def test_it_is_removed(model):
+    expected = gradients(model)
+    step = ackpt.apply_budget(model, BATCH, budget=0.7)
+    ackpt.remove_budget(model)
+    assert "_compiled_call_impl" not in vars(model)
+    events = len(step.history)
+    model(torch.randn(7, 16), torch.zeros(7, dtype=torch.long))["loss"].backward()
+    assert len(step.history) == events and all(map(torch.equal, gradients(model), expected))
+    with pytest.raises(ValueError, match="this Net has no budget"):
+        ackpt.remove_budget(model)
+
+
+def test_a_second_budget_replaces_the_first(model):
+    first = ackpt.apply_budget(model, BATCH, budget=0.9)
+    second = ackpt.apply_budget(model, BATCH, budget=ackpt.apply_budget(model, BATCH, budget=0.7).plan.peak_bytes)
+    assert second.plan.peak_bytes < first.plan.peak_bytes
+    with pytest.raises(ackpt.BudgetError):
+        ackpt.apply_budget(model, BATCH, budget=0.001)
+    events = len(second.history)
+    model(torch.randn(7, 16), torch.zeros(7, dtype=torch.long))["loss"].backward()
+    assert len(second.history) > events  # the second one is still in place
+
+
+def test_an_error_leaves_the_model_as_it_was(model):
+    with pytest.raises(ackpt.BudgetError):
+        ackpt.apply_budget(model, BATCH, budget=0.001)
+    assert "_compiled_call_impl" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    "batch", [BATCH, (BATCH["x"], BATCH["labels"]), [BATCH["x"], BATCH["labels"]]], ids=["dict", "tuple", "list"]
+)
+def test_batches(model, batch):
+    step = ackpt.apply_budget(model, batch, budget=0.7)
+    gradients(model, BATCH)
+    assert step.plan.recompute_flops > 0
+
+
+def test_one_tensor():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    step = ackpt.apply_budget(model, torch.ones(4, 8), budget="1MiB")
+    model(torch.ones(4, 8)).sum().backward()
+    assert model[0].weight.grad is not None and len(step.history) == 1
+
+
+def test_names_of_arguments_do_not_clash():
+    class Clashes(nn.Linear):
+        def forward(self, budget, policy, plan):
+            return super().forward(budget * policy + plan).square().mean()
+
+    model, x = Clashes(8, 8), torch.randn(4, 8)
+    ackpt.apply_budget(model, {"budget": x, "policy": x, "plan": x}, budget="1MiB")
+    model(budget=x, policy=x, plan=x).backward()
+    assert model.weight.grad is not None
+
+
+def test_the_step_can_be_called_as_well(model):
+    step = ackpt.apply_budget(model, BATCH, budget=0.7)
+    expected = gradients(model)
+    model.zero_grad()
+    step(**BATCH)["loss"].backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected))
+    step.prepare(x=BATCH["x"][:20].clone(), labels=BATCH["labels"][:20].clone())
+    assert [event.kind for event in step.history] == ["capture", "dynamic capture"]
+
+
+def test_other_plans_refuse_a_model_with_a_budget(model):
+    ackpt.apply_budget(model, BATCH, budget=0.7)
+    for call in (lambda: ackpt.compile(nn.Sequential(model), BATCH["x"]), lambda: ackpt.trace(model, **BATCH)):
+        with pytest.raises(TypeError, match="it has a budget of its own. Call ackpt.remove_budget"):
+            call()
+
+
+def test_threads(model):
+    ackpt.apply_budget(model, BATCH, budget=0.7)
+    expected, results = model(**BATCH)["loss"].detach(), []
+    threads = [threading.Thread(target=lambda: results.append(model(**BATCH)["loss"].detach())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3 and all(torch.equal(each, expected) for each in results)
