@@ -58,7 +58,8 @@ def _record(name: str, then: dict[str, Any] | None) -> tuple[dict[str, Any], dic
     ackpt.trace(torch.nn.Linear(2, 2), torch.ones(1, 2))  # imports what a first capture needs
     case, loop = build(name), _loop_seconds()
     with case.around():
-        capture, graph = _timed(lambda: ackpt.trace(case.model, *case.args, outputs="keep", **case.options, **case.kwargs))
+        options = {"outputs": "keep", **case.options}
+        capture, graph = _timed(lambda: ackpt.trace(case.model, *case.args, **options, **case.kwargs))
     runs = _Runs(case) if graph.has_data else None
     start = time.process_time()
     plans: dict[str, dict[str, Any]] = {}
