@@ -86,8 +86,10 @@ def _measured(request: StepRequest, sharding: Sharding, method: str) -> tuple[in
 
     def step():
         model.zero_grad(set_to_none=True)
-        outputs = model(**inputs)  # held during backward
-        getattr(outputs, "loss", outputs).backward()
+        outputs = model(**inputs)
+        loss = getattr(outputs, "loss", outputs)
+        del outputs  # as a plan assumes, see `ackpt.trace`
+        loss.backward()
 
     step()  # the first step pads the shards
     model.zero_grad(set_to_none=True)
