@@ -16,6 +16,8 @@ from .offloading.saved_tensors import offload_saved_tensors
 if TYPE_CHECKING:
     from .applied import apply_budget, remove_budget
     from .compiled import compile
+    from .explaining.explanation import explain
+    from .explaining.print_saved import print_saved
     from .graph import PlanError, ScheduleError, profile, trace
     from .metering.prediction import predict
     from .offloading.pays import offload_pays
@@ -43,6 +45,7 @@ __all__ = [
     "compare_seconds",
     "compile",
     "count_flops",
+    "explain",
     "guarantees",
     "is_recomputing",
     "measure",
@@ -50,6 +53,7 @@ __all__ = [
     "offload_saved_tensors",
     "plan",
     "predict",
+    "print_saved",
     "profile",
     "remove_activation_checkpointing",
     "remove_budget",
@@ -65,11 +69,13 @@ _LATER = {
     "apply_budget": ("ackpt.applied", "apply_budget"),
     "colab": ("ackpt.experiments.colab", None),
     "compile": ("ackpt.compiled", "compile"),
+    "explain": ("ackpt.explaining.explanation", "explain"),
     "graph": ("ackpt.graph", None),
     "offload_pays": ("ackpt.offloading.pays", "offload_pays"),
     "plan": ("ackpt.planner", "plan"),
     "policies": ("ackpt.policies", None),
     "predict": ("ackpt.metering.prediction", "predict"),
+    "print_saved": ("ackpt.explaining.print_saved", "print_saved"),
     "profile": ("ackpt.graph", "profile"),
     "remove_budget": ("ackpt.applied", "remove_budget"),
     "trace": ("ackpt.graph", "trace"),

@@ -14,7 +14,7 @@ IMPORTS = graph()
 ORDER = (
     "errors autograd_state budget provenance results models data offloading metering plots checkpointing capture "
     "costs planning running policies planner dynamic_plans compiled applied graph integrations workloads sharded "
-    "experiments cli"
+    "explaining experiments cli"
 ).split()
 PART_ONE = {"offloading", "metering", "checkpointing"}
 MOST_FILES = 16  # in one folder
