@@ -5,6 +5,7 @@ python examples/trainer.py
 
 import copy
 import tempfile
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -12,67 +13,68 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import ackpt
 from ackpt.metering.meter import memory_format
 
-STEPS = 3
+STEPS, SMALL_BATCHES = 4, 2
+ARGUMENTS = {
+    **{"max_steps": STEPS, "gradient_accumulation_steps": SMALL_BATCHES, "bf16": True},
+    **{"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2},
+    **{"per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True},
+}
 
 
 class MeasuringTrainer(Trainer):
-    """Measures its last step: the most bytes that forward and backward allocate."""
+    """Measures its last forward and backward, while gradients are accumulated."""
+
+    peak, calls = 0, 0
 
     def training_step(self, model, inputs, *args, **kwargs):
-        if self.state.global_step < STEPS - 1:
+        self.calls += 1
+        if self.calls != STEPS * SMALL_BATCHES:
             return super().training_step(model, inputs, *args, **kwargs)
         losses, run = [], super().training_step
 
         def step():
             losses.append(run(model, inputs, *args, **kwargs))
 
-        resident = [model, *inputs.values()]
-        measurement = ackpt.measure(step, resident=resident, warmup=0, repeats=0)
-        self.peak = measurement.dynamic_peak_bytes
+        resident = [self.model, self.optimizer, *inputs.values()]
+        self.peak = ackpt.measure(
+            step, resident=resident, warmup=0, repeats=0
+        ).peak_bytes
         return losses[0]
 
 
-def trained(model, data):
-    """The most bytes that a step allocates."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            per_device_train_batch_size=4,
-            dataloader_drop_last=True,  # a smaller batch would have a plan of its own
-            max_steps=STEPS,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
-        )
-        trainer = MeasuringTrainer(model=model, args=arguments, train_dataset=data)
-        trainer.train()
-        return trainer.peak
+def train(model, folder, resume=None):
+    arguments = TrainingArguments(folder, **ARGUMENTS)
+    trainer = MeasuringTrainer(
+        model, arguments, train_dataset=data, eval_dataset=data[:4]
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    logs = trainer.state.log_history
+    return trainer, [log[name] for log in logs for name in log if "loss" in name]
 
 
 torch.manual_seed(0)
-config = LlamaConfig(
-    hidden_size=32,
-    intermediate_size=128,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    vocab_size=64,
-    use_cache=False,
-)
-plain = LlamaForCausalLM(config)
-model = copy.deepcopy(plain)
-texts = torch.randint(64, (4 * STEPS, 128))
-data = [{"input_ids": row, "labels": row} for row in texts]
+heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "use_cache": False}
+sizes = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2}
+plain = LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=64))
+model, resumed = copy.deepcopy(plain), copy.deepcopy(plain)
+texts = torch.randint(64, (32, 64))
+data: Any = [{"input_ids": row, "labels": row} for row in texts]
+batch = {"input_ids": texts[:4], "labels": texts[:4]}
 
-plans = []  # the next line is the one to add
-model.compile(backend="ackpt", options={"budget": 0.7, "on_plan": plans.append})
-before, after = trained(plain, data), trained(model, data)
-
-(plan,) = plans  # one graph, one plan
-for one, other in zip(plain.parameters(), model.parameters()):
-    assert torch.equal(one, other)
-promised = plan.dynamic_peak_bytes
-assert after <= promised <= 0.7 * plan.baseline_dynamic_peak_bytes
-print(f"plain {memory_format(before)}, planned {memory_format(promised)}")
-print(f"measured {memory_format(after)}")
-print(f"parameters after {STEPS} steps as without a plan, to the last bit")
+options = {"budget": "1.9MiB", "optimizer": "adamw", "accumulation": True}
+step = ackpt.apply_budget(model, batch, **options)  # the line to add
+ackpt.apply_budget(resumed, batch, **options)
+with tempfile.TemporaryDirectory() as folder:
+    (before, losses), (after, others) = (
+        train(plain, folder + "/0"),
+        train(model, folder),
+    )
+    train(resumed, folder, resume=folder + "/checkpoint-2")
+    saved = LlamaForCausalLM.from_pretrained(folder + "/checkpoint-4")
+assert losses == others
+for each in (model, resumed, saved):
+    assert all(map(torch.equal, plain.parameters(), each.parameters()))
+promised = step.plan.peak_bytes
+assert after.peak <= promised <= 1.9 * 2**20 < before.peak
+print(f"plain {memory_format(before.peak)}, planned {memory_format(promised)}")
+print(f"measured {memory_format(after.peak)}; trained and resumed to the last bit")
