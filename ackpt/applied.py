@@ -25,6 +25,8 @@ def apply_budget(
     outputs: Literal["drop", "keep"] = "drop",
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
+    regions: bool | None = None,
+    on_exceed: Literal["raise", "warn"] = "raise",
 ) -> PlannedStep:
     """Make `model` train within a memory budget, in place: every call that needs gradients then runs as planned.
 
@@ -39,7 +41,7 @@ def apply_budget(
         budget: None for no bound. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters,
             buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
             as ``"50%"``: a fraction of the baseline's dynamic peak.
-        policy, optimizer, differentiate, outputs, options, dynamic: as in `ackpt.compile`.
+        policy, optimizer, differentiate, outputs, options, dynamic, regions, on_exceed: as in `ackpt.compile`.
 
     Returns:
         The planned step, with ``plan``, ``history`` and ``prepare``. Keep the model and call that.
@@ -70,6 +72,8 @@ def apply_budget(
             outputs=outputs,
             options=options,
             dynamic=dynamic,
+            regions=regions,
+            on_exceed=on_exceed,
         )
         step.prepare(*args, **kwargs)
     except BaseException:

@@ -12,10 +12,12 @@ from torch import nn
 from ackpt.capture.inspection.model_checks import check_keywords, forward_names
 from ackpt.planning.plan import Plan
 from ackpt.planning.plan_check import check_applies
+from ackpt.regions.planned_regions import PlannedRegions
 from ackpt.running.dynamic_dimensions import DynamicArgument
 from ackpt.running.dynamic_step import DynamicStep
 from ackpt.running.planned_step import PlannedStep
 from ackpt.running.planners import Choice, Choose, Planner
+from ackpt.running.variants import Variants
 
 from .budget import dynamic_limit, is_share
 from .dynamic_plans import DynamicPlans
@@ -24,7 +26,10 @@ from .planner import check_runs, default_profile, model_keeps, of_model, options
 from .planner import plan as make_plan
 from .policies import POLICIES
 
-_KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "dynamic", "options")
+_KEYWORDS = (
+    *("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "dynamic", "options"),
+    *("regions", "on_exceed"),
+)
 
 
 def compile(
@@ -38,6 +43,8 @@ def compile(
     optimizer: torch.optim.Optimizer | None = None,
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
+    regions: bool | None = None,
+    on_exceed: Literal["raise", "warn"] = "raise",
     **kwargs: Any,
 ) -> PlannedStep:
     """`model` as a module whose training step runs as planned.
@@ -60,6 +67,11 @@ def compile(
             from the first become dynamic, as in ``torch.compile``, and those marked by ``torch._dynamo.mark_dynamic``.
             True makes all dimensions of all tensors dynamic at once, False none. A dict names dimensions of arguments,
             with bounds or None: ``{"input_ids": {1: (16, 512)}}``; the search is then made for the largest sizes.
+        regions: whether to plan the model in parts, as it branches on values or contains a scripted or compiled module.
+            None does so if there is a budget and the model cannot be captured as one graph; True at once, False never.
+            The plan is then a `RegionsPlan`: its peak is measured for the example inputs, which run several times.
+        on_exceed: with regions, what happens in a step that saves more for backward than its budget allows: ``"raise"``
+            a `BudgetError` in the forward, or ``"warn"``.
 
     Returns:
         A `PlannedStep`; its ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients, and runs
@@ -67,7 +79,7 @@ def compile(
 
     Raises:
         BudgetError: if the budget is infeasible; names the smallest feasible one.
-        TraceError: if the model cannot be captured as one graph.
+        TraceError: if the model cannot be captured as one graph, and is not planned in parts.
         TypeError: for keywords that look like misspelled keywords of `compile` and that the model's forward does not
             have.
         PlanError: if `plan` was made for another model, other arguments or another version of torch, or if the plan
@@ -81,7 +93,9 @@ def compile(
         >>> step.plan.policy
         'full'
     """
-    step = planned_step(model, budget, policy, plan, differentiate, outputs, optimizer, options, dynamic)
+    step = planned_step(
+        model, budget, policy, plan, differentiate, outputs, optimizer, options, dynamic, regions, on_exceed
+    )
     _check_keywords(model, kwargs, policy)
     try:
         step.prepare(*args, **kwargs)
@@ -105,6 +119,8 @@ def planned_step(
     optimizer: torch.optim.Optimizer | None = None,
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
+    regions: bool | None = None,
+    on_exceed: str = "raise",
 ) -> PlannedStep:
     """The planned step that `compile` describes, before it has seen example inputs; refuses invalid arguments."""
     if plan is not None and not isinstance(plan, Plan):
@@ -119,8 +135,9 @@ def planned_step(
         close = did_you_mean(policy, POLICIES)
         raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
     _check_options(options, plan)
+    _check_regions(regions, on_exceed, plan, policy)
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget before the work
-    planner = _Planner(budget, policy, dict(options or {}), plan)
+    planner = _Planner(budget, policy, dict(options or {}), plan, regions, on_exceed)
     return PlannedStep(model, planner, differentiate, outputs, optimizer, dynamic)
 
 
@@ -146,6 +163,15 @@ def _check_options(options, plan) -> None:
         raise ValueError("give either options or a plan; a plan is made already")
 
 
+def _check_regions(regions, on_exceed, plan, policy) -> None:
+    if regions not in (None, True, False):
+        raise TypeError(f"regions must be None, True or False, got {regions!r}")
+    if on_exceed not in ("raise", "warn"):
+        raise ValueError(f"on_exceed must be 'raise' or 'warn', got {on_exceed!r}")
+    if regions and (plan is not None or policy != "auto"):
+        raise ValueError("regions=True plans the model in parts: give a budget, and neither a plan nor a policy")
+
+
 @dataclass(frozen=True)
 class _Planner(Planner):
     """Plans a captured graph with the arguments of `compile`."""
@@ -154,6 +180,8 @@ class _Planner(Planner):
     policy: str
     options: dict[str, Any]
     plan: Plan | None
+    regions: bool | None = False
+    on_exceed: str = "raise"
 
     def __call__(self, graph) -> Plan:
         if self.plan is None:
@@ -179,3 +207,20 @@ class _Planner(Planner):
 
     def for_sizes(self, step: DynamicStep) -> Choose:
         return DynamicPlans(step, self.budget, self.policy, self.options)
+
+    @property
+    def splits(self) -> bool:
+        if self.regions is None:
+            return self.budget is not None and self.policy == "auto"
+        return self.regions
+
+    def in_parts(self, variants: Variants, refused: TraceError | str | None) -> PlannedRegions | None:
+        error = refused if isinstance(refused, TraceError) else None
+        if not self.splits or (error is not None and not error.can_split) or (refused is None and not self.regions):
+            return None
+        reason = error.reason if error is not None else refused or "regions=True"
+
+        def part(module: nn.Module, share: float) -> PlannedStep:
+            return planned_step(module, share, "auto", None, "all", "keep", regions=False)
+
+        return PlannedRegions(variants, self.budget, part, self.on_exceed == "warn", error, str(reason))
