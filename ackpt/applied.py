@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ackpt.running.dynamic_dimensions import DynamicArgument
-from ackpt.running.planned_step import PlannedStep, in_place_of, put_in_place, take_away
+from ackpt.running.planned_step import PlannedStep, in_place_of, put_in_place, take_away, without_budget
 
 from .compiled import planned_step
 
@@ -56,11 +56,7 @@ def apply_budget(
         (0, 'Sequential')
     """
     args, kwargs = _arguments(batch)
-    if isinstance(model, nn.Module) and (earlier := in_place_of(model)) is not None:
-        take_away(model)
-    else:
-        earlier = None
-    try:
+    with without_budget(model):
         step = planned_step(
             model,
             budget=budget,
@@ -72,10 +68,6 @@ def apply_budget(
             dynamic=dynamic,
         )
         step.prepare(*args, **kwargs)
-    except BaseException:
-        if earlier is not None:
-            put_in_place(earlier)
-        raise
     put_in_place(step)
     return step
 
