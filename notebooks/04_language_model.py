@@ -164,19 +164,22 @@ figure
 
 # %% [markdown]
 # Does the model learn more than frequencies? Take 150 steps with a larger step size. When the loss has fallen below the
-# entropy of the frequencies, the model must be looking at what came before.
+# entropy of the frequencies, the model must be looking at what came before. (Over 150 steps the last bit of a sum grows into
+# the second decimal place of the loss, and processors differ in that bit. The tests therefore compare this loss with the
+# entropy, not with the loss on this page.)
 
-# %%
+# %% tags=["nbval-ignore-output"]
 lean = "checkpoint+chunked-loss"
 longer = lm.task(replace(config, steps=150), 256)
 model = longer.build()
 configure(model, lean)
 optimizer = adamw(model, 1e-3)
 late = [one_step(longer, model, optimizer, longer.batch(i), lean) for i in range(150)]
+assert sum(late[-20:]) / 20 < entropy
 print(f"mean loss of the last 20 steps: {sum(late[-20:]) / 20:.2f} nats")
 
 
-# %%
+# %% tags=["nbval-ignore-output"]
 def likely(prompt):
     ids = torch.tensor(tokenizer.encode(prompt).ids)
     offsets = torch.tensor([0, len(ids)], dtype=torch.int32)
