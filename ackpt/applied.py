@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ackpt.policies.search.schedule_cache import Cache
 from ackpt.running.dynamic_dimensions import DynamicArgument
 from ackpt.running.planned_step import PlannedStep, in_place_of, put_in_place, take_away
 
@@ -25,6 +26,7 @@ def apply_budget(
     outputs: Literal["drop", "keep"] = "drop",
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
+    cache: Cache | None = None,
 ) -> PlannedStep:
     """Make `model` train within a memory budget, in place: every call that needs gradients then runs as planned.
 
@@ -39,13 +41,13 @@ def apply_budget(
         budget: None for no bound. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters,
             buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
             as ``"50%"``: a fraction of the baseline's dynamic peak.
-        policy, optimizer, differentiate, outputs, options, dynamic: as in `ackpt.compile`.
+        policy, optimizer, differentiate, outputs, options, dynamic, cache: as in `ackpt.compile`.
 
     Returns:
         The planned step, with ``plan``, ``history`` and ``prepare``. Keep the model and call that.
 
     Raises:
-        BudgetError, TraceError, TypeError: as `ackpt.compile`; the model is then unchanged.
+        BudgetError, TraceError, RecordError, TypeError: as `ackpt.compile`; the model is then unchanged.
 
     Example:
         >>> import torch, ackpt
@@ -70,6 +72,7 @@ def apply_budget(
             outputs=outputs,
             options=options,
             dynamic=dynamic,
+            cache=cache,
         )
         step.prepare(*args, **kwargs)
     except BaseException:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from ackpt.capture.dynamic_sizes import Dimension
 from ackpt.capture.inspection.model_checks import check_keywords, forward_names
 from ackpt.planning.plan import Plan
 from ackpt.planning.plan_check import check_applies
+from ackpt.policies.search.schedule_cache import Cache, cache_folder
+from ackpt.running.call_facts import Call
 from ackpt.running.dynamic_dimensions import DynamicArgument
 from ackpt.running.dynamic_step import DynamicStep
 from ackpt.running.planned_step import PlannedStep
@@ -23,8 +27,9 @@ from .errors import TraceError, did_you_mean
 from .planner import check_runs, default_profile, model_keeps, of_model, options_of
 from .planner import plan as make_plan
 from .policies import POLICIES
+from .saved_plan import SavedPlan, saved_dimensions
 
-_KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "dynamic", "options")
+_KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "dynamic", "cache", "options")
 
 
 def compile(
@@ -38,6 +43,7 @@ def compile(
     optimizer: torch.optim.Optimizer | None = None,
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
+    cache: Cache | None = None,
     **kwargs: Any,
 ) -> PlannedStep:
     """`model` as a module whose training step runs as planned.
@@ -49,9 +55,8 @@ def compile(
             is then relative to the baseline of that call. Where the baseline keeps the budget, the model itself runs.
         budget, policy: as in `ackpt.plan`: ``0.5`` or ``"50%"``, ``"6GiB"``.
         options: a dict of options of the policy, such as ``{"fates": {"relu": "recomputed"}}`` for ``"manual"``.
-        plan: a `Plan` to run instead, made for this model and these arguments. It is valid for no others: a smaller
-            last batch raises a `PlanError`. Skip such a batch (``drop_last=True`` in a DataLoader), or make a second
-            step with a plan for it.
+        plan: a `Plan` to run instead, made for this model and arguments of these or other sizes. Its schedule runs at
+            all sizes, within the bytes that its budget allows.
         differentiate: ``"loss"`` or ``"all"``, as in `ackpt.trace`.
         outputs: ``"drop"`` or ``"keep"``, as in `ackpt.trace`. With ``"drop"``, backward raises an error if outputs
             that are still referenced would exceed the budget.
@@ -60,14 +65,18 @@ def compile(
             from the first become dynamic, as in ``torch.compile``, and those marked by ``torch._dynamo.mark_dynamic``.
             True makes all dimensions of all tensors dynamic at once, False none. A dict names dimensions of arguments,
             with bounds or None: ``{"input_ids": {1: (16, 512)}}``; the search is then made for the largest sizes.
+        cache: a folder in which results of searches are stored, as in `ackpt.plan`. A second run of the same script
+            then captures the step, but does not search again.
 
     Returns:
         A `PlannedStep`; its ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients, and runs
         the model itself if no gradient is needed.
 
     Raises:
-        BudgetError: if the budget is infeasible; names the smallest feasible one.
+        BudgetError: if the budget is infeasible; names the smallest feasible one. Also if `plan` would exceed its own
+            budget at the sizes of a call.
         TraceError: if the model cannot be captured as one graph.
+        RecordError: if the folder `cache` cannot be written.
         TypeError: for keywords that look like misspelled keywords of `compile` and that the model's forward does not
             have.
         PlanError: if `plan` was made for another model, other arguments or another version of torch, or if the plan
@@ -81,7 +90,7 @@ def compile(
         >>> step.plan.policy
         'full'
     """
-    step = planned_step(model, budget, policy, plan, differentiate, outputs, optimizer, options, dynamic)
+    step = planned_step(model, budget, policy, plan, differentiate, outputs, optimizer, options, dynamic, cache)
     _check_keywords(model, kwargs, policy)
     try:
         step.prepare(*args, **kwargs)
@@ -105,6 +114,7 @@ def planned_step(
     optimizer: torch.optim.Optimizer | None = None,
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
+    cache: Cache | None = None,
 ) -> PlannedStep:
     """The planned step that `compile` describes, before it has seen example inputs; refuses invalid arguments."""
     if plan is not None and not isinstance(plan, Plan):
@@ -120,7 +130,7 @@ def planned_step(
         raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
     _check_options(options, plan)
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget before the work
-    planner = _Planner(budget, policy, dict(options or {}), plan)
+    planner = _Planner(budget, policy, dict(options or {}), plan, cache_folder(cache))
     return PlannedStep(model, planner, differentiate, outputs, optimizer, dynamic)
 
 
@@ -138,7 +148,7 @@ def _check_options(options, plan) -> None:
             f"options must be a dict of options of the policy, such as {{'time_limit': 60}}, got "
             f"{type(options).__name__}"
         )
-    if misplaced := sorted({"budget", "policy", "graph"} & set(options or ())):
+    if misplaced := sorted({"budget", "policy", "graph", "cache"} & set(options or ())):
         raise TypeError(f"{misplaced[0]!r} is not an option of a policy: pass it as a keyword of ackpt.compile")
     if foreign := sorted({"compiler", "on_plan"} & set(options or ())):
         raise TypeError(f"{foreign[0]!r} is an option of torch.compile(model, backend='ackpt', options=...)")
@@ -154,10 +164,11 @@ class _Planner(Planner):
     policy: str
     options: dict[str, Any]
     plan: Plan | None
+    folder: Path | None
 
     def __call__(self, graph) -> Plan:
         if self.plan is None:
-            return check_runs(graph, make_plan(graph, self.budget, self.policy, **self.options))
+            return check_runs(graph, make_plan(graph, self.budget, self.policy, cache=self.folder, **self.options))
         check_applies(graph, self.plan)
         return check_runs(graph, self.plan)
 
@@ -169,13 +180,16 @@ class _Planner(Planner):
                 return Choice(plan.schedule, lambda: plan, own.dynamic_peak_bytes, lambda: own)
         return Choice(plan.schedule, lambda: plan)
 
-    @property
-    def serves_sizes(self) -> bool:
-        return self.plan is None
+    serves_sizes = True
 
     @property
     def needs_baseline(self) -> bool:
         return self.budget is not None and is_share(self.budget)
 
+    def dimensions(self, call: Call) -> set[Dimension]:
+        return set() if self.plan is None else saved_dimensions(self.plan, call)
+
     def for_sizes(self, step: DynamicStep) -> Choose:
-        return DynamicPlans(step, self.budget, self.policy, self.options)
+        if self.plan is not None:
+            return SavedPlan(step, self.plan)
+        return DynamicPlans(step, self.budget, self.policy, self.options, self.folder)

@@ -8,6 +8,7 @@ none is within the budget, a search at these sizes follows, whose schedules join
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ackpt.capture.in_place import eager_graph
@@ -21,6 +22,7 @@ from ackpt.planning.simulator import peak_of, step_peaks
 from ackpt.policies import auto
 from ackpt.policies.search.frontier import Point, frontier
 from ackpt.policies.search.recompute_costs import costs, step_cost
+from ackpt.policies.search.schedule_cache import CachedCandidates
 from ackpt.running.dynamic_step import DynamicStep
 from ackpt.running.planners import Choice
 
@@ -33,8 +35,10 @@ _SAME_COST = 0.02  # of the step: a schedule that is compiled already runs if no
 class DynamicPlans:
     """Chooses what runs at given sizes of `step`; called with the sizes and the baseline's peak if it was measured."""
 
-    def __init__(self, step: DynamicStep, budget: float | str | None, policy: str, options: dict[str, Any]):
-        self.step, self.budget, self.policy, self.options = step, budget, policy, options
+    def __init__(
+        self, step: DynamicStep, budget: float | str | None, policy: str, options: dict[str, Any], folder: Path | None
+    ):
+        self.step, self.budget, self.policy, self.options, self.folder = step, budget, policy, options, folder
         self._points: list[Point] = []
         self._everything = everything(step.reference)
         self._eager_schedule = eager_schedule(step.reference)
@@ -86,10 +90,13 @@ class DynamicPlans:
         """Add the frontier at these sizes to the known schedules."""
         graph, profile = self._at(values, baseline_bytes)
         whole = step_cost(self._everything, costs(graph, profile)) or 1.0
-        for point in frontier(graph, profile, auto.candidates):
-            relative = point.cost / whole  # searches at other sizes have costs of other steps
-            self._points.append(point._replace(cost=relative, schedule=self._own(point.schedule)))
-        self._points.sort(key=lambda point: point.cost)
+        candidates = auto.candidates if self.folder is None else CachedCandidates(self.folder, auto.candidates)
+        points = [
+            # Searches at other sizes have costs of other steps.
+            point._replace(cost=point.cost / whole, schedule=self._own(point.schedule))
+            for point in frontier(graph, profile, candidates)
+        ]
+        self._points = sorted([*self._points, *points], key=lambda point: point.cost)
 
     def _live_bytes(self, values: tuple[int, ...]) -> int:
         """The baseline's dynamic peak at these sizes without workspace, to compare sizes by."""
@@ -99,18 +106,15 @@ class DynamicPlans:
         return replace(schedule, graph=self.step.reference.hash)
 
     def _at(self, values: tuple[int, ...], baseline_bytes: int | None) -> tuple[JointGraph, Profile]:
-        graph = self.step.graph(values)
-        if graph.as_compiled is not None:
-            graph = replace(graph, as_compiled=replace(graph.as_compiled, baseline_bytes=baseline_bytes))
-        workspace = self.step.workspace_bytes(values)
-        return graph, replace(profiled(graph), workspace_bytes=workspace)
+        return described(self.step, values, baseline_bytes)
 
     def _choice(self, schedule: Schedule, values: tuple[int, ...], baseline_bytes: int | None) -> Choice:
         def make_plan() -> Plan:
             graph, profile = self._at(values, baseline_bytes)
             chosen = replace(schedule, graph=graph.hash)
             baseline = baseline_of(graph, profile, self.budget)
-            return plan_of(graph, profile, chosen, baseline, self.budget, self.policy)
+            made = plan_of(graph, profile, chosen, baseline, self.budget, self.policy)
+            return replace(made, dynamic=dynamic_of(self.step))
 
         return Choice(schedule, make_plan)
 
@@ -120,5 +124,21 @@ class DynamicPlans:
     def _searched(self, values: tuple[int, ...], baseline_bytes: int | None) -> Choice:
         """The plan of a search at these sizes alone."""
         graph, profile = self._at(values, baseline_bytes)
-        found = check_runs(graph, plan(graph, self.budget, self.policy, profile=profile, **self.options))
+        found = check_runs(
+            graph, plan(graph, self.budget, self.policy, profile=profile, cache=self.folder, **self.options)
+        )
+        found = replace(found, dynamic=dynamic_of(self.step))
         return Choice(self._own(found.schedule), lambda: found)
+
+
+def described(step: DynamicStep, values: tuple[int, ...], baseline_bytes: int | None) -> tuple[JointGraph, Profile]:
+    """The graph at these sizes and its profile."""
+    graph = step.graph(values)
+    if graph.as_compiled is not None:
+        graph = replace(graph, as_compiled=replace(graph.as_compiled, baseline_bytes=baseline_bytes))
+    return graph, replace(profiled(graph), workspace_bytes=step.workspace_bytes(values))
+
+
+def dynamic_of(step: DynamicStep) -> tuple[tuple[int, int], ...]:
+    """The dynamic dimensions of `step`, as a `Plan` names them."""
+    return tuple((step.captured.given.index(each.leaf), each.dim) for each in step.symbols.dimensions)

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ackpt.capture.analysis import once_per_graph
@@ -20,14 +21,18 @@ from ackpt.planning.host_copies import copies
 from ackpt.planning.plan import Plan, PlanError, activations
 from ackpt.planning.schedule import Schedule, everything
 from ackpt.planning.simulator import Simulation, simulate, step_peaks
+from ackpt.policies import auto
 from ackpt.policies.search.decisions import decisions
+from ackpt.policies.search.frontier import cheapest
 from ackpt.policies.search.recompute_costs import added_cost, costs, step_cost
+from ackpt.policies.search.schedule_cache import Cache, CachedCandidates, cache_folder, cached
+from ackpt.progress import shown, stage
 
 from .budget import dynamic_limit, is_share, least_share, readable, unit_hint
 from .errors import BudgetError, did_you_mean
 from .policies import POLICIES
 
-_KEYWORDS = ("budget", "policy", "profile")
+_KEYWORDS = ("budget", "policy", "profile", "cache")
 
 
 def plan(
@@ -36,6 +41,7 @@ def plan(
     policy: str = "auto",
     *,
     profile: Profile | None = None,
+    cache: Cache | None = None,
     **options: Any,
 ) -> Plan:
     """A plan of `graph` whose peak is within `budget`.
@@ -62,12 +68,15 @@ def plan(
             ``pip install "ackpt[plan]"``.
         profile: costs per node, from `ackpt.profile`. By default FLOPs are counted, and for real tensors on the CPU the
             workspace of every operation is measured by running each different operation once.
+        cache: a folder in which the result of the search is stored, and found by later calls for an equal graph and
+            profile in any process. The plan is the same with and without it. Damaged files are replaced with a warning.
         options: of the policy.
 
     Raises:
         BudgetError: if the budget is infeasible for the policy; names the smallest feasible one. Also for a fraction if
             the model could only be captured as ``torch.compile`` runs it and has no data, since the baseline's peak is
             unknown then.
+        RecordError: if the folder `cache` cannot be written.
         ValueError, TypeError: for an unknown policy, an invalid budget, and options that the policy does not have.
 
     Example:
@@ -83,13 +92,26 @@ def plan(
         raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
     if not isinstance(profile, (Profile, type(None))):
         raise TypeError(f"profile must come from ackpt.profile(graph, ...), got {type(profile).__name__}")
-    profile = default_profile(graph) if profile is None else profile
+    folder = cache_folder(cache)
     _check_options(policy, options)
+    with shown():
+        profile = default_profile(graph) if profile is None else profile
+        baseline = baseline_of(graph, profile, budget)
+        schedule = _searched(graph, profile, baseline.limit_bytes, policy, options, folder)
+        return plan_of(graph, profile, schedule, baseline, budget, policy)
+
+
+def _searched(graph: JointGraph, profile: Profile, limit, policy: str, options, folder: Path | None) -> Schedule:
+    """The policy's schedule; from the cache in `folder`, if it is there."""
+    stage(f"searching with policy {policy!r}")
     schedule_function = _schedule_function(policy)
-    baseline = baseline_of(graph, profile, budget)
     with _without_collector():
-        schedule = schedule_function(graph, profile, baseline.limit_bytes, **options)
-    return plan_of(graph, profile, schedule, baseline, budget, policy)
+        if folder is None:
+            return schedule_function(graph, profile, limit, **options)
+        if policy == "auto":
+            return cheapest(graph, profile, limit, CachedCandidates(folder, auto.candidates))
+        about = {"policy": policy, "options": options, "limit": limit}
+        return cached(folder, graph, profile, about, lambda: [schedule_function(graph, profile, limit, **options)])[0]
 
 
 def default_profile(graph: JointGraph) -> Profile:
@@ -265,6 +287,7 @@ def _plan(
         exposed_seconds=simulated.exposed_seconds,
         made_for=graph.made_for,
         note=None if graph.as_compiled is None else str(graph.as_compiled),
+        sizes=graph.analysis.argument_shapes,
     )
 
 
@@ -283,6 +306,7 @@ def _bound(graph, cost, baseline_cost: float, profile, limit: int) -> float | No
         return None
     from ackpt.policies.search.lower_bound import lower_bound
 
+    stage("computing the lower bound")
     bound = lower_bound(graph, cost, profile.workspace_bytes, limit)
     return None if bound is None else bound / baseline_cost
 

@@ -12,9 +12,9 @@ import ackpt
 IMPORTS = graph()
 # Every package imports only what stands before it; modules of the first level count as packages.
 ORDER = (
-    "errors autograd_state budget provenance results models data offloading metering plots checkpointing capture "
-    "costs planning running policies planner dynamic_plans compiled applied graph integrations workloads sharded "
-    "experiments cli"
+    "errors autograd_state progress budget provenance results models data offloading metering plots checkpointing "
+    "capture costs planning running policies planner dynamic_plans saved_plan compiled applied graph integrations "
+    "workloads sharded experiments cli"
 ).split()
 PART_ONE = {"offloading", "metering", "checkpointing"}
 MOST_FILES = 16  # in one folder

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
 from .gradients import in_memory
 from .operations import BACKWARD, FORWARD
@@ -47,6 +48,12 @@ class Analysis:
         self.sources = [n.id for n in graph.nodes if self.fx[n.id].op in ("placeholder", "get_attr")]
         self.tangents = [node for node in self.placeholders if graph.nodes[node].phase == BACKWARD]
         self.bytes = [storage.bytes for storage in graph.storages]
+
+    @property
+    def argument_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of every tensor among the arguments of the call, each tensor once."""
+        given = [self.fx[node].meta for node in self.placeholders]
+        return tuple(tuple(meta["val"].shape) for meta in given if isinstance(meta["desc"], PlainAOTInput))
 
     @cached_property
     def restrided(self) -> set[int]:

@@ -30,6 +30,7 @@ from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.capture.patches.fused_attention import fused_attention_refused
 from ackpt.errors import TraceError
+from ackpt.progress import stage
 
 from .as_compiled import compiling
 from .dynamic_sizes import Dimension, Symbols, symbolic
@@ -229,6 +230,7 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
     """
     check_differentiate(differentiate)
     check_outputs(outputs)
+    stage("capturing the step")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TraceError("no parameter of the model requires grad, so there is no backward to plan")
     leaves, spec = tree_flatten((args, kwargs))

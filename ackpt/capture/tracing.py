@@ -11,6 +11,7 @@ from torch import fx
 from ackpt.capture.inspection.model_checks import check_keywords, check_model
 from ackpt.capture.patches.recurrent import keep_for_backward
 from ackpt.errors import TraceError
+from ackpt.progress import shown
 
 from .aot import Capture, capture
 from .as_compiled import compared
@@ -65,7 +66,7 @@ def trace(
     check_model(model)
     check_keywords(model, kwargs, ("differentiate", "outputs", "optimizer"), "ackpt.trace")
     check_optimizer(model, optimizer)
-    with capture(model, args, kwargs, differentiate, outputs) as captured:
+    with shown(), capture(model, args, kwargs, differentiate, outputs) as captured:
         return captured_graph(captured, model, args, kwargs, optimizer)
 
 

@@ -1,9 +1,10 @@
 """The workspace of the operations of a step with dynamic dimensions, at any sizes, without running all of them again.
 
 An operation is measured at new sizes only if its workspace may depend on them. That of an elementwise operation on
-tensors of one dtype does not: it allocates at most scalars (TensorIterator in ATen allocates temporaries only to
-convert dtypes). Nor does that of the operations in `_WITHOUT` that had none at the captured sizes: their CPU kernels
-allocate nothing but results. `tests/costs/test_dynamic_workspace.py` compares this with running every operation.
+tensors of one dtype does not if it is at most a scalar at the captured sizes: TensorIterator in ATen allocates
+temporaries only to convert dtypes, but a kernel such as that of gelu's backward may copy an argument. Nor does that of
+the operations in `_WITHOUT` that had none at the captured sizes: their CPU kernels allocate nothing but results.
+`tests/costs/test_dynamic_workspace.py` compares this with running every operation.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .run_alone import in_own_thread
 from .workspace import allocation_of, results_agree, runs_alone, workspace_bytes
 
 aten = torch.ops.aten
+_SCALAR_BYTES = 16  # of the largest element
 _FLOATS = (torch.float32, torch.float64)  # in half precision, oneDNN computes some of these
 _WITHOUT = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
@@ -107,7 +109,7 @@ class DynamicWorkspace:
             return not any(map(_has_expressions, tensors))
         dtypes = {tensor.dtype for tensor in tensors}
         if torch.Tag.pointwise in getattr(fx.target, "tags", ()):
-            return len(dtypes) == 1
+            return len(dtypes) == 1 and self._at_reference[place] <= _SCALAR_BYTES
         floats = {dtype for dtype in dtypes if dtype.is_floating_point}
         return fx.target in _WITHOUT and floats.issubset(_FLOATS) and not self._at_reference[place]
 

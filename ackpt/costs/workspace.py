@@ -16,6 +16,7 @@ from ackpt.capture.analysis import communicates, once_per_graph
 from ackpt.capture.example_values import stand_in
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.metering.timeline import MeterError
+from ackpt.progress import stage
 
 from .operation_costs import allocates
 from .run_alone import Allocations, cannot_run, count_allocations, in_own_thread
@@ -97,6 +98,7 @@ def _measured(graph: JointGraph, threads: int) -> tuple[dict[int, Allocations], 
     """What every operation allocates with so many threads, by node id, views and the like left out; and whether all
     results are as in the graph."""
     analysis = graph.analysis
+    stage("measuring the workspace of operations")
     values = tree_leaves([node.meta.get("val") for node in graph.module.graph.nodes])
     others = {str(v.device) for v in values if isinstance(v, torch.Tensor) and v.device.type != "cpu"}
     if others:

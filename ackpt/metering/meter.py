@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ackpt.progress import measuring
+
 from . import cpu_meter, cuda_meter
 from .flops import UncountedFlops, count_flops
 from .resident import Item, Resident
@@ -192,8 +194,9 @@ def measure(
             else:
                 step_fn()
 
-    timeline, resident_bytes, peak_bytes, allocator = backend.trace(step_fn, warm_up, owned, device)
-    samples = [backend.clock(step_fn, device) for _ in range(repeats)]
+    with measuring():
+        timeline, resident_bytes, peak_bytes, allocator = backend.trace(step_fn, warm_up, owned, device)
+        samples = [backend.clock(step_fn, device) for _ in range(repeats)]
     return assemble(
         str(device),
         timeline,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections import Counter
@@ -17,7 +16,8 @@ from ackpt.metering.meter import memory_format
 from ackpt.metering.timeline import Timeline
 from ackpt.results import read_json, write_text_atomic
 
-from .schedule import COMPUTE, FREE, Schedule, Step
+from .schedule import Schedule
+from .schedule_json import digest, from_json, to_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,13 +31,13 @@ class PlanError(ValueError):
 
     Example:
         >>> import torch, ackpt
-        >>> model, x = torch.nn.Linear(8, 8), torch.ones(4, 8)
-        >>> plan = ackpt.plan(ackpt.trace(model, x))
+        >>> x = torch.ones(4, 8)
+        >>> plan = ackpt.plan(ackpt.trace(torch.nn.Linear(8, 8), x))
         >>> try:
-        ...     ackpt.compile(model, torch.ones(5, 8), plan=plan)
+        ...     ackpt.compile(torch.nn.Linear(8, 2), x, plan=plan)
         ... except ackpt.PlanError:
-        ...     print("the plan is for other shapes")
-        the plan is for other shapes
+        ...     print("the plan is for another model")
+        the plan is for another model
     """
 
 
@@ -100,7 +100,9 @@ class Plan:
     ``decisions``: the most expensive recomputations. ``host_bytes``: the most bytes offloaded at one time, not part of
     the peak. ``exposed_seconds``: of the step, in which computation waits for copies; None where the profile has no
     times. ``made_for``: the call that the plan was made for, in words; None if unknown. ``note``: how a step captured
-    as ``torch.compile`` runs the model differs from the model's own; None for others.
+    as ``torch.compile`` runs the model differs from the model's own; None for others. ``sizes``: the shape of every
+    tensor of that call; None if unknown. ``dynamic``: (index in ``sizes``, dimension) of the dimensions that were
+    dynamic when the step was captured.
 
     Example:
         >>> import torch, ackpt
@@ -133,6 +135,8 @@ class Plan:
     exposed_seconds: float | None = None
     made_for: Mapping[str, str] | None = field(default=None, compare=False)
     note: str | None = None
+    sizes: tuple[tuple[int, ...], ...] | None = field(default=None, compare=False)
+    dynamic: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
     def __repr__(self) -> str:
         share = self.dynamic_peak_bytes / max(1, self.baseline_dynamic_peak_bytes)
@@ -233,16 +237,9 @@ class Plan:
             data[each.name] = getattr(self, each.name)
         data["activations"] = [asdict(activation) for activation in self.activations]
         data["decisions"] = [asdict(decision) for decision in self.decisions]
-        schedule = self.schedule
-        data["schedule"] = {
-            "graph": schedule.graph,
-            "forward": _packed(schedule.forward),
-            "backward": _packed(schedule.backward),
-            "saved": list(schedule.saved),
-            "replayed": list(schedule.replayed),
-        }
+        data["schedule"] = to_json(self.schedule)
         data["timeline"] = self.timeline.to_json()
-        data["digest"] = _digest(data)
+        data["digest"] = digest(data)
         return write_text_atomic(path, json.dumps(data) + "\n")
 
     @classmethod
@@ -253,22 +250,17 @@ class Plan:
             PlanError: if the file is no plan, is truncated, was written by another version, or changed after that.
         """
         data = read_json(path, "plan", PlanError)
-        is_changed = isinstance(data, dict) and "digest" in data and data["digest"] != _digest(data)
+        is_changed = isinstance(data, dict) and "digest" in data and data["digest"] != digest(data)
         schema = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
         if schema != _SCHEMA:
             raise PlanError(f"{path} is not a plan of this version: expected {_SCHEMA}, found {schema}; plan again")
         try:
-            schedule = data["schedule"]
-            data["schedule"] = Schedule(
-                schedule["graph"],
-                _unpacked(schedule["forward"]),
-                _unpacked(schedule["backward"]),
-                tuple(schedule["saved"]),
-                tuple(schedule["replayed"]),
-            )
+            data["schedule"] = from_json(data["schedule"])
             data["activations"] = tuple(Activation(**activation) for activation in data["activations"])
             data["decisions"] = tuple(Decision(**decision) for decision in data["decisions"])
             data["timeline"] = Timeline.from_json(data["timeline"])
+            for name in {"sizes", "dynamic"} & data.keys():
+                data[name] = None if data[name] is None else tuple(map(tuple, data[name]))
             # Files of earlier days lack what was added since.
             given = (each.name for each in fields(cls) if each.default is MISSING or each.name in data)
             plan = cls(**{name: data[name] for name in given})
@@ -277,29 +269,6 @@ class Plan:
         if is_changed:
             raise PlanError(f"{path} was changed after it was saved, so its figures may not be the plan's; plan again")
         return plan
-
-
-def _digest(data: dict) -> str:
-    """SHA-256 of what a file says, but for the digest itself."""
-    said = {key: value for key, value in data.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-
-
-def _packed(steps) -> list:
-    """A compute step as its node's id, a free as -1 - the storage's, another as [kind, storage]."""
-    numbers = {COMPUTE: lambda step: step.id, FREE: lambda step: -1 - step.id}
-    return [numbers.get(step.kind, list)(step) for step in steps]
-
-
-def _unpacked(packed) -> tuple[Step, ...]:
-    steps = []
-    for entry in packed:
-        if isinstance(entry, list):
-            kind, storage = entry
-            steps.append(Step(kind, storage))
-        else:
-            steps.append(Step(COMPUTE, entry) if entry >= 0 else Step(FREE, -1 - entry))
-    return tuple(steps)
 
 
 def activations(graph: JointGraph, storages, saved, offloaded, base_of) -> tuple[Activation, ...]:

@@ -25,6 +25,7 @@ from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.errors import TraceError
 from ackpt.planning.rewriting import boxed, rewrite_dynamic
 from ackpt.planning.schedule import COMPUTE, Schedule
+from ackpt.progress import stage
 
 Strides = Mapping[int, Sequence[int]]
 
@@ -40,6 +41,7 @@ def compiled_schedule(
         schedule: of that graph.
         dynamic: the module of a capture with dynamic dimensions.
     """
+    stage("compiling the schedule")
     with like_eager(None if dynamic is None else dynamic.fake_mode):
         run = aot_compile_joint_with_descriptors(
             _fresh(captured.joint),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from ackpt.capture.dynamic_sizes import Dimension
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.plan import Plan
 from ackpt.planning.schedule import Schedule
 
 if TYPE_CHECKING:
+    from .call_facts import Call
     from .dynamic_step import DynamicStep
 
 
@@ -47,6 +49,10 @@ class Planner:
         """What runs the step with this graph."""
         plan = self(graph)
         return Choice(plan.schedule, lambda: plan)
+
+    def dimensions(self, call: Call) -> set[Dimension]:
+        """The dimensions of `call` that must be dynamic for this planner to serve it."""
+        return set()
 
     def for_sizes(self, step: DynamicStep) -> Choose:
         """The function that chooses what `step` runs at given sizes."""

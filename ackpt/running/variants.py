@@ -28,6 +28,7 @@ from ackpt.errors import BudgetError, TraceError
 from ackpt.metering.timeline import MeterError
 from ackpt.planning.plan import Plan, PlanError
 from ackpt.planning.rewriting import RewriteError
+from ackpt.progress import shown
 
 from .call_facts import Call, Facts, Sizes
 from .compiled_schedule import compiled_schedule, dropped_places
@@ -122,7 +123,7 @@ class Variants:
         self._groups[call.facts] = group  # now the one that was used last
         variant = self._known(group, call)
         if variant is None:
-            with _disable_current_modes():  # a mode that observes the step must not see captures
+            with shown(), _disable_current_modes():  # a mode that observes the step must not see captures
                 variant = self._new(group, call)
         elif self._last is not None and variant is not self._last[-1]:
             self._last = (*self._last[:-1], variant)
@@ -172,6 +173,8 @@ class Variants:
             except (TraceError, RewriteError) as error:
                 if dimensions & named_dimensions(self.dynamic, self.model, call):
                     raise
+                if dimensions & self.planner.dimensions(call):
+                    raise PlanError(f"this plan cannot serve these sizes, because {error}") from error
                 group.refused |= dimensions
                 self.history.add("refused", f"dynamic dimensions of {cause}: {error}", time.perf_counter() - start)
                 start = time.perf_counter()
@@ -264,6 +267,8 @@ class Variants:
         if not self.planner.serves_sizes or len(group.dynamic) >= _MOST_DYNAMIC:
             return set()
         chosen = declared(self.dynamic, self.model, call)
+        if self.dynamic is not False:
+            chosen |= self.planner.dimensions(call)
         if self.dynamic is None:
             chosen |= {dimension for step, _ in group.dynamic for dimension in step.symbols.dimensions}
             for sizes in group.fixed:

@@ -35,6 +35,8 @@ class Mixed(nn.Module):
             x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
         elif self.kind == "convolution":
             x = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        elif self.kind == "expanded gradient":
+            return F.gelu(self.linear(x)).sum()
         elif self.kind == "dtypes":
             x = x * ids[..., None] + torch.arange(ids.shape[1])[:, None] / 7 + x.double().sum()
         elif self.kind == "cumulative":
@@ -43,7 +45,7 @@ class Mixed(nn.Module):
         return F.cross_entropy(self.head(x.float()).flatten(0, 1), ids.flatten())
 
 
-@pytest.mark.parametrize("kind", ["attention", "fused", "convolution", "dtypes", "cumulative"])
+@pytest.mark.parametrize("kind", ["attention", "fused", "convolution", "dtypes", "cumulative", "expanded gradient"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_workspace_is_that_of_running_every_operation(kind, threads):
     was = torch.get_num_threads()

@@ -157,20 +157,19 @@ def test_a_file_that_is_not_there_is_said_so(graph, tmp_path):
         ackpt.Plan.load(tmp_path / "binary")
 
 
-@pytest.mark.parametrize("change", ["rows", "dtype", "model"])
+@pytest.mark.parametrize("change", ["dtype", "model"])
 def test_a_plan_for_another_graph_is_refused(graph, change):
     plan, own, x = ackpt.plan(graph), model(), X
-    if change == "rows":
-        x = X[:3]
-    elif change == "dtype":
+    if change == "dtype":
         own, x = own.double(), X.double()
     else:
         own[0] = nn.ReLU()
     with pytest.raises(PlanError, match="made for another graph .*Plan again"):
         ackpt.compile(own, x, plan=plan)
     step = ackpt.compile(model(), X, plan=plan)
-    with pytest.raises(PlanError, match="made for another graph"):
+    with pytest.raises(PlanError, match="a part of a larger tensor.*clone"):
         step(X[:3])
+    step(X[:3].clone())
 
 
 @pytest.mark.parametrize(("what", "value"), [("budget", 0.5), ("policy", "full"), ("options", {"fates": {}})])

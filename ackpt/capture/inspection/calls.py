@@ -63,8 +63,8 @@ def another_plan(was, now) -> str:
     if _left_training(was, now):
         return f"It fitted the call before. {_EVALUATE}."
     return (
-        "It fitted the call before: a plan is for one set of shapes. Leave a smaller last batch out, as a DataLoader "
-        "with drop_last=True does, make a second step with a plan for it, or give a budget instead, which replans."
+        "It fitted the call before. Make a second step with a plan for this call, leave out a last batch that differs, "
+        "as a DataLoader with drop_last=True does, or give a budget instead, which replans."
     )
 
 

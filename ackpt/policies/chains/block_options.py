@@ -17,6 +17,7 @@ from ackpt.planning.late_orders import LateOrders
 from ackpt.planning.lifetimes import uses_of
 from ackpt.planning.schedule import missing_for
 from ackpt.policies.search.frontier import undominated
+from ackpt.progress import counted
 
 from .blocks import Block, BlockChain
 
@@ -215,7 +216,7 @@ def options_of_blocks(graph: JointGraph, chain: BlockChain, costs: tuple, worksp
     """The options of every block of `chain`, found once for all blocks of one structure."""
     solved: dict[tuple, tuple[list[Option], tuple[int, ...]]] = {}
     options = []
-    for block in chain.blocks:
+    for block in counted(chain.blocks, "searching: block"):
         step = BlockStep(graph.analysis, block, chain.pinned, costs, workspace)
         structure, storages = step.structure()
         if structure not in solved:

@@ -13,6 +13,7 @@ from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.host_copies import waiting
 from ackpt.planning.schedule import Schedule, everything
 from ackpt.planning.simulator import peak_of
+from ackpt.progress import counted
 
 from .recompute_costs import added_cost, costs
 
@@ -49,7 +50,8 @@ def pareto(graph: JointGraph, profile, schedules: Iterable[Schedule]) -> list[Po
     """The Pareto frontier of `schedules`, from the least cost to the lowest peak."""
     cost = costs(graph, profile)
     points = []
-    for schedule in {(one.forward, one.backward): one for one in schedules}.values():
+    different = {(one.forward, one.backward): one for one in schedules}
+    for schedule in counted(different.values(), "searching: simulating schedule"):
         peak = peak_of(graph, schedule, profile.workspace_bytes)
         points.append(Point(added_cost(graph, schedule, cost) + waiting(profile, schedule), peak, schedule))
     return undominated(points, lambda point: point[:2])

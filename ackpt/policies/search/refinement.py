@@ -10,6 +10,7 @@ import numpy as np
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.planning.schedule import Schedule, scheduled
 from ackpt.planning.simulator import peak_of, step_peaks
+from ackpt.progress import counted
 
 _WALKED = 600_000  # nodes of all schedules that are tried for one graph: small graphs get more tries
 _GUESSED = 20_000  # the same for trials that may not fit, for one plan
@@ -39,7 +40,7 @@ def refined(graph: JointGraph, points, cost, workspace_bytes) -> list[Schedule]:
     pairs = sorted(zip(points, points[1:]), key=lambda pair: (pair[0].cost - pair[1].cost, pair[1].peak_bytes))
     tries = _WALKED // len(graph.nodes)
     schedules = []
-    for higher, lower in pairs:
+    for higher, lower in counted(pairs, "searching: between two schedules,"):
         for share in _SHARES:
             limit = lower.peak_bytes + int(share * (higher.peak_bytes - 1 - lower.peak_bytes))
             schedule, tries = with_fewer_runs(graph, lower.schedule, cost, workspace_bytes, limit, tries)

@@ -1,0 +1,102 @@
+"""One line on the terminal while capture and planning take longer than two seconds; it names the current stage.
+
+A thread writes the line, since one call into torch may take seconds. Nothing is written where stderr is no terminal, as
+in notebooks and pipes, and while `ackpt.measure` runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_DELAY_SECONDS = 2.0
+_INTERVAL_SECONDS = 0.2
+
+
+class _Line:
+    """The line; ``stage`` is what it says."""
+
+    stage = "planning"
+
+    def __init__(self, stream: Any):
+        self.stream, self.start = stream, time.time()
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._write, name="ackpt-progress", daemon=True)
+
+    def __enter__(self) -> _Line:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._is_done.set()
+        self._thread.join()
+
+    def _write(self) -> None:
+        if self._is_done.wait(_DELAY_SECONDS):
+            return
+        from tqdm import tqdm  # only here: importing ackpt does not need it
+
+        class Bar(tqdm):
+            monitor_interval = 0  # no second thread that stays
+
+        with Bar(desc=self._text(), bar_format="{desc} [{elapsed}]", file=self.stream, leave=False) as bar:
+            bar.start_t = self.start
+            while not self._is_done.wait(_INTERVAL_SECONDS):
+                bar.set_description_str(self._text())
+
+    def _text(self) -> str:
+        return f"ackpt: {self.stage}"
+
+
+class _Current(threading.local):
+    """The line of this thread, if there is one, and whether this thread measures a step."""
+
+    line: _Line | None = None
+    is_measuring = False
+
+
+_current = _Current()
+
+
+@contextlib.contextmanager
+def shown() -> Iterator[None]:
+    """Inside, the line is shown after two seconds."""
+    stream = sys.stderr
+    if _current.line is not None or _current.is_measuring or stream is None or not stream.isatty():
+        yield
+        return
+    try:
+        with _Line(stream) as _current.line:
+            yield
+    finally:
+        _current.line = None
+
+
+@contextlib.contextmanager
+def measuring() -> Iterator[None]:
+    """Inside, no line begins."""
+    was, _current.is_measuring = _current.is_measuring, True
+    try:
+        yield
+    finally:
+        _current.is_measuring = was
+
+
+def stage(text: str) -> None:
+    """Say what happens now."""
+    if _current.line is not None:
+        _current.line.stage = text
+
+
+def counted(items: Iterable[T], text: str) -> Iterator[T]:
+    """`items` one by one; the line says `text` and their number."""
+    items = items if isinstance(items, Sequence) else list(items)
+    for number, item in enumerate(items, 1):
+        stage(f"{text} {number} of {len(items)}")
+        yield item
