@@ -65,6 +65,7 @@ def compile(
             from the first become dynamic, as in ``torch.compile``, and those marked by ``torch._dynamo.mark_dynamic``.
             True makes all dimensions of all tensors dynamic at once, False none. A dict names dimensions of arguments,
             with bounds or None: ``{"input_ids": {1: (16, 512)}}``; the search is then made for the largest sizes.
+            Integers among the arguments become dynamic when they change, except with False.
         cache: a folder in which results of searches are stored, as in `ackpt.plan`. A second run of the same script
             then captures the step, but does not search again.
 

@@ -33,7 +33,7 @@ from ackpt.errors import TraceError
 from ackpt.progress import stage
 
 from .as_compiled import compiling
-from .dynamic_sizes import Dimension, Symbols, symbolic
+from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, symbolic
 from .outputs import check_differentiate, check_outputs, no_gradient, refuse_overlaps, without_gradient
 from .patches import casts
 
@@ -45,7 +45,8 @@ class Capture:
     """A captured step, and how a call of the model maps to it.
 
     ``joint``: torch's joint graph with descriptors. ``given``: indices of the step's input tensors among the leaves of
-    a call's arguments, each tensor once; ``held``: input tensors that the model's code references itself. ``spec``:
+    a call's arguments, each tensor once; ``numbers``: those of integers that are dynamic, for each of which an empty
+    tensor of that length is an input; ``held``: input tensors that the model's code references itself. ``spec``:
     the pytree of the model's outputs; ``constants``: ``{index in it: value}`` for outputs that are not tensors;
     ``refused``: indices of outputs that were captured without a gradient although the model gives them one.
     ``made_for``: the call in words, from `ackpt.capture.inspection.calls`; ``has_data``: whether no tensor of the call
@@ -67,6 +68,7 @@ class Capture:
     reads: Reads
     reason: str
     symbols: Symbols | None
+    numbers: frozenset[int]
     differentiate: str
     keeps_outputs: bool
     own_step_is_simulated: bool | None = None
@@ -82,7 +84,8 @@ class Capture:
             module = modules[path]
             tensors = module._parameters if attribute in module._parameters else module._buffers
             named.append(tensors[attribute])
-        return [*named, *(leaves[place] for place in self.given)]
+        given = (empty_tensor(leaves[at], leaves) if at in self.numbers else leaves[at] for at in self.given)
+        return [*named, *given]
 
     def outputs(self, tensors) -> Any:
         """What the model returns, from the tensors that the captured step returns."""
@@ -105,6 +108,7 @@ class _Call:
 
     model: nn.Module
     leaves: list[Any]
+    numbers: frozenset[int]
     spec: TreeSpec
     differentiate: str
     reads: Reads
@@ -117,7 +121,7 @@ class _Call:
 class _Flat(nn.Module):
     """`model` as a function of tensors that returns a tuple of tensors; its parameters keep their names."""
 
-    def __init__(self, model, leaves, spec, differentiate, held, reads):
+    def __init__(self, model, leaves, numbers, spec, differentiate, held, reads):
         super().__init__()
         buffers = nn.Module()
         for place, tensor in enumerate(held):
@@ -132,7 +136,7 @@ class _Flat(nn.Module):
         ties = [*_ties(model, "_parameters"), *_ties(model, "_buffers")]
         casts_once = torch.is_autocast_cache_enabled()  # torch disables the cache while it captures
         # In one attribute, of a name that no submodule has: torch looks submodules up as attributes.
-        self._ackpt_call = _Call(model, leaves, spec, differentiate, reads, casts_once, ties, own)
+        self._ackpt_call = _Call(model, leaves, numbers, spec, differentiate, reads, casts_once, ties, own)
         vars(self).update(
             _parameters=model._parameters, _buffers=model._buffers, _modules={**model._modules, _HELD: buffers}
         )
@@ -148,7 +152,10 @@ class _Flat(nn.Module):
         call = self._ackpt_call
         leaves = call.leaves
         traced = dict(zip((id(leaves[index]) for index in given_places(leaves)), tensors))
-        args, kwargs = tree_unflatten([traced[id(leaf)] if is_tensor(leaf) else leaf for leaf in leaves], call.spec)
+        inputs = [traced[id(leaf)] if is_tensor(leaf) else leaf for leaf in leaves]
+        for at in call.numbers:
+            inputs[at] = inputs[at].shape[0]
+        args, kwargs = tree_unflatten(inputs, call.spec)
         with _tied(call.ties):
             traced_own = {id(tensor): named[name] for named, name, tensor in call.own}
             held = Held({**traced, **traced_own}, call.reads)
@@ -241,6 +248,7 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
         "reads": Reads(model, leaves),
         "reason": "",
         "symbols": None,
+        "numbers": integers(leaves, dynamic),
         "differentiate": differentiate,
         "keeps_outputs": outputs == "keep",
     }
@@ -248,7 +256,7 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
     model, leaves, spec = off_meta(model, leaves, spec, fake_mode)
     if dynamic:
         leaves = symbolic(leaves, dynamic, fake_mode)
-        about["symbols"] = Symbols(dynamic, leaves)
+        about["symbols"] = Symbols(dynamic, leaves, about["numbers"])
     with contextlib.ExitStack() as stack:
         stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
         try:
@@ -289,7 +297,7 @@ def _captured(stack, model, leaves, spec, about) -> Capture:
     """A capture of the model; if its code references tensors itself, a second one with these as inputs."""
 
     def flat(held):
-        return _Flat(model, leaves, spec, about["differentiate"], held, about["reads"])
+        return _Flat(model, leaves, about["numbers"], spec, about["differentiate"], held, about["reads"])
 
     with explained(model), torch.inference_mode(False), torch.enable_grad():
         try:

@@ -1,8 +1,9 @@
 """Sizes as expressions: one captured step that serves every size of its dynamic dimensions.
 
-`symbolic` gives chosen dimensions of a call's tensors symbols in place of numbers. A step captured from such tensors
-has sizes that are expressions in these symbols, and guards, the conditions under which the capture holds. `Symbols`
-evaluates both. `concrete` is the captured module at given sizes, so everything after the capture sees numbers alone.
+`symbolic` gives chosen dimensions of a call's tensors symbols in place of numbers, and integers among its arguments,
+which count as the length of an empty tensor. A step captured from such tensors has sizes that are expressions in these
+symbols, and guards, the conditions under which the capture holds. `Symbols` evaluates both. `concrete` is the captured
+module at given sizes, so everything after the capture sees numbers alone.
 """
 
 from __future__ import annotations
@@ -32,28 +33,56 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SLICE_BACKWARD = torch.ops.aten.slice_backward.default
 _SLICES = (torch.ops.aten.slice.Tensor, _SLICE_BACKWARD)
 SMALLEST = 2  # torch captures the sizes 0 and 1 as numbers
+LARGEST = 2**62  # that fits torch's sizes; larger integers stay numbers
 
 
 @dataclass(frozen=True, order=True)
 class Dimension:
-    """One dynamic dimension: dimension ``dim`` of the tensor at index ``leaf`` among the leaves of a call."""
+    """One dynamic dimension: dimension ``dim`` of the tensor at index ``leaf`` among the leaves of a call.
+
+    Dimension 0 of an integer is its value.
+    """
 
     leaf: int
     dim: int
 
 
+def is_sized(leaf) -> bool:
+    """Whether a leaf of a call is a tensor or an integer."""
+    return isinstance(leaf, torch.Tensor) or type(leaf) is int
+
+
+def layout(leaf) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a tensor of a call; the shape of an integer is its value."""
+    return ((leaf,), ()) if type(leaf) is int else (tuple(leaf.shape), leaf.stride())
+
+
+def empty_tensor(length: int, leaves: Sequence[Any]) -> torch.Tensor:
+    """The tensor without elements that stands for an integer among `leaves`."""
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+    return torch.empty(length, 0, device=device)
+
+
+def integers(leaves: Sequence[Any], dimensions: Sequence[Dimension]) -> frozenset[int]:
+    """Indices of the integers among `leaves` that are dynamic."""
+    return frozenset(each.leaf for each in dimensions if type(leaves[each.leaf]) is int)
+
+
 def symbolic(leaves: Sequence[Any], dimensions: Sequence[Dimension], mode: FakeTensorMode) -> list[Any]:
-    """`leaves` with fake tensors in place of those that have dynamic dimensions; one tensor stays one."""
+    """`leaves` with fake tensors for all tensors, which torch would otherwise give symbols; one tensor stays one."""
+    numbers = integers(leaves, dimensions)
+    leaves = [empty_tensor(leaf, leaves) if at in numbers else leaf for at, leaf in enumerate(leaves)]
     dims: dict[int, set[int]] = {}
     for each in dimensions:
         dims.setdefault(id(leaves[each.leaf]), set()).add(each.dim)
     made: dict[int, torch.Tensor] = {}
 
     def replacement(leaf):
-        if id(leaf) not in dims:
+        dynamic = dims.get(id(leaf), set())
+        if not isinstance(leaf, torch.Tensor) or (isinstance(leaf, FakeTensor) and not dynamic):
             return leaf
         if id(leaf) not in made:
-            kinds = [DimDynamic.DYNAMIC if dim in dims[id(leaf)] else DimDynamic.STATIC for dim in range(leaf.dim())]
+            kinds = [DimDynamic.DYNAMIC if dim in dynamic else DimDynamic.STATIC for dim in range(leaf.dim())]
             made[id(leaf)] = mode.from_tensor(leaf, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
         return made[id(leaf)]
 
@@ -66,19 +95,20 @@ class Symbols:
     Args:
         dimensions: the dynamic dimensions of the call.
         leaves: of the call, with symbolic tensors.
+        numbers: indices of those that stand for integers.
 
     ``all``: the symbols, one for each of ``dimensions``.
     """
 
-    def __init__(self, dimensions: Sequence[Dimension], leaves: Sequence[Any]):
+    def __init__(self, dimensions: Sequence[Dimension], leaves: Sequence[Any], numbers: frozenset[int] = frozenset()):
         first = {(id(leaves[each.leaf]), each.dim): each for each in reversed(dimensions)}  # a tensor may come twice
         self.dimensions = tuple(reversed(first.values()))
         sizes = [leaves[each.leaf].shape[each.dim] for each in self.dimensions]
         self.environment: ShapeEnv = sizes[0].node.shape_env
         self.all = [size.node._expr for size in sizes]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._layouts = [tuple(tuple(map(expression, each)) for each in (t.shape, t.stride())) for t in tensors]
-        self._tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._sized = [at for at, leaf in enumerate(leaves) if is_sized(leaf)]
+        layouts = [((leaves[at].shape[0],), ()) if at in numbers else layout(leaves[at]) for at in self._sized]
+        self._layouts = [tuple(tuple(map(expression, each)) for each in both) for both in layouts]
         self._constants: dict[Any, str] = {}
         self._note_constants()
         self._functions: dict[tuple, Callable[..., tuple]] = {}
@@ -96,23 +126,23 @@ class Symbols:
 
     def values(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """The sizes of the dynamic dimensions in a call with `leaves`."""
-        return tuple(leaves[each.leaf].shape[each.dim] for each in self.dimensions)
+        return tuple(layout(leaves[each.leaf])[0][each.dim] for each in self.dimensions)
 
     def values_in(self, sizes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...] | None:
-        """The sizes of the dynamic dimensions in a call whose tensors have these shapes and strides, as in `layouts`.
+        """The sizes of the dynamic dimensions in a call with these shapes and strides, as in `layouts`.
 
         None if the capture is not valid for that call.
         """
-        values = tuple(sizes[self._tensors.index(each.leaf)][0][each.dim] for each in self.dimensions)
+        values = tuple(sizes[self._sized.index(each.leaf)][0][each.dim] for each in self.dimensions)
         is_valid = self.holds(values) and self.layouts(values) == tuple(sizes)
         return values if is_valid else None
 
     def holds(self, values: tuple[int, ...]) -> bool:
         """Whether the capture is valid for these sizes."""
-        return all(value >= SMALLEST for value in values) and all(self.evaluated(self.guards, values))
+        return all(SMALLEST <= value <= LARGEST for value in values) and all(self.evaluated(self.guards, values))
 
     def layouts(self, values: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Shape and strides of every tensor of the call at these sizes."""
+        """Shape and strides of every tensor and integer of the call at these sizes, as in `layout`."""
         flat = tuple(number for layout in self._layouts for numbers in layout for number in numbers)
         numbers = iter(self.evaluated(flat, values))
         return tuple(

@@ -24,6 +24,7 @@ from .timeline import MeterError, build_timeline
 
 _ON_CPU = on("cpu")
 _MARK = "ackpt::"
+_LEVEL = "KINETO_LOG_LEVEL"
 _BACKWARD = "autograd::engine::evaluate_function"
 
 
@@ -31,12 +32,12 @@ def trace(step_fn, warm_up, owned, device):
     """Run `warm_up`, then `step_fn` once with its allocations recorded; see ``meter.measure``."""
     if _profiler_enabled():
         raise MeterError("a torch profiler is running, and measure() needs it for itself: measure outside of it")
-    # Without this level Kineto prints a line to stderr at every start and stop. It reads it once, at its first start.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     gc.collect()
     # Keep the storages of earlier gradients: the allocator warns about frees of blocks allocated before the profile.
     earlier = [storage for _, storage in owned.gradients(_ON_CPU)]
-    with profile(use_kineto=True, profile_memory=True) as profiler:
+    with contextlib.ExitStack() as stack:
+        with _quiet():
+            profiler = stack.enter_context(profile(use_kineto=True, profile_memory=True))
         warm_up()
         gc.collect()
         resident_bytes = owned.bytes(_ON_CPU)
@@ -51,6 +52,22 @@ def trace(step_fn, warm_up, owned, device):
     assert profiler is not None and profiler.kineto_results is not None
     peaks = {"store_peak_bytes": store.peak_bytes} if store.peak_bytes else {}
     return build_timeline(_actions(profiler.kineto_results), before, after), resident_bytes, None, peaks
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Inside, the profiler starts; without this level, Kineto prints a line to stderr at every start and stop.
+
+    Kineto reads the level once, at its first start. Afterwards the environment, which models may read, is as it was.
+    """
+    is_ours = _LEVEL not in os.environ
+    if is_ours:
+        os.environ[_LEVEL] = "6"
+    try:
+        yield
+    finally:
+        if is_ours:
+            del os.environ[_LEVEL]
 
 
 def _actions(results):

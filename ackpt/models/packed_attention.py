@@ -50,7 +50,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: i
         if not is_readable(cu_seqlens):
             raise ValueError(
                 "unequal sequence lengths cannot be read off a meta or fake cu_seqlens: "
-                f"{tokens} tokens must be {sequences} sequences x max_seqlen {max_seqlen}"
+                f"{tokens} tokens must be {sequences} sequences x max_seqlen {max_seqlen}. Give equal lengths, "
+                "or half precision on a GPU, whose kernel reads the offsets itself"
             )
         lengths = cu_seqlens.diff().tolist()
     pieces = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)

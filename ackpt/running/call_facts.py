@@ -9,17 +9,19 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ackpt.capture.aot import given_places
+from ackpt.capture.dynamic_sizes import is_sized, layout
 from ackpt.capture.inspection.attributes import attributes, every_module, plain
 from ackpt.capture.inspection.tensors import is_tensor
 
-Sizes = tuple[tuple[torch.Size, tuple[int, ...]], ...]
+Sizes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 class Call(NamedTuple):
     """One call of a model.
 
     ``facts``: everything that a capture depends on except the sizes of the call's tensors, which are in ``sizes``: the
-    shape and strides of each. ``modules``: the model's by their paths; ``leaves`` and ``spec``: the call's arguments.
+    shape and strides of each, and the integers among the arguments. ``modules``: the model's by their paths;
+    ``leaves`` and ``spec``: the call's arguments.
     """
 
     args: tuple[Any, ...]
@@ -61,13 +63,15 @@ def call_of(model: nn.Module, args, kwargs) -> Call:
         attributes(modules.values()),
         _autocast(),
     )
-    return Call(args, kwargs, modules, leaves, spec, facts, tuple((each.shape, each.stride()) for each in tensors))
+    return Call(args, kwargs, modules, leaves, spec, facts, tuple(map(layout, filter(is_sized, leaves))))
 
 
 def _leaf(leaf):
-    """The part of an argument that a capture depends on, without the sizes of a tensor."""
+    """The part of an argument that a capture depends on, without the sizes of a tensor and without an integer."""
     if is_tensor(leaf):
         return type(leaf), leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad
+    if type(leaf) is int:
+        return int
     value = plain(leaf)
     if value is None:
         try:

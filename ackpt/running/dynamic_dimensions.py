@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ackpt.capture.dynamic_sizes import SMALLEST, Dimension
+from ackpt.capture.dynamic_sizes import SMALLEST, Dimension, is_sized
 from ackpt.capture.inspection.calls import named_leaves
 from ackpt.capture.inspection.tensors import is_tensor
 
@@ -64,8 +64,8 @@ def declared_bounds(dynamic: DynamicArgument, model: nn.Module, call: Call) -> d
 
 
 def differing(sizes: Sizes, call: Call) -> set[Dimension]:
-    """The dimensions in which the tensors of `call` have other sizes than `sizes`, unless one is 0 or 1."""
-    places = [at for at, leaf in enumerate(call.leaves) if is_tensor(leaf)]
+    """The dimensions in which `call` has other sizes than `sizes`, unless one of them is less than 2."""
+    places = [at for at, leaf in enumerate(call.leaves) if is_sized(leaf)]
     found = set()
     for at, (was, _), (now, _) in zip(places, sizes, call.sizes):
         pairs = enumerate(zip(was, now))

@@ -30,7 +30,7 @@ class PlannedStep(nn.Module):
     """A model that runs as planned; it has the model's parameters, buffers, submodules and state_dict.
 
     Called with other shapes, dtypes or switches than before, it captures and replans under the same budget.
-    Switches are ``train`` and ``eval``, ``requires_grad`` of parameters, autocast, numbers and flags among the
+    Switches are ``train`` and ``eval``, ``requires_grad`` of parameters, autocast, floats and flags among the
     arguments, and what the attributes of the modules hold, such as a dropout's ``p``, also in lists, dicts and a
     ``SimpleNamespace``, and the plain values that the model's code reads from globals, closures, environment variables
     and attributes of objects, such as ``SCALE`` or ``cfg.model.scale``. The 64 plans that were used last are kept; pass

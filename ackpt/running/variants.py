@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ackpt.capture.aot import Capture, capture
 from ackpt.capture.as_compiled import measured_baseline
-from ackpt.capture.dynamic_sizes import SMALLEST, Dimension
+from ackpt.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout
 from ackpt.capture.inspection.attributes import changed_attribute
 from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes
 from ackpt.capture.inspection.tensors import is_tensor
@@ -40,6 +40,8 @@ from .planners import Choice, Planner
 _MOST_CAPTURES = 64
 _MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captured one by one
 _PASS_AS_TENSOR = "Pass what changes at every step as a tensor, or change it once per epoch."
+_FEW_SIZES = "Pad the batches to a few sizes, or change the model there."
+_LET_DYNAMIC = "Leave dynamic at None, so that one capture serves several sizes."
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,13 @@ class _Group:
 
     ``fixed``: those of a capture of their own, by their sizes; several where values differ that the code reads.
     ``dynamic``: captures with dynamic dimensions, the latest first, with a variant for every sizes that occurred.
-    ``refused``: dimensions that cannot be dynamic.
+    ``refused``: dimensions that cannot be dynamic; ``refusal``: why not, of the latest.
     """
 
     fixed: dict[Sizes, list[Variant]] = field(default_factory=dict)
     dynamic: list[tuple[DynamicStep, dict[tuple[int, ...], Variant]]] = field(default_factory=list)
     refused: set[Dimension] = field(default_factory=set)
+    refusal: str = ""
 
 
 class Variants:
@@ -176,6 +179,7 @@ class Variants:
                 if dimensions & self.planner.dimensions(call):
                     raise PlanError(f"this plan cannot serve these sizes, because {error}") from error
                 group.refused |= dimensions
+                group.refusal = str(error)
                 self.history.add("refused", f"dynamic dimensions of {cause}: {error}", time.perf_counter() - start)
                 start = time.perf_counter()
         with capture(self.model, call.args, call.kwargs, self.differentiate, self.outputs) as captured:
@@ -188,8 +192,16 @@ class Variants:
                 variant = Variant(captured, run, choice.plan, dropped_places(graph, choice.schedule))
         group.fixed.setdefault(call.sizes, []).insert(0, variant)
         seconds = time.perf_counter() - start
-        self.history.add("capture", cause, seconds, group=group_of_causes, advice=_PASS_AS_TENSOR)
+        self.history.add("capture", cause, seconds, group=group_of_causes, advice=self._advice(group))
         return variant
+
+    def _advice(self, group: _Group) -> str:
+        """How to avoid captures of calls of `group`, one for each."""
+        if len(group.fixed) == 1:
+            return _PASS_AS_TENSOR
+        if self.dynamic is False:
+            return _LET_DYNAMIC
+        return f"One capture cannot serve all: {group.refusal}. {_FEW_SIZES}" if group.refusal else _PASS_AS_TENSOR
 
     def _captured_dynamic(self, group: _Group, call: Call, cause: str, dimensions: set[Dimension]) -> Variant:
         start = time.perf_counter()
@@ -204,6 +216,7 @@ class Variants:
                     "that line so that it does not compare or convert the size."
                 )
             group.refused |= set(fixed)
+            group.refusal = f"the model works for one size only of {_said(fixed, call)}"
             self.history.add("refused", f"one size only of {_said(fixed, call)}", time.perf_counter() - start)
         values = step.symbols.values(call.leaves)
         others = [other for sizes in group.fixed if (other := step.symbols.values_in(sizes)) is not None]
@@ -269,11 +282,13 @@ class Variants:
         chosen = declared(self.dynamic, self.model, call)
         if self.dynamic is not False:
             chosen |= self.planner.dimensions(call)
-        if self.dynamic is None:
-            chosen |= {dimension for step, _ in group.dynamic for dimension in step.symbols.dimensions}
+            changing = {dimension for step, _ in group.dynamic for dimension in step.symbols.dimensions}
             for sizes in group.fixed:
-                chosen |= differing(sizes, call)
-        return {each for each in chosen - group.refused if call.leaves[each.leaf].shape[each.dim] >= SMALLEST}
+                changing |= differing(sizes, call)
+            are_all = self.dynamic is None  # declared otherwise, for tensors
+            chosen |= {each for each in changing if are_all or not is_tensor(call.leaves[each.leaf])}
+        sizes = {each: layout(call.leaves[each.leaf])[0][each.dim] for each in chosen - group.refused}
+        return {each for each, size in sizes.items() if SMALLEST <= size <= LARGEST}
 
     def _cause(self, call: Call, made_for: dict[str, str]) -> tuple[str, str]:
         """Why `call` needs something new, in words, and what changed, as a name under which such causes are counted."""
@@ -312,4 +327,6 @@ def _captures(group: _Group) -> int:
 
 def _said(fixed: Mapping[Dimension, str], call: Call) -> str:
     names = [name for name, _ in named_leaves(call.args, call.kwargs)]
-    return ", ".join(f"dimension {each.dim} of argument {names[each.leaf]}{line}" for each, line in fixed.items())
+    tensors = {at for at, leaf in enumerate(call.leaves) if is_tensor(leaf)}
+    words = {each: f"dimension {each.dim} of " if each.leaf in tensors else "" for each in fixed}
+    return ", ".join(f"{words[each]}argument {names[each.leaf]}{line}" for each, line in fixed.items())

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from dynamic_steps import check, ids, kinds
 from torch import nn
 from torch.nn import functional as F
 
@@ -59,42 +60,6 @@ class Two(nn.Module):
 
     def forward(self, source, target):
         return self.layers(self.embed(source), self.embed(target)).square().mean()
-
-
-def ids(batch, length):
-    return torch.randint(0, 50, (batch, length), generator=torch.Generator().manual_seed(batch * length))
-
-
-def trained(model, call):
-    """Loss, gradients, buffers and the RNG state after one step."""
-    torch.manual_seed(1)
-    model.zero_grad(set_to_none=True)
-    loss = call()
-    loss.sum().backward()
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    return [loss.detach(), *(p.grad for p in model.parameters()), *buffers, torch.get_rng_state()]
-
-
-def check(step, model, *args):
-    """The step is bit-equal to eager and has the planned peak."""
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    got = trained(model, lambda: step(*args))
-    model.load_state_dict(state)
-    expected = trained(model, lambda: model(*args))
-    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
-
-    def run():
-        model.zero_grad(set_to_none=True)
-        step(*args).sum().backward()
-
-    given = [arg for arg in args if arg is not None]
-    measured = ackpt.measure(run, resident=[model, *given], repeats=0)
-    assert measured.peak_bytes == step.plan.peak_bytes
-    model.zero_grad(set_to_none=True)
-
-
-def kinds(step):
-    return [event.kind for event in step.history]
 
 
 def test_one_capture_serves_all_lengths_and_batches():
@@ -346,9 +311,35 @@ def test_an_attribute_that_changes_at_every_step_is_warned_of():
         for share in (0.4, 0.3, 0.2, 0.1):
             model.blocks[0].dropout.p = share
             step.prepare(ids(2, 8))
-    assert step.history[1].cause == (
-        "p of blocks.0.dropout changed from 0.5 to 0.4; pass it as a tensor to avoid replanning"
+    cause = "p of blocks.0.dropout changed from 0.5 to 0.4; to avoid replanning, change it once per epoch, or hold it"
+    assert step.history[1].cause.startswith(cause)
+    model.blocks[0].linear1.note = 1
+    step.prepare(ids(2, 8))
+    assert step.history[-1].cause == (
+        "note of blocks.0.linear1 changed; hold it in a buffer that changes in place to avoid replanning"
     )
+
+
+class Annealed(nn.Module):
+    """A dropout whose probability is in a buffer, as the warning proposes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+        self.register_buffer("p", torch.tensor(0.5))
+
+    def forward(self, x):
+        x = self.layers(x)
+        return (x * (torch.rand_like(x) >= self.p) / (1 - self.p)).square().mean()
+
+
+def test_a_dropout_with_its_probability_in_a_buffer_is_planned_once():
+    model, x = Annealed(), torch.randn(64, 16)
+    step = ackpt.compile(model, x, budget="1MB")
+    for share in (0.4, 0.3, 0.0):
+        model.p.fill_(share)
+        check(step, model, x)
+    assert kinds(step) == ["capture"]
 
 
 def test_an_error_in_planning_leaves_the_step_usable():

@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import torch
@@ -30,6 +30,12 @@ _TENSORS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submo
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
+# What to do about an attribute that changes. Torch's dropout takes no tensor.
+_BUFFER = "hold it in a buffer that changes in place to avoid replanning"
+_DROPOUT = (
+    "to avoid replanning, change it once per epoch, or hold it in a buffer p that changes in place and write "
+    "x * (torch.rand_like(x) >= p) / (1 - p) for the dropout"
+)
 _FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, functools.partial
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -71,19 +77,20 @@ def attributes(modules) -> tuple:
     return tuple(entries)
 
 
-def changed_attribute(paths: Iterable[str], was: tuple, now: tuple) -> tuple[str, str] | None:
-    """The first attribute that differs between two results of `attributes` for modules with these paths.
+def changed_attribute(modules: Mapping[str, nn.Module], was: tuple, now: tuple) -> tuple[str, str] | None:
+    """The first attribute that differs between two results of `attributes` for these modules by their paths.
 
     Returns:
-        What changed, in words, and the name of the attribute; None if nothing did.
+        What changed and how to avoid it, in words, and the name of the attribute; None if nothing did.
     """
-    for path, before, after in zip(paths, _by_module(was), _by_module(now)):
+    for (path, module), before, after in zip(modules.items(), _by_module(was), _by_module(now)):
         for name in {**before, **after}:
             if before.get(name) != after.get(name):
                 label = f"{name} of {path or 'the model'}"
                 values = [_value_in(each.get(name)) for each in (before, after)]
                 words = "changed" if None in values else f"changed from {values[0]} to {values[1]}"
-                return f"{label} {words}; pass it as a tensor to avoid replanning", label
+                is_dropout = name == "p" and isinstance(module, nn.modules.dropout._DropoutNd)
+                return f"{label} {words}; {_DROPOUT if is_dropout else _BUFFER}", label
     return None
 
 

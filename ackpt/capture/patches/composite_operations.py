@@ -4,12 +4,16 @@ Some decompositions also return gradients with other strides, drop the dropout b
 
 Torch: functions registered with ``py_impl(DispatchKey.CompositeImplicitAutograd)`` or ``DispatchKey.Autograd`` in
 ``torch/_decomp/decompositions.py`` and ``torch/_refs`` (``lstm_impl``, ``upsample_bilinear2d``, ``hardshrink``, ...).
+The C++ of ``upsample_*.vec`` (``aten/src/ATen/native/UpSample*.cpp``) takes no symbolic sizes: it has Python code here.
 Versions: 2.11 to 2.13. Test: ``tests/capture/test_whole.py``; an operation can leave the list when it passes without.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch._decomp.decompositions import upsample_compute_output_size
 
 from .python_kernels import put
 
@@ -21,7 +25,7 @@ _RESIZED += (aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa)
 _RESIZED += (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d)
 _RESIZED += (aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d)
 _WHOLE = [
-    *(overload for packet in _RESIZED for overload in (packet.default, packet.vec)),
+    *(packet.default for packet in _RESIZED),
     *(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input),
     aten.hardshrink.default,
     aten.softshrink.default,
@@ -31,6 +35,19 @@ _WHOLE = [
 ]
 
 
+def _resizing(packet):
+    """What the C++ of ``packet.vec`` does, for sizes that may be symbols."""
+
+    def vec(x, output_size, *rest):
+        *options, factors = rest
+        size: Any = upsample_compute_output_size(x.shape, output_size, factors)
+        return packet.default(x, size, *options, *(factors or [None] * len(size)))
+
+    return vec
+
+
 def whole_operations():
     """Inside, capturing leaves these operations to C++, which keeps them or takes them apart as eager does."""
-    return put({(operation, key): None for operation in _WHOLE for key in _KEYS})
+    resizing = {packet.vec: _resizing(packet) for packet in _RESIZED}
+    kernels = {**dict.fromkeys(_WHOLE), **resizing}
+    return put({(operation, key): kernel for operation, kernel in kernels.items() for key in _KEYS})

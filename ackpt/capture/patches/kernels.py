@@ -131,6 +131,23 @@ def _elementwise(result, gradient, *rest):
     return torch.empty_like(torch.add(gradient, x), dtype=result.dtype)
 
 
+def _resize_backward(fake_mode, operation, gradient, output_size, input_size, *rest):
+    """Torch's rule takes no symbols, so the order of the dimensions is that at the example's sizes."""
+
+    def example(sizes):
+        return [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
+
+    strided = torch.empty_strided(example(gradient.shape), example(gradient.stride()), device="meta")
+    result = operation(strided, example(output_size), example(input_size), *rest)
+    with fake_mode:
+        return gradient.new_empty(input_size).to(memory_format=suggest_memory_format(result))
+
+
+_RESIZES = (aten.upsample_linear1d_backward, aten.upsample_bilinear2d_backward, aten.upsample_bicubic2d_backward)
+_RESIZES += (aten.upsample_trilinear3d_backward, aten.upsample_nearest1d_backward, aten.upsample_nearest3d_backward)
+_RESIZES += (aten._upsample_bilinear2d_aa_backward, aten._upsample_bicubic2d_aa_backward)
+_RESIZES += (aten._upsample_nearest_exact1d_backward, aten._upsample_nearest_exact2d_backward)
+_RESIZES += (aten._upsample_nearest_exact3d_backward,)
 _CONTIGUOUS = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward)
 _CONTIGUOUS += (aten.log_sigmoid_forward, aten._log_softmax_backward_data, aten.native_layer_norm_backward)
 _CONTIGUOUS += (aten.glu_backward,)
@@ -141,6 +158,7 @@ _OURS = {
     **{operation.default: _corrected(_elementwise) for operation in _ELEMENTWISE},
     **{loss: _corrected(in_whole_memory) for loss in LOSSES},
     aten.binary_cross_entropy.default: _corrected(_binary_cross_entropy),
+    **{resize.default: _resize_backward for resize in _RESIZES},
     aten.col2im.default: _corrected(_fold),
     aten.roll.default: _corrected(_laid_out_like(0)),
     aten.reflection_pad2d_backward.default: _corrected(_laid_out_like(1)),

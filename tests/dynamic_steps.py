@@ -1,0 +1,43 @@
+"""Steps of many sizes, compared with eager: results bit for bit, peaks byte for byte."""
+
+from __future__ import annotations
+
+import torch
+
+import ackpt
+
+
+def ids(batch, length):
+    return torch.randint(0, 50, (batch, length), generator=torch.Generator().manual_seed(batch * length))
+
+
+def trained(model, call):
+    """Loss, gradients, buffers and the RNG state after one step."""
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    loss = call()
+    loss.sum().backward()
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    return [loss.detach(), *(p.grad for p in model.parameters()), *buffers, torch.get_rng_state()]
+
+
+def check(step, model, *args):
+    """The step is bit-equal to eager and has the planned peak."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    got = trained(model, lambda: step(*args))
+    model.load_state_dict(state)
+    expected = trained(model, lambda: model(*args))
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+    def run():
+        model.zero_grad(set_to_none=True)
+        step(*args).sum().backward()
+
+    given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    measured = ackpt.measure(run, resident=[model, *given], repeats=0)
+    assert measured.peak_bytes == step.plan.peak_bytes
+    model.zero_grad(set_to_none=True)
+
+
+def kinds(step):
+    return [event.kind for event in step.history]

@@ -1,0 +1,193 @@
+"""Models and loops whose sizes change: few captures, bit-equal to eager, with the simulated peak at every size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dynamic_steps import check, ids, kinds
+from torch import nn
+from torch.nn import functional as F
+
+import ackpt
+from ackpt.models.transformer import LanguageModel, TransformerConfig
+
+CAPTURES = "capture", "dynamic capture"
+
+
+class UNet(nn.Module):
+    """Two scales that are joined at the size of the larger one."""
+
+    def __init__(self, mode="nearest"):
+        super().__init__()
+        self.mode = mode
+        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.middle, self.up = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(16, 2, 3, padding=1)
+
+    def forward(self, images):
+        wide = self.down(images)
+        small = self.middle(F.max_pool2d(wide, 2)).relu()
+        again = F.interpolate(small, size=wide.shape[2:], mode=self.mode)
+        return self.up(torch.cat([again, wide], 1)).square().mean()
+
+
+class Recurrent(nn.Module):
+    """One capture for all batch sizes; each length is another graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(50, 32), nn.GRU(32, 32, batch_first=True), nn.Linear(32, 50)
+
+    def forward(self, tokens):
+        hidden, _ = self.layer(self.embed(tokens))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+
+
+class Experts(nn.Module):
+    """A mixture whose experts have a capacity that follows from the number of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+
+    def forward(self, x):
+        x = x.flatten(0, 1)
+        weight, choice = self.gate(x).softmax(-1).max(-1)
+        order, capacity = choice.argsort(stable=True), (len(x) + 1) // 2
+        parts = [expert(x[order[at * capacity :][:capacity]]) for at, expert in enumerate(self.experts)]
+        return (torch.cat(parts) * weight[order, None]).square().mean()
+
+
+class Pieces(nn.Module):
+    """Attention within each of several sequences, whose lengths are a list of integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True)
+
+    def forward(self, x, lengths):
+        return torch.cat([self.layer(piece[None])[0] for piece in x.split(lengths)]).square().mean()
+
+
+class Scaled(nn.Module):
+    """A loss divided by a number that the caller gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16))
+
+    def forward(self, x, count):
+        return self.layers(x).square().sum() / count
+
+
+class Table(nn.Module):
+    """Reads a tensor that always has the same size."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x, table):
+        return (self.layers(x) @ table).square().mean()
+
+
+def images(*sizes):
+    return [(torch.randn(size),) for size in sizes]
+
+
+def packed(*batches):
+    """Batches of sequences that are equally long, one after the other."""
+    for sequences, length in batches:
+        tokens, ends = torch.randint(0, 50, (sequences * length,)), torch.arange(sequences + 1, dtype=torch.int32)
+        yield tokens, ends * length, length, tokens.roll(1)
+
+
+def rows(*sizes):
+    return [torch.randn(size, 16) for size in sizes]
+
+
+TABLE = torch.randn(16, 9)
+MODELS = {
+    "images": (UNet, images((2, 3, 16, 16), (2, 3, 24, 20), (2, 3, 17, 19), (2, 3, 9, 31)), 2),
+    "images, bilinear": (lambda: UNet("bilinear"), images((2, 3, 16, 16), (2, 3, 24, 20), (2, 3, 17, 19)), 2),
+    "batches of a recurrent layer": (Recurrent, [(ids(size, 5),) for size in (4, 6, 3, 8)], 2),
+    "lengths of a recurrent layer": (Recurrent, [(ids(4, size),) for size in (5, 4, 3)], 3),
+    "experts": (Experts, images((4, 20, 16), (4, 31, 16), (3, 12, 16)), 3),
+    "packed sequences": (
+        lambda: LanguageModel(TransformerConfig(dim=16, ff_dim=64, layers=1, head_dim=8, vocab_size=50)),
+        packed((3, 20), (3, 24), (3, 17), (3, 33)),
+        2,
+    ),
+    "lengths in a list": (
+        Pieces,
+        [(torch.randn(sum(n), 16), list(n)) for n in ((20, 30), (24, 25), (9, 9), (40, 17), (1, 9), (5, 5, 5))],
+        4,
+    ),
+    "a number": (Scaled, list(zip(rows(64, 64, 40, 40, 40, 40), (5, 7, 9, 64, 1, -3))), 5),
+    "a table": (Table, [(x, TABLE) for x in rows(64, 40, 50)], 2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes(name):
+    make, batches, captures = MODELS[name]
+    torch.manual_seed(0)
+    model, step = make(), None
+    for args in batches:
+        step = step or ackpt.compile(model, *args)
+        check(step, model, *args)
+    assert sum(kind in CAPTURES for kind in kinds(step)) == captures
+
+
+MODES = ["nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear", "area", "bicubic antialias"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "resized"), [*((mode, "size") for mode in MODES), ("bilinear antialias", "scale_factor")]
+)
+def test_interpolation(mode, resized):
+    mode, _, antialias = mode.partition(" ")
+    dims = {"linear": 1, "trilinear": 3}.get(mode, 2)
+    convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+
+    class Resized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = convolution(2, 3, 3, padding=1)
+
+        def forward(self, x):
+            to = {"size": [n + 3 for n in x.shape[2:]]} if resized == "size" else {"scale_factor": 1.7}
+            return F.interpolate(self.layer(x), mode=mode, antialias=bool(antialias), **to).square().mean()
+
+    model = Resized()
+    step = ackpt.compile(model, torch.randn(2, 2, *[8, 6, 4][:dims]), dynamic={"x": dict.fromkeys(range(2, 2 + dims))})
+    for sizes in ([5, 9, 7], [12, 12, 12]):
+        check(step, model, torch.randn(2, 2, *sizes[:dims]))
+    assert kinds(step) == ["dynamic capture", "plan", "plan"]
+
+
+class Repeated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, times):
+        for _ in range(times):
+            x = self.layer(x).tanh()
+        return x.square().mean()
+
+
+def test_a_number_that_the_model_fixes_is_named_with_its_line_and_the_fix():
+    model, x = Repeated(), torch.randn(4, 8)
+    step = ackpt.compile(model, x, 2)
+    with pytest.warns(UserWarning, match=r"works for one size only of argument 1 at .*test_dynamic_models.py:\d+"):
+        for times in (3, 4, 5, 6, 7):
+            check(step, model, x, times)
+    assert "refused" in kinds(step)
+
+
+def test_changing_sizes_with_dynamic_false_are_warned_of():
+    step = ackpt.compile(Scaled(), torch.randn(4, 16), 3, dynamic=False)
+    with pytest.warns(UserWarning, match="Leave dynamic at None, so that one capture serves several sizes"):
+        for rows in (5, 6, 7, 8):
+            step.prepare(torch.randn(rows, 16), 3)
