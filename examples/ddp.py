@@ -56,8 +56,11 @@ torch.manual_seed(0)
 plain = Net()
 model = copy.deepcopy(plain)
 torch.manual_seed(dist.get_rank())
-batches = torch.randn(3, 2, 2, 512, 64)  # of two micro batches, of x and targets
-batch = batches[0, 0]
+batches = [
+    [tuple(torch.randn(rows, 64) for _ in ("x", "targets")) for _ in range(2)]
+    for rows in (512, 384, 448)  # sizes may change, also from rank to rank
+]  # of two micro batches each
+batch = batches[0][0]
 
 planned = ackpt.compile(model, *batch, budget=0.7)  # plan first, then distribute
 parallel = DistributedDataParallel(planned)

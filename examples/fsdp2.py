@@ -39,18 +39,20 @@ def shard(model):
     return fully_shard(model)
 
 
-def train(model, batch):
-    """Three steps: this rank's parameters, and the most bytes that a step allocates."""
+def train(model, batches):
+    """A step for each: this rank's parameters, and the first one's peak in bytes."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step():
+    def step(batch):
         optimizer.zero_grad()
         model(*batch).backward()
 
-    for _ in range(3):
-        step()
+    for batch in batches:
+        step(batch)
         optimizer.step()
-    peak = ackpt.measure(step, resident=batch, warmup=0, repeats=0).dynamic_peak_bytes
+    peak = ackpt.measure(
+        lambda: step(batches[0]), resident=batches[0], warmup=0, repeats=0
+    ).dynamic_peak_bytes
     return [parameter.to_local() for parameter in model.parameters()], peak
 
 
@@ -60,15 +62,18 @@ plain = Net()
 checkpointed, model = copy.deepcopy(plain), copy.deepcopy(plain)
 whole = sum(parameter.nbytes for parameter in plain.parameters())
 torch.manual_seed(dist.get_rank())
-batch = torch.randn(2, 1024, 64).unbind()
+batches = [
+    tuple(torch.randn(rows, 64) for _ in ("x", "targets"))
+    for rows in (1024, 768, 896)  # sizes may change
+]
 
-expected, before = train(shard(plain), batch)
+expected, before = train(shard(plain), batches)
 ackpt.apply_activation_checkpointing(checkpointed)  # first the regions, then the shards
-found, regions = train(shard(checkpointed), batch)
+found, regions = train(shard(checkpointed), batches)
 assert all(torch.equal(one, other) for one, other in zip(expected, found))
 
-planned = ackpt.compile(model, *batch, budget=0.5)  # first the plan, then the shards
-found, after = train(fully_shard(planned), batch)  # parameters are whole in every step
+planned = ackpt.compile(model, *batches[0], budget=0.5)  # plan, then shard
+found, after = train(fully_shard(planned), batches)  # parameters are whole
 assert all(torch.equal(one, other) for one, other in zip(expected, found))
 
 promised = planned.plan.dynamic_peak_bytes

@@ -127,7 +127,34 @@ def loss_and_more():
     return "equal"
 
 
+ROWS = (30, 40, 21), (40, 33, 52)  # of the batches of each rank
+
+
+def several_sizes(options, budget, rank):
+    """Batches of other sizes at every step and on every rank; with a large budget, the model itself runs."""
+    torch.manual_seed(0)
+    eager = Net()
+    model = copy.deepcopy(eager)
+    step = ackpt.compile(model, torch.randn(ROWS[rank][0], 4), budget=budget)
+    results = []
+    for each in (eager, step):
+        parallel = fully_shard(each) if options is None else DistributedDataParallel(each, **options)
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        torch.manual_seed(rank)
+        for rows in ROWS[rank]:
+            optimizer.zero_grad()
+            parallel(torch.randn(rows, 4)).sin().sum().backward()
+            optimizer.step()
+        values = each.state_dict().values()
+        results.append([value.to_local() if isinstance(value, DTensor) else value.clone() for value in values])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert [event.kind for event in step.history] == ["capture", "dynamic capture", "plan"]
+    return "equal"
+
+
 def scenario(name, rank, folder):
+    if name[0] == "several sizes":
+        return several_sizes(OPTIONS[name[1]], name[2], rank)
     if isinstance(name, str):
         return {"torch.compile": buckets, "loss and more": loss_and_more}[name]()
     options, policy, accumulate = name
@@ -152,6 +179,7 @@ NAMES += [
     ("fully_shard", "full", True),
     "torch.compile",
     "loss and more",
+    *(("several sizes", options, budget) for options in ("unused", "fully_shard") for budget in (0.9, "10MB")),
 ]
 
 
