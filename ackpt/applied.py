@@ -10,7 +10,7 @@ from torch import nn
 
 from ackpt.policies.search.schedule_cache import Cache
 from ackpt.running.dynamic_dimensions import DynamicArgument
-from ackpt.running.planned_step import PlannedStep, in_place_of, put_in_place, take_away
+from ackpt.running.planned_step import PlannedStep, in_place_of, put_in_place, take_away, without_budget
 
 from .compiled import planned_step
 
@@ -58,11 +58,7 @@ def apply_budget(
         (0, 'Sequential')
     """
     args, kwargs = _arguments(batch)
-    if isinstance(model, nn.Module) and (earlier := in_place_of(model)) is not None:
-        take_away(model)
-    else:
-        earlier = None
-    try:
+    with without_budget(model):
         step = planned_step(
             model,
             budget=budget,
@@ -75,10 +71,6 @@ def apply_budget(
             cache=cache,
         )
         step.prepare(*args, **kwargs)
-    except BaseException:
-        if earlier is not None:
-            put_in_place(earlier)
-        raise
     put_in_place(step)
     return step
 

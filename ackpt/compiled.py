@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -116,8 +116,12 @@ def planned_step(
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
+    on_plan: Callable[[Plan], Any] | None = None,
 ) -> PlannedStep:
-    """The planned step that `compile` describes, before it has seen example inputs; refuses invalid arguments."""
+    """The planned step that `compile` describes, before it has seen example inputs; refuses invalid arguments.
+
+    `on_plan`: called with every new plan before it runs.
+    """
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(
             f"plan must be an ackpt.Plan, got {type(plan).__name__}; read a file with ackpt.Plan.load(path)"
@@ -132,7 +136,7 @@ def planned_step(
     _check_options(options, plan)
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget before the work
     planner = _Planner(budget, policy, dict(options or {}), plan, cache_folder(cache))
-    return PlannedStep(model, planner, differentiate, outputs, optimizer, dynamic)
+    return PlannedStep(model, planner, differentiate, outputs, optimizer, dynamic, on_plan)
 
 
 def _check_keywords(model, kwargs, policy: str) -> None:

@@ -238,9 +238,11 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
     check_differentiate(differentiate)
     check_outputs(outputs)
     stage("capturing the step")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise TraceError("no parameter of the model requires grad, so there is no backward to plan")
     leaves, spec = tree_flatten((args, kwargs))
+    if not any(tensor.requires_grad for tensor in (*model.parameters(), *filter(is_tensor, leaves))):
+        raise TraceError(
+            "no parameter of the model requires grad, nor does an argument, so there is no backward to plan"
+        )
     require_traceable(model, args, kwargs)
     about = {
         "made_for": described(model, args, kwargs, differentiate),

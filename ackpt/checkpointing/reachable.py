@@ -170,7 +170,7 @@ class ReachableState:
             return
         self._seen.add(id(code))
         namespace = function.__globals__
-        for key in _global_names(code)[0]:
+        for key in global_names(code)[0]:
             value = namespace.get(key)
             if isinstance(value, torch.Tensor):
                 self.tensors.setdefault(id(value), (value, key))
@@ -203,7 +203,7 @@ class ReachableState:
                 self.bindings.append((_CellNamespace(cell), key, value))
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._visit(item, name, depth + 1)
-        read, written = _global_names(function.__code__)
+        read, written = global_names(function.__code__)
         for key in read:
             value = function.__globals__.get(key, _ABSENT)
             if value is _ABSENT:  # a builtin
@@ -300,7 +300,7 @@ def _generator_types():
 
 
 @functools.lru_cache(maxsize=4096)
-def _global_names(code) -> tuple[tuple[str, ...], frozenset[str]]:
+def global_names(code) -> tuple[tuple[str, ...], frozenset[str]]:
     """The global names that the code, or code nested in it, reads, and those that it assigns to."""
     names: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "STORE_GLOBAL": set()}
     for instruction in dis.get_instructions(code):
@@ -309,7 +309,7 @@ def _global_names(code) -> tuple[tuple[str, ...], frozenset[str]]:
     read, written = names.values()
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            more_read, more_written = _global_names(constant)
+            more_read, more_written = global_names(constant)
             read.update(more_read)
             written |= more_written
     return tuple(sorted(read)), frozenset(written)

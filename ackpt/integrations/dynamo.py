@@ -1,12 +1,14 @@
-"""The Dynamo backend ``"ackpt"``: ``torch.compile(model, backend="ackpt", options={"budget": ...})``.
+"""The backend ``"ackpt"`` of ``torch.compile``: ``torch.compile(model, backend="ackpt", options={"budget": ...})``.
 
-With ``compiler="inductor"`` the plan goes through Inductor's partitioner hook, and Inductor compiles both halves. It
-fuses and reorders operations, so the peak is not exactly the simulated one. It draws its own random numbers, so results
-of random operations are saved, never recomputed.
+Without Inductor, the model is not given to Dynamo: `without_dynamo` runs it as a `PlannedStep`, which serves all sizes.
+
+With ``compiler="inductor"``, Dynamo captures the model, the plan goes through Inductor's partitioner hook, and Inductor
+compiles both halves, for every shape separately. It fuses and reorders operations, so the peak is not exactly the
+simulated one. It draws its own random numbers, so results of random operations are saved, never recomputed.
 
 Before torch 2.13 Dynamo loses gradients of some autograd.Functions. This module refuses one that returns a tensor which
 it changed in place. It cannot recognize one that is called with the same tensor twice, or that changes its input and
-whose result is unused. `ackpt.compile`, which captures without Dynamo, is right in these cases, too.
+whose result is unused. Without Inductor, these cases are right, too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
 from torch._guards import CompileContext, TracingContext, detect_fake_mode
@@ -26,7 +27,6 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from ackpt.budget import is_share
 from ackpt.capture.inspection.outside_values import warn_of_checkpoints
 from ackpt.capture.outputs import (
-    check_differentiate,
     depends_on,
     differentiable_once,
     gradient_strides,
@@ -38,13 +38,13 @@ from ackpt.capture.outputs import (
 from ackpt.capture.patches import casts
 from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.capture.tracing import joint_graph
-from ackpt.errors import BudgetError, TraceError, check_misspelt
+from ackpt.errors import BudgetError, TraceError
 from ackpt.planner import check_runs, plan
-from ackpt.running.compiled_schedule import partitioner, run_boxed
+from ackpt.running.compiled_schedule import partitioner
 
 from .dynamo_calls import check_compiled_here, install, runs_graph
+from .options import Options, checked
 
-COMPILERS = ("eager", "inductor")
 _CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
 _FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
 
@@ -55,22 +55,27 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The step of a model that Dynamo has captured, planned: the backend ``"ackpt"`` of ``torch.compile``.
+    """The backend ``"ackpt"`` of ``torch.compile``: training steps run as planned; evaluation runs the model itself.
+
+    ``torch.compile(model, backend="ackpt", options=...)`` and ``model.compile(...)`` use it by its name. A function
+    that contains models, such as one that computes a loss, may take the place of the model.
 
     Args:
-        gm: the graph that Dynamo has captured; it must be the whole model.
+        gm: the graph that Dynamo has captured, for the compiler ``"inductor"``; it must be the whole model.
         example_inputs: fake tensors.
-        options: ``budget``, ``policy`` and the options of the policy, as in `ackpt.plan`; ``differentiate``, as in
-            `ackpt.trace`; ``compiler``: ``"eager"`` runs the planned operations one by one, ``"inductor"`` compiles
-            them; ``on_plan``, a function that is called with every `Plan`.
+        options: ``budget``, ``policy`` and the options of the policy, as in `ackpt.plan`; ``differentiate`` and
+            ``outputs``, as in `ackpt.compile`; ``on_plan``, a function that is called with every `Plan` before it
+            runs; ``compiler``: ``"eager"``, the default, runs the planned operations one by one, as `ackpt.compile`
+            does. ``"inductor"`` compiles them.
         mode: of ``torch.compile``, which is Inductor's own: refused.
 
     Raises:
-        TraceError: at a graph break, naming the line, and where DistributedDataParallel has the graph cut: a part of a
-            step cannot keep the budget of the whole. Also by every call that needs gradients and that Dynamo would
-            run without a plan, as it does after ``torch._dynamo.config.recompile_limit`` shapes.
-        BudgetError: if the budget is infeasible. Other shapes, such as a smaller last batch, are compiled and planned
-            when they occur, and a fraction is then relative to their own dynamic peak.
+        BudgetError: by a call whose budget is infeasible. One capture serves all sizes, and a fraction is relative to
+            the baseline of the same call.
+        TraceError: by a call that cannot be captured as one graph; names the line. With Inductor also where
+            DistributedDataParallel has the graph cut, and by every call that needs gradients and that Dynamo would run
+            without a plan, as it does after ``torch._dynamo.config.recompile_limit`` shapes.
+        TypeError, ValueError: for an option that is wrong, and for what cannot be captured, as in `ackpt.compile`.
 
     Example:
         >>> import torch, ackpt
@@ -82,30 +87,12 @@ def backend(
         >>> plans[0].policy
         'full'
     """
-    if mode is not None:
-        raise ValueError(
-            f"mode {mode!r} is one of Inductor's: leave it out; options={{'compiler': 'inductor'}} uses it"
-        )
-    if not isinstance(options, (Mapping, type(None))):
-        raise TypeError(f"options must be a dict such as {{'budget': '6GiB'}}, got {type(options).__name__}")
-    options = dict(options or {})
-    if foreign := sorted({"plan", "optimizer"} & set(options)):
-        raise TypeError(
-            f"{foreign[0]!r} is not an option of this backend: use ackpt.compile(model, ..., {foreign[0]}=...)"
-        )
-    check_misspelt(options, ("budget", "policy", "differentiate", "compiler", "on_plan"), "this backend")
-    on_plan = options.get("on_plan")
-    if on_plan is not None and not callable(on_plan):
-        raise TypeError(f"on_plan must be a function of a plan, got {type(on_plan).__name__}")
-    compiler = options.pop("compiler", "eager")
-    if compiler not in COMPILERS:
-        raise ValueError(f"compiler {compiler!r} is not known; the compilers are {', '.join(COMPILERS)}")
-    differentiate = check_differentiate(options.pop("differentiate", "loss"))
-    check_compiled_here()
+    use = checked(options, mode)
+    check_compiled_here(use.compiler)
     _refuse_pieces()
     _refuse_lost_gradients(gm)
     if not torch.is_grad_enabled():  # evaluation, which needs no plan
-        return _evaluation(gm, example_inputs)
+        return _by_inductor(gm, example_inputs)
     for value in example_inputs:
         # A plan holds for one shape: guard on it, so that another shape is compiled and planned again.
         for size in value.shape if isinstance(value, torch.Tensor) else [value]:
@@ -115,10 +102,10 @@ def backend(
     graphs = [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
     if any(graph.find_nodes(op="call_function", target=_CHECKPOINT) for graph in graphs):
         warn_of_checkpoints()
-    partition = _Partition(gm, options, inductor=compiler == "inductor")
+    partition = _Partition(gm, use)
     output = next(node for node in gm.graph.nodes if node.op == "output")
     returned = output.args[0]
-    refused = without_gradient([node.meta.get("example_value") for node in returned], differentiate)
+    refused = without_gradient([node.meta.get("example_value") for node in returned], use.differentiate)
     for place in refused:
         with gm.graph.inserting_before(output):
             detached = gm.graph.call_method("detach", (returned[place],))
@@ -133,8 +120,9 @@ def backend(
         with gm.graph.inserting_before(output):
             gm.graph.call_function(casts.stop)
     gm.recompile()
-    with like_eager(detect_fake_mode(example_inputs)):
-        run = (_inductor if compiler == "inductor" else _eager)(gm, example_inputs, partition)
+    # A cached step would contain the plan of another budget.
+    with like_eager(detect_fake_mode(example_inputs)), functorch_config.patch(enable_autograd_cache=False):
+        run = _by_inductor(gm, example_inputs, custom_partitioner_fn=partition, fx_graph_cache=False)
 
     def call(*args):
         outputs = list(run(*args))
@@ -151,6 +139,12 @@ def backend(
 install(backend)
 
 
+def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Any:
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs, config_patches=settings or None)
+
+
 def _counted(run, planned: bool):
     def call(*args):
         runs_graph(planned)
@@ -160,11 +154,10 @@ def _counted(run, planned: bool):
 
 
 class _Partition(CustomPartitionerFn):
-    """Plans the joint graph that AOTAutograd or Inductor hands over, and splits it as planned."""
+    """Plans the joint graph that Inductor hands over, and splits it as planned."""
 
-    def __init__(self, gm: fx.GraphModule, options: dict, inductor: bool):
+    def __init__(self, gm: fx.GraphModule, options: Options):
         self.options = options
-        self.inductor = inductor
         self.kinds = {}
         self.depends: tuple[frozenset[int] | None, ...] = ()
         self.strides: dict[int, tuple[int, ...]] = {}
@@ -183,19 +176,17 @@ class _Partition(CustomPartitionerFn):
                 node.meta["desc"] = self.kinds[what.idx]
             elif node.op == "output":
                 node.meta["desc"] = [self._gradient(what) for what in node.meta["desc"]]
-        if self.inductor:  # Inductor's passes keep the old shapes and aliases of nodes that they replace
-            again = FakeTensorProp(joint, detect_fake_mode(joint_inputs))
-            with torch.no_grad():
-                again.propagate_dont_convert_inputs(*_flat(joint_inputs))
-        graph = joint_graph(joint, replays_random=not self.inductor)
+        # Inductor's passes keep the old shapes and aliases of nodes that they replace.
+        again = FakeTensorProp(joint, detect_fake_mode(joint_inputs))
+        with torch.no_grad():
+            again.propagate_dont_convert_inputs(*_flat(joint_inputs))
+        graph = joint_graph(joint, replays_random=False)
         self.depends, self.strides = depends_on(graph), gradient_strides(graph.analysis)
-        options = dict(self.options)
-        on_plan = options.pop("on_plan", None)
-        budget, policy = options.pop("budget", None), options.pop("policy", "auto")
+        use = self.options
         try:
-            made = check_runs(graph, plan(graph, budget, policy, **options))
+            made = check_runs(graph, plan(graph, use.budget, use.policy, **use.of_policy))
         except BudgetError as error:
-            if not (_compiled_before() and is_share(budget)):
+            if not (_compiled_before() and is_share(use.budget)):
                 raise
             raise BudgetError(
                 f"{error} The model was compiled before, for other arguments or in another mode, and a fraction is "
@@ -203,10 +194,10 @@ class _Partition(CustomPartitionerFn):
                 "larger fraction, leave a smaller last batch out, as a DataLoader with drop_last=True does, and "
                 "evaluate under torch.no_grad().",
                 error.least_bytes,
-                budget,
+                use.budget,
             ) from None
-        if on_plan is not None:
-            on_plan(made)
+        if use.on_plan is not None:
+            use.on_plan(made)
         return partitioner(graph, made.schedule)(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
 
     def _gradient(self, what):
@@ -226,33 +217,6 @@ def _compiled_before() -> bool:
 def _flat(joint_inputs):
     """Torch hands over (inputs, tangents)."""
     return [value for part in joint_inputs for value in (part if isinstance(part, (list, tuple)) else [part])]
-
-
-def _eager(gm, example_inputs, partition) -> Any:
-    compile = aot_autograd(
-        fw_compiler=run_boxed,
-        bw_compiler=run_boxed,
-        partition_fn=partition,
-        keep_inference_input_mutations=True,
-    )
-    return compile(gm, example_inputs)
-
-
-def _evaluation(gm, example_inputs) -> Any:
-    """The model compiled by Inductor with dynamic shapes, so that few compilations serve all lengths."""
-    from torch._inductor.compile_fx import compile_fx
-
-    return compile_fx(gm, example_inputs)
-
-
-def _inductor(gm, example_inputs, partition) -> Any:
-    from torch._inductor.compile_fx import compile_fx
-
-    # A cached step would contain the plan of another budget.
-    with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(
-            gm, example_inputs, config_patches={"custom_partitioner_fn": partition, "fx_graph_cache": False}
-        )
 
 
 def _refuse_pieces() -> None:

@@ -1,5 +1,8 @@
 """Make every call of ``torch.compile(model, backend="ackpt")`` that needs gradients run as planned, or raise.
 
+With the compiler ``"eager"``, the model is not given to Dynamo at all: see `without_dynamo`. The rest of this module is
+for the compiler ``"inductor"``.
+
 Dynamo prefers running a model without its backend to failing: after ``config.recompile_limit`` compilations, at a frame
 that it skips, and after an error under ``config.suppress_errors``. The budget would then be ignored silently. For this
 backend only, models therefore compile as with ``fullgraph=True``, which turns these cases into errors; frames without
@@ -17,7 +20,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +30,10 @@ from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrate
 
 from ackpt.errors import TraceError
 
-_INSTEAD = "ackpt.compile(model, ...) captures the model without Dynamo"
+from .options import checked
+from .without_dynamo import WithoutDynamo
+
+_INSTEAD = "Without the option compiler='inductor', the model is captured without Dynamo"
 _threads = threading.local()
 
 
@@ -44,11 +49,13 @@ def install(backend) -> None:
             return optimize(*args, **kwargs)
         wrapper.backend_ctx_ctor = _Call  # Dynamo enters it around every call of the compiled model
         context: Any = optimize(*args, **{**kwargs, "nopython": True})
-        if isinstance(context, OptimizeContext):  # not so for torch.compile(disable=True)
-            context.fullgraph = False  # if True, torch fails where it compiles no frame, as in evaluation
-            options = wrapper.kwargs.get("options")
-            by_inductor = isinstance(options, Mapping) and options.get("compiler") == "inductor"
-            context.callback = _Convert(context.callback, compiles_evaluation=by_inductor)
+        if not isinstance(context, OptimizeContext):  # of torch.compile(disable=True)
+            return context
+        options = checked(wrapper.kwargs.get("options"), wrapper.kwargs.get("mode"))
+        if options.compiler == "eager":
+            return WithoutDynamo(options, kwargs.get("dynamic"))
+        context.fullgraph = False  # if True, torch fails where it compiles no frame, as in evaluation
+        context.callback = _Convert(context.callback)
         return context
 
     dynamo.optimize = optimize_or_raise
@@ -57,14 +64,11 @@ def install(backend) -> None:
 class _Convert:
     """Dynamo's callback for a frame that has not been compiled for these arguments yet."""
 
-    def __init__(self, convert, compiles_evaluation: bool):
+    def __init__(self, convert):
         self._torchdynamo_orig_backend = convert  # Dynamo finds the backend by this name
-        self.compiles_evaluation = compiles_evaluation
 
     def __call__(self, frame, cache_entry, frame_state):
         needs_plan = torch.is_grad_enabled()
-        if not needs_plan and not self.compiles_evaluation:
-            return _without_dynamo()
         try:
             return self._torchdynamo_orig_backend(frame, cache_entry, frame_state)
         except FailOnRecompileLimitHit as error:
@@ -109,9 +113,9 @@ def _calls() -> list[_Call]:
     return _threads.calls
 
 
-def check_compiled_here() -> None:
+def check_compiled_here(compiler: str) -> None:
     """Refuse to compile unless this module checks the later calls of the compiled model."""
-    if not _calls():
+    if not _calls() or compiler != "inductor":
         raise TraceError(
             'Dynamo uses this backend by another way than torch.compile(model, backend="ackpt", options=...), so that '
             "a step could run without a plan unnoticed. Call torch.compile with the name of the backend."

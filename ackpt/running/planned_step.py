@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from ackpt.capture.inspection.model_checks import check_model, own_call
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.optimizer_state import check_optimizer
+from ackpt.errors import TraceError
 from ackpt.planning.plan import Plan
 
 from .call_facts import call_of
@@ -61,13 +63,14 @@ class PlannedStep(nn.Module):
         outputs: str = "drop",
         optimizer: torch.optim.Optimizer | None = None,
         dynamic: DynamicArgument = None,
+        on_plan: Callable[[Plan], Any] | None = None,
     ):
         check_model(model)
         check_optimizer(model, optimizer)
         planner = planner if isinstance(planner, Planner) else Planner(planner)
         # Module.__setattr__ needs what Module.__init__ makes, and that sets `training`, which is the model's: so the
         # planned calls come first, and past both methods named __setattr__.
-        planned = Variants(model, planner, differentiate, outputs, optimizer, dynamic)
+        planned = Variants(model, planner, differentiate, outputs, optimizer, dynamic, on_plan)
         object.__setattr__(self, "_ackpt_planned", planned)
         training = model.training
         super().__init__()
@@ -115,7 +118,11 @@ class PlannedStep(nn.Module):
             variant = self._ackpt_planned.of(call)
             if variant.run is not None:
                 return variant.outputs(call)
-        return own_call(model)(*args, **kwargs)
+            return own_call(model)(*args, **kwargs)
+        outputs = own_call(model)(*args, **kwargs)
+        if torch.is_grad_enabled():
+            _require_no_gradients(outputs)
+        return outputs
 
     # Methods that the model may override.
 
@@ -139,11 +146,14 @@ class PlannedStep(nn.Module):
     def __reduce__(self) -> tuple[type[PlannedStep], tuple[Any, ...]]:
         planned = self._ackpt_planned
         use = planned.differentiate, planned.outputs
-        return PlannedStep, (planned.model, planned.planner, *use, planned.optimizer, planned.dynamic)
+        return PlannedStep, (planned.model, planned.planner, *use, planned.optimizer, planned.dynamic, planned.on_plan)
 
 
-class _InPlace:
-    """What a model with a budget runs when it is called."""
+class InPlace:
+    """What a model with a budget runs when it is called.
+
+    ``Module.compile`` uses the same attribute of the model; copies and pickles of the model do not have it.
+    """
 
     ackpt_own_call = True
 
@@ -155,22 +165,33 @@ class _InPlace:
 
 
 def put_in_place(step: PlannedStep) -> None:
-    """Let every call of the model run `step`.
-
-    ``Module.compile`` uses the same attribute; copies and pickles of the model do not have it.
-    """
-    step._ackpt_planned.model._compiled_call_impl = _InPlace(step)
+    """Let every call of the model run `step`."""
+    step._ackpt_planned.model._compiled_call_impl = InPlace(step)
 
 
 def in_place_of(model: nn.Module) -> PlannedStep | None:
     """The step that calls of `model` run; None if they run the model itself."""
     call: Any = model._compiled_call_impl
-    return call.step if isinstance(call, _InPlace) else None
+    return call.step if isinstance(call, InPlace) else None
 
 
 def take_away(model: nn.Module) -> None:
     """Let calls of `model` run the model itself."""
     del model._compiled_call_impl
+
+
+@contextlib.contextmanager
+def without_budget(model: nn.Module):
+    """Take away the budget of `model`, so that it can get another one inside; after an error it has the earlier one."""
+    earlier = in_place_of(model) if isinstance(model, nn.Module) else None
+    if earlier is not None:
+        take_away(model)
+    try:
+        yield
+    except BaseException:
+        if earlier is not None:
+            put_in_place(earlier)
+        raise
 
 
 def _keeps_gradients(model: nn.Module, args, kwargs) -> bool:
@@ -179,3 +200,17 @@ def _keeps_gradients(model: nn.Module, args, kwargs) -> bool:
         return False
     tensors = itertools.chain(model.parameters(), filter(is_tensor, tree_flatten((args, kwargs))[0]))
     return any(tensor.requires_grad for tensor in tensors)
+
+
+def _require_no_gradients(outputs) -> None:
+    """Refuse gradients of tensors that are neither parameters nor arguments: their step would run without a plan.
+
+    Raises:
+        TraceError: at an output that requires grad.
+    """
+    if any(is_tensor(leaf) and leaf.requires_grad for leaf in tree_flatten(outputs)[0]):
+        raise TraceError(
+            "the step computes a gradient, but no parameter of the model and no argument requires grad, so it would "
+            "run without a plan: register the tensor that requires grad, as in self.name = nn.Parameter(...), or pass "
+            "it as an argument. A function must refer to its models by name or take them as arguments."
+        )

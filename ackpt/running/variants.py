@@ -92,6 +92,7 @@ class Variants:
     Args:
         model, planner, differentiate, outputs, optimizer: of the step.
         dynamic: which dimensions become dynamic, see `ackpt.compile`.
+        on_plan: called with the plan of every new variant.
     """
 
     def __init__(
@@ -102,9 +103,10 @@ class Variants:
         outputs: str,
         optimizer: torch.optim.Optimizer | None,
         dynamic: DynamicArgument,
+        on_plan: Callable[[Plan], Any] | None = None,
     ):
         self.model, self.planner, self.optimizer, self.dynamic = model, planner, optimizer, dynamic
-        self.differentiate, self.outputs = differentiate, outputs
+        self.differentiate, self.outputs, self.on_plan = differentiate, outputs, on_plan
         self.history = History()
         self._groups: dict[Facts, _Group] = {}
         self._last: tuple[Facts, dict[str, str], Variant] | None = None  # no call, which would keep its tensors
@@ -154,6 +156,8 @@ class Variants:
             message = f"{error} {other_bytes(was, made_for, error.budget)}"
             raise BudgetError(message, error.least_bytes, error.budget) from None
         self._last = call.facts, made_for, variant
+        if self.on_plan is not None:
+            self.on_plan(self.plan)
         return variant
 
     def _served(self, group: _Group, call: Call, cause: str) -> Variant | None:

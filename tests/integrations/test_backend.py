@@ -1,4 +1,4 @@
-"""The dynamo backend: the planned step behind ``torch.compile``, equal to eager, and clear about what it refuses."""
+"""The backend ``"ackpt"`` of ``torch.compile``: planned, equal to eager, and clear about what it refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from small_models import transformer
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import ackpt
@@ -26,13 +25,6 @@ class Net(nn.Module):
     def forward(self, x):
         h = torch.relu(self.norm(self.dropout(self.first(x))))
         return {"loss": self.last(h).square().mean(), "hidden": h}
-
-
-class Breaks(Net):
-    def forward(self, x):
-        h = self.first(x)
-        torch._dynamo.graph_break()
-        return {"loss": self.last(h).mean()}
 
 
 def compiled(model, **options):
@@ -66,24 +58,23 @@ def test_three_steps_are_bit_equal_to_eager(policy):
     assert [plan.policy for plan in plans] == [policy]
 
 
-def test_a_new_shape_is_planned_for_itself():
+def test_every_shape_has_a_plan():
     eager, planned = pair()
     inputs = [torch.randn(rows, 8) for rows in (4, 6, 4, 6)]
     plans = []
     call = compiled(planned, policy="full", on_plan=plans.append)
     for expected, found in zip(train(eager, eager, inputs), train(planned, call, inputs)):
         assert torch.equal(expected, found)
-    assert len(plans) == 2 and plans[0].schedule.graph != plans[1].schedule.graph
-    assert plans[0].peak_bytes < plans[1].peak_bytes
+    assert len(plans) == 2 and plans[0].peak_bytes < plans[1].peak_bytes
 
 
 def test_the_budget_is_kept_or_refused():
     _, model = pair()
-    with pytest.raises(BackendCompilerFailed, match="BudgetError.*cannot keep the budget"):
+    with pytest.raises(ackpt.BudgetError, match="cannot keep the budget"):
         compiled(model, policy="none", budget=0.1)(torch.randn(4, 8))
 
 
-def test_a_later_batch_that_cannot_keep_the_fraction_names_drop_last():
+def test_a_later_batch_that_cannot_keep_the_fraction_is_named():
     class Residual(nn.Linear):
         def forward(self, x):
             return x + super().forward(x).tanh().sin()
@@ -91,9 +82,8 @@ def test_a_later_batch_that_cannot_keep_the_fraction_names_drop_last():
     model, x = nn.Sequential(*(Residual(8, 8) for _ in range(6))), torch.ones(64, 8)
 
     def refusal(call, *args):
-        with pytest.raises(BackendCompilerFailed, match="BudgetError.*cannot keep the budget") as raised:
+        with pytest.raises(ackpt.BudgetError, match="cannot keep the budget") as raised:
             call(*args)
-        torch._dynamo.reset()
         return str(raised.value)
 
     first = refusal(compiled(model, policy="full", budget=1e-6), x)
@@ -112,13 +102,14 @@ def test_a_later_batch_that_cannot_keep_the_fraction_names_drop_last():
         ({"policy": "none", "fuel": 3}, "fuel"),
         ({"optimizer": None}, r"not an option of this backend: use ackpt.compile\(model, ..., optimizer=...\)"),
         ({"on_plan": 3}, "on_plan must be a function of a plan, got int"),
+        ({"compiler": "inductor", "outputs": "keep"}, "'outputs' is not an option of compiler 'inductor'"),
         ({"budgt": 0.5}, "'budgt' is not a keyword of this backend: did you mean 'budget'"),
         ({"compilr": "inductor"}, "'compilr' is not a keyword of this backend: did you mean 'compiler'"),
     ],
 )
 def test_unknown_options_are_refused(options, message):
     _, model = pair()
-    with pytest.raises(BackendCompilerFailed, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         compiled(model, **options)(torch.randn(4, 8))
 
 
@@ -131,13 +122,9 @@ def test_unknown_options_are_refused(options, message):
 )
 def test_other_arguments_of_torch_compile_are_refused(given, message):
     _, model = pair()
-    with pytest.raises(BackendCompilerFailed, match=message):
-        torch.compile(model, backend="ackpt", **given)(torch.randn(4, 8))
-
-
-def test_a_graph_break_is_refused_with_its_line():
-    with pytest.raises(ackpt.TraceError, match=r"one graph at .*test_backend.py:\d+"):
-        compiled(Breaks(), policy="none")(torch.randn(4, 8))
+    for compiler in (torch.compile, nn.Module.compile):
+        with pytest.raises((TypeError, ValueError), match=message):
+            compiler(model, backend="ackpt", **given)
 
 
 class Branches(Net):
@@ -148,12 +135,11 @@ class Branches(Net):
         return {"loss": self.last(h).mean()}
 
 
-def test_a_branch_on_values_is_refused_by_both_ways():
-    """So one must not send the user to the other without a word."""
-    with pytest.raises(ackpt.TraceError, match=r"if h.sum\(\) > 0.*cannot look at values.*use torch.where"):
+def test_a_branch_on_values_is_refused():
+    with pytest.raises(ackpt.TraceError, match=r"looks at the values of a tensor at .*test_backend.py.*h.sum\(\) > 0"):
         compiled(Branches(), policy="none")(torch.randn(4, 8))
-    with pytest.raises(ackpt.graph.TraceError, match="looks at the values of a tensor at .*test_backend.py"):
-        ackpt.compile(Branches(), torch.randn(4, 8), policy="none")
+    with pytest.raises(ackpt.TraceError, match=r"if h.sum\(\) > 0.*cannot look at values.*use torch.where"):
+        compiled(Branches(), policy="none", compiler="inductor")(torch.randn(4, 8))
 
 
 def test_only_the_loss_has_a_gradient_unless_asked_for():
@@ -198,24 +184,18 @@ instantiates = pytest.mark.filterwarnings("ignore:.*should not be instantiated:D
 @instantiates
 @pytest.mark.filterwarnings("ignore:The model calls torch.utils.checkpoint itself")
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_gradient_is_right_or_refused(checkpointed):
-    """Dynamo of torch 2.11 loses it without a word; later ones keep it."""
+def test_the_gradient_of_a_function_that_returns_what_it_changed(checkpointed):
+    """Dynamo of torch 2.11 loses it without a word."""
     x = torch.ones(4, requires_grad=True)
 
     def double(x):
         return checkpoint(Doubled.apply, x, use_reentrant=False) if checkpointed else Doubled.apply(x)
 
-    call = compiled(lambda x: double(x.sin()).sum(), policy="none")
-    try:
-        call(x).backward()
-    except BackendCompilerFailed as error:
-        assert torch.__version__ < "2.13"
-        assert "TraceError" in str(error) and "loses the gradient" in str(error) and "shape [4]" in str(error)
-    else:
-        assert torch.equal(x.grad, 3 * x.detach().cos())
+    compiled(lambda x: double(x.sin()).sum(), policy="none")(x).backward()
+    assert torch.equal(x.grad, 3 * x.detach().cos())
 
 
-@instantiates
+@pytest.mark.filterwarnings("ignore:The model was captured as torch.compile runs it")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_gradient_of_the_transformer(dtype):
     torch.manual_seed(0)

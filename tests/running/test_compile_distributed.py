@@ -79,23 +79,22 @@ class Wide(nn.Module):
         return self.layers(x)
 
 
-def by_torch_compile(model, x, plans):
+def by_torch_compile(model, x, plans, **options):
     """The gradients of one step of `model`, compiled by the backend within DistributedDataParallel."""
     torch._dynamo.reset()
-    model.compile(backend="ackpt", options={"policy": "full", "on_plan": plans.append})
+    model.compile(backend="ackpt", options={"policy": "full", "on_plan": plans.append, **options})
     DistributedDataParallel(model)(x).sin().sum().backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
 def buckets():
-    """What torch.compile would cut into one graph per bucket is refused, and can be had whole."""
+    """Where Dynamo would cut the model into one graph per bucket, it is planned as a whole or refused."""
     torch.manual_seed(0)
     model, x, plans = Wide(), torch.randn(3, 512), []
     with pytest.raises(BackendCompilerFailed, match="cuts the model where a bucket of gradients ends"):
-        by_torch_compile(copy.deepcopy(model), x, plans)
+        by_torch_compile(copy.deepcopy(model), x, plans, compiler="inductor")
     assert plans == []
-    with torch._dynamo.config.patch(optimize_ddp=False):
-        found = by_torch_compile(copy.deepcopy(model), x, plans)
+    found = by_torch_compile(copy.deepcopy(model), x, plans)
     assert len(plans) == 1
     DistributedDataParallel(model)(x).sin().sum().backward()
     assert all(torch.equal(one.grad, other) for one, other in zip(model.parameters(), found))

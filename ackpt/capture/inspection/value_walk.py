@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ackpt.checkpointing.closures import bound, rebound_names
-from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, _generator_types, _global_names
+from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, _generator_types, global_names
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import stream_of
 
@@ -92,7 +92,7 @@ class Walk:
 
     def enter(self, code: types.CodeType, namespace: dict[str, Any]) -> None:
         """Record the values that `code` reads; its globals are `namespace`."""
-        for name in _global_names(code)[0]:
+        for name in global_names(code)[0]:
             self.note(namespace, name, f"global {name!r} of {namespace.get('__name__')}", 0)
         if rebound_names(code):
             self.close_over([code])

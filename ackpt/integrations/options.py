@@ -1,0 +1,64 @@
+"""The options of ``torch.compile(model, backend="ackpt", options=...)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ackpt.capture.outputs import check_differentiate, check_outputs
+from ackpt.errors import check_misspelt
+from ackpt.planning.plan import Plan
+
+COMPILERS = ("eager", "inductor")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked options; ``of_policy`` are those of the policy. See `ackpt.integrations.dynamo.backend`."""
+
+    budget: float | str | None
+    policy: str
+    differentiate: str
+    outputs: str
+    compiler: str
+    on_plan: Callable[[Plan], Any] | None
+    of_policy: dict[str, Any]
+
+
+def checked(options: Any, mode: str | None = None) -> Options:
+    """`options` as the user gives them, or an error that names the one that is wrong.
+
+    Args:
+        options: a dict, or None.
+        mode: of ``torch.compile``; it belongs to another backend, so anything but None is refused.
+
+    Raises:
+        TypeError, ValueError: naming the option.
+    """
+    if mode is not None:
+        raise ValueError(
+            f"mode {mode!r} is one of Inductor's: leave it out; options={{'compiler': 'inductor'}} uses it"
+        )
+    if not isinstance(options, (Mapping, type(None))):
+        raise TypeError(f"options must be a dict such as {{'budget': '6GiB'}}, got {type(options).__name__}")
+    rest = dict(options or {})
+    if foreign := sorted({"plan", "optimizer", "dynamic"} & set(rest)):
+        raise TypeError(
+            f"{foreign[0]!r} is not an option of this backend: use ackpt.compile(model, ..., {foreign[0]}=...)"
+        )
+    names = ("budget", "policy", "differentiate", "outputs", "compiler", "on_plan")
+    check_misspelt(rest, names, "this backend")
+    on_plan = rest.pop("on_plan", None)
+    if on_plan is not None and not callable(on_plan):
+        raise TypeError(f"on_plan must be a function of a plan, got {type(on_plan).__name__}")
+    compiler = rest.pop("compiler", "eager")
+    if compiler not in COMPILERS:
+        raise ValueError(f"compiler {compiler!r} is not known; the compilers are {', '.join(COMPILERS)}")
+    if compiler == "inductor" and "outputs" in rest:
+        raise TypeError("'outputs' is not an option of compiler 'inductor', whose plans count all outputs")
+    outputs = rest.pop("outputs", "drop")
+    check_outputs(outputs)
+    differentiate = check_differentiate(rest.pop("differentiate", "loss"))
+    budget, policy = rest.pop("budget", None), rest.pop("policy", "auto")
+    return Options(budget, policy, differentiate, outputs, compiler, on_plan, rest)
