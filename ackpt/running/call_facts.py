@@ -10,8 +10,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ackpt.capture.aot import given_places
 from ackpt.capture.dynamic_sizes import is_sized, layout
-from ackpt.capture.inspection.attributes import attributes, every_module, plain
+from ackpt.capture.inspection.attributes import plain
 from ackpt.capture.inspection.tensors import is_tensor
+
+from .model_facts import ModelFacts, Shared, WatchedModel, shared, storages
 
 Sizes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
@@ -34,36 +36,37 @@ class Call(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """The facts of a call, in a form that compares and hashes."""
+    """The facts of a call, in a form that compares and hashes.
 
+    ``shared``: as of `ackpt.running.model_facts`, of the model's tensors followed by the call's, if one of the latter
+    shares its storage.
+    """
+
+    model: ModelFacts
     spec: TreeSpec
     leaves: tuple[Any, ...]
     first_places: tuple[int, ...]
-    own_tensors: tuple[Any, ...]
-    shared_storages: tuple[Any, ...]
-    training: tuple[bool, ...]
-    attributes: tuple[Any, ...]
+    shared: Shared
     autocast: tuple[Any, ...]
 
 
-def call_of(model: nn.Module, args, kwargs) -> Call:
+def call_of(watched: WatchedModel, args, kwargs) -> Call:
     """The call ``model(*args, **kwargs)`` as it is now."""
-    modules = every_module(model)
+    model = watched.facts()
     leaves, spec = tree_flatten((args, kwargs))
-    named = (tensors for module in modules.values() for tensors in (module._parameters, module._buffers))
-    own = [tensor for tensors in named for tensor in tensors.values() if tensor is not None]
     tensors = list(filter(is_tensor, leaves))
+    given = storages(tensors)
+    is_shared = len(set(given)) < len(given) or not set(given).isdisjoint(watched.storages)
     facts = Facts(
+        model,
         spec,
         tuple(map(_leaf, leaves)),
         given_places(leaves),
-        tuple(map(_meta, own)),
-        _shared([*own, *tensors]),
-        tuple(module.training for module in modules.values()),
-        attributes(modules.values()),
+        shared([*watched.own_tensors(), *tensors]) if is_shared else (),
         _autocast(),
     )
-    return Call(args, kwargs, modules, leaves, spec, facts, tuple(map(layout, filter(is_sized, leaves))))
+    sizes = tuple(map(layout, filter(is_sized, leaves)))
+    return Call(args, kwargs, watched.modules, leaves, spec, facts, sizes)
 
 
 def _leaf(leaf):
@@ -83,28 +86,6 @@ def _leaf(leaf):
             ) from None
         return leaf
     return value
-
-
-def _meta(tensor):
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _shared(tensors) -> tuple:
-    """The tensors that share the storage of an earlier one: (index, index of that one, elements between them)."""
-    first: dict[int, int] = {}
-    shared = []
-    for index, tensor in enumerate(tensors):
-        if tensor.layout is torch.strided:
-            try:
-                storage = tensor.untyped_storage()._cdata
-            except NotImplementedError as error:
-                raise RuntimeError(
-                    f"a planned step takes plain tensors; in torch.func and torch.vmap call the model itself ({error})"
-                ) from None
-            earlier = first.setdefault(storage, index)
-            if earlier != index:
-                shared.append((index, earlier, tensor.storage_offset() - tensors[earlier].storage_offset()))
-    return tuple(shared)
 
 
 def _autocast():

@@ -18,7 +18,6 @@ from ackpt.capture.optimizer_state import check_optimizer
 from ackpt.errors import TraceError
 from ackpt.planning.plan import Plan
 
-from .call_facts import call_of
 from .dynamic_dimensions import DynamicArgument
 from .history import Event
 from .planners import Planner
@@ -107,14 +106,14 @@ class PlannedStep(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture and plan for these arguments without running anything; the plan."""
-        self._ackpt_planned.of(call_of(self._ackpt_planned.model, args, kwargs))
+        self._ackpt_planned.of(self._ackpt_planned.call(args, kwargs))
         return self.plan
 
     @torch._dynamo.disable  # inside another compiled function Dynamo would inline the model, without its plan
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         model = self._ackpt_planned.model
         if _keeps_gradients(model, args, kwargs):
-            call = call_of(model, args, kwargs)
+            call = self._ackpt_planned.call(args, kwargs)
             variant = self._ackpt_planned.of(call)
             if variant.run is not None:
                 return variant.outputs(call)

@@ -30,11 +30,12 @@ from ackpt.planning.plan import Plan, PlanError
 from ackpt.planning.rewriting import RewriteError
 from ackpt.progress import shown
 
-from .call_facts import Call, Facts, Sizes
+from .call_facts import Call, Facts, Sizes, call_of
 from .compiled_schedule import compiled_schedule, dropped_places
 from .dynamic_dimensions import DynamicArgument, declared, declared_bounds, differing, named_dimensions
 from .dynamic_step import DynamicStep
 from .history import History
+from .model_facts import WatchedModel
 from .planners import Choice, Planner
 
 _MOST_CAPTURES = 64
@@ -108,6 +109,7 @@ class Variants:
         self.model, self.planner, self.optimizer, self.dynamic = model, planner, optimizer, dynamic
         self.differentiate, self.outputs, self.on_plan = differentiate, outputs, on_plan
         self.history = History()
+        self._watched: WatchedModel | None = None
         self._groups: dict[Facts, _Group] = {}
         self._last: tuple[Facts, dict[str, str], Variant] | None = None  # no call, which would keep its tensors
         self._plan: tuple[Variant, Plan] | None = None
@@ -121,6 +123,12 @@ class Variants:
         if self._plan is None or self._plan[0] is not variant:
             self._plan = variant, variant.make_plan()
         return self._plan[1]
+
+    def call(self, args, kwargs) -> Call:
+        """A call of the model with these arguments."""
+        if self._watched is None:
+            self._watched = WatchedModel(self.model)
+        return call_of(self._watched, args, kwargs)
 
     def of(self, call: Call) -> Variant:
         """The variant that serves `call`; captures and plans if none does yet."""
@@ -301,7 +309,7 @@ class Variants:
         was, words, variant = self._last
         if changes := differences(words, made_for):
             return "; ".join(changes), ", ".join(change.partition(" then ")[0] for change in changes)
-        if change := changed_attribute(call.modules, was.attributes, call.facts.attributes):
+        if change := changed_attribute(call.modules, was.model.attributes, call.facts.model.attributes):
             return change
         if label := variant.captured.reads.first_change():
             return f"{label} changed", label

@@ -12,6 +12,7 @@ from ackpt.capture.aot import capture
 from ackpt.capture.dynamic_sizes import Dimension, Symbols
 from ackpt.running.call_facts import call_of
 from ackpt.running.dynamic_step import DynamicStep
+from ackpt.running.model_facts import WatchedModel
 
 _SAME_STORAGE = ("aten.alias.default", "aten.slice.Tensor")  # eager's indexing leaves out slices of everything
 
@@ -41,7 +42,7 @@ def operations(graph):
 def test_an_instance_is_the_capture_of_its_sizes():
     model, ids = Slices(), torch.randint(0, 20, (3, 10))
     with capture(model, (ids,), {}, outputs="drop", dynamic=[Dimension(0, 0), Dimension(0, 1)]) as captured:
-        step = DynamicStep(captured, call_of(model, (ids,), {}), model, None)
+        step = DynamicStep(captured, call_of(WatchedModel(model), (ids,), {}), model, None)
     for sizes in ((3, 10), (2, 7), (5, 33), (4, 64)):
         alone = ackpt.trace(model, torch.randint(0, 20, sizes))
         graph = step.graph(sizes)

@@ -37,7 +37,7 @@ _DROPOUT = (
     "x * (torch.rand_like(x) >= p) / (1 - p) for the dropout"
 )
 _FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, functools.partial
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def plain(value):
@@ -71,8 +71,8 @@ def attributes(modules) -> tuple:
     entries = []
     for module in modules:
         values = vars(module)
-        entries += [(name, _comparable(values[name])) for name in values if name not in OF_EVERY_MODULE]
-        entries += [(name, *values[name]) for name in _HOOKS if values[name]]
+        entries += [(name, comparable(values[name])) for name in values if name not in OF_EVERY_MODULE]
+        entries += [(name, *values[name]) for name in HOOKS if values[name]]
         entries.append(None)
     return tuple(entries)
 
@@ -112,17 +112,25 @@ def _value_in(fact) -> str | None:
     return str(value) if isinstance(kind, type) else None
 
 
-def _comparable(value):
+def is_constant(value) -> bool:
+    """Whether `comparable` gives the same for this object forever, whatever its holder does with it."""
+    if isinstance(value, tuple):
+        return all(map(is_constant, value))
+    return isinstance(value, _PLAIN + _FUNCTIONS)
+
+
+def comparable(value):
+    """An attribute's value in a form that a call can compare; None if it is an object that no call compares."""
     if type(value) in (int, bool, str):
         return type(value), value
     if isinstance(value, (torch.Tensor, *_FUNCTIONS)):
         return id(value)
     if isinstance(value, (list, tuple)) and len(value) <= LONGEST_CONTAINER:
-        return type(value), tuple(map(_comparable, value))
+        return type(value), tuple(map(comparable, value))
     if type(value) is SimpleNamespace:
         value = vars(value)
     if isinstance(value, dict) and len(value) <= LONGEST_CONTAINER:
-        return type(value), tuple((_comparable(key), _comparable(item)) for key, item in value.items())
+        return type(value), tuple((comparable(key), comparable(item)) for key, item in value.items())
     return plain(value)
 
 

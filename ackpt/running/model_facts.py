@@ -1,0 +1,173 @@
+"""What a captured step depends on in its model: its tensors, switches, attributes and hooks.
+
+Reading them takes long. In most steps `WatchedModel` compares instead, in flat lists, the objects that the facts were
+read from with what these were: by identity where a value cannot change in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ackpt.capture.inspection.attributes import (
+    HOOKS,
+    OF_EVERY_MODULE,
+    attributes,
+    comparable,
+    every_module,
+    is_constant,
+)
+
+_DICTS = "_parameters", "_buffers", "_modules", *HOOKS
+_CONTAINERS = list, tuple, dict, SimpleNamespace, torch.Tensor
+
+Shared = tuple[tuple[int, int, int], ...]
+
+
+class ModelFacts:
+    """The facts of a model, in a form that compares and hashes.
+
+    ``tensors``: type, shape, strides, dtype, device and ``requires_grad`` of every parameter and buffer; ``shared``:
+    see `shared`. ``training``: of every module; ``attributes``: from `ackpt.capture.inspection.attributes`.
+    """
+
+    def __init__(self, modules: Collection[nn.Module]):
+        own = _own(modules)
+        self.tensors = list(map(_meta, own))
+        self.shared = shared(own)
+        self.training = [module.training for module in modules]
+        self.attributes = attributes(modules)
+        self._facts = tuple(self.tensors), self.shared, tuple(self.training), self.attributes
+        self._hash = hash(self._facts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other) -> bool:
+        return self is other or (self._hash == other._hash and self._facts == other._facts)
+
+
+class WatchedModel:
+    """A model and its facts, which are read again when something has changed.
+
+    ``modules``: the model's by their paths. ``storages``: of its parameters and buffers, see `storages`.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self._read()
+
+    def facts(self) -> ModelFacts:
+        """The facts of the model now; `modules` and `storages` are then current, too."""
+        if not self._is_current():
+            self._read()
+        return self._facts
+
+    def own_tensors(self) -> list[torch.Tensor]:
+        """The model's parameters and buffers, tied ones several times."""
+        return _own(self.modules.values())
+
+    def _read(self) -> None:
+        self.modules = every_module(self.model)
+        modules = self.modules.values()
+        self._facts = ModelFacts(modules)
+        self.storages = storages(self.own_tensors())
+        self._sources = _Sources(modules) if all(map(_has_dicts, modules)) else None
+
+    def _is_current(self) -> bool:
+        modules = self.modules.values()
+        if self._sources is None or not self._sources.are_same(modules):
+            return False
+        facts, own = self._facts, _own(modules)
+        if list(map(_meta, own)) != facts.tensors or [module.training for module in modules] != facts.training:
+            return False
+        return storages(own) == self.storages and (not facts.shared or shared(own) == facts.shared)
+
+
+def _own(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    named = [tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors]
+    return [tensor for tensors in named for tensor in tensors.values() if tensor is not None]
+
+
+class _Sources:
+    """The objects from which the facts of modules were read, except for what their tensors are like."""
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        self._namespaces = [vars(module) for module in modules]
+        self._names = list(map(tuple, self._namespaces))
+        self._getters: list[Callable[[dict], tuple]] = []  # of the values that cannot change in place
+        self._compared: list[tuple[dict[str, Any], str, Any]] = []  # containers and tensors
+        self._ignored: list[tuple[dict[str, Any], str, type]] = []  # objects, of which the type matters alone
+        for namespace in self._namespaces:
+            constant: list[str] = list(_DICTS)
+            for name, value in namespace.items():
+                if name in OF_EVERY_MODULE:
+                    continue
+                if is_constant(value):
+                    constant.append(name)
+                elif isinstance(value, _CONTAINERS):
+                    self._compared.append((namespace, name, comparable(value)))
+                else:
+                    self._ignored.append((namespace, name, type(value)))
+            self._getters.append(itemgetter(*constant))
+        self._constants = list(chain.from_iterable(self._values()))
+        dicts = [namespace[name] for namespace in self._namespaces for name in _DICTS]
+        self._empty = [each for each in dicts if not each]
+        self._filled = [each for each in dicts if each]
+        self._keys = list(map(tuple, self._filled))
+        self._parents = [namespace["_modules"] for namespace in self._namespaces if namespace["_modules"]]
+        self._children = list(chain.from_iterable([each.values() for each in self._parents]))
+
+    def are_same(self, modules: Iterable[nn.Module]) -> bool:
+        return (
+            all(map(is_, map(vars, modules), self._namespaces))
+            and not any(self._empty)
+            and list(map(tuple, self._namespaces)) == self._names
+            and list(map(tuple, self._filled)) == self._keys
+            and all(map(is_, chain.from_iterable(self._values()), self._constants))
+            and all(map(is_, chain.from_iterable([each.values() for each in self._parents]), self._children))
+            and all(type(namespace[name]) is kind for namespace, name, kind in self._ignored)
+            and all(comparable(namespace[name]) == was for namespace, name, was in self._compared)
+        )
+
+    def _values(self) -> list[tuple]:
+        return [get(namespace) for get, namespace in zip(self._getters, self._namespaces)]
+
+
+def _has_dicts(module: nn.Module) -> bool:
+    return vars(module).keys() >= set(_DICTS)
+
+
+def _meta(tensor: torch.Tensor):
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def storages(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """An identifier of the storage of every tensor; None if it has none.
+
+    Raises:
+        RuntimeError: for tensors of ``torch.func`` and ``torch.vmap``.
+    """
+    strided = torch.strided
+    try:
+        return [tensor.untyped_storage()._cdata if tensor.layout is strided else None for tensor in tensors]
+    except NotImplementedError as error:
+        raise RuntimeError(
+            f"a planned step takes plain tensors; in torch.func and torch.vmap call the model itself ({error})"
+        ) from None
+
+
+def shared(tensors: Sequence[torch.Tensor]) -> Shared:
+    """The tensors that share the storage of an earlier one: (index, index of that one, elements between them)."""
+    first: dict[int, int] = {}
+    found = []
+    for index, storage in enumerate(storages(tensors)):
+        if storage is not None and (earlier := first.setdefault(storage, index)) != index:
+            found.append((index, earlier, tensors[index].storage_offset() - tensors[earlier].storage_offset()))
+    return tuple(found)
