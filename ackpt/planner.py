@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import importlib
 import importlib.util
 import inspect
@@ -15,6 +13,7 @@ from ackpt.capture.analysis import once_per_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.costs.profiles import profile as profiled
+from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
 from ackpt.planning.eager_step import eager_peak, eager_peak_bound, eager_schedule
 from ackpt.planning.host_copies import copies
@@ -105,7 +104,7 @@ def _searched(graph: JointGraph, profile: Profile, limit, policy: str, options, 
     """The policy's schedule; from the cache in `folder`, if it is there."""
     stage(f"searching with policy {policy!r}")
     schedule_function = _schedule_function(policy)
-    with _without_collector():
+    with no_collection():
         if folder is None:
             return schedule_function(graph, profile, limit, **options)
         if policy == "auto":
@@ -214,21 +213,6 @@ def check_runs(graph: JointGraph, plan: Plan) -> Plan:
     if copies(plan.schedule) and not graph.replays_random:
         raise PlanError("this plan offloads, which Inductor does not run: use compiler='eager', or offload nothing")
     return plan
-
-
-@contextlib.contextmanager
-def _without_collector():
-    """Inside, Python's cyclic garbage collector is off.
-
-    Policies make many objects and no cycles, so a collection only visits all objects of torch: a quarter of the time.
-    """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _schedule_function(policy: str):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.capture.patches.fused_attention import fused_attention_refused
 from ackpt.errors import TraceError
+from ackpt.metering.cpu_meter import no_collection
 from ackpt.progress import stage
 
 from .as_compiled import compiling
@@ -76,8 +78,7 @@ class Capture:
     def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
         """The inputs of the captured step in a call with `leaves`: parameters, buffers, and tensors of the call."""
         named = []
-        for name in (*self.joint.params_spec, *self.joint.buffers_spec):
-            path, _, attribute = name.rpartition(".")
+        for path, attribute in self._names:
             if path == _HELD:
                 named.append(self.held[int(attribute)])
                 continue
@@ -86,6 +87,11 @@ class Capture:
             named.append(tensors[attribute])
         given = (empty_tensor(leaves[at], leaves) if at in self.numbers else leaves[at] for at in self.given)
         return [*named, *given]
+
+    @cached_property
+    def _names(self) -> list[tuple[str, str]]:
+        """(path of the module, attribute) of every parameter and buffer."""
+        return [name.rpartition(".")[::2] for name in (*self.joint.params_spec, *self.joint.buffers_spec)]
 
     def outputs(self, tensors) -> Any:
         """What the model returns, from the tensors that the captured step returns."""
@@ -260,6 +266,7 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
         leaves = symbolic(leaves, dynamic, fake_mode)
         about["symbols"] = Symbols(dynamic, leaves, about["numbers"])
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_collection())
         stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
         try:
             captured = _settled(stack, model, leaves, spec, about)

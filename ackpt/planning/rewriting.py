@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
-from torch.fx.graph import _BoxedCodeGen
 
 from ackpt.capture.analysis import is_training_batch_norm
 from ackpt.capture.dynamic_sizes import DynamicModule, Symbols, expression, is_size
@@ -158,24 +157,6 @@ def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, in
             f"memory), but {expected[at : at + 1]} were simulated. This is a bug in ackpt: please report it with the "
             "model."
         )
-
-
-def boxed(module: fx.GraphModule):
-    """`module` as a function of one list, which it empties; without detaches, since no value has a gradient here."""
-    returned = set(module.graph.output_node().all_input_nodes)
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        if node not in returned:
-            node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
-    module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
-    run = module.forward
-
-    def call(args):
-        return run(args)
-
-    call._boxed_call = True
-    return call
 
 
 def _inputs_needed(analysis, schedule) -> list[int]:

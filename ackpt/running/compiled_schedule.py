@@ -23,7 +23,8 @@ from ackpt.capture.outputs import (
 )
 from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.errors import TraceError
-from ackpt.planning.rewriting import boxed, rewrite_dynamic
+from ackpt.planning.generated_code import boxed
+from ackpt.planning.rewriting import rewrite_dynamic
 from ackpt.planning.schedule import COMPUTE, Schedule
 from ackpt.progress import stage
 
