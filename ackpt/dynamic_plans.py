@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ackpt.capture.in_place import eager_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
@@ -66,15 +68,27 @@ class DynamicPlans:
             return choice
         if not self._points:
             self._search(max([*self.step.search_at, values], key=self._live_bytes), None)
-        fitting = [each for each in self._points if peak_of(graph, each.schedule, workspace) <= limit]
-        if not fitting:
+        chosen = self._cheapest(graph, workspace, limit)
+        if chosen is None:
             self._search(values, baseline_bytes)
-            fitting = [each for each in self._points if peak_of(graph, each.schedule, workspace) <= limit]
-        if not fitting:
+            chosen = self._cheapest(graph, workspace, limit)
+        if chosen is None:
             return self._searched(values, baseline_bytes)  # raises, and names the smallest feasible budget
-        cheap = [each for each in fitting if each.cost <= fitting[0].cost + _SAME_COST]
-        chosen = next((each for each in cheap if self.step.is_compiled(each.schedule)), cheap[0])
         return self._choice(chosen.schedule, values, baseline_bytes)
+
+    def _cheapest(self, graph: JointGraph, workspace, limit: int) -> Point | None:
+        """The cheapest known schedule within the limit, or one of nearly the same cost that is compiled already."""
+        workspace = np.array(workspace)
+        fitting = (each for each in self._points if peak_of(graph, each.schedule, workspace) <= limit)
+        cheapest = next(fitting, None)
+        if cheapest is None or self.step.is_compiled(cheapest.schedule):
+            return cheapest
+        compiled = (
+            each
+            for each in self._points
+            if cheapest.cost <= each.cost <= cheapest.cost + _SAME_COST and self.step.is_compiled(each.schedule)
+        )
+        return next((each for each in compiled if peak_of(graph, each.schedule, workspace) <= limit), cheapest)
 
     def _own_peak(self, graph: JointGraph, workspace, peak_bytes: int, baseline_bytes: int | None) -> int:
         """The dynamic peak of the model's own step, which may write in place what the graph computes out of place."""

@@ -13,6 +13,8 @@ import numpy as np
 
 from ackpt.capture.analysis import Analysis
 
+_REMEMBERED = 16  # orders of one block; they differ in few ways, because a block reads few values of others
+
 
 class LateOrders:
     """Orders in which the backward nodes `readers`, which are sorted, run with the recomputations that they need."""
@@ -26,25 +28,43 @@ class LateOrders:
             for node in self._reads[reader]:
                 if node not in own:
                     self._first.setdefault(node, position)
+        self._remembered: list[tuple[tuple[int, ...], tuple[int, ...], list[int]]] = []
 
-    def order(self, live) -> list[int]:
-        """The readers, each after the nodes that it needs and that are not among the values `live`."""
+    def order(self, live: set[int]) -> list[int]:
+        """The readers, each after the nodes that it needs and that are not among the values `live`.
+
+        The list must not be changed: an order depends only on which of the nodes met on the way are live.
+        """
+        for index, (recomputed, given, order) in enumerate(self._remembered):
+            if live.isdisjoint(recomputed) and live.issuperset(given):
+                if index:
+                    self._remembered.insert(0, self._remembered.pop(index))
+                return order
+        recomputed, given, order = self._found(live)
+        self._remembered.insert(0, (recomputed, given, order))
+        del self._remembered[_REMEMBERED:]
+        return order
+
+    def _found(self, live: set[int]) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
+        """The nodes that are recomputed, the live ones that they and the readers read, and the order."""
         first = {node: position for node, position in self._first.items() if node not in live}
-        if not first:
-            return self._readers.tolist()
+        given = self._first.keys() - first.keys()
         latest = [-node for node in first]  # each node comes before the nodes it reads
         heapq.heapify(latest)
         while latest:
             node = -heapq.heappop(latest)
             position = first[node]
             for source in self._reads[node]:
-                if source not in live:
-                    before = first.get(source)
-                    if before is None:
-                        heapq.heappush(latest, -source)
-                    if before is None or position < before:
-                        first[source] = position
+                if source in live:
+                    given.add(source)
+                    continue
+                before = first.get(source)
+                if before is None:
+                    heapq.heappush(latest, -source)
+                if before is None or position < before:
+                    first[source] = position
         nodes = np.fromiter(first, np.int64, len(first))
         positions = np.fromiter(first.values(), np.int64, len(first))
         by_position = np.lexsort((nodes, positions))
-        return np.insert(self._readers, positions[by_position], nodes[by_position]).tolist()
+        order = np.insert(self._readers, positions[by_position], nodes[by_position]).tolist()
+        return tuple(first), tuple(given), order

@@ -112,8 +112,8 @@ def simulate(graph: JointGraph, profile: Profile, schedule: Schedule) -> Simulat
 
 def peak_of(graph: JointGraph, schedule: Schedule, workspace_bytes) -> int:
     """The dynamic peak of a valid schedule: the number that `simulate` finds, in a fraction of the time."""
-    forward, backward = step_peaks(graph, schedule, workspace_bytes)
-    return max(0, *forward, *backward)
+    forward, backward, at_end = _peaks(graph, schedule, workspace_bytes)
+    return int(max(forward.max(initial=0), backward.max(initial=0), at_end))
 
 
 def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[list[int], list[int]]:
@@ -122,9 +122,15 @@ def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[
     The last entry of the backward is the optimizer's step. This is the fast variant of `simulate`, which policies call
     for hundreds of schedules: it checks nothing and keeps no events. ``tests/planning`` compares the two.
     """
+    forward, backward, at_end = _peaks(graph, schedule, workspace_bytes)
+    return forward.tolist(), [*backward.tolist(), at_end]
+
+
+def _peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[np.ndarray, np.ndarray, int]:
+    """The results of `step_peaks` as arrays, and the bytes at the optimizer's step."""
     analysis = graph.analysis
     size, allocated, again = _sizes(graph)
-    workspace = backward_workspace = np.array(workspace_bytes)
+    workspace = backward_workspace = np.asarray(workspace_bytes)
     ends: dict[int, int] = {}  # bytes that are freed after a step of backward, by its position
     if schedule.replayed and (state := rng_state_bytes(graph)):
         # The forward saves the RNG state of every node that runs again in backward. There the present state is put
@@ -140,7 +146,7 @@ def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[
     total += analysis.incoming_bytes
     total += sum(analysis.bytes[s] for node_id in analysis.tangents for s in graph.nodes[node_id].storages)
     backward, total = _compute_peaks(schedule.backward_arrays, total, size, again, backward_workspace, ends)
-    return forward, [*backward, total + graph.optimizer_step_bytes]
+    return forward, backward, total + graph.optimizer_step_bytes
 
 
 _COMPUTE, _FREE, _PREFETCH = map(KINDS.index, (COMPUTE, FREE, PREFETCH))
@@ -153,7 +159,7 @@ def _sizes(graph: JointGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.array(analysis.bytes), np.array(analysis.allocated_bytes), np.array(analysis.recomputed_bytes)
 
 
-def _compute_peaks(steps: StepArrays, total: int, size, allocated, workspace, ends) -> tuple[list[int], int]:
+def _compute_peaks(steps: StepArrays, total: int, size, allocated, workspace, ends) -> tuple[np.ndarray, int]:
     """The bytes at every compute step when `total` bytes are allocated before, and the bytes allocated after."""
     kinds, ids = steps
     computes, freeing, prefetches = (np.flatnonzero(kinds == kind) for kind in (_COMPUTE, _FREE, _PREFETCH))
@@ -169,4 +175,4 @@ def _compute_peaks(steps: StepArrays, total: int, size, allocated, workspace, en
     following = np.searchsorted(computes, prefetches)
     counts = following < len(computes)
     np.maximum.at(peaks, following[counts], live[prefetches[counts]])
-    return peaks.tolist(), int(live[-1])
+    return peaks, int(live[-1])

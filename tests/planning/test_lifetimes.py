@@ -60,5 +60,20 @@ def test_late_orders_and_frees_are_those_found_one_by_one(graph, seed):
     )
 
 
+def test_remembered_orders_are_given_only_to_live_values_that_lead_to_them(graph):
+    analysis = graph.analysis
+    readers = analysis.needed_backward[len(analysis.needed_backward) // 2 :]
+    orders, chooser = LateOrders(analysis, readers), random.Random(0)
+    savable, seen = sorted(analysis.savable), set()
+    for number in range(200):
+        saved = set(chooser.sample(savable, number % 3)) if number % 2 else set(savable[number % 7 :])
+        live = live_before_backward(analysis, saved)
+        order = orders.order(live)
+        assert order == recompute_late(analysis, readers, set(live))
+        assert orders.order(live) is order
+        seen.add(tuple(order))
+    assert len(seen) > 16  # more than are remembered
+
+
 def test_an_empty_order_frees_nothing(graph):
     assert [len(part) for part in frees(graph, [], BACKWARD)] == [0, 0, 0]

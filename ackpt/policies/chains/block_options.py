@@ -63,6 +63,7 @@ class BlockStep:
         self.given |= gradients
         self.gradients = _read_later(analysis, block)
         self._late_orders = LateOrders(analysis, block.backward)
+        self._last_recomputed: tuple[frozenset[int], frozenset[int], list[int]] | None = None
         self._may_be_allocated = np.ones(len(analysis.bytes), dtype=bool)
         self._may_be_allocated[[*self.outside, *analysis.resident]] = False
         self._bytes, self._workspace = np.array(analysis.bytes), np.array(workspace)
@@ -71,11 +72,12 @@ class BlockStep:
         """The option that saves `saved`, except storages that recomputing their siblings allocates anyway."""
         analysis, block = self.analysis, self.block
         order: list[int] = []
+        boundary = analysis.graph.boundary
         reallocated: set[int] | None = None
         while reallocated is None or reallocated & saved:
             saved = saved - (reallocated or set())
             order = self._late_orders.order(self.given | _bases(analysis, saved | block.output))
-            runs = [node for node in order if analysis.graph.nodes[node].phase == FORWARD]
+            runs = [node for node in order if node < boundary]
             reallocated = {s for node in runs for s in analysis.allocated.get(node, ())}
         cost = sum(self.costs[node] for node in runs)
         backward_peak = self._peak(order, saved | block.output | self.incoming, self.gradients, True)
@@ -105,8 +107,11 @@ class BlockStep:
 
     def _recomputed(self, saved: frozenset[int], wanted: frozenset[int]) -> list[int]:
         """Forward nodes that are recomputed for the block's output and the storages `wanted` if `saved` are saved."""
-        live = self.given | _bases(self.analysis, saved)
-        return missing_for(self.analysis, _bases(self.analysis, self.block.output | wanted), live)
+        if self._last_recomputed is None or self._last_recomputed[:2] != (saved, wanted):
+            live = self.given | _bases(self.analysis, saved)
+            wanted_bases = _bases(self.analysis, self.block.output | wanted)
+            self._last_recomputed = saved, wanted, missing_for(self.analysis, wanted_bases, live)
+        return self._last_recomputed[2]
 
     def recompute_cost(self, saved: frozenset[int], wanted: frozenset[int]) -> float:
         """The cost of recomputing the block's output and the storages `wanted` if `saved` are saved."""
@@ -241,8 +246,17 @@ def _read_later(analysis: Analysis, block: Block) -> set[int]:
     graph = analysis.graph
     inside = set(block.backward)
     allocated = {s for node in block.backward for s in analysis.allocated.get(node, ())}
-    read = {s for node in analysis.bw_outputs if node is not None for s in graph.nodes[node].storages}
+    returned = {s for node in analysis.bw_outputs if node is not None for s in graph.nodes[node].storages}
+    readers = _backward_readers(graph)
+    return {s for s in allocated if s in returned or not inside.issuperset(readers.get(s, ()))}
+
+
+@once_per_graph
+def _backward_readers(graph: JointGraph) -> dict[int, set[int]]:
+    """By storage, the nodes of the backward that read it."""
+    readers: dict[int, set[int]] = {}
     for node in graph.nodes[graph.boundary :]:
-        if node.id not in inside:
-            read.update(s for source in node.inputs for s in graph.nodes[source].storages)
-    return allocated & read
+        for source in node.inputs:
+            for storage in graph.nodes[source].storages:
+                readers.setdefault(storage, set()).add(node.id)
+    return readers

@@ -50,15 +50,15 @@ def stages(analysis: Analysis, chain: BlockChain, cost, workspace) -> list[Stage
 
 
 def _partial(step: BlockStep, part: Option, options: list[Option]) -> Partial:
-    extending = [
-        option
-        for option in options
-        if option.saved >= part.saved and not step.allocated_twice(part.saved, option.saved)
-    ]
+    extending, run_costs = [], []
+    for option in options:
+        if option.saved >= part.saved and not step.allocated_twice(part.saved, option.saved):
+            extending.append(option)
+            run_costs.append(step.recompute_cost(part.saved, option.saved))
     return Partial(
         option=part,
         options=tuple(extending),
-        run_costs=tuple(step.recompute_cost(part.saved, option.saved) for option in extending),
+        run_costs=tuple(run_costs),
         forward_cost=step.recompute_cost(part.saved, frozenset()),
     )
 

@@ -97,8 +97,9 @@ _Decision = _RunAndSave | _RunStretch | _GoBack
 
 @dataclass(frozen=True)
 class _Solved:
-    """The least cost and the first decision of a stretch of blocks, both by memory slots."""
+    """The least cost and the first decision of a stretch of blocks, both by memory slots; ``row``: of the costs."""
 
+    row: int
     costs: np.ndarray
     decisions: np.ndarray
 
@@ -138,6 +139,7 @@ class ChainTable:
         ]
         self.options = [[self._options_of(stage, partial) for partial in self.partials] for stage in stages]
         self.later_passes: dict[tuple[int, int, int], _Solved] = {}  # by partial, first and last block
+        self._rows = _Rows(slots + 1, len(self.partials) * n * (n + 1) // 2 + n)
         kind_of: dict[tuple, int] = {}
         kinds = [kind_of.setdefault(stage.numbers(), len(kind_of)) for stage in stages]
         solved: dict[tuple, _Solved] = {}
@@ -170,17 +172,17 @@ class ChainTable:
         ways = stage.partials[partial]
         if s == t:
             best.offer(_GoBack(), ways.option.cost, self._slots(ways.option.backward_peak))
-            return best.solved()
+            return self._solved(best)
         options = self.options[s][partial]
         need = np.maximum(options.forward_peaks + incoming + saved, options.backward_peaks + gradients)
         rest = self._after(options, self.later_passes[partial, s + 1, t])
         rest += options.costs_again[:, None]
-        best.choose(rest, self._slots(need), options.decisions)
+        best.choose(rest, np.maximum(options.saved_slots, self._slots(need)), options.decisions)
         # A part may be saved when blocks are recomputed; from then on it is the same part until their backward.
         for new in self.partials if partial == 0 else (partial,):
-            rests = [self.later_passes[partial, j, t].costs for j in range(s + 1, t + 1)]
+            rests = [self.later_passes[partial, j, t].row for j in range(s + 1, t + 1)]
             self._offer_stretches(best, s, t, partial, new, incoming, rests)
-        return best.solved()
+        return self._solved(best)
 
     def _solve_first_pass(self, s: int) -> _Solved:
         """The first forward of the blocks from `s` on, and their backward."""
@@ -188,19 +190,23 @@ class ChainTable:
         gradients = self.gradients[t + 1] - self.gradients[s + 1]
         options = self.options[s][0]
         need = np.maximum(options.forward_peaks, options.backward_peaks + gradients)
-        rest = self._after(options, self.first_passes[s + 1]) if s < t else np.zeros((len(need), self.slots + 1))
+        needs = self._slots(need)
+        if s < t:
+            rest, needs = self._after(options, self.first_passes[s + 1]), np.maximum(options.saved_slots, needs)
+        else:
+            rest = np.zeros((len(need), self.slots + 1))
         rest += options.costs[:, None]
-        best.choose(rest, self._slots(need), options.decisions)
+        best.choose(rest, needs, options.decisions)
         for new in self.partials:
-            rests = [self.first_passes[j].costs for j in range(s + 1, t + 1)]
+            rests = [self.first_passes[j].row for j in range(s + 1, t + 1)]
             self._offer_stretches(best, s, t, None, new, 0, rests)
-        return best.solved()
+        return self._solved(best)
 
     def _offer_stretches(self, best: _Best, s: int, t: int, partial: int | None, new: int, incoming: int, rests):
         """Offer every stretch that starts with `s` and saves the partial `new`, then the rest, then the stretch.
 
         `partial`: what is saved of the blocks up to `t` before, None in the first pass, which costs nothing. `rests`:
-        the costs of what follows, by the length of the stretch.
+        the rows of the costs of what follows, by the length of the stretch.
         """
         if s == t:
             return
@@ -212,12 +218,13 @@ class ChainTable:
         running[0] -= self.input_bytes[s]  # the caller accounts for the input of the first block
         needs = np.maximum.accumulate(running) + incoming
         run_costs = np.zeros(t - s) if is_first else self.forward_costs[partial][j] - self.forward_costs[partial][s]
-        stretches = [self.later_passes[new, s, last].costs for last in range(s, t)]
-        saved = self.input_bytes[j] + (self.saved[new][j] - self.saved[new][s])
-        costs = _moved(rests, self._slots(saved))
-        costs += _moved(stretches, self._slots(self.gradients[t + 1] - self.gradients[j]))
+        stretches = [self.later_passes[new, s, last].row for last in range(s, t)]
+        saved = self._slots(self.input_bytes[j] + (self.saved[new][j] - self.saved[new][s]))
+        gradients = self._slots(self.gradients[t + 1] - self.gradients[j])
+        costs = self._rows.moved(rests, saved)
+        costs += self._rows.moved(stretches, gradients)
         costs += run_costs[:, None]
-        best.choose(costs, self._slots(needs), self.stretches[new])
+        best.choose(costs, np.maximum(np.maximum(saved, gradients), self._slots(needs)), self.stretches[new])
 
     def _first_pass(self, s: int, slot: int) -> Iterator[Operation]:
         stage, t = self.stages[s], len(self.stages) - 1
@@ -265,8 +272,11 @@ class ChainTable:
         return np.maximum(0, np.rint(np.asarray(size, dtype=float) / self.slot_bytes)).astype(np.int64)
 
     def _after(self, options: _Options, rest: _Solved) -> np.ndarray:
-        """For every option the costs of `rest` with the memory that the option leaves."""
-        return _moved([rest.costs] * len(options.costs), options.saved_slots)
+        """For every option the costs of `rest` with the memory that the option leaves, see `_Rows.moved`."""
+        return self._rows.moved([rest.row] * len(options.costs), options.saved_slots)
+
+    def _solved(self, best: _Best) -> _Solved:
+        return _Solved(self._rows.add(best.costs), best.costs, best.decisions)
 
     def _options_of(self, stage: Stage, partial: int) -> _Options:
         ways = stage.partials[partial]
@@ -298,8 +308,7 @@ class _Best:
         """Offer every row of `costs` with its own need and its own of `decisions`; this changes `costs`."""
         if not len(costs):
             return
-        for row, need in zip(costs, needs.tolist()):
-            row[:need] = np.inf
+        costs[np.arange(costs.shape[1]) < needs[:, None]] = np.inf
         cheapest = np.argmin(costs, axis=0)
         self.take(costs[cheapest, np.arange(costs.shape[1])], decisions[cheapest])
 
@@ -309,18 +318,30 @@ class _Best:
         self.costs[better] = costs[better]
         self.decisions[better] = decisions[better]
 
-    def solved(self) -> _Solved:
-        return _Solved(self.costs, self.decisions)
 
+class _Rows:
+    """The costs of all stretches by slots, in one array, so that many are read at once.
 
-def _moved(rows: list[np.ndarray], by: np.ndarray) -> np.ndarray:
-    """Every row moved to the right by its own number of slots."""
-    width = len(rows[0]) if rows else 0
-    moved = np.empty((len(rows), width))
-    for row, costs, slots in zip(moved, rows, by.tolist()):
-        row[:slots] = np.inf
-        row[slots:] = costs[: max(0, width - slots)]
-    return moved
+    Args:
+        width: of a row.
+        most: number of rows.
+    """
+
+    def __init__(self, width: int, most: int):
+        self._costs = np.empty((most + 1) * width)  # only what is written takes memory
+        self._costs[:width] = np.inf  # read by the first row, moved to the right
+        self._windows = np.lib.stride_tricks.sliding_window_view(self._costs, width)
+        self._width, self._count = width, 0
+
+    def add(self, costs: np.ndarray) -> int:
+        """Add a row; returns its number."""
+        self._count += 1
+        self._costs[self._count * self._width : (self._count + 1) * self._width] = costs
+        return self._count
+
+    def moved(self, rows: list[int], by: np.ndarray) -> np.ndarray:
+        """These rows, each moved to the right by its own number of slots; what is left of it has no meaning."""
+        return self._windows[np.array(rows, dtype=np.int64) * self._width - np.minimum(by, self._width)]
 
 
 def _prefix_sums(values) -> np.ndarray:

@@ -22,7 +22,7 @@ class Walk:
         self.read = set(everything(graph).saved)
         self.saved = {*self.analysis.sources, *(self.analysis.base_of[s] for s in chain.pinned)}
         self.order: list[int] = []
-        self._late_orders = _late_orders(graph, chain)
+        self._late_orders, self._own_bases = _late_orders(graph, chain), _own_bases(graph, chain)
         self.gradients: set[int] = set()  # backward nodes that have run; their results live until they are read
 
     @property
@@ -58,7 +58,7 @@ class Walk:
             live.update(order)
             self.order += order
             self.gradients.update(block.backward)
-            self.saved -= {self.analysis.base_of[s] for unit in (*block.units, block.output) for s in unit}
+            self.saved -= self._own_bases[block.index]
 
     def schedule(self) -> Schedule:
         """The schedule of everything so far."""
@@ -69,3 +69,10 @@ class Walk:
 def _late_orders(graph: JointGraph, chain: BlockChain) -> list[LateOrders]:
     """Of the backward of every block."""
     return [LateOrders(graph.analysis, block.backward) for block in chain.blocks]
+
+
+@once_per_graph
+def _own_bases(graph: JointGraph, chain: BlockChain) -> list[frozenset[int]]:
+    """The base tensors of the storages of every block, as node ids."""
+    base_of = graph.analysis.base_of
+    return [frozenset(base_of[s] for unit in (*block.units, block.output) for s in unit) for block in chain.blocks]
