@@ -23,10 +23,11 @@ from ackpt.capture.outputs import (
 )
 from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.errors import TraceError
-from ackpt.planning.generated_code import boxed
 from ackpt.planning.rewriting import rewrite_dynamic
 from ackpt.planning.schedule import COMPUTE, Schedule
 from ackpt.progress import stage
+
+from .generated_code import boxed
 
 Strides = Mapping[int, Sequence[int]]
 

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
-from ackpt.planning.generated_code import FUNCTIONS, METHODS, SIZES, boxed
+from ackpt.running.generated_code import FUNCTIONS, METHODS, SIZES, boxed
 
 _ATEN = torch.ops.aten
 _ROWS, _COLUMN = torch.randn(4, 6), torch.randn(4, 1)
