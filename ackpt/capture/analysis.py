@@ -53,7 +53,8 @@ class Analysis:
     def argument_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of every tensor among the arguments of the call, each tensor once."""
         given = [self.fx[node].meta for node in self.placeholders]
-        return tuple(tuple(meta["val"].shape) for meta in given if isinstance(meta["desc"], PlainAOTInput))
+        given_values = [meta["val"] for meta in given if isinstance(meta["desc"], PlainAOTInput)]
+        return tuple(tuple(each.shape) for each in given_values if isinstance(each, torch.Tensor))
 
     @cached_property
     def restrided(self) -> set[int]:
