@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .planner import plan
     from .planning.plan import Plan
     from .results import RecordError
+    from .shapes import from_shapes
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "compare_seconds",
     "compile",
     "count_flops",
+    "from_shapes",
     "guarantees",
     "is_recomputing",
     "measure",
@@ -65,6 +67,7 @@ _LATER = {
     "apply_budget": ("ackpt.applied", "apply_budget"),
     "colab": ("ackpt.experiments.colab", None),
     "compile": ("ackpt.compiled", "compile"),
+    "from_shapes": ("ackpt.shapes", "from_shapes"),
     "graph": ("ackpt.graph", None),
     "offload_pays": ("ackpt.offloading.pays", "offload_pays"),
     "plan": ("ackpt.planner", "plan"),

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ackpt.capture.optimizer_state import Loop
 from ackpt.policies.search.schedule_cache import Cache
 from ackpt.running.dynamic_dimensions import DynamicArgument
 from ackpt.running.planned_step import PlannedStep, in_place_of, put_in_place, take_away, without_budget
@@ -21,7 +22,8 @@ def apply_budget(
     budget: float | str | None = None,
     *,
     policy: str = "auto",
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
+    accumulation: bool = False,
     differentiate: Literal["loss", "all"] = "loss",
     outputs: Literal["drop", "keep"] = "drop",
     options: Mapping[str, Any] | None = None,
@@ -41,7 +43,7 @@ def apply_budget(
         budget: None for no bound. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters,
             buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
             as ``"50%"``: a fraction of the baseline's dynamic peak.
-        policy, optimizer, differentiate, outputs, options, dynamic, cache: as in `ackpt.compile`.
+        policy, optimizer, accumulation, differentiate, outputs, options, dynamic, cache: as in `ackpt.compile`.
 
     Returns:
         The planned step, with ``plan``, ``history`` and ``prepare``. Keep the model and call that.
@@ -63,7 +65,7 @@ def apply_budget(
             model,
             budget=budget,
             policy=policy,
-            optimizer=optimizer,
+            loop=Loop(optimizer, accumulation),
             differentiate=differentiate,
             outputs=outputs,
             options=options,

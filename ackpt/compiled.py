@@ -12,6 +12,7 @@ from torch import nn
 
 from ackpt.capture.dynamic_sizes import Dimension
 from ackpt.capture.inspection.model_checks import check_keywords, forward_names
+from ackpt.capture.optimizer_state import NO_LOOP, Loop
 from ackpt.planning.plan import Plan
 from ackpt.planning.plan_check import check_applies
 from ackpt.policies.search.schedule_cache import Cache, cache_folder
@@ -29,7 +30,8 @@ from .planner import plan as make_plan
 from .policies import POLICIES
 from .saved_plan import SavedPlan, saved_dimensions
 
-_KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "dynamic", "cache", "options")
+_KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "accumulation", "dynamic", "cache")
+_KEYWORDS += ("options",)
 
 
 def compile(
@@ -40,7 +42,8 @@ def compile(
     plan: Plan | None = None,
     differentiate: Literal["loss", "all"] = "loss",
     outputs: Literal["drop", "keep"] = "drop",
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
+    accumulation: bool = False,
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
@@ -60,7 +63,11 @@ def compile(
         differentiate: ``"loss"`` or ``"all"``, as in `ackpt.trace`.
         outputs: ``"drop"`` or ``"keep"``, as in `ackpt.trace`. With ``"drop"``, backward raises an error if outputs
             that are still referenced would exceed the budget.
-        optimizer: the optimizer that trains the model; its state and its step then count toward the budget.
+        optimizer: the optimizer that trains the model, or the name of one in ``torch.optim`` with its default options,
+            such as ``"adamw"``; its state and its step then count toward the budget.
+        accumulation: whether gradients of earlier steps exist when the step runs, as in gradient accumulation; they
+            then count toward the budget, in addition to those of the step. Without it, backward raises an error if
+            existing gradients would exceed the budget.
         dynamic: which sizes may change without a new capture. With None, the dimensions in which a second call differs
             from the first become dynamic, as in ``torch.compile``, and those marked by ``torch._dynamo.mark_dynamic``.
             True makes all dimensions of all tensors dynamic at once, False none. A dict names dimensions of arguments,
@@ -91,7 +98,8 @@ def compile(
         >>> step.plan.policy
         'full'
     """
-    step = planned_step(model, budget, policy, plan, differentiate, outputs, optimizer, options, dynamic, cache)
+    loop = Loop(optimizer, accumulation)
+    step = planned_step(model, budget, policy, plan, differentiate, outputs, loop, options, dynamic, cache)
     _check_keywords(model, kwargs, policy)
     try:
         step.prepare(*args, **kwargs)
@@ -112,7 +120,7 @@ def planned_step(
     plan: Plan | None = None,
     differentiate: str = "loss",
     outputs: str = "drop",
-    optimizer: torch.optim.Optimizer | None = None,
+    loop: Loop = NO_LOOP,
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
@@ -130,13 +138,19 @@ def planned_step(
         raise ValueError("give either a budget or a plan; a plan has its budget")
     if plan is not None and policy not in ("auto", plan.policy):
         raise ValueError(f"give either a policy or a plan; this plan was made by policy {plan.policy!r}")
+    for name, value in (("policy", policy), ("budget", budget)):
+        if isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"{name} is a keyword of ackpt.compile and must not be a tensor. If the model has an argument of this "
+                f"name, pass it by position, or use ackpt.apply_budget(model, {{{name!r}: ..., ...}}, budget=...)"
+            )
     if policy not in list(POLICIES):
         close = did_you_mean(policy, POLICIES)
         raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
     _check_options(options, plan)
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget before the work
     planner = _Planner(budget, policy, dict(options or {}), plan, cache_folder(cache))
-    return PlannedStep(model, planner, differentiate, outputs, optimizer, dynamic, on_plan)
+    return PlannedStep(model, planner, differentiate, outputs, loop, dynamic, on_plan)
 
 
 def _check_keywords(model, kwargs, policy: str) -> None:

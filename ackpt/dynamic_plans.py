@@ -56,8 +56,7 @@ class DynamicPlans:
         graph, workspace = self.step.sized(values), self.step.workspace_bytes(values)
         peak_bytes = peak_of(graph, self._everything, workspace)
         own_bytes = self._own_peak(graph, workspace, peak_bytes, baseline_bytes) if self._is_share else peak_bytes
-        resident = sum(graph.analysis.bytes[storage] for storage in graph.analysis.resident) + graph.optimizer_bytes
-        limit = dynamic_limit(self.budget, own_bytes, resident)
+        limit = dynamic_limit(self.budget, own_bytes, graph.resident_bytes)
         if limit is None:
             return self._choice(self._everything, values, baseline_bytes)
         if peak_bytes <= limit:

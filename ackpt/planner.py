@@ -305,8 +305,8 @@ def _refusal(policy, budget, limit, lowest: Simulation, baseline_bytes: int, cos
     )
     return (
         f"policy {policy!r} cannot keep the budget {budget!r}: it leaves {memory_format(max(0, limit))} for what the "
-        f"step allocates, in addition to {memory_format(lowest.resident_bytes)} of parameters, buffers, inputs and "
-        f"optimizer state. {unit_hint(budget)}"
+        f"step allocates, in addition to {memory_format(lowest.resident_bytes)} of parameters, buffers, inputs, "
+        f"optimizer state and accumulated gradients. {unit_hint(budget)}"
         f"The smallest feasible budget of this policy is {readable(least)} ({least} bytes){fraction}; it makes the "
         f"step {cost:.0%} longer.{step if lowest.peak_node is None else ''}"
     )

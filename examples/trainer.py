@@ -1,80 +1,80 @@
-"""The Trainer of transformers within a budget, with texts of many lengths.
+"""The Trainer of transformers within a budget (needs `pip install "ackpt[hf]"`).
 
 python examples/trainer.py
 """
 
 import copy
 import tempfile
+from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import ackpt
 from ackpt.metering.meter import memory_format
 
-STEPS, BUDGET = 12, "6MiB"
+STEPS, SMALL_BATCHES = 4, 2
+ARGUMENTS = {
+    **{"max_steps": STEPS, "gradient_accumulation_steps": SMALL_BATCHES, "bf16": True},
+    **{"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2},
+    **{"per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True},
+}
 
 
 class MeasuringTrainer(Trainer):
-    """Measures the peak of every step, parameters and inputs included."""
+    """Measures its last forward and backward, while gradients are accumulated."""
+
+    peak, calls = 0, 0
 
     def training_step(self, model, inputs, *args, **kwargs):
-        losses, random = [], torch.get_rng_state()
-        run = super().training_step
+        self.calls += 1
+        if self.calls != STEPS * SMALL_BATCHES:
+            return super().training_step(model, inputs, *args, **kwargs)
+        losses, run = [], super().training_step
 
         def step():
-            model.zero_grad()
-            torch.set_rng_state(random)
             losses.append(run(model, inputs, *args, **kwargs))
 
-        step()  # captures and plans new lengths
-        resident = [model, *inputs.values()]
-        measured = ackpt.measure(step, resident=resident, warmup=0, repeats=0)
-        self.peaks = [*getattr(self, "peaks", []), measured.peak_bytes]
+        resident = [self.model, self.optimizer, *inputs.values()]
+        self.peak = ackpt.measure(
+            step, resident=resident, warmup=0, repeats=0
+        ).peak_bytes
         return losses[0]
 
 
-def padded(rows):
-    """A batch, padded at the end, where a causal model needs no mask."""
-    texts = [row["input_ids"] for row in rows]
-    labels = pad_sequence(texts, batch_first=True, padding_value=-100)
-    return {"input_ids": pad_sequence(texts, batch_first=True), "labels": labels}
-
-
-def trained(model, data):
-    """The peak of every step in bytes."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            per_device_train_batch_size=4,
-            num_train_epochs=1,
-            eval_on_start=True,  # evaluation runs the model itself
-            report_to="none",
-            save_strategy="no",
-            use_cpu=True,
-        )
-        trainer = MeasuringTrainer(model, arguments, padded, data, data[:40])
-        trainer.train()
-        return trainer.peaks
+def train(model, folder, resume=None):
+    arguments = TrainingArguments(folder, **ARGUMENTS)
+    trainer = MeasuringTrainer(
+        model, arguments, train_dataset=data, eval_dataset=data[:4]
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    logs = trainer.state.log_history
+    return trainer, [log[name] for log in logs for name in log if "loss" in name]
 
 
 torch.manual_seed(0)
-config = GPT2Config(
-    vocab_size=256, n_positions=128, n_embd=64, n_layer=3, n_head=2, use_cache=False
-)
-config.bos_token_id = config.eos_token_id = 0
-plain = GPT2LMHeadModel(config)
-model = copy.deepcopy(plain)
-lengths = torch.randint(16, 128, (4 * STEPS - 2,)).tolist()  # the last batch is smaller
-data = [{"input_ids": torch.randint(256, (length,))} for length in lengths]
+heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "use_cache": False}
+sizes = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2}
+plain = LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=64))
+model, resumed = copy.deepcopy(plain), copy.deepcopy(plain)
+texts = torch.randint(64, (32, 64))
+data: Any = [{"input_ids": row, "labels": row} for row in texts]
+batch = {"input_ids": texts[:4], "labels": texts[:4]}
 
-plans = []  # the next line is the one to add
-model.compile(backend="ackpt", options={"budget": BUDGET, "on_plan": plans.append})
-before, after = trained(plain, data), trained(model, data)
-
-assert all(map(torch.equal, plain.parameters(), model.parameters()))
-assert len(after) == STEPS and max(before) > 6 * 2**20 >= max(after)
-for peak, planned in zip(before, after):
-    print(f"plain {memory_format(peak)}, planned {memory_format(planned)}")
-print(f"{len(plans)} sizes planned, parameters equal to the last bit")
+options = {"budget": "1.9MiB", "optimizer": "adamw", "accumulation": True}
+step = ackpt.apply_budget(model, batch, **options)  # the line to add
+ackpt.apply_budget(resumed, batch, **options)
+with tempfile.TemporaryDirectory() as folder:
+    (before, losses), (after, others) = (
+        train(plain, folder + "/0"),
+        train(model, folder),
+    )
+    train(resumed, folder, resume=folder + "/checkpoint-2")
+    saved = LlamaForCausalLM.from_pretrained(folder + "/checkpoint-4")
+assert losses == others
+for each in (model, resumed, saved):
+    assert all(map(torch.equal, plain.parameters(), each.parameters()))
+promised = step.plan.peak_bytes
+assert after.peak <= promised <= 1.9 * 2**20 < before.peak
+print(f"plain {memory_format(before.peak)}, planned {memory_format(promised)}")
+print(f"measured {memory_format(after.peak)}; trained and resumed to the last bit")

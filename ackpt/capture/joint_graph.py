@@ -54,7 +54,8 @@ class JointGraph:
     nodes carry their id in ``meta["ackpt_id"]``. ``outputs``: ids of the nodes that the model returns; ``gradients``:
     ``{parameter: id of the node that is its gradient}``. ``on_cpu``: whether all tensors of the step are in host
     memory. ``optimizer_bytes``: of the optimizer's state, ``optimizer_step_bytes``: the most its step allocates beyond
-    that and the gradients, 0 without an optimizer. ``has_data``: whether it was traced from real tensors, not fake or
+    that and the gradients, 0 without an optimizer. ``accumulated_bytes``: of the gradients that earlier steps leave, to
+    which this one adds; 0 if there are none. ``has_data``: whether it was traced from real tensors, not fake or
     meta ones. ``replays_random``: whether whatever runs the graph can draw the same random numbers a second time.
     ``made_for``: the call it was captured for, in words, as `ackpt.capture.inspection.calls.described` gives them; None
     if unknown. ``as_compiled``: an `AsCompiled` if the model could only be captured as ``torch.compile`` runs it.
@@ -79,6 +80,7 @@ class JointGraph:
     on_cpu: bool
     optimizer_bytes: int = 0
     optimizer_step_bytes: int = 0
+    accumulated_bytes: int = 0
     has_data: bool = True
     replays_random: bool = True
     made_for: Mapping[str, str] | None = None
@@ -89,6 +91,18 @@ class JointGraph:
     def __repr__(self) -> str:
         kinds = ", ".join(f"{sum(node.phase == phase for node in self.nodes)} {phase}" for phase in (FORWARD, BACKWARD))
         return f"<JointGraph {self.hash[:12]}: {kinds} nodes, {len(self.storages)} storages>"
+
+    @property
+    def resident_bytes(self) -> int:
+        """Parameters, buffers, inputs, the optimizer's state and accumulated gradients."""
+        own = sum(self.analysis.bytes[storage] for storage in self.analysis.resident)
+        return own + self.optimizer_bytes + self.accumulated_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The gradients of the parameters, which the step leaves."""
+        storages = {storage for node in self.gradients.values() for storage in self.nodes[node].storages}
+        return sum(self.analysis.bytes[storage] for storage in storages)
 
     @cached_property
     def boundary(self) -> int:

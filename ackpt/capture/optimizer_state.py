@@ -1,19 +1,24 @@
-"""The memory of an optimizer: its state, which is resident, and what its step allocates and frees.
+"""The memory that a training loop adds to a step: of its optimizer, and of the gradients that it accumulates.
+
+The state of an optimizer is resident; its step allocates and frees.
 
 Both are measured by running the step on fake tensors, so that neither the optimizer nor the model changes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
-from ackpt.errors import TraceError
+from ackpt.errors import TraceError, did_you_mean
 from ackpt.metering.prediction import predict
 from ackpt.metering.resident import rounded
 
@@ -22,17 +27,36 @@ from .joint_graph import JointGraph
 _CUDA_BLOCK = 512
 
 
+class Loop(NamedTuple):
+    """What the loop around a step holds.
+
+    ``optimizer``: of the model's parameters, or the name of one in ``torch.optim``; None to leave it out.
+    ``accumulation``: whether gradients of earlier steps exist.
+    """
+
+    optimizer: torch.optim.Optimizer | str | None = None
+    accumulation: bool = False
+
+
+NO_LOOP = Loop()
+
+
 def check_optimizer(model: torch.nn.Module, optimizer) -> None:
-    """Raise an error unless `optimizer` is None or an optimizer of parameters of `model`.
+    """Raise an error unless `optimizer` is None, the name of an optimizer, or an optimizer of parameters of `model`.
 
     Raises:
         TypeError: if it is no ``torch.optim.Optimizer``.
-        ValueError: if it has none of the parameters of `model`.
+        ValueError: if it has none of the parameters of `model`, or if torch has no optimizer of this name.
     """
     if optimizer is None:
         return
+    if isinstance(optimizer, str):
+        _named(optimizer)
+        return
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer or a name such as 'adamw', got {type(optimizer).__name__}"
+        )
     parameters = set(map(id, model.parameters()))
     if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
@@ -54,7 +78,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tu
     """
     stand_in = copy.copy(optimizer)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True), _no_autocast():
             stand_in.param_groups = [_group_without_data(group, on_cpu) for group in optimizer.param_groups]
             stand_in.state = defaultdict(dict, _states_without_data(optimizer, stand_in))
             trained = [p for group in stand_in.param_groups for p in group["params"] if p.grad is not None]
@@ -79,6 +103,43 @@ def with_optimizer(graph: JointGraph, optimizer: torch.optim.Optimizer) -> Joint
     """`graph` with the bytes of `optimizer`, which has its model's parameters; raises as `optimizer_bytes` does."""
     state, step = optimizer_bytes(optimizer, graph.on_cpu)
     return dataclasses.replace(graph, optimizer_bytes=state, optimizer_step_bytes=step)
+
+
+def with_loop(graph: JointGraph, model: torch.nn.Module, loop: Loop) -> JointGraph:
+    """`graph`, of a step of `model`, with the bytes of the loop around it; raises as `optimizer_bytes` does."""
+    optimizer = loop.optimizer
+    if isinstance(optimizer, str):
+        optimizer = _named(optimizer)([parameter for parameter in model.parameters() if parameter.requires_grad])
+    if optimizer is not None:
+        graph = with_optimizer(graph, optimizer)
+    if not loop.accumulation:
+        return graph
+    # When the optimizer's step runs, the step's own gradients have been added to the accumulated ones, and are free.
+    new = graph.gradient_bytes
+    return dataclasses.replace(
+        graph, accumulated_bytes=new, optimizer_step_bytes=max(0, graph.optimizer_step_bytes - new)
+    )
+
+
+def _named(name: str) -> Callable[..., torch.optim.Optimizer]:
+    kinds = {
+        kind.lower(): value
+        for kind, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    if name.lower() not in kinds:
+        raise ValueError(
+            f"torch.optim has no optimizer {name!r}{did_you_mean(name, kinds)}: give the optimizer itself, or one of "
+            f"{', '.join(sorted(kinds))}"
+        )
+    return kinds[name.lower()]
+
+
+@contextlib.contextmanager
+def _no_autocast():
+    """Inside, autocast is off: a step planned under autocast has an optimizer that runs outside of it."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 def _counts(value, on_cpu: bool) -> bool:

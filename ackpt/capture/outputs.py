@@ -225,6 +225,29 @@ def _refuse_create_graph(gradients) -> None:
         )
 
 
+def gradients_before_backward(outputs, parameters, room_bytes: Callable[[], int | None]) -> None:
+    """Raise an error when backward begins while `parameters` have gradients that the plan does not count.
+
+    Args:
+        outputs: what the step returned.
+        room_bytes: the bytes of such gradients with which the step still keeps the budget; None if there is no budget.
+    """
+    if (node := _node_of(outputs)) is None:
+        return
+
+    def check(gradients) -> None:
+        held = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not held or (room := room_bytes()) is None or (total := sum(each.nbytes for each in held)) <= room:
+            return
+        raise CheckpointError(
+            f"backward begins while {memory_format(total)} of gradients exist, which would exceed the budget: it "
+            "counts only the gradients that this step adds. If you accumulate gradients, give accumulation=True, "
+            "which counts both; otherwise call optimizer.zero_grad(), which sets them to None, before the step."
+        )
+
+    node.register_prehook(check)
+
+
 def dropped_before_backward(outputs, places: Sequence[int], room_bytes: Callable[[], int | None]) -> None:
     """Raise an error when backward begins while the caller holds outputs that the plan does not count.
 

@@ -18,7 +18,7 @@ from .as_compiled import compared
 from .dynamic_sizes import is_size, without_full_slices
 from .gradients import move_tangents, own_gradients
 from .joint_graph import BACKWARD, FORWARD, JointGraph, Node, with_accesses
-from .optimizer_state import check_optimizer, with_optimizer
+from .optimizer_state import NO_LOOP, Loop, check_optimizer, with_loop
 
 
 def trace(
@@ -26,7 +26,8 @@ def trace(
     *args: Any,
     differentiate: Literal["loss", "all"] = "loss",
     outputs: Literal["drop", "keep"] = "drop",
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
+    accumulation: bool = False,
     **kwargs: Any,
 ) -> JointGraph:
     """The graph of one training step of `model`, called with `args` and `kwargs`.
@@ -41,8 +42,9 @@ def trace(
             of all outputs that require grad.
         outputs: ``"drop"``: the caller drops the outputs that get no gradient before backward, as in
             ``loss = model(**batch).loss``; ``"keep"``: it holds all outputs, which then count until the step ends.
-        optimizer: of the model's parameters; if given, its state counts as resident, and what its step takes for a
-            while is part of the peak.
+        optimizer: of the model's parameters, or the name of one in ``torch.optim``, such as ``"adamw"``, with its
+            default options; its state counts as resident, and the temporary memory of its step is part of the peak.
+        accumulation: whether gradients of earlier steps exist when the step runs; they then count as resident.
 
     Returns:
         The graph from parameters and inputs to outputs and gradients of the parameters. The gradients of the outputs
@@ -64,14 +66,14 @@ def trace(
         ['aten.t.default', 'aten.addmm.default']
     """
     check_model(model)
-    check_keywords(model, kwargs, ("differentiate", "outputs", "optimizer"), "ackpt.trace")
+    check_keywords(model, kwargs, ("differentiate", "outputs", "optimizer", "accumulation"), "ackpt.trace")
     check_optimizer(model, optimizer)
     with shown(), capture(model, args, kwargs, differentiate, outputs) as captured:
-        return captured_graph(captured, model, args, kwargs, optimizer)
+        return captured_graph(captured, model, args, kwargs, Loop(optimizer, accumulation))
 
 
 def captured_graph(
-    captured: Capture, model, args, kwargs, optimizer=None, instance: fx.GraphModule | None = None
+    captured: Capture, model, args, kwargs, loop: Loop = NO_LOOP, instance: fx.GraphModule | None = None
 ) -> JointGraph:
     """The graph of a captured step, with what the capture knows about the call.
 
@@ -85,7 +87,7 @@ def captured_graph(
         as_compiled=compared(captured, module, model, args, kwargs) if captured.reason else None,
         keeps_outputs=captured.keeps_outputs,
     )
-    return graph if optimizer is None else with_optimizer(graph, optimizer)
+    return with_loop(graph, model, loop)
 
 
 def joint_graph(module, **fields) -> JointGraph:
@@ -102,6 +104,7 @@ def prepared(module) -> None:
     _without_running_statistics(module.graph)
     keep_for_backward(module.graph)
     _require_dense(module.graph.nodes)
+    _require_same_dtypes(module.graph)
     if any(is_size(node) for node in module.graph.nodes):
         without_full_slices(module)
     move_tangents(module)
@@ -212,6 +215,25 @@ def _require_dense(ordered) -> None:
             raise TraceError(
                 f"{node.name} ({_target(node)}) of module {_where(node, 'module') or 'the model itself'!r} is a sparse "
                 "tensor, which cannot be planned. Use dense ones: sparse=False in nn.Embedding, tensor.to_dense()."
+            )
+
+
+_PRODUCTS = tuple(
+    getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "convolution")
+)
+
+
+def _require_same_dtypes(graph) -> None:
+    """Refuse products of tensors with different dtypes: torch computes their shapes, but not their values."""
+    for node in (node for node in graph.nodes if node.target in _PRODUCTS):
+        values = [value for source in node.all_input_nodes for value in _tensors(source)]
+        dtypes = sorted({str(value.dtype).removeprefix("torch.") for value in values})
+        if len(dtypes) > 1:
+            raise TraceError(
+                f"the model fails when it is called like this: {node.name} ({_target(node)}) of module "
+                f"{_where(node, 'module') or 'the model itself'!r} multiplies tensors of different dtypes, "
+                f"{' and '.join(dtypes)}. Convert the inputs or the model, as in x.to(model.dtype) or model.float(), "
+                "or plan and train under torch.autocast."
             )
 
 

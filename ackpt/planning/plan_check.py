@@ -38,7 +38,7 @@ def check_applies(graph: JointGraph, plan: Plan, is_instance: bool = False) -> N
         timeline = follow(graph, plan.schedule, (0,) * len(graph.nodes)).timeline()
     except (ScheduleError, LookupError, TypeError) as error:
         raise PlanError(f"the schedule of this plan cannot run: {error!r}. Plan again.") from error
-    resident = sum(analysis.bytes[storage] for storage in analysis.resident) + graph.optimizer_bytes
+    resident = graph.resident_bytes
     saved = sum(analysis.bytes[storage] for storage in plan.schedule.saved)
     limit = plan.dynamic_peak_bytes if plan.limit_bytes is None else plan.limit_bytes
     # (field, what it says, the least and the most that it can be)

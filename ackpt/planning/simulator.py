@@ -29,11 +29,11 @@ class Simulation:
     """The memory and cost of a step with one schedule.
 
     ``timeline``: live dynamic bytes after every allocation and free. ``peak_bytes``: their maximum;
-    ``resident_bytes``: parameters, buffers, inputs and optimizer state. ``peak_node``: the node that runs at the peak,
-    None in the optimizer's step. ``saved_bytes``: saved on the device for backward. ``flops``: of the whole step;
-    ``recompute_flops``: of forward nodes that run in backward. ``seconds``: of the step, modelled or measured, and of
-    these ``exposed_seconds``, in which computation waits for copies; None where the profile has no times.
-    ``host_live``: bytes of the copies in host memory at every entry of the timeline.
+    ``resident_bytes``: parameters, buffers, inputs, optimizer state, accumulated gradients. ``peak_node``: the node
+    that runs at the peak, None in the optimizer's step. ``saved_bytes``: saved on the device for backward. ``flops``:
+    of the whole step; ``recompute_flops``: of forward nodes that run in backward. ``seconds``: of the step, modelled or
+    measured, and of these ``exposed_seconds``, in which computation waits for copies; None where the profile has no
+    times. ``host_live``: bytes of the copies in host memory at every entry of the timeline.
 
     Example:
         >>> import torch, ackpt
@@ -100,7 +100,7 @@ def simulate(graph: JointGraph, profile: Profile, schedule: Schedule) -> Simulat
         timeline=timeline,
         peak_bytes=timeline.peak_bytes,
         peak_node=live.owner[timeline.peak_index - 1] if timeline.peak_index else None,
-        resident_bytes=sum(live.analysis.bytes[s] for s in live.analysis.resident) + graph.optimizer_bytes,
+        resident_bytes=graph.resident_bytes,
         saved_bytes=sum(live.analysis.bytes[s] for s in schedule.saved),
         flops=sum(profile.flops[node_id] for node_id in order),
         recompute_flops=sum(profile.flops[node_id] for node_id in recomputed(graph, schedule)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
@@ -82,10 +83,14 @@ def _leaf(leaf):
         except TypeError:
             raise TypeError(
                 f"an argument of type {type(leaf).__name__} cannot be compared from call to call: pass tensors, "
-                "numbers, strings and the like, in lists, tuples and dicts"
+                f"numbers, strings and the like, in lists, tuples and dicts{_conversion(leaf)}"
             ) from None
         return leaf
     return value
+
+
+def _conversion(leaf) -> str:
+    return ". A NumPy array becomes a tensor by torch.from_numpy(array)" if isinstance(leaf, numpy.ndarray) else ""
 
 
 def _autocast():

@@ -10,6 +10,7 @@ from typing import Any
 from ackpt.capture.aot import Capture
 from ackpt.capture.dynamic_sizes import DynamicModule, expression
 from ackpt.capture.joint_graph import JointGraph
+from ackpt.capture.optimizer_state import Loop
 from ackpt.capture.outputs import gradient_strides
 from ackpt.capture.tracing import captured_graph, described_graph, prepared
 from ackpt.costs.dynamic_workspace import DynamicWorkspace
@@ -32,7 +33,7 @@ class DynamicStep:
     choose: Choose | None = None
     search_at: Sequence[tuple[int, ...]] = ()
 
-    def __init__(self, captured: Capture, call: Call, model, optimizer):
+    def __init__(self, captured: Capture, call: Call, model, loop: Loop):
         assert captured.symbols is not None
         self.captured, self.symbols = captured, captured.symbols
         module = captured.joint.graph_module
@@ -41,7 +42,7 @@ class DynamicStep:
         self.module.require_known_sizes()
         values = self.symbols.values(call.leaves)
         self.reference: JointGraph = captured_graph(
-            captured, model, call.args, call.kwargs, optimizer, self.module.at(values)
+            captured, model, call.args, call.kwargs, loop, self.module.at(values)
         )
         self._reference_values = values
         self._compiled: dict[tuple, Callable[[Any, Strides], list[Any]]] = {}
@@ -62,8 +63,8 @@ class DynamicStep:
         if values == self._reference_values:
             return self.reference
         like = self.reference
-        names = ("on_cpu", "optimizer_bytes", "optimizer_step_bytes", "has_data", "as_compiled", "keeps_outputs")
-        fields = {name: getattr(like, name) for name in names}
+        names = ("on_cpu", "optimizer_bytes", "optimizer_step_bytes", "accumulated_bytes", "has_data", "as_compiled")
+        fields = {name: getattr(like, name) for name in (*names, "keeps_outputs")}
         return replace(described_graph(self.module.at(values)), **fields)
 
     @property

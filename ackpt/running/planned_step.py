@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import sys
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 from ackpt.capture.inspection.model_checks import check_model, own_call
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.capture.optimizer_state import check_optimizer
+from ackpt.capture.optimizer_state import NO_LOOP, Loop, check_optimizer
 from ackpt.errors import TraceError
 from ackpt.planning.plan import Plan
 
@@ -27,8 +30,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_TRAINER = "transformers.trainer"  # a Trainer would drop all columns of a data set: forward names none of them
+
+
 class PlannedStep(nn.Module):
     """A model that runs as planned; it has the model's parameters, buffers, submodules and state_dict.
+
+    Its other attributes and methods are the model's; a method that calls the model runs the step.
 
     Called with other shapes, dtypes or switches than before, it captures and replans under the same budget.
     Switches are ``train`` and ``eval``, ``requires_grad`` of parameters, autocast, floats and flags among the
@@ -60,16 +68,16 @@ class PlannedStep(nn.Module):
         planner: Callable[[JointGraph], Plan],
         differentiate: str = "loss",
         outputs: str = "drop",
-        optimizer: torch.optim.Optimizer | None = None,
+        loop: Loop = NO_LOOP,
         dynamic: DynamicArgument = None,
         on_plan: Callable[[Plan], Any] | None = None,
     ):
         check_model(model)
-        check_optimizer(model, optimizer)
+        check_optimizer(model, loop.optimizer)
         planner = planner if isinstance(planner, Planner) else Planner(planner)
         # Module.__setattr__ needs what Module.__init__ makes, and that sets `training`, which is the model's: so the
         # planned calls come first, and past both methods named __setattr__.
-        planned = Variants(model, planner, differentiate, outputs, optimizer, dynamic, on_plan)
+        planned = Variants(model, planner, differentiate, outputs, loop, dynamic, on_plan)
         object.__setattr__(self, "_ackpt_planned", planned)
         training = model.training
         super().__init__()
@@ -98,11 +106,33 @@ class PlannedStep(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Private ones are torch's marks, such as that a module was given to torch.compile.
-        if name[:1] != "_" and not hasattr(self, name) and hasattr(self._ackpt_planned.model, name):
+        if name[:1] != "_" and not self._has(name) and hasattr(self._ackpt_planned.model, name):
             raise AttributeError(
                 f"{name!r} is an attribute of the model: set it there, where the planned step reads it"
             )
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._has(name) or name[:2] == "__" or "_ackpt_planned" not in vars(self):
+            return super().__getattr__(name)
+        if sys._getframe(1).f_globals.get("__name__") == _TRAINER:
+            raise TypeError(
+                "the Trainer reads the signature of the model's class and saves the model itself, which a planned step "
+                "is not: keep the model, and give it a budget by ackpt.apply_budget(model, batch, budget=...)"
+            )
+        value = getattr(self._ackpt_planned.model, name)
+        if isinstance(value, types.MethodType) and value.__self__ is self._ackpt_planned.model:
+            return functools.partial(_run_planned, self, value)
+        return value
+
+    def _has(self, name: str) -> bool:
+        """Whether this step has an attribute, apart from those that it forwards to the model."""
+        own = vars(self)
+        return (
+            name in own
+            or hasattr(type(self), name)
+            or any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+        )
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture and plan for these arguments without running anything; the plan."""
@@ -145,7 +175,7 @@ class PlannedStep(nn.Module):
     def __reduce__(self) -> tuple[type[PlannedStep], tuple[Any, ...]]:
         planned = self._ackpt_planned
         use = planned.differentiate, planned.outputs
-        return PlannedStep, (planned.model, planned.planner, *use, planned.optimizer, planned.dynamic, planned.on_plan)
+        return PlannedStep, (planned.model, planned.planner, *use, planned.loop, planned.dynamic, planned.on_plan)
 
 
 class InPlace:
@@ -191,6 +221,18 @@ def without_budget(model: nn.Module):
         if earlier is not None:
             put_in_place(earlier)
         raise
+
+
+def _run_planned(step: PlannedStep, method: Callable[..., Any], *args, **kwargs):
+    """Call a method of the model of `step`; where it calls the model, the step runs."""
+    model = step._ackpt_planned.model
+    if in_place_of(model) is not None:
+        return method(*args, **kwargs)
+    put_in_place(step)
+    try:
+        return method(*args, **kwargs)
+    finally:
+        take_away(model)
 
 
 def _keeps_gradients(model: nn.Module, args, kwargs) -> bool:

@@ -22,7 +22,8 @@ from ackpt.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout
 from ackpt.capture.inspection.attributes import changed_attribute
 from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes
 from ackpt.capture.inspection.tensors import is_tensor
-from ackpt.capture.outputs import dropped_before_backward, gradient_strides
+from ackpt.capture.optimizer_state import Loop
+from ackpt.capture.outputs import dropped_before_backward, gradient_strides, gradients_before_backward
 from ackpt.capture.tracing import captured_graph
 from ackpt.errors import BudgetError, TraceError
 from ackpt.metering.timeline import MeterError
@@ -49,27 +50,31 @@ _LET_DYNAMIC = "Leave dynamic at None, so that one capture serves several sizes.
 class Variant:
     """What runs calls of some sizes: ``run`` with the inputs of ``captured``, or the model itself if it is None.
 
-    ``make_plan`` returns the `Plan`, which does not count the outputs at the places ``dropped`` during backward.
+    ``make_plan`` returns the `Plan`, which does not count the outputs at the places ``dropped`` during backward, and
+    which counts gradients of earlier steps if ``accumulates``.
     """
 
     captured: Capture
     run: Callable[[Sequence[torch.Tensor]], list[Any]] | None
     make_plan: Callable[[], Plan]
     dropped: tuple[int, ...] = ()
+    accumulates: bool = False
 
     def outputs(self, call: Call) -> Any:
         """The outputs of the planned step."""
         assert self.run is not None
-        outputs = self.run(self.captured.inputs(call.modules, call.leaves))
-        dropped_before_backward(outputs, self.dropped, self._room_bytes)
+        inputs = self.captured.inputs(call.modules, call.leaves)
+        outputs = self.run(inputs)
+        dropped_before_backward(outputs, self.dropped, lambda: self._room_bytes(self.make_plan().timeline.boundary))
+        if not self.accumulates:
+            parameters = inputs[: len(self.captured.joint.params_spec)]
+            gradients_before_backward(outputs, parameters, lambda: self._room_bytes(0))
         return self.captured.outputs(outputs)
 
-    def _room_bytes(self) -> int | None:
-        """The bytes by which backward stays below the budget; None without one."""
+    def _room_bytes(self, start: int | None) -> int | None:
+        """The bytes by which the step stays below the budget from this event on; None without a budget."""
         plan = self.make_plan()
-        if plan.limit_bytes is None:
-            return None
-        return plan.limit_bytes - max(plan.timeline.live[plan.timeline.boundary :])
+        return None if plan.limit_bytes is None else plan.limit_bytes - max(plan.timeline.live[start:])
 
 
 @dataclass
@@ -91,7 +96,7 @@ class Variants:
     """The captures of one step, and what runs each call.
 
     Args:
-        model, planner, differentiate, outputs, optimizer: of the step.
+        model, planner, differentiate, outputs, loop: of the step.
         dynamic: which dimensions become dynamic, see `ackpt.compile`.
         on_plan: called with the plan of every new variant.
     """
@@ -102,11 +107,11 @@ class Variants:
         planner: Planner,
         differentiate: str,
         outputs: str,
-        optimizer: torch.optim.Optimizer | None,
+        loop: Loop,
         dynamic: DynamicArgument,
         on_plan: Callable[[Plan], Any] | None = None,
     ):
-        self.model, self.planner, self.optimizer, self.dynamic = model, planner, optimizer, dynamic
+        self.model, self.planner, self.loop, self.dynamic = model, planner, loop, dynamic
         self.differentiate, self.outputs, self.on_plan = differentiate, outputs, on_plan
         self.history = History()
         self._watched: WatchedModel | None = None
@@ -160,8 +165,8 @@ class Variants:
                 raise
             was = self._last[1]
             if isinstance(error, PlanError):
-                raise PlanError(f"{error} {another_plan(was, made_for)}") from None
-            message = f"{error} {other_bytes(was, made_for, error.budget)}"
+                raise PlanError(f"{error} {another_plan(was, made_for, cause)}") from None
+            message = f"{error} {other_bytes(was, made_for, error.budget, cause)}"
             raise BudgetError(message, error.least_bytes, error.budget) from None
         self._last = call.facts, made_for, variant
         if self.on_plan is not None:
@@ -195,13 +200,14 @@ class Variants:
                 self.history.add("refused", f"dynamic dimensions of {cause}: {error}", time.perf_counter() - start)
                 start = time.perf_counter()
         with capture(self.model, call.args, call.kwargs, self.differentiate, self.outputs) as captured:
-            graph = captured_graph(captured, self.model, call.args, call.kwargs, self.optimizer)
+            graph = captured_graph(captured, self.model, call.args, call.kwargs, self.loop)
             choice = self.planner.choice(graph)
             variant = self._of_model(captured, choice, call, graph.on_cpu)
             if variant is None:
                 step, strides = compiled_schedule(captured, graph, choice.schedule), gradient_strides(graph.analysis)
                 run = self._checked(lambda inputs: step(inputs, strides), call)
-                variant = Variant(captured, run, choice.plan, dropped_places(graph, choice.schedule))
+                dropped = dropped_places(graph, choice.schedule)
+                variant = Variant(captured, run, choice.plan, dropped, self.loop.accumulation)
         group.fixed.setdefault(call.sizes, []).insert(0, variant)
         seconds = time.perf_counter() - start
         self.history.add("capture", cause, seconds, group=group_of_causes, advice=self._advice(group))
@@ -219,7 +225,7 @@ class Variants:
         start = time.perf_counter()
         ordered = sorted(dimensions)
         with capture(self.model, call.args, call.kwargs, self.differentiate, self.outputs, ordered) as captured:
-            step = DynamicStep(captured, call, self.model, self.optimizer)
+            step = DynamicStep(captured, call, self.model, self.loop)
         if fixed := step.symbols.fixed():
             named = named_dimensions(self.dynamic, self.model, call)
             if named := {each: line for each, line in fixed.items() if each in named}:
@@ -257,7 +263,8 @@ class Variants:
         if variant is not None:
             return variant
         run = self._checked(step.run(choice.schedule, values), call)
-        return Variant(step.captured, run, choice.plan, dropped_places(step.reference, choice.schedule))
+        dropped = dropped_places(step.reference, choice.schedule)
+        return Variant(step.captured, run, choice.plan, dropped, self.loop.accumulation)
 
     def _of_model(self, captured: Capture, choice: Choice, call: Call, on_cpu: bool) -> Variant | None:
         """The model itself, if its own step keeps the budget; None otherwise.
@@ -274,16 +281,25 @@ class Variants:
         return Variant(captured, None, choice.own_plan) if captured.own_step_is_simulated else None
 
     def _checked(self, run, call: Call):
-        """`run`, or a function that raises if the model has no data but the call has."""
-        own = (*self.model.parameters(), *self.model.buffers())
-        if not any(tensor.is_meta for tensor in own) or all(leaf.is_meta for leaf in filter(is_tensor, call.leaves)):
-            return run
-
-        def refused(inputs):
-            raise TraceError(
+        """`run`, or a function that raises if either the model or the call has no data."""
+        own = any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers()))
+        leaves = named_leaves(call.args, call.kwargs)
+        names = [name for name, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+        if own and not all(leaf.is_meta for leaf in filter(is_tensor, call.leaves)):
+            reason = (
                 "the model is on the meta device, so that it can be planned, but not run on data: call "
                 "model.to_empty(device=...) and load its state first"
             )
+        elif names and not own:
+            reason = (
+                f"argument {names[0]} is on the meta device, so that the step can be planned, but not run: the model "
+                "has data; call it with tensors that have data, too"
+            )
+        else:
+            return run
+
+        def refused(inputs):
+            raise TraceError(reason)
 
         return refused
 

@@ -100,7 +100,9 @@ def test_on_a_gpu_blocks_count(kind, options, state, step):
 def test_what_is_no_optimizer_is_refused():
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     for call in (ackpt.trace, ackpt.compile):
-        with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, got list"):
+        with pytest.raises(
+            TypeError, match=r"optimizer must be a torch.optim.Optimizer or a name such as .adamw., got list"
+        ):
             call(model, x, optimizer=parameters())
 
 

@@ -58,25 +58,26 @@ def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) ->
     return clauses
 
 
-def another_plan(was, now) -> str:
-    """What to do if the given plan does not fit a later call."""
+def another_plan(was, now, cause: str) -> str:
+    """What to do if the given plan does not fit a later call, with its `cause` in words."""
     if _left_training(was, now):
         return f"It fitted the call before. {_EVALUATE}."
+    if not differences(was, now):
+        return (
+            f"It fitted the call before. Since then, {cause}: change it back, or give a budget instead, which replans."
+        )
     return (
         "It fitted the call before. Make a second step with a plan for this call, leave out a last batch that differs, "
         "as a DataLoader with drop_last=True does, or give a budget instead, which replans."
     )
 
 
-def other_bytes(was, now, budget) -> str:
+def other_bytes(was, now, budget, cause: str) -> str:
     """What to do where a later call cannot keep the budget that an earlier one has kept."""
-    changes = (
-        "; ".join(differences(was, now))
-        or "since then an attribute of the model, a value that its code reads, or the layout of a tensor changed"
-    )
-    said = f"The budget was feasible for the earlier call: {changes}."
+    said = f"The budget was feasible for the earlier call: {'; '.join(differences(was, now)) or cause}."
     if not is_share(budget):
-        return f"{said} Give the budget that the largest call needs."
+        evaluate = f" {_EVALUATE}." if _left_training(was, now) else ""
+        return f"{said}{evaluate} Give the budget that the largest call needs."
     if _left_training(was, now):
         return (
             f"{said} {_EVALUATE}. In evaluation mode the baseline's peak is lower, and a fraction is relative to it; a "

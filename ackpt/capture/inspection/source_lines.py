@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -14,7 +15,11 @@ import weakref
 import torch
 import torch.fx.traceback
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
@@ -121,6 +126,10 @@ def _in_torch(frames) -> str:
     return f", in torch's own code{_said(shown[-1])}" if shown and _is_of_layers(shown[-1]) else ""
 
 
+def _calls_hook(frame) -> bool:
+    return frame.filename == _CALL.co_filename and "hook(" in (frame.line or "")
+
+
 def _is_of_layers(frame) -> bool:
     return frame.filename.startswith(_LAYERS) and frame.name not in ("_call_impl", "_wrapped_call_impl")
 
@@ -155,6 +164,12 @@ def _explained(error, model) -> TraceError:
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, _LOOKS_AT_VALUES):
         inside = _in_torch(frames)
+        if any(map(_calls_hook, frames)):
+            return TraceError(
+                f"a hook of {_module_of(error, model)} looks at the values of a tensor{where}. A planned step runs the "
+                "hooks inside the model during its capture only, on tensors without values. Remove this hook by the "
+                "remove() of its handle, or use ackpt.apply_activation_checkpointing, which runs all hooks."
+            )
         checks = " torch.distributions look at their arguments unless validate_args=False."
         module = _module_of(error, model)
         explanation = TraceError(
@@ -170,6 +185,14 @@ def _explained(error, model) -> TraceError:
             "blocks of the model are already checkpointed in a way that cannot be captured, and the plan decides what "
             "is recomputed. Remove that checkpointing: call ackpt.remove_activation_checkpointing(model), "
             "model.gradient_checkpointing_disable() in transformers, or the function without checkpoint()."
+        )
+    if isinstance(error, UnsupportedOperatorException) or "no fake impl" in reason:
+        operation = re.search(r"\w+(::|\.)\w+", str(getattr(error, "func", error)))
+        return TraceError(
+            f"the shapes of what {operation[0] if operation else 'an operation'} returns are not known{where}, in "
+            f"{_module_of(error, model)}: its package has registered no fake kernel. Register one by "
+            "torch.library.register_fake, update the package, or use ackpt.apply_activation_checkpointing, which runs "
+            "the operation itself."
         )
     if "Mixing fake modes" in reason:  # torch calls the model several times
         return _kept(f"and reads again{where}")

@@ -1,0 +1,77 @@
+"""LoRA adapters on a frozen model within a budget (needs `pip install "ackpt[hf]"`).
+
+python examples/lora.py
+"""
+
+import copy
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ackpt
+from ackpt.metering.meter import memory_format
+
+ADAPTERS = LoraConfig(
+    r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+)
+
+
+def llama():
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        vocab_size=64,
+        use_cache=False,
+    )
+    config.num_attention_heads = config.num_key_value_heads = 2
+    return LlamaForCausalLM(config).bfloat16()  # the adapters are float32
+
+
+def step(model, batch):
+    """One step of the adapters in float32 over the frozen weights in bfloat16."""
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch).loss
+    loss.backward()
+    named = model.named_parameters()
+    return {name: each.grad for name, each in named if each.grad is not None}
+
+
+def measured(model, batch):
+    resident = [model, *batch.values()]
+    return ackpt.measure(
+        lambda: step(model, batch), resident=resident, warmup=0, repeats=0
+    ).peak_bytes
+
+
+torch.manual_seed(0)
+plain = get_peft_model(llama(), ADAPTERS)
+model = copy.deepcopy(plain)
+ids = torch.randint(64, (8, 128))
+batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
+
+with torch.autocast("cpu", torch.bfloat16):  # as the step will run
+    planned = ackpt.apply_budget(model, batch, budget="5MiB")  # the line to add
+
+torch.manual_seed(1)  # for dropout
+expected = step(plain, batch)
+torch.manual_seed(1)
+gradients = step(model, batch)
+assert all("lora" in name for name in gradients)  # frozen weights have no gradients
+assert gradients.keys() == expected.keys()
+assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+before, after = measured(plain, batch), measured(model, batch)
+promised = planned.plan.peak_bytes
+assert after <= promised <= 5 * 2**20 < before
+
+# The same model without data, in which any size can be planned.
+shapes = ackpt.from_shapes(lambda: get_peft_model(llama(), ADAPTERS))
+with torch.autocast("cpu", torch.bfloat16):
+    graph = ackpt.trace(shapes, **batch)
+assert graph.gradient_bytes == sum(each.nbytes for each in gradients.values())
+print(f"plain {memory_format(before)}, planned {memory_format(promised)}")
+print(f"measured {memory_format(after)}; {planned.plan.cost:.1%} recomputed")
+print("gradients of the adapters as without a budget, to the last bit")

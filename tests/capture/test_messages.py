@@ -1,0 +1,138 @@
+"""Errors that name what a user got wrong: dtypes, devices, NumPy, hooks, keywords, globals, evaluation."""
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import ackpt
+
+X = torch.ones(4, 8)
+
+
+def layers():
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("call", [ackpt.trace, ackpt.compile])
+def test_different_dtypes(call):
+    with pytest.raises(ackpt.TraceError, match="addmm .*module '0'.* different dtypes, float16 and float32"):
+        call(layers().half(), X)
+
+
+def test_data_on_the_meta_device():
+    step = ackpt.compile(layers(), X, budget="1MiB")
+    with pytest.raises(ackpt.TraceError, match="argument 0 is on the meta device.*the model has data"):
+        step(X.to("meta"))
+
+
+class Policies(nn.Linear):
+    def forward(self, x, policy, budget):
+        return super().forward(x * policy + budget).sum()
+
+
+def test_arguments_of_the_model_that_are_called_as_keywords():
+    model = Policies(8, 8)
+    with pytest.raises(TypeError, match="policy is a keyword of ackpt.compile.*apply_budget"):
+        ackpt.compile(model, X, policy=X, budget=X)
+    with pytest.raises(TypeError, match="budget is a keyword of ackpt.compile.*apply_budget"):
+        ackpt.compile(model, X, X, budget=X)
+    ackpt.apply_budget(model, {"x": X, "policy": X, "budget": X})
+    model(x=X, policy=X, budget=X).backward()
+    assert model.weight.grad is not None
+
+
+def test_numpy():
+    with pytest.raises(TypeError, match="torch.from_numpy"):
+        ackpt.compile(layers(), numpy.ones((4, 8), dtype=numpy.float32))
+
+
+def test_a_hook_that_reads_values():
+    model, values = layers(), []
+    model[0].register_forward_hook(lambda module, inputs, output: values.append(output.mean().item()))
+    with pytest.raises(ackpt.TraceError, match="a hook of module '0' looks at the values of a tensor at .*remove"):
+        ackpt.compile(model, X)
+
+
+SCALE = 2.0
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).sum() * SCALE
+
+
+def test_a_global_that_changed_under_a_plan(monkeypatch):
+    model = Scaled(8, 8)
+    step = ackpt.compile(model, X, plan=ackpt.plan(ackpt.trace(model, X)))
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    with pytest.raises(ackpt.graph.PlanError, match="Since then, global 'SCALE' of .*changed: change it back"):
+        step(X)
+
+
+def test_evaluation_with_gradients_raises_and_leaves_the_mode():
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU(), nn.Dropout())))
+    x = torch.randn(256, 64)
+    least = ackpt.apply_budget(model, x, budget=0.7).plan.peak_bytes
+    ackpt.apply_budget(model, x, budget=least)
+    model.eval()
+    with pytest.raises(ackpt.BudgetError, match="is in evaluation mode now, but gradients are on.*torch.no_grad"):
+        model(torch.randn(1024, 64))
+    assert not any(module.training for module in model.modules())
+    with torch.no_grad():
+        assert model(torch.randn(1024, 64)).shape == (1024, 64)
+    model.train()
+    model(x).sum().backward()
+
+
+@torch.library.custom_op("ackpt_tests::with_shapes", mutates_args=())
+def with_shapes(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+with_shapes.register_fake(torch.empty_like)
+with_shapes.register_autograd(lambda context, gradient: gradient * 2)
+
+
+@torch.library.custom_op("ackpt_tests::without_shapes", mutates_args=())
+def without_shapes(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+without_shapes.register_autograd(lambda context, gradient: gradient * 2)
+
+
+class Custom(nn.Linear):
+    def __init__(self, operation):
+        super().__init__(8, 8)
+        self.operation = operation
+
+    def forward(self, x):
+        return self.operation(super().forward(x)).tanh().sum()
+
+
+def test_an_operation_of_another_package_with_a_fake_kernel_is_planned():
+    model, plain = Custom(with_shapes), Custom(with_shapes)
+    plain.load_state_dict(model.state_dict())
+    step = ackpt.compile(model, X, policy="full")
+    step(X).backward()
+    plain(X).backward()
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+
+
+def test_one_of_a_library_without_a_fake_kernel_is_refused():
+    with torch.library._scoped_library("ackpt_tests", "FRAGMENT") as library:
+        library.define("packed(Tensor x) -> Tensor")
+        library.impl("packed", lambda x: x * 2, "CPU")
+        with pytest.raises(ackpt.TraceError, match="ackpt_tests.packed returns are not known at .*no fake kernel"):
+            ackpt.compile(Custom(torch.ops.ackpt_tests.packed), X)
+
+
+def test_one_without_a_fake_kernel_is_refused_and_runs_in_a_region():
+    with pytest.raises(
+        ackpt.TraceError, match="ackpt_tests::without_shapes returns are not known at .*no fake kernel"
+    ) as error:
+        ackpt.compile(Custom(without_shapes), X)
+    assert "register_fake" in str(error.value) and "apply_activation_checkpointing" in str(error.value)
+    ackpt.checkpoint(model := Custom(without_shapes), X).backward()
+    assert model.weight.grad is not None

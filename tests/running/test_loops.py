@@ -1,0 +1,136 @@
+"""What the loop around a planned step holds: accumulated gradients, the optimizer, a scaler of the loss."""
+
+import pytest
+import torch
+from torch import nn
+
+import ackpt
+
+
+class Net(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        blocks = [(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3)]
+        self.layers = nn.Sequential(*(layer for block in blocks for layer in block))
+
+    def forward(self, x, targets):
+        return nn.functional.mse_loss(self.layers(x), targets)
+
+
+BATCH = tuple(torch.randn(2, 256, 32, generator=torch.Generator().manual_seed(0)).unbind())
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+
+def accumulated(model, times=3):
+    model.zero_grad()
+    for _ in range(times):
+        model(*BATCH).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def peak(step, model, *resident) -> int:
+    model.zero_grad()
+    return ackpt.measure(step, resident=(model, *BATCH, *resident), warmup=0, repeats=0).peak_bytes
+
+
+def test_accumulated_gradients_count(model):
+    expected = accumulated(model)
+    model.zero_grad()
+    step = ackpt.apply_budget(model, BATCH, budget=0.7, accumulation=True)
+    assert all(map(torch.equal, accumulated(model), expected))
+
+    def thrice():
+        for _ in range(3):
+            model(*BATCH).backward()
+
+    assert peak(thrice, model) == step.plan.peak_bytes
+    without = ackpt.compile(Net(), *BATCH, budget=0.7).plan
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert step.plan.resident_bytes == without.resident_bytes + gradients
+    assert step.plan.dynamic_peak_bytes == without.dynamic_peak_bytes
+
+
+def test_gradients_that_the_plan_does_not_count_are_an_error_if_they_exceed_the_budget(model):
+    ackpt.apply_budget(model, BATCH, budget=0.7)
+    with pytest.raises(ackpt.CheckpointError, match="of gradients exist.*give accumulation=True"):
+        accumulated(model)
+    ackpt.apply_budget(model, BATCH, budget="1GiB")
+    accumulated(model)  # within the budget
+
+
+@pytest.mark.parametrize("accumulation", [False, True])
+@pytest.mark.parametrize("name", ["adamw", "SGD"])
+def test_an_optimizer_by_name_has_the_bytes_of_the_optimizer(model, name, accumulation):
+    kind = {"adamw": torch.optim.AdamW, "SGD": torch.optim.SGD}[name]
+    optimizer = kind(model.parameters())
+    by_name, given = (
+        ackpt.trace(model, *BATCH, optimizer=each, accumulation=accumulation) for each in (name, optimizer)
+    )
+    assert by_name.resident_bytes == given.resident_bytes
+    assert by_name.optimizer_step_bytes == given.optimizer_step_bytes
+    step = ackpt.apply_budget(model, BATCH, budget=0.7, optimizer=name, accumulation=accumulation)
+
+    def whole():
+        for _ in range(3 if accumulation else 1):
+            model(*BATCH).backward()
+        optimizer.step()
+
+    whole()  # makes the state
+    assert peak(whole, model, optimizer) == step.plan.peak_bytes
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", torch.optim.AdamW])
+def test_the_peak_may_be_in_the_optimizers_step(optimizer):
+    model, batch = Net(), tuple(each[:2].clone() for each in BATCH)
+    optimizer = optimizer if isinstance(optimizer, str) else optimizer(model.parameters())
+    alone, accumulating = (
+        ackpt.plan(ackpt.trace(model, *batch, optimizer=optimizer, accumulation=each)) for each in (False, True)
+    )
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert alone.peak_node == "the optimizer's step"
+    assert accumulating.resident_bytes == alone.resident_bytes + gradients
+    # Backward with both gradients is more than the optimizer's step with one of them.
+    assert accumulating.peak_bytes > alone.peak_bytes
+
+
+def test_an_unknown_optimizer(model):
+    with pytest.raises(ValueError, match="no optimizer 'adamv' .did you mean 'adam"):
+        ackpt.apply_budget(model, BATCH, optimizer="adamv")
+    with pytest.raises(TypeError, match="or a name such as 'adamw', got float"):
+        ackpt.apply_budget(model, BATCH, optimizer=1.0)
+
+
+def test_a_scaler_of_the_loss(model):
+    optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
+    with torch.autocast("cpu", torch.float16):
+        step = ackpt.apply_budget(model, BATCH, budget=0.9, optimizer=optimizer)
+
+    def whole():
+        with torch.autocast("cpu", torch.float16):
+            loss = model(*BATCH)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    whole()
+    scaled_loss = 4
+    assert peak(whole, model) == step.plan.peak_bytes + scaled_loss
+
+
+class Counts(nn.Linear):
+    def doubled(self, x):
+        return 2 * self(x)
+
+
+def test_a_method_that_calls_the_model_runs_the_step():
+    model, x = Counts(8, 8), torch.ones(4, 8)
+    step = ackpt.compile(model, x, budget="1MiB")
+    assert torch.equal(step.doubled(x), model.doubled(x))
+    assert "_compiled_call_impl" not in vars(model) and step.in_features == 8
+    step.doubled(torch.ones(5, 8)).sum().backward()
+    assert [event.kind for event in step.history] == ["capture", "dynamic capture"]
