@@ -56,6 +56,7 @@ batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
 with torch.autocast("cpu", torch.bfloat16):  # as the step will run
     planned = ackpt.apply_budget(model, batch, budget="5MiB")  # the line to add
 
+before, after = measured(plain, batch), measured(model, batch)
 torch.manual_seed(1)  # for dropout
 expected = step(plain, batch)
 torch.manual_seed(1)
@@ -63,7 +64,6 @@ gradients = step(model, batch)
 assert all("lora" in name for name in gradients)  # frozen weights have no gradients
 assert gradients.keys() == expected.keys()
 assert all(torch.equal(gradients[name], expected[name]) for name in expected)
-before, after = measured(plain, batch), measured(model, batch)
 promised = planned.plan.peak_bytes
 assert after <= promised <= 5 * 2**20 < before
 
