@@ -15,6 +15,7 @@ from .offloading.saved_tensors import offload_saved_tensors
 
 if TYPE_CHECKING:
     from .applied import apply_budget, remove_budget
+    from .capture.shapes import from_shapes
     from .compiled import compile
     from .graph import PlanError, ScheduleError, profile, trace
     from .metering.prediction import predict
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from .planner import plan
     from .planning.plan import Plan
     from .results import RecordError
-    from .shapes import from_shapes
 
 __version__ = "0.1.0"
 
@@ -67,7 +67,7 @@ _LATER = {
     "apply_budget": ("ackpt.applied", "apply_budget"),
     "colab": ("ackpt.experiments.colab", None),
     "compile": ("ackpt.compiled", "compile"),
-    "from_shapes": ("ackpt.shapes", "from_shapes"),
+    "from_shapes": ("ackpt.capture.shapes", "from_shapes"),
     "graph": ("ackpt.graph", None),
     "offload_pays": ("ackpt.offloading.pays", "offload_pays"),
     "plan": ("ackpt.planner", "plan"),

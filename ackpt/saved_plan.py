@@ -59,7 +59,7 @@ class SavedPlan:
         check_applies(graph, plan, is_instance=True)
         check_runs(graph, plan)
         self._schedule = replace(plan.schedule, graph=step.reference.hash)
-        self._resident_bytes = _resident_bytes(graph)
+        self._resident_bytes = graph.resident_bytes
 
     def __call__(self, values: tuple[int, ...], baseline_bytes: int | None = None) -> Choice:
         if values == self._values:
@@ -73,7 +73,7 @@ class SavedPlan:
         limit = self._limit_bytes(graph)
         peak_bytes = peak_of(graph, self._schedule, self.step.workspace_bytes(values))
         if limit is not None and peak_bytes > limit:
-            raise self._exceeded(values, _resident_bytes(graph), peak_bytes, limit)
+            raise self._exceeded(values, graph.resident_bytes, peak_bytes, limit)
 
         def make_plan() -> Plan:
             graph, profile = described(self.step, values, baseline_bytes)
@@ -107,7 +107,7 @@ class SavedPlan:
         """The bound on the dynamic bytes of `graph`, so that the whole peak is bounded as at the plan's own sizes."""
         if self.plan.limit_bytes is None:
             return None
-        return self.plan.limit_bytes + self._resident_bytes - _resident_bytes(graph)
+        return self.plan.limit_bytes + self._resident_bytes - graph.resident_bytes
 
     def _exceeded(self, values: tuple[int, ...], resident_bytes: int, peak_bytes: int, limit: int) -> BudgetError:
         layouts = self.step.symbols.layouts(values)
@@ -121,7 +121,3 @@ class SavedPlan:
             whole,
             allowed,
         )
-
-
-def _resident_bytes(graph: JointGraph) -> int:
-    return sum(graph.analysis.bytes[storage] for storage in graph.analysis.resident) + graph.optimizer_bytes

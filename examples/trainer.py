@@ -15,9 +15,15 @@ from ackpt.metering.meter import memory_format
 
 STEPS, SMALL_BATCHES = 4, 2
 ARGUMENTS = {
-    **{"max_steps": STEPS, "gradient_accumulation_steps": SMALL_BATCHES, "bf16": True},
-    **{"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2},
-    **{"per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True},
+    "max_steps": STEPS,
+    "gradient_accumulation_steps": SMALL_BATCHES,
+    "bf16": True,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_steps": 2,
+    "per_device_train_batch_size": 4,
+    "report_to": "none",
+    "use_cpu": True,
 }
 
 
@@ -36,17 +42,14 @@ class MeasuringTrainer(Trainer):
             losses.append(run(model, inputs, *args, **kwargs))
 
         resident = [self.model, self.optimizer, *inputs.values()]
-        self.peak = ackpt.measure(
-            step, resident=resident, warmup=0, repeats=0
-        ).peak_bytes
+        measured = ackpt.measure(step, resident=resident, warmup=0, repeats=0)
+        self.peak = measured.peak_bytes
         return losses[0]
 
 
 def train(model, folder, resume=None):
     arguments = TrainingArguments(folder, **ARGUMENTS)
-    trainer = MeasuringTrainer(
-        model, arguments, train_dataset=data, eval_dataset=data[:4]
-    )
+    trainer = MeasuringTrainer(model, arguments, None, data, data[:4])
     trainer.train(resume_from_checkpoint=resume)
     logs = trainer.state.log_history
     return trainer, [log[name] for log in logs for name in log if "loss" in name]
@@ -65,10 +68,8 @@ options = {"budget": "1.9MiB", "optimizer": "adamw", "accumulation": True}
 step = ackpt.apply_budget(model, batch, **options)  # the line to add
 ackpt.apply_budget(resumed, batch, **options)
 with tempfile.TemporaryDirectory() as folder:
-    (before, losses), (after, others) = (
-        train(plain, folder + "/0"),
-        train(model, folder),
-    )
+    before, losses = train(plain, folder + "/0")
+    after, others = train(model, folder)
     train(resumed, folder, resume=folder + "/checkpoint-2")
     saved = LlamaForCausalLM.from_pretrained(folder + "/checkpoint-4")
 assert losses == others
@@ -76,5 +77,5 @@ for each in (model, resumed, saved):
     assert all(map(torch.equal, plain.parameters(), each.parameters()))
 promised = step.plan.peak_bytes
 assert after.peak <= promised <= 1.9 * 2**20 < before.peak
-print(f"plain {memory_format(before.peak)}, planned {memory_format(promised)}")
-print(f"measured {memory_format(after.peak)}; trained and resumed to the last bit")
+peaks = map(memory_format, (before.peak, promised, after.peak))
+print("plain {}, planned {}, measured {}; resumed to the last bit".format(*peaks))

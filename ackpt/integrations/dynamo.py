@@ -63,10 +63,11 @@ def backend(
     Args:
         gm: the graph that Dynamo has captured, for the compiler ``"inductor"``; it must be the whole model.
         example_inputs: fake tensors.
-        options: ``budget``, ``policy`` and the options of the policy, as in `ackpt.plan`; ``differentiate`` and
-            ``outputs``, as in `ackpt.compile`; ``on_plan``, a function that is called with every `Plan` before it
-            runs; ``compiler``: ``"eager"``, the default, runs the planned operations one by one, as `ackpt.compile`
-            does. ``"inductor"`` compiles them.
+        options: ``budget``, ``policy`` and the options of the policy, as in `ackpt.plan`; ``differentiate``,
+            ``outputs``, ``optimizer``, ``accumulation`` and ``cache``, as in `ackpt.compile`; ``on_plan``, a function
+            that is called with every `Plan` before it runs; ``compiler``: ``"eager"``, the default, runs the planned
+            operations one by one, as `ackpt.compile` does. ``"inductor"`` compiles them, and has none of the options
+            from ``outputs`` to ``cache``.
         mode: of ``torch.compile``, which is Inductor's own: refused.
 
     Raises:

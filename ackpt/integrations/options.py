@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ackpt.capture.optimizer_state import Loop
 from ackpt.capture.outputs import check_differentiate, check_outputs
 from ackpt.errors import check_misspelt
 from ackpt.planning.plan import Plan
+from ackpt.policies.search.schedule_cache import Cache
 
 COMPILERS = ("eager", "inductor")
+_NOT_OF_INDUCTOR = ("outputs", "optimizer", "accumulation", "cache")
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Options:
     outputs: str
     compiler: str
     on_plan: Callable[[Plan], Any] | None
+    loop: Loop
+    cache: Cache | None
     of_policy: dict[str, Any]
 
 
@@ -43,11 +48,11 @@ def checked(options: Any, mode: str | None = None) -> Options:
     if not isinstance(options, (Mapping, type(None))):
         raise TypeError(f"options must be a dict such as {{'budget': '6GiB'}}, got {type(options).__name__}")
     rest = dict(options or {})
-    if foreign := sorted({"plan", "optimizer", "dynamic"} & set(rest)):
+    if foreign := sorted({"plan", "dynamic"} & set(rest)):
         raise TypeError(
             f"{foreign[0]!r} is not an option of this backend: use ackpt.compile(model, ..., {foreign[0]}=...)"
         )
-    names = ("budget", "policy", "differentiate", "outputs", "compiler", "on_plan")
+    names = ("budget", "policy", "differentiate", "outputs", "compiler", "on_plan", *_NOT_OF_INDUCTOR)
     check_misspelt(rest, names, "this backend")
     on_plan = rest.pop("on_plan", None)
     if on_plan is not None and not callable(on_plan):
@@ -55,10 +60,15 @@ def checked(options: Any, mode: str | None = None) -> Options:
     compiler = rest.pop("compiler", "eager")
     if compiler not in COMPILERS:
         raise ValueError(f"compiler {compiler!r} is not known; the compilers are {', '.join(COMPILERS)}")
-    if compiler == "inductor" and "outputs" in rest:
-        raise TypeError("'outputs' is not an option of compiler 'inductor', whose plans count all outputs")
+    if compiler == "inductor" and (refused := next(filter(rest.__contains__, _NOT_OF_INDUCTOR), None)):
+        raise TypeError(
+            f"{refused!r} is not an option of compiler 'inductor', whose plans count all outputs and no optimizer, and "
+            "which are searched for anew"
+        )
     outputs = rest.pop("outputs", "drop")
     check_outputs(outputs)
     differentiate = check_differentiate(rest.pop("differentiate", "loss"))
     budget, policy = rest.pop("budget", None), rest.pop("policy", "auto")
-    return Options(budget, policy, differentiate, outputs, compiler, on_plan, rest)
+    loop = Loop(rest.pop("optimizer", None), rest.pop("accumulation", False))
+    cache = rest.pop("cache", None)
+    return Options(budget, policy, differentiate, outputs, compiler, on_plan, loop, cache, rest)

@@ -71,8 +71,10 @@ class WithoutDynamo:
             use.policy,
             differentiate=use.differentiate,
             outputs=use.outputs,
+            loop=use.loop,
             options=use.of_policy,
             dynamic=self.dynamic,
+            cache=use.cache,
             on_plan=use.on_plan,
         )
 

@@ -248,3 +248,14 @@ def test_outputs_that_the_caller_keeps():
 def test_switched_off(model):
     call = torch.compile(model, backend="ackpt", options={"budget": "1KiB"}, disable=True)
     call(torch.ones(4, 8)).backward()
+
+
+def test_the_optimizer_accumulated_gradients_and_a_cache_are_options(model, tmp_path):
+    x = torch.randn(9, 8)
+    plans = []
+    options = {"optimizer": "adamw", "accumulation": True, "cache": tmp_path, "on_plan": plans.append, "budget": 0.9}
+    for other in (copy.deepcopy(model), model):  # the second finds what the first has searched for
+        torch.compile(other, backend="ackpt", options=options)(x).backward()
+        expected = ackpt.compile(model, x, budget=0.9, optimizer="adamw", accumulation=True).plan
+        assert plans[-1].resident_bytes == expected.resident_bytes and plans[-1].schedule == expected.schedule
+        assert len(list(tmp_path.iterdir())) == 1

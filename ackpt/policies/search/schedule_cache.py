@@ -100,7 +100,7 @@ def _key(graph: JointGraph, profile: Profile, about: Mapping[str, Any]) -> dict[
     """What a search depends on. Policies also look at the names of nodes and modules, which the hash leaves out."""
     parts: dict[str, Any] = {
         "names": [(node.name, node.module) for node in graph.nodes],
-        "optimizer": [graph.optimizer_bytes, graph.optimizer_step_bytes],
+        "loop": [graph.optimizer_bytes, graph.optimizer_step_bytes, graph.accumulated_bytes],
         "profile": profile.to_json(),
         "about": about,
     }
