@@ -51,8 +51,8 @@ def train(model, folder, resume=None):
     arguments = TrainingArguments(folder, **ARGUMENTS)
     trainer = MeasuringTrainer(model, arguments, None, data, data[:4])
     trainer.train(resume_from_checkpoint=resume)
-    logs = trainer.state.log_history
-    return trainer, [log[name] for log in logs for name in log if "loss" in name]
+    logs = [each for log in trainer.state.log_history for each in log.items()]
+    return trainer, [value for name, value in logs if "loss" in name]
 
 
 torch.manual_seed(0)
@@ -63,7 +63,6 @@ model, resumed = copy.deepcopy(plain), copy.deepcopy(plain)
 texts = torch.randint(64, (32, 64))
 data: Any = [{"input_ids": row, "labels": row} for row in texts]
 batch = {"input_ids": texts[:4], "labels": texts[:4]}
-
 options = {"budget": "1.9MiB", "optimizer": "adamw", "accumulation": True}
 step = ackpt.apply_budget(model, batch, **options)  # the line to add
 ackpt.apply_budget(resumed, batch, **options)
@@ -77,5 +76,5 @@ for each in (model, resumed, saved):
     assert all(map(torch.equal, plain.parameters(), each.parameters()))
 promised = step.plan.peak_bytes
 assert after.peak <= promised <= 1.9 * 2**20 < before.peak
-peaks = map(memory_format, (before.peak, promised, after.peak))
+peaks = (memory_format(peak) for peak in (before.peak, promised, after.peak))
 print("plain {}, planned {}, measured {}; resumed to the last bit".format(*peaks))
