@@ -29,6 +29,8 @@ def apply_budget(
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
+    regions: bool | None = None,
+    on_exceed: Literal["raise", "warn"] = "raise",
 ) -> PlannedStep:
     """Make `model` train within a memory budget, in place: every call that needs gradients then runs as planned.
 
@@ -43,7 +45,8 @@ def apply_budget(
         budget: None for no bound. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters,
             buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
             as ``"50%"``: a fraction of the baseline's dynamic peak.
-        policy, optimizer, accumulation, differentiate, outputs, options, dynamic, cache: as in `ackpt.compile`.
+        policy, optimizer, accumulation, differentiate, outputs, options, dynamic, cache, regions, on_exceed: as in
+            `ackpt.compile`.
 
     Returns:
         The planned step, with ``plan``, ``history`` and ``prepare``. Keep the model and call that.
@@ -71,6 +74,8 @@ def apply_budget(
             options=options,
             dynamic=dynamic,
             cache=cache,
+            regions=regions,
+            on_exceed=on_exceed,
         )
         step.prepare(*args, **kwargs)
     put_in_place(step)

@@ -16,11 +16,13 @@ from ackpt.capture.optimizer_state import NO_LOOP, Loop
 from ackpt.planning.plan import Plan
 from ackpt.planning.plan_check import check_applies
 from ackpt.policies.search.schedule_cache import Cache, cache_folder
+from ackpt.regions.planned_regions import PlannedRegions
 from ackpt.running.call_facts import Call
 from ackpt.running.dynamic_dimensions import DynamicArgument
 from ackpt.running.dynamic_step import DynamicStep
 from ackpt.running.planned_step import PlannedStep
 from ackpt.running.planners import Choice, Choose, Planner
+from ackpt.running.variants import Variants
 
 from .budget import dynamic_limit, is_share
 from .dynamic_plans import DynamicPlans
@@ -31,7 +33,7 @@ from .policies import POLICIES
 from .saved_plan import SavedPlan, saved_dimensions
 
 _KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "accumulation", "dynamic", "cache")
-_KEYWORDS += ("options",)
+_KEYWORDS += ("options", "regions", "on_exceed")
 
 
 def compile(
@@ -47,6 +49,8 @@ def compile(
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
+    regions: bool | None = None,
+    on_exceed: Literal["raise", "warn"] = "raise",
     **kwargs: Any,
 ) -> PlannedStep:
     """`model` as a module whose training step runs as planned.
@@ -75,6 +79,11 @@ def compile(
             Integers among the arguments become dynamic when they change, except with False.
         cache: a folder in which results of searches are stored, as in `ackpt.plan`. A second run of the same script
             then captures the step, but does not search again.
+        regions: whether to plan the model in parts, as it branches on values or contains a scripted or compiled module.
+            None does so if there is a budget and the model cannot be captured as one graph; True at once, False never.
+            The plan is then a `RegionsPlan`: its peak is measured for the example inputs, which run several times.
+        on_exceed: with regions, what happens in a step that saves more for backward than its budget allows: ``"raise"``
+            a `BudgetError` in the forward, or ``"warn"``.
 
     Returns:
         A `PlannedStep`; its ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients, and runs
@@ -83,7 +92,7 @@ def compile(
     Raises:
         BudgetError: if the budget is infeasible; names the smallest feasible one. Also if `plan` would exceed its own
             budget at the sizes of a call.
-        TraceError: if the model cannot be captured as one graph.
+        TraceError: if the model cannot be captured as one graph, and is not planned in parts.
         RecordError: if the folder `cache` cannot be written.
         TypeError: for keywords that look like misspelled keywords of `compile` and that the model's forward does not
             have.
@@ -98,8 +107,20 @@ def compile(
         >>> step.plan.policy
         'full'
     """
-    loop = Loop(optimizer, accumulation)
-    step = planned_step(model, budget, policy, plan, differentiate, outputs, loop, options, dynamic, cache)
+    step = planned_step(
+        model,
+        budget,
+        policy,
+        plan,
+        differentiate=differentiate,
+        outputs=outputs,
+        loop=Loop(optimizer, accumulation),
+        options=options,
+        dynamic=dynamic,
+        cache=cache,
+        regions=regions,
+        on_exceed=on_exceed,
+    )
     _check_keywords(model, kwargs, policy)
     try:
         step.prepare(*args, **kwargs)
@@ -118,12 +139,15 @@ def planned_step(
     budget: float | str | None,
     policy: str,
     plan: Plan | None = None,
+    *,
     differentiate: str = "loss",
     outputs: str = "drop",
     loop: Loop = NO_LOOP,
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
+    regions: bool | None = None,
+    on_exceed: str = "raise",
     on_plan: Callable[[Plan], Any] | None = None,
 ) -> PlannedStep:
     """The planned step that `compile` describes, before it has seen example inputs; refuses invalid arguments.
@@ -148,8 +172,9 @@ def planned_step(
         close = did_you_mean(policy, POLICIES)
         raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")
     _check_options(options, plan)
+    _check_regions(regions, on_exceed, plan, policy)
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget before the work
-    planner = _Planner(budget, policy, dict(options or {}), plan, cache_folder(cache))
+    planner = _Planner(budget, policy, dict(options or {}), plan, cache_folder(cache), regions, on_exceed)
     return PlannedStep(model, planner, differentiate, outputs, loop, dynamic, on_plan)
 
 
@@ -175,6 +200,15 @@ def _check_options(options, plan) -> None:
         raise ValueError("give either options or a plan; a plan is made already")
 
 
+def _check_regions(regions, on_exceed, plan, policy) -> None:
+    if regions not in (None, True, False):
+        raise TypeError(f"regions must be None, True or False, got {regions!r}")
+    if on_exceed not in ("raise", "warn"):
+        raise ValueError(f"on_exceed must be 'raise' or 'warn', got {on_exceed!r}")
+    if regions and (plan is not None or policy != "auto"):
+        raise ValueError("regions=True plans the model in parts: give a budget, and neither a plan nor a policy")
+
+
 @dataclass(frozen=True)
 class _Planner(Planner):
     """Plans a captured graph with the arguments of `compile`."""
@@ -183,7 +217,9 @@ class _Planner(Planner):
     policy: str
     options: dict[str, Any]
     plan: Plan | None
-    folder: Path | None
+    folder: Path | None = None
+    regions: bool | None = False
+    on_exceed: str = "raise"
 
     def __call__(self, graph) -> Plan:
         if self.plan is None:
@@ -212,3 +248,20 @@ class _Planner(Planner):
         if self.plan is not None:
             return SavedPlan(step, self.plan)
         return DynamicPlans(step, self.budget, self.policy, self.options, self.folder)
+
+    @property
+    def splits(self) -> bool:
+        if self.regions is None:
+            return self.budget is not None and self.policy == "auto"
+        return self.regions
+
+    def in_parts(self, variants: Variants, refused: TraceError | str | None) -> PlannedRegions | None:
+        error = refused if isinstance(refused, TraceError) else None
+        if not self.splits or (error is not None and not error.can_split) or (refused is None and not self.regions):
+            return None
+        reason = error.reason if error is not None else refused or "regions=True"
+
+        def part(module: nn.Module, share: float) -> PlannedStep:
+            return planned_step(module, share, "auto", differentiate="all", outputs="keep", regions=False)
+
+        return PlannedRegions(variants, self.budget, part, self.on_exceed == "warn", error, str(reason))

@@ -53,6 +53,8 @@ class TraceError(ValueError):
     """
 
     reason: str = ""  # the code that reads a tensor's values, if that is the cause
+    module: str | None = None  # the path of the innermost module whose code is the cause; None if unknown
+    can_split: bool = False  # whether the model may run in eager mode, so that its other modules can be planned
 
 
 class BudgetError(ValueError):

@@ -13,7 +13,7 @@ IMPORTS = graph()
 # Every package imports only what stands before it; modules of the first level count as packages.
 ORDER = (
     "errors autograd_state progress budget provenance results models data offloading metering plots checkpointing "
-    "capture costs planning running policies planner dynamic_plans saved_plan compiled applied graph "
+    "capture costs planning running policies planner dynamic_plans saved_plan regions compiled applied graph "
     "integrations workloads sharded experiments cli"
 ).split()
 PART_ONE = {"offloading", "metering", "checkpointing"}

@@ -236,10 +236,13 @@ def given_places(leaves) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: Sequence[Dimension] = ()):
+def capture(
+    model, args, kwargs, differentiate="loss", outputs="keep", dynamic: Sequence[Dimension] = (), as_compiled=True
+):
     """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open.
 
-    `dynamic`: the dimensions whose sizes become symbols.
+    `dynamic`: the dimensions whose sizes become symbols. `as_compiled`: whether to capture it as ``torch.compile`` runs
+    it if that is the only way.
     """
     check_differentiate(differentiate)
     check_outputs(outputs)
@@ -271,6 +274,8 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
         try:
             captured = _settled(stack, model, leaves, spec, about)
         except TraceError as error:  # many models read tensor values unless they are compiled
+            if not as_compiled:
+                raise
             about["reason"] = error.reason or f"the capture of the model as it is fails ({error})"
             try:
                 with compiling():
@@ -278,10 +283,12 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
             except TraceError as again:
                 if str(again) == str(error):
                     raise
-                raise TraceError(
+                both = TraceError(
                     f"{error} Many models look at values only unless torch.compiler.is_compiling(); captured with that "
                     f"this one fails, too: {again}"
-                ) from error
+                )
+                both.reason, both.module, both.can_split = error.reason, error.module, error.can_split
+                raise both from error
         captured.reads.finish()
         yield captured
 

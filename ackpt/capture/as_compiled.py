@@ -42,7 +42,7 @@ def compiling():
 def measured_baseline(captured, model, args, kwargs) -> int:
     """The dynamic peak in bytes of the model's own step, measured; restores all tensors and RNG states."""
     tensors, on_cpu = _tensors(captured, model, args, kwargs)
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), _put_back(tensors):
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), put_back(tensors):
         return _own_peak(captured, model, args, kwargs, tensors, on_cpu)
 
 
@@ -67,13 +67,13 @@ def compared(captured, module, model, args, kwargs) -> AsCompiled:
         tensors, on_cpu = _tensors(captured, model, args, kwargs)
         # The capture's context is still open, so its fake tensor mode has to be disabled.
         with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-            with _put_back(tensors):
+            with put_back(tensors):
                 peak_bytes = _own_peak(captured, model, args, kwargs, tensors, on_cpu)
             difference = None
             if on_cpu:
-                with _put_back(tensors):
+                with put_back(tensors):
                     results = _own_results(captured, model, args, kwargs)
-                with _put_back(tensors), torch.no_grad():
+                with put_back(tensors), torch.no_grad():
                     difference = _difference(
                         results, _captured_step(captured, module, model, args, kwargs), captured.reason
                     )
@@ -83,8 +83,11 @@ def compared(captured, module, model, args, kwargs) -> AsCompiled:
 
 
 @contextlib.contextmanager
-def _put_back(tensors):
-    """Run a step inside from the current RNG states, with no gradients yet; then restore tensors, gradients and RNG."""
+def put_back(tensors, generators=()):
+    """Run a step inside from the current RNG states, with no gradients yet; then restore tensors, gradients and RNG.
+
+    `generators`: streams of generator objects that are restored, too.
+    """
     were = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
     leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
     gradients = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks) for leaf in leaves]
@@ -92,7 +95,7 @@ def _put_back(tensors):
         for leaf in leaves:
             # These hooks may run an optimizer. None would leave them on.
             leaf.grad, leaf._post_accumulate_grad_hooks = None, OrderedDict()
-        with replay(snapshot()):
+        with replay(snapshot(generators)):
             yield
     finally:
         for leaf, gradient, hooks in gradients:
@@ -163,11 +166,13 @@ def _difference(results: dict[str, torch.Tensor], captured: dict[str, torch.Tens
     for name, expected in results.items():
         value: Any = captured.get(name)
         if value is None or value.shape != expected.shape or value.dtype != expected.dtype:
-            raise TraceError(
+            error = TraceError(
                 f"{reason}. Captured as torch.compile runs it, the model gives another result: {name} is "
                 f"{_said(value)} instead of {_said(expected)}. Move the code that looks at values out of the model, or "
                 "use ackpt.checkpoint on its blocks."
             )
+            error.reason, error.can_split = reason, True
+            raise error
         if torch.equal(value, expected):
             continue
         wide = torch.complex128 if expected.is_complex() else torch.float64

@@ -107,9 +107,7 @@ def with_optimizer(graph: JointGraph, optimizer: torch.optim.Optimizer) -> Joint
 
 def with_loop(graph: JointGraph, model: torch.nn.Module, loop: Loop) -> JointGraph:
     """`graph`, of a step of `model`, with the bytes of the loop around it; raises as `optimizer_bytes` does."""
-    optimizer = loop.optimizer
-    if isinstance(optimizer, str):
-        optimizer = _named(optimizer)([parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizer = optimizer_of(model, loop)
     if optimizer is not None:
         graph = with_optimizer(graph, optimizer)
     if not loop.accumulation:
@@ -119,6 +117,13 @@ def with_loop(graph: JointGraph, model: torch.nn.Module, loop: Loop) -> JointGra
     return dataclasses.replace(
         graph, accumulated_bytes=new, optimizer_step_bytes=max(0, graph.optimizer_step_bytes - new)
     )
+
+
+def optimizer_of(model: torch.nn.Module, loop: Loop) -> torch.optim.Optimizer | None:
+    """The optimizer of a loop around a step of `model`: a new one where the loop has its name; None without one."""
+    if isinstance(loop.optimizer, str):
+        return _named(loop.optimizer)([parameter for parameter in model.parameters() if parameter.requires_grad])
+    return loop.optimizer
 
 
 def _named(name: str) -> Callable[..., torch.optim.Optimizer]:

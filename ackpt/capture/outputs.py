@@ -225,14 +225,15 @@ def _refuse_create_graph(gradients) -> None:
         )
 
 
-def gradients_before_backward(outputs, parameters, room_bytes: Callable[[], int | None]) -> None:
+def gradients_before_backward(outputs, parameters, room_bytes: Callable[[], int | None], node=None) -> None:
     """Raise an error when backward begins while `parameters` have gradients that the plan does not count.
 
     Args:
         outputs: what the step returned.
         room_bytes: the bytes of such gradients with which the step still keeps the budget; None if there is no budget.
+        node: of autograd, which backward reaches first; by default that of the step.
     """
-    if (node := _node_of(outputs)) is None:
+    if (node := node or _node_of(outputs)) is None:
         return
 
     def check(gradients) -> None:
@@ -248,14 +249,15 @@ def gradients_before_backward(outputs, parameters, room_bytes: Callable[[], int 
     node.register_prehook(check)
 
 
-def dropped_before_backward(outputs, places: Sequence[int], room_bytes: Callable[[], int | None]) -> None:
+def dropped_before_backward(outputs, places: Sequence[int], room_bytes: Callable[[], int | None], node=None) -> None:
     """Raise an error when backward begins while the caller holds outputs that the plan does not count.
 
     Args:
         outputs: what the step returned; ``places``: indices of those that the caller is to drop.
         room_bytes: the bytes of such outputs with which backward still keeps the budget; None if there is no budget.
+        node: of autograd, which backward reaches first; by default that of the step.
     """
-    if (node := _node_of(outputs)) is None:
+    if (node := node or _node_of(outputs)) is None:
         return
     storages = {}
     for place in places:

@@ -212,10 +212,16 @@ def _storages(node):
 def _require_dense(ordered) -> None:
     for node in ordered:
         if any(value.layout is not torch.strided for value in _tensors(node)):
-            raise TraceError(
-                f"{node.name} ({_target(node)}) of module {_where(node, 'module') or 'the model itself'!r} is a sparse "
+            module = _where(node, "module")
+            error = TraceError(
+                f"{node.name} ({_target(node)}) of module {module or 'the model itself'!r} is a sparse "
                 "tensor, which cannot be planned. Use dense ones: sparse=False in nn.Embedding, tensor.to_dense()."
             )
+            error.reason = (
+                f"module {module!r} computes a sparse tensor" if module else "the model computes a sparse tensor"
+            )
+            error.module, error.can_split = module or None, True
+            raise error
 
 
 _PRODUCTS = tuple(

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ackpt.capture.inspection.model_checks import check_model, own_call
+from ackpt.capture.inspection.model_checks import check_model, first_opaque, own_call
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.optimizer_state import NO_LOOP, Loop, check_optimizer
 from ackpt.errors import TraceError
 from ackpt.planning.plan import Plan
 
+from .call_facts import Call
 from .dynamic_dimensions import DynamicArgument
 from .history import Event
 from .planners import Planner
@@ -72,13 +73,14 @@ class PlannedStep(nn.Module):
         dynamic: DynamicArgument = None,
         on_plan: Callable[[Plan], Any] | None = None,
     ):
-        check_model(model)
-        check_optimizer(model, loop.optimizer)
         planner = planner if isinstance(planner, Planner) else Planner(planner)
+        opaque = first_opaque(model) if planner.splits else None
+        check_model(model, except_opaque=opaque is not None)
+        check_optimizer(model, loop.optimizer)
         # Module.__setattr__ needs what Module.__init__ makes, and that sets `training`, which is the model's: so the
         # planned calls come first, and past both methods named __setattr__.
         planned = Variants(model, planner, differentiate, outputs, loop, dynamic, on_plan)
-        object.__setattr__(self, "_ackpt_planned", planned)
+        object.__setattr__(self, "_ackpt_planned", planner.in_parts(planned, opaque) or planned)
         training = model.training
         super().__init__()
         self.training = training
@@ -87,7 +89,7 @@ class PlannedStep(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The `Plan` of the last call, or of the last `prepare`."""
+        """The `Plan` of the last call, or of the last `prepare`; a `RegionsPlan` if the model is planned in parts."""
         return self._ackpt_planned.plan
 
     @property
@@ -136,15 +138,27 @@ class PlannedStep(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture and plan for these arguments without running anything; the plan."""
-        self._ackpt_planned.of(self._ackpt_planned.call(args, kwargs))
+        self._variant(self._ackpt_planned.call(args, kwargs))
         return self.plan
+
+    def _variant(self, call: Call) -> Any:
+        """What serves `call`; from the first call on that is not one graph, the model is planned in parts."""
+        planned = self._ackpt_planned
+        try:
+            return planned.of(call)
+        except TraceError as error:
+            if not isinstance(planned, Variants) or not (parts := planned.planner.in_parts(planned, error)):
+                raise
+        variant = parts.of(call)
+        object.__setattr__(self, "_ackpt_planned", parts)
+        return variant
 
     @torch._dynamo.disable  # inside another compiled function Dynamo would inline the model, without its plan
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         model = self._ackpt_planned.model
         if _keeps_gradients(model, args, kwargs):
             call = self._ackpt_planned.call(args, kwargs)
-            variant = self._ackpt_planned.of(call)
+            variant = self._variant(call)
             if variant.run is not None:
                 return variant.outputs(call)
             return own_call(model)(*args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ackpt.capture.dynamic_sizes import Dimension
 from ackpt.capture.joint_graph import JointGraph
@@ -11,8 +11,11 @@ from ackpt.planning.plan import Plan
 from ackpt.planning.schedule import Schedule
 
 if TYPE_CHECKING:
+    from ackpt.errors import TraceError
+
     from .call_facts import Call
     from .dynamic_step import DynamicStep
+    from .variants import Variants
 
 
 class Choice(NamedTuple):
@@ -35,9 +38,11 @@ Choose = Callable[[tuple[int, ...], int | None], Choice]
 class Planner:
     """Plans each graph by a function; every call with other sizes is then a graph of its own."""
 
-    # Whether one capture may serve several sizes, and whether a choice depends on the baseline's peak.
+    # Whether one capture may serve several sizes, whether a choice depends on the baseline's peak, and whether a model
+    # that cannot be one graph is planned in parts.
     serves_sizes = False
     needs_baseline = False
+    splits = False
 
     def __init__(self, function: Callable[[JointGraph], Plan]):
         self.function = function
@@ -57,3 +62,12 @@ class Planner:
     def for_sizes(self, step: DynamicStep) -> Choose:
         """The function that chooses what `step` runs at given sizes."""
         raise NotImplementedError
+
+    def in_parts(self, variants: Variants, refused: TraceError | str | None) -> Any:
+        """What replaces `variants` if the model cannot be captured as one graph; None if nothing does.
+
+        Args:
+            variants: of the step.
+            refused: the error of the capture; why no capture is possible, in words; or None before the first one.
+        """
+        return None

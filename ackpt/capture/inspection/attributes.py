@@ -176,6 +176,19 @@ def unchanged(model: nn.Module, is_same):
         raise repeated_draws(drawn[0])
 
 
+@contextlib.contextmanager
+def restored(model: nn.Module):
+    """Inside, the forward of `model` may change attributes; afterwards they are as before."""
+    modules = _with_unregistered(dict(model.named_modules())).values()
+    before = [(container, copied(container)) for module in modules for _, container in _containers(module)]
+    try:
+        yield
+    finally:
+        for container, copy in before:
+            if any(changed_items(container, copy, lambda was, now: False)):
+                restore(container, copy)
+
+
 def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """`modules` and those in lists, tuples and dicts in their attributes, which torch does not know as submodules."""
     result = dict(modules)
@@ -196,10 +209,12 @@ def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def repeated_draws(source: str) -> TraceError:
-    return TraceError(
+    error = TraceError(
         f"the forward draws random numbers from {source}, and a captured step would reuse the same numbers for ever. "
         "Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors."
     )
+    error.reason, error.can_split = f"the forward draws random numbers from {source}", True
+    return error
 
 
 @contextlib.contextmanager

@@ -59,8 +59,32 @@ def own_call(model: nn.Module):
     return model._call_impl if hasattr(model._compiled_call_impl, "ackpt_own_call") else model
 
 
-def check_model(model) -> None:
+def is_opaque(model: nn.Module, path: str) -> bool:
+    """Whether the module at `path`, or one around it inside of `model`, is scripted or compiled."""
+    names = path.split(".")
+    return any(_is_compiled(model.get_submodule(".".join(names[: end + 1]))) for end in range(len(names)))
+
+
+def first_opaque(model) -> str | None:
+    """The first submodule of `model` that is scripted or compiled, in words; None if there is none."""
+    if not isinstance(model, nn.Module) or _is_compiled(model):
+        return None
+    found = ((name, module) for name, module in model.named_modules() if name and _is_compiled(module))
+    return next((f"module {name!r} ({type(module).__name__}) is scripted or compiled" for name, module in found), None)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    if isinstance(module, (OptimizedModule, torch.jit.ScriptModule)):
+        return True
+    call = module._compiled_call_impl
+    return call is not None and not hasattr(call, "ackpt_own_call")
+
+
+def check_model(model, except_opaque: bool = False) -> None:
     """Refuse what is no module, and what cannot be captured as it runs.
+
+    Args:
+        except_opaque: whether submodules may be scripted or compiled.
 
     Raises:
         TypeError: names the module that is compiled, scripted, parallel, planned already or without shapes, and the
@@ -69,6 +93,8 @@ def check_model(model) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
+        if name and except_opaque and is_opaque(model, name):
+            continue
         reason = next((reason for kind, reason in _WRAPPERS.items() if isinstance(module, kind)), None)
         if "_ackpt_planned" in vars(module):
             reason = "it is already planned. Plan the whole model once, built from modules that are not planned."

@@ -101,11 +101,15 @@ def _of(frames) -> str:
 
 
 def _module_of(error, model) -> str:
-    """The name of the innermost module of `model` in which `error` was raised, for a message."""
-    names = {id(module): f"module {name!r}" for name, module in model.named_modules() if name}
+    """The path of the innermost module of `model` in which `error` was raised; "" for the model itself."""
+    names = {id(module): name for name, module in model.named_modules()}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is _CALL]
     entered = [names[id(frame.f_locals["self"])] for frame in frames if id(frame.f_locals["self"]) in names]
-    return entered[-1] if entered else "the model itself"
+    return entered[-1] if entered else ""
+
+
+def _called_in_message(module: str) -> str:
+    return f"module {module!r}" if module else "the model itself"
 
 
 def _after_capture(frames):
@@ -171,7 +175,8 @@ def _explained(error, model) -> TraceError:
                 "remove() of its handle, or use ackpt.apply_activation_checkpointing, which runs all hooks."
             )
         checks = " torch.distributions look at their arguments unless validate_args=False."
-        module = _module_of(error, model)
+        path = _module_of(error, model)
+        module = _called_in_message(path)
         explanation = TraceError(
             f"the model cannot be captured as one graph: it looks at the values of a tensor{where}"
             f"{inside}, in {module}, by {reason}.{checks if _DISTRIBUTIONS in inside else ''} "
@@ -179,6 +184,7 @@ def _explained(error, model) -> TraceError:
             "ackpt.checkpoint on its blocks."
         )
         explanation.reason = f"{module} looks at the values of a tensor{where}{inside}"
+        explanation.module, explanation.can_split = path, True
         return explanation
     if isinstance(error, CheckpointError) or "use_reentrant=True" in reason:
         return TraceError(
@@ -203,5 +209,6 @@ def _explained(error, model) -> TraceError:
     if isinstance(error, LookupError):  # their message is only the missing key
         reason = f"{type(error).__name__}: {reason}"
     explanation = TraceError(f"the model fails when it is called like this{where}: {reason}")
-    explanation.reason = f"{_module_of(error, model)} cannot be captured as it is{where}: {reason}"
+    explanation.module, explanation.can_split = _module_of(error, model), True
+    explanation.reason = f"{_called_in_message(explanation.module)} cannot be captured as it is{where}: {reason}"
     return explanation

@@ -6,7 +6,7 @@ from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.planning.schedule import Schedule, recomputed
 
-_FLOPS_PER_BYTE = 10  # cost of a byte that is read or written, on a processor with an average memory bandwidth
+FLOPS_PER_BYTE = 10  # cost of a byte that is read or written, on a processor with an average memory bandwidth
 
 
 def costs(graph: JointGraph, profile: Profile) -> list[float]:
@@ -24,7 +24,7 @@ def costs(graph: JointGraph, profile: Profile) -> list[float]:
     if profile.seconds is not None:
         return list(profile.seconds)
     return [
-        float(profile.flops[n] + _FLOPS_PER_BYTE * (profile.bytes_in[n] + profile.bytes_out[n]))
+        float(profile.flops[n] + FLOPS_PER_BYTE * (profile.bytes_in[n] + profile.bytes_out[n]))
         if n in analysis.allocated
         else 0.0
         for n in range(len(graph.nodes))
