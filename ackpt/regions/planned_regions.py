@@ -76,7 +76,7 @@ class PlannedRegions:
     ):
         self.model, self.planner, self.loop = variants.model, variants.planner, variants.loop
         self.differentiate, self.outputs, self.dynamic = variants.differentiate, variants.outputs, variants.dynamic
-        self.history, self.call = variants.history, variants.call
+        self.history, self.call, self.on_plan = variants.history, variants.call, variants.on_plan
         self.budget, self.warns, self.reason = budget, warns, reason
         self._part, self._error = part, error
         self._served: dict[Any, list[_Served]] = {}

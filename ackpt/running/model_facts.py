@@ -141,7 +141,7 @@ class _Sources:
 
 
 def _has_dicts(module: nn.Module) -> bool:
-    return vars(module).keys() >= set(_DICTS)
+    return all(isinstance(vars(module).get(name), dict) for name in _DICTS)  # not so in scripted modules
 
 
 def _meta(tensor: torch.Tensor):

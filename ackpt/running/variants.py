@@ -194,7 +194,7 @@ class Variants:
                 if dimensions & named_dimensions(self.dynamic, self.model, call):
                     raise
                 if dimensions & self.planner.dimensions(call):
-                    raise PlanError(f"this plan cannot serve these sizes, because {error}") from error
+                    raise PlanError(f"this plan cannot serve these sizes, because {str(error).rstrip('.')}.") from error
                 group.refused |= dimensions
                 group.refusal = str(error)
                 self.history.add("refused", f"dynamic dimensions of {cause}: {error}", time.perf_counter() - start)

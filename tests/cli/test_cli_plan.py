@@ -109,8 +109,10 @@ def test_the_written_plan_is_the_model_s_own(tmp_path, capsys):
     step = ackpt.compile(model, input_ids=x, labels=y, plan=plan)
     assert step.plan is plan
     step(input_ids=x, labels=y).backward()
+    z = torch.randint(0, 100, (1, 8))
+    assert ackpt.compile(model, input_ids=z, labels=z.clone(), plan=plan).plan.sizes == ((1, 8), (1, 8))
     with pytest.raises(PlanError, match="another graph"):
-        ackpt.compile(model, input_ids=x[:, :8], labels=y[:, :8], plan=plan)
+        ackpt.compile(model.eval(), input_ids=x, labels=y, plan=plan)
 
 
 def test_a_plan_as_on_a_device_says_that_it_is_none_of_this_machine(tmp_path, capsys):
