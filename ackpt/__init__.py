@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .applied import apply_budget, remove_budget
     from .capture.shapes import from_shapes
     from .compiled import compile
+    from .explaining.explanation import explain
+    from .explaining.print_saved import print_saved
     from .graph import PlanError, ScheduleError, profile, trace
     from .metering.prediction import predict
     from .offloading.pays import offload_pays
@@ -44,6 +46,7 @@ __all__ = [
     "compare_seconds",
     "compile",
     "count_flops",
+    "explain",
     "from_shapes",
     "guarantees",
     "is_recomputing",
@@ -52,6 +55,7 @@ __all__ = [
     "offload_saved_tensors",
     "plan",
     "predict",
+    "print_saved",
     "profile",
     "remove_activation_checkpointing",
     "remove_budget",
@@ -67,12 +71,14 @@ _LATER = {
     "apply_budget": ("ackpt.applied", "apply_budget"),
     "colab": ("ackpt.experiments.colab", None),
     "compile": ("ackpt.compiled", "compile"),
+    "explain": ("ackpt.explaining.explanation", "explain"),
     "from_shapes": ("ackpt.capture.shapes", "from_shapes"),
     "graph": ("ackpt.graph", None),
     "offload_pays": ("ackpt.offloading.pays", "offload_pays"),
     "plan": ("ackpt.planner", "plan"),
     "policies": ("ackpt.policies", None),
     "predict": ("ackpt.metering.prediction", "predict"),
+    "print_saved": ("ackpt.explaining.print_saved", "print_saved"),
     "profile": ("ackpt.graph", "profile"),
     "remove_budget": ("ackpt.applied", "remove_budget"),
     "trace": ("ackpt.graph", "trace"),

@@ -15,6 +15,7 @@ from ackpt.costs.profiles import Profile
 from ackpt.costs.profiles import profile as profiled
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
+from ackpt.planning.allocations import allocations, peak_in_words
 from ackpt.planning.eager_step import eager_peak, eager_peak_bound, eager_schedule
 from ackpt.planning.host_copies import copies
 from ackpt.planning.plan import Plan, PlanError, activations
@@ -149,7 +150,10 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
         cost = costs(graph, profile)
         added = _added_cost(graph, schedule, simulated, cost) / _baseline_cost(baseline.schedule, cost)
         raise BudgetError(
-            _refusal(policy, budget, limit, simulated, baseline.peak_bytes, added) + _as_compiled(graph), least, budget
+            _refusal(graph, profile, schedule, policy, budget, limit, simulated, baseline.peak_bytes, added)
+            + _as_compiled(graph),
+            least,
+            budget,
         )
     return _plan(graph, policy, limit, schedule, simulated, baseline.peak_bytes, baseline.schedule, profile)
 
@@ -295,18 +299,15 @@ def _bound(graph, cost, baseline_cost: float, profile, limit: int) -> float | No
     return None if bound is None else bound / baseline_cost
 
 
-def _refusal(policy, budget, limit, lowest: Simulation, baseline_bytes: int, cost: float) -> str:
+def _refusal(graph, profile, schedule, policy, budget, limit, lowest: Simulation, baseline_bytes: int, cost) -> str:
     least = lowest.peak_bytes + lowest.resident_bytes
     share = least_share(lowest.peak_bytes, baseline_bytes)
     fraction = "" if share is None else f", or {share} of the baseline's dynamic peak"
-    step = (
-        " That peak is reached in the optimizer's step, which no checkpointing makes smaller: let it take one "
-        "parameter at a time (foreach=False) or nothing in addition to them (fused=True), or use another optimizer."
-    )
+    blocks = allocations(graph, schedule, profile.workspace_bytes)
     return (
         f"policy {policy!r} cannot keep the budget {budget!r}: it leaves {memory_format(max(0, limit))} for what the "
         f"step allocates, in addition to {memory_format(lowest.resident_bytes)} of parameters, buffers, inputs, "
         f"optimizer state and accumulated gradients. {unit_hint(budget)}"
         f"The smallest feasible budget of this policy is {readable(least)} ({least} bytes){fraction}; it makes the "
-        f"step {cost:.0%} longer.{step if lowest.peak_node is None else ''}"
+        f"step {cost:.0%} longer. {peak_in_words(graph, blocks)}"
     )

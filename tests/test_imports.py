@@ -14,7 +14,7 @@ IMPORTS = graph()
 ORDER = (
     "errors autograd_state progress budget provenance results models data offloading metering plots checkpointing "
     "capture costs planning running policies planner dynamic_plans saved_plan regions compiled applied graph "
-    "integrations workloads sharded experiments cli"
+    "integrations workloads sharded explaining experiments cli"
 ).split()
 PART_ONE = {"offloading", "metering", "checkpointing"}
 MOST_FILES = 16  # in one folder

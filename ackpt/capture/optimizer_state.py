@@ -25,6 +25,7 @@ from ackpt.metering.resident import rounded
 from .joint_graph import JointGraph
 
 _CUDA_BLOCK = 512
+_LEAST_8BIT, _BLOCK_8BIT = 4096, 256  # elements
 
 
 class Loop(NamedTuple):
@@ -76,6 +77,19 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tu
     Raises:
         TraceError: if its step needs the values of tensors or more than gradients, as LBFGS does.
     """
+    stand_in, trained, prediction = _after_a_step(optimizer, on_cpu)
+    block = 1 if on_cpu else _CUDA_BLOCK
+    # Some optimizers create their state before the first step, also for parameters that are not trained.
+    untrained = [values for parameter, values in optimizer.state.items() if not parameter.requires_grad]
+    counted = [value for value in tree_leaves(untrained) if _counts(value, on_cpu)]
+    untrained_bytes = sum(rounded(tensor.untyped_storage().nbytes(), block) for tensor in counted)
+    gradients = sum(rounded(p.grad.numel() * p.grad.element_size(), block) for p in trained)
+    state = prediction.categories.get("optimizer", 0) - (0 if on_cpu else _CUDA_BLOCK * _host_counts(stand_in))
+    return state + untrained_bytes, prediction.dynamic_peak_bytes - gradients
+
+
+def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool):
+    """A copy of the optimizer without data after one step, its trained parameters, and the prediction of that step."""
     stand_in = copy.copy(optimizer)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _no_autocast():
@@ -89,14 +103,30 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tu
             f"the step of {type(optimizer).__name__} cannot be simulated without data: {reason}. Leave it out, and "
             "give a budget that leaves room for its state."
         ) from error
+    return stand_in, trained, prediction
+
+
+def eight_bit_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> int:
+    """Bytes of the optimizer's state if tensors as large as their parameter have 8 bits per element.
+
+    As in bitsandbytes: one float32 scale per 256 elements, and tensors of fewer than 4096 elements as they are.
+
+    Raises:
+        TraceError: as `optimizer_bytes` does.
+
+    Source: Dettmers et al. 2022, 8-bit optimizers via block-wise quantization (arXiv:2110.02861).
+    """
+    stand_in, _, _ = _after_a_step(optimizer, on_cpu)
+    size, _ = optimizer_bytes(optimizer, on_cpu)
     block = 1 if on_cpu else _CUDA_BLOCK
-    # Some optimizers create their state before the first step, also for parameters that are not trained.
-    untrained = [values for parameter, values in optimizer.state.items() if not parameter.requires_grad]
-    counted = [value for value in tree_leaves(untrained) if _counts(value, on_cpu)]
-    untrained_bytes = sum(rounded(tensor.untyped_storage().nbytes(), block) for tensor in counted)
-    gradients = sum(rounded(p.grad.numel() * p.grad.element_size(), block) for p in trained)
-    state = prediction.categories.get("optimizer", 0) - (0 if on_cpu else _CUDA_BLOCK * _host_counts(stand_in))
-    return state + untrained_bytes, prediction.dynamic_peak_bytes - gradients
+    for parameter, state in stand_in.state.items():
+        for value in state.values() if isinstance(state, dict) else ():
+            elements = parameter.numel()
+            if isinstance(value, torch.Tensor) and value.numel() == elements >= _LEAST_8BIT:
+                scales = torch.float32.itemsize * -(-elements // _BLOCK_8BIT)
+                size -= rounded(elements * value.element_size(), block)
+                size += rounded(elements, block) + rounded(scales, block)
+    return size
 
 
 def with_optimizer(graph: JointGraph, optimizer: torch.optim.Optimizer) -> JointGraph:

@@ -11,6 +11,7 @@ MODELS = "transformer, lm, resnet18, resnet50, resnet152, bert-base, bert-large"
 EXAMPLES = """examples:
   ackpt plan bert-large --batch-size 16 --seq-len 512 --autocast float16 --device-profile t4
   ackpt plan hf:GPT2Config --set n_layer=48 n_embd=1600 n_head=25 --seq-len 1024 --budget 24GiB
+  ackpt plan lm --seq-len 512 --explain --html explanation.html
   ackpt plan hf:path/to/config.json --batch-size 1 --seq-len 8192 --dtype bfloat16 --device-profile h200
   ackpt plan hf:path/to/config.json --seq-len 8192 --dtype bfloat16 --fsdp 16 64 --shard-dtype float32 --budget 80GiB
 """
@@ -77,6 +78,13 @@ def add_plan(commands) -> None:
     )
     add("--reduce-dtype", metavar="DTYPE", help="with --fsdp, dtype in which gradients are reduced (default: --dtype)")
     add(
+        "--explain",
+        action="store_true",
+        help="show which modules and source lines save activations, what is live at the peak, and what would reduce it",
+    )
+    add("--html", metavar="FILE", help="write that explanation as a web page, which needs no network")
+    add("--memory-viz", metavar="FILE", help="write the step as a snapshot for pytorch.org/memory_viz (.pickle)")
+    add(
         "--output",
         metavar="FILE",
         help="write the plan as JSON for ackpt.Plan.load; a plan without --device-profile can be passed to "
@@ -92,19 +100,34 @@ def run_plan_command(arguments, command: str) -> int:
     from . import plan_fsdp, plan_text
 
     config = configuration(arguments)
+    html, snapshot = _writable_file(arguments.html, "--html"), _writable_file(arguments.memory_viz, "--memory-viz")
     if shardings := _shardings(arguments):
         model, plans = plan_fsdp.run(config, shardings)
         shown = plan_fsdp.to_json if arguments.json else plan_fsdp.text
         printed = shown(model, shardings, plans)
         print(json.dumps(printed, indent=1) if arguments.json else printed)
         return 0
-    output = _writable_file(arguments.output)
+    output = _writable_file(arguments.output, "--output")
     planned = run_plan(config)
     if output is not None:
         planned.plan.save(output)
-    print(json.dumps(plan_text.to_json(planned), indent=1) if arguments.json else plan_text.text(planned))
-    if output is not None and not arguments.json:
+    explanation = plan_text.explanation(planned) if arguments.explain or html or snapshot else None
+    if explanation is not None:
+        written = [explanation.to_html(html)] if html else []
+        written += [explanation.to_memory_viz(snapshot)] if snapshot else []
+        shown = explanation if arguments.explain else None
+    else:
+        written, shown = [], None
+    if arguments.json:
+        print(json.dumps(plan_text.to_json(planned, shown), indent=1))
+        return 0
+    print(plan_text.text(planned))
+    if shown is not None:
+        print(f"\n{shown}")
+    if output is not None:
         print(f"\n{plan_text.how_it_runs(planned, str(output))}")
+    for path in written:
+        print(f"\nwritten to {path}")
     return 0
 
 
@@ -147,17 +170,21 @@ def _shardings(arguments) -> list:
             raise ValueError(f"{option} {name!r} is not a dtype: choose from {', '.join(DTYPES)}")
     if arguments.fsdp is None:
         return []
-    if arguments.output is not None:
-        raise UsageError("--output: with --fsdp there is a plan for each block, not one of the whole step; use --json")
+    for option in ("output", "explain", "html", "memory_viz"):
+        if getattr(arguments, option):
+            raise UsageError(
+                f"--{option.replace('_', '-')}: with --fsdp there is a plan for each block, not one of the whole step; "
+                "use --json"
+            )
     parameters, reduction = (None if name is None else DTYPES[name] for name in names.values())
     return [Sharding(ranks, parameters, reduction) for ranks in arguments.fsdp]
 
 
-def _writable_file(name: str | None) -> Path | None:
+def _writable_file(name: str | None, option: str) -> Path | None:
     if name is None:
         return None
     path = Path(name)
     if path.is_dir():
-        raise UsageError(f"--output: {name} is a folder; name a file")
-    writable(str(path.parent), "--output")
+        raise UsageError(f"{option}: {name} is a folder; name a file")
+    writable(str(path.parent), option)
     return path

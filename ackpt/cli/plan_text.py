@@ -7,8 +7,9 @@ import dataclasses
 import torch
 
 from ackpt.budget import readable
+from ackpt.explaining.explanation import Explanation, explained
 from ackpt.metering.meter import memory_format
-from ackpt.workloads.planned_shapes import FULL, Planned
+from ackpt.workloads.planned_shapes import FULL, OPTIMIZERS, Planned
 
 LARGEST = 10
 ON_A_GPU = (
@@ -50,8 +51,15 @@ def how_it_runs(planned: Planned, path: str) -> str:
     return f"written to {path}; run it by ackpt.compile(model, plan=ackpt.Plan.load({path!r}), {given}){where}"
 
 
-def to_json(planned: Planned) -> dict:
-    """The same as plain data; sizes in bytes."""
+def explanation(planned: Planned) -> Explanation:
+    """Where the memory of the planned step goes."""
+    kind, model = OPTIMIZERS[planned.config.optimizer], planned.step.model
+    optimizer = None if kind is None else kind(model.parameters())
+    return explained(planned.graph, planned.profile, planned.plan, model, optimizer)
+
+
+def to_json(planned: Planned, shown: Explanation | None = None) -> dict:
+    """The same as plain data, with the explanation if it is `shown`; sizes in bytes."""
     config, plan = planned.config, planned.plan
     largest = sorted(plan.activations, key=lambda activation: -activation.bytes)[:LARGEST]
     data = {
@@ -80,6 +88,11 @@ def to_json(planned: Planned) -> dict:
         "largest": [dataclasses.asdict(activation) for activation in largest],
         "device": None,
     }
+    if shown is not None:
+        data["live_at_peak"] = shown.at_peak
+        data["saved"] = [dataclasses.asdict(line) for line in shown.saved]
+        data["suggestions"] = [dataclasses.asdict(suggestion) for suggestion in shown.suggestions]
+        data["not_computed"] = list(shown.not_computed)
     if planned.device is not None:
         data["device"] = {
             "name": planned.device.name,

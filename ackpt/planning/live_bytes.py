@@ -17,7 +17,7 @@ from .host_copies import Host
 from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, Schedule, ScheduleError, Step
 
 _CATEGORIES = ("gradients", "activations", "temporaries")
-_GRADIENT, _ACTIVATION, _TEMPORARY, _HOST = range(4)
+_GRADIENT, _ACTIVATION, TEMPORARY, HOST = range(4)
 
 
 def follow(graph: JointGraph, schedule: Schedule, workspace_bytes) -> Live:
@@ -33,7 +33,8 @@ def follow(graph: JointGraph, schedule: Schedule, workspace_bytes) -> Live:
 class Live:
     """The live storages and values at one moment of a schedule, and the events that led there.
 
-    ``events``: (bytes, category) of every allocation and free, and ``owner``: the node that each belongs to.
+    ``events``: (bytes, category) of every allocation and free, ``owner``: the node that each belongs to, and
+    ``storage``: the storage that it allocates or frees, None for workspace, RNG states and what the optimizer takes.
     ``boundary``: the number of events before backward. ``after``: live bytes on the device and in host memory after
     every step except frees; a node's arguments still count, its workspace does not. ``copies``: [kind of step, storage,
     event before its start, event before its wait].
@@ -50,6 +51,7 @@ class Live:
         self.state_bytes = rng_state_bytes(graph)
         self.events: list[tuple[int, int]] = []
         self.owner: list[int | None] = []
+        self.storage: list[int | None] = []
         self.after: list[tuple[int, int]] = []
         self.total = self.host_total = self.boundary = 0
         self.host = Host(analysis, schedule)
@@ -77,12 +79,12 @@ class Live:
             raise ScheduleError(f"storages {sorted(lost)} are to be saved, but the forward has freed them")
         self.members = {storage: {self.analysis.base_of[storage]} for storage in saved}
         self.values = {*self.analysis.sources, *(self.analysis.base_of[storage] for storage in saved)}
-        self._event(self.analysis.incoming_bytes, _TEMPORARY, None)
+        self._event(self.analysis.incoming_bytes, TEMPORARY, None)
         for node_id in self.analysis.tangents:
             for storage in self.graph.nodes[node_id].storages:
                 if storage not in self.storages:
                     self.storages.add(storage)
-                    self._event(self.analysis.bytes[storage], _TEMPORARY, node_id)
+                    self._event(self.analysis.bytes[storage], TEMPORARY, node_id, storage)
 
     def run_backward(self, steps):
         last = {step.id: at for at, step in enumerate(steps) if step.kind == COMPUTE and step.id in self.replayed}
@@ -94,21 +96,21 @@ class Live:
             node = step.id
             replays = node in self.replayed
             if replays:  # the generator's current state is saved meanwhile
-                self._event(self.state_bytes, _TEMPORARY, node)
+                self._event(self.state_bytes, TEMPORARY, node)
             self._compute(node, self.graph.nodes[node].phase == FORWARD)
             if replays:
-                self._event(-self.state_bytes, _TEMPORARY, node)
+                self._event(-self.state_bytes, TEMPORARY, node)
                 if last[node] == at:
                     self._event(-self.state_bytes, _ACTIVATION, node)
         self.host.refuse_any("backward")
         for size in (self.graph.optimizer_step_bytes, -self.graph.optimizer_step_bytes):
-            self._event(size, _TEMPORARY, None)
+            self._event(size, TEMPORARY, None)
 
     def timeline(self) -> Timeline:
         live = [0]
         series: list[list[int]] = [[0], [0], [0]]
         for size, category in self.events:
-            live.append(live[-1] + (size if category != _HOST else 0))
+            live.append(live[-1] + (size if category != HOST else 0))
             for index, values in enumerate(series):
                 values.append(values[-1] + (size if index == category else 0))
         ways = {OFFLOAD: "out", PREFETCH: "in"}
@@ -121,7 +123,7 @@ class Live:
 
     def host_live(self) -> tuple[int, ...]:
         """Bytes in host memory at every entry of the timeline."""
-        return tuple(accumulate((size if category == _HOST else 0 for size, category in self.events), initial=0))
+        return tuple(accumulate((size if category == HOST else 0 for size, category in self.events), initial=0))
 
     def _compute(self, node_id: int, again: bool):
         analysis = self.analysis
@@ -139,13 +141,13 @@ class Live:
                 self.storages.add(storage)
                 if again:
                     self.recomputed.add(storage)
-                self._event(analysis.bytes[storage], self._category(storage), node_id)
+                self._event(analysis.bytes[storage], self._category(storage), node_id, storage)
             self.members.setdefault(storage, set()).add(node_id)
         self.values.add(node_id)
         self.after.append((self.total, self.host_total))
         if workspace := self.workspace_bytes[node_id]:
-            self._event(workspace, _TEMPORARY, node_id)
-            self._event(-workspace, _TEMPORARY, node_id)
+            self._event(workspace, TEMPORARY, node_id)
+            self._event(-workspace, TEMPORARY, node_id)
 
     def _move(self, step: Step, node: int | None):
         kind, storage = step
@@ -157,14 +159,14 @@ class Live:
             if self.analysis.base_of.get(storage) not in self.values:
                 raise ScheduleError(f"storage {storage} is offloaded, but it is not live")
             self.host.offload(storage)
-            self._event(size, _HOST, node)
+            self._event(size, HOST, node, storage)
             self.copies.append([kind, storage, len(self.events), len(self.events)])
         elif kind == PREFETCH:
             if storage in self.storages:
                 raise ScheduleError(f"storage {storage} is prefetched while it is still live")
             self.host.prefetch(storage)
             self.storages.add(storage)
-            self._event(size, self._category(storage), node)
+            self._event(size, self._category(storage), node, storage)
             self.copies.append([kind, storage, len(self.events), len(self.events)])
         elif kind == WAIT:
             if self.host.wait(storage):
@@ -175,28 +177,29 @@ class Live:
             raise ScheduleError(f"{kind!r} is not a kind of step")
         self.after.append((self.total, self.host_total))
         if self.host.is_last(storage):
-            self._event(-size, _HOST, node)
+            self._event(-size, HOST, node, storage)
 
     def _free(self, storage: int, node: int | None):
         if storage not in self.storages:
             raise ScheduleError(f"storage {storage} is freed, but it is not live")
         self.host.refuse_moving(storage, "freed")
-        self._event(-self.analysis.bytes[storage], self._category(storage), node)
+        self._event(-self.analysis.bytes[storage], self._category(storage), node, storage)
         self.storages.discard(storage)
         self.recomputed.discard(storage)
         self.values -= self.members.pop(storage, set())
 
     def _category(self, storage: int) -> int:
-        return _TEMPORARY if storage in self.recomputed else self.category.get(storage, _TEMPORARY)
+        return TEMPORARY if storage in self.recomputed else self.category.get(storage, TEMPORARY)
 
-    def _event(self, size: int, category: int, node: int | None):
+    def _event(self, size: int, category: int, node: int | None, storage: int | None = None):
         if size:
-            if category == _HOST:
+            if category == HOST:
                 self.host_total += size
             else:
                 self.total += size
             self.events.append((size, category))
             self.owner.append(node)
+            self.storage.append(storage)
 
     def _name(self, node_id: int) -> str:
         node = self.graph.nodes[node_id]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ackpt.capture.joint_graph import JointGraph
+from ackpt.capture.places import modules_text, operation, pattern, short_source
 from ackpt.metering.meter import memory_format
 from ackpt.metering.timeline import Timeline
 from ackpt.results import read_json, write_text_atomic
@@ -168,6 +169,8 @@ class Plan:
     def table(self) -> str:
         """Peak, cost, the most expensive recomputations and the largest activations, as aligned text.
 
+        Activations of equal layers are one line, such as ``48.0 MiB ... 12 x blocks.*.mlp (gelu): 4.0 MiB each``.
+
         Plans come from one Pareto frontier for all budgets, so a small activation may be recomputed although saving it
         would be "within the budget".
         """
@@ -189,9 +192,8 @@ class Plan:
             *([] if self.note is None else [f"as compiled       {self.note}"]),
             "",
             "ten largest       fate        where",
+            *(_group_row(group) for group in self.groups()[:10]),
         ]
-        largest = sorted(self.activations, key=lambda activation: -activation.bytes)[:10]
-        lines += [f"{memory_format(a.bytes):<17} {a.fate:<11} {a.module or '-'} ({a.name})" for a in largest]
         if self.decisions:
             lines += ["", "most expensive    cost   runs    if it were saved"]
         limit = self.dynamic_peak_bytes if self.limit_bytes is None else self.limit_bytes
@@ -205,6 +207,16 @@ class Plan:
                 f"{decision.module or '-'} ({decision.name})"
             )
         return "\n".join(lines)
+
+    def groups(self) -> list[tuple[Activation, ...]]:
+        """The activations, with those that equal layers produce on one source line together; the largest groups first.
+
+        Layers are equal if their names differ in numbers only, and the bytes and the fates are equal.
+        """
+        groups: dict[tuple, list[Activation]] = {}
+        for a in self.activations:
+            groups.setdefault((pattern(a.module), operation(a.name), a.source, a.bytes, a.fate), []).append(a)
+        return sorted(map(tuple, groups.values()), key=lambda group: -sum(a.bytes for a in group))
 
     def _bound(self) -> str:
         if self.lower_bound is not None:
@@ -269,6 +281,17 @@ class Plan:
         if is_changed:
             raise PlanError(f"{path} was changed after it was saved, so its figures may not be the plan's; plan again")
         return plan
+
+
+def _group_row(group: tuple[Activation, ...]) -> str:
+    first, modules = group[0], modules_text(a.module for a in group)
+    source = f", {short_source(first.source)}" if first.source else ""
+    if len(group) == 1:
+        what = f"{modules} ({first.name}){source}"
+    else:
+        several = modules if modules.startswith(f"{len(group)} x ") else f"{len(group)} x {modules}"
+        what = f"{several} ({operation(first.name)}): {memory_format(first.bytes)} each{source}"
+    return f"{memory_format(sum(a.bytes for a in group)):<17} {first.fate:<11} {what}"
 
 
 def activations(graph: JointGraph, storages, saved, offloaded, base_of) -> tuple[Activation, ...]:

@@ -1,6 +1,7 @@
 """``ackpt plan``: peaks equal to the prediction of the eager step, the right head for a configuration, clear errors."""
 
 import json
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -82,7 +83,7 @@ def test_the_lines_say_what_is_planned_and_the_categories_add_up_to_the_peak(cap
     assert err == "" and f"BertForMaskedLM, {parameters:,} parameters in float32" in out
     assert "input_ids [1, 16] int64, labels [1, 16] int64" in out
     assert len(out.partition("ten largest")[2].splitlines()) == 1 + 10
-    assert "bert.blocks.0.up (addmm" in out
+    assert "2 x bert.blocks.*.up (addmm): " in out
 
     found = planned(capsys, *BERT)
     assert sum(found["at_peak"].values()) == found["peak_bytes"]
@@ -380,3 +381,28 @@ def test_the_help_names_every_option():
     options = ["--batch-size", "--seq-len", "--image-size", "--set", "--dtype", "--autocast", "--optimizer"]
     options += ["--device-profile", "--budget", "--policy", "--output", "--json"]
     assert done.returncode == 0 and all(option in done.stdout for option in options)
+
+
+def test_the_explanation_is_printed_and_written(tmp_path, capsys):
+    page, snapshot = tmp_path / "page.html", tmp_path / "step.pickle"
+    assert main(["plan", *BERT, "--explain", "--html", str(page), "--memory-viz", str(snapshot)]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and f"written to {page}" in out and f"written to {snapshot}" in out
+    assert "saved by module type" in out and "what would reduce the peak" in out
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert len(pickle.loads(snapshot.read_bytes())["segments"]) == 1
+
+
+def test_the_explanation_as_json_adds_up(capsys):
+    found = planned(capsys, *BERT, "--explain", "--device-profile", "t4")
+    assert sum(line["bytes"] for line in found["saved"]) == found["saved_bytes"]
+    assert sum(found["live_at_peak"].values()) == found["peak_bytes"]
+    assert all(line["seconds"] > 0 for line in found["saved"])
+    assert found["suggestions"] and all(s["saved_bytes"] > 0 for s in found["suggestions"])
+    assert "saved" not in planned(capsys, *BERT)
+
+
+@pytest.mark.parametrize("option", [["--explain"], ["--html", "page.html"], ["--memory-viz", "step.pickle"]])
+def test_shards_have_no_explanation(option, capsys):
+    assert main(["plan", *BERT, "--fsdp", "2", *option]) == 2
+    assert f"{option[0]}: with --fsdp there is a plan for each block" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 import ackpt
 from ackpt.graph import PlanError, Step
+from ackpt.metering.meter import memory_format
 from ackpt.policies import POLICIES
 
 
@@ -61,7 +63,25 @@ def test_the_table_names_the_promise_and_the_largest(graph):
     again = sum(fate == "recomputed" for fate in plan.fates.values())
     assert f"{saved} of {len(plan.fates)} saved, " in plan.table() and f"; {again} recomputed, 0 off" in plan.table()
     assert repr(plan).startswith("<Plan of policy 'full': peak ") and len(repr(plan)) < 120
-    assert len(lines) == 9 + min(10, len(plan.fates)) + 2 + len(plan.decisions)
+    assert len(lines) == 9 + min(10, len(plan.groups())) + 2 + len(plan.decisions)
+
+
+def test_the_table_has_one_line_for_equal_layers(graph):
+    plan = ackpt.plan(graph)
+    groups = plan.groups()
+    assert sorted(a.name for group in groups for a in group) == sorted(plan.fates)
+    up = next(group for group in groups if group[0].module.endswith(".up"))
+    assert [a.module for a in up] == ["0.up", "1.up", "2.up", "3.up"]
+    line = next(line for line in plan.table().splitlines() if "*.up" in line)
+    file = Path(__file__).relative_to(Path.cwd()) if Path(__file__).is_relative_to(Path.cwd()) else Path(__file__)
+    assert line.startswith(f"{memory_format(sum(a.bytes for a in up))} ")
+    assert f"4 x *.up (addmm): {memory_format(up[0].bytes)} each, {file}:" in line
+
+
+def test_equal_layers_with_different_fates_have_a_line_each(graph):
+    plan = ackpt.plan(graph, 0.8)
+    assert len(set(plan.fates.values())) > 1
+    assert all(len({(a.fate, a.bytes, a.source) for a in group}) == 1 for group in plan.groups())
 
 
 def test_a_plan_reads_back_and_runs(graph, tmp_path):

@@ -1,0 +1,77 @@
+"""Names of places in a model for people: patterns of equal modules, their blocks, and short source lines.
+
+Nothing is ever matched by these names: they only group and shorten what is printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from functools import cache
+
+_COUNTER = re.compile(r"_\d+$")
+_LIBRARIES = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
+
+
+def pattern(module: str) -> str:
+    """The name of a module with ``*`` for the numbers in it, equal for equal modules of a list.
+
+    Example:
+        >>> pattern("transformer.h.11.mlp")
+        'transformer.h.*.mlp'
+    """
+    return ".".join("*" if part.isdecimal() else part for part in module.split("."))
+
+
+def block_of(module: str) -> str:
+    """The block that a module belongs to: the member of the outermost list around it, else its top-level module.
+
+    Example:
+        >>> block_of("transformer.h.11.mlp"), block_of("head.norm"), block_of("")
+        ('transformer.h.11', 'head', '')
+    """
+    parts = module.split(".")
+    length = next((number for number, part in enumerate(parts, 1) if part.isdecimal()), 1)
+    return ".".join(parts[:length])
+
+
+def operation(name: str) -> str:
+    """The name of a node without its counter.
+
+    Example:
+        >>> operation("tanh_12"), operation("_log_softmax")
+        ('tanh', '_log_softmax')
+    """
+    return _COUNTER.sub("", name)
+
+
+@cache
+def short_source(source: str) -> str:
+    """A file and line, relative to the library or the current folder that the file is in.
+
+    Example:
+        >>> short_source("/usr/lib/python3/site-packages/transformers/activations.py:66")
+        'transformers/activations.py:66'
+    """
+    relative = _LIBRARIES.sub("", source)
+    if relative == source and source.startswith(os.getcwd() + os.sep):
+        return source[len(os.getcwd()) + 1 :]
+    return relative
+
+
+def modules_text(modules: Iterable[str]) -> str:
+    """Modules in words: ``"12 x blocks.*.mlp"`` for several with one pattern, else the names or their patterns.
+
+    Example:
+        >>> modules_text(["blocks.0.mlp.1", "blocks.1.mlp.1"]), modules_text(["head"]), modules_text([""])
+        ('2 x blocks.*.mlp.1', 'head', 'the model itself')
+    """
+    names = list(dict.fromkeys(modules))
+    if len(names) == 1:
+        return names[0] or "the model itself"
+    patterns = list(dict.fromkeys(map(pattern, names)))
+    if len(patterns) > 1:
+        return ", ".join(each or "the model itself" for each in patterns)
+    columns = zip(*(name.split(".") for name in names))
+    return f"{len(names)} x {'.'.join(parts[0] if len(set(parts)) == 1 else '*' for parts in columns)}"

@@ -1,0 +1,196 @@
+"""`ackpt.explain`: lines and categories that add up to the byte, and suggestions that hold when they are applied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ackpt
+from ackpt.capture.optimizer_state import eight_bit_bytes, optimizer_bytes
+from ackpt.cli import plan_text
+from ackpt.explaining.saved import SavedLine
+from ackpt.models import LanguageModel, TransformerConfig
+from ackpt.sharded.planner import ShardedModel
+from ackpt.sharded.sharding import Sharding
+from ackpt.workloads.planned_shapes import PlanConfig, run_plan
+from ackpt.workloads.step_request import StepRequest
+
+TOKENS = 256
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))
+        return x + self.down(hidden)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x, scale=1.0):
+        for block in self.blocks:
+            x = block(x)
+        return (scale * x).square().mean()
+
+
+X = torch.ones(64, 8)
+
+
+def language_model():
+    model = LanguageModel(TransformerConfig(dim=64, ff_dim=128, layers=3, head_dim=16, vocab_size=5000))
+    ids, starts = torch.randint(5000, (TOKENS,)), torch.tensor([0, TOKENS], dtype=torch.int32)
+    return model, {"tokens": ids, "cu_seqlens": starts, "max_seqlen": TOKENS, "targets": ids}
+
+
+@pytest.fixture(scope="module")
+def explained():
+    model, batch = language_model()
+    return ackpt.explain(model, batch, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def suggestion(explanation, words: str):
+    (one,) = (s for s in explanation.suggestions if s.title.startswith(words) and " and chunk" not in s.title)
+    return one
+
+
+def test_lines_add_up_to_what_the_baseline_saves(explained):
+    saved = explained.plan.saved_bytes
+    assert sum(line.bytes for line in explained.saved) == saved == sum(line.saved_bytes for line in explained.saved)
+    assert sum(explained.by_block.values()) == sum(explained.by_type.values()) == saved
+    assert len({(line.module, line.source) for line in explained.saved}) == len(explained.saved)
+    names = [name for line in explained.saved for name in line.operations]
+    assert sorted(names) == sorted(explained.plan.fates)
+
+
+def test_live_kinds_add_up_to_the_peak(explained):
+    assert sum(explained.at_peak.values()) == sum(a.bytes for a in explained.live) == explained.plan.peak_bytes
+    sizes = explained.graph.bytes()
+    assert explained.at_peak["parameters"] == sizes["parameter"]
+    assert explained.at_peak["optimizer"] == explained.graph.optimizer_bytes
+
+
+def test_a_plan_s_fates_and_recomputed_bytes_are_shown():
+    explanation = ackpt.explain(Model(), X, 0.7)
+    assert explanation.plan.policy == "auto" and explanation.plan.recompute_flops > 0
+    assert sum(line.saved_bytes for line in explanation.saved) <= explanation.plan.saved_bytes
+    assert sum(line.bytes for line in explanation.saved) > explanation.plan.saved_bytes
+    assert "recomputed" in {fate for line in explanation.saved for fate in line.fates}
+    assert "[recomputed]" in str(explanation)
+
+
+@pytest.mark.parametrize("batch", [X, (X,), [X, 2.0], {"x": X, "scale": 2.0}])
+def test_a_batch_is_a_tensor_arguments_or_keywords(batch):
+    line = ackpt.explain(Model(), batch).saved[0]
+    assert (line.module, line.operations, line.bytes) == ("blocks.0", ("tanh",), 64 * 32 * 4)
+    assert line.source.startswith(f"{__file__}:")
+    assert line.flops == 2 * 64 * 8 * 32  # of the product before it; tanh counts none
+
+
+def test_a_device_gives_seconds_and_the_same_peak():
+    flops, seconds = ackpt.explain(Model(), X), ackpt.explain(Model(), X, device="h200")
+    assert flops.plan.peak_bytes == seconds.plan.peak_bytes
+    assert all(line.seconds is None for line in flops.saved)
+    assert all(line.seconds is not None and line.seconds > 0 for line in seconds.saved)
+    assert " ms " in str(seconds) and "FLOP" not in str(seconds)
+
+
+def test_meta_tensors_give_the_same_lines():
+    with torch.device("meta"):
+        model = Model()
+    assert ackpt.explain(model, X.to("meta")).saved == ackpt.explain(Model(), X).saved
+
+
+def test_equal_modules_are_one_line():
+    text = str(ackpt.explain(Model(), X))
+    assert "4 x blocks.* (tanh): 8.0 KiB each, " in text
+    assert text.splitlines()[0].startswith("peak ")
+
+
+def test_what_cannot_be_recomputed_says_so():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.generator = nn.Parameter(torch.ones(8)), torch.Generator()
+
+        def forward(self, x):
+            return (x * torch.rand(8, generator=self.generator) * self.weight).sum()
+
+    explanation = ackpt.explain(Own(), X)
+    assert ["generator" in line.reason for line in explanation.saved] == [True]
+    assert "cannot" in str(explanation)
+
+
+def test_a_model_that_branches_on_values_is_refused():
+    class Branch(nn.Linear):
+        def forward(self, input):
+            return super().forward(input if input.sum() > 0 else -input)
+
+    with pytest.raises(ackpt.TraceError, match="test_explanation.py"):
+        ackpt.explain(Branch(8, 8), X)
+
+
+def test_checkpointing_saves_what_a_plan_of_policy_full_saves():
+    model = Model()
+    explanation = ackpt.explain(model, X)
+    best = suggestion(explanation, "checkpoint")
+    step = ackpt.compile(model, X, policy="full")
+    assert (best.peak_bytes, best.cost) == (step.plan.peak_bytes, step.plan.cost)
+    assert best.saved_bytes == explanation.plan.peak_bytes - step.plan.peak_bytes > 0
+    assert best.title == "checkpoint 3 x blocks.*"  # recomputing the last one would not lower the peak
+
+
+def test_the_chunked_loss_saves_what_is_measured():
+    model, batch = language_model()
+    best = suggestion(ackpt.explain(model, batch), "chunk the loss")
+
+    def step():
+        model.zero_grad()
+        model(**batch, loss_chunks=8).backward()
+
+    measured = ackpt.measure(step, resident=[model, *(v for v in batch.values() if isinstance(v, torch.Tensor))])
+    # Vectors with an element per row of a chunk and the sums of the loss are not simulated.
+    assert 0 <= measured.peak_bytes - best.peak_bytes <= 16 * TOKENS
+
+
+def test_without_a_cross_entropy_there_is_none_to_chunk():
+    explanation = ackpt.explain(Model(), X)
+    assert not [s for s in explanation.suggestions if "chunk" in s.title]
+    assert any(reason.startswith("chunk the loss: ") for reason in explanation.not_computed)
+
+
+def test_eight_bits_count_scales_and_leave_small_tensors():
+    model = nn.Linear(64, 128)
+    adam = torch.optim.AdamW(model.parameters())
+    state, _ = optimizer_bytes(adam)
+    assert state - eight_bit_bytes(adam) == 2 * (4 * 8192 - (8192 + 4 * 8192 // 256))
+    best = suggestion(ackpt.explain(model, torch.ones(4, 64), optimizer=adam), "8-bit")
+    assert best.saved_bytes == state - eight_bit_bytes(adam)
+
+
+def test_sharding_saves_what_the_planner_for_shards_finds():
+    config = PlanConfig(StepRequest("bert-base", 2, 16, None, {"dim": 32, "layers": 2, "heads": 2, "ff_dim": 64}))
+    best = suggestion(plan_text.explanation(run_plan(config)), "shard over 8")
+    assert best.peak_bytes == ShardedModel(config).plan(Sharding(8), policy="none").peak_bytes
+
+
+def test_suggestions_are_sorted_and_are_about_the_plan(explained):
+    savings = [s.saved_bytes for s in explained.suggestions]
+    assert savings == sorted(savings, reverse=True) and min(savings) > 0
+    assert all(s.peak_bytes == explained.plan.peak_bytes - s.saved_bytes for s in explained.suggestions)
+    assert not ackpt.explain(Model(), X, policy="full").suggestions
+
+
+def test_a_line_without_flops_says_so():
+    line = SavedLine("", "", ("mul",), ("saved",), 4, 4, 0, None)
+    from ackpt.explaining.text import cost_text
+
+    assert cost_text([line]) == "no FLOPs"
+    flops = SavedLine("", "", ("mm",), ("saved",), 4, 4, 2_500_000, None)
+    assert cost_text([flops, flops]) == "5 MFLOP"
