@@ -110,7 +110,8 @@ class Explanation:
 
         from .snapshot import snapshot
 
-        return write_bytes_atomic(path, pickle.dumps(snapshot(self)))
+        # The page reads protocols up to 4 (torch/utils/viz/MemoryViz.js, unpickle).
+        return write_bytes_atomic(path, pickle.dumps(snapshot(self), protocol=4))
 
 
 def explain(
@@ -149,6 +150,8 @@ def explain(
         >>> explanation.by_type, explanation.at_peak["parameters"]
         ({'Tanh': 128}, 324)
     """
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 2:
+        raise ValueError(f"ranks must be a whole number of at least 2, got {ranks!r}")
     args, kwargs = _arguments(batch)
     graph = trace(model, *args, differentiate=differentiate, outputs=outputs, optimizer=optimizer, **kwargs)
     profile = default_profile(graph)

@@ -24,7 +24,8 @@ from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import storages_of
 
 _BACKWARD = re.compile(r"Backward\d*$")
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, _PACKAGE)
 
 
 def print_saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -201,9 +202,11 @@ def _storage(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _source() -> str:
-    """File and line of the innermost frame outside torch and this file."""
+    """File and line of the innermost frame outside torch and this package, whose models are the user's code as well."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        if frame.f_code.co_filename.startswith(f"{_PACKAGE}models{os.sep}"):
+            break
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith("<"):  # typed at a prompt
         return ""

@@ -7,6 +7,7 @@ loss are simulated together as well.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
 import torch
@@ -106,7 +107,8 @@ def suggestions(
     try:
         peak = _sharded_peak(graph, profile, plan.schedule, model, optimizer, ranks)
     except ValueError as error:  # ShardingError is one
-        reasons.append(f"shard over {ranks} ranks: {str(error).removeprefix('--fsdp: ')}")
+        reason = re.sub(r"^--fsdp: |[;:] leave --fsdp out$", "", str(error))
+        reasons.append(f"shard over {ranks} ranks: {reason}")
     else:
         fix = "torch.distributed.fsdp.fully_shard on every block, then on the model"
         how = "simulated with FSDP2's gathers and reductions, for one rank with this batch"
@@ -152,7 +154,7 @@ class _ChunkedLoss:
         products = [n for n in nodes if fx[n].target in _PRODUCTS and graph.nodes[n].phase == FORWARD]
         if not products:
             return None
-        *_, hidden, weight = (arg.meta["val"] for arg in fx[products[0]].args if isinstance(arg, torch.fx.Node))
+        *_, hidden, weight = (arg.meta["val"] for arg in fx[min(products)].args if isinstance(arg, torch.fx.Node))
         rows = logits.numel() // logits.shape[-1]
         chunk = -(-rows // CHUNKS)
         storages = {s for node in nodes for s in graph.nodes[node].storages}
@@ -206,6 +208,8 @@ def _sharded_peak(graph: JointGraph, profile: Profile, schedule, model, optimize
     Raises:
         ValueError, ShardingError: for a model without blocks, or whose blocks FSDP2 would run in another way.
     """
+    if schedule.offloaded:
+        raise ValueError("plans that offload are not simulated for shards")
     sharding = Sharding(ranks, block_bytes=1 if graph.on_cpu else CUDA_BLOCK)
     groups = groups_of(model)
     kind = None if optimizer is None else type(optimizer)

@@ -29,14 +29,15 @@ def text(explanation: Explanation) -> str:
     shown += ["", "largest there     kind         what"]
     shown += [f"{memory_format(size):<17} {kind:<12} {what}" for size, kind, what in live_rows(explanation)]
     shown += ["", f"saved for backward: {memory_format(baseline)}{_planned(plan)}"]
-    shown += ["bytes             to recompute  where"]
+    shown += ["bytes             to recompute  where"] if lines else []
     groups = grouped(lines)
     shown += [_saved_row(group) for group in groups[:LARGEST]]
     if rest := groups[LARGEST:]:
         left = memory_format(sum(line.bytes for group in rest for line in group))
         shown.append(f"{left:<17} {'':<13} {len(rest)} other places: explanation.saved")
-    shown += ["", "saved by block", *_totals(by_equal_blocks(explanation.by_block))]
-    shown += ["", "saved by module type", *_totals(explanation.by_type)]
+    if lines:
+        shown += ["", "saved by block", *_totals(by_equal_blocks(explanation.by_block))]
+        shown += ["", "saved by module type", *_totals(explanation.by_type)]
     shown += ["", "what would reduce the peak, each simulated on its own"]
     for suggestion in explanation.suggestions:
         cost = "" if suggestion.cost is None else f", recomputation {suggestion.cost:.1%} of the step"

@@ -180,6 +180,15 @@ def test_sharding_saves_what_the_planner_for_shards_finds():
     assert best.peak_bytes == ShardedModel(config).plan(Sharding(8), policy="none").peak_bytes
 
 
+def test_what_is_not_computed_says_why():
+    linear = ackpt.explain(nn.Linear(8, 8), X)
+    assert linear.saved == () and "saved for backward: 0 B" in str(linear)
+    (reason,) = (reason for reason in linear.not_computed if reason.startswith("shard over 8 ranks: Linear has no"))
+    assert "--fsdp" not in reason
+    with pytest.raises(ValueError, match="ranks must be a whole number of at least 2, got 1"):
+        ackpt.explain(Model(), X, ranks=1)
+
+
 def test_suggestions_are_sorted_and_are_about_the_plan(explained):
     savings = [s.saved_bytes for s in explained.suggestions]
     assert savings == sorted(savings, reverse=True) and min(savings) > 0

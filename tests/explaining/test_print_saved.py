@@ -112,6 +112,14 @@ def test_a_backward_inside_leaves_nothing(capsys):
     assert saved(capsys, step, torch.ones(4, requires_grad=True))[-1].startswith("saved: 0 B in 0 tensors")
 
 
+def test_lines_of_a_model_with_a_budget_are_the_caller_s(capsys):
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    ackpt.apply_budget(model, torch.ones(2, 8), "100%")
+    lines = saved(capsys, lambda x: model(x), torch.ones(2, 8))
+    where = f"here:{line_of(test_lines_of_a_model_with_a_budget_are_the_caller_s, 'lambda x: model')}"
+    assert len(lines) > 1 and all(where in line for line in lines[:-1])
+
+
 def test_meta_tensors_and_methods(capsys):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())

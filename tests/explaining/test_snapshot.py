@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
 
 import pytest
 import torch
@@ -43,6 +44,21 @@ def test_events_give_the_peak_and_never_overlap(written):
     left = {b["address"]: b["size"] for b in segment["blocks"] if b["state"] == "active_allocated"}
     assert left == live and sum(b["size"] for b in segment["blocks"]) == segment["total_size"]
     assert sum(live.values()) == explanation.plan.resident_bytes + explanation.plan.timeline.live[-1]
+
+
+# What the page's own reader knows: `unpickle` in torch/utils/viz/MemoryViz.js.
+OPCODES = set(
+    "APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINPUT BINUNICODE DICT EMPTY_DICT EMPTY_LIST EMPTY_TUPLE "
+    "FRAME LIST LONG1 LONG_BINGET LONG_BINPUT MARK MEMOIZE NEWFALSE NEWTRUE NONE PROTO SETITEM SETITEMS "
+    "SHORT_BINUNICODE STOP TUPLE TUPLE1 TUPLE2 TUPLE3".split()
+)
+
+
+def test_the_page_knows_every_opcode(written, tmp_path):
+    explanation, _ = written
+    operations = list(pickletools.genops(explanation.to_memory_viz(tmp_path / "step.pickle").read_bytes()))
+    assert {operation.name for operation, *_ in operations} <= OPCODES
+    assert operations[0][1] == 4  # the newest protocol that it knows
 
 
 def test_torch_reads_it(written):
