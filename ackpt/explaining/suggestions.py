@@ -104,11 +104,9 @@ def suggestions(
         )
     else:
         reasons.append(f"8-bit optimizer: none is known for {type(optimizer).__name__}")
-    try:
-        peak = _sharded_peak(graph, profile, plan.schedule, model, optimizer, ranks)
-    except ValueError as error:  # ShardingError is one
-        reason = re.sub(r"^--fsdp: |[;:] leave --fsdp out$", "", str(error))
-        reasons.append(f"shard over {ranks} ranks: {reason}")
+    peak = _sharded_peak(graph, profile, plan.schedule, model, optimizer, ranks)
+    if isinstance(peak, str):
+        reasons.append(f"shard over {ranks} ranks: {peak}")
     else:
         fix = "torch.distributed.fsdp.fully_shard on every block, then on the model"
         how = "simulated with FSDP2's gathers and reductions, for one rank with this batch"
@@ -202,20 +200,22 @@ def _of_size(graph: JointGraph, loss: int, elements: int) -> set[int]:
     return found
 
 
-def _sharded_peak(graph: JointGraph, profile: Profile, schedule, model, optimizer, ranks: int) -> int:
+def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model, optimizer, ranks: int) -> int | str:
     """The peak of one of `ranks` over which FSDP2 shards parameters, gradients and the optimizer's state.
 
-    Raises:
-        ValueError, ShardingError: for a model without blocks, or whose blocks FSDP2 would run in another way.
+    Returns the reason if it cannot be simulated: a model without blocks, or blocks that FSDP2 would run in another way.
     """
     if schedule.offloaded:
-        raise ValueError("plans that offload are not simulated for shards")
+        return "plans that offload are not simulated for shards"
     sharding = Sharding(ranks, block_bytes=1 if graph.on_cpu else CUDA_BLOCK)
-    groups = groups_of(model)
     kind = None if optimizer is None else type(optimizer)
-    state, step = sharded_optimizer(kind, groups, sharding, graph.on_cpu)
-    one_rank = dataclasses.replace(graph, optimizer_step_bytes=step)
-    windows = step_windows(one_rank, schedule, profile.workspace_bytes, groups, sharding)
+    try:
+        groups = groups_of(model)
+        state, step = sharded_optimizer(kind, groups, sharding, graph.on_cpu)
+        one_rank = dataclasses.replace(graph, optimizer_step_bytes=step)
+        windows = step_windows(one_rank, schedule, profile.workspace_bytes, groups, sharding)
+    except ValueError as error:  # ShardingError is one
+        return re.sub(r"^--fsdp: |[;:] leave --fsdp out$", "", str(error))
     sizes = graph.bytes()
     shards = sum(GroupBytes(group, sharding).shards for group in groups)
     return shards + sizes["buffer"] + sizes["input"] + state + peak_bytes(windows)

@@ -174,6 +174,24 @@ def test_eight_bits_count_scales_and_leave_small_tensors():
     assert best.saved_bytes == state - eight_bit_bytes(adam)
 
 
+def test_a_fused_optimizer_saves_what_its_own_plan_saves():
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.ones(2, 64)
+    best = suggestion(
+        ackpt.explain(model, x, optimizer=torch.optim.AdamW(model.parameters(), foreach=True)),
+        "an optimizer's step that allocates nothing",
+    )
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    assert best.peak_bytes == ackpt.plan(ackpt.trace(model, x, optimizer=fused)).peak_bytes
+
+
+def test_a_plan_that_offloads_adds_up_as_well():
+    model, batch = language_model()
+    explanation = ackpt.explain(model, batch, 0.85, device="h200")
+    assert explanation.plan.schedule.offloaded and "[offloaded]" in str(explanation)
+    assert sum(explanation.at_peak.values()) == explanation.plan.peak_bytes
+    assert "shard over 8 ranks: plans that offload are not simulated for shards" in explanation.not_computed
+
+
 def test_sharding_saves_what_the_planner_for_shards_finds():
     config = PlanConfig(StepRequest("bert-base", 2, 16, None, {"dim": 32, "layers": 2, "heads": 2, "ff_dim": 64}))
     best = suggestion(plan_text.explanation(run_plan(config)), "shard over 8")
