@@ -61,17 +61,25 @@ def short_source(source: str) -> str:
 
 
 def modules_text(modules: Iterable[str]) -> str:
-    """Modules in words: ``"12 x blocks.*.mlp"`` for several with one pattern, else the names or their patterns.
+    """Modules in words: their names, and ``"12 x blocks.*.mlp"`` for several with one pattern.
 
     Example:
-        >>> modules_text(["blocks.0.mlp.1", "blocks.1.mlp.1"]), modules_text(["head"]), modules_text([""])
-        ('2 x blocks.*.mlp.1', 'head', 'the model itself')
+        >>> modules_text(["blocks.0.mlp.1", "blocks.1.mlp.1", "head"]), modules_text([""])
+        ('2 x blocks.*.mlp.1, head', 'the model itself')
     """
-    names = list(dict.fromkeys(modules))
-    if len(names) == 1:
-        return names[0] or "the model itself"
-    patterns = list(dict.fromkeys(map(pattern, names)))
-    if len(patterns) > 1:
-        return ", ".join(each or "the model itself" for each in patterns)
+    equal: dict[str, list[str]] = {}
+    for name in dict.fromkeys(modules):
+        equal.setdefault(pattern(name), []).append(name)
+    texts = (f"{len(names)} x {common(names)}" if len(names) > 1 else names[0] for names in equal.values())
+    return ", ".join(text or "the model itself" for text in texts)
+
+
+def common(names: Iterable[str]) -> str:
+    """Names of one pattern as one, with ``*`` for the parts that differ.
+
+    Example:
+        >>> common(["stage.1.block.0", "stage.1.block.1"])
+        'stage.1.block.*'
+    """
     columns = zip(*(name.split(".") for name in names))
-    return f"{len(names)} x {'.'.join(parts[0] if len(set(parts)) == 1 else '*' for parts in columns)}"
+    return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)

@@ -81,7 +81,7 @@ def page(explanation: Explanation) -> str:
             ("bytes", "block"),
             [
                 (memory_format(size), escape(name or "the model itself"))
-                for name, size in by_equal_blocks(explanation.by_block).items()
+                for name, size in by_equal_blocks(explanation.by_block)
             ],
         ),
         "<h2>Saved for backward by module type</h2>",

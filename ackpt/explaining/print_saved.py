@@ -32,9 +32,9 @@ def print_saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
     """Print one line per tensor that ``function(*args, **kwargs)`` saves for backward.
 
     A line has dtype and shape, bytes, the operation and the argument or result that it saves, the module, and the line
-    of code. Parameters and inputs are marked, and so are tensors whose memory an earlier line counts. The last line is
-    the sum of the rest, each storage counted once. The function runs once; nothing is captured, so that it may branch
-    on values.
+    of code. Parameters, buffers and inputs are marked, and so are tensors whose memory an earlier line counts. The last
+    line is the sum of the rest, each storage counted once. The function runs once; nothing is captured, so that it may
+    branch on values.
 
     Args:
         function: a module, a method of one, or any other function.
@@ -83,6 +83,7 @@ class _Recorder:
         roots = list(_modules_of(function))
         self.names = {id(m): name for root in reversed(roots) for name, m in root.named_modules()}
         self.parameters = {_storage(p) for root in roots for p in root.parameters()}
+        self.buffers = {_storage(b) for root in roots for b in root.buffers()}
         self.inputs = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         self.hooks: list[Any] = []
 
@@ -140,12 +141,12 @@ class _Recorder:
     def lines(self) -> Iterator[str]:
         gc.collect()  # what autograd no longer holds is not saved
         counted: set[tuple[int, ...]] = set()
-        sizes = {"parameter": 0, "input": 0, "": 0}
+        sizes = {"parameter": 0, "buffer": 0, "input": 0, "": 0}
         rows = []
         for saved in filter(None, (record() for record in self.records)):
             tensor, storage = saved.tensor, _storage(saved.tensor)
             mark = "parameter" if saved.is_parameter or storage in self.parameters else ""
-            mark = mark or ("input" if storage in self.inputs else "")
+            mark = mark or ("buffer" if storage in self.buffers else "input" if storage in self.inputs else "")
             if storage not in counted:
                 sizes[mark] += sum(storage.nbytes() for storage in storages_of(tensor))
             note = mark or ("shares the memory of a line above" if storage in counted else "")
@@ -161,9 +162,10 @@ class _Recorder:
         for shape, size, what, _ in rows:
             yield f"{shape:<{widths[0]}}  {size:>{widths[1]}}  {what}"
         count = sum(not note for *_, note in rows)
+        buffers = f", {memory_format(sizes['buffer'])} of buffers" if sizes["buffer"] else ""
         yield (
             f"saved: {memory_format(sizes[''])} in {count} tensor{'' if count == 1 else 's'}, in addition to "
-            f"{memory_format(sizes['parameter'])} of parameters and {memory_format(sizes['input'])} of inputs"
+            f"{memory_format(sizes['parameter'])} of parameters{buffers} and {memory_format(sizes['input'])} of inputs"
         )
 
 

@@ -9,6 +9,7 @@ from ackpt.capture.analysis import Analysis
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.places import block_of
 from ackpt.costs.profiles import Profile
+from ackpt.planning.allocations import operation_of
 from ackpt.planning.plan import Plan
 from ackpt.planning.schedule import everything
 
@@ -17,9 +18,10 @@ from ackpt.planning.schedule import everything
 class SavedLine:
     """What one source line of one module saves for backward in the baseline.
 
-    ``operations``: names of the nodes; ``fates``: what the plan does with each. ``bytes``: of all, ``saved_bytes``: of
-    those that the plan saves. ``flops`` and ``seconds``: to recompute them from the other saved activations, parameters
-    and inputs; ``seconds`` is None without a device. ``reason``: why they cannot be recomputed; "" if they can.
+    ``nodes``: the names of the nodes; ``operations``: what computes each; ``fates``: what the plan does with it.
+    ``bytes``: of all, ``saved_bytes``: of those that the plan saves. ``flops`` and ``seconds``: to recompute them from
+    the other saved activations, parameters and inputs; ``seconds`` is None without a device. ``reason``: why they
+    cannot be recomputed; "" if they can.
 
     Example:
         >>> import torch, ackpt
@@ -31,6 +33,7 @@ class SavedLine:
 
     module: str
     source: str
+    nodes: tuple[str, ...]
     operations: tuple[str, ...]
     fates: tuple[str, ...]
     bytes: int
@@ -53,12 +56,14 @@ def saved_lines(graph: JointGraph, profile: Profile, plan: Plan) -> tuple[SavedL
     lines = []
     for (module, source), storages in places.items():
         nodes, blocked = _recomputation(analysis, storages, saved)
-        names = [graph.nodes[analysis.base_of[storage]].name for storage in storages]
+        saved_nodes = [analysis.base_of[storage] for storage in storages]
+        names = [graph.nodes[node].name for node in saved_nodes]
         lines.append(
             SavedLine(
                 module=module,
                 source=source,
-                operations=tuple(names),
+                nodes=tuple(names),
+                operations=tuple(operation_of(graph, node) for node in saved_nodes),
                 fates=tuple(plan.fates[name] for name in names),
                 bytes=sum(analysis.bytes[s] for s in storages),
                 saved_bytes=sum(analysis.bytes[s] for s in storages if s in kept),

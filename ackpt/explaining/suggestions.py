@@ -60,12 +60,11 @@ def suggestions(
     made: list[Suggestion] = []
     reasons: list[str] = []
     full = make_plan(graph, policy="full", profile=profile)
-    blocks = _recomputed_blocks(full)
     made.append(
         _suggestion(
             plan,
             full.peak_bytes,
-            f"checkpoint {blocks}",
+            f"checkpoint {_recomputed_blocks(full)}",
             full.cost,
             'ackpt.apply_budget(model, batch, policy="full")',
             "a plan of policy full",
@@ -76,13 +75,14 @@ def suggestions(
         reasons.append("chunk the loss: the step has no cross-entropy of logits that a matrix product computes")
     else:
         how = f"simulated with the logits in {CHUNKS} chunks and their gradients computed in the forward"
-        fix = "ackpt.chunked_cross_entropy(hidden, head.weight, targets) in place of the head and its loss"
+        fix = "ackpt.chunked_cross_entropy(hidden.flatten(0, -2), head.weight, targets.flatten()) for head and loss"
         made.append(_suggestion(plan, chunked.peak(plan.schedule, profile), f"chunk {chunked.where}", None, fix, how))
         both = make_plan(chunked.small, policy="full", profile=profile)
         peak = chunked.peak(both.schedule, profile)
-        title = f"checkpoint {blocks} and chunk the loss"
+        title = f"checkpoint {_recomputed_blocks(both)} and chunk the loss"
         if peak < min(suggestion.peak_bytes for suggestion in made):
-            made.append(_suggestion(plan, peak, title, both.cost, "both changes", f"{how}; a plan of policy full"))
+            fix = 'chunk the loss, then ackpt.apply_budget(model, batch, policy="full")'
+            made.append(_suggestion(plan, peak, title, both.cost, fix, f"{how}; a plan of policy full"))
     if graph.optimizer_step_bytes:
         peak = simulate(dataclasses.replace(graph, optimizer_step_bytes=0), profile, plan.schedule).timeline.peak_bytes
         title, fix = "an optimizer's step that allocates nothing", "fused=True for the optimizer"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ackpt.capture.places import block_of, modules_text, operation, pattern, short_source
+from ackpt.capture.places import block_of, modules_text, pattern, short_source
 from ackpt.metering.meter import memory_format
-from ackpt.planning.allocations import RESIDENT, Allocation, described
+from ackpt.planning.allocations import RESIDENT, Allocation, described, operation_of
 from ackpt.planning.plan import Plan
 
 from .saved import SavedLine
@@ -34,10 +34,11 @@ def text(explanation: Explanation) -> str:
     shown += [_saved_row(group) for group in groups[:LARGEST]]
     if rest := groups[LARGEST:]:
         left = memory_format(sum(line.bytes for group in rest for line in group))
-        shown.append(f"{left:<17} {'':<13} {len(rest)} other places: explanation.saved")
+        places = f"{len(rest)} other place{'' if len(rest) == 1 else 's'}"
+        shown.append(f"{left:<17} {'':<13} {places}: explanation.saved")
     if lines:
         shown += ["", "saved by block", *_totals(by_equal_blocks(explanation.by_block))]
-        shown += ["", "saved by module type", *_totals(explanation.by_type)]
+        shown += ["", "saved by module type", *_totals(explanation.by_type.items())]
     shown += ["", "what would reduce the peak, each simulated on its own"]
     for suggestion in explanation.suggestions:
         cost = "" if suggestion.cost is None else f", recomputation {suggestion.cost:.1%} of the step"
@@ -62,31 +63,31 @@ def _row(size: int, what: str) -> str:
     return f"  {memory_format(size):<15} {what}"
 
 
-def _totals(sizes: Mapping[str, int]) -> list[str]:
-    rows = [_row(size, name or "the model itself") for name, size in list(sizes.items())[:LARGEST]]
-    if rest := list(sizes.values())[LARGEST:]:
-        rows.append(_row(sum(rest), f"{len(rest)} others"))
+def _totals(sizes: Iterable[tuple[str, int]]) -> list[str]:
+    sizes = list(sizes)
+    rows = [_row(size, name or "the model itself") for name, size in sizes[:LARGEST]]
+    if rest := [size for _, size in sizes[LARGEST:]]:
+        rows.append(_row(sum(rest), f"{len(rest)} other{'' if len(rest) == 1 else 's'}"))
     return rows
 
 
-def by_equal_blocks(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Totals by block, with equal blocks as one: ``"12 x transformer.h.*: 18.0 MiB each"``."""
+def by_equal_blocks(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Blocks in words with their bytes, equal blocks as one: ``"12 x transformer.h.*: 18.0 MiB each"``."""
     groups: dict[tuple[str, int], list[str]] = {}
     for block, size in sizes.items():
         groups.setdefault((pattern(block), size), []).append(block)
-    totals = {
-        modules_text(blocks) + (f": {memory_format(size)} each" if len(blocks) > 1 else ""): size * len(blocks)
+    totals = [
+        (modules_text(blocks) + (f": {memory_format(size)} each" if len(blocks) > 1 else ""), size * len(blocks))
         for (_, size), blocks in groups.items()
-    }
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+    ]
+    return sorted(totals, key=lambda item: -item[1])
 
 
 def grouped(lines: Iterable[SavedLine]) -> list[list[SavedLine]]:
     """Lines that are equal in equal modules, those with most bytes first."""
     groups: dict[tuple, list[SavedLine]] = {}
     for line in lines:
-        operations = tuple(map(operation, line.operations))
-        key = (pattern(line.module), line.source, operations, line.fates, line.bytes, line.flops)
+        key = (pattern(line.module), line.source, line.operations, line.fates, line.bytes, line.flops)
         groups.setdefault(key, []).append(line)
     return sorted(groups.values(), key=lambda group: -sum(line.bytes for line in group))
 
@@ -99,7 +100,7 @@ def _saved_row(group: list[SavedLine]) -> str:
 def where_text(group: list[SavedLine]) -> str:
     """Modules, operations, source line, and the fates that are not ``saved``."""
     first = group[0]
-    names = ", ".join(dict.fromkeys(map(operation, first.operations)))
+    names = ", ".join(dict.fromkeys(first.operations))
     each = f": {memory_format(first.bytes)} each" if len(group) > 1 else ""
     source = f", {short_source(first.source)}" if first.source else ""
     fates = [fate for fate in dict.fromkeys(first.fates) if fate != "saved"]
@@ -134,7 +135,7 @@ def live_rows(explanation: Explanation) -> list[tuple[int, str, str]]:
             key = (None,)
         else:
             node = graph.nodes[block.node]
-            key = (pattern(node.module), operation(node.name), node.source)
+            key = (pattern(node.module), operation_of(graph, node.id), node.source)
         groups.setdefault((block.kind, block.storage is None, *key), []).append(block)
     rows = []
     for (kind, *_), blocks in groups.items():

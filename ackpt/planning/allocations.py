@@ -6,9 +6,12 @@ The same account as the simulator's (`live_bytes.follow`), block by block. `ackp
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+import torch
 
 from ackpt.budget import readable
 from ackpt.capture.analysis import once_per_graph
@@ -126,6 +129,14 @@ def peak_index(blocks: Iterable[Allocation]) -> int:
     return best
 
 
+def operation_of(graph: JointGraph, node: int) -> str:
+    """The operation that computes a node's result, in words: for one of several results, the operation itself."""
+    fx = graph.analysis.fx[node]
+    while fx.target is operator.getitem and isinstance(fx.args[0], torch.fx.Node):
+        fx = fx.args[0]
+    return operation(fx.name)
+
+
 def described(graph: JointGraph, block: Allocation) -> str:
     """What an allocation holds, in words: a parameter's name, or an operation with its module and source line."""
     if block.node is None:
@@ -137,7 +148,7 @@ def described(graph: JointGraph, block: Allocation) -> str:
     if block.kind == "gradients" and (name := _gradients(graph).get(block.storage)):
         return f"gradient of {name}"
     place = ", ".join(part for part in (node.module, short_source(node.source)) if part) or "the model itself"
-    return f"{'workspace of ' if block.storage is None else ''}{operation(node.name)} ({place})"
+    return f"{'workspace of ' if block.storage is None else ''}{operation_of(graph, node.id)} ({place})"
 
 
 def peak_in_words(graph: JointGraph, blocks: Iterable[Allocation]) -> str:
@@ -149,23 +160,26 @@ def peak_in_words(graph: JointGraph, blocks: Iterable[Allocation]) -> str:
     total = sum(sizes.values())
     model = {kind: sizes.get(kind, 0) for kind in ("parameters", "optimizer", "gradients")}
     kinds = sorted(sizes, key=lambda kind: -sizes[kind])[:3]
-    parts = ", ".join(f"{memory_format(sizes[kind])} {_WORDS[kind]}" for kind in kinds)
-    consists = f"Of its {readable(total)}, {parts}"
+    parts = [f"{memory_format(sizes[kind])} {_WORDS[kind]}" for kind in kinds]
+    consists = f"Of its {readable(total)}, {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}"
     if any(block.node is None and block.kind == "temporaries" for block in live):
         return (
             f"{consists}. That peak is reached in the optimizer's step, which no checkpointing makes smaller: let it "
             "take one parameter at a time (foreach=False) or nothing in addition to them (fused=True), or use another "
             "optimizer."
         )
-    if 2 * sum(model.values()) > total:
-        return (
-            f"{consists}; activations are not the problem: freeze parameters (LoRA), use a smaller dtype or optimizer "
-            "state, or shard the model (FSDP2)."
-        )
+    smaller_model = "freeze parameters (LoRA), use a smaller dtype or optimizer state, or shard the model (FSDP2)"
+    if 4 * sum(model.values()) > 3 * total:
+        return f"{consists}; activations are not the problem: {smaller_model}."
     largest = max((b for b in live if b.kind not in RESIDENT), key=lambda block: block.bytes, default=None)
-    most = "" if largest is None else f"; the largest is {described(graph, largest)}, {memory_format(largest.bytes)}"
-    loss = ", or chunk the loss (ackpt.chunked_cross_entropy)" if "softmax" in most or "nll_loss" in most else ""
-    return f"{consists}{most}: use a smaller batch or shorter sequences{loss}."
+    if largest is not None:
+        consists += f"; the largest allocation is {described(graph, largest)}, {memory_format(largest.bytes)}"
+    fixes = "use a smaller batch, shorter sequences or smaller images"
+    if "softmax" in consists or "nll_loss" in consists:
+        fixes += ", or chunk the loss (ackpt.chunked_cross_entropy)"
+    if 4 * sum(model.values()) > total:
+        fixes += f", or {smaller_model}"
+    return f"{consists}: {fixes}."
 
 
 @once_per_graph

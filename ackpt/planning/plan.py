@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.capture.places import modules_text, operation, pattern, short_source
+from ackpt.capture.places import common, operation, pattern, short_source
 from ackpt.metering.meter import memory_format
 from ackpt.metering.timeline import Timeline
 from ackpt.results import read_json, write_text_atomic
@@ -284,13 +284,12 @@ class Plan:
 
 
 def _group_row(group: tuple[Activation, ...]) -> str:
-    first, modules = group[0], modules_text(a.module for a in group)
+    first, modules = group[0], common(a.module for a in group) or "the model itself"
     source = f", {short_source(first.source)}" if first.source else ""
     if len(group) == 1:
         what = f"{modules} ({first.name}){source}"
     else:
-        several = modules if modules.startswith(f"{len(group)} x ") else f"{len(group)} x {modules}"
-        what = f"{several} ({operation(first.name)}): {memory_format(first.bytes)} each{source}"
+        what = f"{len(group)} x {modules} ({operation(first.name)}): {memory_format(first.bytes)} each{source}"
     return f"{memory_format(sum(a.bytes for a in group)):<17} {first.fate:<11} {what}"
 
 

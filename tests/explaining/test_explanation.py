@@ -10,6 +10,7 @@ import ackpt
 from ackpt.capture.optimizer_state import eight_bit_bytes, optimizer_bytes
 from ackpt.cli import plan_text
 from ackpt.explaining.saved import SavedLine
+from ackpt.explaining.text import by_equal_blocks, cost_text
 from ackpt.models import LanguageModel, TransformerConfig
 from ackpt.sharded.planner import ShardedModel
 from ackpt.sharded.sharding import Sharding
@@ -65,7 +66,7 @@ def test_lines_add_up_to_what_the_baseline_saves(explained):
     assert sum(line.bytes for line in explained.saved) == saved == sum(line.saved_bytes for line in explained.saved)
     assert sum(explained.by_block.values()) == sum(explained.by_type.values()) == saved
     assert len({(line.module, line.source) for line in explained.saved}) == len(explained.saved)
-    names = [name for line in explained.saved for name in line.operations]
+    names = [name for line in explained.saved for name in line.nodes]
     assert sorted(names) == sorted(explained.plan.fates)
 
 
@@ -113,6 +114,19 @@ def test_equal_modules_are_one_line():
     assert text.splitlines()[0].startswith("peak ")
 
 
+def test_blocks_whose_sizes_print_alike_have_their_own_lines():
+    sizes = {"blocks.0": 2**20, "blocks.1": 2**20, "blocks.2": 2**20 + 4, "blocks.3": 2**20 + 4}
+    totals = by_equal_blocks(sizes)
+    assert totals == [("2 x blocks.*: 1.0 MiB each", 2 * (2**20 + 4)), ("2 x blocks.*: 1.0 MiB each", 2 * 2**20)]
+
+
+def test_one_of_several_results_has_the_name_of_its_operation():
+    explanation = ackpt.explain(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh()), X)
+    (norm,) = (line for line in explanation.saved if line.module == "0")
+    assert set(norm.operations) == {"native_layer_norm"} and all(name.startswith("getitem") for name in norm.nodes)
+    assert " 0 (native_layer_norm)\n" in str(explanation) and "getitem" not in str(explanation)
+
+
 def test_what_cannot_be_recomputed_says_so():
     class Own(nn.Module):
         def __init__(self):
@@ -157,6 +171,30 @@ def test_the_chunked_loss_saves_what_is_measured():
     measured = ackpt.measure(step, resident=[model, *(v for v in batch.values() if isinstance(v, torch.Tensor))])
     # Vectors with an element per row of a chunk and the sums of the loss are not simulated.
     assert 0 <= measured.peak_bytes - best.peak_bytes <= 16 * TOKENS
+
+
+def test_the_code_of_the_chunked_loss_runs_on_batches_of_sequences():
+    model, batch = language_model()
+    fix = suggestion(ackpt.explain(model, batch), "chunk the loss").fix
+    head, hidden, targets = nn.Linear(8, 50), torch.randn(2, 16, 8), torch.randint(50, (2, 16))
+    names = {"ackpt": ackpt, "head": head, "hidden": hidden, "targets": targets}
+    loss = eval(fix.removesuffix(" for head and loss"), names)  # noqa: S307
+    expected = nn.functional.cross_entropy((hidden @ head.weight.T).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(loss, expected)
+
+
+def test_both_changes_name_their_own_blocks_and_hold_when_they_are_made():
+    model, batch = language_model()
+    explanation = ackpt.explain(model, batch, outputs="drop")
+    (both,) = (s for s in explanation.suggestions if " and chunk the loss" in s.title)
+    ackpt.apply_budget(model, {**batch, "loss_chunks": 8}, policy="full")
+
+    def step():
+        model.zero_grad()
+        model(**batch, loss_chunks=8).backward()
+
+    measured = ackpt.measure(step, resident=[model, *(v for v in batch.values() if isinstance(v, torch.Tensor))])
+    assert measured.peak_bytes <= both.peak_bytes + 16 * TOKENS, (measured.peak_bytes, both.peak_bytes, both.title)
 
 
 def test_without_a_cross_entropy_there_is_none_to_chunk():
@@ -215,9 +253,7 @@ def test_suggestions_are_sorted_and_are_about_the_plan(explained):
 
 
 def test_a_line_without_flops_says_so():
-    line = SavedLine("", "", ("mul",), ("saved",), 4, 4, 0, None)
-    from ackpt.explaining.text import cost_text
-
+    line = SavedLine("", "", ("mul",), ("mul",), ("saved",), 4, 4, 0, None)
     assert cost_text([line]) == "no FLOPs"
-    flops = SavedLine("", "", ("mm",), ("saved",), 4, 4, 2_500_000, None)
+    flops = SavedLine("", "", ("mm",), ("mm",), ("saved",), 4, 4, 2_500_000, None)
     assert cost_text([flops, flops]) == "5 MFLOP"

@@ -74,6 +74,16 @@ def test_bytes_are_those_of_the_baseline(capsys):
     assert total.startswith("saved: 8.5 KiB in 3 tensors, ")
 
 
+def test_buffers_are_not_counted_as_saved(capsys):
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    lines = saved(capsys, model, torch.ones(16, 8))
+    assert sum(line.endswith("[buffer]") for line in lines) == 2  # running mean and variance
+    assert ackpt.plan(ackpt.trace(model, torch.ones(16, 8))).saved_bytes == 4 * (16 * 4 + 2 * 4) == 288
+    assert lines[-1] == (
+        "saved: 288 B in 3 tensors, in addition to 16 B of parameters, 32 B of buffers and 512 B of inputs"
+    )
+
+
 def test_own_functions_and_regions_save_what_they_save(capsys):
     class Double2(torch.autograd.Function):
         @staticmethod

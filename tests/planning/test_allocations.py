@@ -60,15 +60,28 @@ def refusal(graph) -> str:
 def test_an_infeasible_budget_says_that_gradients_are_the_problem():
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     message = refusal(ackpt.trace(model, torch.ones(2, 256)))
-    assert "1.0 MiB are parameters, 1.0 MiB are gradients" in message
+    assert "1.0 MiB are parameters, 1.0 MiB are gradients and " in message
     assert "activations are not the problem: freeze parameters (LoRA)" in message
+
+
+def test_an_infeasible_budget_names_all_that_helps():
+    layers = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.Tanh())]
+    message = refusal(ackpt.trace(nn.Sequential(*layers), torch.ones(256, 128)))
+    assert "activations are not the problem" not in message
+    assert "the largest allocation is " in message
+    assert message.endswith(
+        ", 128.0 KiB: use a smaller batch, shorter sequences or smaller images, or freeze parameters (LoRA), use a "
+        "smaller dtype or optimizer state, or shard the model (FSDP2)."
+    )
 
 
 def test_an_infeasible_budget_names_the_loss():
     model = LanguageModel(TransformerConfig(dim=16, ff_dim=32, layers=1, head_dim=8, vocab_size=1000))
     ids, starts = torch.zeros(64, dtype=torch.int64), torch.tensor([0, 64], dtype=torch.int32)
     message = refusal(ackpt.trace(model, ids, starts, 64, ids))
-    assert "250.0 KiB: use a smaller batch or shorter sequences, or chunk the loss" in message  # 64 * 1000 * 4 bytes
+    assert (
+        "250.0 KiB: use a smaller batch, shorter sequences or smaller images, or chunk the loss" in message
+    )  # 64 * 1000 * 4 bytes
 
 
 def test_an_infeasible_budget_names_the_optimizer_s_step():

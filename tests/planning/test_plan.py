@@ -78,6 +78,21 @@ def test_the_table_has_one_line_for_equal_layers(graph):
     assert f"4 x *.up (addmm): {memory_format(up[0].bytes)} each, {file}:" in line
 
 
+def test_several_activations_of_equal_layers_are_counted_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            for _ in range(2):
+                x = torch.tanh(self.layer(x))
+            return x
+
+    plan = ackpt.plan(ackpt.trace(nn.Sequential(Twice(), Twice()), torch.ones(4, 8)))
+    assert any(" 4 x * (tanh): 128 B each, " in line for line in plan.table().splitlines())
+
+
 def test_equal_layers_with_different_fates_have_a_line_each(graph):
     plan = ackpt.plan(graph, 0.8)
     assert len(set(plan.fates.values())) > 1
