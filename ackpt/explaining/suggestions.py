@@ -7,8 +7,10 @@ loss are simulated together as well.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -208,7 +210,7 @@ def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model
     if schedule.offloaded:
         return "plans that offload are not simulated for shards"
     sharding = Sharding(ranks, block_bytes=1 if graph.on_cpu else CUDA_BLOCK)
-    kind = None if optimizer is None else type(optimizer)
+    kind = None if optimizer is None else _like(optimizer)
     try:
         groups = groups_of(model)
         state, step = sharded_optimizer(kind, groups, sharding, graph.on_cpu)
@@ -216,6 +218,14 @@ def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model
         windows = step_windows(one_rank, schedule, profile.workspace_bytes, groups, sharding)
     except ValueError as error:  # ShardingError is one
         return re.sub(r"^--fsdp: |[;:] leave --fsdp out$", "", str(error))
+    except TypeError as error:  # of the optimizer's constructor
+        return f"an optimizer like the {type(optimizer).__name__} cannot be made for the shards: {error}"
     sizes = graph.bytes()
     shards = sum(GroupBytes(group, sharding).shards for group in groups)
     return shards + sizes["buffer"] + sizes["input"] + state + peak_bytes(windows)
+
+
+def _like(optimizer: torch.optim.Optimizer):
+    """A function of parameters that makes an optimizer with the class and the options of this one."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    return partial(type(optimizer), **{name: value for name, value in optimizer.defaults.items() if name in accepted})

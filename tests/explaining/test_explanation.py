@@ -9,6 +9,7 @@ from torch import nn
 import ackpt
 from ackpt.capture.optimizer_state import eight_bit_bytes, optimizer_bytes
 from ackpt.cli import plan_text
+from ackpt.explaining import suggestions
 from ackpt.explaining.saved import SavedLine
 from ackpt.explaining.text import by_equal_blocks, cost_text
 from ackpt.models import LanguageModel, TransformerConfig
@@ -234,6 +235,31 @@ def test_sharding_saves_what_the_planner_for_shards_finds():
     config = PlanConfig(StepRequest("bert-base", 2, 16, None, {"dim": 32, "layers": 2, "heads": 2, "ff_dim": 64}))
     best = suggestion(plan_text.explanation(run_plan(config)), "shard over 8")
     assert best.peak_bytes == ShardedModel(config).plan(Sharding(8), policy="none").peak_bytes
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sharding_counts_the_optimizer_s_own_options(momentum):
+    model = Model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    with_state, without = (ackpt.explain(model, X, optimizer=each, ranks=2) for each in (sgd, None))
+    graph, profile, plan = with_state.graph, with_state.profile, with_state.plan
+    peaks = [
+        suggestions._sharded_peak(explanation.graph, profile, plan.schedule, model, optimizer, 2)
+        for explanation, optimizer in ((with_state, sgd), (without, None))
+    ]
+    assert graph.optimizer_bytes == (sum(p.nbytes for p in model.parameters()) if momentum else 0)
+    assert peaks[0] - peaks[1] == graph.optimizer_bytes // 2  # both ranks have half of all parameters
+
+
+def test_an_optimizer_that_cannot_be_made_for_shards_says_so():
+    class Own(torch.optim.SGD):
+        def __init__(self, params, speed):
+            super().__init__(params, lr=speed)
+
+    model = Model()
+    explanation = ackpt.explain(model, X, optimizer=Own(model.parameters(), 0.1))
+    (reason,) = (reason for reason in explanation.not_computed if reason.startswith("shard"))
+    assert "an optimizer like the Own cannot be made for the shards: " in reason and "'speed'" in reason
 
 
 def test_what_is_not_computed_says_why():
