@@ -130,14 +130,15 @@ def _recomputed_blocks(full: Plan) -> str:
 
 @dataclass(frozen=True)
 class _ChunkedLoss:
-    """A graph whose logits, and tensors of their size that only the loss uses, have the bytes of one chunk.
+    """A graph without its logits and the tensors of their size that only the loss uses.
 
-    ``saved_bytes``: what the forward of a chunked loss saves in their place, the gradients of the hidden states and of
-    the head's weight. ``where``: the loss in words.
+    ``live_bytes``: what the forward of a chunked loss has live in their place at its end: the gradients of the hidden
+    states and of the head's weight if it is trained, else the hidden states themselves; ``chunk_bytes``: the logits of
+    one chunk and their exponentials. ``where``: the loss in words.
     """
 
     small: JointGraph
-    saved_bytes: int
+    live_bytes: int
     chunk_bytes: int
     where: str
 
@@ -154,27 +155,35 @@ class _ChunkedLoss:
         products = [n for n in nodes if fx[n].target in _PRODUCTS and graph.nodes[n].phase == FORWARD]
         if not products:
             return None
-        *_, hidden, weight = (arg.meta["val"] for arg in fx[min(products)].args if isinstance(arg, torch.fx.Node))
+        *_, factor, head = (arg for arg in fx[min(products)].args if isinstance(arg, torch.fx.Node))
+        hidden, weight = factor.meta["val"], head.meta["val"]
         rows = logits.numel() // logits.shape[-1]
         chunk = -(-rows // CHUNKS)
         storages = {s for node in nodes for s in graph.nodes[node].storages}
-        small = dataclasses.replace(
-            graph,
-            storages=tuple(
-                dataclasses.replace(s, bytes=-(-s.bytes * chunk // rows)) if s.id in storages else s
-                for s in graph.storages
-            ),
-        )
-        gradients = hidden.numel() * hidden.element_size() + weight.numel() * max(4, weight.element_size())
+        without = tuple(dataclasses.replace(s, bytes=0) if s.id in storages else s for s in graph.storages)
+        small = dataclasses.replace(graph, storages=without)
+        live = hidden.numel() * hidden.element_size()
+        if _is_trained(graph, head):
+            live += weight.numel() * max(4, weight.element_size())
+        else:  # no gradient of the weight reads the hidden states later, but the loss does
+            live *= 2
         where = f"the loss ({short_source(loss.source) or loss.module or 'in the model itself'})"
-        return cls(small, gradients, chunk * logits.shape[-1] * max(4, logits.element_size()), where)
+        return cls(small, live, 2 * chunk * logits.shape[-1] * max(4, logits.element_size()), where)
 
     def peak(self, schedule: Schedule, profile: Profile) -> int:
         """The peak of a schedule of the graph with this loss."""
         simulated = simulate(self.small, profile, schedule)
         timeline = simulated.timeline
-        after_forward = timeline.live[timeline.boundary or 0] + self.saved_bytes + self.chunk_bytes
+        after_forward = timeline.live[timeline.boundary or 0] + self.live_bytes + self.chunk_bytes
         return simulated.resident_bytes + max(simulated.peak_bytes, after_forward)
+
+
+def _is_trained(graph: JointGraph, weight: torch.fx.Node) -> bool:
+    """Whether a weight, a view or a cast of it has a gradient, which a frozen parameter does not have."""
+    while weight.op != "placeholder" and len(weight.all_input_nodes) == 1:
+        weight = weight.all_input_nodes[0]
+    name = getattr(weight.meta.get("desc"), "target", None)
+    return name is None or name in graph.gradients
 
 
 def _of_size(graph: JointGraph, loss: int, elements: int) -> set[int]:

@@ -161,8 +161,10 @@ def test_checkpointing_saves_what_a_plan_of_policy_full_saves():
     assert best.title == "checkpoint 3 x blocks.*"  # recomputing the last one would not lower the peak
 
 
-def test_the_chunked_loss_saves_what_is_measured():
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_chunked_loss_saves_what_is_measured(trained):
     model, batch = language_model()
+    model.head.weight.requires_grad_(trained)
     best = suggestion(ackpt.explain(model, batch), "chunk the loss")
 
     def step():
