@@ -163,7 +163,7 @@ def planned_step(
     if plan is not None and policy not in ("auto", plan.policy):
         raise ValueError(f"give either a policy or a plan; this plan was made by policy {plan.policy!r}")
     for name, value in (("policy", policy), ("budget", budget)):
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.dim():
             raise TypeError(
                 f"{name} is a keyword of ackpt.compile and must not be a tensor. If the model has an argument of this "
                 f"name, pass it by position, or use ackpt.apply_budget(model, {{{name!r}: ..., ...}}, budget=...)"

@@ -17,7 +17,6 @@ from ackpt.capture.in_place import eager_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.costs.profiles import profile as profiled
-from ackpt.planning.eager_step import eager_peak_bound, eager_schedule
 from ackpt.planning.plan import Plan
 from ackpt.planning.schedule import Schedule, everything
 from ackpt.planning.simulator import peak_of, step_peaks
@@ -26,6 +25,7 @@ from ackpt.policies.search.frontier import Point, frontier
 from ackpt.policies.search.recompute_costs import costs, step_cost
 from ackpt.policies.search.schedule_cache import CachedCandidates
 from ackpt.running.dynamic_step import DynamicStep
+from ackpt.running.eager_step import eager_peak_bound, eager_schedule
 from ackpt.running.planners import Choice
 
 from .budget import dynamic_limit, is_share

@@ -16,7 +16,6 @@ from ackpt.costs.profiles import profile as profiled
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
 from ackpt.planning.allocations import allocations, peak_in_words
-from ackpt.planning.eager_step import eager_peak, eager_peak_bound, eager_schedule
 from ackpt.planning.host_copies import copies
 from ackpt.planning.plan import Plan, PlanError, activations
 from ackpt.planning.schedule import Schedule, everything
@@ -27,6 +26,7 @@ from ackpt.policies.search.frontier import cheapest
 from ackpt.policies.search.recompute_costs import added_cost, costs, step_cost
 from ackpt.policies.search.schedule_cache import Cache, CachedCandidates, cache_folder, cached
 from ackpt.progress import shown, stage
+from ackpt.running.eager_step import eager_peak, eager_peak_bound, eager_schedule
 
 from .budget import dynamic_limit, is_share, least_share, readable, unit_hint
 from .errors import BudgetError, did_you_mean

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from ackpt.capture.in_place import autograd_node, eager_graph
 from ackpt.capture.joint_graph import FORWARD, JointGraph
-
-from .schedule import COMPUTE, FREE, Schedule, Step, everything
-from .simulator import peak_of
+from ackpt.planning.schedule import COMPUTE, FREE, Schedule, Step, everything
+from ackpt.planning.simulator import peak_of
 
 
 def eager_schedule(graph: JointGraph) -> Schedule:
