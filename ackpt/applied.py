@@ -1,4 +1,4 @@
-"""`ackpt.apply_budget`: a model trains within a memory budget and remains the object that it is."""
+"""`ackpt.apply_budget`: make a model train within a memory budget without replacing the model object."""
 
 from __future__ import annotations
 

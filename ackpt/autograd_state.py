@@ -1,4 +1,4 @@
-"""State shared by regions and offload: which run of a region this thread is in, and version counters of tensors."""
+"""State that regions and offload share: whether this thread runs a forward or a recomputation; versions of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A budget is an upper bound on the peak: a fraction of the baseline's dynamic peak, or bytes of the whole peak."""
+"""Parse a budget (a fraction of the baseline's dynamic peak, or bytes of the whole peak), and derive the bound."""
 
 from __future__ import annotations
 

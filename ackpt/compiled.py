@@ -1,4 +1,4 @@
-"""`ackpt.compile`: a module whose training step runs as planned, within a memory budget."""
+"""`ackpt.compile`: wrap a model so that its training step runs a plan within a memory budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans for all sizes of one capture: one search, whose schedules are simulated at every size that occurs.
+"""Choose the schedule for each new size of a dynamic capture from one shared search.
 
 The Pareto frontier is computed at the largest sizes seen so far. At other sizes, the cheapest of its schedules whose
 simulated peak is within the budget runs, or one that is compiled already and costs at most 2 % of the step more. If

@@ -1,4 +1,4 @@
-"""One line on the terminal while capture and planning take longer than two seconds; it names the current stage.
+"""Show the current stage on one line of a terminal if capture and planning take longer than two seconds.
 
 A thread writes the line, since one call into torch may take seconds. Nothing is written where stderr is no terminal, as
 in notebooks and pipes, and while `ackpt.measure` runs.

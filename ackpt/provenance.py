@@ -1,4 +1,4 @@
-"""The environment of a record: device, versions, threads, commit, day and command."""
+"""Collect the environment of a record: device, versions, threads, commit, date and command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan from a file, for all sizes of a capture whose instance at the plan's own sizes is the graph of the plan.
+"""Run a plan from a file, at the sizes that it was made for and at other sizes that keep its budget.
 
 A schedule runs at all sizes of its capture. At other sizes than the plan's, it is simulated and must keep the same
 bytes: the limit of the plan, less what the arguments take in addition.

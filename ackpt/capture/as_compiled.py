@@ -1,4 +1,4 @@
-"""Compare a step that could only be captured as ``torch.compile`` runs the model with the model's own step.
+"""Capture a model as `torch.compile` runs it, where that is the only way, and compare the results with eager's.
 
 Many models read tensor values unless ``torch.compiler.is_compiling()`` returns True. Captured that way, they may use
 other formulas. The model's own step is the baseline of every budget, so this module runs it, measures its peak and

@@ -1,4 +1,4 @@
-"""Sizes as expressions: one captured step that serves every size of its dynamic dimensions.
+"""Capture a step with symbolic sizes, so that one capture serves all sizes of its dynamic dimensions.
 
 `symbolic` gives chosen dimensions of a call's tensors symbols in place of numbers, and integers among its arguments,
 which count as the length of an empty tensor. A step captured from such tensors has sizes that are expressions in these

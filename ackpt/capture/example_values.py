@@ -1,4 +1,4 @@
-"""Values for the inputs of a graph: those of a model and its arguments, or made up from shapes and dtypes."""
+"""Make input values for a graph: the given model and arguments, or synthetic values from shapes and dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Give incoming and returned gradients the storages that they really have in a step.
+"""Correct the storages of gradients in the captured graph, which differ from those that autograd uses.
 
 The gradient that a caller passes for an output has a storage of its own, but torch's tangents, which stand for these
 gradients in the graph, share the storages of the outputs. Returned gradients: a leaf without a gradient keeps the

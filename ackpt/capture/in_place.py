@@ -1,4 +1,4 @@
-"""Find what eager computes in place; the captured graph computes it out of place, so its peak may be higher.
+"""Find the operations that eager mode runs in place, to simulate the peak of the eager step.
 
 AOTAutograd turns ``x.add_(y)`` into ``add(x, y)``, whose result has its own memory. So it does with the sums of
 gradients that autograd's engine makes in place. Fractional budgets are relative to the peak of the model's own step,

@@ -1,4 +1,4 @@
-"""The parts of a joint graph: nodes, which are operations and inputs, and storages, which are what they occupy.
+"""`Node` and `Storage`: the operations of a joint graph, and the memory that holds their results.
 
 A node's id is its place in the order of execution, given once; whatever is said about a node later (its cost, its
 fate, when it runs) refers to this id, never to a name, a shape or an address. What can be saved or freed is not a node

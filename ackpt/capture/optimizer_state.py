@@ -1,4 +1,4 @@
-"""The memory that a training loop adds to a step: of its optimizer, and of the gradients that it accumulates.
+"""Compute the memory that the optimizer and accumulated gradients add to a step.
 
 The state of an optimizer is resident; its step allocates and frees.
 

@@ -1,4 +1,4 @@
-"""The outputs of a planned step: which of them get a gradient, and errors for gradients that were not planned."""
+"""Decide which outputs of a captured step are differentiated, and refuse gradients that were not planned."""
 
 from __future__ import annotations
 

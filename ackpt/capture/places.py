@@ -1,4 +1,4 @@
-"""Names of places in a model for people: patterns of equal modules, their blocks, and short source lines.
+"""Shorten module names and source lines for printed output, and group equal modules.
 
 Nothing is ever matched by these names: they only group and shorten what is printed.
 """

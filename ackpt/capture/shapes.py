@@ -1,4 +1,4 @@
-"""`ackpt.from_shapes`: models without data, of any size, to plan and to predict."""
+"""`ackpt.from_shapes`: build a model without data, for planning and prediction at any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From torch's joint graph to a `JointGraph`: ids in the order of execution, phases, storages, accesses, places."""
+"""Convert torch's joint graph to a `JointGraph`: assign ids, phases, storages, accesses and source lines."""
 
 from __future__ import annotations
 

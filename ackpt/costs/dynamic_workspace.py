@@ -1,4 +1,4 @@
-"""The workspace of the operations of a step with dynamic dimensions, at any sizes, without running all of them again.
+"""Compute the workspace of operations at new sizes, measuring only the operations that depend on them.
 
 An operation is measured at new sizes only if its workspace may depend on them. That of an elementwise operation on
 tensors of one dtype does not if it is at most a scalar at the captured sizes: TensorIterator in ATen allocates

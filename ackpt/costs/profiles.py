@@ -1,4 +1,4 @@
-"""What every node of a graph costs: measured by running it, or modelled from shapes and the rates of a device."""
+"""`Profile`: the cost of every node, measured or modeled from shapes and the rates of a device."""
 
 from __future__ import annotations
 

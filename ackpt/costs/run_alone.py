@@ -1,4 +1,4 @@
-"""Run one operation alone and count what it allocates, on the CPU or on a CUDA device.
+"""Run a function and count the bytes that it allocates, on the CPU or a CUDA device.
 
 `operation_runs` does this for every operation of a graph in turn, with the values that the graph computes; `workspace`
 for every different operation once, with made-up arguments.

@@ -1,4 +1,4 @@
-"""The workspace of operations on the CPU, measured by running every different operation once, alone.
+"""Measure the CPU workspace of operations by running each distinct operation once.
 
 Nodes with the same operation and constants, and arguments of the same shapes, dtypes and strides, have the same
 workspace. So the time grows with the kinds of layers of a model, not with their number.

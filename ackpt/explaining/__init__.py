@@ -1,4 +1,4 @@
-"""Which layer is to blame: what a step saves, where its peak occurs, and what would reduce it.
+"""Explaining: what a step saves, where its peak occurs, and what would reduce it.
 
 `explanation.explain` makes an `Explanation` from a plan; read that file first. `saved` finds what is saved for backward
 and what recomputing it costs, `suggestions` simulates the changes that would reduce the peak, and `text`, `page` and

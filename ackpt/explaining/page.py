@@ -1,4 +1,4 @@
-"""An `Explanation` as one HTML page without scripts: its timeline as SVG, the tree of modules, and the tables.
+"""Render an `Explanation` as one HTML page.
 
 The page needs no network, follows the reader's light or dark theme, and is readable on a phone.
 """

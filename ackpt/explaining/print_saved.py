@@ -1,4 +1,4 @@
-"""`ackpt.print_saved`: one line per tensor that autograd saves for backward, in eager mode and without a capture.
+"""`ackpt.print_saved`: print one line per tensor that autograd saves, in eager mode without a capture.
 
 Hooks on saved tensors see every tensor when it is saved. Which operation saved it is asked afterwards: autograd's graph
 is walked from the outputs, and every node unpacks its saved tensors once.

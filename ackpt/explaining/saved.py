@@ -1,4 +1,4 @@
-"""What is saved for backward by module and source line, with the cost to recompute it; totals by block and type."""
+"""List the activations that each module and source line saves, with their cost of recomputation."""
 
 from __future__ import annotations
 

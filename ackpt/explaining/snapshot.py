@@ -1,4 +1,4 @@
-"""An explained step in the format of ``torch.cuda.memory._snapshot``, which pytorch.org/memory_viz opens.
+"""Export an explained step in the format of `torch.cuda.memory._snapshot`, for pytorch.org/memory_viz.
 
 Times count allocations and frees. Addresses are simulated: every block takes the first gap that is large enough, so
 that the one segment is about as large as the peak.

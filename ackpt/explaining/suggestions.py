@@ -1,4 +1,4 @@
-"""What would reduce the peak of a step most: each change is planned or simulated, never estimated by a rule of thumb.
+"""Suggest changes that reduce the peak; each saving is planned or simulated.
 
 Every suggestion is made to the explained plan alone, so savings do not add up; those of checkpointing and the chunked
 loss are simulated together as well.

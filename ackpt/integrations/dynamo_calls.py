@@ -1,4 +1,4 @@
-"""Make every call of ``torch.compile(model, backend="ackpt")`` that needs gradients run as planned, or raise.
+"""Check every call of a model compiled by Inductor's backend: it runs as planned or raises an error.
 
 With the compiler ``"eager"``, the model is not given to Dynamo at all: see `without_dynamo`. The rest of this module is
 for the compiler ``"inductor"``.

@@ -1,4 +1,4 @@
-"""What ``torch.compile(model, backend="ackpt")`` returns unless Inductor compiles the plan: a planned step.
+"""Run what ``torch.compile(model, backend="ackpt")`` returns as a planned step, without Dynamo (except with Inductor).
 
 Dynamo compiles a model again for every new fact about its inputs, gives up after a few times, and cannot capture all
 that `ackpt.compile` can. So the model is not given to Dynamo. Its calls run a `PlannedStep`, which captures it at the

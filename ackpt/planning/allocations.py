@@ -1,4 +1,4 @@
-"""What is allocated when: every allocation of a schedule with its kind, and what is live at the peak.
+"""List every allocation of a schedule with its lifetime and kind, and what is live at the peak.
 
 The same account as the simulator's (`live_bytes.follow`), block by block. `ackpt.explain` and the message of a
 `BudgetError` are made from it.

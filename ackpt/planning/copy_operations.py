@@ -1,4 +1,4 @@
-"""The operations of a planned step that copy storages between device and host: start a copy, and wait for it.
+"""Copy storages of a planned step between the device and pinned host memory.
 
 A copy moves a whole storage; views of it are recomputed afterwards. On a GPU each direction has its own stream, by the
 rules of `ackpt.offloading.cuda_transport`. On the CPU a copy is complete when it returns, and the "host" is the same

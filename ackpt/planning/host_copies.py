@@ -1,4 +1,4 @@
-"""The host's side of a schedule: which storages have a copy in host memory, and which copies are in progress.
+"""Account for the copies of a schedule in host memory, and for the time that computation waits for them.
 
 Bytes follow from the steps alone, never from how long a copy takes: a prefetch allocates the device's memory and a free
 releases it, which is allowed only after a wait. A copy in host memory lives from its offload to the last step that

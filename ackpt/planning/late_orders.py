@@ -1,4 +1,4 @@
-"""The order in which backward runs if it recomputes each missing activation right before its first reader.
+"""Order a backward pass that recomputes each missing activation right before its first reader.
 
 `LateOrders` finds it for many sets of saved activations: its time grows with the recomputed nodes, not with the graph.
 `ackpt.planning.schedule.recompute_late` is the same for a single set and for nodes in any order.

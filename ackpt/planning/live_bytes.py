@@ -1,4 +1,4 @@
-"""The simulator's accounting: every allocation and free of a schedule in order; refuses schedules that cannot run.
+"""The rules of the simulator: every allocation and free of a schedule; refuses a schedule that cannot run.
 
 `simulator.simulate` turns this into a peak and a timeline; `simulator.step_peaks` is the fast variant without events.
 """

@@ -1,4 +1,4 @@
-"""Check that a plan made earlier belongs to a graph and that its figures are those of its schedule."""
+"""Check that a saved plan belongs to a graph, and that its stored peak and cost are correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof of a rewrite: runs a module on fake tensors and counts the live bytes after every operation.
+"""Check a rewritten module independently: run it on fake tensors and count the live bytes after every operation.
 
 It is independent of the schedule and the simulator: aliases come from the storages that the operations return, and
 lifetimes from the last use of every value in the module's code.

@@ -1,4 +1,4 @@
-"""In a planned step, run a random operation twice with the same numbers: save and restore the generator's state.
+"""Replay a random operation in a planned step by saving and restoring the generator's state.
 
 Torch has higher-order operators for this, but they cannot run under dispatch modes such as a FLOP counter's.
 """

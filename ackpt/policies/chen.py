@@ -1,4 +1,4 @@
-"""Memory and recomputation of checkpointing a chain of equal layers, from Chen et al. 2016, section 4.
+"""Formulas for checkpointing a chain of equal layers (Chen et al. 2016, section 4): its memory and recomputation.
 
 The paper is arXiv:1604.06174. With sqrt(n) segments of equal length, only the outputs between segments are saved, and
 the inside of a segment is recomputed when backward reaches it: O(sqrt n) memory for less than one extra forward. The

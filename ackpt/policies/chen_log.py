@@ -1,4 +1,4 @@
-"""Policy ``chen-log``: halves of halves of the chain of blocks, down to single blocks or to a chosen depth.
+"""Policy `chen-log`: split the chain of blocks recursively in half.
 
 This is the recursive view of Chen et al. 2016, section 4.2 (arXiv:1604.06174), with one saved tensor per level. On a
 chain of n equal blocks it takes O(log n) memory and O(n log n) recomputation (`chen.recursive_peak`,

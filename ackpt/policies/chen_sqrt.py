@@ -1,4 +1,4 @@
-"""Policy ``chen-sqrt``: segments of the chain of blocks; their ends are saved, their insides are recomputed.
+"""Policy `chen-sqrt`: save the boundaries of segments and recompute their interiors.
 
 From Chen et al. 2016 (arXiv:1604.06174). Without a budget, section 4.1: sqrt(n) segments of equally many blocks. With a
 budget, algorithm 3: go through the chain and save a single-tensor cut point whenever the bytes since the last one

@@ -1,4 +1,4 @@
-"""How a module runs in a step of planned regions: as a region, or as a planned step of its own."""
+"""The callables that replace a module's forward: as a region, as a guarded region, or as a planned step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules to recompute first: combinations of options from the least cost to the fewest saved bytes.
+"""Order combinations of module options from the lowest cost to the lowest estimated peak.
 
 Every module has options that save fewer bytes and cost recomputation, and submodules with options of their own. The
 combinations with the least cost for their saved bytes form the lower convex hull, which is the merge of the submodules'

@@ -1,4 +1,4 @@
-"""Run a real step of a model to measure it or to compare its results, and undo everything that it changed."""
+"""Run a real step to measure it or to compare results, then restore all state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules of a step can be captured alone, and what their plans save and cost.
+"""Capture and plan the modules that can be captured alone, and list their savings and costs.
 
 Modules are tried from the outside to the inside. Where a capture fails, the error names the module whose code is the
 cause; every module that contains one of its class runs in eager mode, and its submodules are tried.

@@ -1,4 +1,4 @@
-"""`PlannedRegions`: plans a model in parts by measuring real steps, and runs its calls within the checked bound.
+"""`PlannedRegions`: choose regions and planned modules by measuring real steps, and check every step against a bound.
 
 It stands in for `Variants` in a `PlannedStep` whose model cannot be captured as one graph.
 """

@@ -1,4 +1,4 @@
-"""One step of the model in eager mode, watched: which modules it calls, what they save, and what they cost.
+"""Profile one eager step: the modules that it calls, what they save, and their cost.
 
 The costs are those that plans compare: FLOPs and weighted memory traffic.
 """

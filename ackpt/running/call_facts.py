@@ -1,4 +1,4 @@
-"""What a call of a model has in common with another, so that one capture, and perhaps one plan, serves both."""
+"""The key by which captures are looked up: everything about a call that a capture depends on."""
 
 from __future__ import annotations
 

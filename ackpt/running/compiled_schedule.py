@@ -1,4 +1,4 @@
-"""From a captured step and a schedule to a function that runs them: AOTAutograd makes an autograd function of both."""
+"""Build the autograd function that runs a captured step with a schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which dimensions of a call's tensors become dynamic: those that the user declares, or those that have changed."""
+"""Choose which dimensions become dynamic: declared ones, and those whose size changed between calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step of the model itself, in eager mode: its peak, and a bound on it that holds whatever its Python code keeps.
+"""Simulate the peak of the model's eager step, and an upper bound on it.
 
 Eager mode differs from the captured graph in two ways. It writes in place what the graph computes out of place
 (`ackpt.capture.in_place`), and an autograd node releases its saved tensors when it is done, not after the last

@@ -1,4 +1,4 @@
-"""The code that runs a schedule's modules, with little host time per operation: fewer views, and direct calls.
+"""Generate the code that runs a schedule's modules, with little Python overhead per operation.
 
 Torch's Python bindings parse their arguments in two thirds of the time of an ``OpOverload``, and dispatch the same
 operation with the same arguments. Views that only undo earlier ones are left out. Neither changes a bit or a byte.

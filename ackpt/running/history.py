@@ -1,4 +1,4 @@
-"""What a `PlannedStep` did besides running: every capture and plan, with its cause."""
+"""`step.history`: every capture, search and plan of a `PlannedStep`, with its cause and duration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a captured step depends on in its model: its tensors, switches, attributes and hooks.
+"""The properties of a model that a capture depends on: tensors, training mode, attributes and hooks.
 
 Reading them takes long. In most steps `WatchedModel` compares instead, in flat lists, the objects that the facts were
 read from with what these were: by identity where a value cannot change in place.

@@ -1,4 +1,4 @@
-"""`PlannedStep`: a model whose step runs as planned; captured at the first call with new shapes, then rewritten."""
+"""`PlannedStep`: captures the model at the first call with new shapes, then runs the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `PlannedStep` needs to know about planning: how a graph becomes a plan, and what runs it."""
+"""The interface between a `PlannedStep` and planning: `Planner` and `Choice`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The captures of a `PlannedStep` and the choice between them: which one serves a call, and what runs it.
+"""The captures of one `PlannedStep`, and which of them runs a given call.
 
 A call is looked up by its facts and its sizes (`call_facts`). New sizes first ask the captures with dynamic dimensions;
 if sizes differ from earlier ones in some dimensions, the step is captured once more with these dimensions dynamic.

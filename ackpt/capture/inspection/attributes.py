@@ -1,4 +1,4 @@
-"""A model's attributes: a captured step depends on their values during the capture, and changes none of them.
+"""Record the attributes of modules that a capture depends on, and refuse a forward that changes them.
 
 A forward that changes attributes, or draws random numbers from Python or numpy, is refused when it is captured, and its
 changes are undone.

@@ -1,4 +1,4 @@
-"""What a step was captured for, in words, and what of it another call has otherwise.
+"""Describe a call in words, and how it differs from an earlier one, for error messages.
 
 A graph's hash says that two steps differ, not in what. These words go with a graph and its plan for the errors alone:
 nothing is decided by them.

@@ -1,4 +1,4 @@
-"""Tensors that the model's code references as attributes, in closures or as globals: inputs of a captured step."""
+"""Turn tensors that the model's code refers to (attributes, closures, globals) into inputs of the capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models can be captured: modules of plain modules, without wrappers that run them in their own way."""
+"""Refuse models that cannot be captured, such as scripted or compiled modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain values that a model's code reads outside of its modules: globals, closures, attributes of objects and classes.
+"""Record the plain values that a model's code reads outside its modules, and compare them at every call.
 
 Such a value becomes a constant of the captured step. The capture therefore records which functions run, and finds the
 values by the names in their code. Every call compares them, as it compares the attributes of modules. Not covered are

@@ -1,4 +1,4 @@
-"""Tell decoders of transformers whether their position ids are one sequence, as they find out by themselves in eager.
+"""Tell transformers decoders during capture whether their position ids form one sequence, which eager reads itself.
 
 They read the values of the position ids, which they cannot do during a capture: they would then use a mask tensor
 instead of their attention's causal mask. Positions that the model counts itself have known values, since they depend on

@@ -1,4 +1,4 @@
-"""The tensors of a model and of a call: which can be captured, whether they have data, substitutes for meta ones."""
+"""Check which tensors of a model and a call can be captured, and replace meta tensors by fake CPU tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of transformers return a cache of keys and values by default: its tensors are outputs like any other.
+"""Flatten and rebuild the key-value caches that transformers models return, so that their tensors are normal outputs.
 
 Torch's pytrees do not look into a cache, and what transformers registers for that copies every tensor when it puts one
 together again. So for a captured step a cache is taken apart here: its tensors, and the objects around them.

@@ -1,4 +1,4 @@
-"""Autocast casts a weight once per region, as in eager: captured, torch would cast it at every use.
+"""Cast a weight once per autocast region, as eager mode does; torch's capture casts it at every use.
 
 The gradients of several uses then add up in half precision, as they do in eager, instead of in float32.
 

@@ -1,4 +1,4 @@
-"""Leave operations to C++ that torch's capture would decompose by Python code, which rounds differently.
+"""Keep C++ implementations of operations that torch's capture would decompose in Python with different rounding.
 
 Some decompositions also return gradients with other strides, drop the dropout between recurrent layers, or read values.
 

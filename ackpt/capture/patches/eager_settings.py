@@ -1,4 +1,4 @@
-"""Capture as eager computes: enters all patches, and changes the settings of AOTAutograd that eager does not have.
+"""Make a capture match eager mode: enter all patches and change the settings of AOTAutograd.
 
 Torch: ``backward_pass_autocast``, ``donated_buffer`` and ``guess_tangent_strides_as_outputs`` in
 ``torch/_functorch/config.py``, and ``MemoryFormatMeta.from_tensor`` in ``torch/_functorch/_aot_autograd/schemas.py``.

@@ -1,4 +1,4 @@
-"""Refuse torch's attention modules in evaluation where eager would run one fused kernel that a capture cannot see.
+"""Refuse torch's attention modules in eval mode if eager would run a fused kernel that a capture cannot record.
 
 ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call that kernel if nothing records gradients, unless a
 tensor has ``__torch_function__``, as every tensor has during a capture. The kernel rounds differently.

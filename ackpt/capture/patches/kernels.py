@@ -1,4 +1,4 @@
-"""Fake results with the dtypes, strides and storages of torch's CPU kernels, where torch's rules differ from them.
+"""Correct the dtypes, strides and storages of fake results where they differ from torch's CPU kernels.
 
 With half-precision values and float32 weights, the CPU's norms return float32 statistics. Batch norm returns strides
 that are contiguous or channels last, and its backward computes no gradient that nobody needs. Losses, activations,

@@ -1,4 +1,4 @@
-"""Replace the Python code by which torch computes an operation while it captures.
+"""Replace the Python implementation that torch uses for an operation during capture.
 
 Torch: ``OpOverload.py_kernels`` in ``torch/_ops.py``, which ``py_impl`` fills. `casts`, `composite_operations` and
 `random_draws` use this; it can go with them.

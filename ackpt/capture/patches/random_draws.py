@@ -1,4 +1,4 @@
-"""Random operations as eager computes them, so that a captured step is bit-equal to it.
+"""Capture random operations with the arithmetic of eager mode, so that results are bit-equal.
 
 Captured, torch's dropout becomes ``native_dropout``, which multiplies by 1/(1-p) at another place and so rounds
 differently. Eager multiplies by a mask of 0 and 1/(1-p), which one operation draws here. A tensor that is filled in

@@ -1,4 +1,4 @@
-"""Recurrent layers as eager computes them: not decomposed step by step, and with what oneDNN's backward needs.
+"""Capture recurrent layers as single operations, and save what oneDNN's backward reads.
 
 Torch's Python code for ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` leaves out the dropout between layers, rounds
 differently, and runs oneDNN's LSTM as in inference if the input requires no grad; `composite_operations` puts C++ in

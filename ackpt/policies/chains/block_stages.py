@@ -1,4 +1,4 @@
-"""The blocks of a graph as stages of the chain table: the options of each, and the parts of it that may stay saved."""
+"""Convert blocks to stages of the chain table, with their options and partial savings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graph as a chain of blocks: stretches of the forward between two cuts, each with the backward that reads it.
+"""`Block`: a range of the forward between two cuts, with its backward.
 
 `fine_chain` cuts wherever it can, for the policies that come from papers on chains; `coarse_chain` joins blocks that
 leave nothing to decide, for ``auto``, which looks at more choices per block.

@@ -1,4 +1,4 @@
-"""The cheapest way through a chain of blocks for every amount of memory at once, by dynamic programming.
+"""Dynamic programming: the cheapest schedule of a chain for every memory size.
 
 This is rotor's recursion (Beaumont et al. 2019, arXiv:1911.13214) with several ways to run each block, as in Rockmate
 (Zhao et al. 2023, arXiv:2307.01236). A block either runs and saves what one of its options says until its backward, or

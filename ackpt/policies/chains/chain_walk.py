@@ -1,4 +1,4 @@
-"""`Walk` turns the decisions of a policy for chains (run, save, free and reverse blocks) into a schedule."""
+"""`Walk` builds a schedule from decisions about blocks (run, save, free, reverse)."""
 
 from __future__ import annotations
 

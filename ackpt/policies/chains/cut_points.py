@@ -1,4 +1,4 @@
-"""Where a graph can be cut into blocks: at single tensors that everything after them in the forward depends on.
+"""Find the tensors at which a graph can be cut into blocks.
 
 These are the articulation points of the forward graph, as in Chen et al. 2016 (arXiv:1604.06174). Only tensors on the
 path of the gradient from the inputs to the outputs count: masks, positional tables and casts of weights may cross a

@@ -1,4 +1,4 @@
-"""Saves smaller activations from which the larger ones can be recomputed without a matrix product.
+"""Save a smaller activation instead of a larger one that can be recomputed from it without a matrix product.
 
 Examples: instead of a residual sum in float32, the bfloat16 product that it adds, which is half its size; instead of
 the result of a norm, its argument, which the norm's backward reads anyway; instead of the mask of a dropout nothing,

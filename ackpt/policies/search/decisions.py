@@ -1,4 +1,4 @@
-"""Explains a plan: the most expensive recomputations, and for each the peak if its result were saved instead."""
+"""List the most expensive recomputations of a plan, and the peak if each result were saved instead."""
 
 from __future__ import annotations
 

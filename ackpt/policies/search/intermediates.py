@@ -1,4 +1,4 @@
-"""The attributes of mu-TWO's intermediates, and how a choice changes them (algorithms C to F of the paper).
+"""The attributes of mu-TWO's intermediates, and their update after each choice (algorithms C to F).
 
 Names are the paper's: Purandare, Wasay, Idreos and Jain, mu-TWO: 3x Faster Multi-Model Training with Orchestration and
 Memory Optimization, MLSys 2023. An intermediate is what one operation saves for backward. Several results of one

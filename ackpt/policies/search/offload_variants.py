@@ -1,4 +1,4 @@
-"""Offloads what the schedules of a frontier save, as far as the copies overlap with compute."""
+"""Offload activations in the schedules of a frontier, as far as the copies overlap with compute."""
 
 from __future__ import annotations
 

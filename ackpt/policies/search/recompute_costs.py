@@ -1,4 +1,4 @@
-"""The cost of each node, in the one unit in which all policies compare recomputations."""
+"""The cost of each node in seconds, or in FLOPs plus weighted traffic if times are unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds plans between two neighbors on a frontier: they save some of what the lower one recomputes."""
+"""Add schedules between neighbors on a frontier by saving some of the recomputed activations."""
 
 from __future__ import annotations
 

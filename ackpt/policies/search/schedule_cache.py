@@ -1,4 +1,4 @@
-"""A cache on disk of what searches found, so that a second run of a script does not search again.
+"""Cache the results of searches on disk, so that a second run does not search again.
 
 A file has the schedules of one search. Its name is the hash of all that the search depends on: the graph, the profile,
 the policy with its options, and the versions of ackpt and torch. Peaks and costs are computed again from the schedules,
