@@ -99,13 +99,14 @@ def test_budgets_are_kept_or_refused(name):
     plain = copy.deepcopy(model)
     step = ackpt.compile(plain, policy="none", **kwargs)
     baseline, expected = step.plan.dynamic_peak_bytes, train(plain, step, kwargs)
+    graph = ackpt.trace(model, **kwargs)
     with pytest.raises(ackpt.BudgetError) as refused:
-        ackpt.plan(ackpt.trace(model, **kwargs), budget=1e-3)
+        ackpt.plan(graph, budget=1e-3)
     least = float(re.findall(r"or ([\d.]+) of the baseline", str(refused.value))[0])
     assert least < 1
     for budget in {max(0.5, least), least}:
         planned = copy.deepcopy(model)
-        step = ackpt.compile(planned, budget=budget, **kwargs)
+        step = ackpt.compile(planned, plan=ackpt.plan(graph, budget), **kwargs)
         assert_equal(train(planned, step, kwargs), expected, "training")
         found = measured(planned, step, kwargs)
         assert found <= 1.01 * budget * baseline
