@@ -17,6 +17,12 @@ def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
+def output_of(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 @pytest.fixture(scope="module")
 def printed() -> list[str]:
     """What the examples print: the README's two, the second one with those of `using`, and the book's first page's."""
@@ -24,10 +30,7 @@ def printed() -> list[str]:
     model, blocks_of_layers = blocks("python")
     (first_page,) = blocks("python", pages["index"])
     codes = [model, blocks_of_layers + "".join(blocks("python", pages["using"])), first_page]
-    code = f"print({BETWEEN!r})\n".join(codes)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.split(BETWEEN + "\n")
+    return output_of(f"print({BETWEEN!r})\n".join(codes)).split(BETWEEN + "\n")
 
 
 def test_it_is_short() -> None:
