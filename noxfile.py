@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent
 BIN = ROOT / ".nox" / "environment" / ("Scripts" if sys.platform == "win32" else "bin")
 # Exact bytes need one number of threads; pages and records are made with this one.
 THREADS = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
-WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # processes that run tests; `nox -s all` gives one to each of its lanes
+WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # processes that run tests; `nox -s all` gives one to each of its jobs
 PYTEST = ["-n", WORKERS, "--dist", "loadfile"]
 # Unit tests, and oracles on tiny cases. Together they take about three minutes of CPU time; see with `--durations=20`.
 FAST = """
@@ -37,8 +37,8 @@ FAST = """
     policies/test_revolve.py policies/test_rotor.py
     test_api_page.py test_imports.py test_results.py
 """.split()
-# What `nox -s all` runs side by side: sessions of one lane run one after the other.
-LANES = ("lint notebooks browser", "tests")
+# Folders of `tests/` that are jobs of `nox -s all`. What they leave is one more job; each takes about five minutes.
+PARTS = ("running policies integrations costs", "capture planning experiments models")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # The second brings axe-core: other versions of it have other rules.
 BROWSER = [
@@ -129,19 +129,30 @@ def book(session: nox.Session) -> None:
     build_book(session)
 
 
+def jobs() -> dict[str, list[str]]:
+    """What `nox -s all` runs, as arguments of `nox -s`; the longest job first, so that both cores end together."""
+    parts = [[f"tests/{name}" for name in part.split()] for part in PARTS]
+    rest = ["tests", *(f"--ignore={folder}" for part in parts for folder in part)]
+    tests = {f"tests {number}": ["tests", "--", *part] for number, part in enumerate([rest, *parts], 1)}
+    return {"notebooks": ["notebooks"], **tests, "browser": ["browser"], "lint": ["lint"]}
+
+
 @nox.session(name="all", python=False, requires=["environment"], default=False)
 def everything(session: nox.Session) -> None:
-    """Run the tests beside everything else; the output of each lane is printed when the lane has ended."""
+    """Run lint, tests, notebooks and browser, two jobs at a time; the output of each is printed when it has ended."""
     folder = Path(session.create_tmp())
-    start, running = time.monotonic(), {}
-    for name in LANES:
-        command = [sys.executable, "-m", "nox", "--forcecolor", "-s", *name.split()]
-        with open(folder / f"{name}.log", "wb") as log:
-            lane = {**os.environ, "ACKPT_WORKERS": "1"}
-            running[name] = subprocess.Popen(command, cwd=ROOT, env=lane, stdout=log, stderr=subprocess.STDOUT)
-    failed, waited = [], 0
+    start, waited = time.monotonic(), 0
+    waiting, running, failed = jobs(), {}, []
+    environment = {**os.environ, "ACKPT_WORKERS": "1"}
     try:
-        while running:
+        while waiting or running:
+            while waiting and len(running) < 2:
+                name = next(iter(waiting))
+                command = [sys.executable, "-m", "nox", "--forcecolor", "-s", *waiting.pop(name)]
+                with open(folder / f"{name}.log", "wb") as log:
+                    running[name] = subprocess.Popen(
+                        command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+                    )
             name = next((name for name, process in running.items() if process.poll() is not None), None)
             if name is None:
                 time.sleep(1)

@@ -138,7 +138,7 @@ def plans(name, policy, **options):
 
 
 def step_keeps(name, plan):
-    """The step that runs as planned takes what the simulator says, and leaves the bits of the baseline."""
+    """The step that runs as planned takes what the simulator says, and leaves the bits of eager."""
     model, args = build(name)
     step = ackpt.compile(model, *args, plan=plan)
     resident = (model, *(value for value in args if isinstance(value, torch.Tensor)))
@@ -149,7 +149,7 @@ def step_keeps(name, plan):
 
     measured = ackpt.measure(once, "cpu", resident=resident, warmup=1, repeats=0)
     graph, _ = traced(name)
-    workspace = ackpt.profile(graph, workspace="measured")
+    workspace = measured_workspace(name, torch.get_num_threads())
     assert measured.dynamic_peak_bytes == simulate(graph, workspace, plan.schedule).peak_bytes
     model.load_state_dict(build(name)[0].state_dict())
     model.zero_grad()
@@ -157,10 +157,16 @@ def step_keeps(name, plan):
 
 
 @cache
+def measured_workspace(name, threads):
+    """The profile with measured workspace; another number of `threads` needs another workspace."""
+    return ackpt.profile(traced(name)[0], workspace="measured")
+
+
+@cache
 def plain_results(name, threads):
-    """What the baseline gives; sums on another number of `threads` round another way."""
+    """What eager gives; sums on another number of `threads` round another way."""
     model, args = build(name)
-    return results(model, ackpt.compile(model, *args, policy="none"), args)
+    return results(model, model, args)
 
 
 def results(model, step, args):

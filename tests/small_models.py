@@ -17,7 +17,7 @@ from ackpt.models import (
 )
 
 WORDS, LENGTH = 40, 8
-_SIZES = TransformerConfig(dim=16, ff_dim=32, layers=2, head_dim=8, vocab_size=WORDS)
+_SIZES = TransformerConfig(dim=16, ff_dim=32, layers=1, head_dim=8, vocab_size=WORDS)
 _OFFSETS = torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32)
 
 
@@ -45,13 +45,13 @@ def transformer():
     return Classifier(), (torch.randn(2 * LENGTH, 16), torch.randint(5, (2 * LENGTH,))), {}
 
 
-def resnet18():
-    model = ResNet(ResNetConfig("basic", (2, 2, 2, 2), width=4, num_classes=5))
+def resnet():
+    model = ResNet(ResNetConfig("basic", (1, 1, 1, 1), width=4, num_classes=5))
     return model, (torch.randn(2, 3, 32, 32), torch.randint(5, (2,))), {}
 
 
 def bert():
-    config = BertConfig(dim=16, layers=2, heads=2, ff_dim=32, vocab_size=WORDS, positions=LENGTH, dropout=0.1)
+    config = BertConfig(dim=16, layers=1, heads=2, ff_dim=32, vocab_size=WORDS, positions=LENGTH, dropout=0.1)
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, -2:] = 0
     return BertForMaskedLM(config), (ids(), mask), {"labels": ids()}
@@ -59,7 +59,7 @@ def bert():
 
 def gpt2():
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, vocab_size=WORDS, n_positions=LENGTH, bos_token_id=0, eos_token_id=0
+        n_layer=1, n_embd=16, n_head=2, vocab_size=WORDS, n_positions=LENGTH, bos_token_id=0, eos_token_id=0
     )
     tokens = ids()
     return transformers.GPT2LMHeadModel(config), (), {"input_ids": tokens, "labels": tokens, "use_cache": False}
@@ -67,7 +67,7 @@ def gpt2():
 
 def hf_resnet():
     config = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], num_labels=5, layer_type="basic"
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=5, layer_type="basic"
     )
     model = transformers.ResNetForImageClassification(config)
     return model, (), {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.randint(5, (2,))}
@@ -76,7 +76,7 @@ def hf_resnet():
 MODELS = {
     "language model": language_model,
     "transformer": transformer,
-    "resnet18": resnet18,
+    "resnet": resnet,
     "bert": bert,
     "hf gpt2": gpt2,
     "hf resnet": hf_resnet,

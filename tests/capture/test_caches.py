@@ -21,14 +21,14 @@ def gpt2():
 
 def llama():
     config = transformers.LlamaConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32, **TINY
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32, **TINY
     )
     return transformers.LlamaForCausalLM(config)
 
 
 def t5():
     config = transformers.T5Config(
-        d_model=16, d_ff=32, num_layers=2, num_heads=2, d_kv=8, decoder_start_token_id=0, **TINY
+        d_model=16, d_ff=32, num_layers=1, num_heads=2, d_kv=8, decoder_start_token_id=0, **TINY
     )
     return transformers.T5ForConditionalGeneration(config)
 
@@ -59,7 +59,7 @@ def test_the_cache_comes_back_and_takes_what_was_planned(build, policy, one_thre
     assert type(found.past_key_values) is type(expected.past_key_values)
     assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
     pairs = list(zip(keys_and_values(found.past_key_values), keys_and_values(expected.past_key_values)))
-    assert len(pairs) >= 4 and all(torch.equal(a, b) for a, b in pairs)
+    assert len(pairs) >= 2 and all(torch.equal(a, b) for a, b in pairs)
     del found, expected, pairs
 
     def once():

@@ -372,3 +372,20 @@ def test_what_computes_sizes_is_not_the_models_code():
     assert not is_of_model(sympy.functions.elementary.complexes.__file__)
     assert not is_of_model(mpmath.__file__)
     assert is_of_model(__file__)
+
+
+def test_a_variable_that_a_frozen_function_closes_over_is_seen():
+    scale = 2.0
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * scale
+
+    gc.freeze()  # hides the function from gc.get_referrers
+    model = Scaled(4, 4)
+    step = ackpt.compile(model, X, policy="none")
+    for value in (2.0, 3.0, 2.0):
+        scale = value
+        assert torch.equal(step(X), model(X))
+    assert [event.kind for event in step.history] == ["capture"] * 2
+    assert gc.get_freeze_count() > 0

@@ -2,8 +2,6 @@
 
 import contextlib
 import copy
-import doctest
-import importlib
 import math
 
 import pytest
@@ -23,12 +21,6 @@ LABELS = torch.tensor([3, 9, 0, 3])
 
 def images(size=48):
     return torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(size))
-
-
-@pytest.mark.parametrize("name", ["checks", "resnet"])
-def test_examples_run(name):
-    results = doctest.testmod(importlib.import_module(f"ackpt.models.{name}"))
-    assert results.failed == 0 and results.attempted > 0
 
 
 # ---------------------------------------------------------------- sizes, names, weights

@@ -15,7 +15,7 @@ from ackpt.policies.chains.cut_points import cut_points
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORDS, LENGTH, LAYERS = 50, 48, 4
+WORDS, LENGTH, LAYERS = 50, 48, 2
 BLOCKS = ("Block", "BertBlock", "BasicBlock", "GPT2Block", "ResNetBasicLayer")
 
 

@@ -20,7 +20,7 @@ WIDTH = 32
 class Blocks(nn.Module):
     """An encoder with dropout and a loss over the tokens."""
 
-    def __init__(self, layers: int = 3, dropout: float = 0.1):
+    def __init__(self, layers: int = 1, dropout: float = 0.1):
         super().__init__()
         self.embed = nn.Embedding(50, WIDTH)
         self.blocks = nn.ModuleList(
@@ -56,10 +56,11 @@ class Two(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(50, WIDTH)
-        self.layers = nn.Transformer(WIDTH, 2, 1, 1, 64, 0.1, batch_first=True)
+        self.encoder = nn.Linear(WIDTH, WIDTH)
+        self.decoder = nn.TransformerDecoderLayer(WIDTH, 2, 64, 0.1, batch_first=True)
 
     def forward(self, source, target):
-        return self.layers(self.embed(source), self.embed(target)).square().mean()
+        return self.decoder(self.embed(target), self.encoder(self.embed(source)).tanh()).square().mean()
 
 
 def test_one_capture_serves_all_lengths_and_batches():
@@ -74,12 +75,12 @@ def test_one_capture_serves_all_lengths_and_batches():
 
 def test_a_plan_for_other_sizes_is_that_of_a_capture_of_these_sizes_alone():
     model = Blocks(dropout=0.0)
-    step = ackpt.compile(model, ids(4, 20), budget="3MB")
+    step = ackpt.compile(model, ids(4, 20), budget="800kB")
     for length in (31, 12, 40):
-        alone = ackpt.compile(model, ids(4, length), budget="3MB", dynamic=False)
+        alone = ackpt.compile(model, ids(4, length), budget="800kB", dynamic=False)
         step.prepare(ids(4, length))
         assert step.plan.baseline_peak_bytes == alone.plan.baseline_peak_bytes
-        assert step.plan.peak_bytes <= 3_000_000
+        assert step.plan.peak_bytes <= 800_000
         assert step.plan.lower_bound == alone.plan.lower_bound
 
 
@@ -125,7 +126,7 @@ def test_autocast():
 
 def test_the_model_itself_runs_where_the_baseline_keeps_the_budget():
     model = Blocks()
-    step = ackpt.compile(model, ids(8, 40), budget="4MB")
+    step = ackpt.compile(model, ids(8, 40), budget="1.5MB")
     for length in (50, 4, 6):
         check(step, model, ids(8, length))
     call = step._ackpt_planned
@@ -170,7 +171,7 @@ def test_parts_of_larger_tensors_are_captured_for_themselves(caplog):
 
 def test_no_batch_is_kept():
     model = Blocks()
-    step = ackpt.compile(model, ids(8, 20), budget="4MB")
+    step = ackpt.compile(model, ids(8, 20), budget="1.2MB")
     for length in (24, 31, 6):
         batch = ids(8, length)
         reference = weakref.ref(batch)
@@ -181,12 +182,12 @@ def test_no_batch_is_kept():
 
 
 def test_a_length_for_which_no_known_schedule_fits_is_searched_for():
-    model = Blocks(layers=6)
-    step = ackpt.compile(model, ids(8, 20), budget="3.2MB")
+    model = Blocks(layers=2)
+    step = ackpt.compile(model, ids(8, 20), budget="1.3MB")
     step.prepare(ids(8, 24))
     for length in (40, 44):
         step.prepare(ids(8, length))
-        assert step.plan.peak_bytes <= 3_200_000
+        assert step.plan.peak_bytes <= 1_300_000
     with pytest.raises(ackpt.BudgetError, match="smallest feasible budget"):
         step.prepare(ids(8, 400))
     check(step, model, ids(8, 22))
@@ -244,10 +245,10 @@ def test_dynamic_false_never_shares_a_capture():
 
 def test_declared_bounds_are_searched_at_the_largest_size():
     model = Blocks()
-    step = ackpt.compile(model, ids(6, 20), budget="5MB", dynamic={"ids": {1: (4, 80)}})
+    step = ackpt.compile(model, ids(6, 20), budget="2.5MB", dynamic={"ids": {1: (4, 80)}})
     (dynamic,) = next(iter(step._ackpt_planned._groups.values())).dynamic
     assert dynamic[0].search_at[:2] == [(20,), (80,)]
-    for length in (60, 80, 5):
+    for length in (70, 80, 5):
         check(step, model, ids(6, length))
     assert kinds(step) == ["dynamic capture", "plan", "plan", "plan"]
 
@@ -344,7 +345,7 @@ def test_a_dropout_with_its_probability_in_a_buffer_is_planned_once():
 
 def test_an_error_in_planning_leaves_the_step_usable():
     model = Blocks()
-    step = ackpt.compile(model, ids(8, 20), budget="2.2MB")
+    step = ackpt.compile(model, ids(8, 20), budget="800kB")
     with pytest.raises(ackpt.BudgetError):
         step.prepare(ids(8, 200))
     check(step, model, ids(8, 20))

@@ -244,20 +244,39 @@ def _reference(value):
 
 def _cells(codes):
     """Yield (cell, name, code) for every variable that the functions with these codes close over."""
-    codes = [code for code in codes if set(code.co_freevars) - {"__class__"}]
-    functions = _functions_of(codes)
-    if gc.get_freeze_count() and {function.__code__ for function in functions} != set(codes):
-        gc.unfreeze()  # get_referrers does not find frozen objects
-        functions = _functions_of(codes)
-        gc.collect()
-        gc.freeze()
-    for function in functions:
+    for function in _functions_of([code for code in codes if set(code.co_freevars) - {"__class__"}]):
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             if name != "__class__" and bound(cell):
                 yield cell, name, function.__code__
 
 
 def _functions_of(codes) -> list[types.FunctionType]:
+    """The functions with these codes, also those that ``gc.freeze`` hides from ``gc.get_referrers``.
+
+    Objects that are garbage now or have become garbage while frozen must not stay frozen. A collection of all objects
+    is slow, so it runs only after the number of frozen objects has grown by a quarter, as the collector itself does.
+    """
+    global _frozen_when_collected
+    functions = _referrers_of(codes)
+    if {id(function.__code__) for function in functions} == set(map(id, codes)):
+        return functions
+    frozen = gc.get_freeze_count()  # counts one by one
+    if not frozen:
+        return functions
+    gc.collect()
+    gc.unfreeze()
+    functions = _referrers_of(codes)
+    if frozen > 1.25 * _frozen_when_collected:
+        gc.collect()
+        _frozen_when_collected = frozen
+    gc.freeze()
+    return functions
+
+
+_frozen_when_collected = 0
+
+
+def _referrers_of(codes) -> list[types.FunctionType]:
     referrers = gc.get_referrers(*codes) if codes else ()
     return [function for function in referrers if isinstance(function, types.FunctionType)]
 
