@@ -62,7 +62,8 @@ batches = [
 ]  # of two micro batches each
 batch = batches[0][0]
 
-planned = ackpt.compile(model, *batch, budget=0.7)  # plan first, then distribute
+# First plan, then distribute. Each second micro batch runs while gradients exist.
+planned = ackpt.compile(model, *batch, budget=0.7, accumulation=True)
 parallel = DistributedDataParallel(planned)
 train(parallel, batches)
 
