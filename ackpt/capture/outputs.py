@@ -136,10 +136,11 @@ def leave_undefined(outputs, depends) -> None:
     node.register_hook(undefined)
 
 
-def differentiable_once(outputs) -> None:
-    """Raise an error when the step that returned `outputs` runs its backward with ``create_graph=True``."""
+def plain_backward(outputs) -> None:
+    """Raise an error if the backward of a planned step with these outputs builds a graph or runs in autocast."""
     if (node := _node_of(outputs)) is not None:
         node.register_prehook(_refuse_create_graph)
+        node.register_prehook(_refuse_autocast)
 
 
 def gradient_strides(analysis: Analysis, nodes: Mapping[int, fx.Node] | None = None) -> dict[int, tuple[Any, ...]]:
@@ -222,6 +223,15 @@ def _refuse_create_graph(gradients) -> None:
         raise RuntimeError(
             "create_graph=True: a planned step cannot be differentiated twice, because its backward builds no graph. "
             "Call the model itself for such a step."
+        )
+
+
+def _refuse_autocast(gradients) -> None:
+    devices = {gradient.device.type for gradient in gradients if isinstance(gradient, torch.Tensor)}
+    if any(map(torch.is_autocast_enabled, devices)):
+        raise CheckpointError(
+            "backward runs inside torch.autocast, where eager mode also casts the operations of the backward pass, and "
+            "a planned step does not: call backward() after the autocast region, as PyTorch recommends"
         )
 
 

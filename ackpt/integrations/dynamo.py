@@ -28,11 +28,11 @@ from ackpt.budget import is_share
 from ackpt.capture.inspection.outside_values import warn_of_checkpoints
 from ackpt.capture.outputs import (
     depends_on,
-    differentiable_once,
     gradient_strides,
     gradients_as_planned,
     leave_undefined,
     no_gradient,
+    plain_backward,
     without_gradient,
 )
 from ackpt.capture.patches import casts
@@ -127,7 +127,7 @@ def backend(
 
     def call(*args):
         outputs = list(run(*args))
-        differentiable_once(outputs)
+        plain_backward(outputs)
         gradients_as_planned(outputs, partition.strides)
         leave_undefined(outputs, partition.depends)
         for place in refused:

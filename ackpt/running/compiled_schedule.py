@@ -16,9 +16,9 @@ from ackpt.capture.dynamic_sizes import DynamicModule
 from ackpt.capture.joint_graph import FORWARD, JointGraph, Node
 from ackpt.capture.outputs import (
     depends_on,
-    differentiable_once,
     gradients_as_planned,
     leave_undefined,
+    plain_backward,
     unchanged_until_backward,
 )
 from ackpt.capture.patches.eager_settings import like_eager
@@ -55,7 +55,7 @@ def compiled_schedule(
 
     def step(inputs, strides: Strides) -> list[Any]:
         outputs = run(*inputs)
-        differentiable_once(outputs)
+        plain_backward(outputs)
         gradients_as_planned(outputs, strides)
         unchanged_until_backward(outputs, inputs, read)
         leave_undefined(outputs, depends)

@@ -291,3 +291,13 @@ def set_scale(settings, scale):
         settings["scale"] = scale
     else:
         settings.scale = scale
+
+
+def test_backward_inside_autocast_is_refused():
+    """Eager mode casts the operations of a backward that runs in autocast; a planned step does not."""
+    step = ackpt.compile(layers(), x(), policy="full")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = step(x()).float().sum()
+        with pytest.raises(ackpt.CheckpointError, match="backward runs inside torch.autocast"):
+            loss.backward(retain_graph=True)
+    loss.backward()
