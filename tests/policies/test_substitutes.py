@@ -34,7 +34,7 @@ class Residual(nn.Module):
         self.dropout, self.norm = nn.Dropout(dropout), nn.LayerNorm(16)
 
     def forward(self, x):
-        return self.norm(x + self.dropout(self.product(x.to(torch.bfloat16))))
+        return self.norm(x + self.dropout(self.product(x.to(self.product.weight.dtype))))
 
 
 def names(graph, storages):
