@@ -33,7 +33,7 @@ from .policies import POLICIES
 from .saved_plan import SavedPlan, saved_dimensions
 
 _KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "accumulation", "dynamic", "cache")
-_KEYWORDS += ("options", "regions", "on_exceed")
+_KEYWORDS += ("regions", "on_exceed", "options")
 
 
 def compile(

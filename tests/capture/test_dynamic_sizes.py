@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import ackpt
 from ackpt.capture.aot import capture
 from ackpt.capture.dynamic_sizes import Dimension, Symbols
+from ackpt.capture.optimizer_state import NO_LOOP
 from ackpt.running.call_facts import call_of
 from ackpt.running.dynamic_step import DynamicStep
 from ackpt.running.model_facts import WatchedModel
@@ -42,7 +43,7 @@ def operations(graph):
 def test_an_instance_is_the_capture_of_its_sizes():
     model, ids = Slices(), torch.randint(0, 20, (3, 10))
     with capture(model, (ids,), {}, outputs="drop", dynamic=[Dimension(0, 0), Dimension(0, 1)]) as captured:
-        step = DynamicStep(captured, call_of(WatchedModel(model), (ids,), {}), model, None)
+        step = DynamicStep(captured, call_of(WatchedModel(model), (ids,), {}), model, NO_LOOP)
     for sizes in ((3, 10), (2, 7), (5, 33), (4, 64)):
         alone = ackpt.trace(model, torch.randint(0, 20, sizes))
         graph = step.graph(sizes)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from ackpt.capture.aot import capture
 from ackpt.capture.dynamic_sizes import Dimension
+from ackpt.capture.optimizer_state import NO_LOOP
 from ackpt.costs.workspace import workspace_bytes
 from ackpt.running.call_facts import call_of
 from ackpt.running.dynamic_step import DynamicStep
@@ -55,7 +56,7 @@ def test_the_workspace_is_that_of_running_every_operation(kind, threads):
         model, ids = Mixed(kind), torch.randint(0, 40, (4, 12))
         leaves, _ = tree_flatten(((ids,), {}))
         with capture(model, (ids,), {}, dynamic=[Dimension(0, 0), Dimension(0, 1)]) as captured:
-            step = DynamicStep(captured, call_of(WatchedModel(model), (ids,), {}), model, None)
+            step = DynamicStep(captured, call_of(WatchedModel(model), (ids,), {}), model, NO_LOOP)
         assert len(leaves) == 1
         for batch, length in ((2, 3), (4, 13), (3, 100), (16, 64), (64, 130), (2, 600)):
             graph = step.graph((batch, length))

@@ -94,7 +94,10 @@ def offloaded_anywhere(graph, number: int):
 
 
 def planned(model, lowering, number: int):
-    return PlannedStep(model, lambda graph: types.SimpleNamespace(schedule=lowering(graph, number)), "all", "keep")
+    def planner(graph):
+        return types.SimpleNamespace(schedule=lowering(graph, number), limit_bytes=None)
+
+    return PlannedStep(model, planner, "all", "keep")
 
 
 def outputs_of(result) -> list[torch.Tensor]:

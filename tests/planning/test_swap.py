@@ -166,7 +166,7 @@ def test_the_limit_decides_between_bytes_and_seconds():
 
 
 def planned(model, planner):
-    return PlannedStep(model, lambda graph: types.SimpleNamespace(schedule=planner(graph)))
+    return PlannedStep(model, lambda graph: types.SimpleNamespace(schedule=planner(graph), limit_bytes=None))
 
 
 def away_and_again(graph):

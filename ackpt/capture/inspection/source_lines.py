@@ -108,6 +108,10 @@ def _module_of(error, model) -> str:
     return entered[-1] if entered else ""
 
 
+def _module_in_message(error, model) -> str:
+    return _called_in_message(_module_of(error, model))
+
+
 def _called_in_message(module: str) -> str:
     return f"module {module!r}" if module else "the model itself"
 
@@ -170,7 +174,7 @@ def _explained(error, model) -> TraceError:
         inside = _in_torch(frames)
         if any(map(_calls_hook, frames)):
             return TraceError(
-                f"a hook of {_module_of(error, model)} looks at the values of a tensor{where}. A planned step runs the "
+                f"a hook of {_module_in_message(error, model)} looks at the values of a tensor{where}. A planned step runs the "
                 "hooks inside the model during its capture only, on tensors without values. Remove this hook by the "
                 "remove() of its handle, or use ackpt.apply_activation_checkpointing, which runs all hooks."
             )
@@ -196,7 +200,7 @@ def _explained(error, model) -> TraceError:
         operation = re.search(r"\w+(::|\.)\w+", str(getattr(error, "func", error)))
         return TraceError(
             f"the shapes of what {operation[0] if operation else 'an operation'} returns are not known{where}, in "
-            f"{_module_of(error, model)}: its package has registered no fake kernel. Register one by "
+            f"{_module_in_message(error, model)}: its package has registered no fake kernel. Register one by "
             "torch.library.register_fake, update the package, or use ackpt.apply_activation_checkpointing, which runs "
             "the operation itself."
         )
