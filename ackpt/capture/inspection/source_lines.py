@@ -174,9 +174,9 @@ def _explained(error, model) -> TraceError:
         inside = _in_torch(frames)
         if any(map(_calls_hook, frames)):
             return TraceError(
-                f"a hook of {_module_in_message(error, model)} looks at the values of a tensor{where}. A planned step runs the "
-                "hooks inside the model during its capture only, on tensors without values. Remove this hook by the "
-                "remove() of its handle, or use ackpt.apply_activation_checkpointing, which runs all hooks."
+                f"a hook of {_module_in_message(error, model)} looks at the values of a tensor{where}. A planned step "
+                "runs the hooks inside the model during its capture only, on tensors without values. Remove this hook "
+                "by the remove() of its handle, or use ackpt.apply_activation_checkpointing, which runs all hooks."
             )
         checks = " torch.distributions look at their arguments unless validate_args=False."
         path = _module_of(error, model)
