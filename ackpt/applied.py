@@ -34,8 +34,9 @@ def apply_budget(
 ) -> PlannedStep:
     """Make `model` train within a memory budget, in place: every call that needs gradients then runs as planned.
 
-    The model keeps its class, its attributes and methods, its hooks and its state_dict. Evaluation and ``generate`` run
-    it as before, and so do its copies and what is loaded from a pickle of it. `remove_budget` ends this. A second
+    The model keeps its class, its attributes and methods, and its state_dict. Evaluation and ``generate`` run it as
+    before, and so do its copies and what is loaded from a pickle of it. In planned steps, forward hooks of the model and
+    its modules run only during the capture; one that changes values is refused. `remove_budget` ends this. A second
     budget replaces the first.
 
     Args:
