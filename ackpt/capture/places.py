@@ -9,8 +9,10 @@ import os
 import re
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 
 _COUNTER = re.compile(r"_\d+$")
+_CHECKOUT = str(Path(__file__).parents[2])
 _LIBRARIES = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 
 
@@ -48,16 +50,16 @@ def operation(name: str) -> str:
 
 @cache
 def short_source(source: str) -> str:
-    """A file and line, relative to the library or the current folder that the file is in.
+    """A file and line, relative to the library, the current folder or the checkout of ackpt that the file is in.
 
     Example:
         >>> short_source("/usr/lib/python3/site-packages/transformers/activations.py:66")
         'transformers/activations.py:66'
     """
     relative = _LIBRARIES.sub("", source)
-    if relative == source and source.startswith(os.getcwd() + os.sep):
-        return source[len(os.getcwd()) + 1 :]
-    return relative
+    folders = (folder + os.sep for folder in (os.getcwd(), _CHECKOUT))
+    inside = next((folder for folder in folders if relative == source and source.startswith(folder)), "")
+    return relative[len(inside) :]
 
 
 def modules_text(modules: Iterable[str]) -> str:
