@@ -35,8 +35,8 @@ def apply_budget(
     """Make `model` train within a memory budget, in place: every call that needs gradients then runs as planned.
 
     The model keeps its class, its attributes and methods, and its state_dict. Evaluation and ``generate`` run it as
-    before, and so do its copies and what is loaded from a pickle of it. In planned steps, forward hooks of the model and
-    its modules run only during the capture; one that changes values is refused. `remove_budget` ends this. A second
+    before, and so do its copies and what is loaded from a pickle of it. In planned steps, forward hooks of the model
+    and its modules run only during the capture; one that changes values is refused. `remove_budget` ends this. A second
     budget replaces the first.
 
     Args:
