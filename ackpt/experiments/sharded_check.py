@@ -25,7 +25,7 @@ from ackpt.workloads.planned_shapes import PlanConfig
 from ackpt.workloads.step_request import TRANSFORMERS, StepRequest
 
 LIMIT = datetime.timedelta(seconds=120)
-STEPS = 3
+STEPS = 12
 METHODS = ("none", "full")
 
 
