@@ -413,8 +413,9 @@ except ackpt.BudgetError as error:
 lowest = ackpt.plan(graph, least, profile=profile)
 
 # %% [markdown]
-# A plan is made once and can be kept. It is bound to its graph: the same model with the same shapes takes it without
-# planning anew, everything else refuses it. We save the lowest one, load it, and run what was loaded.
+# A plan is made once and can be kept. The same model takes it without planning again: at the plan's own sizes, and at other
+# sizes at which it keeps its budget. Any other model, and the same model in another mode, refuses it. We save the lowest
+# plan, load it, and run what was loaded.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -428,10 +429,13 @@ print(f"smallest budget {least:,} bytes, measured peak {found.peak_bytes:,}")
 
 # %%
 shorter = {name: tensor[:, :64].contiguous() for name, tensor in batch.items()}
+at_half = ackpt.compile(model, plan=loaded, optimizer=optimizer, **shorter)
+print(f"at half the length: peak {at_half.plan.peak_bytes:,} bytes")
 try:
-    ackpt.compile(model, plan=loaded, optimizer=optimizer, **shorter)
+    ackpt.compile(model.eval(), plan=loaded, optimizer=optimizer, **batch)
 except ackpt.PlanError as error:
     print(textwrap.fill(str(error), 88))
+_ = model.train()
 
 # %% [markdown]
 # :::{admonition} Takeaway

@@ -69,8 +69,10 @@ class Explanation:
 
     @cached_property
     def at_peak(self) -> dict[str, int]:
-        """Bytes by kind at the peak: parameters, buffers, inputs, optimizer, gradients, saved, outputs, recomputed and
-        temporaries. They add up to ``plan.peak_bytes``."""
+        """Bytes at the peak by kind, such as ``gradients``, ``saved``, ``recomputed`` and ``temporaries``.
+
+        They add up to ``plan.peak_bytes``.
+        """
         return by_kind(self.live)
 
     @cached_property
