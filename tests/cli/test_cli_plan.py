@@ -82,7 +82,8 @@ def test_the_lines_say_what_is_planned_and_the_categories_add_up_to_the_peak(cap
     assert err == "" and f"BertForMaskedLM, {parameters:,} parameters in float32" in out
     assert "input_ids [1, 16] int64, labels [1, 16] int64" in out
     assert len(out.partition("ten largest")[2].splitlines()) == 1 + 10
-    assert "2 x bert.blocks.*.up (addmm): " in out
+    assert main(["plan", *BERT, "layers=2"]) == 0
+    assert "2 x bert.blocks.*.up (addmm): " in capsys.readouterr().out
 
     found = planned(capsys, *BERT)
     assert sum(found["at_peak"].values()) == found["peak_bytes"]
