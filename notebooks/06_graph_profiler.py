@@ -578,13 +578,17 @@ for node in rewritten.backward.graph.nodes:
         print(f"{i:2}  {node.name:18} was {nodes[i].name}")
 
 # %% [markdown]
-# Who brings a plan to another graph must be told. A graph has a *hash* of all that is computed from what, of shapes,
-# dtypes and devices. Other weights do not change it, another number of rows does:
+# Applying a plan to another graph must raise an error. A graph has a *hash* of what is computed from what, with all shapes,
+# dtypes and devices. Other weights do not change it; another number of rows does:
 
 # %%
 plan = ackpt.plan(tiny_graph, policy="none")
 weights, rows = ackpt.trace(Tiny(), x, labels), ackpt.trace(tiny, x[:2], labels[:2])
 weights.hash == tiny_graph.hash, rows.hash == tiny_graph.hash
+
+# %% [markdown]
+# `ackpt.compile` does run a plan with another number of rows: it simulates the schedule for that number first. It refuses
+# another dtype, and the simulator refuses any other graph:
 
 
 # %%
@@ -593,7 +597,7 @@ def first_words(error):
 
 
 try:
-    ackpt.compile(tiny, x[:2], labels[:2], plan=plan)
+    ackpt.compile(copy.deepcopy(tiny).double(), x.double(), labels, plan=plan)
 except ackpt.graph.PlanError as error:
     first_words(error)
 try:
