@@ -175,6 +175,7 @@ def test_no_batch_is_kept():
     for length in (24, 31, 6):
         batch = ids(8, length)
         reference = weakref.ref(batch)
+        model.zero_grad()
         step(batch).backward()
         del batch
         gc.collect()
