@@ -21,7 +21,7 @@ from ackpt.experiments.steps.named_steps import Method, RunStep, method
 from ackpt.results import Record, load_reference
 from ackpt.workloads.named_models import training_step
 
-FIELDS = {"dim": 32, "ff_dim": 64, "layers": 1, "head_dim": 16}
+FIELDS = {"dim": 32, "ff_dim": 64, "layers": 2, "head_dim": 16}
 TINY = BatchSizeConfig(
     "transformer", (4, 8), seq_len=16, fields=FIELDS, methods=("plain", "per-block", "auto@0.7", "auto")
 )
