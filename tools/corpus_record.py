@@ -160,7 +160,8 @@ class _Runs:
         case = self.case
         self._restore()
         with case.around():
-            step = ackpt.compile(case.model, *case.args, plan=plan, **case.options, **case.kwargs)
+            options = {"outputs": "keep", **case.options}  # as traced
+            step = ackpt.compile(case.model, *case.args, plan=plan, **options, **case.kwargs)
         results = self._results(step)
 
         def once():
