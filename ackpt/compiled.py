@@ -217,9 +217,9 @@ class _Planner(Planner):
     policy: str
     options: dict[str, Any]
     plan: Plan | None
-    folder: Path | None = None
-    regions: bool | None = False
-    on_exceed: str = "raise"
+    folder: Path | None
+    regions: bool | None
+    on_exceed: str
 
     def __call__(self, graph) -> Plan:
         if self.plan is None:

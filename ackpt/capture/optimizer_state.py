@@ -79,13 +79,19 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tu
     """
     stand_in, trained, prediction = _after_a_step(optimizer, on_cpu)
     block = 1 if on_cpu else _CUDA_BLOCK
+    gradients = sum(rounded(p.grad.numel() * p.grad.element_size(), block) for p in trained)
+    return _state_bytes(optimizer, stand_in, prediction, on_cpu), prediction.dynamic_peak_bytes - gradients
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, stand_in, prediction, on_cpu: bool) -> int:
+    """Bytes of the optimizer's state, from what `_after_a_step` returns."""
+    block = 1 if on_cpu else _CUDA_BLOCK
     # Some optimizers create their state before the first step, also for parameters that are not trained.
     untrained = [values for parameter, values in optimizer.state.items() if not parameter.requires_grad]
     counted = [value for value in tree_leaves(untrained) if _counts(value, on_cpu)]
     untrained_bytes = sum(rounded(tensor.untyped_storage().nbytes(), block) for tensor in counted)
-    gradients = sum(rounded(p.grad.numel() * p.grad.element_size(), block) for p in trained)
     state = prediction.categories.get("optimizer", 0) - (0 if on_cpu else _CUDA_BLOCK * _host_counts(stand_in))
-    return state + untrained_bytes, prediction.dynamic_peak_bytes - gradients
+    return state + untrained_bytes
 
 
 def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool):
@@ -116,8 +122,8 @@ def eight_bit_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> in
 
     Source: Dettmers et al. 2022, 8-bit optimizers via block-wise quantization (arXiv:2110.02861).
     """
-    stand_in, _, _ = _after_a_step(optimizer, on_cpu)
-    size, _ = optimizer_bytes(optimizer, on_cpu)
+    stand_in, _, prediction = _after_a_step(optimizer, on_cpu)
+    size = _state_bytes(optimizer, stand_in, prediction, on_cpu)
     block = 1 if on_cpu else _CUDA_BLOCK
     for parameter, state in stand_in.state.items():
         for value in state.values() if isinstance(state, dict) else ():
@@ -137,23 +143,25 @@ def with_optimizer(graph: JointGraph, optimizer: torch.optim.Optimizer) -> Joint
 
 def with_loop(graph: JointGraph, model: torch.nn.Module, loop: Loop) -> JointGraph:
     """`graph`, of a step of `model`, with the bytes of the loop around it; raises as `optimizer_bytes` does."""
-    optimizer = optimizer_of(model, loop)
-    if optimizer is not None:
-        graph = with_optimizer(graph, optimizer)
-    if not loop.accumulation:
+    if loop == NO_LOOP:
         return graph
+    state, step, accumulated = loop_bytes(model, loop, graph.gradient_bytes if loop.accumulation else 0, graph.on_cpu)
+    return dataclasses.replace(graph, optimizer_bytes=state, optimizer_step_bytes=step, accumulated_bytes=accumulated)
+
+
+def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: bool) -> tuple[int, int, int]:
+    """Bytes of the optimizer's state, of its step, and of accumulated gradients; raises as `optimizer_bytes` does.
+
+    `gradient_bytes`: of the gradients of one step, for a loop that accumulates them.
+    """
+    optimizer = loop.optimizer
+    if isinstance(optimizer, str):
+        optimizer = _named(optimizer)([parameter for parameter in model.parameters() if parameter.requires_grad])
+    state, step = (0, 0) if optimizer is None else optimizer_bytes(optimizer, on_cpu)
+    if not loop.accumulation:
+        return state, step, 0
     # When the optimizer's step runs, the step's own gradients have been added to the accumulated ones, and are free.
-    new = graph.gradient_bytes
-    return dataclasses.replace(
-        graph, accumulated_bytes=new, optimizer_step_bytes=max(0, graph.optimizer_step_bytes - new)
-    )
-
-
-def optimizer_of(model: torch.nn.Module, loop: Loop) -> torch.optim.Optimizer | None:
-    """The optimizer of a loop around a step of `model`: a new one where the loop has its name; None without one."""
-    if isinstance(loop.optimizer, str):
-        return _named(loop.optimizer)([parameter for parameter in model.parameters() if parameter.requires_grad])
-    return loop.optimizer
+    return state, max(0, step - gradient_bytes), gradient_bytes
 
 
 def _named(name: str) -> Callable[..., torch.optim.Optimizer]:

@@ -20,7 +20,7 @@ from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.tensors import has_data, is_tensor
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
-from ackpt.capture.optimizer_state import optimizer_bytes, optimizer_of
+from ackpt.capture.optimizer_state import loop_bytes
 from ackpt.capture.outputs import dropped_before_backward, gradients_before_backward, without_gradient
 from ackpt.errors import BudgetError, TraceError
 from ackpt.metering.meter import memory_format
@@ -127,7 +127,8 @@ class PlannedRegions:
                 None,
                 self.budget,
             )
-        state_bytes, step_bytes, accumulated_bytes = self._loop_bytes(step.on_cpu)
+        gradient_bytes = sum(each.nbytes for each in self.model.parameters() if each.requires_grad)
+        state_bytes, step_bytes, accumulated_bytes = loop_bytes(self.model, self.loop, gradient_bytes, step.on_cpu)
         search = Search(step, choices, self.calls, step_bytes)
         baseline_bytes = 0 if baseline is None else search.dynamic_bytes(baseline)
         own = baseline or search.measured(Combination(0, 0.0, {})).measurement
@@ -156,15 +157,6 @@ class PlannedRegions:
                 module = self.model.get_submodule(each.path)
                 calls[module] = GuardedCall(module, needed, each.argument_bytes)
         return _Served(call.sizes, plan, lambda call: self._outputs(call, plan, calls))
-
-    def _loop_bytes(self, on_cpu: bool) -> tuple[int, int, int]:
-        """Bytes of the optimizer's state, of its step, and of accumulated gradients."""
-        optimizer = optimizer_of(self.model, self.loop)
-        state, step = (0, 0) if optimizer is None else optimizer_bytes(optimizer, on_cpu)
-        if not self.loop.accumulation:
-            return state, step, 0
-        gradients = sum(each.nbytes for each in self.model.parameters() if each.requires_grad)
-        return state, max(0, step - gradients), gradients  # the step's own gradients are free when the optimizer runs
 
     def _profiled(self, step: MeasuredStep) -> tuple[Choices, float]:
         """The options of every module, and the cost of the whole step."""
@@ -259,17 +251,17 @@ class PlannedRegions:
         without = without_gradient(leaves, self.differentiate)
         tensors = [(at, leaf) for at, leaf in enumerate(leaves) if is_tensor(leaf)]
         root = next((leaf for at, leaf in tensors if leaf.grad_fn is not None and at not in without), None)
-        places = [
-            at
-            for at, leaf in tensors
-            if (at in without or not leaf.requires_grad)
-            and leaf.layout is torch.strided
-            and not any(map(counter.counts, storages_of(leaf)))
-        ]
         live, limit = plan.timeline.live, plan.limit_bytes
         if root is None or limit is None:
             return
         if self.outputs == "drop":
+            places = [
+                at
+                for at, leaf in tensors
+                if (at in without or not leaf.requires_grad)
+                and leaf.layout is torch.strided
+                and not any(map(counter.counts, storages_of(leaf)))
+            ]
             room = limit - max(live[plan.timeline.boundary or 0 :])
             dropped_before_backward(leaves, places, lambda: room, root.grad_fn)
         if not self.loop.accumulation:

@@ -10,7 +10,8 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -46,6 +47,13 @@ _FEW_SIZES = "Pad the batches to a few sizes, or change the model there."
 _LET_DYNAMIC = "Leave dynamic at None, so that one capture serves several sizes."
 
 
+class _Room(NamedTuple):
+    """The bytes by which a whole step and its backward stay below the budget; None without a budget."""
+
+    step: int | None
+    backward: int | None
+
+
 @dataclass(frozen=True)
 class Variant:
     """What runs calls of some sizes: ``run`` with the inputs of ``captured``, or the model itself if it is None.
@@ -65,16 +73,19 @@ class Variant:
         assert self.run is not None
         inputs = self.captured.inputs(call.modules, call.leaves)
         outputs = self.run(inputs)
-        dropped_before_backward(outputs, self.dropped, lambda: self._room_bytes(self.make_plan().timeline.boundary))
+        dropped_before_backward(outputs, self.dropped, lambda: self._room_bytes.backward)
         if not self.accumulates:
             parameters = inputs[: len(self.captured.joint.params_spec)]
-            gradients_before_backward(outputs, parameters, lambda: self._room_bytes(0))
+            gradients_before_backward(outputs, parameters, lambda: self._room_bytes.step)
         return self.captured.outputs(outputs)
 
-    def _room_bytes(self, start: int | None) -> int | None:
-        """The bytes by which the step stays below the budget from this event on; None without a budget."""
+    @cached_property
+    def _room_bytes(self) -> _Room:
         plan = self.make_plan()
-        return None if plan.limit_bytes is None else plan.limit_bytes - max(plan.timeline.live[start:])
+        if plan.limit_bytes is None:
+            return _Room(None, None)
+        live = plan.timeline.live
+        return _Room(plan.limit_bytes - max(live), plan.limit_bytes - max(live[plan.timeline.boundary :]))
 
 
 @dataclass
