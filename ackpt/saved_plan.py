@@ -28,7 +28,7 @@ from .planner import baseline_of, check_runs, plan_of
 def saved_dimensions(plan: Plan, call: Call) -> set[Dimension]:
     """The dimensions that must be dynamic for `plan` to serve `call`: those of its capture, and those that differ.
 
-    None if no choice of dimensions makes the plan valid for `call`.
+    Empty if no choice of dimensions makes the plan valid for `call`.
     """
     places = given_places(call.leaves)
     shapes = [tuple(call.leaves[place].shape) for place in places]

@@ -54,8 +54,8 @@ class JointGraph:
     nodes carry their id in ``meta["ackpt_id"]``. ``outputs``: ids of the nodes that the model returns; ``gradients``:
     ``{parameter: id of the node that is its gradient}``. ``on_cpu``: whether all tensors of the step are in host
     memory. ``optimizer_bytes``: of the optimizer's state, ``optimizer_step_bytes``: the most its step allocates beyond
-    that and the gradients, 0 without an optimizer. ``accumulated_bytes``: of the gradients that earlier steps leave, to
-    which this one adds; 0 if there are none. ``has_data``: whether it was traced from real tensors, not fake or
+    that and the gradients, 0 without an optimizer. ``accumulated_bytes``: of the gradients of earlier steps, to which
+    this step adds; 0 without accumulation. ``has_data``: whether it was traced from real tensors, not fake or
     meta ones. ``replays_random``: whether whatever runs the graph can draw the same random numbers a second time.
     ``made_for``: the call it was captured for, in words, as `ackpt.capture.inspection.calls.described` gives them; None
     if unknown. ``as_compiled``: an `AsCompiled` if the model could only be captured as ``torch.compile`` runs it.

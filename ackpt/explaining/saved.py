@@ -76,7 +76,7 @@ def saved_lines(graph: JointGraph, profile: Profile, plan: Plan) -> tuple[SavedL
 
 
 def _recomputation(analysis: Analysis, storages: list[int], saved: set[int]) -> tuple[set[int], str]:
-    """The nodes that compute `storages` from what else is saved, and why they cannot run again, if so."""
+    """The nodes that compute `storages` from the other saved ones, and why they cannot be recomputed, or ""."""
     given = (saved - set(storages)) | analysis.resident
     nodes: set[int] = set()
     todo = [analysis.base_of[storage] for storage in storages]

@@ -144,7 +144,7 @@ class _ChunkedLoss:
 
     @classmethod
     def of(cls, graph: JointGraph) -> _ChunkedLoss | None:
-        """The largest cross-entropy of a graph, chunked; None if there is none whose logits a product computes."""
+        """The largest cross-entropy of a graph, chunked; None if no matrix product computes the logits of one."""
         fx = graph.analysis.fx
         losses = [node for node in graph.nodes if fx[node.id].target is _aten._log_softmax.default]
         if not losses:

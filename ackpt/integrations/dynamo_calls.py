@@ -1,4 +1,4 @@
-"""Check every call of a model compiled by Inductor's backend: it runs as planned or raises an error.
+"""Make every call of a model that Inductor compiles run as planned, or raise an error.
 
 With the compiler ``"eager"``, the model is not given to Dynamo at all: see `without_dynamo`. The rest of this module is
 for the compiler ``"inductor"``.

@@ -63,7 +63,7 @@ def checked(options: Any, mode: str | None = None) -> Options:
     if compiler == "inductor" and (refused := next(filter(rest.__contains__, _NOT_OF_INDUCTOR), None)):
         raise TypeError(
             f"{refused!r} is not an option of compiler 'inductor', whose plans count all outputs and no optimizer, and "
-            "which are searched for anew"
+            "are not cached"
         )
     outputs = rest.pop("outputs", "drop")
     check_outputs(outputs)

@@ -168,8 +168,8 @@ def _is_above(first: Combination, middle: Combination, last: Combination) -> boo
 def needed_bytes(choices: Choices, options: dict[str, Option]) -> list[tuple[Choices, int]]:
     """For the outermost modules that run as they are but can be regions: the bytes that they need.
 
-    These are what the module saves, what all later ones save as regions, and what the recomputation of the largest of
-    them adds. A step that has less room left can still run this module as a region.
+    Such a module needs the bytes that it saves, those that all later modules save as regions, and those that the
+    largest recomputation among these adds. A step that has less room left can still run this module as a region.
 
     Args:
         choices: of the model; ``options``: those of a combination.

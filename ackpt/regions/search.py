@@ -87,7 +87,7 @@ class Search:
         return largest._replace(saved_bytes=max(run.saved_bytes for run in runs))
 
     def cheapest(self, limit: int | None) -> Measured:
-        """The cheapest combination within the limit; if there is none, the one with the lowest peak."""
+        """The cheapest combination within the limit; if none fits, the one with the lowest peak."""
         while True:
             try:
                 return self._cheapest(limit)

@@ -66,7 +66,7 @@ def is_opaque(model: nn.Module, path: str) -> bool:
 
 
 def first_opaque(model) -> str | None:
-    """The first submodule of `model` that is scripted or compiled, in words; None if there is none."""
+    """The first submodule of `model` that is scripted or compiled, in words; None if no submodule is."""
     if not isinstance(model, nn.Module) or _is_compiled(model):
         return None
     found = ((name, module) for name, module in model.named_modules() if name and _is_compiled(module))

@@ -119,7 +119,7 @@ def _packed(key: dict[str, str], schedules: list[Schedule]) -> bytes:
 
 
 def _read(path: Path, key: dict[str, str]) -> list[Schedule] | None:
-    """The schedules in a file; None, with a warning if it is damaged, if there are none."""
+    """The schedules in a file; None if the file is missing or, with a warning, if it is damaged."""
     try:
         data = json.loads(gzip.decompress(path.read_bytes()))
         if {name: data[name] for name in (*_SCHEMA, "key", "digest")} != {
