@@ -7,15 +7,15 @@ from xml.etree import ElementTree
 import architecture
 import pytest
 import torch
-from test_readme import blocks, output_of
+from test_readme import blocks, printed_by
 
 import ackpt.graph
 
 PAGE = (Path(__file__).parent.parent / "book" / "architecture.md").read_text(encoding="utf-8")
 
 
-def test_the_examples_print_what_the_page_says():
-    assert output_of("".join(blocks("python", PAGE))) == "".join(blocks("text", PAGE))
+def test_the_examples_print_what_the_page_says(tmp_path):
+    assert printed_by("".join(blocks("python", PAGE)), tmp_path) == "".join(blocks("text", PAGE))
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`(ackpt/[\w/]+\.py)`", PAGE))))

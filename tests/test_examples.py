@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import output_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
@@ -26,11 +27,13 @@ def commands(script: Path) -> list[str]:
 
 
 def run(command: str, folder: Path) -> list[str]:
-    """The lines that a command prints, if it succeeds, run in `folder`."""
+    """The lines that a command prints, if it succeeds, run in `folder` by a process of its own, on one thread."""
     program, *arguments = command.split()
-    start = [sys.executable, *(["-m", "torch.distributed.run"] if program == "torchrun" else [])]
     arguments = [str(ROOT / one) if one.startswith("examples/") else one for one in arguments]
+    if program == "python":
+        return output_of(*arguments, folder=folder, threads=1).splitlines()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    start = [sys.executable, "-m", "torch.distributed.run"]
     result = subprocess.run([*start, *arguments], capture_output=True, text=True, cwd=folder, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()

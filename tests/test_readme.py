@@ -1,12 +1,11 @@
 """What the README shows is what happens: its example runs and prints what it says, its commands and files exist."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import output_of
 
 ROOT = Path(__file__).resolve().parent.parent
 BETWEEN = "=" * 10  # printed between the outputs of two examples
@@ -17,20 +16,20 @@ def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
-def output_of(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def printed_by(code: str, folder: Path) -> str:
+    """What code prints in a new process."""
+    Path(folder, "code.py").write_text(code, encoding="utf-8")
+    return output_of(Path(folder, "code.py"), folder=ROOT)
 
 
 @pytest.fixture(scope="module")
-def printed() -> list[str]:
+def printed(tmp_path_factory) -> list[str]:
     """What the examples print: the README's two, the second one with those of `using`, and the book's first page's."""
     pages = {name: (ROOT / "book" / f"{name}.md").read_text(encoding="utf-8") for name in ("using", "index")}
     model, blocks_of_layers = blocks("python")
     (first_page,) = blocks("python", pages["index"])
     codes = [model, blocks_of_layers + "".join(blocks("python", pages["using"])), first_page]
-    return output_of(f"print({BETWEEN!r})\n".join(codes)).split(BETWEEN + "\n")
+    return printed_by(f"print({BETWEEN!r})\n".join(codes), tmp_path_factory.mktemp("code")).split(BETWEEN + "\n")
 
 
 def test_it_is_short() -> None:

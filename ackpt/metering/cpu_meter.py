@@ -29,7 +29,7 @@ _BACKWARD = "autograd::engine::evaluate_function"
 
 
 def trace(step_fn, warm_up, owned, device):
-    """Run `warm_up`, then `step_fn` once with its allocations recorded; see ``meter.measure``."""
+    """Run `warm_up`, if given, then `step_fn` once with its allocations recorded; see ``meter.measure``."""
     if _profiler_enabled():
         raise MeterError("a torch profiler is running, and measure() needs it for itself: measure outside of it")
     gc.collect()
@@ -38,8 +38,9 @@ def trace(step_fn, warm_up, owned, device):
     with contextlib.ExitStack() as stack:
         with _quiet():
             profiler = stack.enter_context(profile(use_kineto=True, profile_memory=True))
-        warm_up()
-        gc.collect()
+        if warm_up is not None:
+            warm_up()
+            gc.collect()
         resident_bytes = owned.bytes(_ON_CPU)
         existing = {storage.data_ptr(): storage for _, storage in owned.gradients(_ON_CPU)}
         with store_watched(_mark_copy) as store, _marks(owned), no_collection():

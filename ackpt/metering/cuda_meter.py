@@ -23,7 +23,7 @@ BLOCK = 512  # bytes; the caching allocator rounds every request up to a multipl
 
 
 def trace(step_fn, warm_up, owned, device):
-    """Run `warm_up`, then `step_fn` once with its allocations recorded; see ``meter.measure``."""
+    """Run `warm_up`, if given, then `step_fn` once with its allocations recorded; see ``meter.measure``."""
     if torch._C._cuda_isHistoryEnabled():
         raise MeterError(
             "the CUDA memory history is being recorded, and measure() needs it for itself: "
@@ -37,8 +37,9 @@ def trace(step_fn, warm_up, owned, device):
     with torch.cuda.device(index):
         gc.collect()
         torch.cuda.empty_cache()  # so that reserved bytes are those of this step
-        warm_up()
-        gc.collect()
+        if warm_up is not None:
+            warm_up()
+            gc.collect()
         torch.cuda.synchronize()
         resident_bytes = owned.bytes(counts, BLOCK)
         before = {

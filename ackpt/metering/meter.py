@@ -194,8 +194,9 @@ def measure(
             else:
                 step_fn()
 
+    before = warm_up if warmup else None
     with measuring():
-        timeline, resident_bytes, peak_bytes, allocator = backend.trace(step_fn, warm_up, owned, device)
+        timeline, resident_bytes, peak_bytes, allocator = backend.trace(step_fn, before, owned, device)
         samples = [backend.clock(step_fn, device) for _ in range(repeats)]
     return assemble(
         str(device),
