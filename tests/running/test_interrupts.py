@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch
-from test_dynamic import Blocks, check, ids
+from dynamic_steps import check, ids
+from torch import nn
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
@@ -64,13 +65,38 @@ def state(model):
     ]
 
 
+class Net(nn.Module):
+    """Two equal blocks with dropout between embeddings and a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        wide = ([nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)] for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(*layers) for layers in wide)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.fixture(scope="module")
+def plan():
+    """The plan of a call that nothing interrupts."""
+    plan = ackpt.compile(Net(), ids(4, 12), budget=0.7).plan
+    assert plan.cost > 0
+    return plan
+
+
 @pytest.mark.parametrize(("file", "function"), POINTS)
-def test_a_first_call_that_is_interrupted(tmp_path, file, function):
-    model = Blocks(layers=2)
+def test_a_first_call_that_is_interrupted(tmp_path, plan, file, function):
+    model = Net()
     before = state(model)
     with pytest.raises(KeyboardInterrupt), Interrupt(file, function):
-        ackpt.compile(model, ids(4, 12), budget=0.6, cache=tmp_path)
+        ackpt.compile(model, ids(4, 12), budget=0.7, cache=tmp_path)
     assert state(model) == before
-    step = ackpt.compile(model, ids(4, 12), budget=0.6, cache=tmp_path)
-    assert step.plan == ackpt.compile(Blocks(layers=2), ids(4, 12), budget=0.6).plan
+    step = ackpt.compile(model, ids(4, 12), budget=0.7, cache=tmp_path)
+    assert step.plan == plan
     check(step, model, ids(4, 12))
