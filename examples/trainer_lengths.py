@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import ackpt
 from ackpt.metering.meter import memory_format
 
-STEPS, BUDGET = 12, "6MiB"
+STEPS, BUDGET = 6, "6MiB"
 
 
 class MeasuringTrainer(Trainer):
@@ -54,7 +54,7 @@ def trained(model, data):
             save_strategy="no",
             use_cpu=True,
         )
-        trainer = MeasuringTrainer(model, arguments, padded, data, data[:40])
+        trainer = MeasuringTrainer(model, arguments, padded, data, data[:8])
         trainer.train()
         return trainer.peaks
 
