@@ -80,6 +80,7 @@ def apply_budget(
         )
         step.prepare(*args, **kwargs)
     put_in_place(step)
+    torch._dynamo.reset()  # what was compiled before has the model's own operations in it
     return step
 
 
