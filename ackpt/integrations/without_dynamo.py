@@ -76,6 +76,7 @@ class WithoutDynamo:
             options=use.of_policy,
             dynamic=self.dynamic,
             cache=use.cache,
+            device_profile=use.device_profile,
             on_plan=use.on_plan,
         )
 
