@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ackpt.capture.optimizer_state import Loop
+from ackpt.costs.devices import Device
 from ackpt.policies.search.schedule_cache import Cache
 from ackpt.running.dynamic_dimensions import DynamicArgument
 from ackpt.running.planned_step import PlannedStep, in_place_of, put_in_place, take_away, without_budget
@@ -29,6 +30,7 @@ def apply_budget(
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
+    device_profile: Device | str | None = None,
     regions: bool | None = None,
     on_exceed: Literal["raise", "warn"] = "raise",
 ) -> PlannedStep:
@@ -46,8 +48,8 @@ def apply_budget(
         budget: None for no bound. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters,
             buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
             as ``"50%"``: a fraction of the baseline's dynamic peak.
-        policy, optimizer, accumulation, differentiate, outputs, options, dynamic, cache, regions, on_exceed: as in
-            `ackpt.compile`.
+        policy, optimizer, accumulation, differentiate, outputs, options, dynamic, cache, device_profile, regions,
+            on_exceed: as in `ackpt.compile`.
 
     Returns:
         The planned step, with ``plan``, ``history`` and ``prepare``. Keep the model and call that.
@@ -75,11 +77,13 @@ def apply_budget(
             options=options,
             dynamic=dynamic,
             cache=cache,
+            device_profile=device_profile,
             regions=regions,
             on_exceed=on_exceed,
         )
         step.prepare(*args, **kwargs)
     put_in_place(step)
+    torch._dynamo.reset()  # what was compiled before has the model's own operations in it
     return step
 
 

@@ -13,6 +13,8 @@ from torch import nn
 from ackpt.capture.dynamic_sizes import Dimension
 from ackpt.capture.inspection.model_checks import check_keywords, forward_names
 from ackpt.capture.optimizer_state import NO_LOOP, Loop
+from ackpt.costs.devices import Device
+from ackpt.costs.profiles import rates
 from ackpt.planning.plan import Plan
 from ackpt.planning.plan_check import check_applies
 from ackpt.policies.search.schedule_cache import Cache, cache_folder
@@ -33,7 +35,7 @@ from .policies import POLICIES
 from .saved_plan import SavedPlan, saved_dimensions
 
 _KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "accumulation", "dynamic", "cache")
-_KEYWORDS += ("regions", "on_exceed", "options")
+_KEYWORDS += ("device_profile", "regions", "on_exceed", "options")
 
 
 def compile(
@@ -49,6 +51,7 @@ def compile(
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
+    device_profile: Device | str | None = None,
     regions: bool | None = None,
     on_exceed: Literal["raise", "warn"] = "raise",
     **kwargs: Any,
@@ -79,6 +82,8 @@ def compile(
             Integers among the arguments become dynamic when they change, except with False.
         cache: a folder in which results of searches are stored, as in `ackpt.plan`. A second run of the same script
             then captures the step, but does not search again.
+        device_profile: the device whose times are minimized: a name such as ``"h200"``, or a `Device`, see
+            `ackpt.costs.devices`. By default the GPU that holds the tensors; on the CPU, FLOPs and traffic are counted.
         regions: whether to plan the model in parts, as it branches on values or contains a scripted or compiled module.
             None does so if there is a budget and the model cannot be captured as one graph; True at once, False never.
             The plan is then a `RegionsPlan`: its peak is measured for the example inputs, which run several times.
@@ -118,6 +123,7 @@ def compile(
         options=options,
         dynamic=dynamic,
         cache=cache,
+        device_profile=device_profile,
         regions=regions,
         on_exceed=on_exceed,
     )
@@ -146,6 +152,7 @@ def planned_step(
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
+    device_profile: Device | str | None = None,
     regions: bool | None = None,
     on_exceed: str = "raise",
     on_plan: Callable[[Plan], Any] | None = None,
@@ -174,7 +181,8 @@ def planned_step(
     _check_options(options, plan)
     _check_regions(regions, on_exceed, plan, policy)
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget before the work
-    planner = _Planner(budget, policy, dict(options or {}), plan, cache_folder(cache), regions, on_exceed)
+    device = rates(device_profile)
+    planner = _Planner(budget, policy, dict(options or {}), plan, cache_folder(cache), device, regions, on_exceed)
     return PlannedStep(model, planner, differentiate, outputs, loop, dynamic, on_plan)
 
 
@@ -218,20 +226,24 @@ class _Planner(Planner):
     options: dict[str, Any]
     plan: Plan | None
     folder: Path | None
+    device: Device | None
     regions: bool | None
     on_exceed: str
 
     def __call__(self, graph) -> Plan:
         if self.plan is None:
-            return check_runs(graph, make_plan(graph, self.budget, self.policy, cache=self.folder, **self.options))
+            profile = default_profile(graph, self.device)
+            plan = make_plan(graph, self.budget, self.policy, profile=profile, cache=self.folder, **self.options)
+            return check_runs(graph, plan)
         check_applies(graph, self.plan)
         return check_runs(graph, self.plan)
 
     def choice(self, graph) -> Choice:
         plan = self(graph)
         if self.plan is None and self.policy == "auto" and plan.limit_bytes is not None:
-            if model_keeps(graph, default_profile(graph).workspace_bytes, plan.limit_bytes):
-                own = of_model(graph, default_profile(graph), plan)
+            profile = default_profile(graph, self.device)
+            if model_keeps(graph, profile.workspace_bytes, plan.limit_bytes):
+                own = of_model(graph, profile, plan)
                 return Choice(plan.schedule, lambda: plan, own.dynamic_peak_bytes, lambda: own)
         return Choice(plan.schedule, lambda: plan)
 
@@ -247,7 +259,7 @@ class _Planner(Planner):
     def for_sizes(self, step: DynamicStep) -> Choose:
         if self.plan is not None:
             return SavedPlan(step, self.plan)
-        return DynamicPlans(step, self.budget, self.policy, self.options, self.folder)
+        return DynamicPlans(step, self.budget, self.policy, self.options, self.folder, self.device)
 
     @property
     def splits(self) -> bool:
@@ -262,6 +274,7 @@ class _Planner(Planner):
         reason = error.reason if error is not None else refused or "regions=True"
 
         def part(module: nn.Module, share: float) -> PlannedStep:
-            return planned_step(module, share, "auto", differentiate="all", outputs="keep", regions=False)
+            use = {"device_profile": self.device, "regions": False}
+            return planned_step(module, share, "auto", differentiate="all", outputs="keep", **use)
 
         return PlannedRegions(variants, self.budget, part, self.on_exceed == "warn", error, str(reason))

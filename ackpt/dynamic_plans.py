@@ -15,7 +15,8 @@ import numpy as np
 
 from ackpt.capture.in_place import eager_graph
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.costs.profiles import Profile
+from ackpt.costs.devices import Device
+from ackpt.costs.profiles import Profile, gpu_rates
 from ackpt.costs.profiles import profile as profiled
 from ackpt.planning.plan import Plan
 from ackpt.planning.schedule import Schedule, everything
@@ -38,9 +39,16 @@ class DynamicPlans:
     """Chooses what runs at given sizes of `step`; called with the sizes and the baseline's peak if it was measured."""
 
     def __init__(
-        self, step: DynamicStep, budget: float | str | None, policy: str, options: dict[str, Any], folder: Path | None
+        self,
+        step: DynamicStep,
+        budget: float | str | None,
+        policy: str,
+        options: dict[str, Any],
+        folder: Path | None,
+        device: Device | str | None = None,
     ):
         self.step, self.budget, self.policy, self.options, self.folder = step, budget, policy, options, folder
+        self.device = device
         self._points: list[Point] = []
         self._everything = everything(step.reference)
         self._eager_schedule = eager_schedule(step.reference)
@@ -119,7 +127,7 @@ class DynamicPlans:
         return replace(schedule, graph=self.step.reference.hash)
 
     def _at(self, values: tuple[int, ...], baseline_bytes: int | None) -> tuple[JointGraph, Profile]:
-        return described(self.step, values, baseline_bytes)
+        return described(self.step, values, baseline_bytes, self.device)
 
     def _choice(self, schedule: Schedule, values: tuple[int, ...], baseline_bytes: int | None) -> Choice:
         def make_plan() -> Plan:
@@ -144,12 +152,15 @@ class DynamicPlans:
         return Choice(self._own(found.schedule), lambda: found)
 
 
-def described(step: DynamicStep, values: tuple[int, ...], baseline_bytes: int | None) -> tuple[JointGraph, Profile]:
-    """The graph at these sizes and its profile."""
+def described(
+    step: DynamicStep, values: tuple[int, ...], baseline_bytes: int | None, device: Device | str | None = None
+) -> tuple[JointGraph, Profile]:
+    """The graph at these sizes and its profile, at the rates of `device` or of the GPU that it runs on."""
     graph = step.graph(values)
     if graph.as_compiled is not None:
         graph = replace(graph, as_compiled=replace(graph.as_compiled, baseline_bytes=baseline_bytes))
-    return graph, replace(profiled(graph), workspace_bytes=step.workspace_bytes(values))
+    profile = profiled(graph, gpu_rates(graph) if device is None else device)
+    return graph, replace(profile, workspace_bytes=step.workspace_bytes(values), swap_seconds=None)
 
 
 def dynamic_of(step: DynamicStep) -> tuple[tuple[int, int], ...]:

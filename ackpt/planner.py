@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from ackpt.capture.analysis import once_per_graph
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.costs.profiles import Profile
+from ackpt.costs.devices import Device
+from ackpt.costs.profiles import Profile, gpu_rates
 from ackpt.costs.profiles import profile as profiled
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
@@ -66,8 +67,9 @@ def plan(
             if `profile` has times of copies. ``"ilp"`` proves that no plan is cheaper, on graphs of up to 160
             operations; after ``time_limit=`` seconds (60) it warns how large the optimality gap may be. It needs
             ``pip install "ackpt[plan]"``.
-        profile: costs per node, from `ackpt.profile`. By default FLOPs are counted, and for real tensors on the CPU the
-            workspace of every operation is measured by running each different operation once.
+        profile: costs per node, from `ackpt.profile`. By default, times at the rates of the GPU that holds the tensors;
+            on the CPU, FLOPs and traffic are counted, and for real tensors the workspace of every operation is measured
+            by running each different operation once.
         cache: a folder in which the result of the search is stored, and found by later calls for an equal graph and
             profile in any process. The plan is the same with and without it. Damaged files are replaced with a warning.
         options: of the policy.
@@ -114,9 +116,14 @@ def _searched(graph: JointGraph, profile: Profile, limit, policy: str, options, 
         return cached(folder, graph, profile, about, lambda: [schedule_function(graph, profile, limit, **options)])[0]
 
 
-def default_profile(graph: JointGraph) -> Profile:
-    """The profile without a device: FLOPs and traffic, and the workspace measured where the graph can run here."""
-    return profiled(graph, workspace="measured" if graph.on_cpu and graph.has_data else "given")
+def default_profile(graph: JointGraph, device: Device | str | None = None) -> Profile:
+    """The profile at the rates of `device`, by default those of the GPU that the graph runs on, if it is known.
+
+    On the CPU, FLOPs and traffic are counted. The workspace is measured where the graph can run here.
+    """
+    device = gpu_rates(graph) if device is None else device
+    workspace = "measured" if graph.on_cpu and graph.has_data else "given"
+    return replace(profiled(graph, device, workspace=workspace), swap_seconds=None)
 
 
 class Baseline(NamedTuple):
@@ -276,6 +283,7 @@ def _plan(
         made_for=graph.made_for,
         note=None if graph.as_compiled is None else str(graph.as_compiled),
         sizes=graph.analysis.argument_shapes,
+        device=profile.device,
     )
 
 

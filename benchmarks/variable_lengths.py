@@ -41,7 +41,7 @@ def main() -> None:
     step = ackpt.compile(model, **batch(lengths[0], given.mask), budget=budget)
     step.prepare(**batch(lengths[1], given.mask))
     first = time.perf_counter() - start
-    totals = {"eager": 0.0, "planned": 0.0}
+    totals, known = {"eager": 0.0, "planned": 0.0}, {"eager": 0.0, "planned": 0.0}
     print(f"first two lengths captured and planned in {first:.1f} s")
     for length in lengths:
         inputs = batch(length, given.mask)
@@ -52,16 +52,19 @@ def main() -> None:
             totals[name] += seconds[name]
         same = all(torch.equal(one, other) for one, other in zip(*gradients.values()))
         again = {name: timed(model, call, inputs)[0] for name, call in (("eager", model), ("planned", step))}
+        known = {name: known[name] + again[name] for name in again}
         kinds = ", ".join(event.kind for event in step.history[events:]) or "known"
         new = seconds["planned"] - again["planned"]
         print(
             f"length {length:4}: {kinds:16} cost {step.plan.cost:6.1%}, peak {step.plan.peak_bytes:,}, same {same}, "
             f"eager {again['eager']:.3f} s, planned {again['planned']:.3f} s, first time +{1000 * new:.0f} ms"
         )
-    print(
-        f"30 lengths: eager {totals['eager']:.1f} s, planned {totals['planned']:.1f} s, "
-        f"ratio {totals['planned'] / totals['eager']:.2f}"
-    )
+    for name, seconds in (("first time", totals), ("again", known)):
+        ratio = seconds["planned"] / seconds["eager"]
+        print(
+            f"{len(lengths)} lengths, {name}: eager {seconds['eager']:.1f} s, planned {seconds['planned']:.1f} s, "
+            f"ratio {ratio:.2f}"
+        )
 
 
 def batch(length: int, with_mask: bool) -> dict[str, torch.Tensor]:

@@ -68,6 +68,14 @@ def integers(leaves: Sequence[Any], dimensions: Sequence[Dimension]) -> frozense
     return frozenset(each.leaf for each in dimensions if type(leaves[each.leaf]) is int)
 
 
+def _not_a_view(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or the same memory without its base, whose sizes would get symbols of their own, if it is all of it."""
+    is_all = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+    if not tensor._is_view() or tensor.requires_grad or not is_all:
+        return tensor
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+
 def symbolic(leaves: Sequence[Any], dimensions: Sequence[Dimension], mode: FakeTensorMode) -> list[Any]:
     """`leaves` with fake tensors for all tensors, which torch would otherwise give symbols; one tensor stays one."""
     numbers = integers(leaves, dimensions)
@@ -83,7 +91,8 @@ def symbolic(leaves: Sequence[Any], dimensions: Sequence[Dimension], mode: FakeT
             return leaf
         if id(leaf) not in made:
             kinds = [DimDynamic.DYNAMIC if dim in dynamic else DimDynamic.STATIC for dim in range(leaf.dim())]
-            made[id(leaf)] = mode.from_tensor(leaf, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+            context = StatelessSymbolicContext(dynamic_sizes=kinds)
+            made[id(leaf)] = mode.from_tensor(_not_a_view(leaf), symbolic_context=context)
         return made[id(leaf)]
 
     return [replacement(leaf) for leaf in leaves]
@@ -218,7 +227,7 @@ class DynamicModule:
                 if node.op == "placeholder":
                     raise TraceError(
                         f"an argument of shape {list(node.meta['val'].shape)} is a part of a larger tensor, whose size "
-                        "is not among the arguments: pass a copy of the part, as clone() makes"
+                        "is not among the arguments: pass a copy, as clone(memory_format=torch.contiguous_format) makes"
                     )
                 raise TraceError(f"the size of {node.name} ({node.target}) does not follow from the inputs' sizes")
 

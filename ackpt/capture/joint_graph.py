@@ -29,7 +29,7 @@ class AsCompiled:
 
     Example:
         >>> print(AsCompiled("module 'head' looks at values", 1024, ""))
-        module 'head' looks at values; its results are bit-equal to the model's own
+        module 'head' looks at values; for these inputs, its results are bit-equal to the model's own
     """
 
     reason: str
@@ -43,7 +43,7 @@ class AsCompiled:
             return f"{self.reason}; perhaps not bit-equal: it was not compared with the model's own step on this device"
         if self.difference:
             return f"{self.reason}; not bit-equal: {self.difference}"
-        return f"{self.reason}; its results are bit-equal to the model's own"
+        return f"{self.reason}; for these inputs, its results are bit-equal to the model's own"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

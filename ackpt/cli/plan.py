@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ackpt.costs.devices import DEVICES
+
 from .options import UsageError, add_set, field, writable
 
 MODELS = "transformer, lm, resnet18, resnet50, resnet152, bert-base, bert-large"
@@ -51,7 +53,7 @@ def add_plan(commands) -> None:
     add(
         "--device-profile",
         metavar="DEVICE",
-        help="plan the step as on a GPU and say whether it fits its memory: h100-80g, h200, a100-40g, t4 or rtx3090",
+        help=f"plan the step as on a GPU and say whether it fits its memory: {', '.join(DEVICES)}",
     )
     add(
         "--budget",

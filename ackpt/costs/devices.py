@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ackpt.errors import did_you_mean
 
@@ -52,53 +53,80 @@ class Device:
         return max(computing, bytes / self.memory_bytes_per_second)
 
 
-_HOPPER = {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 67e12, "float64": 67e12}
+def _rates(half: float, single: float, double: float = 0.0, bfloat16: bool = True) -> dict[str, float]:
+    """FLOP/s by dtype, from TFLOP/s."""
+    rates = {"bfloat16": half * bfloat16, "float16": half, "float32": single, "float64": double}
+    return {dtype: 1e12 * rate for dtype, rate in rates.items() if rate}
 
-DEVICES: dict[str, Device] = {
-    device.name: device
-    for device in (
-        Device(
-            "h100-80g",
-            80 * 10**9,
-            _HOPPER,
-            3.35e12,
-            64e9,
-            "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM: half of the rates with sparsity, PCIe Gen5 128 GB/s",
-        ),
-        Device(
-            "h200",
-            141 * 10**9,
-            _HOPPER,
-            4.8e12,
-            64e9,
-            "NVIDIA H200 Tensor Core GPU data sheet, H200 SXM: half of the rates with sparsity, PCIe Gen5 128 GB/s",
-        ),
-        Device(
-            "a100-40g",
-            40 * 10**9,
-            {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
-            1.555e12,
-            32e9,
-            "NVIDIA A100 Tensor Core GPU data sheet, A100 40GB: PCIe Gen4 64 GB/s",
-        ),
-        Device(
-            "t4",
-            16 * 10**9,
-            {"float16": 65e12, "float32": 8.1e12},
-            300e9,
-            16e9,
-            "NVIDIA T4 Tensor Core GPU data sheet: PCIe Gen3 x16 32 GB/s; no bfloat16",
-        ),
-        Device(
-            "rtx3090",
-            24 * 10**9,
-            {"bfloat16": 71e12, "float16": 71e12, "float32": 35.6e12},
-            936e9,
-            32e9,
-            "NVIDIA Ampere GA102 GPU Architecture whitepaper, appendix A: FP32 accumulate, PCIe Gen 4 x16",
-        ),
-    )
+
+_SHEET = "Tensor Core GPU data sheet"
+_SPARSE = "half of the rates with sparsity"
+# Memory in GB, rates, memory and link in GB/s, how torch.cuda.get_device_name calls it, and the source.
+_KNOWN = {
+    "h100-80g": (80, _rates(989.4, 67, 67), 3350, 64, "NVIDIA H100 80GB HBM3", f"NVIDIA H100 {_SHEET}, SXM: {_SPARSE}"),
+    "h100-pcie": (80, _rates(756.5, 51, 51), 2000, 64, "NVIDIA H100 PCIe", f"NVIDIA H100 {_SHEET}, PCIe: {_SPARSE}"),
+    "h200": (141, _rates(989.4, 67, 67), 4800, 64, "NVIDIA H200", f"NVIDIA H200 {_SHEET}, SXM: {_SPARSE}"),
+    "b200": (180, _rates(2250, 75, 37), 7700, 64, "NVIDIA B200", f"NVIDIA HGX B200 data sheet, an eighth: {_SPARSE}"),
+    "a100-40g": (40, _rates(312, 19.5, 19.5), 1555, 32, "NVIDIA A100-SXM4-40GB", f"NVIDIA A100 {_SHEET}, 40GB"),
+    "a100-40g-pcie": (40, _rates(312, 19.5, 19.5), 1555, 32, "NVIDIA A100-PCIE-40GB", f"NVIDIA A100 {_SHEET}, 40GB"),
+    "a100-80g": (80, _rates(312, 19.5, 19.5), 2039, 32, "NVIDIA A100-SXM4-80GB", f"NVIDIA A100 {_SHEET}, 80GB SXM"),
+    "a100-80g-pcie": (80, _rates(312, 19.5, 19.5), 1935, 32, "NVIDIA A100 80GB PCIe", f"NVIDIA A100 {_SHEET}, PCIe"),
+    "v100-16g": (16, _rates(125, 15.7, 7.8, False), 900, 16, "Tesla V100-SXM2-16GB", "NVIDIA V100 data sheet, SXM2"),
+    "v100-32g": (32, _rates(125, 15.7, 7.8, False), 900, 16, "Tesla V100-SXM2-32GB", "NVIDIA V100 data sheet, SXM2"),
+    "v100-pcie": (16, _rates(112, 14, 7, False), 900, 16, "Tesla V100-PCIE-16GB", "NVIDIA V100 data sheet, PCIe"),
+    "a10": (24, _rates(125, 31.2), 600, 32, "NVIDIA A10", f"NVIDIA A10 {_SHEET}: without sparsity"),
+    "l4": (24, _rates(121, 30.3), 300, 32, "NVIDIA L4", f"NVIDIA L4 {_SHEET}: {_SPARSE}"),
+    "l40s": (48, _rates(362, 91.6), 864, 32, "NVIDIA L40S", "NVIDIA L40S data sheet: without sparsity"),
+    "t4": (16, _rates(65, 8.1, 0, False), 300, 16, "Tesla T4", f"NVIDIA T4 {_SHEET}: no bfloat16"),
+    "rtx3090": (24, _rates(71, 35.6), 936, 32, "NVIDIA GeForce RTX 3090", "NVIDIA Ampere GA102 whitepaper, appendix A"),
+    "rtx4090": (24, _rates(165.2, 82.6), 1008, 32, "NVIDIA GeForce RTX 4090", "NVIDIA Ada whitepaper, appendix A"),
+    "rtx5090": (32, _rates(209.5, 104.8), 1792, 64, "NVIDIA GeForce RTX 5090", "NVIDIA RTX Blackwell whitepaper"),
+    "mi300x": (192, _rates(1307.4, 163.4, 163.4), 5300, 64, "AMD Instinct MI300X", "AMD Instinct MI300X data sheet"),
 }
+DEVICES: dict[str, Device] = {
+    name: Device(name, gigabytes * 10**9, rates, memory * 1e9, link * 1e9, source)
+    for name, (gigabytes, rates, memory, link, _, source) in _KNOWN.items()
+}
+
+
+# By compute capability: floating-point operations per multiprocessor and clock in half and in single precision (CUDA
+# programming guide, arithmetic instructions; for half precision, what the whitepapers' rates are at their clocks).
+_PER_CLOCK = {
+    (7, 0): (1024, 128),
+    (7, 5): (1024, 128),
+    (8, 0): (2048, 128),
+    (8, 6): (512, 256),
+    (8, 9): (512, 256),
+    (9, 0): (4096, 256),
+    (10, 0): (8192, 256),
+    (12, 0): (512, 256),
+}
+_GUESSED_LINK = 16e9
+
+
+def rates_of(properties: Any) -> Device | None:
+    """The rates of the GPU with these properties; None for one of an architecture that is not known.
+
+    Args:
+        properties: from ``torch.cuda.get_device_properties``.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> rates_of(SimpleNamespace(name="NVIDIA L4")).name
+        'l4'
+    """
+    for name, known in _KNOWN.items():
+        if known[4] == properties.name:
+            return DEVICES[name]
+    per_clock = _PER_CLOCK.get((properties.major, properties.minor))
+    if per_clock is None:
+        return None
+    clocks = properties.multi_processor_count * properties.clock_rate * 1e3
+    half, single = (each * clocks / 1e12 for each in per_clock)
+    bytes_per_second = 2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8
+    rates = _rates(half, single, 0, properties.major >= 8)
+    source = "torch.cuda.get_device_properties"
+    return Device(properties.name, properties.total_memory, rates, bytes_per_second, _GUESSED_LINK, source)
 
 
 def device(name: str) -> Device:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,7 +198,23 @@ def profile(
         return _measured(graph, device, inputs)
     if inputs is not None:
         raise ValueError('inputs are run, and mode="analytic" runs nothing: leave them out, or use mode="measured"')
-    return _analytic(graph, _rates(device), workspace)
+    return _analytic(graph, rates(device), workspace)
+
+
+def gpu_rates(graph: JointGraph) -> devices.Device | None:
+    """The rates of the GPU that holds the tensors of `graph`; None without one, or if they are not known.
+
+    Dtypes that the data sheet does not name count as float32, as torch computes bfloat16 on a T4.
+    """
+    device = device_of(graph)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    known = devices.rates_of(torch.cuda.get_device_properties(device))
+    if known is None:
+        return None
+    dtypes = [str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)]
+    by_dtype = dict.fromkeys(dtypes, known.flops_per_second["float32"])
+    return replace(known, flops_per_second={**by_dtype, **known.flops_per_second})
 
 
 def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -> Profile:
@@ -263,7 +279,12 @@ def _calls(graph: JointGraph):
         yield node, args, kwargs
 
 
-def _rates(device) -> devices.Device | None:
+def rates(device: Any) -> devices.Device | None:
+    """The rates of a device that is named or given; None for None.
+
+    Raises:
+        TypeError, ValueError: if it is neither, or not known.
+    """
     if device is None or isinstance(device, devices.Device):
         return device
     if not isinstance(device, str):

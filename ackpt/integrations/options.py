@@ -8,6 +8,7 @@ from typing import Any
 
 from ackpt.capture.optimizer_state import Loop
 from ackpt.capture.outputs import check_differentiate, check_outputs
+from ackpt.costs.devices import Device
 from ackpt.errors import check_misspelt
 from ackpt.planning.plan import Plan
 from ackpt.policies.search.schedule_cache import Cache
@@ -28,6 +29,7 @@ class Options:
     on_plan: Callable[[Plan], Any] | None
     loop: Loop
     cache: Cache | None
+    device_profile: Device | str | None
     of_policy: dict[str, Any]
 
 
@@ -52,7 +54,7 @@ def checked(options: Any, mode: str | None = None) -> Options:
         raise TypeError(
             f"{foreign[0]!r} is not an option of this backend: use ackpt.compile(model, ..., {foreign[0]}=...)"
         )
-    names = ("budget", "policy", "differentiate", "outputs", "compiler", "on_plan", *_NOT_OF_INDUCTOR)
+    names = ("budget", "policy", "differentiate", "outputs", "compiler", "on_plan", "device_profile", *_NOT_OF_INDUCTOR)
     check_misspelt(rest, names, "this backend")
     on_plan = rest.pop("on_plan", None)
     if on_plan is not None and not callable(on_plan):
@@ -70,5 +72,5 @@ def checked(options: Any, mode: str | None = None) -> Options:
     differentiate = check_differentiate(rest.pop("differentiate", "loss"))
     budget, policy = rest.pop("budget", None), rest.pop("policy", "auto")
     loop = Loop(rest.pop("optimizer", None), rest.pop("accumulation", False))
-    cache = rest.pop("cache", None)
-    return Options(budget, policy, differentiate, outputs, compiler, on_plan, loop, cache, rest)
+    cache, device = rest.pop("cache", None), rest.pop("device_profile", None)
+    return Options(budget, policy, differentiate, outputs, compiler, on_plan, loop, cache, device, rest)

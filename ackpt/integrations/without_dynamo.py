@@ -48,6 +48,7 @@ class WithoutDynamo:
             raise TypeError(f"give torch.compile a module or a function, got {function!r}")
         owner = getattr(function, "__self__", None)
         if isinstance(owner, nn.Module) and function.__name__ == "_call_impl":  # owner.compile()
+            torch._dynamo.reset()  # what was compiled before has the model's own operations in it
             with without_budget(owner):
                 return InPlace(self._step(owner))
         steps: dict[tuple[nn.Module, ...], PlannedStep] = {}  # by the modules among the arguments
@@ -75,6 +76,7 @@ class WithoutDynamo:
             options=use.of_policy,
             dynamic=self.dynamic,
             cache=use.cache,
+            device_profile=use.device_profile,
             on_plan=use.on_plan,
         )
 

@@ -103,7 +103,8 @@ class Plan:
     times. ``made_for``: the call that the plan was made for, in words; None if unknown. ``note``: how a step captured
     as ``torch.compile`` runs the model differs from the model's own; None for others. ``sizes``: the shape of every
     tensor of that call; None if unknown. ``dynamic``: (index in ``sizes``, dimension) of the dimensions that were
-    dynamic when the step was captured.
+    dynamic when the step was captured. ``device``: the one whose times are minimized, as in the profile; ``"any"`` if
+    FLOPs and traffic are.
 
     Example:
         >>> import torch, ackpt
@@ -138,6 +139,7 @@ class Plan:
     note: str | None = None
     sizes: tuple[tuple[int, ...], ...] | None = field(default=None, compare=False)
     dynamic: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    device: str = "any"
 
     def __repr__(self) -> str:
         share = self.dynamic_peak_bytes / max(1, self.baseline_dynamic_peak_bytes)
@@ -185,7 +187,7 @@ class Plan:
             f"{memory_format(baseline)}",
             f"reached at        {self.peak_node}",
             f"recomputed        {again}",
-            f"cost              {self.cost:.1%} of the step; {self._bound()}",
+            f"cost              {self.cost:.1%} of the step{self._rates()}; {self._bound()}",
             f"activations       {fates[SAVED]} of {len(self.activations)} saved, {memory_format(self.saved_bytes)}; "
             f"{fates[RECOMPUTED]} recomputed, {fates[OFFLOADED]} offloaded",
             *self._offload(),
@@ -217,6 +219,9 @@ class Plan:
         for a in self.activations:
             groups.setdefault((pattern(a.module), operation(a.name), a.source, a.bytes, a.fate), []).append(a)
         return sorted(map(tuple, groups.values()), key=lambda group: -sum(a.bytes for a in group))
+
+    def _rates(self) -> str:
+        return "" if self.device == "any" else f", in times of {self.device}"
 
     def _bound(self) -> str:
         if self.lower_bound is not None:

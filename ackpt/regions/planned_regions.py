@@ -105,6 +105,9 @@ class PlannedRegions:
             cause = f"{self.reason}; {served.plan!r}"
             self.history.add("regions", cause, time.perf_counter() - start)
             plans.append(served)
+            self._last = served
+            if self.on_plan is not None:
+                self.on_plan(served.plan)
         self._last = served
         return served
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from ackpt.metering.meter import memory_format
 from ackpt.metering.timeline import Timeline
+from ackpt.planning.plan import PlanError
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,17 @@ class RegionsPlan:
     def baseline_dynamic_peak_bytes(self) -> int | None:
         """The dynamic peak of the model's own step; None if it is not known."""
         return None if self.baseline_peak_bytes is None else self.baseline_peak_bytes - self.resident_bytes
+
+    def save(self, path: str | os.PathLike[str]) -> NoReturn:
+        """Not possible.
+
+        Raises:
+            PlanError: always, before anything is written.
+        """
+        raise PlanError(
+            f"a plan in parts cannot be saved to {os.fspath(path)!r}: it holds for what this machine measured with one "
+            "batch. Give the budget in every run instead."
+        )
 
     def table(self) -> str:
         """Peak, cost, bound, and how each module runs, as aligned text."""

@@ -18,6 +18,7 @@ from ackpt.capture.inspection.model_checks import check_model, first_opaque, own
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.optimizer_state import NO_LOOP, Loop, check_optimizer
+from ackpt.capture.patches.dynamo_calls import break_graphs_at
 from ackpt.errors import TraceError
 from ackpt.planning.plan import Plan
 
@@ -202,6 +203,7 @@ class InPlace:
 
     def __init__(self, step: PlannedStep):
         self.step = step
+        break_graphs_at(_has_plan)
 
     def __call__(self, *args, **kwargs):
         return self.step.forward(*args, **kwargs)
@@ -215,7 +217,11 @@ def put_in_place(step: PlannedStep) -> None:
 def in_place_of(model: nn.Module) -> PlannedStep | None:
     """The step that calls of `model` run; None if they run the model itself."""
     call: Any = model._compiled_call_impl
-    return call.step if isinstance(call, InPlace) else None
+    return call.step if _has_plan(model) else None
+
+
+def _has_plan(model: nn.Module) -> bool:
+    return isinstance(model._compiled_call_impl, InPlace)
 
 
 def take_away(model: nn.Module) -> None:

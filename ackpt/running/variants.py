@@ -109,7 +109,7 @@ class Variants:
     Args:
         model, planner, differentiate, outputs, loop: of the step.
         dynamic: which dimensions become dynamic, see `ackpt.compile`.
-        on_plan: called with the plan of every new variant.
+        on_plan: called with every new plan.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Variants:
         outputs: str,
         loop: Loop,
         dynamic: DynamicArgument,
-        on_plan: Callable[[Plan], Any] | None = None,
+        on_plan: Callable[[Any], Any] | None = None,
     ):
         self.model, self.planner, self.loop, self.dynamic = model, planner, loop, dynamic
         self.differentiate, self.outputs, self.on_plan = differentiate, outputs, on_plan

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 import ackpt
 from ackpt.costs import devices
-from ackpt.costs.profiles import ProfileError, profile
+from ackpt.costs.profiles import ProfileError, gpu_rates, profile
 from ackpt.graph import Profile, trace
 from ackpt.metering.meter import MeterError
 
@@ -137,9 +138,43 @@ def test_every_device_has_rates(name, linear):
     assert rates["float16"] > rates["float32"] > known.memory_bytes_per_second > known.link_bytes_per_second
 
 
+def test_rates_of_gpus():
+    """Known ones by their names, others by what torch says of them: within a tenth of the data sheets."""
+    figures = {  # multiprocessors, boost clock in kHz, memory clock in kHz, bus in bits
+        "h100-80g": ((9, 0), 132, 1_830_000, 2_619_000, 5120),
+        "a100-40g": ((8, 0), 108, 1_410_000, 1_215_000, 5120),
+        "t4": ((7, 5), 40, 1_590_000, 5_001_000, 256),
+        "rtx4090": ((8, 9), 128, 2_520_000, 10_501_000, 384),
+        "rtx5090": ((12, 0), 170, 2_407_000, 14_001_000, 512),
+    }
+    for name, ((major, minor), processors, clock, memory_clock, bus) in figures.items():
+        properties = SimpleNamespace(
+            name="NVIDIA Unheard-of", major=major, minor=minor, multi_processor_count=processors, clock_rate=clock
+        )
+        properties.memory_clock_rate, properties.memory_bus_width, properties.total_memory = memory_clock, bus, 1
+        derived, sheet = devices.rates_of(properties), devices.device(name)
+        assert derived.flops_per_second["float16"] == pytest.approx(sheet.flops_per_second["float16"], rel=0.1)
+        assert derived.flops_per_second["float32"] == pytest.approx(sheet.flops_per_second["float32"], rel=0.1)
+        assert derived.memory_bytes_per_second == pytest.approx(sheet.memory_bytes_per_second, rel=0.1)
+        assert ("bfloat16" in derived.flops_per_second) == ("bfloat16" in sheet.flops_per_second)
+    assert devices.rates_of(SimpleNamespace(name="Tesla T4")) is devices.device("t4")
+    assert devices.rates_of(SimpleNamespace(name="NVIDIA Unheard-of", major=99, minor=0)) is None
+
+
+def test_a_step_on_a_gpu_is_planned_at_its_rates(linear, monkeypatch):
+    assert gpu_rates(linear) is None
+    monkeypatch.setattr("ackpt.costs.profiles.device_of", lambda graph: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="Tesla T4"))
+    rates = gpu_rates(linear)
+    assert rates.flops_per_second["bfloat16"] == rates.flops_per_second["float32"] == 8.1e12
+    assert rates.flops_per_second["float16"] == 65e12
+    assert profile(linear, rates).seconds == profile(linear, "t4").seconds
+
+
 def test_what_is_asked_for_wrongly(linear):
-    with pytest.raises(ValueError, match="no rates are known for device 'b300', only for h100-80g, h200, a100-40g, t4"):
-        profile(linear, "b300")
+    with pytest.raises(ValueError, match="no rates are known for device 'tpu', only for h100-80g, h100-pcie"):
+        profile(linear, "tpu")
     for name, close in [("h100", "h100-80g"), ("H200", "h200")]:
         with pytest.raises(ValueError, match=rf"device '{name}' \(did you mean '{close}'\?\)"):
             profile(linear, name)

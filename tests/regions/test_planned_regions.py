@@ -300,3 +300,15 @@ def test_training_is_bit_equal():
             call(**batch).loss.backward()
             optimizer.step()
     assert_equal([*model.state_dict().values()], [*other.state_dict().values()], "state")
+
+
+def test_every_new_plan_is_reported_and_none_is_saved(tmp_path):
+    model, batch = built("early exit")
+    plans = []
+    step = torch.compile(model, backend="ackpt", options={"budget": 0.7, "on_plan": plans.append})
+    for rows in (64, 32, 80):
+        step(x=torch.randn(rows, 16))
+    assert len(plans) == 2 and plans[0].peak_bytes < plans[1].peak_bytes
+    with pytest.raises(ackpt.PlanError, match="a plan in parts cannot be saved"):
+        plans[0].save(tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())

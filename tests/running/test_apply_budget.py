@@ -204,3 +204,45 @@ def test_threads(model):
     for thread in threads:
         thread.join()
     assert len(results) == 3 and all(torch.equal(each, expected) for each in results)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo reads that of the second graph's input
+class TestInCompiledFunctions:
+    """Dynamo breaks its graph at the model, which runs as planned."""
+
+    @pytest.mark.parametrize("compiled_before", [False, True])
+    def test_it_runs_as_planned(self, model, fresh_dynamo, compiled_before):
+        expected = gradients(model)
+        function = torch.compile(lambda batch: model(**batch)["loss"] * 2 / 2, backend="aot_eager")
+
+        def once():
+            model.zero_grad()
+            function(BATCH).backward()
+
+        if compiled_before:
+            once()
+        step = ackpt.apply_budget(model, BATCH, budget=0.7)
+        measured = ackpt.measure(once, resident=(model, *BATCH.values()), repeats=0)
+        assert measured.peak_bytes == step.plan.peak_bytes
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected))
+
+    def test_so_does_a_part_of_a_compiled_model(self, model, fresh_dynamo):
+        whole = nn.Sequential(model, nn.Flatten(0))
+        whole(BATCH["x"]).sum().backward()
+        expected = [p.grad.clone() for p in model.parameters()]
+        step = ackpt.apply_budget(model, BATCH["x"], budget=0.7)
+        compiled = torch.compile(whole, backend="aot_eager")
+
+        def once():
+            model.zero_grad()
+            compiled(BATCH["x"]).sum().backward()
+
+        # The gradient of the output is a view of one number here; the plan counts a whole tensor.
+        assert ackpt.measure(once, resident=(model, BATCH["x"]), repeats=0).peak_bytes <= step.plan.peak_bytes
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected))
+
+    def test_a_full_graph_is_refused(self, model, fresh_dynamo):
+        ackpt.apply_budget(model, BATCH, budget=0.7)
+        function = torch.compile(lambda: model(**BATCH)["loss"], backend="aot_eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="a planned step"):
+            function()

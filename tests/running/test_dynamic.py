@@ -161,7 +161,7 @@ def test_parts_of_larger_tensors_are_captured_for_themselves(caplog):
         check(step, model, whole[:, :length])
     assert kinds(step) == ["capture", "refused", "capture", "capture"]
     assert "is a part of a larger tensor" in step.history[1].cause
-    with pytest.raises(ackpt.TraceError, match=r"pass a copy of the part, as clone\(\) makes"):
+    with pytest.raises(ackpt.TraceError, match=r"pass a copy, as clone\(.*\) makes"):
         ackpt.compile(model, whole[:, :12], budget="10MiB", dynamic={"ids": {1: None}})
     step = ackpt.compile(model, whole[:, :12].clone(), budget="10MiB")
     for length in (13, 16):

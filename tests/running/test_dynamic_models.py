@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import CAPTURED_AS_COMPILED
 from dynamic_steps import check, ids, kinds
 from torch import nn
 from torch.nn import functional as F
@@ -102,6 +103,25 @@ def packed(*batches):
         yield tokens, ends * length, length, tokens.roll(1)
 
 
+class PackedLlama(nn.Module):
+    """A model of transformers that finds the ends of its sequences in the positions."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+        self.model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=50, use_cache=False, **sizes))
+
+    def forward(self, tokens, positions):
+        return self.model(input_ids=tokens, position_ids=positions, labels=tokens).loss
+
+
+def in_one_row(*batches):
+    """Tokens and positions of sequences of these lengths, one after the other."""
+    return [(ids(1, sum(lengths)), torch.cat([*map(torch.arange, lengths)])[None]) for lengths in batches]
+
+
 def rows(*sizes):
     return [torch.randn(size, 16) for size in sizes]
 
@@ -118,6 +138,7 @@ MODELS = {
         packed((3, 20), (3, 24), (3, 17), (3, 33)),
         2,
     ),
+    "packed sequences of transformers": (PackedLlama, in_one_row((9, 11), (20, 4), (5, 5, 5), (13, 20)), 2),
     "lengths in a list": (
         Pieces,
         [(torch.randn(sum(n), 16), list(n)) for n in ((20, 30), (24, 25), (9, 9), (40, 17), (1, 9), (5, 5, 5))],
@@ -128,6 +149,7 @@ MODELS = {
 }
 
 
+@pytest.mark.filterwarnings(CAPTURED_AS_COMPILED)
 @pytest.mark.parametrize("name", MODELS)
 def test_sizes(name):
     make, batches, captures = MODELS[name]
