@@ -36,7 +36,8 @@ WIDE = """() => {
 }"""
 
 # axe takes seconds on a long page to look for the ground behind every text. What it then says depends on styles only,
-# so one text, or the link around it, stands for all of its kind. `preload` fetches style sheets from wrong addresses.
+# so one text, or the link around it, stands for all of its kind. The rule `region` is slow, too, and what it finds is
+# moderate. `preload` fetches style sheets from wrong addresses.
 VIOLATIONS = """async (everything) => {
     const grounds = new Map([[null, ""]]);
     const ground = (element) => {
@@ -63,7 +64,7 @@ VIOLATIONS = """async (everything) => {
     }
     const options = { resultTypes: ["violations"], preload: false };
     const ofStyles = ["color-contrast", "link-in-text-block"];
-    const others = Object.fromEntries(ofStyles.map((rule) => [rule, { enabled: false }]));
+    const others = Object.fromEntries([...ofStyles, "region"].map((rule) => [rule, { enabled: false }]));
     const texts = { include: [...kinds.values()] };
     const found = [
         ...(kinds.size ? (await axe.run(texts, { ...options, runOnly: ofStyles })).violations : []),
