@@ -36,9 +36,9 @@ WIDE = """() => {
 }"""
 
 # axe takes seconds on a long page to look for the ground behind every text. What it then says depends on styles only,
-# so one text, or the link around it, stands for all of its kind, and all but those and the blocks around links is taken
-# away meanwhile. The rule `region` is slow, too, and what it finds is moderate. `preload` fetches style sheets from wrong
-# addresses.
+# so one text, or the link around it, stands for all of its kind; all but those and the blocks around links is taken
+# away meanwhile. The rule `region` is slow, too, and what it finds is moderate. `preload` fetches style sheets from
+# wrong addresses.
 VIOLATIONS = """async (everything) => {
     const grounds = new Map([[null, ""]]);
     const ground = (element) => {
