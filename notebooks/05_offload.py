@@ -33,7 +33,6 @@ import os
 import tempfile
 import threading
 import time
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -725,7 +724,7 @@ def block_seconds(T):
 
 
 # %%
-lengths = [256, 512, 768, 1024, 1536]
+lengths = [256, 512, 768, 1024, 1536, 2048]
 bytes_per_token = 4 * 32 * 4
 seconds = {T: block_seconds(T) for T in lengths}
 forward, backward = ({T: pair[way] for T, pair in seconds.items()} for way in (0, 1))
@@ -767,7 +766,7 @@ def attend_eight_times(T):
 def hidden_share(T):
     attend_eight_times(T)
     slow.engine.reset_stats()
-    for _ in range(2):
+    for _ in range(3):
         attend_eight_times(T)
     counts = slow.engine.stats()
     copies = counts["copies_out"] + counts["copies_in"]
@@ -827,7 +826,7 @@ print(pays_at(512))
 # the plain ones first, to the last bit. In a terminal this is `ackpt offload`.
 
 # %%
-config = replace(offload.CPU, total_tokens=1024)
+config = offload.CPU
 records = offload.run_offload(config, SOURCE, timed_rounds=3)
 for record in records:
     path = record.save(f"results/cpu/05_{offload_report.file_name(record)}")
