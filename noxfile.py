@@ -172,12 +172,13 @@ def everything(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True, default=False, requires=["book"])
 def browser(session: nox.Session) -> None:
-    """Build the book and read it in a browser: links, errors, search, widgets, widths, colours, axe-core's rules."""
+    """Build the book and read it in a browser: links, errors, search, widgets, widths, colours, axe-core's rules.
+
+    `-- --pictures FOLDER` also keeps a picture of every page.
+    """
     session.install(*BROWSER)
-    shutil.rmtree(ROOT / "book" / "_build" / "screenshots", ignore_errors=True)
     options = [f"--chromium={chromium(session)}", "-n", "2", *session.posargs]
     session.run("pytest", "tests_browser", *options)
-    session.log("pictures of the pages: book/_build/screenshots")
 
 
 def chromium(session: nox.Session) -> str:

@@ -219,7 +219,7 @@ for policy, plan in plans.items():
 BUDGET = "80GiB"
 rows = {
     size: [sharded_llama.rank_row(large[size], ranks, BUDGET) for ranks in numbers]
-    for size, numbers in {"8B": (8, 16, 64), "70B": (16, 32, 64, 256, 512)}.items()
+    for size, numbers in {"8B": (8, 64), "70B": (16, 32, 64, 512)}.items()
 }
 
 # %% tags=["hide-input"]

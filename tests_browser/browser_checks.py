@@ -36,7 +36,9 @@ WIDE = """() => {
 }"""
 
 # axe takes seconds on a long page to look for the ground behind every text. What it then says depends on styles only,
-# so one text, or the link around it, stands for all of its kind. `preload` fetches style sheets from wrong addresses.
+# so one text, or the link around it, stands for all of its kind; all but those and the blocks around links is taken
+# away meanwhile. The rule `region` is slow, too, and what it finds is moderate. `preload` fetches style sheets from
+# wrong addresses.
 VIOLATIONS = """async (everything) => {
     const grounds = new Map([[null, ""]]);
     const ground = (element) => {
@@ -61,12 +63,44 @@ VIOLATIONS = """async (everything) => {
         const name = kind.join("|");
         if (!kinds.has(name)) kinds.set(name, link ?? element);
     }
+    const blockAround = (element) => {
+        while (getComputedStyle(element).display.startsWith("inline") && element !== document.body)
+            element = element.parentElement;
+        return element;
+    };
+    const shown = [...kinds.values()].map((one) => one.matches("a") ? blockAround(one.parentElement) : one);
+    const ancestors = new Set();
+    for (const one of shown)
+        for (let up = one; up && !ancestors.has(up); up = up.parentElement) ancestors.add(up);
+    const keep = new Set(shown), hidden = [];
+    const hideOthers = (element) => {
+        for (const child of element.children) {
+            if (keep.has(child)) continue;
+            if (ancestors.has(child)) hideOthers(child);
+            else hidden.push([child, child.getAttribute("style"), [...child.childNodes]]);
+        }
+    };
+    const ofTexts = async () => {
+        if (!keep.has(document.body)) hideOthers(document.body);
+        for (const [element] of hidden) {
+            element.style.setProperty("display", "none", "important");
+            element.replaceChildren();
+        }
+        try {
+            return (await axe.run(texts, { ...options, runOnly: ofStyles })).violations;
+        } finally {
+            for (const [element, style, nodes] of hidden) {
+                style === null ? element.removeAttribute("style") : element.setAttribute("style", style);
+                element.replaceChildren(...nodes);
+            }
+        }
+    };
     const options = { resultTypes: ["violations"], preload: false };
     const ofStyles = ["color-contrast", "link-in-text-block"];
-    const others = Object.fromEntries(ofStyles.map((rule) => [rule, { enabled: false }]));
+    const others = Object.fromEntries([...ofStyles, "region"].map((rule) => [rule, { enabled: false }]));
     const texts = { include: [...kinds.values()] };
     const found = [
-        ...(kinds.size ? (await axe.run(texts, { ...options, runOnly: ofStyles })).violations : []),
+        ...(kinds.size ? await ofTexts() : []),
         ...(everything ? (await axe.run(document, { ...options, rules: others })).violations : []),
     ];
     return found

@@ -169,10 +169,12 @@ def _predict(config, device, name) -> dict:
     with FakeTensorMode():
         model = Transformer(config.model())
         batch = torch.empty(config.total_tokens, config.dim), _offsets(config)
+        for parameter in model.parameters():  # gradients exist before the step
+            parameter.grad = torch.empty_like(parameter)
     method = make_method(name, model, config.device, config.min_bytes)
     method.switch_on()
     step = partial(one_step, config, model, method, batch)
-    return _metrics(predict(step, resident=(model, *batch), device=device))
+    return _metrics(predict(step, resident=(model, *batch), device=device, warmup=0))
 
 
 def _metrics(measured) -> dict:
@@ -260,7 +262,8 @@ def _time(config, model, methods, rounds, failures) -> dict[str, dict]:
             "seconds_hidden_share": None,
         }
         if method.offload is not None:
-            timed[name] |= _copy_seconds([_one_counted_step(config, model, method, batch) for _ in range(rounds)])
+            samples = comparison.seconds[name].samples
+            timed[name] |= _copy_seconds([_one_counted_step(config, model, method, batch) for _ in samples])
         if config.device == "cuda" and name not in WITHOUT_COPIES:
             with failures.of(f"the trace of {name}"):
                 timed[name]["seconds_traced"] = traced(steps[name])

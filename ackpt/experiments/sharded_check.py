@@ -7,6 +7,7 @@ that free them at their own pace, so the lowest peak of several steps is taken.
 from __future__ import annotations
 
 import datetime
+import gc
 import tempfile
 import warnings
 from dataclasses import dataclass
@@ -95,7 +96,9 @@ def _measured(request: StepRequest, sharding: Sharding, method: str) -> tuple[in
     model.zero_grad(set_to_none=True)
     shards = [parameter.to_local() for parameter in model.parameters()]
     resident = (*shards, *model.buffers(), *tensors(inputs))
-    measurements = [ackpt.measure(step, "cpu", resident=resident, repeats=0) for _ in range(STEPS)]
+    gc.collect()
+    gc.freeze()  # every measurement collects garbage: it need not look at what torch has imported
+    measurements = [ackpt.measure(step, "cpu", resident=resident, warmup=0, repeats=0) for _ in range(STEPS)]
     return min(each.dynamic_peak_bytes for each in measurements), measurements[0].resident_bytes
 
 

@@ -18,7 +18,7 @@ from ackpt.results import Record, environment
 from .named_steps import Method, Setting
 from .settings import record_config, record_metrics
 from .step_shapes import Shapes
-from .training import PLANNED, adamw, configure, one_step
+from .training import PLANNED, adamw, configure, make_states, one_step
 
 
 def predict_experiment(config, command: str = ""):
@@ -56,11 +56,13 @@ def _predict(task, device, method) -> dict:
     with FakeTensorMode():
         model = task.build()
         batch = task.example()
+        optimizer = adamw(model, task.learning_rate)
+        make_states(optimizer)
     configure(model, method)
-    optimizer = adamw(model, task.learning_rate)
     predicted = predict(
         lambda: one_step(task, model, optimizer, batch, method),
         resident=(model, optimizer, *task.tensors(batch)),
         device=device,
+        warmup=0,
     )
     return record_metrics(predicted)

@@ -24,7 +24,7 @@ from ackpt.workloads.planned_shapes import PlanConfig, captured
 
 from .named_steps import PER_BLOCK, UNBOUNDED, Method, NotRun, Setting, one_step, switch, tensors
 from .settings import free_host_bytes, record_metrics
-from .training import adamw
+from .training import adamw, make_states
 
 AS_ON = "h200"  # the GPU whose choice of kernels a prediction for CUDA follows
 ROOM_SHARE = 0.8  # of free memory that a run may take; the rest is for what allocators add
@@ -62,8 +62,9 @@ class Shapes:
     def _eager(self, method: Method) -> dict:
         with FakeTensorMode():
             made = training_step(self.setting.request(), "cpu")
+            optimizer = adamw(made.model, self.setting.learning_rate)
+            make_states(optimizer)
         switch(made.model, method)
-        optimizer = adamw(made.model, self.setting.learning_rate)
         cuda = self.setting.device == "cuda"
 
         def step():
@@ -71,7 +72,7 @@ class Shapes:
                 one_step(made.model, made.inputs, self.setting, optimizer)
 
         resident = (made.model, optimizer, *tensors(made.inputs))
-        return record_metrics(predict(step, resident=resident, device=self.setting.device))
+        return record_metrics(predict(step, resident=resident, device=self.setting.device, warmup=0))
 
     def _planned(self, method: Method) -> dict:
         graph, profile = self._graph()

@@ -84,6 +84,18 @@ def adamw(model, learning_rate: float):
     return torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
 
 
+def make_states(optimizer) -> None:
+    """Make the states of an optimizer of parameters without data, as its first step does; no gradients are left.
+
+    A prediction then needs no training step before. Call it under the parameters' FakeTensorMode.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
 def one_step(task: Task, model, optimizer, batch, method: str, scaler=None):
     """Run forward, backward and the optimizer's step; returns the loss, still on its device."""
     with autocast(task.device, task.dtype):
