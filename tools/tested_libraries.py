@@ -5,6 +5,7 @@ A builder returns ``(model, args, kwargs)``. It imports its library when it is c
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -132,8 +133,7 @@ def _diffusers(name: str, options: dict[str, Any], **inputs: tuple[int, ...]) ->
     """A model of diffusers; an input named ``*_ids`` or ``timestep`` is drawn as whole numbers or fractions."""
 
     def build() -> Built:
-        import diffusers
-
+        diffusers = importlib.import_module("diffusers")
         batch: dict[str, Any] = {
             key: torch.randint(10, shape) if key in ("class_labels", "timestep") else torch.randn(shape)
             for key, shape in inputs.items()
@@ -230,9 +230,8 @@ DIFFUSERS: dict[str, Callable[[], Built]] = {
 
 def _monai(name: str, options: dict[str, Any], *shape: int) -> Callable[[], Built]:
     def build() -> Built:
-        import monai.networks.nets
-
-        return getattr(monai.networks.nets, name)(**options), (torch.randn(shape or (2, 1, 32, 32)),), {}
+        nets = importlib.import_module("monai.networks.nets")
+        return getattr(nets, name)(**options), (torch.randn(shape or (2, 1, 32, 32)),), {}
 
     return build
 
@@ -269,22 +268,21 @@ MONAI: dict[str, Callable[[], Built]] = {
 
 def _geometric(name: str, **options: Any) -> Callable[[], Built]:
     def build() -> Built:
-        import torch_geometric.nn
-
+        geometric = importlib.import_module("torch_geometric.nn")
         edges = torch.randint(10, (2, 30))
-        model = getattr(torch_geometric.nn, name)(8, 16, num_layers=2, out_channels=4, dropout=0.1, **options)
+        model = getattr(geometric, name)(8, 16, num_layers=2, out_channels=4, dropout=0.1, **options)
         return model, (torch.randn(10, 8), edges), {}
 
     return build
 
 
 def _graph_unet() -> Built:
-    import torch_geometric.nn
+    geometric = importlib.import_module("torch_geometric.nn")
 
     class Nodes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = torch_geometric.nn.GraphUNet(8, 16, 4, depth=2)
+            self.model = geometric.GraphUNet(8, 16, 4, depth=2)
 
         def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
             return self.model(x, edges)
@@ -304,8 +302,7 @@ GEOMETRIC: dict[str, Callable[[], Built]] = {
 
 def _x_transformers(decoder: bool, **options: Any) -> Callable[[], Built]:
     def build() -> Built:
-        import x_transformers
-
+        x_transformers = importlib.import_module("x_transformers")
         layers = x_transformers.Decoder if decoder else x_transformers.Encoder
         attention = layers(dim=16, depth=2, heads=2, attn_dim_head=8, **options)
         model = x_transformers.TransformerWrapper(num_tokens=20, max_seq_len=8, attn_layers=attention)

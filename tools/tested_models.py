@@ -1,12 +1,13 @@
 """Try regions and plans on small models of transformers, diffusers, monai, torch_geometric, x-transformers and torch.
 
-    python tools/tested_models.py                          all models that have no entry of this commit yet
+    python tools/tested_models.py                          all models that have no entry in the record yet
     python tools/tested_models.py --library transformers   those of one library; may be repeated
     python tools/tested_models.py --only "transformers bert"   one model, also if it has an entry; may be repeated
-    python tools/tested_models.py --forget                 remove entries of models that are not in the list
+    python tools/tested_models.py --again                  all models, also those that have an entry
 
 Each model runs in its own process with a time limit. The record is written after every model, so that the command can
-be interrupted and continued. Libraries that are not installed are named and skipped; their entries stay.
+be interrupted and continued; every entry has its own commit, version of the library and date. Libraries that are not
+installed are named and skipped; their entries stay.
 """
 
 from __future__ import annotations
@@ -50,14 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=names(), metavar="NAME", help="only this model")
     parser.add_argument("--library", action="append", choices=[*LIBRARIES, "transformers"], help="only this library")
-    parser.add_argument("--forget", action="store_true", help="remove entries of models that are not in the list")
+    parser.add_argument("--again", action="store_true", help="run models that have an entry, too")
     parser.add_argument("--file", type=Path, default=FILE, help="the record (results/models/tested_models.json)")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)  # processes are forked, which a pool of threads does not survive
     here = environment(command="python tools/tested_models.py")
     entries = dict(Record.load(given.file).metrics) if given.file.exists() else {}
-    if given.forget:
-        entries = {name: entry for name, entry in entries.items() if name in names()}
+    entries = {name: entry for name, entry in entries.items() if name in names()}
     wanted = given.only or [name for name in names() if given.library is None or name.split()[0] in given.library]
     installed = {library: _version(library) for library in dict.fromkeys(name.split()[0] for name in wanted)}
     for library in (library for library, version in installed.items() if version is None):
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     _warm_up()
     for name in wanted:
         version = installed[name.split()[0]]
-        if version is None or (not given.only and entries.get(name, {}).get("commit") == here["commit"]):
+        if version is None or (name in entries and not (given.again or given.only)):
             continue
         start = time.perf_counter()
         entry = _in_a_process(name)
