@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     installed = {library: _version(library) for library in dict.fromkeys(name.split()[0] for name in wanted)}
     for library in (library for library, version in installed.items() if version is None):
         print(f"{library} is not installed: its models are skipped")
-    _warm_up()
+    _warm_up(installed)
     for name in wanted:
         version = installed[name.split()[0]]
         if version is None or (name in entries and not (given.again or given.only)):
@@ -104,9 +104,12 @@ def _version(library: str) -> str | None:
         return None
 
 
-def _warm_up() -> None:
+def _warm_up(libraries: Iterable[str]) -> None:
     """Import what every capture needs once, before processes are forked."""
     record(LIBRARIES["torch"]["MLP"])
+    if "transformers" in libraries:
+        model, args, kwargs = build("transformers bert")
+        model(*args, **kwargs).loss.backward()
 
 
 def _in_a_process(name: str) -> dict[str, Any]:
@@ -152,12 +155,6 @@ def _words(part: str, found: dict[str, Any]) -> str:
     if found["outcome"] == "equal" and part == "plan" and found["measured_bytes"] != found["promised_bytes"]:
         text += f", {found['measured_bytes']} bytes measured, {found['promised_bytes']} promised"
     return text + (f": {found['error']}: {found['message']}" if "message" in found else "")
-
-
-def of_libraries(entries: Iterable[str]) -> dict[str, int]:
-    """How many models of each library there are."""
-    libraries = [name.split()[0] for name in entries]
-    return {library: libraries.count(library) for library in dict.fromkeys(libraries)}
 
 
 if __name__ == "__main__":

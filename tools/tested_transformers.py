@@ -181,26 +181,25 @@ TASKS = (
 
 #: The model types that are tried.
 TYPES = """
-albert apertus arcee aria audio-spectrogram-transformer bamba bart beit bert bert-generation big_bird bigbird_pegasus
-biogpt bit blenderbot blenderbot-small blip-2 bloom bridgetower camembert canine chameleon chinese_clip clap clip
-clipseg codegen cohere cohere2 conditional_detr convbert convnext convnextv2 cpmant ctrl cvt d_fine data2vec-audio
-data2vec-text data2vec-vision dbrx deberta deberta-v2 deepseek_v2 deepseek_v3 deformable_detr deit depth_anything detr
-diffllama dinov2 dinov2_with_registers dinov3_vit distilbert doge donut-swin dots1 dpr dpt efficientnet electra ernie
-ernie4_5 ernie4_5_moe esm exaone4 falcon falcon_h1 falcon_mamba flaubert flava florence2 fnet focalnet fsmt funnel
-gemma gemma2 gemma3_text git glm glm4 glm4_moe glpn gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj
-granite granitemoe granitemoehybrid granitemoeshared groupvit helium hgnet_v2 hiera hubert hunyuan_v1_dense ibert
-idefics3 ijepa internvl jamba jetmoe layoutlm layoutlmv3 led levit lfm2 lilt llama llama4_text llava longformer longt5
-luke lxmert m2m_100 mamba mamba2 marian markuplm mask2former maskformer mbart megatron-bert mgp-str mimi minimax
-ministral mistral mixtral mllama mobilebert mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2 modernbert
-modernbert-decoder moonshine mpnet mpt mra mt5 musicgen mvp nemotron nllb-moe nystromformer olmo olmo2 olmoe opt
-paligemma patchtsmixer patchtst pegasus pegasus_x perceiver persimmon phi phi3 phimoe pix2struct plbart poolformer
-prophetnet pvt pvt_v2 qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_next recurrent_gemma reformer regnet rembert
-resnet roberta roberta-prelayernorm roc_bert roformer rt_detr rwkv sam seamless_m4t seed_oss segformer sew sew-d
-siglip smollm3 speech_to_text speecht5 splinter squeezebert stablelm starcoder2 superglue swiftformer swin swin2sr
-swinv2 switch_transformers t5 table-transformer tapas time_series_transformer timesformer trocr tvp udop umt5
-unispeech unispeech-sat upernet videomae vilt vision-encoder-decoder vit vit_mae vit_msn vitdet vivit voxtral wav2vec2
-wav2vec2-bert wav2vec2-conformer wavlm whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod yolos yoso zamba
-zamba2
+albert apertus arcee bart beit bert bert-generation biogpt blenderbot blenderbot-small bloom camembert canine
+chinese_clip clip clipseg cohere cohere2 conditional_detr convbert cpmant ctrl data2vec-text data2vec-vision dbrx
+deberta deberta-v2 deepseek_v2 deepseek_v3 deformable_detr deit depth_anything detr diffllama dinov2
+dinov2_with_registers dinov3_vit distilbert doge donut-swin dots1 dpr dpt efficientnet electra ernie ernie4_5
+ernie4_5_moe esm exaone4 falcon falcon_h1 flaubert flava florence2 fnet focalnet fsmt funnel gemma gemma2 gemma3_text
+git glm glm4 glm4_moe glpn gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granitemoe
+granitemoehybrid granitemoeshared groupvit helium hgnet_v2 hiera hunyuan_v1_dense ibert idefics3 ijepa internvl jetmoe
+layoutlm layoutlmv3 led levit lfm2 lilt llama llama4_text llava longformer longt5 luke lxmert m2m_100 marian markuplm
+mask2former maskformer mbart megatron-bert mgp-str mimi minimax ministral mistral mixtral mllama mobilebert
+mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2 modernbert modernbert-decoder moonshine mpnet mpt mra mt5 mvp nemotron
+nllb-moe nystromformer olmo olmo2 olmoe opt paligemma patchtsmixer patchtst pegasus pegasus_x perceiver persimmon phi
+phi3 phimoe pix2struct plbart poolformer prophetnet pvt pvt_v2 qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_next
+recurrent_gemma reformer regnet rembert resnet roberta roberta-prelayernorm roc_bert roformer rt_detr sam seed_oss
+segformer siglip smollm3 speech_to_text splinter squeezebert stablelm starcoder2 superglue swiftformer swin swin2sr
+swinv2 switch_transformers t5 table-transformer tapas time_series_transformer timesformer trocr tvp udop umt5 upernet
+videomae vilt vision-encoder-decoder vit vit_mae vit_msn vitdet vivit whisper xglm xlm xlm-roberta xlm-roberta-xl
+xlnet xmod yolos yoso big_bird bigbird_pegasus data2vec-audio falcon_mamba hubert jamba mamba mamba2 musicgen rwkv
+seamless_m4t sew sew-d speecht5 unispeech unispeech-sat voxtral wav2vec2 wav2vec2-bert wav2vec2-conformer wavlm xlstm
+zamba zamba2
 """.split()
 
 
@@ -290,7 +289,7 @@ def _batch(model: nn.Module, config: Any, labels: str | None) -> dict[str, Any]:
     known: dict[str, Any] = {
         "input_ids": lambda: words,
         "attention_mask": lambda: torch.ones_like(words) if "input_ids" in takes else None,
-        "decoder_input_ids": lambda: words[:, : LENGTH // 2],
+        "decoder_input_ids": lambda: words[:, : LENGTH // 2].contiguous(),
         "pixel_values": lambda: torch.randn(2, channels, side, side),
         "pixel_values_videos": lambda: None,
         "input_values": lambda: torch.randn(2, 1600),

@@ -206,7 +206,7 @@ class _Recompute(torch.autograd.Function):
             hooked = [leaf for leaf in ctx.leaves if leaf.grad_fn is None and leaf._backward_hooks]
             with _hooks_removed(hooked) if hooked else _NOTHING:
                 gradients = _gradients(outputs, grad_outputs, [*graph_inputs, *region.leaked])
-            return None, None, None, None, *summands.of(gradients[: len(graph_inputs)])
+            return None, None, None, None, *summands.of(list(gradients[: len(graph_inputs)]))
 
 
 # ``apply`` without its Python wrapper, which checks for functorch transforms: checkpoint() has done that already.
