@@ -59,13 +59,17 @@ class Results:
         differs; 0.0 only if all bits are equal."""
         if [*self.gradients] != [*other.gradients]:
             return float("inf")
-        scale = max((each.abs().max().item() for each in self.gradients.values()), default=0.0)
+        scale = max((each.abs().max().item() for each in self.gradients.values() if each.numel()), default=0.0)
         gradients = [_difference(mine, other.gradients[name], scale) for name, mine in self.gradients.items()]
         mine, theirs = [self.loss, *self.buffers.values()], [other.loss, *other.buffers.values()]
         return max(
             [
                 *gradients,
-                *(_difference(a, b, a.abs().max().item()) for a, b in zip(mine, theirs, strict=True) if a.numel()),
+                *(
+                    _difference(a, b, a.double().abs().max().item())
+                    for a, b in zip(mine, theirs, strict=True)
+                    if a.numel()
+                ),
             ]
         )
 
@@ -137,6 +141,7 @@ def _planned(fresh: Build, expected: Results, baseline: int, cache: str) -> dict
         step = ackpt.apply_budget(model, kwargs or args, budget, cache=cache)
     seconds = time.process_time() - start
     difference = expected.difference(_results(model, args, kwargs))
+    model.zero_grad()
     _step(model, args, kwargs)  # plans again if the first step has set attributes that the model reads
     model.zero_grad()
     measured = _peak(model, args, kwargs)
@@ -230,7 +235,7 @@ def _plain(outputs: Any) -> Any:
 def _difference(a: Tensor, b: Tensor, scale: float) -> float:
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
-    if bool(((a == b) | (a.isnan() & b.isnan())).all()):
+    if not a.numel() or bool(((a == b) | (a.isnan() & b.isnan())).all()):
         return 0.0
     difference = (a.double() - b.double()).abs().max().item() / (scale or 1.0)
     return difference if math.isfinite(difference) else float("inf")
