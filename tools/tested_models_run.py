@@ -6,6 +6,7 @@ import gc
 import inspect
 import math
 import random
+import re
 import tempfile
 import time
 import traceback
@@ -171,7 +172,8 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 
 def _first_line(error: object) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
+    """Without the folders of this machine."""
+    return re.sub(r"\S*/site-packages/", "", next(iter(str(error).strip().splitlines()), ""))
 
 
 def _with_loss(build: Build) -> Build:
