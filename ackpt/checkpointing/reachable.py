@@ -321,16 +321,17 @@ def _accumulate_grad_type():
     return type(node.next_functions[0][0])
 
 
-_ACCUMULATE_GRAD = _accumulate_grad_type()
+ACCUMULATE_GRAD = _accumulate_grad_type()
 
 
 def graph_inputs(outputs, aliases, tensors, started: int):
     """The tensors other than `aliases` at which the graph of `outputs` ends.
 
-    Returns ``(tensors, unreachable node or None, nodes)``. `nodes` are the nodes of the graph in the order of the walk,
-    which is the same for equal graphs. `started` is the autograd sequence number at the start of the region: an older
-    node belongs to the history of a closed-over tensor, and the walk stops there. If that tensor is not among
-    `tensors`, its gradient could not leave the region, and its node is returned as unreachable.
+    Returns ``(tensors, unreachable node or None, nodes, uses)``. `nodes` are the nodes of the graph in the order of the
+    walk, which is the same for equal graphs. `uses` counts, by id, the edges to each tensor, aliases included.
+    `started` is the autograd sequence number at the start of the region: an older node belongs to the history of a
+    closed-over tensor, and the walk stops there. If that tensor is not among `tensors`, its gradient could not leave
+    the region, and its node is returned as unreachable.
     """
     closed_over = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in tensors if tensor.grad_fn is not None}
     inputs: list = []
@@ -339,16 +340,17 @@ def graph_inputs(outputs, aliases, tensors, started: int):
     while stack:
         for edge in stack.pop().next_functions:
             node = edge[0]
-            if type(node) is _ACCUMULATE_GRAD:
+            if type(node) is ACCUMULATE_GRAD:
                 inputs.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
             elif node is None or node in seen:
                 continue
             elif closed_over and edge in closed_over:
                 inputs.append(closed_over[edge])
             elif node._sequence_nr() < started:
-                return [], node, seen
+                return [], node, seen, {}
             else:
                 seen[node] = None
                 stack.append(node)
     arguments = {id(alias) for alias in aliases}
-    return [tensor for tensor in dict.fromkeys(inputs) if id(tensor) not in arguments], None, seen
+    leaves = [tensor for tensor in dict.fromkeys(inputs) if id(tensor) not in arguments]
+    return leaves, None, seen, Counter(map(id, inputs))

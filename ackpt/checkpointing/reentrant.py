@@ -47,6 +47,7 @@ from ackpt.offloading.packed_tensors import saved_tensors_of
 from ackpt.offloading.saved_tensors import Offload, resolve
 
 from .region import Region
+from .summands import Summands
 
 __all__ = ["checkpoint"]
 
@@ -142,14 +143,17 @@ def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:
     if isinstance(owner := getattr(function, "__self__", None), torch.nn.Module):
         _modules_run.add(owner)
     region = Region(function, args, kwargs, preserve_rng_state)
-    inputs, leaves = region.first_forward()
+    inputs, leaves, uses = region.first_forward()
     if not region.node_outputs:  # no output needs a gradient
         return region.result(())
     # The node needs an input that requires grad. If all gradients are accumulated inside the region, it is this leaf.
     anchor = None if any(region.needs_grad) or leaves else torch.zeros((), requires_grad=True)
     inputs_with_grad = [tensor for tensor, needs_grad in zip(inputs, region.needs_grad) if needs_grad]
     with offload.for_region().hooks if offload is not None else _NOTHING:
-        outputs = _apply(region, inputs, leaves, anchor, *inputs_with_grad, *leaves)
+        # A tensor is an input once for each of its uses: the engine then sums their gradients as in the baseline.
+        sources = [tensor for tensor, count in zip((*inputs_with_grad, *leaves), uses) for _ in range(count)]
+        outputs = _apply(region, inputs, leaves, anchor, *sources)
+        del sources
     if phase.recorder is not None and region.path is not None:
         phase.recorder.record_region(region.path, outputs[0])
     return region.result(outputs)
@@ -169,7 +173,7 @@ class _Recompute(torch.autograd.Function):
     """The autograd node of a region, from its input tensors and parameters to its outputs."""
 
     @staticmethod
-    def forward(ctx, region, inputs, leaves, anchor, *inputs_with_grad):
+    def forward(ctx, region, inputs, leaves, anchor, *sources):
         ctx.region = region
         ctx.leaves = leaves
         ctx.set_materialize_grads(False)
@@ -185,7 +189,7 @@ class _Recompute(torch.autograd.Function):
         with region.state.restored() if region.state is not None else _NOTHING:
             # Second run of the function, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
             saved, prefetch = saved_tensors_of(ctx)
-            graph_inputs, outputs = region.recompute(saved, ctx.leaves)
+            graph_inputs, received, outputs = region.recompute(saved, ctx.leaves)
             del saved
             if prefetch is not None:
                 _middle_node(outputs).register_prehook(prefetch)
@@ -197,10 +201,12 @@ class _Recompute(torch.autograd.Function):
                 if used:
                     torch.autograd.backward(outputs, grad_outputs)
                 return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
+            summands = Summands(outputs, received, region.uses)
+            del received
             hooked = [leaf for leaf in ctx.leaves if leaf.grad_fn is None and leaf._backward_hooks]
             with _hooks_removed(hooked) if hooked else _NOTHING:
                 gradients = _gradients(outputs, grad_outputs, [*graph_inputs, *region.leaked])
-            return None, None, None, None, *gradients[: len(graph_inputs)]
+            return None, None, None, None, *summands.of(list(gradients[: len(graph_inputs)]))
 
 
 # ``apply`` without its Python wrapper, which checks for functorch transforms: checkpoint() has done that already.

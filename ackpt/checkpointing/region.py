@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from typing import Any
 
 import torch
 
@@ -22,6 +23,9 @@ from .reachable import ReachableState, graph_inputs, tensors_in
 from .recorder import Recorder, check_same_path, path
 from .tree import Tensors, fill, fill_arguments, is_plain, strip_arguments, strip_result
 
+#: The gradient of a tensor that a region uses more often than this (a weight at every step of a loop) is summed inside
+#: the region, because its contributions would take too much memory one by one.
+MOST_USES = 8
 _NOTHING = contextlib.nullcontext()
 _NOT_WALKED = ReachableState()
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
@@ -35,7 +39,7 @@ class Region:
         *("function", "template", "names", "has_containers", "inputs", "needs_grad", "is_computed"),
         # Settings and state that the recomputation restores or checks.
         *("preserve_rng_state", "streams", "autocast", "guarantees", "state", "watch", "input_versions"),
-        *("is_nested", "accumulates_inside", "detached", "recorder", "path", "leaked"),
+        *("is_nested", "accumulates_inside", "detached", "recorder", "path", "leaked", "uses"),
         # The outputs: `node_outputs` are the indices of those that the autograd node returns.
         *("node_outputs", "output_count", "output_signatures", "output_template", "output_values", "other_outputs"),
     )
@@ -51,12 +55,16 @@ class Region:
         self.autocast = Autocast() if any_enabled() else None
         self.streams = []
         self.state = self.watch = self.recorder = self.path = None
+        self.uses: Any = {}  # id of an alias or leaf -> how many operations of the region use it
         self.detached = current_detached()
         if self.detached is not None:
             self.inputs[:] = self.detached.replaced(list(self.inputs))
 
     def first_forward(self):
-        """Run the function; return the tensors that become inputs of the autograd node: ``(arguments, leaves)``."""
+        """Run the function; return what becomes inputs of the autograd node: ``(arguments, leaves, uses)``.
+
+        `uses` has a number for every argument that needs a gradient, then for every leaf: how often the region uses it.
+        """
         inputs = self.inputs
         self.needs_grad = [tensor.requires_grad for tensor in inputs]
         self.is_computed = [not tensor.is_leaf for tensor in inputs] if self.autocast is not None else self.needs_grad
@@ -74,6 +82,7 @@ class Region:
         object_arguments = self._object_arguments()
         before = tensors_in(object_arguments) if object_arguments else {}
         leaves = self._forward(inputs, aliases, versions, reachable)
+        uses = [self.uses.get(id(alias), 1) for alias, needed in zip(aliases, self.needs_grad) if needed]
         del aliases
         if object_arguments and any(
             key not in before and item.requires_grad for key, item in tensors_in(object_arguments).items()
@@ -91,7 +100,9 @@ class Region:
             self.recorder.results.clear()
         if self.node_outputs:
             self._record_state(inputs, versions, leaves, reachable)
-        return inputs, leaves
+        uses += [self.uses.get(id(leaf), 1) for leaf in leaves]
+        self.uses = [count if count <= MOST_USES else 1 for count in uses]
+        return inputs, leaves, self.uses
 
     def take_output_values(self):
         """Return the values of the outputs that need a gradient, and drop the region's references to them."""
@@ -185,10 +196,10 @@ class Region:
         self.accumulates_inside = reachable.sharded or not self.guarantees.exact_graph
         if self.accumulates_inside:
             return []
-        leaves, node, nodes = graph_inputs(outputs, aliases, _tensors(reachable), started)
+        leaves, node, nodes, self.uses = graph_inputs(outputs, aliases, _tensors(reachable), started)
         if node is not None and not reachable.walked:
             reachable = ReachableState(self.function, self.template)
-            leaves, node, nodes = graph_inputs(outputs, aliases, _tensors(reachable), started)
+            leaves, node, nodes, self.uses = graph_inputs(outputs, aliases, _tensors(reachable), started)
         if node is not None:
             raise refusals.unreachable(node)
         if self.recorder is not None:
@@ -208,7 +219,8 @@ class Region:
             self.watch = guards.Watch(watched.values())
 
     def recompute(self, saved, leaves):
-        """Run the function again; return ``(tensors at which its graph starts, outputs that need a gradient)``."""
+        """Run the function again; return ``(tensors at which its graph starts, the same or views of them that the
+        function received, outputs that need a gradient)``."""
         self.leaked = []
         aliases = _aliases(saved, self.needs_grad)
         closed_over = [leaf for leaf in leaves if leaf.grad_fn is not None]
@@ -239,17 +251,17 @@ class Region:
             )
         computed = [outputs[index] for index in self.output_signatures]
         starts = [alias for alias, needed in zip(aliases, self.needs_grad) if needed]
-        if detached is not None:
-            starts += detached.replaced(leaves)
-        else:
-            starts += leaves
+        received = [tensor for tensor, needed in zip(inputs, self.needs_grad) if needed]
+        closed_over_starts = leaves if detached is None else detached.replaced(leaves)
+        starts += closed_over_starts
+        received += closed_over_starts
         if detached is not None or self.path is not None:
-            ends, node, nodes = graph_inputs(computed, [], closed_over, before_inputs)
+            ends, node, nodes, _ = graph_inputs(computed, [], closed_over, before_inputs)
             if node is not None or any(tensor.grad_fn is not None for tensor in ends):
                 raise refusals.hidden_use()
             if self.path is not None and recorder is not None:
                 check_same_path(self.path, path(recorder, nodes, started), recorder, self.function)
-        return starts, computed
+        return starts, received, computed
 
     def _object_arguments(self):
         """The arguments that are objects, in which the region's code can replace tensors."""

@@ -1,0 +1,109 @@
+"""Tensors that several regions share: their gradients are summed in the baseline's order."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ackpt
+from ackpt.checkpointing.region import MOST_USES
+
+
+class Block(nn.Module):
+    """Uses each of its two inputs three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x, shared):
+        return x + self.a(x).tanh() + self.b(shared).tanh() * self.c(shared) + shared * x
+
+
+class Model(nn.Module):
+    """Blocks that share a tensor, with skip connections around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(16, 16), nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x, condition):
+        shared, hidden = self.embed(condition), [x]
+        for block in self.blocks:
+            hidden.append(block(hidden[-1], shared))
+        return (hidden[1] * hidden[-1] * shared * hidden[2]).sum()
+
+
+def gradients(model, *args):
+    model(*args).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shared_tensors_and_skip_connections(seed):
+    torch.manual_seed(seed)
+    model, args = Model(), (torch.randn(8, 16), torch.randn(8, 16))
+    regions = copy.deepcopy(model)
+    assert len(ackpt.apply_activation_checkpointing(regions)) == 4
+    for expected, found in zip(gradients(model, *args), gradients(regions, *args), strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_shared_weight_inside_and_outside(seed):
+    torch.manual_seed(seed)
+    layer, x = nn.Linear(16, 16), torch.randn(8, 16)
+
+    def region(x):
+        return layer(layer(x).tanh()).tanh()
+
+    def loss(call):
+        layer.zero_grad()
+        (layer(call(call(layer(x)))) * torch.linspace(1, 2, 16)).sum().backward()
+        return [parameter.grad.clone() for parameter in layer.parameters()]
+
+    for expected, found in zip(loss(region), loss(lambda x: ackpt.checkpoint(region, x)), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_a_nested_region():
+    torch.manual_seed(0)
+    model, args = Model(), (torch.randn(8, 16), torch.randn(8, 16))
+    regions = copy.deepcopy(model)
+    ackpt.apply_activation_checkpointing(regions)
+
+    def outer(*args):
+        return ackpt.checkpoint(regions, *args)
+
+    expected = gradients(model, *args)
+    outer(*args).backward()
+    for gradient, parameter in zip(expected, regions.parameters(), strict=True):
+        assert torch.equal(gradient, parameter.grad)
+
+
+def test_outputs_that_the_loss_does_not_use():
+    torch.manual_seed(0)
+    x = torch.randn(8, 16, requires_grad=True)
+
+    def region(x):
+        return x.sin() + x.cos(), x.exp() * x
+
+    first, _ = ackpt.checkpoint(region, x)
+    (first.sum() + x.tanh().sum()).backward()
+    found, x.grad = x.grad, None
+    (region(x)[0].sum() + x.tanh().sum()).backward()
+    assert torch.equal(found, x.grad)
+
+
+def test_more_uses_than_are_kept_apart():
+    def region(x):
+        return sum((x * number).sin() for number in range(1, MOST_USES + 3))
+
+    x = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    (ackpt.checkpoint(region, x).sum() + x.cos().sum()).backward()
+    found, x.grad = x.grad, None
+    (region(x).sum() + x.cos().sum()).backward()
+    torch.testing.assert_close(found, x.grad)
