@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import ackpt
 from ackpt.capture.patches.kernels import true_results
 
 aten = torch.ops.aten
@@ -221,3 +223,41 @@ def test_strides_are_those_of_the_kernel(name):
             real = strides(OPERATIONS[name](layout(), LAYOUTS[other]()))
             with mode, true_results(mode):
                 assert strides(OPERATIONS[name](layout(), LAYOUTS[other]())) == real, (one, other)
+
+
+@pytest.mark.parametrize("number", [torch.add, torch.sub, torch.mul, torch.div])
+def test_one_image_and_a_number(number):
+    x = torch.rand(1, 64, 32).transpose(1, 2).view(1, 32, 8, 8)  # strides of channels last, except for the batch
+    mode = FakeTensorMode()
+    with true_results(mode), mode:
+        fake = number(mode.from_tensor(x), 2.0)
+    assert fake.stride() == number(x, 2.0).stride() == (32, 1, 256, 32)
+
+
+def test_a_view_as_one_image():
+    x = torch.rand(1, 64, 32)
+    mode = FakeTensorMode()
+    with true_results(mode), mode:
+        fake = mode.from_tensor(x).transpose(1, 2).view(1, 32, 8, 8)
+    assert fake.stride() == x.transpose(1, 2).view(1, 32, 8, 8).stride() == (32, 1, 256, 32)
+
+
+def test_a_step_with_one_image_of_such_strides():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm, self.conv = nn.Linear(32, 32), nn.GroupNorm(4, 32), nn.Conv2d(32, 8, 3, padding=1)
+
+        def forward(self, tokens):
+            image = self.linear(tokens).transpose(1, 2).reshape(1, 32, 8, 8)
+            return self.conv(self.norm(image / 1.0 + 0.5).relu()).square().mean()
+
+    torch.manual_seed(0)
+    model, tokens = Model(), torch.randn(1, 64, 32)
+    step = ackpt.compile(model, tokens, policy="none")
+    gradients = []
+    for call in (model, step):
+        model.zero_grad()
+        call(tokens).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))

@@ -131,6 +131,32 @@ def _elementwise(result, gradient, *rest):
     return torch.empty_like(torch.add(gradient, x), dtype=result.dtype)
 
 
+def _with_a_number(fake_mode, operation, x, other, *rest, **kwargs):
+    """For one image whose channels are last, the kernels keep the strides of `x`, which are not unique then."""
+    is_known = isinstance(x, torch.Tensor) and not x._has_symbolic_sizes_strides and x.device.type == "cpu"
+    if not is_known or isinstance(other, torch.Tensor) or x.dim() not in _LAST or x.shape[0] != 1:
+        return NotImplemented  # torch's rule holds
+    with _rules([{operation: table[operation]} for table in _TORCHS]), fake_mode:
+        result = operation(x, other, *rest, **kwargs)
+    if x.is_contiguous() or x.numel() == 0 or not x.is_contiguous(memory_format=_LAST[x.dim()]):
+        return result
+    with fake_mode:
+        return result.new_empty_strided(x.shape, x.stride())
+
+
+def _view(fake_mode, operation, x, shape):
+    """Torch's rule gives dimensions of size 1 other strides than the kernel, and with them another memory format."""
+    result = _TORCHS[0][operation](fake_mode, operation, x, shape)
+    if x._has_symbolic_sizes_strides or result._has_symbolic_sizes_strides or 1 not in result.shape or not x.numel():
+        return result
+    with torch._C._DisablePythonDispatcher():  # else the same rule
+        strides = torch.empty_strided(x.shape, x.stride(), device="meta").view(result.shape).stride()
+    if strides == result.stride():
+        return result
+    with fake_mode:
+        return x.as_strided(result.shape, strides, x.storage_offset())
+
+
 def _resize_backward(fake_mode, operation, gradient, output_size, input_size, *rest):
     """Torch's rule takes no symbols, so the order of the dimensions is that at the example's sizes."""
 
@@ -153,7 +179,11 @@ _CONTIGUOUS += (aten.log_sigmoid_forward, aten._log_softmax_backward_data, aten.
 _CONTIGUOUS += (aten.glu_backward,)
 _ELEMENTWISE = (aten.elu_backward, aten.hardswish_backward, aten.softplus_backward, aten.hardtanh_backward)
 _ELEMENTWISE += (aten.hardsigmoid_backward, aten.logit_backward)
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_ARITHMETIC = (aten.add, aten.sub, aten.mul, aten.div)
 _OURS = {
+    aten.view.default: _view,
+    **{operation.Tensor: _with_a_number for operation in _ARITHMETIC},
     **{operation.default: _corrected(_contiguous) for operation in _CONTIGUOUS},
     **{operation.default: _corrected(_elementwise) for operation in _ELEMENTWISE},
     **{loss: _corrected(in_whole_memory) for loss in LOSSES},
