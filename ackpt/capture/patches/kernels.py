@@ -146,7 +146,9 @@ def _with_a_number(fake_mode, operation, x, other, *rest, **kwargs):
 
 def _view(fake_mode, operation, x, shape):
     """Torch's rule gives dimensions of size 1 other strides than the kernel, and with them another memory format."""
-    result = _TORCHS[0][operation](fake_mode, operation, x, shape)
+    rule = _TORCHS[0][operation]
+    assert rule is not None
+    result = rule(fake_mode, operation, x, shape)
     if x._has_symbolic_sizes_strides or result._has_symbolic_sizes_strides or 1 not in result.shape or not x.numel():
         return result
     with torch._C._DisablePythonDispatcher():  # else the same rule
