@@ -124,7 +124,7 @@ def compare(model, args, kwargs, policy: str, *, dtype: torch.dtype = torch.floa
     is_equal = all(torch.equal(a, b) for a, b in pairs)
     del baseline
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    measured = measure(lambda: gradients(step), "cpu", resident=(model, *tensors), warmup=0, repeats=0)
+    measured = measure(lambda: gradients(step), "cpu", resident=(model, *tensors), repeats=0)
     (graph,) = graphs
     exact = simulate(graph, profiled(graph, workspace="measured"), step.plan.schedule)
     return {
