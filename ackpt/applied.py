@@ -48,8 +48,8 @@ def apply_budget(
         budget: None for no bound. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters,
             buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
             as ``"50%"``: a fraction of the baseline's dynamic peak.
-        policy, optimizer, accumulation, differentiate, outputs, options, dynamic, cache, device_profile, regions,
-            on_exceed: as in `ackpt.compile`.
+        policy, optimizer, accumulation, differentiate, outputs, options: as in `ackpt.compile`.
+        dynamic, cache, device_profile, regions, on_exceed: as in `ackpt.compile`.
 
     Returns:
         The planned step, with ``plan``, ``history`` and ``prepare``. Keep the model and call that.
