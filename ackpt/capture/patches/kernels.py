@@ -149,14 +149,16 @@ def _view(fake_mode, operation, x, shape):
     rule = _TORCHS[0][operation]
     assert rule is not None
     result = rule(fake_mode, operation, x, shape)
-    if x._has_symbolic_sizes_strides or result._has_symbolic_sizes_strides or 1 not in result.shape or not x.numel():
+    if x._has_symbolic_sizes_strides or result._has_symbolic_sizes_strides or not x.numel():
+        return result
+    if result.dim() not in _LAST or result.shape[0] != 1:
         return result
     with torch._C._DisablePythonDispatcher():  # else the same rule
         strides = torch.empty_strided(x.shape, x.stride(), device="meta").view(result.shape).stride()
-    if strides == result.stride():
-        return result
     with fake_mode:
-        return x.as_strided(result.shape, strides, x.storage_offset())
+        kernels = x.as_strided(result.shape, strides, x.storage_offset())
+    # Elsewhere torch's strides stay: captures with symbols, which serve other sizes, have the same ones.
+    return result if suggest_memory_format(kernels) == suggest_memory_format(result) else kernels
 
 
 def _resize_backward(fake_mode, operation, gradient, output_size, input_size, *rest):
