@@ -101,7 +101,8 @@ class Region:
         if self.node_outputs:
             self._record_state(inputs, versions, leaves, reachable)
         uses += [self.uses.get(id(leaf), 1) for leaf in leaves]
-        self.uses = [count if count <= MOST_USES else 1 for count in uses]
+        # Under autocast, the casts of a tensor are uses of their own, and eager sums them in another way.
+        self.uses = [count if count <= MOST_USES and self.autocast is None else 1 for count in uses]
         return inputs, leaves, self.uses
 
     def take_output_values(self):
