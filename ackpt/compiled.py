@@ -274,7 +274,14 @@ class _Planner(Planner):
         reason = error.reason if error is not None else refused or "regions=True"
 
         def part(module: nn.Module, share: float) -> PlannedStep:
-            use = {"device_profile": self.device, "regions": False}
-            return planned_step(module, share, "auto", differentiate="all", outputs="keep", **use)
+            return planned_step(
+                module,
+                share,
+                "auto",
+                differentiate="all",
+                outputs="keep",
+                device_profile=self.device,
+                regions=False,
+            )
 
         return PlannedRegions(variants, self.budget, part, self.on_exceed == "warn", error, str(reason))

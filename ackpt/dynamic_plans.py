@@ -16,8 +16,7 @@ import numpy as np
 from ackpt.capture.in_place import eager_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.devices import Device
-from ackpt.costs.profiles import Profile, gpu_rates
-from ackpt.costs.profiles import profile as profiled
+from ackpt.costs.profiles import Profile
 from ackpt.planning.plan import Plan
 from ackpt.planning.schedule import Schedule, everything
 from ackpt.planning.simulator import peak_of, step_peaks
@@ -30,7 +29,7 @@ from ackpt.running.eager_step import eager_peak_bound, eager_schedule
 from ackpt.running.planners import Choice
 
 from .budget import dynamic_limit, is_share
-from .planner import baseline_of, check_runs, of_model, plan, plan_of
+from .planner import baseline_of, check_runs, default_profile, of_model, plan, plan_of
 
 _SAME_COST = 0.02  # of the step: a schedule that is compiled already runs if no other is cheaper by more than this
 
@@ -159,8 +158,7 @@ def described(
     graph = step.graph(values)
     if graph.as_compiled is not None:
         graph = replace(graph, as_compiled=replace(graph.as_compiled, baseline_bytes=baseline_bytes))
-    profile = profiled(graph, gpu_rates(graph) if device is None else device)
-    return graph, replace(profile, workspace_bytes=step.workspace_bytes(values), swap_seconds=None)
+    return graph, default_profile(graph, device, step.workspace_bytes(values))
 
 
 def dynamic_of(step: DynamicStep) -> tuple[tuple[int, int], ...]:

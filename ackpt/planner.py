@@ -116,14 +116,18 @@ def _searched(graph: JointGraph, profile: Profile, limit, policy: str, options, 
         return cached(folder, graph, profile, about, lambda: [schedule_function(graph, profile, limit, **options)])[0]
 
 
-def default_profile(graph: JointGraph, device: Device | str | None = None) -> Profile:
+def default_profile(
+    graph: JointGraph, device: Device | str | None = None, workspace_bytes: tuple[int, ...] | None = None
+) -> Profile:
     """The profile at the rates of `device`, by default those of the GPU that the graph runs on, if it is known.
 
-    On the CPU, FLOPs and traffic are counted. The workspace is measured where the graph can run here.
+    On the CPU, FLOPs and traffic are counted. The workspace is measured where the graph can run here, unless it is
+    given as `workspace_bytes`.
     """
     device = gpu_rates(graph) if device is None else device
-    workspace = "measured" if graph.on_cpu and graph.has_data else "given"
-    return replace(profiled(graph, device, workspace=workspace), swap_seconds=None)
+    is_measured = workspace_bytes is None and graph.on_cpu and graph.has_data
+    profile = profiled(graph, device, workspace="measured" if is_measured else "given")
+    return replace(profile, workspace_bytes=workspace_bytes or profile.workspace_bytes, swap_seconds=None)
 
 
 class Baseline(NamedTuple):

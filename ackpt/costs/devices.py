@@ -87,6 +87,7 @@ DEVICES: dict[str, Device] = {
     name: Device(name, gigabytes * 10**9, rates, memory * 1e9, link * 1e9, source)
     for name, (gigabytes, rates, memory, link, _, source) in _KNOWN.items()
 }
+_BY_TORCHS_NAME = {row[4]: DEVICES[name] for name, row in _KNOWN.items()}
 
 
 # By compute capability: floating-point operations per multiprocessor and clock in half and in single precision (CUDA
@@ -115,9 +116,8 @@ def rates_of(properties: Any) -> Device | None:
         >>> rates_of(SimpleNamespace(name="NVIDIA L4")).name
         'l4'
     """
-    for name, known in _KNOWN.items():
-        if known[4] == properties.name:
-            return DEVICES[name]
+    if properties.name in _BY_TORCHS_NAME:
+        return _BY_TORCHS_NAME[properties.name]
     per_clock = _PER_CLOCK.get((properties.major, properties.minor))
     if per_clock is None:
         return None

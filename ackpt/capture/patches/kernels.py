@@ -155,6 +155,8 @@ def _view(fake_mode, operation, x, shape):
         return result
     with torch._C._DisablePythonDispatcher():  # else the same rule
         strides = torch.empty_strided(x.shape, x.stride(), device="meta").view(result.shape).stride()
+    if strides == result.stride():
+        return result
     with fake_mode:
         kernels = x.as_strided(result.shape, strides, x.storage_offset())
     # Elsewhere torch's strides stay: captures with symbols, which serve other sizes, have the same ones.
