@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent
 BIN = ROOT / ".nox" / "environment" / ("Scripts" if sys.platform == "win32" else "bin")
 # Exact bytes need one number of threads; pages and records are made with this one.
 THREADS = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
-WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # processes that run tests; `nox -s all` gives one to each of its jobs
+WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # that run tests; the jobs of `nox -s all` run them themselves
 PYTEST = ["-n", WORKERS, "--dist", "loadfile"]
 # Unit tests, and oracles on tiny cases. Together they take about three minutes of CPU time; see with `--durations=20`.
 FAST = """
@@ -143,7 +143,7 @@ def everything(session: nox.Session) -> None:
     folder = Path(session.create_tmp())
     start, waited = time.monotonic(), 0
     waiting, running, failed = jobs(), {}, []
-    environment = {**os.environ, "ACKPT_WORKERS": "1"}
+    environment = {**os.environ, "ACKPT_WORKERS": "0"}
     try:
         while waiting or running:
             while waiting and len(running) < 2:

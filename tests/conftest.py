@@ -222,9 +222,9 @@ def no_gc():
     gc.enable()
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _little_to_collect():
-    """What lives before the tests of a module is out of the collector's sight: measuring collects, often."""
+    """What lives before a test is out of the collector's sight: measuring collects, often."""
     gc.collect()
     gc.freeze()
 

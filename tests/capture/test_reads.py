@@ -9,6 +9,7 @@ import os
 import random
 import sys
 import types
+import weakref
 
 import mpmath
 import numpy as np
@@ -389,3 +390,53 @@ def test_a_variable_that_a_frozen_function_closes_over_is_seen():
         assert torch.equal(step(X), model(X))
     assert [event.kind for event in step.history] == ["capture"] * 2
     assert gc.get_freeze_count() > 0
+
+
+def test_variables_of_all_functions_with_the_same_code_are_seen():
+    pairs = [closed_over(), closed_over()]
+    gc.freeze()
+    functions, changes = zip(*pairs, closed_over())  # the last one is not frozen
+
+    def summed(model, x):
+        return sum(function(model, x) for function in functions)
+
+    model = Model(summed)
+    step = ackpt.compile(model, X, policy="none")
+    for change in changes:
+        change(3.0)
+        assert torch.equal(step(X), model(X))
+    assert [event.kind for event in step.history] == ["capture"] * 4
+
+
+@pytest.mark.parametrize("is_suspended", [False, True])
+def test_a_variable_that_a_generator_closes_over_is_seen(is_suspended):
+    scale = 2.0
+
+    def scales():
+        yield scale
+        yield 1.0
+
+    def scaled(model, x):
+        generator = scales()
+        x = x * next(generator)
+        return x if is_suspended else x * next(generator) + sum(generator)
+
+    model = Model(scaled)
+    step = ackpt.compile(model, X, policy="none")
+    for value in (2.0, 3.0):
+        scale = value
+        assert torch.equal(step(X), model(X))
+    assert [event.kind for event in step.history] == ["capture"] * 2
+
+
+def test_no_tensor_of_a_call_is_kept_by_the_functions_that_ran():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return sum([y * factor for factor in (1, 2)]) + (lambda: y)()
+
+    model, x = Doubled(4, 4), X.clone()
+    step = ackpt.compile(model, x)
+    reference = weakref.ref(x)
+    del x
+    assert reference() is None and step(X).shape == X.shape

@@ -23,7 +23,8 @@ from torch import nn
 from ackpt.errors import TraceError
 
 from .attributes import repeated_draws
-from .value_walk import Value, Walk, is_of_model, said
+from .closures_that_ran import Closures
+from .value_walk import Value, Walk, closes_over, is_of_model, said
 
 _CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator.__code__
 _SEEDING = frozenset(("manual_seed", "seed", "set_rng_state"))
@@ -38,6 +39,7 @@ class Reads:
     def __init__(self, model: nn.Module, leaves):
         self._roots = model, [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         self._codes: dict[int, tuple[types.CodeType, dict[str, Any]]] = {}
+        self._closures: Closures | None = Closures()  # until `finish`: later forwards run on tensors with data
         self._values: list[Value] = []
         self._watching: Any = None
         self._settles = True
@@ -55,11 +57,16 @@ class Reads:
         """
         walk = self._walk()
         seen: dict[int, types.CodeType] = {}
+        closing: set[int] = set()
         seeds: list[tuple[str, torch.Tensor]] = []  # saved on demand: an earlier copy would be measured
         collectors = {getattr(callback, "__code__", None) for callback in gc.callbacks} - {None}
 
         def called(frame, event, _):
-            if event != "call" or id(code := frame.f_code) in seen:
+            if event != "call":
+                return
+            if id(code := frame.f_code) in closing and self._closures is not None:
+                self._closures.add(frame)
+            if id(code) in seen:
                 return
             if code.co_name in _SEEDING and code.co_filename == _RANDOM:
                 if _is_by_model(frame):
@@ -73,12 +80,18 @@ class Reads:
                 walk.enter(code, frame.f_globals)
                 for name in code.co_freevars:
                     walk.add(frame.f_locals.get(name), f"{name!r} of {said(code)}")
+                if closes_over(code):
+                    closing.add(id(code))
+                    if self._closures is not None:
+                        self._closures.add(frame)
 
         try:
             with _on_every_call(called) as self._watching:
                 yield
         finally:
             self._watching = None
+            if self._closures is not None:
+                self._closures.ended()
             self._has_checkpoints |= id(_CHECKPOINT) in seen
             changed, others = walk.restored()
             drawn = walk.drawn_from()
@@ -138,9 +151,11 @@ class Reads:
         """Call this once after the capture: it records the values that `are_same` compares with."""
         if self._has_checkpoints:
             warn_of_checkpoints()
+        assert self._closures is not None
         walk = self._walk()
-        walk.close_over([code for code, _ in self._codes.values()])
+        walk.close_over(self._closures.functions())
         self._values = list(walk.values.values())
+        self._closures = None
         self._codes.clear()
 
     def are_same(self) -> bool:

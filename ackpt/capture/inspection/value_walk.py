@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 import sys
@@ -21,6 +20,7 @@ from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import stream_of
 
 from .attributes import OF_EVERY_MODULE, changed_items, copied, plain, restore
+from .closures_that_ran import functions_of
 
 _DEPTH = 2  # attributes of attributes, and containers in containers
 _ABSENT: Any = object()
@@ -94,8 +94,8 @@ class Walk:
         """Record the values that `code` reads; its globals are `namespace`."""
         for name in global_names(code)[0]:
             self.note(namespace, name, f"global {name!r} of {namespace.get('__name__')}", 0)
-        if rebound_names(code):
-            self.close_over([code])
+        if rebound_names(code) and closes_over(code):
+            self.close_over(functions_of([code]))
         if not _READS_ENVIRONMENT.isdisjoint(code.co_names):
             self.note(_ENVIRONMENT, "variables", "the environment", 0)
         names = (*code.co_names, *(text for text in code.co_consts if isinstance(text, str)))  # strings: for getattr
@@ -104,10 +104,12 @@ class Walk:
         for value, label, depth in list(self._objects.values()):
             self._attributes(value, label, depth, new)
 
-    def close_over(self, codes) -> None:
-        """Record what the functions with these codes close over."""
-        for cell, name, code in _cells(codes):
-            self.note(_CellNamespace(cell), name, f"{name!r} of {said(code)}", 0)
+    def close_over(self, functions: list[types.FunctionType]) -> None:
+        """Record what these functions close over."""
+        for function in functions:
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+                if name != "__class__" and bound(cell):
+                    self.note(_CellNamespace(cell), name, f"{name!r} of {said(function.__code__)}", 0)
 
     def note(self, namespace, name: str, label: str, depth: int, is_optional: bool = False) -> None:
         value = namespace.get(name, _ABSENT)
@@ -242,43 +244,9 @@ def _reference(value):
         return lambda: value
 
 
-def _cells(codes):
-    """Yield (cell, name, code) for every variable that the functions with these codes close over."""
-    for function in _functions_of([code for code in codes if set(code.co_freevars) - {"__class__"}]):
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-            if name != "__class__" and bound(cell):
-                yield cell, name, function.__code__
-
-
-def _functions_of(codes) -> list[types.FunctionType]:
-    """The functions with these codes, also those that ``gc.freeze`` hides from ``gc.get_referrers``.
-
-    Objects that are garbage now or have become garbage while frozen must not stay frozen. A collection of all objects
-    is slow, so it runs only after the number of frozen objects has grown by a quarter, as the collector itself does.
-    """
-    global _frozen_when_collected
-    functions = _referrers_of(codes)
-    if {id(function.__code__) for function in functions} == set(map(id, codes)):
-        return functions
-    frozen = gc.get_freeze_count()  # counts one by one
-    if not frozen:
-        return functions
-    gc.collect()
-    gc.unfreeze()
-    functions = _referrers_of(codes)
-    if frozen > 1.25 * _frozen_when_collected:
-        gc.collect()
-        _frozen_when_collected = frozen
-    gc.freeze()
-    return functions
-
-
-_frozen_when_collected = 0
-
-
-def _referrers_of(codes) -> list[types.FunctionType]:
-    referrers = gc.get_referrers(*codes) if codes else ()
-    return [function for function in referrers if isinstance(function, types.FunctionType)]
+def closes_over(code: types.CodeType) -> bool:
+    """Whether functions with this code close over variables of other functions."""
+    return bool(set(code.co_freevars) - {"__class__"})
 
 
 def is_of_model(path: str) -> bool:
