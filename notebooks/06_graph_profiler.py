@@ -617,7 +617,7 @@ except ScheduleError as error:
 #
 # The claim on which all planning rests: the simulated peak is the measured one. We check it for four models and three
 # policies. `none` saves what backward needs. `full` keeps single tensors between blocks. `manual` does as it is told,
-# and here it is told by a coin for every operation. Each step is planned, rewritten, run by `ackpt.graph.PlannedStep`
+# and here it is told by a coin for every operation. Each model is captured once; each step is planned, rewritten, run
 # under the allocator's eyes, and its gradients are compared with those of the plain model.
 
 # %%
@@ -632,10 +632,11 @@ cases = {
     "BERT with dropout": (bert, (ids,), {"labels": ids}, torch.float32),
     "ResNet": (models.ResNet(small), *pictures, torch.float32),
 }
+policies = ("none", "full", "manual")
 found = {
-    (name, policy): graph_profile.compare(model, args, kwargs, policy, dtype=dtype)
+    (name, policy): row
     for name, (model, args, kwargs, dtype) in cases.items()
-    for policy in ("none", "full", "manual")
+    for policy, row in graph_profile.compare(model, args, kwargs, policies, dtype=dtype).items()
 }
 
 # %% tags=["hide-input"]

@@ -14,6 +14,7 @@ from torch import nn
 import ackpt
 from ackpt.graph import simulate
 from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
+from ackpt.running.captured_step import CapturedStep
 
 WORDS, LENGTH = 20, 24
 BUDGETS = (0.95, 0.8, 0.6, 0.4, 0.2)
@@ -103,10 +104,16 @@ def build(name):
 
 
 @cache
+def captured(name):
+    """A model and its captured step."""
+    model, args = build(name)
+    return model, CapturedStep(model, *args)
+
+
+@cache
 def traced(name):
     """The graph of a model and its profile."""
-    model, args = build(name)
-    graph = ackpt.trace(model, *args)
+    graph = captured(name)[1].graph
     return graph, ackpt.profile(graph)
 
 
@@ -139,8 +146,10 @@ def plans(name, policy, **options):
 
 def step_keeps(name, plan):
     """The step that runs as planned takes what the simulator says, and leaves the bits of eager."""
-    model, args = build(name)
-    step = ackpt.compile(model, *args, plan=plan)
+    fresh, args = build(name)
+    model, captured_step = captured(name)
+    model.load_state_dict(fresh.state_dict())
+    step = captured_step.planned(plan)
     resident = (model, *(value for value in args if isinstance(value, torch.Tensor)))
 
     def once():
@@ -151,7 +160,7 @@ def step_keeps(name, plan):
     graph, _ = traced(name)
     workspace = measured_workspace(name, torch.get_num_threads())
     assert measured.dynamic_peak_bytes == simulate(graph, workspace, plan.schedule).peak_bytes
-    model.load_state_dict(build(name)[0].state_dict())
+    model.load_state_dict(fresh.state_dict())
     model.zero_grad()
     assert_equal(plain_results(name, torch.get_num_threads()), results(model, step, args), "tensor")
 

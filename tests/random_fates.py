@@ -11,16 +11,17 @@ from ackpt.graph import PlannedStep
 
 def planned(model, policy: str, *args, differentiate="loss", **kwargs):
     """`model` as a step under a policy: "eager" for the model itself, "manual 3" for random fates drawn by seed 3."""
-    name, _, seed = policy.partition(" ")
-    if name == "eager":
+    if policy == "eager":
         return model
-
-    def planner(graph):
-        return ackpt.plan(graph, policy=name, **({"fates": random_fates(graph, int(seed))} if seed else {}))
-
-    step = PlannedStep(model, planner, differentiate)
+    step = PlannedStep(model, lambda graph: plan_of(graph, policy), differentiate)
     step.prepare(*args, **kwargs)
     return step
+
+
+def plan_of(graph, policy: str) -> ackpt.Plan:
+    """The plan of a policy, "manual 3" for random fates drawn by seed 3."""
+    name, _, seed = policy.partition(" ")
+    return ackpt.plan(graph, policy=name, **({"fates": random_fates(graph, int(seed))} if seed else {}))
 
 
 def tensors_of(args, kwargs) -> list[torch.Tensor]:

@@ -91,11 +91,10 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
     """
     on_cpu = config.device == "cpu"
     work = workload(config.model, config.sizes, config.seed, config.device, config.dtype)
-    with work.autocast():
-        graph = ackpt.trace(work.model, *work.args)
+    runs = Runs(work, config.seed, timed_rounds)
+    graph = runs.step.graph
     costs = ackpt.profile(graph, workspace="measured" if on_cpu else "given")
     none = plan(graph, policy="none", profile=costs)
-    runs = Runs(work, config.seed, timed_rounds)
     baseline = runs.first(none)
     eager = runs.of(work.model)
     points, not_run = _points(config, graph, costs, runs, failures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ackpt.metering.timeline import Timeline
 from ackpt.planner import plan
 from ackpt.planning.plan import RECOMPUTED, SAVED, Plan
 from ackpt.planning.simulator import simulate
-from ackpt.running.planned_step import PlannedStep
+from ackpt.running.captured_step import CapturedStep
 
 _BELOW = {"parameters": "parameter", "buffers": "buffer", "inputs": "input", "optimizer": "optimizer state"}
 
@@ -87,51 +88,55 @@ def random_fates(graph, seed: int) -> dict[str, str]:
     return fates
 
 
-def compare(model, args, kwargs, policy: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict:
-    """Predict and run a step by `policy`; returns whether bytes and gradients agree.
+def compare(
+    model, args, kwargs, policies, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> dict[str, dict[str, Any]]:
+    """Predict and run a step by every policy; returns whether bytes and gradients agree.
 
-    The plan is made from shapes alone, so that it is the same everywhere. To compare it with the allocator, it is
-    simulated once more with measured workspaces.
+    The plans are made from shapes alone, so that they are the same everywhere. To compare them with the allocator, they
+    are simulated once more with measured workspaces.
 
     Args:
         model, args, kwargs: called on the CPU, returning a scalar loss.
-        policy: ``"none"``, ``"full"`` or ``"manual"``, the last with `random_fates` by `seed`.
+        policies: ``"none"``, ``"full"`` or ``"manual"``, the last with `random_fates` by `seed`.
         dtype: bfloat16 runs the forward under autocast.
 
     Returns:
-        ``peak_bytes``: the dynamic peak without workspaces; ``saved_bytes``; ``recompute_ratio``: FLOPs of
-        recomputation over those of the baseline; ``off_bytes``: simulated minus measured dynamic peak; ``is_equal``:
-        whether all gradients are bit-equal to the baseline's.
+        For every policy ``peak_bytes``: the dynamic peak without workspaces; ``saved_bytes``; ``recompute_ratio``:
+        FLOPs of recomputation over those of the baseline; ``off_bytes``: simulated minus measured dynamic peak;
+        ``is_equal``: whether all gradients are bit-equal to the baseline's.
     """
-    graphs = []
 
-    def planner(graph):
-        graphs.append(graph)
-        options: dict[str, Any] = {"fates": random_fates(graph, seed)} if policy == "manual" else {}
-        return plan(graph, policy=policy, profile=profiled(graph), **options)
+    def autocast():
+        return torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
 
     def gradients(module):
         model.zero_grad()
         torch.manual_seed(seed)
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        with autocast():
             loss = module(*args, **kwargs)
         loss.backward()
         return [parameter.grad for parameter in model.parameters()]
 
+    with autocast():
+        captured = CapturedStep(model, *args, **kwargs)
+    graph, costs = captured.graph, profiled(captured.graph)
+    exact = profiled(graph, workspace="measured")
     baseline = gradients(model)
-    step = PlannedStep(model, planner)
-    pairs = zip(baseline, gradients(step), strict=True)
-    is_equal = all(torch.equal(a, b) for a, b in pairs)
-    del baseline
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    measured = measure(lambda: gradients(step), "cpu", resident=(model, *tensors), repeats=0)
-    (graph,) = graphs
-    exact = simulate(graph, profiled(graph, workspace="measured"), step.plan.schedule)
-    return {
-        "policy": policy,
-        "peak_bytes": step.plan.dynamic_peak_bytes,
-        "saved_bytes": step.plan.saved_bytes,
-        "recompute_ratio": step.plan.recompute_flops / (step.plan.flops - step.plan.recompute_flops),
-        "off_bytes": exact.peak_bytes - measured.dynamic_peak_bytes,
-        "is_equal": is_equal,
-    }
+    resident = (model, *(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)))
+    found = {}
+    for policy in policies:
+        options: dict[str, Any] = {"fates": random_fates(graph, seed)} if policy == "manual" else {}
+        planned = plan(graph, policy=policy, profile=costs, **options)
+        step = captured.planned(planned)
+        pairs = zip(baseline, gradients(step), strict=True)
+        is_equal = all(torch.equal(a, b) for a, b in pairs)
+        measured = measure(partial(gradients, step), "cpu", resident=resident, repeats=0)
+        found[policy] = {
+            "peak_bytes": planned.dynamic_peak_bytes,
+            "saved_bytes": planned.saved_bytes,
+            "recompute_ratio": planned.recompute_flops / (planned.flops - planned.recompute_flops),
+            "off_bytes": simulate(graph, exact, planned.schedule).peak_bytes - measured.dynamic_peak_bytes,
+            "is_equal": is_equal,
+        }
+    return found

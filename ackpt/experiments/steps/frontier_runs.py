@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-import ackpt
 from ackpt.metering.meter import compare_seconds, count_flops, measure
 from ackpt.planning.plan import Plan
+from ackpt.running.captured_step import CapturedStep
 
 from .frontier_models import Workload
 
@@ -18,10 +18,12 @@ _LAST_BITS = 2.0**-22  # relative, of float32
 
 
 class Runs:
-    """Runs of one workload, each from the same start and compared with the first one."""
+    """Runs of one workload, each from the same start and compared with the first one; ``step`` is captured once."""
 
     def __init__(self, work: Workload, seed: int, timed_rounds: int):
         self.work, self.seed, self.timed_rounds = work, seed, timed_rounds
+        with work.autocast():
+            self.step = CapturedStep(work.model, *work.args)
         self.start = [buffer.clone() for buffer in work.model.buffers()]
         self.flops = 0
         self.wanted: tuple[list, list] = ([], [])
@@ -31,7 +33,7 @@ class Runs:
         """Run the step that all others are compared with; returns its peaks."""
         if self.work.device == "cuda":  # libraries allocate their workspaces at the first call, and never free them
             self._step(self.work.model)
-        peaks = self._measured(self._compiled(planned))
+        peaks = self._measured(self.step.planned(planned))
         self.flops = peaks.pop("flops")
         gradients, buffers = self._left()
         if self.work.device == "cuda":  # host memory counts in no peak
@@ -42,7 +44,7 @@ class Runs:
     def planned(self, planned: Plan) -> dict:
         """The results `of` a plan; equal schedules run once."""
         if planned.schedule not in self.by_schedule:
-            self.by_schedule[planned.schedule] = self.of(self._compiled(planned))
+            self.by_schedule[planned.schedule] = self.of(self.step.planned(planned))
         return self.by_schedule[planned.schedule]
 
     def of(self, call, compiles: bool = False) -> dict:
@@ -63,10 +65,6 @@ class Runs:
         times = compare_seconds(steps, self.timed_rounds, device=self.work.device).to_json()
         ratio = {"seconds_ratio": times["seconds_ratio"]["this"]}
         return ratio if self.work.device == "cpu" else ratio | {"seconds_step": times["seconds"]["this"]}
-
-    def _compiled(self, planned: Plan):
-        with self.work.autocast():
-            return ackpt.compile(self.work.model, *self.work.args, plan=planned)
 
     def _step(self, call) -> None:
         self.work.step(call, self.seed)
