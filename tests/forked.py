@@ -19,12 +19,17 @@ _SLOW = (
 )
 
 
+def start_method() -> str:
+    """How `multiprocessing` starts such processes here."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_SLOW))
+    return "forkserver"
+
+
 def output_of(script: Path, *arguments: str, folder: Path, threads: int | None = None) -> str:
     """What a Python script prints, if it succeeds, run in `folder`."""
-    can_fork = "forkserver" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if can_fork else "spawn")
-    if can_fork:
-        context.set_forkserver_preload(list(_SLOW))
+    context = multiprocessing.get_context(start_method())
     with tempfile.TemporaryDirectory() as logs:
         process = context.Process(target=_run, args=(str(script), arguments, str(folder), threads, logs))
         process.start()

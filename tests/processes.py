@@ -7,6 +7,7 @@ import traceback
 import warnings
 
 import torch
+from forked import start_method
 from torch import distributed as dist
 from torch import multiprocessing
 
@@ -18,7 +19,8 @@ def in_two_processes(scenario, names, folder) -> list[dict]:
 
     An assertion or runtime error is that scenario's result, as text.
     """
-    multiprocessing.spawn(_work, (scenario, list(names), str(folder)), nprocs=2)
+    arguments = scenario, list(names), str(folder)
+    multiprocessing.start_processes(_work, arguments, nprocs=2, start_method=start_method())
     return [torch.load(folder / str(rank)) for rank in range(2)]
 
 

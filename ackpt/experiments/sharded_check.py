@@ -49,7 +49,8 @@ class Checked:
 def check(request: StepRequest, sharding: Sharding, methods=METHODS) -> list[Checked]:
     """Run the step of `request` sharded, without checkpointing and with checkpointed blocks, and predict it."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_work, (request, sharding, methods, folder), nprocs=sharding.ranks)
+        arguments = request, sharding, methods, folder
+        multiprocessing.start_processes(_work, arguments, nprocs=sharding.ranks, start_method=_start_method())
         ranks = [torch.load(Path(folder) / str(rank)) for rank in range(sharding.ranks)]
     model = ShardedModel(PlanConfig(request, optimizer="none"))
     checked = []
@@ -69,6 +70,14 @@ def check(request: StepRequest, sharding: Sharding, methods=METHODS) -> list[Che
             )
         )
     return checked
+
+
+def _start_method() -> str:
+    """How to start the ranks: where possible, all from one process that has imported what they need."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    return "forkserver"
 
 
 def _work(rank: int, request: StepRequest, sharding: Sharding, methods, folder: str) -> None:

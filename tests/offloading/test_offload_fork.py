@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from forked import output_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
@@ -48,15 +47,20 @@ def child(work):
 """
 
 
-def run_in_process(code: str, store: str) -> list[str]:
-    code = HEAD + textwrap.dedent(code)
-    result = subprocess.run([sys.executable, "-c", code, store], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
+@pytest.fixture
+def run_in_process(tmp_path):
+    """A function that runs code in a process of its own and returns what it prints, in lines."""
+
+    def run(code: str, store: str) -> list[str]:
+        script = tmp_path / "code.py"
+        script.write_text(HEAD + textwrap.dedent(code), encoding="utf-8")
+        return output_of(script, store, folder=tmp_path, threads=1).splitlines()
+
+    return run
 
 
 @pytest.mark.parametrize("store", ["host", "disk"])
-def test_a_child_trains_while_threads_of_its_parent_do(store):
+def test_a_child_trains_while_threads_of_its_parent_do(store, run_in_process):
     code = """
         wanted, stop = gradient(2), threading.Event()
         def busy():
@@ -72,7 +76,7 @@ def test_a_child_trains_while_threads_of_its_parent_do(store):
 
 
 @pytest.mark.parametrize("store", ["host", "disk"])
-def test_a_child_does_not_write_into_the_store_of_its_parent(store):
+def test_a_child_does_not_write_into_the_store_of_its_parent(store, run_in_process):
     code = """
         wanted = gradient(2)
         x, loss = forward(2)
@@ -85,24 +89,22 @@ def test_a_child_does_not_write_into_the_store_of_its_parent(store):
     assert run_in_process(code, store) == ["0", "True"]
 
 
-def backward_in_a_child(store):
-    code = """
-        from ackpt.offloading import transport
-        wanted = gradient(2)
-        x, loss = forward(2)
-        def work():
-            loss.backward()
-            return torch.equal(x.grad, wanted)
-        print(child(work))
-    """
-    return run_in_process(code, store)
+BACKWARD_IN_A_CHILD = """
+    from ackpt.offloading import transport
+    wanted = gradient(2)
+    x, loss = forward(2)
+    def work():
+        loss.backward()
+        return torch.equal(x.grad, wanted)
+    print(child(work))
+"""
 
 
-def test_a_child_runs_backward_over_what_its_parent_has_in_host_memory():
-    lines = backward_in_a_child("host")
+def test_a_child_runs_backward_over_what_its_parent_has_in_host_memory(run_in_process):
+    lines = run_in_process(BACKWARD_IN_A_CHILD, "host")
     assert lines[-1] in ("0", "2") and (lines[-1] == "0" or "forked" in lines[0])
 
 
-def test_a_child_is_told_that_it_cannot_run_backward_over_its_parents_files():
-    message, code = backward_in_a_child("disk")
+def test_a_child_is_told_that_it_cannot_run_backward_over_its_parents_files(run_in_process):
+    message, code = run_in_process(BACKWARD_IN_A_CHILD, "disk")
     assert code == "2" and message.startswith("OffloadError") and "fork" in message
