@@ -78,7 +78,8 @@ def compile(
         dynamic: which sizes may change without a new capture. With None, the dimensions in which a second call differs
             from the first become dynamic, as in ``torch.compile``, and those marked by ``torch._dynamo.mark_dynamic``.
             True makes all dimensions of all tensors dynamic at once, False none. A dict names dimensions of arguments,
-            with bounds or None: ``{"input_ids": {1: (16, 512)}}``; the search is then made for the largest sizes.
+            with bounds or None: ``{"input_ids": {1: (16, 512)}}``; the search is then made for the largest sizes, and
+            a training step with a size outside of them raises a ValueError.
             Integers among the arguments become dynamic when they change, except with False.
         cache: a folder in which results of searches are stored, as in `ackpt.plan`. A second run of the same script
             then captures the step, but does not search again.

@@ -2,8 +2,10 @@
 
     python benchmarks/variable_lengths.py --budget 110MiB
 
-Prints, per length, the plan and the time of the step beyond the model's own, and the totals of one process: eager and
-planned steps are interleaved, length by length. Results are bit-equal, which is checked; times are for this machine.
+Prints, per length, the plan, the seconds of a step, and what the first step of that length takes beyond the second, and
+where the time of all first steps goes, relative to eager training. Eager and planned steps are interleaved, length by
+length. Results are bit-equal, which is checked. Seconds are those of the processor (`time.process_time`), which other
+processes disturb less; use one thread (``OMP_NUM_THREADS=1``), because the threads of a process add up.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ackpt
+from ackpt.running import dynamic_step, variants
 
 
 def main() -> None:
@@ -37,34 +40,56 @@ def main() -> None:
     model = GPT2LMHeadModel(config)
     lengths = random.Random(0).sample(range(32, 257), given.lengths)
     budget = float(given.budget) if given.budget.replace(".", "").isdecimal() else given.budget
-    start = time.perf_counter()
+    start = time.process_time()
     step = ackpt.compile(model, **batch(lengths[0], given.mask), budget=budget)
     step.prepare(**batch(lengths[1], given.mask))
-    first = time.perf_counter() - start
-    totals, known = {"eager": 0.0, "planned": 0.0}, {"eager": 0.0, "planned": 0.0}
-    print(f"first two lengths captured and planned in {first:.1f} s")
+    print(f"first two lengths captured and planned in {time.process_time() - start:.1f} s")
+    compiled = timed_calls(dynamic_step, "compiled_schedule")
+    measured = timed_calls(variants, "measured_baseline")
+    eager = again = recomputed = first = 0.0
     for length in lengths:
         inputs = batch(length, given.mask)
-        events = len(step.history)
-        seconds, gradients = {}, {}
-        for name, call in (("eager", model), ("planned", step)):
-            seconds[name], gradients[name] = timed(model, call, inputs)
-            totals[name] += seconds[name]
-        same = all(torch.equal(one, other) for one, other in zip(*gradients.values()))
-        again = {name: timed(model, call, inputs)[0] for name, call in (("eager", model), ("planned", step))}
-        known = {name: known[name] + again[name] for name in again}
-        kinds = ", ".join(event.kind for event in step.history[events:]) or "known"
-        new = seconds["planned"] - again["planned"]
-        print(
-            f"length {length:4}: {kinds:16} cost {step.plan.cost:6.1%}, peak {step.plan.peak_bytes:,}, same {same}, "
-            f"eager {again['eager']:.3f} s, planned {again['planned']:.3f} s, first time +{1000 * new:.0f} ms"
+        events, schedules = len(step.history), len(compiled)
+        model_seconds, expected = timed(model, model, inputs)
+        new_seconds, gradients = timed(model, step, inputs)
+        known_seconds, model_seconds = (
+            min(timed(model, call, inputs)[0], earlier)
+            for call, earlier in ((step, new_seconds), (model, model_seconds))
         )
-    for name, seconds in (("first time", totals), ("again", known)):
-        ratio = seconds["planned"] / seconds["eager"]
+        eager, again, first = eager + model_seconds, again + known_seconds, first + new_seconds
+        recomputed += step.plan.cost * model_seconds
+        kinds = [event.kind for event in step.history[events:]] + ["compiled"] * (len(compiled) - schedules)
         print(
-            f"{len(lengths)} lengths, {name}: eager {seconds['eager']:.1f} s, planned {seconds['planned']:.1f} s, "
-            f"ratio {ratio:.2f}"
+            f"length {length:4}: {', '.join(kinds) or 'known':14}  cost {step.plan.cost:6.1%}, "
+            f"peak {step.plan.peak_bytes:,}, same {all(map(torch.equal, expected, gradients))}, "
+            f"eager {model_seconds:.3f} s, planned {known_seconds:.3f} s, "
+            f"first time +{1000 * (new_seconds - known_seconds):.0f} ms"
         )
+    rows = {
+        "eager steps": eager,
+        f"recomputation (by the plans: {recomputed / eager:.3f})": again - eager,
+        f"compiling {len(compiled)} schedules": sum(compiled),
+        "measuring the model's own step once": sum(measured),
+        "choosing schedules, other": first - again - sum(compiled) - sum(measured),
+        "all first steps": first,
+    }
+    for name, seconds in rows.items():
+        print(f"{name:40} {seconds:6.2f} s {seconds / eager:6.3f}")
+
+
+def timed_calls(module, name: str) -> list[float]:
+    """The seconds of every later call of a function of `module`."""
+    function, seconds = getattr(module, name), []
+
+    def call(*args, **kwargs):
+        start = time.process_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds.append(time.process_time() - start)
+
+    setattr(module, name, call)
+    return seconds
 
 
 def batch(length: int, with_mask: bool) -> dict[str, torch.Tensor]:
@@ -79,9 +104,9 @@ def batch(length: int, with_mask: bool) -> dict[str, torch.Tensor]:
 def timed(model, call, inputs):
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
-    start = time.perf_counter()
+    start = time.process_time()
     call(**inputs).loss.backward()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     return seconds, [parameter.grad for parameter in model.parameters()]
 
 

@@ -23,11 +23,13 @@ import threading
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo import config
-from torch._dynamo.eval_frame import OptimizeContext
+from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 
+from ackpt.capture.patches.dynamo_calls import break_graphs_at
 from ackpt.errors import TraceError
 
 from .options import checked
@@ -56,9 +58,41 @@ def install(backend) -> None:
             return WithoutDynamo(options, kwargs.get("dynamic"))
         context.fullgraph = False  # if True, torch fails where it compiles no frame, as in evaluation
         context.callback = _Convert(context.callback)
-        return context
+        return functools.partial(_outside_of_graphs, context)
 
     dynamo.optimize = optimize_or_raise
+
+
+class _CompiledModule(OptimizedModule):
+    """What ``torch.compile`` returns for a model; Dynamo looks into instances of the base class itself."""
+
+    def _initialize(self) -> None:
+        super()._initialize()
+        self.forward = _outside(self.forward)
+
+
+def _outside_of_graphs(context: OptimizeContext, function: Any) -> Any:
+    """``context(function)``; other functions that Dynamo compiles call it, where they would inline its operations."""
+    compiled: Any = context(function)
+    if isinstance(compiled, OptimizedModule):
+        return _CompiledModule(compiled._orig_mod, compiled.dynamo_ctx)
+    break_graphs_at(_has_plan)
+    return _outside(compiled)
+
+
+def _outside(compiled: Any) -> Any:
+    @functools.wraps(compiled, updated=())  # with its attributes, torch would take it for the function that it compiles
+    def call(*args, **kwargs):
+        return compiled(*args, **kwargs)
+
+    outside: Any = torch._dynamo.disable(call)
+    outside.ackpt_has_plan = True
+    return outside
+
+
+def _has_plan(model: nn.Module) -> bool:
+    """Whether the model was compiled in place, by ``model.compile``."""
+    return hasattr(model._compiled_call_impl, "ackpt_has_plan")
 
 
 class _Convert:

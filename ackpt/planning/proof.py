@@ -1,7 +1,7 @@
 """Check a rewritten module independently: run it on fake tensors and count the live bytes after every operation.
 
-It is independent of the schedule and the simulator: aliases come from the storages that the operations return, and
-lifetimes from the last use of every value in the module's code.
+It is independent of the schedule and the simulator: aliases come from the storages that the operations return
+(`fake_results`), and lifetimes from the last use of every value in the module's code.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
+
+from ackpt.capture.fake_results import FakeResults, Value, storages_in
 
 from .copy_operations import offload
 from .rng_replay import run_again, run_and_save
@@ -28,72 +28,80 @@ class RewriteError(RuntimeError):
     """
 
 
-def storages_in(value) -> list:
-    """The storages of a tensor or of the tensors in a tuple, each once."""
-    storages = [leaf.untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return list({storage._cdata: storage for storage in storages}.values())
-
-
 def live_after(
-    module: fx.GraphModule, arguments, uncounted, held: int, state_bytes: int, hosted: set[int]
+    root: fx.GraphModule,
+    graph: fx.Graph,
+    results: FakeResults,
+    arguments,
+    uncounted,
+    held: int,
+    state_bytes: int,
+    hosted: set[int],
 ) -> tuple[list[tuple[int, int]], list]:
-    """Live bytes on the device and in host memory right after every operation of `module`, before its arguments are
+    """Live bytes on the device and in host memory right after every operation of `graph`, before its arguments are
     freed, and the outputs.
 
     Args:
-        module: one half of a rewritten step.
-        arguments: fake tensors for its placeholders.
-        uncounted: storages (``_cdata``) that belong to the caller.
+        root: the module that `graph` belongs to.
+        graph: one half of a rewritten step.
+        results: of the operations of its graph.
+        arguments: values for its placeholders, and values of `results` for those that are tensors.
+        uncounted: storages that belong to the caller.
         held: bytes that the caller keeps all the time, besides the arguments.
         state_bytes: of the generator's state that is saved while an operation replays another one.
-        hosted: storages (``_cdata``) in host memory; those that `module` returns are added.
+        hosted: storages in host memory; those that `graph` returns are added.
     """
     live: list[tuple[int, int]] = []
     values: dict[fx.Node, Any] = {}
     users: dict[int, int] = {}  # storage -> how many values use it
-    sizes: dict[int, int] = {}
     total, in_host = held, 0
-    last = _last_uses(module.graph)
+    last = _last_uses(graph)
     given = iter(arguments)
 
     def change(value, by: int):
         nonlocal total, in_host
-        for storage in storages_in(value):
-            key = storage._cdata
-            if key in uncounted:
+        for storage, size in storages_in(value).items():
+            if storage in uncounted:
                 continue
-            before = users.get(key, 0)
-            users[key] = before + by
-            if before and users[key]:
+            before = users.get(storage, 0)
+            users[storage] = before + by
+            if before and users[storage]:
                 continue
-            sizes.setdefault(key, storage.nbytes())
-            if key in hosted:
-                in_host += by * sizes[key]
+            if storage in hosted:
+                in_host += by * size
             else:
-                total += by * sizes[key]
-            if not users[key]:
-                del sizes[key]
-                hosted.discard(key)
+                total += by * size
+            if not users[storage]:
+                hosted.discard(storage)
 
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         if node.op == "output":
             return live, [None if a is None else values[a] for a in node.args[0]]
         if node.op == "placeholder":
             values[node] = next(given)
         elif node.op == "get_attr":
-            values[node] = getattr(module, node.target)
+            values[node] = results.given(node.target, getattr(root, node.target))
             continue
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)
+            values[node] = _result(node, results, args, kwargs)
             if node.target is offload:
-                hosted.update(storage._cdata for storage in storages_in(values[node]))
+                hosted.update(storages_in(values[node]))
         change(values[node], +1)
         if node.op != "placeholder" and not node.meta.get(IS_SIZE) and not _unpacks_state(node):
             live.append((total + (state_bytes if node.target is run_again else 0), in_host))
         for used in last.get(node, ()):
             change(values.pop(used), -1)
     raise RewriteError("a rewritten module has no output")
+
+
+def _result(node: fx.Node, results: FakeResults, args, kwargs) -> Any:
+    operation: Any = node.target
+    if operation is operator.getitem:
+        return args[0][args[1]]
+    if node.meta.get(IS_SIZE):
+        return operation(*(each.layout.example if isinstance(each, Value) else each for each in args))
+    return results.run(operation, args, kwargs)
 
 
 def _unpacks_state(node: fx.Node) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from torch._guards import detect_fake_mode
 
 from ackpt.capture.analysis import is_training_batch_norm
 from ackpt.capture.dynamic_sizes import DynamicModule, Symbols, expression, is_size
+from ackpt.capture.fake_results import fake_results, storages_in
 from ackpt.capture.joint_graph import FORWARD, JointGraph
 from ackpt.capture.patches.kernels import true_results
 
 from . import copy_operations
 from .live_bytes import follow, rng_state_bytes
-from .proof import IS_SIZE, RewriteError, live_after, storages_in
+from .proof import IS_SIZE, RewriteError, live_after
 from .rng_replay import run_again, run_and_save
 from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, Schedule, Step
 
@@ -32,12 +34,12 @@ _BATCH_NORM_AGAIN = torch.ops.aten._native_batch_norm_legit.no_stats
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The modules that run a schedule.
+    """The modules that run a schedule, made of their graphs on first use: code for them takes time to generate.
 
     ``forward`` takes the inputs of the graph and returns the model's outputs, followed by what it saves for backward;
     ``backward`` takes the latter and the gradients of the outputs, and returns the gradients. Both take one list and
     empty it, so that every argument can be freed after its last use. With dynamic dimensions, ``forward`` returns their
-    ``num_sizes`` sizes last, and ``backward`` takes them first.
+    ``num_sizes`` sizes last, and ``backward`` takes them first. ``root`` has the tensors that both refer to.
 
     Example:
         >>> import torch, ackpt
@@ -48,10 +50,19 @@ class Rewritten:
         (True, 1)
     """
 
-    forward: fx.GraphModule
-    backward: fx.GraphModule
+    root: fx.GraphModule
+    forward_graph: fx.Graph
+    backward_graph: fx.Graph
     num_outputs: int
     num_sizes: int = 0
+
+    @cached_property
+    def forward(self) -> fx.GraphModule:
+        return fx.GraphModule(self.root, self.forward_graph)
+
+    @cached_property
+    def backward(self) -> fx.GraphModule:
+        return fx.GraphModule(self.root, self.backward_graph)
 
 
 def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
@@ -121,24 +132,24 @@ def _rewritten(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | N
         bw.run(step)
     bw.output([None if node_id is None else bw.value(node_id) for node_id in analysis.bw_outputs])
     root = graph.module if dynamic is None else dynamic.module
-    return Rewritten(fw.module(root), bw.module(root), len(outputs), len(given))
+    return Rewritten(root, fw.finished(), bw.finished(), len(outputs), len(given))
 
 
 def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, int]]) -> None:
     """Run the modules on fake tensors and compare their live bytes with the simulated ones, operation by operation."""
-    analysis = graph.analysis
+    analysis, results = graph.analysis, fake_results(graph)
     hosted: set[int] = set()
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.module.graph.nodes])
     state = rng_state_bytes(graph)
 
     def values(node_ids):
-        captured = [analysis.fx[node_id].meta["val"] for node_id in node_ids]
-        return [value.detach() if isinstance(value, torch.Tensor) else value for value in captured]
+        return [results.given(node_id, analysis.fx[node_id].meta["val"]) for node_id in node_ids]
 
+    forward, backward = ((rewritten.root, half) for half in (rewritten.forward_graph, rewritten.backward_graph))
     with fake_mode or contextlib.nullcontext(), true_results(fake_mode):
         inputs = values(node_id for node_id in analysis.placeholders if node_id not in analysis.tangents)
-        input_storages = {storage._cdata for value in inputs for storage in storages_in(value)}
-        live, passed = live_after(rewritten.forward, inputs, input_storages, 0, state, hosted)
+        input_storages = storages_in(inputs)
+        live, passed = live_after(*forward, results, inputs, input_storages, 0, state, hosted)
         tangents = values(analysis.tangents)
         callers = [value for node_id, value in zip(analysis.tangents, tangents) if node_id not in analysis.restrided]
         passed, saved = passed[: rewritten.num_outputs], passed[rewritten.num_outputs :]
@@ -146,10 +157,10 @@ def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, in
         nodes = [() if node_id is None else graph.nodes[node_id].storages for node_id in analysis.outputs]
         passed = [value for value, lies_in in zip(passed, nodes) if analysis.dropped.isdisjoint(lies_in)]
         # What the caller holds all through backward: outputs and the gradients that come in.
-        held = {s._cdata: s.nbytes() for value in (*passed, *callers) for s in storages_in(value)}
-        held = {key: size for key, size in held.items() if key not in input_storages}
-        given, others = analysis.incoming_bytes + sum(held.values()), input_storages | held.keys()
-        live += live_after(rewritten.backward, [*saved, *tangents], others, given, state, hosted)[0]
+        held = storages_in([*passed, *callers])
+        held = {storage: size for storage, size in held.items() if storage not in input_storages}
+        given, others = analysis.incoming_bytes + sum(held.values()), input_storages.keys() | held.keys()
+        live += live_after(*backward, results, [*saved, *tangents], others, given, state, hosted)[0]
     if live != expected:
         at = next((i for i, (a, b) in enumerate(zip(live, expected)) if a != b), min(len(live), len(expected)))
         raise RewriteError(
@@ -236,11 +247,11 @@ class _Builder:
     def output(self, values):
         self.graph.output(tuple(values))
 
-    def module(self, root) -> fx.GraphModule:
+    def finished(self) -> fx.Graph:
         if self.sizes is not None and not self.sizes.expressions:
             self.graph.erase_node(self.sizes.all)
         self.graph.lint()
-        return fx.GraphModule(root, self.graph)
+        return self.graph
 
     def _copy(self, kind: str, storage: int):
         base = self.analysis.base_of[storage]

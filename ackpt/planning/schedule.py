@@ -59,22 +59,24 @@ class Step(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """Steps as arrays: the kind of every step, an index of `KINDS`, and its id."""
+    """Steps as arrays: the kind of every step, an index of `KINDS`, its id, and the places of the steps of a kind."""
 
     kinds: np.ndarray
     ids: np.ndarray
+    places: tuple[np.ndarray, ...]
 
     @property
     def computed(self) -> list[int]:
         """The nodes of the compute steps, in order."""
-        return self.ids[self.kinds == KINDS.index(COMPUTE)].tolist()
+        return self.ids[self.places[KINDS.index(COMPUTE)]].tolist()
 
 
 def _arrays(steps) -> StepArrays:
     kinds, ids = zip(*steps) if steps else ((), ())
     numbers = {kind: number for number, kind in enumerate(KINDS)}
     kinds = np.fromiter(map(numbers.__getitem__, kinds), np.int8, len(steps))
-    return StepArrays(kinds, np.fromiter(ids, np.int32, len(steps)))
+    places = tuple(np.flatnonzero(kinds == number).astype(np.int32) for number in range(len(KINDS)))
+    return StepArrays(kinds, np.fromiter(ids, np.int32, len(steps)), places)
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,14 @@ class Schedule:
     def backward_arrays(self) -> StepArrays:
         """The backward's steps as arrays."""
         return _arrays(self.backward)
+
+    @functools.cached_property
+    def last_replays(self) -> tuple[int, ...]:
+        """The places in the backward of the last runs of the random nodes that are recomputed."""
+        computes = self.backward_arrays.places[KINDS.index(COMPUTE)]
+        ids = self.backward_arrays.ids[computes]
+        runs = np.flatnonzero(np.isin(ids, list(self.replayed)))
+        return tuple(dict(zip(ids[runs].tolist(), computes[runs].tolist())).values())
 
     @property
     def offloaded(self) -> tuple[int, ...]:

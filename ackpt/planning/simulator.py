@@ -10,6 +10,7 @@ copy in host memory is counted separately.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,7 +132,8 @@ def _peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[np.n
     analysis = graph.analysis
     size, allocated, again = _sizes(graph)
     workspace = backward_workspace = np.asarray(workspace_bytes)
-    ends: dict[int, int] = {}  # bytes that are freed after a step of backward, by its position
+    ends: Sequence[int] = ()  # places of steps of backward after which a state is freed
+    state = 0
     if schedule.replayed and (state := rng_state_bytes(graph)):
         # The forward saves the RNG state of every node that runs again in backward. There the present state is put
         # aside during each run, and the saved one is dropped after the last.
@@ -139,13 +141,11 @@ def _peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[np.n
         allocated, backward_workspace = allocated.copy(), workspace.copy()
         allocated[replayed] += state
         backward_workspace[replayed] += state
-        kinds, ids = schedule.backward_arrays
-        runs = np.flatnonzero((kinds == _COMPUTE) & np.isin(ids, replayed))
-        ends = dict.fromkeys(dict(zip(ids[runs].tolist(), runs.tolist())).values(), state)
-    forward, total = _compute_peaks(schedule.forward_arrays, 0, size, allocated, workspace, {})
+        ends = schedule.last_replays
+    forward, total = _compute_peaks(schedule.forward_arrays, 0, size, allocated, workspace)
     total += analysis.incoming_bytes
     total += sum(analysis.bytes[s] for node_id in analysis.tangents for s in graph.nodes[node_id].storages)
-    backward, total = _compute_peaks(schedule.backward_arrays, total, size, again, backward_workspace, ends)
+    backward, total = _compute_peaks(schedule.backward_arrays, total, size, again, backward_workspace, ends, state)
     return forward, backward, total + graph.optimizer_step_bytes
 
 
@@ -159,20 +159,27 @@ def _sizes(graph: JointGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.array(analysis.bytes), np.array(analysis.allocated_bytes), np.array(analysis.recomputed_bytes)
 
 
-def _compute_peaks(steps: StepArrays, total: int, size, allocated, workspace, ends) -> tuple[np.ndarray, int]:
-    """The bytes at every compute step when `total` bytes are allocated before, and the bytes allocated after."""
-    kinds, ids = steps
-    computes, freeing, prefetches = (np.flatnonzero(kinds == kind) for kind in (_COMPUTE, _FREE, _PREFETCH))
-    changes = np.zeros(len(kinds) + 1, dtype=np.int64)
-    changes[computes] = allocated[ids[computes]]
-    changes[freeing] = -size[ids[freeing]]
+def _compute_peaks(
+    steps: StepArrays, total: int, size, allocated, workspace, ends: Sequence[int] = (), state: int = 0
+) -> tuple[np.ndarray, int]:
+    """The bytes at every compute step when `total` bytes are allocated before, and the bytes allocated after.
+
+    `state`: bytes that are freed after each of the steps at `ends`.
+    """
+    ids = steps.ids
+    computes, frees, prefetches = (steps.places[kind] for kind in (_COMPUTE, _FREE, _PREFETCH))
+    computed = ids[computes]
+    changes = np.zeros(len(ids) + 1, dtype=np.int64)
+    changes[computes] = allocated[computed]
+    changes[frees] = -size[ids[frees]]
     changes[prefetches] = size[ids[prefetches]]
-    for at, freed_bytes in ends.items():
-        changes[at + 1] -= freed_bytes
-    live = total + np.cumsum(changes)  # after every step, and at the end
-    peaks = live[computes] + workspace[ids[computes]]
-    # A prefetch counts at the compute step that follows it.
-    following = np.searchsorted(computes, prefetches)
-    counts = following < len(computes)
-    np.maximum.at(peaks, following[counts], live[prefetches[counts]])
+    changes[0] += total
+    for at in ends:
+        changes[at + 1] -= state
+    live = changes.cumsum()  # after every step, and at the end
+    peaks = live[computes] + workspace[computed]
+    if len(prefetches):  # a prefetch counts at the compute step that follows it
+        following = np.searchsorted(computes, prefetches)
+        counts = following < len(computes)
+        np.maximum.at(peaks, following[counts], live[prefetches[counts]])
     return peaks, int(live[-1])

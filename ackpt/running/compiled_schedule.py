@@ -23,7 +23,7 @@ from ackpt.capture.outputs import (
 )
 from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.errors import TraceError
-from ackpt.planning.rewriting import rewrite_dynamic
+from ackpt.planning.rewriting import Rewritten, rewrite_dynamic
 from ackpt.planning.schedule import COMPUTE, Schedule
 from ackpt.progress import stage
 
@@ -43,13 +43,22 @@ def compiled_schedule(
         schedule: of that graph.
         dynamic: the module of a capture with dynamic dimensions.
     """
+    functions: list[Callable[..., Any]] = []
+
+    def partition(joint, inputs, *, num_fwd_outputs, **_):
+        step = _rewritten(graph, schedule, num_fwd_outputs, dynamic)
+        halves = step.forward_graph, step.backward_graph
+        outlines = [_outline(half) for half in halves]
+        functions.extend(boxed(step.root, half) for half in halves)
+        return outlines
+
     stage("compiling the schedule")
     with like_eager(None if dynamic is None else dynamic.fake_mode):
         run = aot_compile_joint_with_descriptors(
             _fresh(captured.joint),
-            partition_fn=partitioner(graph, schedule, dynamic),
-            fw_compiler=run_boxed,
-            bw_compiler=run_boxed,
+            partition_fn=partition,
+            fw_compiler=lambda gm, example_inputs: functions[0],
+            bw_compiler=lambda gm, example_inputs: functions[1],
         )
     depends, read = depends_on(graph), _read_later(graph, schedule)
 
@@ -70,6 +79,21 @@ def dropped_places(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
     return tuple(place for place, storages in graph.analysis.dropped_outputs.items() if not storages & saved)
 
 
+def _outline(graph: fx.Graph) -> fx.GraphModule:
+    """The inputs and outputs of `graph`, all that AOTAutograd looks at."""
+    outline = fx.Graph()
+    made = {node: outline.node_copy(node) for node in graph.find_nodes(op="placeholder")}
+
+    def value(node: fx.Node) -> fx.Node:
+        if node not in made:
+            made[node] = outline.call_function(print)
+            made[node].meta = dict(node.meta)
+        return made[node]
+
+    outline.output(fx.map_arg(graph.output_node().args[0], value))
+    return fx.GraphModule({}, outline)
+
+
 def _fresh(joint):
     """A copy of torch's joint graph whose state one compilation may change."""
     joint = copy.copy(joint)
@@ -79,25 +103,33 @@ def _fresh(joint):
     state.fw_metadata.bw_donated_idxs = []  # backward may run again (retain_graph)
     state.fw_metadata.dynamic_saved_tensors_idxs = {}
     captured.wrappers = [copy.copy(wrapper) for wrapper in captured.wrappers]
+    captured.graph_module = fx.GraphModule({}, fx.Graph())  # torch's passes through it take time
     joint._aot_state, joint._aot_graph_capture = state, captured
     return joint
 
 
-def partitioner(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None = None):
+def partitioner(graph: JointGraph, schedule: Schedule):
     """AOTAutograd's ``partition_fn`` that splits `graph` as `schedule` says."""
 
     def partition(joint, inputs, *, num_fwd_outputs, **_):
-        rewritten = rewrite_dynamic(graph, schedule, dynamic)
-        if num_fwd_outputs != rewritten.num_outputs:
-            raise TraceError(f"the graph returns {rewritten.num_outputs} values, but torch expects {num_fwd_outputs}")
-        return rewritten.forward, rewritten.backward
+        step = _rewritten(graph, schedule, num_fwd_outputs)
+        return step.forward, step.backward
 
     return partition
 
 
+def _rewritten(
+    graph: JointGraph, schedule: Schedule, num_outputs: int, dynamic: DynamicModule | None = None
+) -> Rewritten:
+    step = rewrite_dynamic(graph, schedule, dynamic)
+    if num_outputs != step.num_outputs:
+        raise TraceError(f"the graph returns {step.num_outputs} values, but torch expects {num_outputs}")
+    return step
+
+
 def run_boxed(gm: fx.GraphModule, example_inputs):
     """A compiler for AOTAutograd: the module's operations one by one, arguments freed after their last use."""
-    return boxed(gm)
+    return boxed(gm, gm.graph)
 
 
 def _read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str], ...]:

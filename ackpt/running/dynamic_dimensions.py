@@ -59,7 +59,7 @@ def declared_bounds(dynamic: DynamicArgument, model: nn.Module, call: Call) -> d
         for dim, bounds in dims.items():
             if not isinstance(dim, int) or not 0 <= dim < tensor.dim():
                 raise ValueError(f"dynamic[{name!r}] names dimension {dim!r}; the tensor has {tensor.dim()} dimensions")
-            found[Dimension(at, dim)] = _checked(bounds, f"dynamic[{name!r}][{dim}]", tensor.shape[dim])
+            found[Dimension(at, dim)] = _checked(bounds, name, dim, tensor.shape[dim])
     return found
 
 
@@ -83,7 +83,8 @@ def _leaves(model: nn.Module, call: Call):
             yield (parameters[int(number)] + name[len(number) :] if is_position else name), at
 
 
-def _checked(bounds, where: str, size: int) -> Bounds | None:
+def _checked(bounds, name: str, dim: int, size: int) -> Bounds | None:
+    where = f"dynamic[{name!r}][{dim}]"
     if bounds is None:
         return None
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2 or not all(isinstance(each, int) for each in bounds):
@@ -92,5 +93,8 @@ def _checked(bounds, where: str, size: int) -> Bounds | None:
     if not SMALLEST <= low <= high:
         raise ValueError(f"{where} must be {SMALLEST} <= smallest <= largest, got {bounds!r}")
     if not low <= size <= high:
-        raise ValueError(f"{where} is {bounds!r}, but the size in this call is {size}")
+        raise ValueError(
+            f"{where} is {bounds!r}, but the size of dimension {dim} of {name!r} in this call is {size}: declare "
+            "bounds that include it, or None for any size"
+        )
     return low, high

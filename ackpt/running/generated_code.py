@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.graph import _BoxedCodeGen
 
 _ATEN: Any = torch.ops.aten
@@ -58,16 +58,14 @@ FUNCTIONS: dict[Any, Callable] = {
 }
 
 
-def boxed(module: fx.GraphModule):
-    """`module` as a function of one list, which it empties; `module` is changed."""
-    graph = module.graph
+def boxed(root: nn.Module, graph: fx.Graph):
+    """`graph`, of the module `root`, as a function of one list, which it empties; `graph` is changed."""
     _without_undone_views(graph)
     for node in graph.nodes:
         if node.op == "call_function":
             _call_directly(node)
     graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
-    run = module.forward
+    run = fx.GraphModule(root, graph).forward
 
     def call(args):
         return run(args)

@@ -167,6 +167,7 @@ class Variants:
         return None if served is None else served[1].get(served[2])
 
     def _new(self, group: _Group, call: Call) -> Variant:
+        declared_bounds(self.dynamic, self.model, call)  # raises for a size outside of them
         made_for = described(self.model, call.args, call.kwargs, self.differentiate)
         cause, group_of_causes = self._cause(call, made_for)
         try:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
@@ -241,3 +242,37 @@ def test_a_frozen_model_needs_no_plan():
 def test_the_switch_of_torch_compile_stays():
     model = Net()
     torch.compile(model, backend="ackpt", disable=True, options={"compiler": "inductor"})(torch.ones(4, 8)).backward()
+
+
+def as_a_function(model, **options):
+    return torch.compile(lambda x: model(x), backend="ackpt", options={"compiler": "inductor", **options})
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo reads that of the second graph's input
+@pytest.mark.parametrize("compiled", [as_function, in_place, as_a_function])
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_inside_another_compiled_function(compiled, compiled_before):
+    torch.manual_seed(0)
+    model, x, plans = Net(), torch.randn(4, 8), []
+    model(x).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    inner = compiled(model, on_plan=plans.append)
+    outer = torch.compile(lambda x: inner(x * 1) * 1, backend=CompileCounter())
+    if compiled_before:
+        inner(x).backward()
+    for _ in range(2):
+        model.zero_grad()
+        outer(x).backward()
+        assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), expected))
+    assert len(plans) == 1
+    with torch.no_grad():
+        assert torch.equal(outer(x), inner(x))
+    assert len(plans) == 1
+
+
+@pytest.mark.parametrize("compiled", [as_function, in_place, as_a_function])
+def test_inside_a_full_graph(compiled):
+    inner = compiled(Net())
+    outer = torch.compile(lambda x: inner(x), backend=CompileCounter(), fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        outer(torch.randn(4, 8))

@@ -252,6 +252,13 @@ def test_declared_bounds_are_searched_at_the_largest_size():
     for length in (70, 80, 5):
         check(step, model, ids(6, length))
     assert kinds(step) == ["dynamic capture", "plan", "plan", "plan"]
+    for length in (3, 81):
+        with pytest.raises(ValueError, match=rf"\[1\] is \(4, 80\), but .* in this call is {length}: declare bounds"):
+            step(ids(6, length))
+    with torch.no_grad():  # evaluation has no plan
+        step(ids(6, 81))
+    check(step, model, ids(6, 79))
+    assert kinds(step) == ["dynamic capture", *["plan"] * 4]
 
 
 def test_marked_dimensions():
@@ -267,7 +274,11 @@ def test_marked_dimensions():
     [
         ({"idx": {1: (4, 80)}}, ValueError, "dynamic names 'idx', but the tensors of this call are ids"),
         ({"ids": {2: None}}, ValueError, "names dimension 2; the tensor has 2 dimensions"),
-        ({"ids": {1: (30, 80)}}, ValueError, r"is \(30, 80\), but the size in this call is 20"),
+        (
+            {"ids": {1: (30, 80)}},
+            ValueError,
+            "but the size of dimension 1 of 'ids' in this call is 20: declare",
+        ),
         ({"ids": {1: (1, 80)}}, ValueError, "must be 2 <= smallest <= largest"),
         ({"ids": {1: 80}}, TypeError, r"must be \(smallest, largest\) or None, got 80"),
         ({"ids": 1}, TypeError, "must be a dict such as"),

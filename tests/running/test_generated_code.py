@@ -105,7 +105,7 @@ def test_a_view_that_undoes_others_is_left_out():
 
     x = torch.randn(4, 6)
     module = _captured(function, x)
-    run = boxed(module)
+    run = boxed(module, module.graph)
     given = [x]
     results = run(given)
     assert given == []
@@ -120,7 +120,7 @@ def test_a_view_with_other_strides_or_that_is_returned_stays():
 
     x = torch.randn(4, 4)
     module = _captured(function, x)
-    first, second = boxed(module)([x])
+    first, second = boxed(module, module.graph)([x])
     assert first.stride() == function(x)[0].stride() and second.stride() == function(x)[1].stride()
     assert first is not second and torch.equal(first, x.t().relu())
     assert _targets(module).count("t") == 4
@@ -128,7 +128,7 @@ def test_a_view_with_other_strides_or_that_is_returned_stays():
 
 def test_an_operation_on_a_number_keeps_its_overload():
     module = _captured(lambda x: torch.add(x, 2.5) + x, torch.ones(3))
-    (result,) = (boxed(module)([torch.ones(3)]),)
+    (result,) = (boxed(module, module.graph)([torch.ones(3)]),)
     assert torch.equal(result, torch.full((3,), 4.5))
     targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
     assert targets == [_ATEN.add.Tensor, torch.add]
