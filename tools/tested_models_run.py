@@ -6,7 +6,7 @@ import gc
 import inspect
 import math
 import random
-import re
+import sys
 import tempfile
 import time
 import traceback
@@ -172,8 +172,11 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 
 def _first_line(error: object) -> str:
-    """Without the folders of this machine."""
-    return re.sub(r"\S*/site-packages/", "", next(iter(str(error).strip().splitlines()), ""))
+    """Without the folders of this machine from which Python imports."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    for folder in sorted(filter(None, sys.path), key=len, reverse=True):
+        text = text.replace(folder + "/", "")
+    return text
 
 
 def _with_loss(build: Build) -> Build:

@@ -169,7 +169,7 @@ class _Flat(nn.Module):
             weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
             once = casts.once(weights if call.casts_once else ())
             same_model, same_arguments = (
-                unchanged(call.model, held.is_same),
+                unchanged(call.model, held.is_same, call.reads.may_settle),
                 arguments_unchanged([*args, *kwargs.values()]),
             )
             with same_model, same_arguments, once, held, found_packed(), call.reads.watched():

@@ -24,6 +24,7 @@ from ackpt.metering.gradient_sums import is_dense, sums_own_gradients
 from .analysis import RESIDENT
 from .joint_graph import JointGraph, with_accesses
 from .operations import BACKWARD
+from .patches.in_place_strides import changes_its_first_argument
 
 _KEY = "ackpt_in_place"
 _RUNS_IN = "ackpt_autograd_node"  # on nodes of the backward: the autograd node that runs while they are captured
@@ -32,6 +33,7 @@ _RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
 _SUM, _SUMS_OWN = "ackpt_gradient_sum", "ackpt_sums_own_gradients"
 # What functionalization makes of a write to a part of a tensor when the whole is read: operation(whole, part, ...).
 _INTO_WHOLE = ("aten::slice_scatter", "aten::select_scatter", "aten::diagonal_scatter", "aten::as_strided_scatter")
+_INTO_WHOLE += ("ackpt_graph::with_strides",)  # eager's tensor has these strides already
 _FILLED = "ackpt_graph::filled"
 # Derivative formulas write in place into zeros that they allocate, except for the kind of tensors that a capture uses:
 # see areAnyTensorSubclassLike in torch's FunctionsManual.cpp and TensorAdvancedIndexing.cpp.
@@ -45,7 +47,7 @@ def noted_writes():
     dispatch = FunctionalTensorMode.__torch_dispatch__
 
     def noted(self, func, types, args=(), kwargs=None):
-        writes, autograd_node = _changes_its_first_argument(func), torch._C._current_autograd_node()
+        writes, autograd_node = changes_its_first_argument(func), torch._C._current_autograd_node()
         is_recurrent = func is _RECURRENT
         capture = get_proxy_mode() if writes or is_recurrent or autograd_node is not None else None
         if capture is None:
@@ -82,13 +84,6 @@ def _called_by_engine(frame) -> bool:
 def _name(node) -> str:
     schema = getattr(node.target, "_schema", None)  # higher-order operations have none
     return "" if schema is None else schema.name
-
-
-def _changes_its_first_argument(func) -> bool:
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.name.endswith("_") or not schema.arguments:
-        return False
-    return schema.arguments[0].alias_info is not None and schema.arguments[0].alias_info.is_write
 
 
 def _overwritten(fx, phase: str):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ackpt.autograd_state import phase
 from ackpt.errors import CheckpointError
 
@@ -42,12 +44,16 @@ def changes_inputs(tensor: str) -> CheckpointError:
     )
 
 
-def changes_argument(arguments) -> CheckpointError:
+def changes_argument(function, arguments) -> CheckpointError:
     names = ", ".join(sorted({type(argument).__name__ for argument in arguments}))
+    module = getattr(function, "__self__", None)
+    region = f" of {type(module).__name__}" if isinstance(module, torch.nn.Module) else ""
     return CheckpointError(
-        f"this checkpointed region changes an object that it got as an argument (one of: {names}): it puts tensors "
-        "into it or replaces some, and its recompute would do so again, on what the forward has left. Do not pass it "
-        "(transformers: use_cache=False), or return the tensors instead."
+        f"this checkpointed region changes an object that it got as an argument (one of: {names}): the forward{region} "
+        "puts tensors into it or replaces some, and its recompute would do so again, on what the forward has left. Do "
+        "not pass it (transformers: model.config.use_cache=False), or return the tensors instead. If a library's model "
+        "always passes it, select other modules with check_fn, such as the feed-forward layers, or use "
+        "ackpt.apply_budget, which leaves such modules out."
     )
 
 

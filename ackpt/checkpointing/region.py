@@ -87,7 +87,7 @@ class Region:
         if object_arguments and any(
             key not in before and item.requires_grad for key, item in tensors_in(object_arguments).items()
         ):
-            raise refusals.changes_argument(object_arguments)
+            raise refusals.changes_argument(self.function, object_arguments)
         self.inputs = Tensors()  # only the node keeps the inputs alive
         # The graph of the first forward starts at these aliases and should be freed by now.
         for start in starts:
@@ -239,10 +239,10 @@ class Region:
                 result = self._repeat_call(inputs)
         except RuntimeError as error:  # possibly mismatched shapes, because an argument changed
             if object_arguments and tensors_in(object_arguments).keys() != before.keys():
-                raise refusals.changes_argument(object_arguments) from error
+                raise refusals.changes_argument(self.function, object_arguments) from error
             raise
         if object_arguments and tensors_in(object_arguments).keys() != before.keys():
-            raise refusals.changes_argument(object_arguments)
+            raise refusals.changes_argument(self.function, object_arguments)
         outputs, _ = strip_result(result)
         if len(outputs) != self.output_count or any(
             self._signature(outputs[i]) != signature for i, signature in self.output_signatures.items()

@@ -133,7 +133,7 @@ def counts(self, x):
 
 
 REFUSED = {
-    "assigns a buffer": (assigns, "replaces buffer 'buffer' of the model.*self.buffer.copy_"),
+    "assigns a buffer": (assigns, "replaces buffer 'buffer' of the model.*self.buffer.copy_.*call the model once"),
     "keeps a tensor": (keeps, "stores a tensor in attribute 'kept' of the model"),
     "appends a tensor": (appends, "stores a tensor in attribute 'list' of the model"),
     "counts": (counts, "changes attribute 'calls' of the model, from 0 to 1"),
@@ -147,6 +147,40 @@ REFUSED = {
     "own checkpoint": (lambda self, x: ackpt.checkpoint(self.first, x), "remove_activation_checkpointing"),
     "fails": (lambda self, x: self.first(x) + 1 // 0, "fails when it is called like this at .*test_capture.py"),
 }
+
+
+class Lazy(nn.Module):
+    """Sets an attribute in every forward, to the same value at its end, or creates a buffer in the first one."""
+
+    def __init__(self, creates):
+        super().__init__()
+        self.linear, self.stride, self.creates = nn.Linear(4, 4), None, creates
+        self.register_buffer("bias", None)
+
+    def forward(self, x):
+        if not self.creates:
+            self.stride = 1
+            self.stride *= 2
+        elif self.bias is None:
+            self.register_buffer("bias", torch.arange(4.0))
+        return self.linear(x).sum() * (self.stride or 1) + (0 if self.bias is None else self.bias.sum())
+
+
+def test_an_attribute_that_is_set_once_is_as_after_the_first_call():
+    model = Lazy(creates=False)
+    step = ackpt.compile(model, torch.randn(3, 4), policy="none")
+    assert model.stride == 2
+    x = torch.randn(3, 4)
+    assert torch.equal(step(x), model(x)) and len(step.history) == 1
+
+
+def test_a_buffer_that_is_created_once_is_refused_with_its_line_and_a_fix():
+    model, x = Lazy(creates=True), torch.randn(3, 4)
+    with pytest.raises(TraceError, match=r"replaces buffer 'bias' of the model at .*test_capture.py:\d+.*call the mo"):
+        trace(model, x)
+    assert model.bias is None
+    model(x)
+    assert torch.equal(ackpt.compile(model, x, policy="none")(x), model(x))
 
 
 @pytest.mark.parametrize("case", REFUSED)

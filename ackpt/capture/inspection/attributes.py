@@ -22,6 +22,8 @@ from torch import nn
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER
 from ackpt.errors import TraceError
 
+from .source_lines import set_at
+
 # fully_shard leaves marks on modules that it does not run itself.
 OF_EVERY_MODULE = frozenset(
     {*vars(nn.Module()), "_compiled_call_impl", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
@@ -135,20 +137,23 @@ def comparable(value):
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module, is_same):
+def unchanged(model: nn.Module, is_same, settle=None):
     """Inside, the forward of `model` runs; afterwards the model holds what it held before.
 
     Args:
         model: all attributes of it and its submodules are compared, and the items of lists and dicts among them; so are
             those of modules in such lists and dicts, which are no submodules.
         is_same: whether one tensor may replace another, such as a traced one the model's own.
+        settle: gets ``(namespace, name, value before, value now, refusal)`` of each attribute with a plain value that
+            the forward sets, if it changes nothing else; returns whether another capture will show that it sets them
+            only once.
 
     Raises:
         TraceError: naming the attribute that the forward has changed, or the random numbers that it has drawn.
     """
     modules = _with_unregistered(dict(model.named_modules()))
     before = [
-        (name, attribute, container, copied(container))
+        (module, name, attribute, container, copied(container))
         for name, module in modules.items()
         for attribute, container in _containers(module)
     ]
@@ -158,22 +163,27 @@ def unchanged(model: nn.Module, is_same):
     try:
         yield
         changes = [
-            (name, attribute, key, was, now)
-            for name, attribute, container, copy in before
+            (container, key, was, now, TraceError(_refusal(module, name, attribute, key, was, now)))
+            for module, name, attribute, container, copy in before
             for key, was, now in changed_items(container, copy, is_same)
             if key not in derived.get(id(container), ())
         ]
         drawn = [name for name, (state, _) in _random_states().items() if state != states[name][0]]
     finally:
-        for _, _, container, copy in before:
+        for *_, container, copy in before:
             if any(changed_items(container, copy, lambda was, now: False)):
                 restore(container, copy)
         for _, reset in states.values():
             reset()
-    if changes:
-        raise TraceError(_refusal(*changes[0]))
+    if changes and not (settle and all(_is_plain_attribute(modules, *each) for each in changes) and settle(changes)):
+        raise changes[0][-1]
     if drawn:
         raise repeated_draws(drawn[0])
+
+
+def _is_plain_attribute(modules, namespace, key, was, now, refusal) -> bool:
+    is_own = key not in OF_EVERY_MODULE and any(vars(module) is namespace for module in modules.values())
+    return is_own and plain(was) is not None and plain(now) is not None
 
 
 @contextlib.contextmanager
@@ -297,12 +307,14 @@ def _derived(module: nn.Module) -> set:
     return {getattr(hook, name) for hook in hooks for name in ("name", "_tensor_name") if hasattr(hook, name)}
 
 
-def _refusal(name: str, attribute: str, key, was, now) -> str:
+def _refusal(module: nn.Module, name: str, attribute: str, key, was, now) -> str:
     owner = f"of module {name!r}" if name else "of the model"
+    owner += set_at(module, key if attribute in _TENSORS else attribute or key)
     if attribute in _TENSORS:
         return (
             f"the forward replaces {_TENSORS[attribute]} {key!r} {owner}, which a captured step cannot do. Change "
-            "buffers in place, as in self.buffer.copy_(value), and create modules and parameters before the forward."
+            "buffers in place, as in self.buffer.copy_(value), and create modules and parameters before the forward. "
+            "If the forward creates it only once, as in a cache, call the model once before it is captured."
         )
     if attribute in OF_EVERY_MODULE:
         return (

@@ -43,7 +43,7 @@ class Reads:
         self._values: list[Value] = []
         self._watching: Any = None
         self._settles = True
-        self._changed: list[tuple[Value, Any]] = []
+        self._changed: list[tuple[dict, str, Any, Any, TraceError]] = []  # namespace, name, before, now, refusal
         self._has_checkpoints = False
 
     @contextlib.contextmanager
@@ -85,6 +85,8 @@ class Reads:
                     if self._closures is not None:
                         self._closures.add(frame)
 
+        if self._settles:
+            self._changed = []
         try:
             with _on_every_call(called) as self._watching:
                 yield
@@ -104,9 +106,30 @@ class Reads:
             )
         if drawn:
             raise repeated_draws(drawn[0])
-        if others or (changed and not self._settles):
-            raise _refused(*(others or [(value.label, value.was, now) for value, now in changed])[0])
-        self._changed = changed
+        if others:
+            raise _refused(*others[0])
+        refusals = [
+            (value.namespace, value.name, value.was, now, _refused(value.label, value.was, now))
+            for value, now in changed
+        ]
+        if refusals and not self.may_settle(refusals):
+            raise refusals[0][-1]
+
+    def may_settle(self, changed: list[tuple]) -> bool:
+        """Note ``(namespace, name, before, now, refusal)`` of the values that the first forward has changed.
+
+        Returns:
+            False for a later forward, or if there are none.
+
+        Raises:
+            TraceError: the refusal of the first change, if a later forward changes the same value again.
+        """
+        for namespace, name, *_ in changed if not self._settles else ():
+            for first, first_name, *_, refusal in self._changed:
+                if first is namespace and first_name == name:
+                    raise refusal
+        self._changed += changed if self._settles else []
+        return self._settles and bool(changed)
 
     @property
     def is_settled(self) -> bool:
@@ -117,21 +140,21 @@ class Reads:
     def settle(self):
         """Capture the step again inside, with the values as the model's first call left them.
 
-        Many transformers models record in their configuration which kind of labels they receive. The new capture must
-        equal the first one. Yields the error to raise otherwise. After an error, the original values are restored.
+        Many transformers models record in their configuration which kind of labels they receive, or in an attribute
+        what they have computed. The new capture must equal the first one. Yields the error to raise otherwise. After an
+        error, the original values are restored.
 
         Raises:
             TraceError: if the forward changes such a value again.
         """
         changed, self._settles = self._changed, False
         try:
-            for value, now in changed:
-                value.namespace[value.name] = now
-            value, now = changed[0]
-            yield _refused(value.label, value.was, now)
+            for namespace, name, _, now, _ in changed:
+                namespace[name] = now
+            yield changed[0][-1]
         except BaseException:
-            for value, _ in changed:
-                value.namespace[value.name] = value.was
+            for namespace, name, was, _, _ in changed:
+                namespace[name] = was
             raise
 
     @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import gc
 import logging
 import os
@@ -45,6 +46,22 @@ def in_model() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, *_STAGES)):
         frame = frame.f_back
     return frame is not None and is_users(frame.f_code.co_filename)
+
+
+def set_at(module: nn.Module, name: str) -> str:
+    """The line outside of ``__init__`` where the module's class sets attribute `name`, as " at ..."; "" if unknown."""
+    methods = {key: value for cls in reversed(type(module).__mro__) for key, value in vars(cls).items()}
+    for method, function in methods.items():
+        code = getattr(function, "__code__", None)
+        if method == "__init__" or code is None or not is_users(code.co_filename):
+            continue
+        line = code.co_firstlineno
+        for each in dis.get_instructions(code):
+            line = getattr(each, "line_number", each.starts_line) or line  # starts_line is a bool from Python 3.13 on
+            registers = each.argval == name and "register_buffer" in code.co_names
+            if each.argval == name and (each.opname == "STORE_ATTR" or registers):
+                return f" at {code_location(code.co_filename, line)}"
+    return ""
 
 
 class Where(TorchFunctionMode):

@@ -19,6 +19,7 @@ from ackpt.capture.in_place import noted_writes
 
 from .casts import kept_casts
 from .composite_operations import whole_operations
+from .in_place_strides import eager_strides
 from .kernels import LOCK, true_results
 from .random_draws import eager_draws
 
@@ -34,7 +35,7 @@ def like_eager(fake_mode=None):
     ``fake_mode``: that of the inputs, if they are fake already.
     """
     with LOCK, functorch_config.patch(_FUNCTORCH):
-        with noted_writes(), eager_draws(), whole_operations(), kept_casts(), true_results(fake_mode):
+        with eager_strides(), noted_writes(), eager_draws(), whole_operations(), kept_casts(), true_results(fake_mode):
             with _strides_that_gradients_can_have():
                 yield
 

@@ -17,12 +17,13 @@ import threading
 
 import torch
 from torch._decomp import meta_table
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import is_contiguous_for_memory_format_or_false, suggest_memory_format
 from torch._subclasses import fake_impls
 from torch.utils._pytree import tree_map
 
 from ackpt.metering.cpu_losses import LOSSES, in_whole_memory
 
+from .elementwise_strides import contiguous_elementwise
 from .fake_cache import exact_cache
 from .recurrent import with_own_biases, with_workspace
 
@@ -36,7 +37,7 @@ def true_results(fake_mode=None):
 
     ``fake_mode``: that of the inputs, if they are fake already.
     """
-    with LOCK, _rules([_OURS] * 2), exact_cache(fake_mode):
+    with LOCK, _rules([_OURS] * 2), contiguous_elementwise(), exact_cache(fake_mode):
         yield
 
 
@@ -77,7 +78,7 @@ def _norm(results, x, *rest):
 
 def _batch_norm(results, x, *rest):
     result, *others = _norm(results, x, *rest)
-    return _laid_out(result, x), *others
+    return _laid_out(result, x, _preferred(x)), *others
 
 
 def _batch_norm_with_new_statistics(results, x, weight, bias, mean, variance, *rest):
@@ -85,24 +86,54 @@ def _batch_norm_with_new_statistics(results, x, weight, bias, mean, variance, *r
     return *others, new_mean.to(mean.dtype), new_variance.to(variance.dtype)
 
 
-def _laid_out(result, x):
+def _laid_out(result, x, memory_format=None):
     """Several kernels write channels last or contiguously, as fits `x`, whatever other order that has."""
-    shape = torch.empty_like(x, memory_format=suggest_memory_format(x))
+    shape = torch.empty_like(x, memory_format=memory_format or suggest_memory_format(x))
     return result if result.stride() == shape.stride() else torch.empty_like(shape, dtype=result.dtype)
+
+
+def _preferred(x):
+    """The memory format of `x`; contiguous where it is channels last, too, as images of one pixel are."""
+    return torch.contiguous_format if _is_contiguous(x) else suggest_memory_format(x)
+
+
+def _contiguous_first(results, x, *rest):
+    is_both = x.dim() > 3 and _preferred(x) != suggest_memory_format(x)
+    return _contiguous(results) if is_both else results
+
+
+def _in_format_of_input(result, x, *rest):
+    """Resizing writes the memory format of `x`, even if the result is channels last and contiguous at once."""
+    return torch.empty_like(result, memory_format=suggest_memory_format(x))
+
+
+def _prelu(result, x, *rest):
+    """The weight has other strides than `x`, so that the result keeps those of `x`."""
+    return torch.empty_like(torch.mul(x, 1.0), dtype=result.dtype)
+
+
+def _is_contiguous(x) -> bool:
+    return is_contiguous_for_memory_format_or_false(x, memory_format=torch.contiguous_format)
 
 
 def _laid_out_like(argument: int):
     return lambda result, *args: _laid_out(result, args[argument])
 
 
+def _group_norm(results, x, *rest):
+    result, *others = _norm(results, x, *rest)
+    return _laid_out(result, x), *others
+
+
 def _group_norm_backward(results, gradient, x, *rest):
-    return None if results[0] is None else results[0].to(x.dtype), *results[1:]
+    return None if results[0] is None else _laid_out(results[0].to(x.dtype), x), *results[1:]
 
 
 def _batch_norm_backward(results, gradient, x, *rest):
     """The kernel makes no gradient of an input that needs none."""
     *_, mask = rest
-    return _laid_out(results[0], x) if mask[0] else None, *results[1:]
+    is_alike = suggest_memory_format(gradient) == suggest_memory_format(x)
+    return _laid_out(results[0], x, _preferred(x) if is_alike else None) if mask[0] else None, *results[1:]
 
 
 def _contiguous(results, *args):
@@ -185,6 +216,9 @@ _CONTIGUOUS += (aten.log_sigmoid_forward, aten._log_softmax_backward_data, aten.
 _CONTIGUOUS += (aten.glu_backward,)
 _ELEMENTWISE = (aten.elu_backward, aten.hardswish_backward, aten.softplus_backward, aten.hardtanh_backward)
 _ELEMENTWISE += (aten.hardsigmoid_backward, aten.logit_backward)
+_CONTIGUOUS_FIRST = (aten.relu, aten.threshold_backward, aten.clamp, aten._log_softmax, aten.index_add, aten.renorm)
+_CONTIGUOUS_FIRST += (aten.tril, aten.triu, aten.silu, aten.sigmoid, aten.clamp_min, aten.clamp_max)
+_RESIZED = (aten.upsample_nearest2d, aten._upsample_nearest_exact2d, aten.upsample_bilinear2d, aten.upsample_bicubic2d)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _ARITHMETIC = (aten.add, aten.sub, aten.mul, aten.div)
 _OURS = {
@@ -192,6 +226,11 @@ _OURS = {
     **{operation.Tensor: _with_a_number for operation in _ARITHMETIC},
     **{operation.default: _corrected(_contiguous) for operation in _CONTIGUOUS},
     **{operation.default: _corrected(_elementwise) for operation in _ELEMENTWISE},
+    **{operation.default: _corrected(_contiguous_first) for operation in _CONTIGUOUS_FIRST},
+    aten.masked_fill.Scalar: _corrected(_contiguous_first),
+    aten.masked_fill.Tensor: _corrected(_contiguous_first),
+    **{resize.default: _corrected(_in_format_of_input) for resize in _RESIZED},
+    aten._prelu_kernel.default: _corrected(_prelu),
     **{loss: _corrected(in_whole_memory) for loss in LOSSES},
     aten.binary_cross_entropy.default: _corrected(_binary_cross_entropy),
     **{resize.default: _resize_backward for resize in _RESIZES},
@@ -200,7 +239,7 @@ _OURS = {
     aten.reflection_pad2d_backward.default: _corrected(_laid_out_like(1)),
     aten.replication_pad2d_backward.default: _corrected(_laid_out_like(1)),
     aten.native_layer_norm.default: _corrected(_norm),
-    aten.native_group_norm.default: _corrected(_norm),
+    aten.native_group_norm.default: _corrected(_group_norm),
     aten._native_batch_norm_legit_functional.default: _corrected(_batch_norm_with_new_statistics),
     aten._native_batch_norm_legit.no_stats: _corrected(_batch_norm),
     aten._native_batch_norm_legit_no_training.default: _corrected(_batch_norm),

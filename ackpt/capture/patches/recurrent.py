@@ -4,8 +4,7 @@ Torch's Python code for ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` leaves out the dr
 differently, and runs oneDNN's LSTM as in inference if the input requires no grad; `composite_operations` puts C++ in
 its place.
 OneDNN's LSTM saves what its backward needs only where autograd records. A captured step runs without autograd, so the
-layer is an operation of ours that saves it. A GRU is bit-equal if its width is a multiple of 32: eager computes its
-gates in place, in slices, and torch's kernels round differently at the ends of slices.
+layer is an operation of ours that saves it.
 
 Torch: ``lstm_impl`` and ``gru_impl`` in ``torch/_decomp/decompositions.py``; ``mkldnn_rnn_layer`` in
 ``aten/src/ATen/native/mkldnn/RNN.cpp``. Versions: 2.11 to 2.13. Test: ``tests/capture/test_recurrent.py``.

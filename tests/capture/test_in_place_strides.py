@@ -1,0 +1,108 @@
+"""Tensors that are changed in place keep eager's strides, so that what reads them rounds as in eager mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import Case, assert_same_step
+from torch import nn
+
+import ackpt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Cell(nn.Module):
+    """A recurrent cell, whose C++ changes parts of a split tensor in place."""
+
+    def __init__(self, cell, width):
+        super().__init__()
+        self.first, self.cell = nn.Linear(width, width), cell(width, width)
+
+    def forward(self, x):
+        state = self.cell(self.first(x))
+        return sum(part.square().mean() for part in (state if isinstance(state, tuple) else (state,)))
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)[0].square().mean()
+
+
+class OnePixel(nn.Module):
+    """An image of one pixel, changed in place: channels last in eager mode, which the next layers read."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(8, 32, 1), nn.GroupNorm(4, 32)
+        self.last = nn.Conv2d(32, 32, 3, padding=1, bias=False)
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        x = nn.functional.interpolate(torch.relu_(x), size=(2, 2), mode="nearest")
+        return self.last(x.add_(1.0)).square().mean()
+
+
+MODELS = {
+    **{f"GRU cell, {width}": lambda width=width: (Cell(nn.GRUCell, width), (7, width)) for width in (8, 16, 20, 33)},
+    "LSTM cell": lambda: (Cell(nn.LSTMCell, 20), (7, 20)),
+    "GRU, 20": lambda: (Layer(20), (3, 5, 20)),
+    "one pixel": lambda: (OnePixel(), (2, 1, 1, 8)),
+}
+
+
+def build(name):
+    torch.manual_seed(0)
+    model, shape = MODELS[name]()
+    x = torch.randn(shape)
+    return model, x.permute(0, 3, 1, 2) if name == "one pixel" else x
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_step_is_the_model_bit_for_bit(name, policy):
+    def call(model, *args):
+        return ackpt.compile(model, *args, policy=policy)(*args)
+
+    def case():
+        model, x = build(name)
+        return Case(model, (x,))
+
+    assert_same_step(case, call=call)
+
+
+@pytest.mark.parametrize("name", ["GRU cell, 20", "one pixel"])
+def test_one_capture_serves_other_sizes(name):
+    model, x = build(name)
+    step = ackpt.compile(model, x, policy="full")
+    for other in (torch.cat([x, x, x]), torch.cat([x, x])):
+        gradients = []
+        for each in (model, step):
+            model.zero_grad()
+            each(other).backward()
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("name", ["GRU cell, 20", "one pixel"])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_the_measured_peak_is_the_planned_one(name, policy):
+    model, x = build(name)
+    step = ackpt.compile(model, x, policy=policy)
+
+    def once():
+        model.zero_grad()
+        step(x).backward()
+
+    measured = ackpt.measure(once, "cpu", resident=(model, x), repeats=0)
+    assert measured.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
+
+
+def test_widths_of_whole_vector_loops_are_not_copied():
+    for width, copies in ((20, True), (32, False)):
+        graph = ackpt.trace(Cell(nn.GRUCell, width), torch.randn(7, width))
+        assert any("with_strides" in node.target for node in graph.nodes) == copies
