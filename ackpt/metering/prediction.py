@@ -23,11 +23,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .cpu_losses import LOSSES, in_whole_memory
+from .autograd_engine import EngineSums
 from .cpu_meter import no_collection
 from .cuda_choices import cuda_choices
 from .flops import UncountedFlops, count_flops
-from .gradient_sums import EngineSums
+from .kernel_memory import LOSSES, in_whole_memory
 from .meter import Measurement, assemble, check_step
 from .resident import Item, Resident, rounded, storages_of
 from .store_meter import store_watched

@@ -21,7 +21,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_impls
 from torch.utils._pytree import tree_map
 
-from ackpt.metering.cpu_losses import LOSSES, in_whole_memory
+from ackpt.metering.kernel_memory import LOSSES, in_whole_memory
 
 from .fake_cache import exact_cache
 from .recurrent import with_own_biases, with_workspace
