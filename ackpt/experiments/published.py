@@ -20,6 +20,7 @@ from ackpt.results import Record, environment, load_reference
 
 EXPERIMENT = "published"
 REFERENCE = "published-peaks"
+PHASES = ("start", "forward", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,17 @@ def predicted_bytes(step: str, sizes: dict[str, Any], gpu: str | None) -> dict[s
     """Bytes by metric of one step on a GPU."""
     with FakeTensorMode():
         made = STEPS[step](**sizes)
-    found = predict(made.run, resident=made.resident, device="cuda")
-    return {"allocated": found.peak_bytes}
+    pending = [made.setup] if made.setup is not None else []
+
+    def run():
+        if pending:
+            pending.pop()()
+        made.run()
+
+    found = predict(run, resident=made.resident, device=gpu or "cuda")
+    phases = {f"allocated, {phase}": found.allocator.get(f"{phase}_peak_bytes") for phase in PHASES}
+    sizes = {"allocated": found.peak_bytes, "reserved": found.allocator["reserved_peak_bytes"], **phases}
+    return {metric: size for metric, size in sizes.items() if size is not None}
 
 
 def rows(records: list[Record]) -> list[dict[str, Any]]:

@@ -7,26 +7,26 @@ measured call is resident, and a step that passes ``retain_graph=True`` there do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ackpt.models import resnet50
 
 
 class PublishedStep(NamedTuple):
-    """One step, and the modules, optimizers and tensors that live before and after it.
-
-    ``phases`` runs the step and yields the name of a phase when it has ended; None if the source has no phases.
-    """
+    """One step, the modules, optimizers and tensors that live before and after it, and what runs once before."""
 
     run: Callable[[], object]
     resident: tuple
-    phases: Callable[[], Iterator[str]] | None = None
+    setup: Callable[[], object] | None = None
 
 
 def cross_entropy(*, rows: int, vocabulary: int) -> PublishedStep:
@@ -56,7 +56,7 @@ def rope(*, length: int, dim: int, heads: int, kv_heads: int, dtype: str) -> Pub
     query = torch.empty(1, length, heads, width, dtype=kind, requires_grad=True).transpose(1, 2)
     key = torch.empty(1, length, kv_heads, width, dtype=kind, requires_grad=True).transpose(1, 2)
     query_grad, key_grad = torch.empty_like(query), torch.empty_like(key)
-    frequencies, positions = torch.empty(width // 2), torch.empty(1, length, dtype=torch.int64)
+    frequencies, positions = torch.empty(1, width // 2, 1), torch.empty(1, length, dtype=torch.int64)
     cos, sin = torch.empty(1, length, width, dtype=kind), torch.empty(1, length, width, dtype=kind)
 
     def half_turned(x: Tensor) -> Tensor:
@@ -68,7 +68,10 @@ def rope(*, length: int, dim: int, heads: int, kv_heads: int, dtype: str) -> Pub
         turned = (query * c) + (half_turned(query) * s), (key * c) + (half_turned(key) * s)
         torch.autograd.grad(turned, (query, key), (query_grad, key_grad), retain_graph=True)
 
-    return PublishedStep(run, (query, key, query_grad, key_grad, frequencies, positions, cos, sin))
+    def setup() -> Tensor:  # cos and sin are computed from this product
+        return frequencies @ positions[:, None].float()
+
+    return PublishedStep(run, (query, key, query_grad, key_grad, frequencies, positions, cos, sin), setup)
 
 
 def layer_norm(*, rows: int, dim: int, dtype: str) -> PublishedStep:
@@ -292,23 +295,37 @@ def lora_causal_lm(
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
     model.train()
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4, foreach=True)
-    tokens = torch.empty(batch, length, dtype=torch.int64)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
+    tokens: list[Tensor] = []
 
-    def phases():
-        optimizer.zero_grad(set_to_none=True)
-        yield "start"
-        out = model(input_ids=tokens, labels=tokens)
-        yield "forward"
-        out.loss.backward()
-        yield "backward"
-        optimizer.step()
+    def setup():
+        tokens.append(torch.randint(vocabulary, (batch, length)))
 
     def run():
-        for _ in phases():
-            pass
+        optimizer.zero_grad(set_to_none=True)
+        with _keys_for_all_heads() if attention == "sdpa" else contextlib.nullcontext():
+            out = model(input_ids=tokens[0], labels=tokens[0])
+            out.loss.backward()
+            optimizer.step()
 
-    return PublishedStep(run, (model, optimizer, tokens), phases)
+    # The base model is loaded before the adapters exist, in the order of its modules.
+    frozen = [parameter for parameter in base.parameters() if not parameter.requires_grad]
+    return PublishedStep(run, (*frozen, model, optimizer), setup)
+
+
+@contextlib.contextmanager
+def _keys_for_all_heads():
+    """Inside, memory-efficient attention runs, on keys and values that are repeated for all heads of the queries."""
+    attend = F.scaled_dot_product_attention
+
+    def repeated(query, key, value, *args, enable_gqa=False, **kwargs):
+        if (groups := query.shape[1] // key.shape[1]) > 1:
+            key, value = (each.repeat_interleave(groups, dim=-3) for each in (key, value))
+        return attend(query, key, value, *args, **kwargs)
+
+    kernel = sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
+    with kernel, mock.patch.object(F, "scaled_dot_product_attention", repeated):
+        yield
 
 
 def allocated(model: nn.Module) -> None:
