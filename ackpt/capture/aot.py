@@ -24,7 +24,6 @@ from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
 from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.outside_values import Reads
-from ackpt.capture.inspection.packed_sequences import found_packed
 from ackpt.capture.inspection.source_lines import Where, explained
 from ackpt.capture.inspection.tensors import has_data, is_tensor, off_meta, require_traceable, shape_of
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
@@ -32,6 +31,7 @@ from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.capture.patches.fused_attention import fused_attention_refused
 from ackpt.errors import TraceError
 from ackpt.metering.cpu_meter import no_collection
+from ackpt.metering.packed_sequences import found_packed
 from ackpt.progress import stage
 
 from .as_compiled import compiling

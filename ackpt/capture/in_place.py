@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ackpt.metering.gradient_sums import is_dense, sums_own_gradients
+from ackpt.metering.autograd_engine import is_dense, sums_own_gradients
 
 from .analysis import RESIDENT
 from .joint_graph import JointGraph, with_accesses

@@ -102,7 +102,8 @@ def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool):
             stand_in.param_groups = [_group_without_data(group, on_cpu) for group in optimizer.param_groups]
             stand_in.state = defaultdict(dict, _states_without_data(optimizer, stand_in))
             trained = [p for group in stand_in.param_groups for p in group["params"] if p.grad is not None]
-            prediction = predict(stand_in.step, resident=(stand_in, *trained), device="cpu" if on_cpu else "cuda")
+            device, block = ("cpu", 1) if on_cpu else ("cuda", _CUDA_BLOCK)
+            prediction = predict(stand_in.step, resident=(stand_in, *trained), device=device, round_to=block)
     except (RuntimeError, TypeError, AttributeError, ValueError, AssertionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TraceError(

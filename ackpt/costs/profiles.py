@@ -15,6 +15,9 @@ from typing import Any, Literal
 import torch
 
 from ackpt.capture.joint_graph import JointGraph
+from ackpt.metering.cuda_meter import BLOCK
+from ackpt.metering.kernel_memory import cuda_temporaries
+from ackpt.metering.resident import rounded
 from ackpt.metering.timeline import MeterError
 from ackpt.results import read_json, write_text_atomic
 
@@ -269,6 +272,17 @@ def _measured(graph: JointGraph, device, inputs) -> Profile:
         swap_seconds=swaps,
         graph=graph.hash,
     )
+
+
+def with_gpu_workspace(graph: JointGraph, costs: Profile) -> Profile:
+    """`costs` with the memory that the kernels of a GPU allocate and free within themselves, from shapes alone.
+
+    Blocks are multiples of 512 bytes. Workspaces of libraries are not included, see `ackpt.metering.kernel_memory`.
+    """
+    sizes = []
+    for node, args, _ in _calls(graph):
+        sizes.append(sum(rounded(size, BLOCK) for size in cuda_temporaries(node.target, args)))
+    return replace(costs, workspace_bytes=tuple(sizes), origin={**costs.origin, "workspace_bytes": "analytic"})
 
 
 def _calls(graph: JointGraph):

@@ -4,13 +4,17 @@
 functions and derivatives on every device, so autograd saves the same tensors as on a GPU: queries, keys, values, output
 and the logsumexp of each row.
 
-Sources, in torch: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` (`can_use_flash_attention`,
-`can_use_mem_efficient_attention`, in this order) and ``aten/src/ATen/native/transformers/attention.cpp``. cuDNN's
-kernel, which takes precedence on Hopper and Blackwell, is not modeled. Without a mask it saves what flash attention
-saves. This module can be removed together with `cuda_choices`, which uses it and names the test.
+Sources, in torch 2.13: ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` (``priority_order``,
+``can_use_cudnn_attention``, ``can_use_flash_attention``, ``can_use_mem_efficient_attention``, in this order) and
+``aten/src/ATen/native/transformers/attention.cpp``. cuDNN's kernel takes precedence on Hopper and data center Blackwell
+if cuDNN is newer than 9.15, as in builds for CUDA 13. This module can be removed together with `cuda_choices`, which
+uses it and names the test.
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -29,22 +33,27 @@ def scaled_dot_product_attention(
     scale=None,
     enable_gqa=False,
     *,
-    ampere: bool = True,
+    capability: tuple[int, int] = (8, 0),
 ):
-    """`F.scaled_dot_product_attention` as on a GPU; `ampere`: whether its compute capability is 8.0 or later."""
+    """`F.scaled_dot_product_attention` as on a GPU of this compute capability."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (_cast(tensor, dtype) for tensor in (query, key, value))
         attn_mask = attn_mask if attn_mask is None else _cast(attn_mask, dtype)
     with torch.autocast("cpu", enabled=False):
         mask = _additive(attn_mask, query)
-        kernel = _math
-        if _is_fusible(query, key, value, enable_gqa):
-            if _flash_runs(query, key, value, mask, is_causal, ampere):
-                kernel = _flash
-            elif _efficient_runs(query, key, value, ampere):
-                kernel = _efficient
+        kernel = _kernel(query, key, value, mask, dropout_p, is_causal, enable_gqa, capability)
         return kernel(query, key, value, mask, dropout_p, is_causal, scale)
+
+
+def _kernel(query, key, value, mask, dropout_p, is_causal, enable_gqa, capability) -> Callable:
+    if not _is_fusible(query, key, value, enable_gqa):
+        return _math
+    if _cudnn_runs(query, key, value, dropout_p, capability):
+        return _cudnn
+    if _flash_runs(query, key, value, mask, dropout_p, is_causal, capability):
+        return _flash
+    return _efficient if _efficient_runs(query, key, value, capability) else _math
 
 
 def _is_fusible(query, key, value, enable_gqa) -> bool:
@@ -58,14 +67,32 @@ def _is_fusible(query, key, value, enable_gqa) -> bool:
     return packed and len({tensor.shape[0] for tensor in tensors}) == 1 and (len(heads) == 1 or is_grouped)
 
 
-def _flash_runs(query, key, value, mask, is_causal, ampere) -> bool:
+def _cudnn_runs(query, key, value, dropout_p, capability) -> bool:
+    is_preferred = capability in ((9, 0), (10, 0), (10, 3)) and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+    if not is_preferred or not torch.backends.cuda.cudnn_sdp_enabled() or query.dtype not in _HALF:
+        return False
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        return False
+    widths = query.shape[-1], value.shape[-1]
+    if query.shape[-1] != key.shape[-1] or max(widths) > 128 or any(width % 8 for width in widths):
+        return False
+    return key.shape[-2] != 1 and (not dropout_p or (query.shape[-2] != 1 and (dropout_p * 16).is_integer()))
+
+
+def _flash_runs(query, key, value, mask, dropout_p, is_causal, capability) -> bool:
     widths = {tensor.shape[-1] for tensor in (query, key, value)}
-    is_square = query.shape[-2] == key.shape[-2]
-    fits = query.dtype in _HALF and mask is None and len(widths) == 1 and max(widths) <= 256
-    return ampere and fits and (is_square or not is_causal) and torch.backends.cuda.flash_sdp_enabled()
+    width = max(widths)
+    fits = query.dtype in _HALF and mask is None and len(widths) == 1 and width <= 256
+    if not fits or capability < (8, 0) or not torch.backends.cuda.flash_sdp_enabled():
+        return False
+    if (8, 6) <= capability <= (8, 9) or capability[0] == 12:  # less shared memory: backward takes fewer widths
+        if _needs_gradient(query, key, value) and width > 192 and (dropout_p or width <= 224):
+            return False
+    return query.shape[-2] == key.shape[-2] or not is_causal
 
 
-def _efficient_runs(query, key, value, ampere) -> bool:
+def _efficient_runs(query, key, value, capability) -> bool:
+    ampere = capability >= (8, 0)
     if query.shape[1] != key.shape[1] or not torch.backends.cuda.mem_efficient_sdp_enabled():
         return False
     if query.dtype not in (*_HALF, torch.float32) or (query.dtype == torch.bfloat16 and not ampere):
@@ -73,6 +100,17 @@ def _efficient_runs(query, key, value, ampere) -> bool:
     alignment = 8 if query.dtype in _HALF else 4 if ampere else 1
     widths = query.shape[-1], value.shape[-1]
     return query.shape[-1] == key.shape[-1] and not any(width % alignment for width in widths)
+
+
+def _needs_gradient(*tensors) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _cudnn(query, key, value, mask, dropout_p, is_causal, scale):
+    saves = _needs_gradient(query, key, value)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, mask, saves, dropout_p, is_causal, scale=scale
+    )[0]
 
 
 def _flash(query, key, value, mask, dropout_p, is_causal, scale):
@@ -87,7 +125,7 @@ def _flash(query, key, value, mask, dropout_p, is_causal, scale):
 def _efficient(query, key, value, mask, dropout_p, is_causal, scale):
     if mask is not None:
         mask = _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
-    saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    saves = _needs_gradient(query, key, value)
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, saves, dropout_p, is_causal, scale=scale
     )[0]

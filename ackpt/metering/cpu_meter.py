@@ -19,8 +19,7 @@ from torch._C._profiler import _EventType, _RecordFunctionFast
 from torch.autograd.profiler import profile  # torch.profiler wraps it, and in torch 2.11 warns at its first start
 
 from .resident import on, storages_of
-from .store_meter import store_watched
-from .timeline import MeterError, build_timeline
+from .timeline import MeterError, build_timeline, store_watched
 
 _ON_CPU = on("cpu")
 _MARK = "ackpt::"

@@ -8,18 +8,21 @@ is not there. So a predicted step runs on fake *CPU* tensors, with ``torch.autoc
 - autocast's operations in fp32 (lists ``AT_FORALL_FP32*`` in ``aten/src/ATen/autocast_mode.h``);
 - the fused kernels of RMSNorm (``aten/src/ATen/native/layer_norm.cpp``) and dropout (``is_fused_kernel_acceptable`` in
   ``aten/src/ATen/native/Dropout.cpp``);
-- attention (`attention_choices`), by default as on a GPU of compute capability 8.0 or later.
+- softmax of float16 with a result in float32, which makes no copy in float32 (``softmax`` in
+  ``aten/src/ATen/native/SoftMax.cpp``);
+- attention (`attention_choices`), by default as on a GPU of compute capability 8.0;
+- the ``foreach`` default of optimizers (``_default_to_fused_or_foreach`` in ``torch/optim/optimizer.py``).
 
 Remove this module once ``tests/metering/test_predict_cuda.py::test_fake_cuda_tensors_end_the_process`` fails.
 
-Not imitated: optimizers choose ``foreach`` by default only on a GPU (pass ``foreach=True`` or ``fused=True``).
-Workspaces are not counted; those of attention's backward are fp32 tensors as large as the queries.
+The memory that kernels take within themselves is in `kernel_memory`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from unittest import mock
 
@@ -51,15 +54,35 @@ _UNTOUCHED = _functions("cat concat concatenate stack index_copy")
 _RMS_NORM = _functions("rms_norm")
 _DROPOUT = _functions("dropout")
 _CROSS_ENTROPY = _functions("cross_entropy")
+_SOFTMAX = {
+    **dict.fromkeys(_functions("softmax"), torch.ops.aten._softmax),
+    **dict.fromkeys(_functions("log_softmax"), torch.ops.aten._log_softmax),
+}
 _ATTENTION = _functions("scaled_dot_product_attention")
 _imitating = threading.local()
 
 
 @contextlib.contextmanager
-def cuda_choices():
+def cuda_choices(capability: tuple[int, int] = (8, 0)):
     """A context in which calls on the CPU save what they would save on a GPU; see the module."""
+    mode = functools.partial(CudaChoices, capability)
     # While torch runs a function for a mode, such as `loss.backward()`, it disables the mode. Recomputation needs it.
-    with CudaChoices(), around_backward(CudaChoices):
+    with mode(), around_backward(mode), _foreach_by_default():
+        yield
+
+
+@contextlib.contextmanager
+def _foreach_by_default():
+    """Inside, optimizers without a setting of `foreach` and `fused` choose as for parameters on a GPU."""
+
+    def choose(params, differentiable, use_fused=False):
+        return False, not differentiable
+
+    name = "_default_to_fused_or_foreach"
+    with contextlib.ExitStack() as stack:
+        for module in [module for key, module in sys.modules.items() if key.startswith("torch.optim.")]:
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, choose))
         yield
 
 
@@ -69,11 +92,11 @@ def imitates_cuda() -> bool:
 
 
 class CudaChoices(TorchFunctionMode):
-    """The function mode of `cuda_choices`; `ampere`: whether the GPU's compute capability is 8.0 or later."""
+    """The function mode of `cuda_choices`, for a GPU of this compute capability."""
 
-    def __init__(self, ampere: bool = True):
+    def __init__(self, capability: tuple[int, int] = (8, 0)):
         super().__init__()
-        self.ampere = ampere
+        self.capability = capability
 
     def __enter__(self):
         _imitating.depth = getattr(_imitating, "depth", 0) + 1
@@ -91,9 +114,9 @@ class CudaChoices(TorchFunctionMode):
         if func in _DROPOUT:
             return _dropout(func, *args, **kwargs)
         if func in _ATTENTION:
-            return scaled_dot_product_attention(*args, **kwargs, ampere=self.ampere)
+            return scaled_dot_product_attention(*args, **kwargs, capability=self.capability)
         if func is F.multi_head_attention_forward:  # a Python function, whose inner calls the mode does not see
-            attention = functools.partial(scaled_dot_product_attention, ampere=self.ampere)
+            attention = functools.partial(scaled_dot_product_attention, capability=self.capability)
             with mock.patch.object(F, "scaled_dot_product_attention", attention):
                 return func(*args, **kwargs)
         if autocast and func in _FP32:
@@ -106,7 +129,17 @@ class CudaChoices(TorchFunctionMode):
         elif autocast and func in _UNTOUCHED:
             with torch.autocast("cpu", enabled=False):
                 return func(*args, **kwargs)
+        if func in _SOFTMAX and (dim := _fused_softmax_dim(func, *args, **kwargs)) is not None:
+            return _SOFTMAX[func](args[0] if args else kwargs["input"], dim, True)
         return func(*args, **kwargs)
+
+
+def _fused_softmax_dim(func, input, dim=None, *rest, dtype=None, _stacklevel=3) -> int | None:
+    """The dimension of a softmax of float16 with a result in float32; None for any other call."""
+    if rest:  # F.softmax has one more argument before the dtype
+        dtype = rest[-1] if func not in (F.softmax, F.log_softmax) or len(rest) > 1 else dtype
+    is_fused = isinstance(input, torch.Tensor) and input.dtype == torch.float16 and dtype == torch.float32
+    return dim if is_fused and isinstance(dim, int) else None
 
 
 def _is_low(tensor) -> bool:
@@ -153,6 +186,7 @@ class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         input, weight, _ = ctx.saved_tensors
+        grad = grad.contiguous()  # as `_fused_rms_norm_backward_cuda` in layer_norm_kernel.cu does
         wanted = ctx.needs_input_grad
         return (
             torch.empty_like(input) if wanted[0] else None,

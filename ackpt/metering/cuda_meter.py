@@ -1,9 +1,10 @@
-"""Bytes of a step on a CUDA GPU, from the caching allocator's peak and its history of allocations and frees.
+"""Bytes of a step on a CUDA GPU, from the caching allocator's peak and its history, or from a model of the allocator.
 
 The peak is ``max_memory_allocated``. The history has the requested bytes; rounded up to 512 they form the timeline. The
 difference to the peak (blocks that the allocator did not split, tensors not listed as resident, workspaces) is the
 category "other". The history cannot contain marks, so the start of backward and complete gradients are recorded
-separately, with the number of allocations and frees so far as their position.
+separately, with the number of allocations and frees so far as their position. `modeled` gives the peaks of a predicted
+step.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import gc
 import torch
 
 from .autograd_engine import around_backward
+from .caching_allocator import CachingAllocator
 from .cpu_meter import no_collection
 from .resident import rounded, storages_of
-from .store_meter import store_watched
-from .timeline import MeterError, build_timeline
+from .timeline import MeterError, build_timeline, store_watched
 
 BLOCK = 512  # bytes; the caching allocator rounds every request up to a multiple
 
@@ -67,6 +68,43 @@ def trace(step_fn, warm_up, owned, device):
         peaks["store_peak_bytes"] = store.peak_bytes
     timeline = build_timeline(actions(history, marks), before, after)
     return timeline, resident_bytes, statistics["allocated_bytes.all.peak"], peaks
+
+
+def modeled(before_step, loaded, actions, settings) -> dict[str, int]:
+    """The peaks that the caching allocator would report for a step, and for its phases, in bytes.
+
+    `before_step`: actions that load the model, the first `loaded` ones, and those of earlier steps. `actions`: those of
+    the step.
+    """
+    allocator = CachingAllocator(settings)
+    _replay(allocator, before_step[:loaded])
+    start = allocator.allocated
+    _replay(allocator, before_step[loaded:])
+    before = allocator.allocated
+    allocator.reset_peaks()
+    peaks = _replay(allocator, actions)
+    return {
+        "allocated_peak_bytes": allocator.peak_allocated,
+        "allocated_before_bytes": before,
+        "start_peak_bytes": start,
+        "reserved_peak_bytes": allocator.peak_reserved,
+        "largest_free_block_bytes": allocator.largest_free_block,
+        **{f"{phase}_peak_bytes": peak for phase, peak in peaks.items()},
+    }
+
+
+def _replay(allocator: CachingAllocator, actions) -> dict[str, int]:
+    """Repeat the actions of a prediction; returns the largest number of allocated bytes in each phase."""
+    phase, peaks = "forward", {"forward": allocator.allocated}
+    for kind, *rest in actions:
+        if kind in ("alloc", "workspace"):
+            allocator.allocate(*rest)
+        elif kind == "free" and rest[0] in allocator.blocks:
+            allocator.free(rest[0])
+        elif kind in ("backward", "optimizer"):
+            phase = kind
+        peaks[phase] = max(peaks.get(phase, 0), allocator.allocated)
+    return peaks
 
 
 def clock(step_fn, device) -> float:

@@ -4,41 +4,38 @@ The step runs on fake or meta tensors under a dispatch mode that sees every oper
 outputs of an operation counts as allocated there, and as freed when its last tensor is freed. Autograd's engine drops
 saved tensors at the same points as in a real step, so allocations and frees have the real order.
 
-Not included: workspaces, which an operation allocates and frees internally (CPU flash attention's buffers per thread,
-cuBLAS workspaces, the sort in an embedding's backward); bytes that an allocator adds beyond `round_to`; and the RNG
-states that checkpointed regions with dropout keep (5 kB each).
+For a GPU, the actions drive a model of PyTorch's caching allocator, from loading the model on. Not included: workspaces
+of the CPU's operations, what `kernel_memory` lists for a GPU, and the RNG states that checkpointed regions with dropout
+keep (5 kB each).
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
+import traceback
 from collections.abc import Callable, Iterable
 
 import torch
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .cpu_losses import LOSSES, in_whole_memory
 from .cpu_meter import no_collection
 from .cuda_choices import cuda_choices
+from .cuda_meter import BLOCK, modeled
 from .flops import UncountedFlops, count_flops
-from .gradient_sums import EngineSums
+from .gpus import AllocatorSettings, gpu
 from .meter import Measurement, assemble, check_step
-from .resident import Item, Resident, rounded, storages_of
-from .store_meter import store_watched
-from .timeline import MeterError, build_timeline
-
-_LIFT = torch.ops.aten.lift_fresh.default
-_TO_COPY = torch.ops.aten._to_copy.default
-# The sign of attention without a fused kernel. On a CPU attention with dropout has none, and dropout follows.
-_MATH_ATTENTION = torch.ops.aten._safe_softmax.default
-_DROPOUT = torch.ops.aten.native_dropout.default, torch.ops.aten.empty_like.default
-_DETACH = torch.ops.aten.detach.default  # between these two, for tensors that autograd saves
+from .packed_sequences import found_packed
+from .resident import Item, Resident
+from .storages import FAKE, Storages, with_sorted_frees
+from .timeline import MeterError, build_timeline, store_watched
 
 
 def predict(
@@ -55,19 +52,24 @@ def predict(
         step_fn: one forward and backward, with or without an optimizer step; called without arguments.
         resident: modules, optimizers and tensors, all created under ``FakeTensorMode`` on its CPU, or on ``"meta"``.
             Prefer the first: on ``"meta"`` torch decomposes some operations, whose predicted bytes are too large.
-        device: the device whose step is predicted. For ``"cuda"`` the step uses the fused kernels and autocast rules of
-            a GPU; neither a GPU nor a CUDA build of torch is needed (see ``ackpt/metering/cuda_choices.py``).
+        device: the device whose step is predicted: ``"cpu"``, a GPU by its name in ``ackpt.costs.devices``, such as
+            ``"t4"``, or ``"cuda"`` for one of compute capability 8.0. The step then uses the kernels and autocast rules
+            of that GPU; neither a GPU nor a CUDA build of torch is needed (see ``ackpt/metering/cuda_choices.py``).
         warmup: number of steps before, so that gradients and optimizer state exist as in the measured step.
-        round_to: bytes to which every block is rounded up; by default 512 on CUDA, 1 on the CPU.
+        round_to: bytes to which every block is rounded up, instead of modeling the allocator of a GPU; on the CPU
+            by default 1.
 
     Returns:
-        A `Measurement` without seconds; all sizes in bytes. It does not include workspaces, such as those of
-        convolutions on a CPU. `ackpt.plan` measures them, for a graph captured from a model with data.
+        A `Measurement` without seconds; all sizes in bytes. For a GPU, ``peak_bytes`` is what
+        ``torch.cuda.max_memory_allocated`` would return, with the workspaces of cuBLAS and what blocks have beyond
+        their tensors as "other"; ``allocator`` has ``reserved_peak_bytes``, ``largest_free_block_bytes`` at the end,
+        and the peak of each phase. It does not include workspaces of convolutions. `ackpt.plan` measures those of a
+        CPU, for a graph captured from a model with data.
 
     Raises:
-        MeterError: for a device other than CPU and CUDA; for resident tensors with data or on a fake GPU; for autocast
-            on meta tensors, which it does not change; for attention on meta tensors, which is not fused; for a step
-            that fails on meta tensors; and for code that Inductor generated.
+        MeterError: for an unknown device; for resident tensors with data or on a fake GPU; for autocast on meta
+            tensors, which it does not change; for attention on meta tensors, which is not fused; for a step that fails
+            on meta tensors or reads their values; and for code that Inductor generated.
 
     Example:
         >>> import torch
@@ -76,21 +78,33 @@ def predict(
         >>> predict(lambda: layer(x).sum().backward(), resident=(layer, x)).categories["parameters"]
         4198400
     """
-    if device not in ("cpu", "cuda"):
-        raise MeterError(f"device {device!r} cannot be predicted; 'cpu' and 'cuda' can")
+    on = None if device == "cpu" else gpu(device)
     check_step(step_fn)
-    round_to = (512 if device == "cuda" else 1) if round_to is None else round_to
+    models_allocator = on is not None and round_to is None
+    round_to = (1 if on is None else BLOCK) if round_to is None else round_to
     owned = Resident(resident)
     for category, tensor in owned.tensors():
         _check(category, tensor)
     # On a GPU, tensors that the step keeps on the CPU do not count, such as an optimizer's count of steps.
-    storages = _Storages(round_to, follow_real=device == "cpu")
+    storages = Storages(round_to, on)
     fake_mode = detect_fake_mode([tensor for _, tensor in owned.tensors()])
-    choices = cuda_choices() if device == "cuda" else contextlib.nullcontext()
-    with fake_mode or _explained_on_meta(), _NoAutocastOnMeta(), choices, storages:
+    choices = contextlib.nullcontext() if on is None else cuda_choices(on.capability)
+    explained = contextlib.nullcontext() if fake_mode else _explained_on_meta()
+    with (
+        _values_explained(),
+        fake_mode or explained,
+        _NoAutocastOnMeta(),
+        found_packed(),
+        choices,
+        storages,
+        storages.hooks(),
+    ):
+        storages.load(owned)
+        loaded = len(storages.actions)
         for _ in range(warmup):
             step_fn()
         gc.collect()
+        before_step = storages.actions[:]
         resident_bytes = owned.bytes(storages.counts, round_to)
         with store_watched(storages.actions.append) as store, storages.recording(owned), no_collection():
             try:
@@ -103,37 +117,13 @@ def predict(
         after = owned.backed(storages.counts, lambda storage: storage._cdata)
     timeline = build_timeline(with_sorted_frees(storages.actions, storages.casts), storages.before, after)
     peaks = {"store_peak_bytes": store.peak_bytes} if store.peak_bytes else {}
-    return assemble(f"{device} (predicted)", timeline, resident_bytes, flops=flops, allocator=peaks)
-
-
-def with_sorted_frees(actions, casts):
-    """The actions, with consecutive frees of casts sorted by their allocation; `casts` are indices of allocations.
-
-    Autocast frees its casts of the weights together, in the order of a hash table, which differs from run to run.
-    """
-    allocated: dict[int, int] = {}  # key of a block -> index of its allocation
-    frees: list[tuple] = []
-
-    def in_order():
-        unordered = [i for i, free in enumerate(frees) if allocated.get(free[1]) in casts]
-        ordered = sorted((frees[i] for i in unordered), key=lambda free: allocated[free[1]])
-        for i, free in zip(unordered, ordered):
-            frees[i] = free
-        yield from frees
-        frees.clear()
-
-    for index, action in enumerate(actions):
-        if action[0] == "free":
-            frees.append(action)
-            continue
-        yield from in_order()
-        if action[0] == "alloc":
-            allocated[action[1]] = index
-        yield action
-    yield from in_order()
-
-
-_FAKE = "make the model, its inputs and the optimizer under FakeTensorMode instead"
+    peak = None
+    if models_allocator:
+        peaks |= modeled(before_step, loaded, storages.actions, AllocatorSettings.parsed())
+        peak = peaks.pop("allocated_peak_bytes")
+        listed = sum(resident_bytes.values()) + sum(size for _, size in storages.before.values())
+        resident_bytes["other"] = peaks.pop("allocated_before_bytes") - listed
+    return assemble(f"{device} (predicted)", timeline, resident_bytes, peak, flops=flops, allocator=peaks)
 
 
 @contextlib.contextmanager
@@ -145,7 +135,21 @@ def _explained_on_meta():
         if "meta" not in str(error):
             raise
         message = str(error).splitlines()[0].rstrip(".!")
-        raise MeterError(f"the step does not run on meta tensors, {_FAKE}. Torch says: {message}") from error
+        raise MeterError(f"the step does not run on meta tensors, {FAKE}. Torch says: {message}") from error
+
+
+@contextlib.contextmanager
+def _values_explained():
+    """Turn torch's errors about values that a prediction does not have into a MeterError that names the line."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+        frames = [frame for frame in frames if "/ackpt/metering/" not in frame.filename] or frames
+        raise MeterError(
+            f"the step needs the values of a tensor ({error.func}) in {frames[-1].filename}:{frames[-1].lineno}, "
+            f"`{frames[-1].line}`, but a prediction has shapes alone: give the step a number instead, or use measure()"
+        ) from error
 
 
 def _check(category, tensor):
@@ -162,115 +166,6 @@ def _check(category, tensor):
         )
 
 
-class _Storages(TorchDispatchMode):
-    """Records the allocations and frees of the storages in the outputs of operations."""
-
-    def __init__(self, round_to: int, follow_real: bool):
-        super().__init__()
-        self.round_to = round_to
-        self.follow_real = follow_real
-        self.active = self.backward = False
-        self.actions: list[tuple] = []
-        self.casts: set[int] = set()  # indices of their allocations in `actions`
-        self.before: dict[int, tuple[str, int]] = {}
-        self._followed: dict[int, tuple[weakref.ref, int]] = {}
-        self._follows_attention = False
-        self._sums = EngineSums()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True, so that Dynamo compiles the model and runs compiled code under this mode."""
-        return True
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if self._follows_attention and func not in (*_DROPOUT, _DETACH):
-            raise MeterError(f"attention on meta tensors is not that of any device: {_FAKE}")
-        # Not for a GPU, for which `attention_choices` chooses the kernel.
-        is_attention = self.follow_real and func is _MATH_ATTENTION and any(tensor.is_meta for tensor in inputs)
-        self._follows_attention = is_attention or (self._follows_attention and func is _DETACH)
-        if self.active and not self.backward and torch._C._current_graph_task_id() != -1:
-            self.backward = True
-            self.actions.append(("backward",))
-        if self.active and self._sums.in_place(func, args):
-            func = torch.ops.aten.add_.Tensor
-        if inputs and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
-            # Tensors with values that the step reads, such as an RNG state or an optimizer's count of steps, stay real.
-            with unset_fake_temporarily():
-                result = func(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
-        if func in LOSSES:
-            result = in_whole_memory(result, *args)
-        if self.active:
-            existing = {storage._cdata for tensor in inputs for storage in storages_of(tensor)} if func != _LIFT else ()
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, torch.Tensor):
-                    before = len(self.actions)
-                    self._record(tensor, existing)
-                    if func is _TO_COPY:
-                        self.casts.update(range(before, len(self.actions)))
-        return result
-
-    def _record(self, tensor, existing):
-        if not self.counts(tensor):
-            return
-        for storage in storages_of(tensor):
-            key, size = storage._cdata, rounded(storage.nbytes(), self.round_to)
-            if key not in self._followed:
-                if key not in existing and size:
-                    self.actions.append(("alloc", key, size))
-                    self._follow(storage, size)
-                    self._sums.allocated(key)
-            elif self._followed[key][1] != size:  # resized in place
-                self.actions += [("free", key), ("alloc", key, size)]
-                self._follow(storage, size)
-
-    def counts(self, tensor) -> bool:
-        return self.follow_real or isinstance(tensor, FakeTensor) or tensor.is_meta
-
-    def _follow(self, storage, size):
-        self._followed[storage._cdata] = (weakref.ref(storage, lambda _, key=storage._cdata: self._freed(key)), size)
-
-    def _freed(self, key):
-        del self._followed[key]
-        self._sums.freed(key)
-        self.actions.append(("free", key))
-
-    def after_learning(self, step_fn):
-        """A function that lets `EngineSums` learn under the step's modes, discards its actions, and runs the step."""
-
-        def step():
-            self._sums.learn()
-            self.actions.clear()
-            self.backward = False
-            return step_fn()
-
-        return step
-
-    @contextlib.contextmanager
-    def recording(self, owned):
-        """A context that records actions; existing gradients are followed as gradients."""
-        for _, storage in owned.gradients(self.counts):
-            size = rounded(storage.nbytes(), self.round_to)
-            self.before[storage._cdata] = ("gradients", size)
-            self._follow(storage, size)
-        _ = storage = None
-
-        def complete(leaf):
-            self.actions.extend(("mark", storage._cdata, "gradients") for storage in storages_of(leaf.grad))
-
-        handles = [leaf.register_post_accumulate_grad_hook(complete) for leaf in owned.trainable()]
-        self.active = True
-        try:
-            yield
-        finally:
-            self.active = False
-            for handle in handles:
-                handle.remove()
-
-
 class _NoAutocastOnMeta(TorchFunctionMode):
     """Raises an error if a step on meta tensors relies on autocast, which does not change them."""
 
@@ -278,5 +173,5 @@ class _NoAutocastOnMeta(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             leaves = tree_leaves((args, kwargs))
             if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
-                raise MeterError(f"autocast does nothing to meta tensors: {_FAKE}")
+                raise MeterError(f"autocast does nothing to meta tensors: {FAKE}")
         return func(*args, **(kwargs or {}))

@@ -47,6 +47,15 @@ class Resident:
                     yield from (("optimizer", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
         yield from (("inputs", item) for item in self.items if isinstance(item, torch.Tensor))
 
+    def in_order_of_loading(self, counts):
+        """The storages for which `counts(tensor)` holds, as ``module.to(device)`` moves them, item by item."""
+        storages = {}
+        tensors = (tensor for item in self.items for tensor in _as_loaded(item))
+        for tensor in (*tensors, *(tensor for _, tensor in self.tensors())):
+            if counts(tensor):
+                storages.update({storage._cdata: storage for storage in storages_of(tensor)})
+        return storages.values()
+
     def trainable(self) -> list[torch.Tensor]:
         """All resident leaves that can get a gradient, each once."""
         leaves = {id(tensor): tensor for _, tensor in self.tensors() if tensor.is_leaf and tensor.requires_grad}
@@ -78,6 +87,17 @@ class Resident:
         """``{key(storage): category}`` for all resident tensors and present gradients."""
         resident = {key(storage): category for category, storage in self.storages(counts)}
         return resident | {key(storage): "gradients" for _, storage in self.gradients(counts)}
+
+
+def _as_loaded(item: Item):
+    """Tensors of one item; of a module those of its children first, as ``Module._apply`` does."""
+    if isinstance(item, torch.nn.Module):
+        for child in item.children():
+            yield from _as_loaded(child)
+        members = (*item._parameters.values(), *item._buffers.values())
+        yield from (tensor for tensor in members if tensor is not None)
+    elif isinstance(item, torch.Tensor):
+        yield item
 
 
 def rounded(size: int, multiple: int) -> int:

@@ -18,7 +18,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class CapturedCudaChoices(CudaChoices):
-    """Calls as on a GPU while a step is captured; `ampere`: on one of compute capability 8.0 or later."""
+    """Calls as on a GPU while a step is captured; `capability`: its compute capability."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

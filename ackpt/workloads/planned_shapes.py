@@ -17,8 +17,9 @@ from ackpt.capture.inspection.calls import MACHINE
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.optimizer_state import with_optimizer
 from ackpt.costs.devices import Device, device
-from ackpt.costs.profiles import Profile
+from ackpt.costs.profiles import Profile, with_gpu_workspace
 from ackpt.errors import did_you_mean
+from ackpt.metering.gpus import gpu
 from ackpt.metering.resident import rounded
 from ackpt.planning.plan import Plan
 from ackpt.planning.simulator import simulate
@@ -104,6 +105,7 @@ def run_plan(config: PlanConfig) -> Planned:
     step = training_step(config.step)
     graph = captured(step, config, where)
     profile = ackpt.profile(graph, where)
+    profile = profile if where is None else with_gpu_workspace(graph, profile)
     policy = config.policy or ("none" if config.budget is None else "auto")
     plan = ackpt.plan(graph, config.budget, policy, profile=profile)
     least = None
@@ -116,7 +118,7 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
     """The graph of the step, as `where` would run it; sizes as its allocator hands them out."""
     kind = OPTIMIZERS[config.optimizer]
     optimizer = None if kind is None else kind(step.model.parameters())
-    choices = contextlib.nullcontext() if where is None else CapturedCudaChoices("bfloat16" in where.flops_per_second)
+    choices = contextlib.nullcontext() if where is None else CapturedCudaChoices(gpu(where.name).capability)
     with autocast("cpu", config.autocast), choices:
         graph = ackpt.trace(step.model, optimizer=optimizer if where is None else None, **step.inputs)
     if where is None:

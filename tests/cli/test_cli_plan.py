@@ -68,7 +68,7 @@ def test_the_peak_is_that_of_the_eager_step_on_tensors_without_data(name, where,
         loss.backward()
 
     resident = (model, *(value for value in inputs.values() if isinstance(value, torch.Tensor)))
-    eager = ackpt.predict(step, resident=resident, device="cpu" if where is None else "cuda")
+    eager = ackpt.predict(step, resident=resident, device=where or "cpu", round_to=1 if where is None else 512)
     # At the peak of this ResNet two gradients meet. Autograd adds them in place; a captured graph does not.
     sums = 2 * 8 * 8 * 8 * 4 if name == "resnet" and dtype == "float32" else 0
     assert found.plan.resident_bytes == eager.resident_bytes
@@ -179,42 +179,53 @@ def test_on_a_gpu_blocks_are_multiples_of_512_bytes_and_random_states_stay_on_th
 
 
 HALF, MASKED, CAUSAL, GROUPED = torch.float16, {"masked": True}, {"is_causal": True}, {"enable_gqa": True}
-FLASH, EFFICIENT, MATH = "flash_attention", "efficient_attention", "_softmax"
+FLASH, EFFICIENT, CUDNN, MATH = "flash_attention", "efficient_attention", "cudnn_attention", "_softmax"
+AMPERE, TURING, HOPPER, ADA = (8, 0), (7, 5), (9, 0), (8, 9)
 
 
 @pytest.mark.parametrize(
-    ("ampere", "dtype", "options", "kernel"),
+    ("capability", "dtype", "options", "kernel"),
     [
-        (True, torch.float32, {}, EFFICIENT),
-        (True, HALF, {}, FLASH),
-        (True, torch.bfloat16, CAUSAL, FLASH),
-        (True, torch.bfloat16, {"dropout_p": 0.1}, FLASH),
-        (True, HALF, {"width": 12}, FLASH),
-        (True, HALF, {"width": 512}, EFFICIENT),
-        (True, HALF, MASKED, EFFICIENT),
-        (True, torch.float32, {**MASKED, "dropout_p": 0.1}, EFFICIENT),
-        (True, HALF, GROUPED, FLASH),
-        (True, torch.float32, GROUPED, MATH),
-        (True, torch.float32, {"width": 6}, MATH),
-        (False, HALF, {}, EFFICIENT),
-        (False, torch.float32, {"width": 6}, EFFICIENT),
-        (False, torch.bfloat16, {}, MATH),
-        (True, torch.float64, {}, MATH),
-        (True, HALF, {"batch": ()}, MATH),
+        (AMPERE, torch.float32, {}, EFFICIENT),
+        (AMPERE, HALF, {}, FLASH),
+        (AMPERE, torch.bfloat16, CAUSAL, FLASH),
+        (AMPERE, torch.bfloat16, {"dropout_p": 0.1}, FLASH),
+        (AMPERE, HALF, {"width": 12}, FLASH),
+        (AMPERE, HALF, {"width": 512}, EFFICIENT),
+        (AMPERE, HALF, MASKED, EFFICIENT),
+        (AMPERE, torch.float32, {**MASKED, "dropout_p": 0.1}, EFFICIENT),
+        (AMPERE, HALF, GROUPED, FLASH),
+        (AMPERE, torch.float32, GROUPED, MATH),
+        (AMPERE, torch.float32, {"width": 6}, MATH),
+        (TURING, HALF, {}, EFFICIENT),
+        (TURING, HALF, {"dropout_p": 0.1}, EFFICIENT),
+        (TURING, torch.float32, {"width": 6}, EFFICIENT),
+        (TURING, torch.bfloat16, {}, MATH),
+        (HOPPER, HALF, CAUSAL, CUDNN),
+        (HOPPER, HALF, {**MASKED, **GROUPED}, CUDNN),
+        (HOPPER, HALF, {"dropout_p": 0.1}, FLASH),  # no multiple of 1/16
+        (HOPPER, HALF, {"width": 256}, FLASH),
+        (HOPPER, torch.float32, {}, EFFICIENT),
+        (ADA, HALF, {"width": 192}, FLASH),
+        (ADA, HALF, {"width": 200}, EFFICIENT),
+        (ADA, HALF, {"width": 256}, FLASH),
+        (ADA, HALF, {"width": 256, "dropout_p": 0.1}, EFFICIENT),
+        (AMPERE, torch.float64, {}, MATH),
+        (AMPERE, HALF, {"batch": ()}, MATH),
     ],
 )
-def test_attention_runs_the_kernel_that_a_gpu_would(ampere, dtype, options, kernel):
+def test_attention_runs_the_kernel_that_a_gpu_would(capability, dtype, options, kernel):
     """The conditions of sdp_utils.cpp, read off what is called."""
     options = dict(options)
     width, masked, batch = options.pop("width", 16), options.pop("masked", False), options.pop("batch", (2,))
     heads = 2 if options.get("enable_gqa") else 4
     model = _Attention((*batch, heads, 20, width), options).to("meta", dtype)
     mask = torch.ones(20, 20, dtype=torch.bool, device="meta") if masked else None
-    with CapturedCudaChoices(ampere):
+    with CapturedCudaChoices(capability):
         graph = ackpt.trace(model, torch.empty(*batch, 4, 20, width, dtype=dtype, device="meta"), mask)
     called = [node.target for node in graph.nodes if node.phase == "forward"]
     assert any(kernel in target for target in called)
-    assert all(other not in target for other in {FLASH, EFFICIENT, MATH} - {kernel} for target in called)
+    assert all(other not in target for other in {FLASH, EFFICIENT, CUDNN, MATH} - {kernel} for target in called)
     padded = sum("constant_pad_nd" in target for target in called)
     assert padded == {FLASH: 3 * bool(width % 8), EFFICIENT: int(masked)}.get(kernel, 0)
     assert graph.storages[graph.nodes[graph.outputs[0]].storages[0]].bytes == dtype.itemsize

@@ -156,6 +156,7 @@ class Heads(torch.nn.Module):
 BATCH, LENGTH, HEADS, WIDTH = 2, 100, 4, 16
 OUTPUT = BATCH * LENGTH * HEADS * WIDTH  # elements
 ROWS = BATCH * HEADS * LENGTH
+HALF = torch.float16
 FLASH_STATE, EFFICIENT_STATE = 16 + 8, 8 + 8  # of the random generator: flash_api.cpp; seed and offset
 
 
@@ -236,3 +237,220 @@ def test_attention_on_meta_tensors():
     x = torch.empty(2, 4, 100, 16, device="meta", requires_grad=True)
     found = predict(lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1).sum().backward(), device="cuda")
     assert found.dynamic_peak_bytes < 2 * 4 * 100 * 100 * 4
+
+
+def predicted(step, *resident, device="cuda", **options):
+    return predict(step, resident=resident, device=device, **options)
+
+
+@pytest.mark.parametrize("call", [F.softmax, torch.softmax, torch.Tensor.softmax, F.log_softmax])
+def test_a_float32_softmax_of_float16_makes_no_copy_of_its_input(call):
+    """``softmax`` in SoftMax.cpp; its backward allocates ``grad * output`` (``softmax_backward_cuda_out``)."""
+    with FakeTensorMode():
+        x, other = (torch.empty(64, 128, dtype=dtype, requires_grad=True) for dtype in (HALF, torch.bfloat16))
+        gradient = torch.empty(64, 128)
+
+    def live_at_the_peak(step):
+        return predicted(step, warmup=0, round_to=1).dynamic_peak_bytes
+
+    half, single = 64 * 128 * 2, 64 * 128 * 4
+    product = 0 if call is F.log_softmax else single
+    assert live_at_the_peak(lambda: call(x, dim=-1, dtype=torch.float32)) == single
+    assert live_at_the_peak(lambda: call(x, dim=-1, dtype=torch.float32).backward(gradient)) == single + half + product
+    assert live_at_the_peak(lambda: call(other, dim=-1, dtype=torch.float32)) == 2 * single  # only float16 is fused
+
+
+def test_a_softmax_with_the_dtype_by_position():
+    with FakeTensorMode():
+        x = torch.empty(64, 128, dtype=torch.float16)
+    for call in (lambda: torch.softmax(x, -1, torch.float32), lambda: F.softmax(x, -1, 3, torch.float32)):
+        assert predicted(call, x, warmup=0, round_to=1).dynamic_peak_bytes == 64 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "workspace"),
+    [
+        ("a100-80g", None, 8_519_680),
+        ("t4", None, 8_519_680),
+        ("cuda", None, 8_519_680),
+        ("h100-80g", None, 33_554_432),
+        ("rtx5090", None, 33_554_432),
+        ("h100-80g", ":4096:8", 33_554_432),
+        ("t4", ":16:8:4096:1", 16 * 8 * 1024 + 4096 * 1024),
+    ],
+)
+def test_every_thread_that_multiplies_matrices_has_a_workspace(monkeypatch, device, config, workspace):
+    """``parseChosenWorkspaceSize`` in CublasHandlePool.cpp; backward has a thread of its own."""
+    if config is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    with FakeTensorMode():
+        layer, x = torch.nn.Linear(64, 64, bias=False), torch.empty(8, 64)
+        gradient = torch.empty(8, 64)
+    forward = predicted(lambda: layer(x), layer, x, gradient, device=device)
+    both = predicted(lambda: layer(x).backward(gradient), layer, x, gradient, device=device)
+    assert (forward.categories["other"], both.categories["other"]) == (workspace, 2 * workspace)
+    assert predicted(lambda: x.sin(), x, device=device).categories["other"] == 0
+
+
+@pytest.mark.parametrize("kind", [torch.nn.RMSNorm, torch.nn.LayerNorm])
+def test_norms_copy_expanded_gradients(kind):
+    """The gradient of a sum is one element for all; ``_fused_rms_norm_backward_cuda``, ``layer_norm_backward_cuda``."""
+    rows, dim = 256, 64
+    with FakeTensorMode():
+        norm, x = kind(dim), torch.empty(rows, dim, requires_grad=True)
+        gradient = torch.empty(rows, dim)
+
+    def peak(backward):
+        return predicted(lambda: backward(norm(x)), norm, x, gradient, round_to=1).dynamic_peak_bytes
+
+    contiguous, expanded = peak(lambda y: y.backward(gradient)), peak(lambda y: y.sum().backward())
+    assert expanded - contiguous in range(rows * dim * 4, rows * dim * 4 + 9)
+
+
+def test_matmuls_copy_expanded_gradients():
+    """``prepare_matrix_for_cublas`` in Blas.cpp."""
+    with FakeTensorMode():
+        layer, x = torch.nn.Linear(64, 32, bias=False), torch.empty(256, 64)
+        gradient = torch.empty(256, 32)
+
+    def peak(backward):
+        return predicted(lambda: backward(layer(x)), layer, x, gradient, round_to=1).dynamic_peak_bytes
+
+    contiguous, expanded = peak(lambda y: y.backward(gradient)), peak(lambda y: y.sum().backward())
+    assert expanded - contiguous in range(256 * 32 * 4, 256 * 32 * 4 + 9)
+
+
+def test_flash_attention_accumulates_gradients_of_queries_in_float32():
+    """``mha_bwd`` in flash_api.cpp, with gradients of keys for every head of the queries."""
+    from ackpt.metering.kernel_memory import cuda_temporaries
+
+    with FakeTensorMode():
+        query, key = torch.empty(2, 8, 100, 48, dtype=HALF), torch.empty(2, 2, 100, 48, dtype=HALF)
+        gradient = torch.empty(2, 100, 8, 48, dtype=HALF).transpose(1, 2)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    per_head = 2 * 100 * 8 * 48 * 2
+    rows = 2 * 8 * 128
+    assert cuda_temporaries(backward, (gradient, query, key, key)) == [rows * 4, rows * 64 * 4, per_head, per_head]
+    assert cuda_temporaries(backward, (gradient, query, query, query)) == [rows * 4, rows * 64 * 4]
+    assert cuda_temporaries(backward, (query.contiguous(), query, query, query))[0] == per_head
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_decoders_of_transformers_attend_without_a_mask(device):
+    """transformers reads the values of position ids, which fake tensors do not have (`packed_sequences`)."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4
+    )
+    config.vocab_size, length = 16, 512
+
+    def peak(implementation, **given):
+        config._attn_implementation = implementation
+        with FakeTensorMode():
+            model = transformers.LlamaForCausalLM(config)
+            tokens = torch.empty(1, length, dtype=torch.int64)
+            given = {name: make() for name, make in given.items()}
+
+        def step():
+            model(tokens, labels=tokens, use_cache=False, **given).loss.backward()
+
+        return predicted(step, model, tokens, *given.values(), device=device).dynamic_peak_bytes
+
+    matrix = length * length
+    without = peak("sdpa")
+    assert without < 8 * matrix < peak("eager")
+    # Positions from outside may be those of several sequences: then the mask is a tensor.
+    assert peak("sdpa", position_ids=lambda: torch.empty(1, length, dtype=torch.int64)) >= without + matrix
+
+
+def test_adafactor_reads_values():
+    with FakeTensorMode():
+        layer, x = torch.nn.Linear(64, 32), torch.empty(8, 64)
+        optimizer = torch.optim.Adafactor(layer.parameters())
+
+    def step():
+        layer(x).sum().backward()
+        optimizer.step()
+
+    found = predicted(step, layer, optimizer, x)
+    assert 0 < found.categories["optimizer"] < found.categories["parameters"]
+    assert found.allocator["optimizer_peak_bytes"] <= found.peak_bytes
+
+
+def test_gradient_scalers_read_values():
+    with FakeTensorMode():
+        layer, x = torch.nn.Linear(64, 32), torch.empty(8, 64)
+        optimizer, scaler = torch.optim.AdamW(layer.parameters()), torch.amp.GradScaler("cpu")
+
+    def step():
+        scaler.scale(layer(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert predicted(step, layer, optimizer, x).categories["optimizer"] == 4 * 2 * (64 * 32 + 128)  # rounded to 512
+
+
+@pytest.mark.parametrize("read", [lambda x: x.sum().item(), lambda x: bool(x.sum() > 0), lambda x: x.nonzero()])
+def test_a_step_that_reads_values_is_refused(read):
+    with FakeTensorMode():
+        x = torch.empty(8)
+    for device in ("cpu", "cuda"):
+        with pytest.raises(ackpt.MeterError, match=r"the step needs the values of a tensor .*test_predict_cuda.py:\d+"):
+            predict(lambda: read(x), resident=(x,), device=device)
+
+
+def test_optimizers_choose_foreach_as_for_parameters_on_a_gpu():
+    with FakeTensorMode():
+        layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(8))
+        x = torch.empty(8, 64)
+
+    def peak(device, **options):
+        with FakeTensorMode():
+            optimizer = torch.optim.AdamW(layers.parameters(), **options)
+
+        def step():
+            for layer in layers:
+                layer(x).sum().backward()
+            optimizer.step()
+
+        return predicted(step, layers, optimizer, x, device=device, round_to=1).dynamic_peak_bytes
+
+    assert peak("cuda") == peak("cuda", foreach=True) > peak("cuda", foreach=False) == peak("cpu")
+
+
+def test_a_gpu_has_peaks_of_its_allocator_and_of_phases():
+    with FakeTensorMode():
+        layer, x = torch.nn.Linear(1024, 1024), torch.empty(512, 1024)
+        optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
+
+    def step():
+        optimizer.zero_grad()
+        layer(x).sum().backward()
+        optimizer.step()
+
+    found = predicted(step, layer, optimizer, x, device="t4")
+    peaks = found.allocator
+    phases = [peaks[f"{phase}_peak_bytes"] for phase in ("forward", "backward", "optimizer")]
+    assert max(phases) == found.peak_bytes <= peaks["reserved_peak_bytes"]
+    assert peaks["reserved_peak_bytes"] % 2**21 == 0 and peaks["largest_free_block_bytes"] > 0
+    assert sum(found.categories.values()) == found.peak_bytes and found.device == "t4 (predicted)"
+    assert found.to_json()["reserved_peak_bytes"] == peaks["reserved_peak_bytes"]
+
+
+def test_unknown_gpus_are_refused():
+    with pytest.raises(
+        ackpt.MeterError, match=r"device 'a100' cannot be predicted .*choose 'cpu', or one of cuda, h100"
+    ):
+        predict(lambda: None, device="a100")
+
+
+def test_every_device_with_rates_has_a_compute_capability():
+    from ackpt.costs.devices import DEVICES
+    from ackpt.metering.gpus import CAPABILITIES, gpu
+
+    assert set(DEVICES) == set(CAPABILITIES) - {"cuda"}
+    for name, device in DEVICES.items():
+        if device.source.startswith("AMD"):
+            continue
+        assert ("bfloat16" in device.flops_per_second) == (gpu(name).capability >= (8, 0))
+        assert 100 * 2**20 < gpu(name).context_bytes < 2**30

@@ -21,7 +21,7 @@ from torch._prims_common import is_contiguous_for_memory_format_or_false, sugges
 from torch._subclasses import fake_impls
 from torch.utils._pytree import tree_map
 
-from ackpt.metering.cpu_losses import LOSSES, in_whole_memory
+from ackpt.metering.kernel_memory import LOSSES, in_whole_memory
 
 from .elementwise_strides import contiguous_elementwise
 from .fake_cache import exact_cache

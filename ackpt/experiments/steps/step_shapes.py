@@ -15,6 +15,7 @@ from ackpt.capture.optimizer_state import with_optimizer
 from ackpt.costs.devices import device as device_rates
 from ackpt.errors import BudgetError
 from ackpt.metering.autograd_engine import around_backward
+from ackpt.metering.gpus import gpu
 from ackpt.metering.prediction import predict
 from ackpt.planning.simulator import simulate
 from ackpt.policies import POLICIES
@@ -116,7 +117,7 @@ class Shapes:
 @contextlib.contextmanager
 def kernels_of_a_gpu():
     """Inside, an eager step takes the operations that a captured step of a GPU has, also in recomputation."""
-    choices = partial(CapturedCudaChoices, "bfloat16" in device_rates(AS_ON).flops_per_second)
+    choices = partial(CapturedCudaChoices, gpu(AS_ON).capability)
     with choices(), around_backward(choices):
         yield
 

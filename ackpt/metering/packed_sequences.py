@@ -1,14 +1,14 @@
-"""Tell transformers decoders during capture whether their position ids form one sequence, which eager reads itself.
+"""Tell transformers decoders on fake tensors whether their position ids form one sequence, which eager reads itself.
 
-They read the values of the position ids, which they cannot do during a capture: they would then use a mask tensor
-instead of their attention's causal mask. Positions that the model counts itself have known values, since they depend on
-no input.
+They read the values of the position ids, which fake tensors do not have: they would then use a mask tensor instead of
+their attention's causal mask. Positions that the model counts itself have known values, since they depend on no input.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class _Counted(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self._known: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._known: dict[int, tuple[weakref.ref, torch.Tensor, int]] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -40,8 +40,8 @@ class _Counted(TorchFunctionMode):
             return value is not None and bool((value.diff(dim=-1) == 1).all())
 
     def _value(self, tensor) -> torch.Tensor | None:
-        _, value, version = self._known.get(id(tensor), (None, None, None))
-        return value if version == tensor._version else None
+        ref, value, version = self._known.get(id(tensor), (None, None, None))
+        return value if ref is not None and ref() is tensor and version == tensor._version else None
 
     def _note(self, result, func, args, kwargs, counted):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -53,7 +53,7 @@ class _Counted(TorchFunctionMode):
         args, kwargs = tree_map_only(torch.SymInt, _of_example, (args, kwargs))
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             value = func(*args, **({**kwargs, "device": "cpu"} if counted else kwargs))
-        self._known[id(result)] = result, value, result._version
+        self._known[id(result)] = weakref.ref(result), value, result._version
 
 
 def _of_example(size: torch.SymInt) -> int:
