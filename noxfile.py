@@ -23,8 +23,13 @@ nox.options.default_venv_backend = "virtualenv"
 
 ROOT = Path(__file__).parent
 BIN = ROOT / ".nox" / "environment" / ("Scripts" if sys.platform == "win32" else "bin")
-# Exact bytes need one number of threads; pages and records are made with this one.
-THREADS = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+# Exact bytes need one number of threads, and equal plans the same rates of operations.
+FIXED = {
+    "OMP_NUM_THREADS": "2",
+    "MKL_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "passive",
+    "ACKPT_CALIBRATION": str(ROOT / "results" / "cpu_calibration.json"),
+}
 WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # that run tests; the jobs of `nox -s all` run them themselves
 PYTEST = ["-n", WORKERS, "--dist", "loadfile"]
 # Unit tests, and oracles on tiny cases. Together they take about three minutes of CPU time; see with `--durations=20`.
@@ -55,7 +60,7 @@ shared = nox.session(python=False, requires=["environment"])
 
 def run(session: nox.Session, program: str, *arguments: str, env: dict[str, str] | None = None) -> None:
     """Run a program of the shared environment, whether or not that is activated."""
-    session.run(str(BIN / program), *arguments, env={**THREADS, **(env or {})}, external=True)
+    session.run(str(BIN / program), *arguments, env={**FIXED, **(env or {})}, external=True)
 
 
 @nox.session(reuse_venv=True, default=False)
@@ -88,7 +93,7 @@ def compat(session: nox.Session, torch: str) -> None:
     """Run the tests with the oldest torch allowed, the usual and the newest, gigabytes each; arguments go to pytest."""
     session.install("--upgrade", "-e", ".[dev]", "torch" if torch == "newest" else f"torch=={torch}")
     session.run("python", "-c", "import torch; print(torch.__version__)")
-    session.run("pytest", *(session.posargs or PYTEST), env=THREADS)
+    session.run("pytest", *(session.posargs or PYTEST), env=FIXED)
 
 
 @shared
@@ -225,7 +230,7 @@ def check(session: nox.Session) -> None:
 def colab(session: nox.Session) -> None:
     """Run the install cell and chapter 1 with no more than Colab brings; arguments: other chapters, such as 06."""
     session.install("-c", "constraints.txt", "torch", "ipython", "pip")
-    env = {**THREADS, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    env = {**FIXED, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
     session.run("python", "tools/check_colab.py", *(session.posargs or ["01"]), env=env)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .applied import apply_budget, remove_budget
     from .capture.shapes import from_shapes
     from .compiled import compile
+    from .costs.calibration import calibrate
     from .explaining.explanation import explain
     from .explaining.print_saved import print_saved
     from .graph import PlanError, ScheduleError, profile, trace
@@ -40,6 +41,7 @@ __all__ = [
     "TraceError",
     "apply_activation_checkpointing",
     "apply_budget",
+    "calibrate",
     "checkpoint",
     "checkpoint_sequential",
     "chunked_cross_entropy",
@@ -69,6 +71,7 @@ _LATER = {
     "RecordError": ("ackpt.results", "RecordError"),
     "ScheduleError": ("ackpt.graph", "ScheduleError"),
     "apply_budget": ("ackpt.applied", "apply_budget"),
+    "calibrate": ("ackpt.costs.calibration", "calibrate"),
     "colab": ("ackpt.experiments.colab", None),
     "compile": ("ackpt.compiled", "compile"),
     "explain": ("ackpt.explaining.explanation", "explain"),

@@ -31,6 +31,7 @@ def apply_budget(
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
     device_profile: Device | str | None = None,
+    costs: Literal["rates", "measured"] = "rates",
     regions: bool | None = None,
     on_exceed: Literal["raise", "warn"] = "raise",
 ) -> PlannedStep:
@@ -49,7 +50,7 @@ def apply_budget(
             buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
             as ``"50%"``: a fraction of the baseline's dynamic peak.
         policy, optimizer, accumulation, differentiate, outputs, options: as in `ackpt.compile`.
-        dynamic, cache, device_profile, regions, on_exceed: as in `ackpt.compile`.
+        dynamic, cache, device_profile, costs, regions, on_exceed: as in `ackpt.compile`.
 
     Returns:
         The planned step, with ``plan``, ``history`` and ``prepare``. Keep the model and call that.
@@ -78,6 +79,7 @@ def apply_budget(
             dynamic=dynamic,
             cache=cache,
             device_profile=device_profile,
+            costs=costs,
             regions=regions,
             on_exceed=on_exceed,
         )

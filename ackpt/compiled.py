@@ -14,7 +14,6 @@ from ackpt.capture.dynamic_sizes import Dimension
 from ackpt.capture.inspection.model_checks import check_keywords, forward_names
 from ackpt.capture.optimizer_state import NO_LOOP, Loop
 from ackpt.costs.devices import Device
-from ackpt.costs.profiles import rates
 from ackpt.planning.plan import Plan
 from ackpt.planning.plan_check import check_applies
 from ackpt.policies.search.schedule_cache import Cache, cache_folder
@@ -29,13 +28,13 @@ from ackpt.running.variants import Variants
 from .budget import dynamic_limit, is_share
 from .dynamic_plans import DynamicPlans
 from .errors import TraceError, did_you_mean
-from .planner import check_runs, default_profile, model_keeps, of_model, options_of
+from .planner import MEASURED, check_runs, default_profile, device_of_costs, model_keeps, of_model, options_of
 from .planner import plan as make_plan
 from .policies import POLICIES
 from .saved_plan import SavedPlan, saved_dimensions
 
 _KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "accumulation", "dynamic", "cache")
-_KEYWORDS += ("device_profile", "regions", "on_exceed", "options")
+_KEYWORDS += ("device_profile", "costs", "regions", "on_exceed", "options")
 
 
 def compile(
@@ -52,6 +51,7 @@ def compile(
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
     device_profile: Device | str | None = None,
+    costs: Literal["rates", "measured"] = "rates",
     regions: bool | None = None,
     on_exceed: Literal["raise", "warn"] = "raise",
     **kwargs: Any,
@@ -84,7 +84,10 @@ def compile(
         cache: a folder in which results of searches are stored, as in `ackpt.plan`. A second run of the same script
             then captures the step, but does not search again.
         device_profile: the device whose times are minimized: a name such as ``"h200"``, or a `Device`, see
-            `ackpt.costs.devices`. By default the GPU that holds the tensors; on the CPU, FLOPs and traffic are counted.
+            `ackpt.costs.devices`. By default the GPU that holds the tensors, or this CPU, whose rates are measured once
+            per machine, see `ackpt.calibrate`.
+        costs: ``"rates"`` models the time of every operation by the rates of the device. ``"measured"`` times every
+            distinct operation of the model on its device, which takes part of a second; two runs may give two plans.
         regions: whether to plan the model in parts, as it branches on values or contains a scripted or compiled module.
             None does so if there is a budget and the model cannot be captured as one graph; True at once, False never.
             The plan is then a `RegionsPlan`: its peak is measured for the example inputs, which run several times.
@@ -125,6 +128,7 @@ def compile(
         dynamic=dynamic,
         cache=cache,
         device_profile=device_profile,
+        costs=costs,
         regions=regions,
         on_exceed=on_exceed,
     )
@@ -154,6 +158,7 @@ def planned_step(
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
     device_profile: Device | str | None = None,
+    costs: Literal["rates", "measured"] = "rates",
     regions: bool | None = None,
     on_exceed: str = "raise",
     on_plan: Callable[[Plan], Any] | None = None,
@@ -182,7 +187,7 @@ def planned_step(
     _check_options(options, plan)
     _check_regions(regions, on_exceed, plan, policy)
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget before the work
-    device = rates(device_profile)
+    device = device_of_costs(device_profile, costs)
     planner = _Planner(budget, policy, dict(options or {}), plan, cache_folder(cache), device, regions, on_exceed)
     return PlannedStep(model, planner, differentiate, outputs, loop, dynamic, on_plan)
 
@@ -227,7 +232,7 @@ class _Planner(Planner):
     options: dict[str, Any]
     plan: Plan | None
     folder: Path | None
-    device: Device | None
+    device: Device | str | None
     regions: bool | None
     on_exceed: str
 
@@ -281,7 +286,8 @@ class _Planner(Planner):
                 "auto",
                 differentiate="all",
                 outputs="keep",
-                device_profile=self.device,
+                device_profile=None if self.device == MEASURED else self.device,
+                costs=MEASURED if self.device == MEASURED else "rates",
                 regions=False,
             )
 

@@ -29,7 +29,7 @@ from ackpt.running.eager_step import eager_peak_bound, eager_schedule
 from ackpt.running.planners import Choice
 
 from .budget import dynamic_limit, is_share
-from .planner import baseline_of, check_runs, default_profile, of_model, plan, plan_of
+from .planner import MEASURED, baseline_of, check_runs, default_profile, of_model, plan, plan_of, resolved
 
 _SAME_COST = 0.02  # of the step: a schedule that is compiled already runs if no other is cheaper by more than this
 
@@ -126,6 +126,8 @@ class DynamicPlans:
         return replace(schedule, graph=self.step.reference.hash)
 
     def _at(self, values: tuple[int, ...], baseline_bytes: int | None) -> tuple[JointGraph, Profile]:
+        if self.device == MEASURED:  # at the sizes of the first search; others use its rates
+            self.device = resolved(self.step.graph(values), MEASURED)
         return described(self.step, values, baseline_bytes, self.device)
 
     def _choice(self, schedule: Schedule, values: tuple[int, ...], baseline_bytes: int | None) -> Choice:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from ackpt.capture.analysis import once_per_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.devices import Device
-from ackpt.costs.profiles import Profile, gpu_rates
+from ackpt.costs.measured_rates import measured_rates
+from ackpt.costs.operation_runs import device_of
+from ackpt.costs.profiles import Profile, default_rates, rates
 from ackpt.costs.profiles import profile as profiled
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
@@ -33,6 +35,7 @@ from .budget import dynamic_limit, is_share, least_share, readable, unit_hint
 from .errors import BudgetError, did_you_mean
 from .policies import POLICIES
 
+MEASURED = "measured"
 _KEYWORDS = ("budget", "policy", "profile", "cache")
 
 
@@ -67,9 +70,9 @@ def plan(
             if `profile` has times of copies. ``"ilp"`` proves that no plan is cheaper, on graphs of up to 160
             operations; after ``time_limit=`` seconds (60) it warns how large the optimality gap may be. It needs
             ``pip install "ackpt[plan]"``.
-        profile: costs per node, from `ackpt.profile`. By default, times at the rates of the GPU that holds the tensors;
-            on the CPU, FLOPs and traffic are counted, and for real tensors the workspace of every operation is measured
-            by running each different operation once.
+        profile: costs per node, from `ackpt.profile`. By default, times at the rates of the GPU or CPU that holds the
+            tensors; see `ackpt.calibrate` for a CPU. For real tensors on the CPU, the workspace of every operation is
+            measured by running each different operation once.
         cache: a folder in which the result of the search is stored, and found by later calls for an equal graph and
             profile in any process. The plan is the same with and without it. Damaged files are replaced with a warning.
         options: of the policy.
@@ -119,15 +122,40 @@ def _searched(graph: JointGraph, profile: Profile, limit, policy: str, options, 
 def default_profile(
     graph: JointGraph, device: Device | str | None = None, workspace_bytes: tuple[int, ...] | None = None
 ) -> Profile:
-    """The profile at the rates of `device`, by default those of the GPU that the graph runs on, if it is known.
+    """The profile at the rates of `device`: by default those of the GPU or CPU that holds the tensors.
 
-    On the CPU, FLOPs and traffic are counted. The workspace is measured where the graph can run here, unless it is
-    given as `workspace_bytes`.
+    ``MEASURED`` as `device` times the operations of `graph`. The workspace is measured where the graph can run here,
+    unless it is given as `workspace_bytes`.
     """
-    device = gpu_rates(graph) if device is None else device
     is_measured = workspace_bytes is None and graph.on_cpu and graph.has_data
-    profile = profiled(graph, device, workspace="measured" if is_measured else "given")
+    profile = profiled(graph, resolved(graph, device), workspace="measured" if is_measured else "given")
     return replace(profile, workspace_bytes=workspace_bytes or profile.workspace_bytes, swap_seconds=None)
+
+
+def resolved(graph: JointGraph, device: Device | str | None) -> Device | str | None:
+    """The rates to plan `graph` with; see `default_profile`."""
+    if device == MEASURED:
+        base = default_rates(graph)
+        if base is None:
+            raise ValueError(
+                f"the rates of {device_of(graph)} are not known, so costs='measured' has no bandwidth to begin with: "
+                "give a device_profile"
+            )
+        return measured_rates(graph, base)
+    return default_rates(graph) if device is None else device
+
+
+def device_of_costs(device_profile: Device | str | None, costs: str) -> Device | str | None:
+    """The device that the arguments ``device_profile`` and ``costs`` of `ackpt.compile` name: rates or ``MEASURED``.
+
+    Raises:
+        ValueError, TypeError: for an unknown device or kind of costs, or if both are given.
+    """
+    if costs not in ("rates", MEASURED):
+        raise ValueError(f"costs must be 'rates' or 'measured', got {costs!r}")
+    if costs == MEASURED and device_profile is not None:
+        raise ValueError("costs='measured' times operations on the model's own device: leave device_profile out")
+    return MEASURED if costs == MEASURED else rates(device_profile)
 
 
 class Baseline(NamedTuple):

@@ -6,8 +6,10 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,9 @@ import torch
 from torch import nn
 
 import ackpt
+
+# The committed rates of a CPU, for subprocesses too: plans do not depend on the machine that runs the tests.
+os.environ["ACKPT_CALIBRATION"] = str(Path(__file__).parents[1] / "results" / "cpu_calibration.json")
 
 # A filter for models that look at values unless they are compiled, where it is not the warning that is tested.
 CAPTURED_AS_COMPILED = "ignore:The model was captured as torch.compile runs it"

@@ -64,14 +64,16 @@ def _record(name: str, then: dict[str, Any] | None) -> tuple[dict[str, Any], dic
     start = time.process_time()
     plans: dict[str, dict[str, Any]] = {}
     made: list[tuple[dict[str, Any], Any]] = []
-    for policy, profile in _columns(case, graph):
-        label = policy if profile is None else f"{policy} on {profile.device}"
+    # FLOPs and traffic are counted, as rates of a CPU would have to be recorded too.
+    counted = ackpt.profile(graph, workspace="measured" if graph.on_cpu and graph.has_data else "given")
+    for policy, profile in _columns(case, graph, counted):
+        label = policy if profile is counted else f"{policy} on {profile.device}"
         budgets = None if then is None else then["plans"].get(label)
         plans[label] = {}
         for budget, entry, plan in _plans(graph, policy, profile, budgets):
             plans[label][budget] = entry
             is_chosen = len(graph.nodes) <= SMALL or (policy, budget) in EXTREMES
-            if plan is not None and profile is None and is_chosen:
+            if plan is not None and profile is counted and is_chosen:
                 made.append((entry, plan))
     planning = time.process_time() - start
     if runs is not None:
@@ -88,10 +90,10 @@ def _record(name: str, then: dict[str, Any] | None) -> tuple[dict[str, Any], dic
     return data, {"capture": round(capture / loop, 3), "planning": round(planning / loop, 3)}
 
 
-def _columns(case: Case, graph) -> Iterator[tuple[str, Any]]:
+def _columns(case: Case, graph, counted) -> Iterator[tuple[str, Any]]:
     for policy in POLICIES:
         if policy != "ilp" or case.has_ilp:
-            yield policy, None
+            yield policy, counted
     for policy in OFFLOADING:
         yield policy, ackpt.profile(graph, "h200")
 
@@ -100,7 +102,7 @@ def _plans(graph, policy: str, profile, recorded) -> Iterator[tuple[str, dict[st
     """``(name of the budget, entry, plan or None)`` for every budget of a policy."""
     options: dict[str, Any] = {"profile": profile}
     if policy == "manual":
-        options["fates"] = ackpt.plan(graph, policy="chen-sqrt").fates
+        options["fates"] = ackpt.plan(graph, policy="chen-sqrt", profile=profile).fates
     if policy == "ilp":
         options["time_limit"] = None  # what it finds must not depend on the machine's speed
 

@@ -19,6 +19,7 @@ from .frontier import add_frontier
 from .gpu_suite import add_gpu_suite
 from .offload import add_offload
 from .plan import add_plan
+from .selftest import add_selftest
 from .synthetic_lm import add_lm, add_synthetic
 
 #: The table of commands, in the order of ``ackpt --help``: each adds its options and sets the function that runs it.
@@ -31,6 +32,7 @@ COMMANDS = (
     add_bert,
     add_plan,
     add_gpu_suite,
+    add_selftest,
     add_doctor,
 )
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
 
 from ackpt.errors import did_you_mean
 
@@ -17,7 +20,10 @@ class Device:
     dense, accumulated in float32, without what only sparse matrices reach; ``"float32"`` is without TF32, as torch
     multiplies matrices unless told otherwise. ``memory_bytes_per_second``: of its own memory;
     ``link_bytes_per_second``: to and from the host, in one direction, half of what data sheets add up. ``source``:
-    the document the figures are from.
+    the document the figures are from. ``by_operation``: measured rates of operations by their names and dtypes, as
+    `ackpt.costs.calibration` finds them: FLOP/s where torch counts FLOPs, else elements of the largest tensor per
+    second. ``seconds_per_call``: the least time of any operation. ``seconds_by_call``: measured times of calls with
+    arguments of certain shapes, by `call_of`.
 
     Example:
         >>> mine = Device("mine", 8 * 10**9, {"float32": 1e12}, 100e9, 10e9, source="a guess")
@@ -31,11 +37,16 @@ class Device:
     memory_bytes_per_second: float
     link_bytes_per_second: float
     source: str
+    by_operation: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    seconds_per_call: float = 0.0
+    seconds_by_call: Mapping[str, float] = field(default_factory=dict, repr=False)
 
-    def seconds(self, flops: int, bytes: int, dtype: str) -> float:
-        """Least run time of an operation that computes `flops` in `dtype` and moves `bytes` to or from memory.
+    def seconds(self, flops: int, bytes: int, dtype: str, operation: str = "", elements: int = 0) -> float:
+        """Run time of an operation that computes `flops` in `dtype` and moves `bytes` to or from memory.
 
-        The longer of both, as in the roofline model (Williams et al. 2009); launches cost nothing.
+        The longer of both, as in the roofline model (Williams et al. 2009). If the rate of the `operation` was
+        measured, it counts instead: for its FLOPs, or for its `elements` if it has no FLOPs. A dtype that was not
+        measured counts as float32.
 
         Raises:
             ValueError: if the data sheet has no rate for the dtype.
@@ -44,13 +55,40 @@ class Device:
             >>> device("h200").seconds(flops=0, bytes=4_800_000_000, dtype="bfloat16")
             0.001
         """
+        rates = self.by_operation.get(operation, {})
+        if rate := rates.get(dtype) or rates.get("float32"):
+            return self.seconds_per_call + (flops or elements) / rate
         computing = 0.0
         if flops:
             if dtype not in self.flops_per_second:
                 dtypes = ", ".join(self.flops_per_second)
                 raise ValueError(f"{self.name} has no rate for {dtype}; trace the model in one of {dtypes}")
             computing = flops / self.flops_per_second[dtype]
-        return max(computing, bytes / self.memory_bytes_per_second)
+        return self.seconds_per_call + max(computing, bytes / self.memory_bytes_per_second)
+
+
+def call_of(target, args, kwargs) -> str:
+    """The name of an operation, with the dtypes, shapes and strides of its arguments."""
+    return f"{operation_name(target)}{tree_map(_described, (args, kwargs))!r}"
+
+
+def operation_name(target) -> str:
+    """The name of an operation without its overload, such as ``"addmm"``."""
+    return getattr(getattr(target, "overloadpacket", target), "__name__", "")
+
+
+def _described(leaf):
+    return (leaf.dtype, tuple(leaf.shape), leaf.stride()) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def with_all_dtypes(device: Device) -> Device:
+    """`device` with a rate for every dtype: those that it has no rates for count as float32.
+
+    torch computes bfloat16 on a T4 so.
+    """
+    dtypes = [str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)]
+    by_dtype = dict.fromkeys(dtypes, device.flops_per_second["float32"])
+    return replace(device, flops_per_second={**by_dtype, **device.flops_per_second})
 
 
 def _rates(half: float, single: float, double: float = 0.0, bfloat16: bool = True) -> dict[str, float]:

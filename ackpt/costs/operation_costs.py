@@ -90,6 +90,12 @@ def traffic(node: torch.fx.Node, args, kwargs, result) -> tuple[int, int]:
     return sum(sizes.values()), sum(new) + sum(map(_elements, written(node, args)))
 
 
+def elements(args, kwargs, result) -> int:
+    """Elements of the largest tensor that an operation reads or returns, 0 without one."""
+    tensors = (leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor))
+    return max((tensor.numel() for tensor in tensors), default=0)
+
+
 def written(node: torch.fx.Node, args) -> list[torch.Tensor]:
     """The arguments that an operation writes to."""
     schema = getattr(node.target, "_schema", None)

@@ -21,8 +21,8 @@ from ackpt.metering.resident import rounded
 from ackpt.metering.timeline import MeterError
 from ackpt.results import read_json, write_text_atomic
 
-from . import devices
-from .operation_costs import dtype, flops, traffic
+from . import calibration, devices
+from .operation_costs import dtype, elements, flops, traffic
 from .operation_runs import device_of, run, swap_seconds
 from .workspace import value_of, workspace_bytes
 
@@ -204,20 +204,17 @@ def profile(
     return _analytic(graph, rates(device), workspace)
 
 
-def gpu_rates(graph: JointGraph) -> devices.Device | None:
-    """The rates of the GPU that holds the tensors of `graph`; None without one, or if they are not known.
-
-    Dtypes that the data sheet does not name count as float32, as torch computes bfloat16 on a T4.
+def default_rates(graph: JointGraph) -> devices.Device | None:
+    """The rates of the device that holds the tensors of `graph`: of a GPU by its name or properties, of the CPU as it
+    is calibrated; None if they are not known.
     """
     device = device_of(graph)
+    if device.type == "cpu":
+        return calibration.this_cpu()
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     known = devices.rates_of(torch.cuda.get_device_properties(device))
-    if known is None:
-        return None
-    dtypes = [str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)]
-    by_dtype = dict.fromkeys(dtypes, known.flops_per_second["float32"])
-    return replace(known, flops_per_second={**by_dtype, **known.flops_per_second})
+    return None if known is None else devices.with_all_dtypes(known)
 
 
 def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -> Profile:
@@ -229,7 +226,7 @@ def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -
         read.append(bytes_in)
         written.append(bytes_out)
         if rates is not None:
-            seconds.append(rates.seconds(computed[-1], bytes_in + bytes_out, dtype(args, kwargs)))
+            seconds.append(_seconds(rates, node, args, kwargs, result, computed[-1], bytes_in + bytes_out))
     origin = dict.fromkeys(("flops", "bytes_in", "bytes_out"), "analytic") | {"workspace_bytes": workspace}
     swaps = None
     if rates is not None:
@@ -246,6 +243,15 @@ def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -
         swap_seconds=swaps,
         graph=graph.hash,
     )
+
+
+def _seconds(rates: devices.Device, node, args, kwargs, result, flops: int, moved: int) -> float:
+    if not moved and not flops:  # a view
+        return 0.0
+    if rates.seconds_by_call and (measured := rates.seconds_by_call.get(devices.call_of(node.target, args, kwargs))):
+        return measured
+    name = devices.operation_name(node.target)
+    return rates.seconds(flops, moved, dtype(args, kwargs), name, elements(args, kwargs, result))
 
 
 def _measured(graph: JointGraph, device, inputs) -> Profile:
@@ -303,7 +309,9 @@ def rates(device: Any) -> devices.Device | None:
         return device
     if not isinstance(device, str):
         raise TypeError(f"device must be a name or a Device, got {type(device).__name__}")
-    if device in ("cpu", "cuda") or device.startswith("cuda:"):
+    if device == "cpu":
+        return calibration.this_cpu()
+    if device == "cuda" or device.startswith("cuda:"):
         raise ValueError(
             f'the rates of {device!r} are not known: name one of {", ".join(devices.DEVICES)}, or use mode="measured"'
         )

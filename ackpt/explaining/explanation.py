@@ -136,7 +136,7 @@ def explain(
         budget, policy: as in `ackpt.plan`: explain the step under this plan. By default, the baseline.
         optimizer: the optimizer that trains the model; its state and its step then count.
         device: a device of `ackpt.costs.devices`, such as ``"h200"``, whose rates give the seconds of recomputation.
-            By default, there are FLOPs instead.
+            By default the one that holds the tensors; FLOPs instead if its rates are not known.
         ranks: the number of processes of the suggestion to shard.
         differentiate, outputs: as in `ackpt.trace`.
 

@@ -39,7 +39,7 @@ from ackpt.capture.patches import casts
 from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.capture.tracing import joint_graph
 from ackpt.errors import BudgetError, TraceError
-from ackpt.planner import check_runs, default_profile, plan
+from ackpt.planner import check_runs, default_profile, device_of_costs, plan
 from ackpt.running.compiled_schedule import partitioner
 
 from .dynamo_calls import check_compiled_here, install, runs_graph
@@ -64,10 +64,10 @@ def backend(
         gm: the graph that Dynamo has captured, for the compiler ``"inductor"``; it must be the whole model.
         example_inputs: fake tensors.
         options: ``budget``, ``policy`` and the options of the policy, as in `ackpt.plan`; ``differentiate``,
-            ``device_profile``, ``outputs``, ``optimizer``, ``accumulation`` and ``cache``, as in `ackpt.compile`;
-            ``on_plan``, a function that is called with every plan before it runs; ``compiler``: ``"eager"``, the
-            default, runs the planned operations one by one, as `ackpt.compile` does. ``"inductor"`` compiles them, and
-            has none of the options from ``outputs`` to ``cache``.
+            ``device_profile``, ``costs``, ``outputs``, ``optimizer``, ``accumulation`` and ``cache``, as in
+            `ackpt.compile`; ``on_plan``, a function that is called with every plan before it runs; ``compiler``:
+            ``"eager"``, the default, runs the planned operations one by one, as `ackpt.compile` does. ``"inductor"``
+            compiles them, and has none of the options from ``outputs`` to ``cache``.
         mode: of ``torch.compile``, which is Inductor's own: refused.
 
     Raises:
@@ -185,7 +185,7 @@ class _Partition(CustomPartitionerFn):
         self.depends, self.strides = depends_on(graph), gradient_strides(graph.analysis)
         use = self.options
         try:
-            profile = default_profile(graph, use.device_profile)
+            profile = default_profile(graph, device_of_costs(use.device_profile, use.costs))
             made = check_runs(graph, plan(graph, use.budget, use.policy, profile=profile, **use.of_policy))
         except BudgetError as error:
             if not (_compiled_before() and is_share(use.budget)):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ackpt.capture.optimizer_state import Loop
 from ackpt.capture.outputs import check_differentiate, check_outputs
 from ackpt.costs.devices import Device
 from ackpt.errors import check_misspelt
+from ackpt.planner import device_of_costs
 from ackpt.planning.plan import Plan
 from ackpt.policies.search.schedule_cache import Cache
 
@@ -30,6 +31,7 @@ class Options:
     loop: Loop
     cache: Cache | None
     device_profile: Device | str | None
+    costs: Literal["rates", "measured"]
     of_policy: dict[str, Any]
 
 
@@ -54,7 +56,8 @@ def checked(options: Any, mode: str | None = None) -> Options:
         raise TypeError(
             f"{foreign[0]!r} is not an option of this backend: use ackpt.compile(model, ..., {foreign[0]}=...)"
         )
-    names = ("budget", "policy", "differentiate", "outputs", "compiler", "on_plan", "device_profile", *_NOT_OF_INDUCTOR)
+    names = ("budget", "policy", "differentiate", "outputs", "compiler", "on_plan", "device_profile", "costs")
+    names += _NOT_OF_INDUCTOR
     check_misspelt(rest, names, "this backend")
     on_plan = rest.pop("on_plan", None)
     if on_plan is not None and not callable(on_plan):
@@ -73,4 +76,6 @@ def checked(options: Any, mode: str | None = None) -> Options:
     budget, policy = rest.pop("budget", None), rest.pop("policy", "auto")
     loop = Loop(rest.pop("optimizer", None), rest.pop("accumulation", False))
     cache, device = rest.pop("cache", None), rest.pop("device_profile", None)
-    return Options(budget, policy, differentiate, outputs, compiler, on_plan, loop, cache, device, rest)
+    costs = rest.pop("costs", "rates")
+    device_of_costs(device, costs)
+    return Options(budget, policy, differentiate, outputs, compiler, on_plan, loop, cache, device, costs, rest)

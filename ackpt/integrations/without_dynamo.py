@@ -77,6 +77,7 @@ class WithoutDynamo:
             dynamic=self.dynamic,
             cache=use.cache,
             device_profile=use.device_profile,
+            costs=use.costs,
             on_plan=use.on_plan,
         )
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 import ackpt
 from ackpt.costs import devices
-from ackpt.costs.profiles import ProfileError, gpu_rates, profile
+from ackpt.costs.profiles import ProfileError, default_rates, profile
 from ackpt.graph import Profile, trace
 from ackpt.metering.meter import MeterError
 
@@ -162,11 +162,11 @@ def test_rates_of_gpus():
 
 
 def test_a_step_on_a_gpu_is_planned_at_its_rates(linear, monkeypatch):
-    assert gpu_rates(linear) is None
+    assert default_rates(linear).name == "cpu"
     monkeypatch.setattr("ackpt.costs.profiles.device_of", lambda graph: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="Tesla T4"))
-    rates = gpu_rates(linear)
+    rates = default_rates(linear)
     assert rates.flops_per_second["bfloat16"] == rates.flops_per_second["float32"] == 8.1e12
     assert rates.flops_per_second["float16"] == 65e12
     assert profile(linear, rates).seconds == profile(linear, "t4").seconds
@@ -178,8 +178,8 @@ def test_what_is_asked_for_wrongly(linear):
     for name, close in [("h100", "h100-80g"), ("H200", "h200")]:
         with pytest.raises(ValueError, match=rf"device '{name}' \(did you mean '{close}'\?\)"):
             profile(linear, name)
-    with pytest.raises(ValueError, match="the rates of 'cpu' are not known: .* or use mode=\"measured\""):
-        profile(linear, "cpu")
+    with pytest.raises(ValueError, match="the rates of 'cuda' are not known: .* or use mode=\"measured\""):
+        profile(linear, "cuda")
     with pytest.raises(TypeError, match="device must be a name or a Device, got int"):
         profile(linear, 3)
     with pytest.raises(ValueError, match="mode must be 'analytic' or 'measured', got 'guessed'"):

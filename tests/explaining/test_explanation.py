@@ -96,11 +96,12 @@ def test_a_batch_is_a_tensor_arguments_or_keywords(batch):
 
 
 def test_a_device_gives_seconds_and_the_same_peak():
-    flops, seconds = ackpt.explain(Model(), X), ackpt.explain(Model(), X, device="h200")
-    assert flops.plan.peak_bytes == seconds.plan.peak_bytes
-    assert all(line.seconds is None for line in flops.saved)
-    assert all(line.seconds is not None and line.seconds > 0 for line in seconds.saved)
-    assert " ms " in str(seconds) and "FLOP" not in str(seconds)
+    cpu, gpu = ackpt.explain(Model(), X), ackpt.explain(Model(), X, device="h200")
+    assert cpu.plan.peak_bytes == gpu.plan.peak_bytes
+    for explanation in (cpu, gpu):
+        assert all(line.seconds is not None and line.seconds > 0 for line in explanation.saved)
+        assert " ms " in str(explanation) and "FLOP" not in str(explanation)
+    assert cpu.saved[0].seconds > gpu.saved[0].seconds
 
 
 def test_meta_tensors_give_the_same_lines():

@@ -59,9 +59,12 @@ def test_other_lengths_and_saved_plans_keep_the_device(tmp_path):
     assert ackpt.Plan.load(tmp_path / "plan.json").device == "t4"
 
 
-def test_on_the_cpu_flops_and_traffic_count():
+def test_on_the_cpu_its_calibrated_rates_count():
     plan = ackpt.compile(model(), X, budget=0.75).plan
-    assert plan.device == "any" and "in times of" not in plan.table()
+    assert plan.device == "cpu" and "of the step, in times of cpu" in plan.table()
+    assert plan.schedule == of_graph(model(), "cpu").schedule
+    counted = ackpt.plan(ackpt.trace(model(), X), 0.75, profile=ackpt.profile(ackpt.trace(model(), X)))
+    assert counted.device == "any" and "in times of" not in counted.table()
 
 
 def test_an_unknown_device_is_refused():

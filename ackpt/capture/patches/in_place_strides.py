@@ -20,7 +20,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils._pytree import tree_leaves
 
-from ackpt.metering.gradient_sums import is_dense
+from ackpt.metering.autograd_engine import is_dense
 
 _LOOP_BYTES = 128  # a multiple of the bytes of one iteration of a vectorized loop, two registers of at most 64 bytes
 # The same bits in a vectorized loop and in one over single elements, whatever the strides. Not: a * b + c, which one
