@@ -132,7 +132,7 @@ def default_profile(
     return replace(profile, workspace_bytes=workspace_bytes or profile.workspace_bytes, swap_seconds=None)
 
 
-def resolved(graph: JointGraph, device: Device | str | None) -> Device | str | None:
+def resolved(graph: JointGraph, device: Device | str | None) -> Device | None:
     """The rates to plan `graph` with; see `default_profile`."""
     if device == MEASURED:
         base = default_rates(graph)
@@ -142,7 +142,7 @@ def resolved(graph: JointGraph, device: Device | str | None) -> Device | str | N
                 "give a device_profile"
             )
         return measured_rates(graph, base)
-    return default_rates(graph) if device is None else device
+    return default_rates(graph) if device is None else rates(device)
 
 
 def device_of_costs(device_profile: Device | str | None, costs: str) -> Device | str | None:

@@ -38,8 +38,9 @@ from ackpt.capture.outputs import (
 from ackpt.capture.patches import casts
 from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.capture.tracing import joint_graph
+from ackpt.costs.fusion import fused
 from ackpt.errors import BudgetError, TraceError
-from ackpt.planner import check_runs, default_profile, device_of_costs, plan
+from ackpt.planner import check_runs, default_profile, device_of_costs, plan, resolved
 from ackpt.running.compiled_schedule import partitioner
 
 from .dynamo_calls import check_compiled_here, install, runs_graph
@@ -185,7 +186,10 @@ class _Partition(CustomPartitionerFn):
         self.depends, self.strides = depends_on(graph), gradient_strides(graph.analysis)
         use = self.options
         try:
-            profile = default_profile(graph, device_of_costs(use.device_profile, use.costs))
+            device = resolved(graph, device_of_costs(use.device_profile, use.costs))
+            profile = default_profile(graph, device)
+            if device is not None:
+                profile = fused(graph, profile, device)
             made = check_runs(graph, plan(graph, use.budget, use.policy, profile=profile, **use.of_policy))
         except BudgetError as error:
             if not (_compiled_before() and is_share(use.budget)):

@@ -46,3 +46,13 @@ def test_inductor_keeps_what_is_planned():
         fates = {name: "recomputed" for name in plans[0].fates if not name.startswith("addmm")}  # the activations
     torch._dynamo.reset()
     assert len(set(sizes)) == 2
+
+
+def test_inductors_plans_have_fused_costs(monkeypatch):
+    seen = []
+    monkeypatch.setattr("ackpt.integrations.dynamo.fused", lambda graph, costs, device: seen.append(device) or costs)
+    model = torch.compile(
+        torch.nn.Linear(8, 8), backend="ackpt", options={"compiler": "inductor", "device_profile": "t4"}
+    )
+    model(torch.ones(4, 8)).sum().backward()
+    assert [device.name for device in seen] == ["t4"]
