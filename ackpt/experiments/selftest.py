@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
 from ackpt.checkpointing.wrapping import apply_activation_checkpointing, remove_activation_checkpointing
+from ackpt.costs.devices import DEVICES, rates_of
 from ackpt.metering.meter import compare_seconds, memory_format
 from ackpt.metering.prediction import predict
 from ackpt.results import Record, environment
@@ -31,8 +32,9 @@ SIZES = {
     "cpu": {"batch_size": 2, "seq_len": 256, "layers": 4, "dim": 256, "heads": 4, "ff_dim": 1024, "vocab_size": 512},
     "cuda": {"batch_size": 4, "seq_len": 1024, "layers": 8, "dim": 512, "heads": 8, "ff_dim": 2048, "vocab_size": 4096},
 }
-# A GPU's libraries allocate workspaces that are not predicted yet; a CPU's peaks are equal to the byte.
+# A GPU's libraries allocate workspaces that are not all known; a CPU's peaks are equal to the byte.
 TOLERANCE = {"cpu": 0.0, "cuda": 0.02}
+RESERVED, RESERVED_TOLERANCE = "reserved_peak_bytes", 0.1  # segments have 2 or 20 MiB
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,10 @@ def run_selftest(config: SelftestConfig, command: str = "") -> Record:
             measured[name] = runs.of(call)
             if method.offload is not None:
                 measured[name] |= _copies(method, partial(work.step, call, config.seed), config.device)
-        measured[name]["predicted_peak_bytes"] = (
-            _predicted(config, method) if method.shapes_only else step.plan.dynamic_peak_bytes
-        )
+        if method.shapes_only:
+            measured[name] |= _predicted(config, method)
+        else:
+            measured[name]["predicted_peak_bytes"] = step.plan.dynamic_peak_bytes
     for name, ratio in _times(work, methods, config).items():
         measured[name]["seconds_ratio"] = ratio
     measured["regions"]["predicted_ratio"] = 1 + plans["regions"].cost
@@ -140,14 +143,22 @@ def _methods(step) -> dict[str, Method]:
     }
 
 
-def _predicted(config: SelftestConfig, method: Method) -> int:
-    """The dynamic peak of the step in bytes, from shapes alone."""
+def _predicted(config: SelftestConfig, method: Method) -> dict[str, int]:
+    """The dynamic peak of the step in bytes, and on a GPU the reserved bytes, from shapes alone."""
     with FakeTensorMode():
         work = workload("transformer", SIZES[config.device], config.seed)
         with method.on(work) as call, _kernels(config.device):
             resident = (work.model, *work.args)
             step = partial(work.step, call, config.seed)
-            return predict(step, resident=resident, device=config.device, warmup=0).dynamic_peak_bytes
+            found = predict(step, resident=resident, device=_device_name(config.device), warmup=0)
+    reserved = {f"predicted_{name}": found.allocator[name] for name in (RESERVED,) if name in found.allocator}
+    return {"predicted_peak_bytes": found.dynamic_peak_bytes, **reserved}
+
+
+def _device_name(device: str) -> str:
+    """The name of this machine's GPU among those with known rates, if it has one."""
+    known = rates_of(torch.cuda.get_device_properties(0)) if device == "cuda" else None
+    return known.name if known is not None and known.name in DEVICES else device
 
 
 def _kernels(device: str):
@@ -189,6 +200,11 @@ def _checks(measured: dict[str, dict[str, Any]], tolerance: float) -> list[dict[
         error = real / predicted - 1
         passed = abs(error) <= tolerance if tolerance else predicted == real
         check(f"peak of {name}", passed, f"{real:,} bytes measured, {predicted:,} predicted ({error:+.2%})")
+        if RESERVED in row and f"predicted_{RESERVED}" in row:
+            real, predicted = row[RESERVED], row[f"predicted_{RESERVED}"]
+            passed = abs(real / predicted - 1) <= RESERVED_TOLERANCE
+            found = f"{real:,} bytes measured, {predicted:,} predicted ({real / predicted - 1:+.2%})"
+            check(f"reserved bytes of {name}", passed, found)
     plan = measured["plan"]
     within = plan["measured_peak_bytes"] <= plan["limit_bytes"]
     check("budget of plan", within, f"{plan['measured_peak_bytes']:,} of {plan['limit_bytes']:,} bytes")

@@ -37,6 +37,14 @@ def test_each_check_can_fail(record, method, field, value, broken):
     assert [check["check"] for check in _checks(measured, TOLERANCE["cpu"]) if not check["passed"]] == [broken]
 
 
+@pytest.mark.parametrize(("reserved", "passed"), [(105 << 20, True), (115 << 20, False)])
+def test_reserved_bytes_are_checked_where_there_is_an_allocator(record, reserved, passed):
+    measured = {name: dict(row) for name, row in record.metrics["methods"].items()}
+    measured["regions"] |= {"reserved_peak_bytes": reserved, "predicted_reserved_peak_bytes": 100 << 20}
+    checks = {check["check"]: check["passed"] for check in _checks(measured, TOLERANCE["cpu"])}
+    assert checks["reserved bytes of regions"] is passed
+
+
 def test_the_command_writes_a_record_and_its_status_says_what_failed(record, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("ackpt.experiments.selftest.run_selftest", lambda config, command: record)
     assert main(["selftest", "--device", "cpu", "--out", str(tmp_path)]) == 0
