@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import ackpt
+from ackpt.capture.patches import fake_cache
 
 # A filter for models that look at values unless they are compiled, where it is not the warning that is tested.
 CAPTURED_AS_COMPILED = "ignore:The model was captured as torch.compile runs it"
@@ -262,3 +263,9 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def fresh_results():
+    """No result on tensors without data is known from an earlier capture."""
+    fake_cache._RESULTS.clear()
