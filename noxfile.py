@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent
 BIN = ROOT / ".nox" / "environment" / ("Scripts" if sys.platform == "win32" else "bin")
 # Exact bytes need one number of threads; pages and records are made with this one.
 THREADS = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
-WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # that run tests; the jobs of `nox -s all` run them themselves
+WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # processes of pytest-xdist: none in `nox -s all`, whose jobs run in pairs
 PYTEST = ["-n", WORKERS, "--dist", "loadfile"]
 # Unit tests, and oracles on tiny cases. Together they take about three minutes of CPU time; see with `--durations=20`.
 FAST = """
@@ -177,7 +177,7 @@ def browser(session: nox.Session) -> None:
     `-- --pictures FOLDER` also keeps a picture of every page.
     """
     session.install(*BROWSER)
-    options = [f"--chromium={chromium(session)}", "-n", "2", *session.posargs]
+    options = [f"--chromium={chromium(session)}", "-n", WORKERS, *session.posargs]
     session.run("pytest", "tests_browser", *options)
 
 
