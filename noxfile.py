@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent
 BIN = ROOT / ".nox" / "environment" / ("Scripts" if sys.platform == "win32" else "bin")
 # Exact bytes need one number of threads; pages and records are made with this one.
 THREADS = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
-WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # processes of pytest-xdist: none in `nox -s all`, whose jobs run in pairs
+WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # of pytest-xdist: none in `nox -s all`, whose jobs run in pairs
 PYTEST = ["-n", WORKERS, "--dist", "loadfile"]
 # Unit tests, and oracles on tiny cases. Together they take about three minutes of CPU time; see with `--durations=20`.
 FAST = """
