@@ -30,7 +30,7 @@ FIXED = {
     "OMP_WAIT_POLICY": "passive",
     "ACKPT_CALIBRATION": str(ROOT / "results" / "cpu_calibration.json"),
 }
-WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # that run tests; the jobs of `nox -s all` run them themselves
+WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # of pytest-xdist: none in `nox -s all`, whose jobs run in pairs
 PYTEST = ["-n", WORKERS, "--dist", "loadfile"]
 # Unit tests, and oracles on tiny cases. Together they take about three minutes of CPU time; see with `--durations=20`.
 FAST = """
@@ -182,7 +182,7 @@ def browser(session: nox.Session) -> None:
     `-- --pictures FOLDER` also keeps a picture of every page.
     """
     session.install(*BROWSER)
-    options = [f"--chromium={chromium(session)}", "-n", "2", *session.posargs]
+    options = [f"--chromium={chromium(session)}", "-n", WORKERS, *session.posargs]
     session.run("pytest", "tests_browser", *options)
 
 

@@ -766,8 +766,7 @@ def attend_eight_times(T):
 def hidden_share(T):
     attend_eight_times(T)
     slow.engine.reset_stats()
-    for _ in range(3):
-        attend_eight_times(T)
+    attend_eight_times(T)
     counts = slow.engine.stats()
     copies = counts["copies_out"] + counts["copies_in"]
     share = 1 - counts["seconds_stalled"] / counts["seconds_copying"]

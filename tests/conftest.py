@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import ackpt
+from ackpt.capture.patches import fake_cache
 
 # The committed rates of a CPU, for subprocesses too: plans do not depend on the machine that runs the tests.
 os.environ["ACKPT_CALIBRATION"] = str(Path(__file__).parents[1] / "results" / "cpu_calibration.json")
@@ -267,3 +268,9 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def fresh_results():
+    """No result on tensors without data is known from an earlier capture."""
+    fake_cache._RESULTS.clear()

@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import ackpt
+
+
+class Words(nn.Module):
+    """Layers with dropout on tokens, and a loss: for tests in which it does not matter what the model computes."""
+
+    def __init__(self, layers: int = 2):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        blocks = [(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32)) for _ in range(layers)]
+        self.blocks = nn.Sequential(*(layer for block in blocks for layer in block))
+
+    def forward(self, ids):
+        x = self.blocks(self.embed(ids)) @ self.embed.weight.t()
+        return F.cross_entropy(x.flatten(0, 1), ids.flatten())
 
 
 def ids(batch, length):

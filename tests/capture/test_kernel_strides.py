@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ackpt
 from ackpt.capture.patches.kernels import true_results
 
+pytestmark = pytest.mark.usefixtures("fresh_results")
+
 aten = torch.ops.aten
 SHAPE = (2, 4, 6, 8)
 

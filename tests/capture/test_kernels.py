@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ackpt.capture.patches.kernels import true_results
 
+pytestmark = pytest.mark.usefixtures("fresh_results")
 aten = torch.ops.aten
 HALF, FULL = torch.bfloat16, torch.float32
 

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from dynamic_steps import check, ids, kinds
+from dynamic_steps import Words, check, ids, kinds
 from torch import nn
 from torch.nn import functional as F
 
@@ -195,7 +195,7 @@ def test_a_length_for_which_no_known_schedule_fits_is_searched_for():
 
 
 def test_special_lengths_are_captured_for_themselves():
-    model = Blocks()
+    model = Words()
     step = ackpt.compile(model, ids(8, 20), budget=0.9)
     step.prepare(ids(8, 24))
     check(step, model, ids(8, 30))
@@ -230,7 +230,7 @@ def test_a_guard_that_fails_leads_to_another_capture():
 
 
 def test_dynamic_true_captures_once():
-    model = Blocks()
+    model = Words()
     step = ackpt.compile(model, ids(6, 20), budget=0.7, dynamic=True)
     check(step, model, ids(6, 33))
     check(step, model, ids(3, 18))
@@ -238,7 +238,7 @@ def test_dynamic_true_captures_once():
 
 
 def test_dynamic_false_never_shares_a_capture():
-    model = Blocks()
+    model = Words()
     step = ackpt.compile(model, ids(6, 20), budget=0.7, dynamic=False)
     step.prepare(ids(6, 24))
     assert kinds(step) == ["capture", "capture"]
@@ -262,7 +262,7 @@ def test_declared_bounds_are_searched_at_the_largest_size():
 
 
 def test_marked_dimensions():
-    model, example = Blocks(), ids(6, 20)
+    model, example = Words(), ids(6, 20)
     torch._dynamo.mark_dynamic(example, 1)
     step = ackpt.compile(model, example, budget=0.7)
     check(step, model, ids(6, 31))
@@ -287,7 +287,7 @@ def test_marked_dimensions():
 )
 def test_bad_declarations(dynamic, error, message):
     with pytest.raises(error, match=message):
-        ackpt.compile(Blocks(), ids(6, 20), budget=0.7, dynamic=dynamic)
+        ackpt.compile(Words(), ids(6, 20), budget=0.7, dynamic=dynamic)
 
 
 class Fixed(nn.Module):
@@ -308,7 +308,7 @@ def test_a_size_that_the_model_fixes_is_an_error_if_it_is_declared():
 
 
 def test_captures_are_logged_once_with_their_cause(caplog):
-    model = Blocks()
+    model = Words()
     with caplog.at_level(logging.INFO, "ackpt"):
         step = ackpt.compile(model, ids(6, 20), budget=0.7)
         for length in (20, 26, 26):
@@ -365,7 +365,7 @@ def test_an_error_in_planning_leaves_the_step_usable():
 
 
 def test_evaluation_neither_captures_nor_counts():
-    model = Blocks()
+    model = Words()
     step = ackpt.compile(model, ids(8, 20), budget=0.7)
     with torch.no_grad():
         for length in range(4, 30):

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_dynamic import WIDTH, Blocks, Images, check, ids, kinds
+from dynamic_steps import Words, check, ids, kinds
+from test_dynamic import WIDTH, Blocks, Images
 from torch import nn
 from torch.nn import functional as F
 
@@ -37,7 +38,7 @@ def test_a_plan_of_one_size_serves_smaller_batches_and_other_lengths(tmp_path):
 
 
 def test_at_its_own_sizes_the_plan_itself_runs(tmp_path):
-    model = Blocks()
+    model = Words()
     plan = saved(tmp_path, ackpt.compile(model, ids(8, 32), budget=0.6))
     step = ackpt.compile(model, ids(8, 32), plan=plan)
     assert kinds(step) == ["capture"] and step.plan is plan
@@ -47,7 +48,7 @@ def test_at_its_own_sizes_the_plan_itself_runs(tmp_path):
 
 
 def test_a_plan_of_a_dynamic_capture_brings_its_dimensions(tmp_path):
-    model = Blocks()
+    model = Words()
     step = ackpt.compile(model, ids(8, 32), budget=0.6, dynamic={"ids": {1: (8, 32)}})
     plan = saved(tmp_path, step)
     assert plan.dynamic == ((0, 1),) and plan.schedule == step.plan.schedule
@@ -59,7 +60,7 @@ def test_a_plan_of_a_dynamic_capture_brings_its_dimensions(tmp_path):
 
 
 def test_a_plan_that_was_chosen_for_another_size_serves_too(tmp_path):
-    model = Blocks()
+    model = Words()
     step = ackpt.compile(model, ids(8, 32), budget=0.6)
     step.prepare(ids(8, 24))  # from the dynamic capture
     plan = saved(tmp_path, step)
@@ -77,7 +78,7 @@ def test_images_of_other_sizes(tmp_path):
 
 
 def test_sizes_that_exceed_the_budget_are_refused_with_bytes(tmp_path):
-    model = Blocks()
+    model = Words()
     plan = saved(tmp_path, ackpt.compile(model, ids(4, 16), budget=0.6))
     step = ackpt.compile(model, ids(4, 16), plan=plan)
     message = r"shapes \[16, 64\].* \(\d+ bytes\).*made for the shapes \[4, 16\]"
@@ -104,16 +105,16 @@ def test_a_byte_less_than_the_peak_is_refused():
 
 
 def test_another_model_and_other_arguments_are_refused(tmp_path):
-    plan = saved(tmp_path, ackpt.compile(Blocks(), ids(8, 32), budget=0.6))
+    plan = saved(tmp_path, ackpt.compile(Words(), ids(8, 32), budget=0.6))
     with pytest.raises(ackpt.PlanError, match="made for fixed sizes.*or the model or its arguments differ"):
-        ackpt.compile(Blocks(layers=2), ids(8, 20), plan=plan)
+        ackpt.compile(Words(layers=3), ids(8, 20), plan=plan)
     with pytest.raises(ackpt.PlanError, match="another graph"):
         ackpt.compile(Images(), torch.randn(2, 3, 16, 16), plan=plan)
-    step = ackpt.compile(Blocks(), ids(8, 20), plan=plan)
+    step = ackpt.compile(Words(), ids(8, 20), plan=plan)
     with pytest.raises(ackpt.PlanError, match="another graph.*fitted the call before"):
         step(ids(8, 1))
     with pytest.raises(ackpt.PlanError, match="another graph"):
-        ackpt.compile(Blocks(), ids(8, 20), plan=plan, dynamic=False)
+        ackpt.compile(Words(), ids(8, 20), plan=plan, dynamic=False)
 
 
 class LongAndShort(nn.Module):
