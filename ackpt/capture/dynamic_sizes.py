@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.printers import PythonPrinter
 
-from ackpt.capture.inspection.source_lines import line
+from ackpt.capture.inspection.source_lines import line, running_class
 from ackpt.errors import TraceError
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -123,12 +123,12 @@ class Symbols:
         self._functions: dict[tuple, Callable[..., tuple]] = {}
 
     def _note_constants(self) -> None:
-        """Record the line of the model's code by which a symbol becomes a number."""
+        """Record the line of the model's code by which a symbol becomes a number, and the module that runs it."""
         replace = self.environment._set_replacement
 
         def noted(symbol, value, *args, **kwargs):
             if sympy.sympify(value).is_number:
-                self._constants.setdefault(symbol, line())
+                self._constants.setdefault(symbol, line() + running_class())
             return replace(symbol, value, *args, **kwargs)
 
         setattr(self.environment, "_set_replacement", noted)  # noqa: B010 (a method, for this capture alone)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from conftest import CAPTURED_AS_COMPILED
@@ -41,6 +43,19 @@ class Recurrent(nn.Module):
     def forward(self, tokens):
         hidden, _ = self.layer(self.embed(tokens))
         return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+
+
+class Pooled(nn.Module):
+    """Convolutions over time, with pooling between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv1d(8, 8, 3, padding=1), nn.Conv1d(8, 4, 1)
+
+    def forward(self, x):
+        hidden = F.max_pool1d(self.first(F.max_pool1d(x, 3, stride=1)).relu(), 2, padding=1)
+        values, _ = F.max_pool1d(hidden, 2, dilation=2, return_indices=True)
+        return self.last(values).square().mean()
 
 
 class Experts(nn.Module):
@@ -130,6 +145,7 @@ TABLE = torch.randn(16, 9)
 MODELS = {
     "images": (UNet, images((2, 3, 16, 16), (2, 3, 24, 20), (2, 3, 17, 19), (2, 3, 9, 31)), 2),
     "images, bilinear": (lambda: UNet("bilinear"), images((2, 3, 16, 16), (2, 3, 24, 20), (2, 3, 17, 19)), 2),
+    "pooling over time": (Pooled, images((2, 8, 20), (2, 8, 31), (3, 8, 17), (2, 8, 40)), 3),
     "batches of a recurrent layer": (Recurrent, [(ids(size, 5),) for size in (4, 6, 3, 8)], 2),
     "lengths of a recurrent layer": (Recurrent, [(ids(4, size),) for size in (5, 4, 3)], 3),
     "experts": (Experts, images((4, 20, 16), (4, 31, 16), (3, 12, 16)), 3),
@@ -234,6 +250,27 @@ def test_a_number_that_the_model_fixes_is_named_with_its_line_and_the_fix():
         for times in (3, 4, 5, 6, 7):
             check(step, model, x, times)
     assert "refused" in kinds(step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("GRU", r"one size only of dimension 1 of argument 0 at .*test_dynamic_models.py:\d+ .*, in GRU$"),
+        ("LSTM", r"module 'layer' runs an operation at .*test_dynamic_models.py:\d+ .*takes no dynamic sizes"),
+    ],
+)
+def test_why_a_recurrent_layer_has_a_capture_for_each_length(kind, reason):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = getattr(nn, kind)(32, 32, batch_first=True)
+
+        def forward(self, x):
+            return self.layer(x)[0].square().mean()
+
+    step = ackpt.compile(Layer(), torch.randn(2, 5, 32))
+    step.prepare(torch.randn(2, 4, 32))
+    assert step.history[1].kind == "refused" and re.search(reason, step.history[1].cause)
 
 
 def test_changing_sizes_with_dynamic_false_are_warned_of():

@@ -110,6 +110,14 @@ def line() -> str:
     return _of(traceback.extract_stack())
 
 
+def running_class() -> str:
+    """The class of the innermost module that is running, as ", in GRU"; "" outside of modules."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back
+    return "" if frame is None else f", in {type(frame.f_locals['self']).__name__}"
+
+
 def _of(frames) -> str:
     of_users = [frame for frame in _after_capture(frames) if is_users(frame.filename)]
     if not of_users:
@@ -220,6 +228,11 @@ def _explained(error, model) -> TraceError:
             f"{_module_in_message(error, model)}: its package has registered no fake kernel. Register one by "
             "torch.library.register_fake, update the package, or use ackpt.apply_activation_checkpointing, which runs "
             "the operation itself."
+        )
+    if "with symbolic sizes/strides" in reason:
+        return TraceError(
+            f"{_module_in_message(error, model)} runs an operation{where} whose kernel takes no dynamic sizes, such as "
+            "that of oneDNN's LSTM: leave these dimensions out of dynamic, and every size has a capture of its own"
         )
     if "Mixing fake modes" in reason:  # torch calls the model several times
         return _kept(f"and reads again{where}")

@@ -4,7 +4,8 @@ Some decompositions also return gradients with other strides, drop the dropout b
 
 Torch: functions registered with ``py_impl(DispatchKey.CompositeImplicitAutograd)`` or ``DispatchKey.Autograd`` in
 ``torch/_decomp/decompositions.py`` and ``torch/_refs`` (``lstm_impl``, ``upsample_bilinear2d``, ``hardshrink``, ...).
-The C++ of ``upsample_*.vec`` (``aten/src/ATen/native/UpSample*.cpp``) takes no symbolic sizes: it has Python code here.
+The C++ of ``upsample_*.vec`` (``aten/src/ATen/native/UpSample*.cpp``) and of ``max_pool1d`` (``Pooling.cpp``) takes no
+symbolic sizes: it has Python code here.
 Versions: 2.11 to 2.13. Test: ``tests/capture/test_whole.py``; an operation can leave the list when it passes without.
 """
 
@@ -46,8 +47,21 @@ def _resizing(packet):
     return vec
 
 
+def _max_pool1d_with_indices(x, kernel_size, stride=(), padding=(0,), dilation=(1,), ceil_mode=False):
+    """What the C++ does, for sizes that may be symbols."""
+    sizes = [
+        (least, *each) for least, each in zip((1, 1, 0, 1), (kernel_size, stride or kernel_size, padding, dilation))
+    ]
+    results = aten.max_pool2d_with_indices.default(x.unsqueeze(-2), *sizes, ceil_mode)
+    return tuple(result.squeeze(-2) for result in results)
+
+
 def whole_operations():
     """Inside, capturing leaves these operations to C++, which keeps them or takes them apart as eager does."""
     resizing = {packet.vec: _resizing(packet) for packet in _RESIZED}
-    kernels = {**dict.fromkeys(_WHOLE), **resizing}
+    pooling = {
+        aten.max_pool1d_with_indices.default: _max_pool1d_with_indices,
+        aten.max_pool1d.default: lambda *args, **kwargs: _max_pool1d_with_indices(*args, **kwargs)[0],
+    }
+    kernels = {**dict.fromkeys(_WHOLE), **resizing, **pooling}
     return put({(operation, key): kernel for operation, kernel in kernels.items() for key in _KEYS})
