@@ -104,7 +104,7 @@ def compile(
         TraceError: if the model cannot be captured as one graph, and is not planned in parts.
         RecordError: if the folder `cache` cannot be written.
         TypeError: for keywords that look like misspelled keywords of `compile` and that the model's forward does not
-            have.
+            have, and for a tensor as the value of one that the model's forward may have, too.
         PlanError: if `plan` was made for another model, other arguments or another version of torch, or if the plan
             offloads and the model is on the CPU; names the difference.
 
@@ -116,6 +116,12 @@ def compile(
         >>> step.plan.policy
         'full'
     """
+    for name, value in (("budget", budget), ("policy", policy), ("plan", plan), ("outputs", outputs), ("cache", cache)):
+        if isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"{name}= is a keyword of ackpt.compile, and got a tensor. If the model's forward has an argument "
+                f"{name!r}, pass it by position, or call ackpt.apply_budget(model, {{{name!r}: tensor, ...}}, budget)"
+            )
     step = planned_step(
         model,
         budget,

@@ -37,6 +37,7 @@ COLORS = {
     "optimizer": "#8e5cc4",
     "gradients": "#d1568f",
     "activations": "#eb9a2d",
+    "recomputed": "#a8552a",
     "temporaries": "#2fa58c",
     "other": "#8b8d98",
 }

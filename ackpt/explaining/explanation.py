@@ -133,7 +133,9 @@ def explain(
     Args:
         model: an ``nn.Module`` with real, fake or meta parameters; it is not changed.
         batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor.
-        budget, policy: as in `ackpt.plan`: explain the step under this plan. By default, the baseline.
+        budget, policy: as in `ackpt.plan`: explain the step under this plan. By default, policy ``"none"``. On a
+            CPU, the model's own step has 8 bytes more for each product of an activation and a Python number, because
+            autograd saves the number as a tensor, and it may hold temporaries longer.
         optimizer: the optimizer that trains the model; its state and its step then count.
         device: a device of `ackpt.costs.devices`, such as ``"h200"``, whose rates give the seconds of recomputation.
             By default the one that holds the tensors; FLOPs instead if its rates are not known.

@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 _POINTS = 600  # of the timeline
 _WIDTH, _HEIGHT = 720, 260
+# The colors of the kinds are those of `ackpt.plots.COLORS`, which needs matplotlib.
 _STYLE = """
-:root { color-scheme: light dark; --ground: #fff; --text: #1c2430; --faint: #5b6675; --line: #d5dae1; --bar: #dbe7f5;
-  --parameters: #8c96a3; --buffers: #b4bcc6; --inputs: #5f6b79; --optimizer: #a07cc5; --gradients: #3f9142;
-  --saved: #2f6fb5; --outputs: #62b5c9; --recomputed: #d98a1f; --temporaries: #c9504a; }
+:root { color-scheme: light dark; --ground: #fff; --text: #1c2430; --faint: #525c6a; --line: #d5dae1; --bar: #dbe7f5;
+  --parameters: #4a6fc4; --buffers: #8fa8dd; --inputs: #55b3d9; --optimizer: #8e5cc4; --gradients: #d1568f;
+  --saved: #eb9a2d; --outputs: #8b8d98; --recomputed: #a8552a; --temporaries: #2fa58c; }
 @media (prefers-color-scheme: dark) {
-  :root { --ground: #14181e; --text: #e4e8ee; --faint: #a0abb9; --line: #343c48; --bar: #22364f;
-  --parameters: #77828f; --buffers: #a3adb8; --inputs: #4f5a67; --optimizer: #b08fd6; --gradients: #58ad5b;
-  --saved: #5a99de; --outputs: #72c4d8; --recomputed: #e6a244; --temporaries: #e0706a; } }
+  :root { --ground: #14181e; --text: #e4e8ee; --faint: #a9b4c2; --line: #343c48; --bar: #22364f; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 60rem; padding: 1rem; background: var(--ground); color: var(--text);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
@@ -48,7 +47,7 @@ details details, details p { margin-left: .25rem; }
 summary, details p { padding: .15rem .25rem;
   background: linear-gradient(90deg, var(--bar) var(--share), transparent var(--share)); }
 summary { cursor: pointer; } summary b, details p b { font-variant-numeric: tabular-nums; font-weight: 600; }
-summary:focus-visible { outline: 2px solid var(--saved); }
+summary:focus-visible { outline: 2px solid var(--parameters); }
 """
 
 

@@ -286,3 +286,29 @@ def test_a_line_without_flops_says_so():
     assert cost_text([line]) == "no FLOPs"
     flops = SavedLine("", "", ("mm",), ("mm",), ("saved",), 4, 4, 2_500_000, None)
     assert cost_text([flops, flops]) == "5 MFLOP"
+
+
+@pytest.mark.parametrize(("numbers", "saved"), [((), 0), ((0.5, 3), 16), ((0.5, 3, 2.0, 0.1), 32)])
+def test_eager_saves_python_numbers_as_tensors_and_a_planned_step_does_not(numbers, saved):
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 32)
+
+        def forward(self, x):
+            x = self.linear(x)
+            for number in numbers:
+                x = torch.tanh(number * x)
+            return nn.functional.cross_entropy(x, x.detach().argmax(1))
+
+    def peak(call):
+        def step():
+            model.zero_grad()
+            call(X).backward()
+
+        return ackpt.measure(step, resident=[model, X], repeats=0).peak_bytes
+
+    model = Scales()
+    predicted = ackpt.explain(model, X).plan.peak_bytes
+    assert peak(ackpt.compile(model, X, policy="none")) == predicted
+    assert peak(model) == predicted + saved

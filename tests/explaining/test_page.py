@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import ackpt
-from ackpt.explaining.page import live_series, timeline_svg
+from ackpt.explaining.page import _STYLE, live_series, timeline_svg
 from ackpt.metering.meter import memory_format
+from ackpt.planning.allocations import LIVE
 
 VOID = {"meta", "br"}
 
@@ -80,6 +81,41 @@ def test_the_timeline_is_the_plan_s(explanation):
     svg = ElementTree.fromstring(re.sub(r"</svg>.*", "</svg>", timeline_svg(explanation), flags=re.DOTALL))
     assert [each.find("title").text for each in svg.iter("polygon")] == list(series)
     assert "the peak" in [each.find("title").text for each in svg.iter("line")]
+
+
+def styles() -> tuple[dict[str, str], dict[str, str]]:
+    """The variables of the page's style in the light and in the dark theme."""
+    light, dark = (dict(re.findall(r"--([a-z]+): (#[0-9a-f]+)", part)) for part in _STYLE.split("@media"))
+    return light, {**light, **dark}
+
+
+def luminance(color: str) -> float:
+    """As WCAG 2 defines it."""
+    digits = color[1:] if len(color) == 7 else "".join(2 * digit for digit in color[1:])
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted([luminance(one), luminance(other)])
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_text_is_readable_in_both_themes():
+    for theme in styles():
+        for text in ("text", "faint"):
+            for ground in ("ground", "bar"):
+                assert contrast(theme[text], theme[ground]) >= 4.5, (text, ground)
+
+
+def test_kinds_have_the_colors_of_the_figures():
+    from ackpt.plots import COLORS
+
+    names = {"saved": "activations", "outputs": "other"}
+    for theme in styles():
+        assert {kind: theme[kind] for kind in LIVE} == {kind: COLORS[names.get(kind, kind)] for kind in LIVE}
+    assert len({*map(styles()[0].get, LIVE)}) == len(LIVE)
 
 
 def test_names_are_escaped(tmp_path):

@@ -263,3 +263,26 @@ def test_a_copy_plans_anew_and_shares_nothing(copied):
     assert model[0].weight.grad is None and other.plan.policy == "full"
     step(X).sum().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(step.parameters(), other.parameters()))
+
+
+class Policy(nn.Module):
+    """Its forward has arguments of the names of keywords of `ackpt.compile`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, policy, budget):
+        return (self.layer(x) * policy + budget).square().mean()
+
+
+def test_arguments_of_the_model_with_names_of_keywords():
+    model, x, policy = Policy(), torch.randn(3, 4), torch.randn(4)
+    for name in ("policy", "budget"):
+        with raises_cleanly(TypeError, f"{name}= is a keyword of ackpt.compile, and got a tensor.*pass it by position"):
+            ackpt.compile(model, x, **{name: policy})
+    batch = {"x": x, "policy": policy, "budget": policy}
+    assert torch.equal(ackpt.compile(model, x, policy, policy)(**batch), model(**batch))
+    expected = model(**batch)
+    ackpt.apply_budget(model, batch, "1GiB")
+    assert torch.equal(model(**batch), expected)

@@ -1,0 +1,105 @@
+"""A mixture of experts that gathers its tokens: plans for the most tokens of an expert, and steps that exceed them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from branching_models import feed_forward
+from torch import nn
+
+import ackpt
+
+TOKENS, WIDTH, EXPERTS = 512, 16, 4
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(feed_forward(WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            result = result.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+        return result
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Experts() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def to_one_expert(tokens: int, expert: int = 0):
+    """A hook of a router that sends so many tokens to one expert, and the others to all experts in turn."""
+
+    def routed(router, inputs, logits):
+        chosen = torch.arange(len(logits)) % EXPERTS
+        chosen[:tokens] = expert
+        return logits + 100 * nn.functional.one_hot(chosen, EXPERTS)
+
+    return routed
+
+
+def routed(model, tokens: int, expert: int = 0):
+    return [layer.router.register_forward_hook(to_one_expert(tokens, expert)) for layer in model.layers]
+
+
+def without(hooks):
+    for hook in hooks:
+        hook.remove()
+
+
+def built():
+    torch.manual_seed(0)
+    return Model(), torch.randn(TOKENS, WIDTH)
+
+
+def results(model, call, x):
+    model.zero_grad()
+    loss = call(x)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def dynamic_peak(model, call, x) -> int:
+    return ackpt.measure(lambda: results(model, call, x), resident=(model, x), warmup=0, repeats=0).dynamic_peak_bytes
+
+
+@pytest.mark.parametrize("most_tokens", [256, 384])
+def test_a_plan_for_the_most_tokens_of_an_expert_holds_for_all_with_fewer(most_tokens):
+    model, x = built()
+    hooks = routed(model, most_tokens)
+    step = ackpt.compile(model, x, budget=0.8)
+    without(hooks)
+    assert step.plan.fates
+    for tokens, expert in ((0, 0), (128, 1), (200, 3), (most_tokens, 0), (most_tokens, 2)):
+        hooks = routed(model, tokens, expert)
+        assert all(map(torch.equal, results(model, step, x), results(model, model, x)))
+        assert dynamic_peak(model, step, x) <= step.plan.limit_bytes, (tokens, expert)
+        without(hooks)
+    assert len(step.history) == 1
+
+
+def test_more_tokens_than_planned_raise_before_backward_or_warn():
+    model, x = built()
+    step = ackpt.compile(model, x, budget=0.5)
+    warns = ackpt.compile(model, x, budget=0.5, on_exceed="warn")
+    expected = results(model, step, x)
+    hooks = routed(model, TOKENS)
+    with pytest.raises(ackpt.BudgetError, match="this step saves .* module 'layers.2.experts.0"):
+        step(x)
+    own = results(model, model, x)
+    with pytest.warns(UserWarning, match="keep the budget 0.5"):
+        found = results(model, warns, x)
+    assert all(map(torch.equal, found, own))
+    without(hooks)
+    assert all(map(torch.equal, results(model, step, x), expected))
