@@ -56,6 +56,13 @@ def add_plan(commands) -> None:
         help=f"plan the step as on a GPU and say whether it fits its memory: {', '.join(DEVICES)}",
     )
     add(
+        "--context-mib",
+        type=int,
+        metavar="N",
+        help="size of the CUDA context, instead of that known for the device: what nvidia-smi shows for a process that "
+        "has only created a tensor",
+    )
+    add(
         "--budget",
         help="upper bound on the peak: bytes, resident memory included, such as 6GiB, or a fraction of the baseline's "
         "dynamic peak, such as 0.5",
@@ -156,6 +163,7 @@ def configuration(arguments):
         device=arguments.device_profile,
         budget=arguments.budget,
         policy=arguments.policy,
+        context_mib=arguments.context_mib,
     )
 
 
