@@ -56,7 +56,8 @@ def add_plan(commands) -> None:
     add(
         "--optimizer",
         default="adamw",
-        help="adamw (default) or sgd, whose state and step the peak includes, or none for forward and backward alone",
+        help="adamw (default), adafactor, sgd or sgd-momentum, whose state and step the peak includes, or none for "
+        "forward and backward alone",
     )
     add(
         "--device-profile",
@@ -190,6 +191,8 @@ def _shardings(arguments) -> list:
             raise ValueError(f"{option} {name!r} is not a dtype: choose from {', '.join(DTYPES)}")
     if arguments.fsdp is None:
         return []
+    if arguments.optimizer == "adafactor":
+        raise UsageError("--fsdp shards an optimizer's state like its parameters, which adafactor's is not: use adamw")
     for option in ("output", "explain", "html", "memory_viz"):
         if getattr(arguments, option):
             raise UsageError(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -31,7 +33,13 @@ from .named_models import training_step
 from .step_request import DTYPES, StepRequest, TrainingStep, autocast
 
 CUDA_BLOCK = 512  # bytes; CUDA's allocator rounds every block up to a multiple
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adafactor": torch.optim.Adafactor,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
+    "none": None,
+}
 NEEDS_FATES = "manual"
 FULL = "full"
 

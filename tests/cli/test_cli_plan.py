@@ -94,8 +94,13 @@ def test_the_lines_say_what_is_planned_and_the_categories_add_up_to_the_peak(cap
 
 
 def test_optimizers_count_their_state(capsys):
-    adamw, sgd, none = (planned(capsys, *BERT, "--optimizer", name) for name in ("adamw", "sgd", "none"))
+    names = ("adamw", "adafactor", "sgd-momentum", "sgd", "none")
+    adamw, adafactor, momentum, sgd, none = (planned(capsys, *BERT, "--optimizer", name) for name in names)
     assert none["at_peak"]["optimizer"] == sgd["at_peak"]["optimizer"] == 0
+    assert momentum["at_peak"]["optimizer"] == momentum["at_peak"]["parameters"]
+    assert 0 < adafactor["at_peak"]["optimizer"] < momentum["at_peak"]["optimizer"]
+    assert main(["plan", *BERT, "--optimizer", "adafactor", "--fsdp", "2"]) == 2
+    assert "--fsdp shards an optimizer's state like its parameters" in capsys.readouterr().err
     assert adamw["at_peak"]["optimizer"] >= 2 * none["at_peak"]["parameters"]
 
 
