@@ -129,9 +129,7 @@ measured.categories["optimizer"] - 8 * P, 4 * len(list(model.parameters()))
 # %%
 A = 10 * d + 2 * f + 3 * h + 2
 block = Block(config)
-alone = measure(
-    lambda: block(x, sequences, 256).backward(x), resident=[block, x], repeats=0
-)
+alone = measure(lambda: block(x, sequences, 256).backward(x), resident=[block, x], repeats=0)
 counted = alone.timeline.at(alone.timeline.boundary)["activations"]
 print(f"predicted {4 * T * A:,}  measured {counted:,}")
 
@@ -419,6 +417,7 @@ print("measured:             ", measured.peak_bytes - sgd.peak_bytes, "bytes")
 # The backward of ReLU needs to know only where its *output* is positive. How many numbers per token does an MLP with ReLU
 # keep, against the $d + 2 f$ of one with GELU? Check it on `torch.nn.Sequential` with two linear layers.
 # :::
+
 
 # %% tags=["solution"]
 def kept_per_token(nonlinearity):

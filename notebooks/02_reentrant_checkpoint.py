@@ -59,6 +59,7 @@ generator = torch.manual_seed(0)
 #
 # An `autograd.Function` is the place for such a rule:
 
+
 # %%
 class TenLines(torch.autograd.Function):
     @staticmethod
@@ -83,6 +84,7 @@ class TenLines(torch.autograd.Function):
 # ([arXiv:1604.06174](https://arxiv.org/abs/1604.06174)).
 #
 # Four sines in a row, with and without:
+
 
 # %%
 def four_sines(x):
@@ -147,6 +149,7 @@ ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward()) / plain_
 # $$ \text{peak} = S \cdot \max\Bigl( \max_{i < k} \, (i - 1 + \ell_i + 2),\; k - 1 + \ell_k \Bigr) + 8 \text{ bytes}, $$
 #
 # where the 8 bytes are the loss and its gradient.
+
 
 # %%
 def predicted_peak(lengths):
@@ -234,6 +237,7 @@ figure
 # keyword arguments. From here on every section is one *experiment*, a small function that is run with each variant of
 # checkpointing; the plain call tells what is right.
 
+
 # %%
 def plain(function, *args, **kwargs):
     return function(*args, **kwargs)
@@ -250,6 +254,7 @@ variants = {
 # %% [markdown]
 # `use_reentrant=True` is the ten lines grown up. `use_reentrant=False` is another design: it saves nothing where autograd
 # would save a tensor, and recomputes when the first missing one is asked for.
+
 
 # %%
 def attempt(experiment, checkpoint):
@@ -295,6 +300,7 @@ def compare(pitfall, experiment):
 #
 # A region with a linear layer. What is the gradient of its weight?
 
+
 # %%
 def weight_gradient(checkpoint):
     linear = nn.Linear(2, 1)
@@ -308,6 +314,7 @@ compare("parameters", weight_gradient)
 # %% [markdown]
 # None: the ten lines ask for the gradient of $x$ only. PyTorch runs a full `backward` in place of the last line, which
 # adds to the `.grad` of every parameter on its way. We take that over, and call the result *naive*:
+
 
 # %%
 class Naive(TenLines):
@@ -330,6 +337,7 @@ compare("parameters", weight_gradient)
 # The first layer of a model gets data, which needs no gradient, and its parameters do. Which parameters of this model of
 # two layers are left without one?
 
+
 # %%
 def first_layer(checkpoint):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
@@ -349,6 +357,7 @@ compare("no input requires grad", first_layer)
 #
 # Many things hang on parameters as hooks: clipping, logging, the bookkeeping of data-parallel training. Here a hook clips
 # the gradient of a weight at 1. The weight is used in two regions; its gradient is 2, so 1 is right.
+
 
 # %%
 def clipped(checkpoint):
@@ -381,6 +390,7 @@ y.grad_fn.name(), [node.variable.shape for node in ends]
 # A gradient penalty differentiates a gradient: $h = x^2$, $y = h^3$, and the penalty $(dy/dx)^2 = (6 x^5)^2$. At $x = 2$
 # its derivative is $2 \cdot 192 \cdot 480 = 184320$.
 
+
 # %%
 def gradient_penalty(checkpoint):
     x = torch.tensor([2.0], requires_grad=True)
@@ -401,6 +411,7 @@ compare("create_graph=True", gradient_penalty)
 # ### A parameter changes before backward
 #
 # Two losses, one optimizer step between their backwards: it happens in adversarial training and in pipelines.
+
 
 # %%
 def changed_weight(checkpoint):
@@ -430,6 +441,7 @@ before, linear.weight._version
 #
 # The recompute must draw what the forward drew. With dropout, an element must get a gradient exactly where it was kept:
 
+
 # %%
 def dropout(checkpoint):
     x = ones(8)
@@ -443,6 +455,7 @@ compare("dropout", dropout)
 # %% [markdown]
 # Saving and restoring torch's generators cures dropout. But there are more streams. Below, each multiplies $x = 1$ by a
 # random number, so output and gradient must be equal:
+
 
 # %%
 def same_factor(checkpoint, draw):
@@ -480,6 +493,7 @@ moved, random.random() == first
 #
 # BatchNorm in training mode updates its running mean and counts its batches, as a side effect of its forward.
 
+
 # %%
 def batch_norm(checkpoint):
     norm = nn.BatchNorm1d(1, momentum=0.5)
@@ -498,6 +512,7 @@ compare("BatchNorm statistics", batch_norm)
 # ### Autocast
 #
 # The forward runs inside `torch.autocast`, the backward is called outside. In which types does the product run?
+
 
 # %%
 def product_types(checkpoint):
@@ -526,6 +541,7 @@ compare("autocast", product_types)
 # Three layers in a loop, each called through a `lambda`. A `lambda` looks up `layer` when it is called, and the recompute
 # calls it after the loop is over. Which gradients do the three weights get?
 
+
 # %%
 def late_binding(checkpoint):
     layers = [nn.Linear(1, 1, bias=False) for _ in range(3)]
@@ -543,6 +559,7 @@ compare("loop variable in a closure", late_binding)
 # All recomputes run the third layer. In the reentrant form two layers never learn and the third collects the gradients of
 # all; in the other one, what is recomputed belongs to the wrong layer. A variable that outlives its function lives in a
 # *cell*, and the function holds the cell, not the value:
+
 
 # %%
 def make():
@@ -564,6 +581,7 @@ make()
 # `model.eval()` between forward and backward: a validation step, or a loss that is logged. Plain autograd does not mind,
 # since the dropout has long happened. Does the gradient vanish exactly where the dropout did?
 
+
 # %%
 def switched(checkpoint):
     drop, x = nn.Dropout(), ones(8)
@@ -584,6 +602,7 @@ compare("eval() before backward", switched)
 #
 # A mask by keyword, or a dict of features: tensors do not always come one by one.
 
+
 # %%
 def keyword(checkpoint):
     x = ones(1)
@@ -596,6 +615,7 @@ compare("keyword argument", keyword)
 # %% [markdown]
 # Below, $h = w^3$ goes into the region inside a dict, and is used once more outside: $y = h^2 + h$. At $w = 2$ the gradient
 # is $(2 h + 1) \, 3 w^2 = 204$; the use outside alone gives 12.
+
 
 # %%
 def features(checkpoint):
@@ -618,6 +638,7 @@ compare("tensor in a dict", features)
 # mode and drops the graph when the region ends. Why? First, because code may ask. This layer of PyTorch takes a fused
 # path in eval mode when no gradient is needed. Is the output that of the plain model, bit for bit?
 
+
 # %%
 def same_output(checkpoint):
     encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
@@ -629,6 +650,7 @@ compare("code that depends on grad mode", same_output)
 
 # %% [markdown]
 # Second, because the graph knows which outputs need a gradient and which do not. Under `no_grad` that is lost:
+
 
 # %%
 def needs_grad(checkpoint):
@@ -657,6 +679,7 @@ figure
 # Two more things work with no recompute of a whole region. Here most variants refuse, and what differs is how far the
 # message helps. A region that overwrites its own input has nothing left to start from:
 
+
 # %%
 def overwrites(checkpoint):
     x = ones(1)
@@ -670,6 +693,7 @@ compare("input overwritten", overwrites)
 
 # %% [markdown]
 # And a function that does something else the second time is not the function that was differentiated:
+
 
 # %%
 def another_function(checkpoint):
@@ -686,6 +710,7 @@ compare("recompute returns another shape", another_function)
 #
 # What a region reads from outside is read again by the recompute: an entry of a dict, an attribute of your own object, a
 # file, the clock. If it has changed, the recompute computes another function.
+
 
 # %%
 def plain_python(checkpoint):
@@ -707,6 +732,7 @@ compare("plain Python value changed", plain_python)
 # A number that first becomes a constant tensor does not reach an operation of the graph as a number. No checkpoint sees
 # that it has changed.
 
+
 # %%
 def constant_tensor(checkpoint):
     x, settings = ones(1), {"scale": 2.0}
@@ -720,6 +746,7 @@ compare("constant tensor from a changed value", constant_tensor)
 
 # %% [markdown]
 # Pass the value itself as an argument: the region keeps its arguments.
+
 
 # %%
 def passed_as_argument(checkpoint):
@@ -983,6 +1010,7 @@ for chunks in (1, 2, 4, 8, 16):
 # The few bytes at the end of each line are a few numbers per row of a chunk. The loss and its gradients are those of the
 # whole computation, up to the rounding of sums in another order:
 
+
 # %%
 def head_gradients(loss_function):
     hidden.grad = head.grad = None
@@ -1029,6 +1057,7 @@ record.environment
 # gradients the last segment is allowed more. Find lengths that peak at $7 S$, and measure them.
 # :::
 
+
 # %% tags=["solution"]
 # At most 7 - 2 - (i - 1) layers in segment i, and 7 - (k - 1) in the last: 5 + 4 + 3 + 4 = 16.
 def cut(lengths, a):
@@ -1049,6 +1078,7 @@ for lengths in (segment_lengths(16), [5, 4, 3, 4]):
 # Regions nest. Checkpoint the first half of a chain, treat both halves in the same way, and so on down to one layer. How
 # do the peak and the number of forwards grow with $n$? Chen et al. promise $O(\log n)$ and $O(n \log n)$.
 # :::
+
 
 # %% tags=["solution"]
 # Each level adds one activation and one gradient, and runs half of the layers once more:

@@ -190,9 +190,7 @@ print(f"a block keeps {4 * A} bytes per token, its boundary {4 * d}: {A / d:.1f}
 ticks = (128, 256, 512, 768, 1024)
 figure = plots.line_plot(
     ticks,
-    measured={
-        m: [runs[m, T]["peak_bytes"] if T in lengths else None for T in ticks] for m in methods
-    },
+    measured={m: [runs[m, T]["peak_bytes"] if T in lengths else None for T in ticks] for m in methods},
     predicted={
         "baseline": [plain_peak(T) for T in ticks],
         "checkpoint": [checkpoint_peak(T) for T in ticks],
@@ -254,7 +252,9 @@ columns = {
     "saved": "saved, %",
     "flops": "FLOPs, ratio",
 }
-caption = "Measured peaks of one step on the CPU, and the floating-point operations of checkpoint over those of baseline."
+caption = (
+    "Measured peaks of one step on the CPU, and the floating-point operations of checkpoint over those of baseline."
+)
 table = markdown_table(rows, columns, caption, "tab-synthetic")
 path = write_text_atomic("results/tables/03_synthetic.md", table)
 
@@ -361,9 +361,7 @@ path = write_text_atomic("results/tables/03_published.md", table)
 
 # %%
 theirs = {(r["method"], r["seq_len"]): r["peak"] * 2**20 for r in reference["rows"]}
-ours = {
-    (r.config["method"], r.config["seq_len"]): r.metrics["peak_bytes"] for r in predicted
-}
+ours = {(r.config["method"], r.config["seq_len"]): r.metrics["peak_bytes"] for r in predicted}
 D, F, H = published.dim, published.ff_dim, published.model().heads
 
 
@@ -376,17 +374,10 @@ slope(theirs, "checkpoint", 2048, 4096) / D
 # %% alt="Bars of the peak at five sequence lengths: published baseline, predicted baseline, published checkpoint, predicted checkpoint. The published baseline is the highest everywhere; both checkpoint series stay nearly flat."
 long = published.seq_lens
 both = {"published": theirs, "predicted": ours}
-cut = {
-    name: 1 - peak["checkpoint", long[-1]] / peak["baseline", long[-1]]
-    for name, peak in both.items()
-}
+cut = {name: 1 - peak["checkpoint", long[-1]] / peak["baseline", long[-1]] for name, peak in both.items()}
 figure = plots.bar_plot(
     long,
-    {
-        f"{m}, {name}": [peak[m, T] for T in long]
-        for m in methods
-        for name, peak in both.items()
-    },
+    {f"{m}, {name}": [peak[m, T] for T in long] for m in methods for name, peak in both.items()},
     f"At {long[-1]} tokens checkpointing takes off {cut['published']:.0%} of the peak as "
     f"published, {cut['predicted']:.0%} as predicted for our model",
     xlabel="tokens in the sequence",

@@ -126,10 +126,7 @@ for T in lengths:
 
 # %% tags=["hide-input"]
 shown = sorted({1, 5, 10, config.steps})
-rows = [
-    {"method": m} | {f"step {n}": f"{runs[m, lengths[-1]]['losses'][n - 1]:.4f}" for n in shown}
-    for m in methods
-]
+rows = [{"method": m} | {f"step {n}": f"{runs[m, lengths[-1]]['losses'][n - 1]:.4f}" for n in shown} for m in methods]
 columns = {name: name for name in rows[0]}
 caption = f"Losses (nats per token) of the four methods at {lengths[-1]} tokens, to four digits."
 table = markdown_table(rows, columns, caption, "tab-lm-losses")
@@ -319,9 +316,7 @@ columns = {"method": "method"}
 for n in lengths:
     columns |= {f"{n}": f"{n} tokens, MiB", f"saved {n}": "saved, %"}
 columns["flops"] = f"FLOPs at {lengths[-1]}, ratio"
-caption = (
-    f"Measured peaks of one training step on the CPU (vocabulary {V}, {k} chunks), and its FLOPs over those of baseline."
-)
+caption = f"Measured peaks of one training step on the CPU (vocabulary {V}, {k} chunks), and its FLOPs over those of baseline."
 table = markdown_table(rows, columns, caption, "tab-lm")
 path = write_text_atomic("results/tables/04_lm.md", table)
 

@@ -70,6 +70,7 @@ SOURCE = "notebooks/05_offload.py"
 # but every byte travels out and back. PyTorch has one seam for it: a pair of functions, *pack* and *unpack*, that are
 # called with each tensor autograd saves.
 
+
 # %%
 def pack(tensor):
     host = host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
@@ -156,6 +157,7 @@ order
 # The scene: a `block` of device memory full of ones, a `host` buffer, and a copy between them that is late. The next
 # tensor of the computation will get the block, and writes twos.
 
+
 # %%
 def race(experiment):
     block, host, passed = torch.ones(4), torch.zeros(4), threading.Event()
@@ -189,6 +191,7 @@ def both_done():
 # Pack submits the copy and returns. The last reference to the activation goes, its block is free, and the allocator
 # hands it to the next tensor: the program is ahead of the copy.
 
+
 # %%
 def freed_early(late_copy, next_tensor):
     copies.submit(late_copy)
@@ -199,6 +202,7 @@ race(freed_early)
 
 # %% [markdown]
 # The mending: keep the source until the computing stream has been made to wait for the copy.
+
 
 # %%
 def freed_behind_the_copy(late_copy, next_tensor):
@@ -214,6 +218,7 @@ race(freed_behind_the_copy)
 # On a GPU an event is recorded *in* a stream, by a line of its own. Two lines in the wrong order, or the event recorded
 # on the computing stream, and what is waited for is over before the copy has begun.
 
+
 # %%
 def recorded_before(late_copy, next_tensor):
     recorded = so_far(copies)
@@ -222,6 +227,7 @@ def recorded_before(late_copy, next_tensor):
 
 
 race(recorded_before)
+
 
 # %%
 def recorded_behind(late_copy, next_tensor):
@@ -237,6 +243,7 @@ race(recorded_behind)
 #
 # The copy must start after the activation has been computed. Which stream computes it? Whoever asks once and keeps the
 # answer waits for the wrong one as soon as a part of the model runs on another. Now it is the computing that is late:
+
 
 # %%
 def race_with_current(ask):
@@ -269,6 +276,7 @@ race_with_current(lambda current: current)
 #
 # To allocate once, buffers go back to a pool when backward has used them. But "used" means that the copy back has been
 # *submitted*. The next step takes the buffer and writes into it what it has to save:
+
 
 # %%
 def race_for_a_buffer(events_kept):
@@ -306,6 +314,7 @@ race_for_a_buffer(events_kept=True)
 # This one gives right bytes, slowly. Count the allocations of 6 steps that save 8 tensors each, first without giving
 # anything back:
 
+
 # %%
 def allocations(give_back):
     pool = Pool(host_memory)
@@ -331,6 +340,7 @@ allocations(give_back=False), allocations(give_back=True)
 #
 # `ackpt.offload_saved_tensors` is the pair of hooks again, with an engine behind it that keeps these rules. (They stand
 # at the top of `ackpt/offloading/cuda_transport.py`, which is what a GPU uses.)
+
 
 # %%
 def train_offloaded(mode, **options):
@@ -484,10 +494,7 @@ def chain(n, mode):
 modes = {"classic": None, "sync": "sync", "async": "async"}
 ns = [4, 8, 12, 16, 24, 32]
 peaks = {
-    name: [
-        measure(lambda: chain(n, mode), resident=[x], repeats=0).dynamic_peak_bytes
-        for n in ns
-    ]
+    name: [measure(lambda: chain(n, mode), resident=[x], repeats=0).dynamic_peak_bytes for n in ns]
     for name, mode in modes.items()
 }
 for n, classic, sync, overlapped in zip(ns, *peaks.values()):
@@ -702,6 +709,7 @@ path = write_text_atomic("results/tables/05_ways.md", table)
 # To see a crossover on this machine, whose memory is fast, we need a slow link and computing with a large quadratic
 # part. The regions are attention and nothing else, and copies sleep.
 
+
 # %%
 def attend(a):
     return F.scaled_dot_product_attention(a, a, a)
@@ -742,9 +750,7 @@ def slow_move(buffer, target, source, size):
 
 
 def pays_at(T):
-    return ackpt.offload_pays(
-        bytes_per_token, forward, backward_seconds=backward, bandwidth=link, tokens=T
-    )
+    return ackpt.offload_pays(bytes_per_token, forward, backward_seconds=backward, bandwidth=link, tokens=T)
 
 
 # %% [markdown]
@@ -1003,10 +1009,7 @@ def longer_chain(n, mode):
     a.square().sum().backward()
 
 
-found = [
-    measure(lambda: longer_chain(8, mode), resident=[x], repeats=0).dynamic_peak_bytes
-    for mode in (None, "async")
-]
+found = [measure(lambda: longer_chain(8, mode), resident=[x], repeats=0).dynamic_peak_bytes for mode in (None, "async")]
 print(f"{(found[0] - found[1]) / S:.0f} S; n - 1 = {8 - 1}")
 
 # %% [markdown]
@@ -1032,6 +1035,7 @@ print(ackpt.offload_pays(2 * d, seconds, bandwidth=link))
 # Instead of keeping the source until the copy is done, one may copy a *clone* of it. In which stream must the clone be
 # made? Try both, with the late side late. What does it cost?
 # :::
+
 
 # %% tags=["solution"]
 def race_with_clone(stream):

@@ -189,7 +189,9 @@ for policy, plan in plans.items():
     budget = plans["full"].peak_bytes if policy == "auto" else None
     found = whole.plan(Sharding(4), budget, policy)
     same = found.timeline == plan.timeline and found.runs == plan.runs
-    print(f"{policy:4}  {CAPTURED} blocks for 8: {plan.peak_bytes:,}   all 8: {found.peak_bytes:,}   every event: {same}")
+    print(
+        f"{policy:4}  {CAPTURED} blocks for 8: {plan.peak_bytes:,}   all 8: {found.peak_bytes:,}   every event: {same}"
+    )
 
 # %% [markdown]
 # The choices of one block are those of chapter 9: from keeping all to keeping nothing, each step giving up what frees

@@ -21,7 +21,7 @@ MEASURED = "measured-time"
 KEPT_CELL_METADATA = ("tags", "mystnb")
 SOLUTION_PROMPTS = {"code_prompt_show": "Show the solution", "code_prompt_hide": "Hide the solution"}
 DRAWING_PROMPTS = {"code_prompt_show": "Show how it is drawn", "code_prompt_hide": "Hide how it is drawn"}
-COLAB_CELL = '''\
+COLAB_CELL = """\
 import os
 import sys
 
@@ -30,7 +30,7 @@ if "google.colab" in sys.modules and not os.path.exists("noxfile.py"):
     %cd -q ackpt
     %pip install -q ".[lm,plots,plan]"
 elif os.path.exists("../_toc.yml"):  # opened where it is committed: work from the top of the checkout
-    os.chdir("../..")'''
+    os.chdir("../..")"""
 
 
 class NotebookError(ValueError):

@@ -13,6 +13,7 @@ MODELS = "transformer, lm, resnet18, resnet50, resnet152, bert-base, bert-large"
 EXAMPLES = """examples:
   ackpt plan bert-large --batch-size 16 --seq-len 512 --autocast float16 --device-profile t4
   ackpt plan hf:GPT2Config --set n_layer=48 n_embd=1600 n_head=25 --seq-len 1024 --budget 24GiB
+  ackpt plan hf:LlamaConfig --seq-len 2048 --dtype bfloat16 --lora r=16 targets=q_proj,v_proj --device-profile l4
   ackpt plan lm --seq-len 512 --explain --html explanation.html
   ackpt plan hf:path/to/config.json --batch-size 1 --seq-len 8192 --dtype bfloat16 --device-profile h200
   ackpt plan hf:path/to/config.json --seq-len 8192 --dtype bfloat16 --fsdp 16 64 --shard-dtype float32 --budget 80GiB
@@ -43,17 +44,32 @@ def add_plan(commands) -> None:
     add("--seq-len", type=int, metavar="N", help="tokens of a sequence; needed by models that read tokens")
     add("--image-size", type=int, metavar="N", help="height and width (default: the configuration's, or 224)")
     add_set(add, "n_layer=48 dropout=0.0")
+    add(
+        "--lora",
+        nargs="+",
+        metavar="FIELD=VALUE",
+        help="train LoRA adapters of a frozen hf: model: fields of peft's LoraConfig, such as r=16 "
+        "targets=q_proj,v_proj, or the path of an adapter_config.json",
+    )
     add("--dtype", default="float32", help="dtype of parameters and images: float32 (default), bfloat16 or float16")
     add("--autocast", metavar="DTYPE", help="run the forward under autocast to bfloat16 or float16")
     add(
         "--optimizer",
         default="adamw",
-        help="adamw (default) or sgd, whose state and step the peak includes, or none for forward and backward alone",
+        help="adamw (default), adafactor, sgd or sgd-momentum, whose state and step the peak includes, or none for "
+        "forward and backward alone",
     )
     add(
         "--device-profile",
         metavar="DEVICE",
         help=f"plan the step as on a GPU and say whether it fits its memory: {', '.join(DEVICES)}",
+    )
+    add(
+        "--context-mib",
+        type=int,
+        metavar="N",
+        help="size of the CUDA context, instead of that known for the device: what nvidia-smi shows for a process that "
+        "has only created a tensor",
     )
     add(
         "--budget",
@@ -136,6 +152,7 @@ def run_plan_command(arguments, command: str) -> int:
 def configuration(arguments):
     """The configuration that the options ask for; ValueError for a wrong one."""
     from ackpt.budget import dynamic_limit
+    from ackpt.workloads.adapters import Lora
     from ackpt.workloads.planned_shapes import PlanConfig
     from ackpt.workloads.step_request import DTYPES, StepRequest
 
@@ -150,12 +167,14 @@ def configuration(arguments):
             image_size=arguments.image_size,
             fields=dict(map(field, arguments.set)),
             dtype=DTYPES[arguments.dtype],
+            lora=Lora.parsed(arguments.lora) if arguments.lora else None,
         ),
         autocast=arguments.autocast or "float32",
         optimizer=arguments.optimizer,
         device=arguments.device_profile,
         budget=arguments.budget,
         policy=arguments.policy,
+        context_mib=arguments.context_mib,
     )
 
 
@@ -172,6 +191,8 @@ def _shardings(arguments) -> list:
             raise ValueError(f"{option} {name!r} is not a dtype: choose from {', '.join(DTYPES)}")
     if arguments.fsdp is None:
         return []
+    if arguments.optimizer == "adafactor":
+        raise UsageError("--fsdp shards an optimizer's state like its parameters, which adafactor's is not: use adamw")
     for option in ("output", "explain", "html", "memory_viz"):
         if getattr(arguments, option):
             raise UsageError(

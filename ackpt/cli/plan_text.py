@@ -14,7 +14,7 @@ from ackpt.workloads.planned_shapes import FULL, OPTIMIZERS, Planned
 LARGEST = 10
 ON_A_GPU = (
     "captured on CPU tensors with the attention, dropout and autocast of a GPU; blocks are multiples of 512 bytes; "
-    "not included: the CUDA context, workspaces of operations, fragmentation"
+    "not included: workspaces of convolutions, of sorting and of memory-efficient attention"
 )
 ON_A_CPU = "as the CPU runs it; not included: workspaces of operations"
 
@@ -98,7 +98,8 @@ def to_json(planned: Planned, shown: Explanation | None = None) -> dict:
             "name": planned.device.name,
             "memory_bytes": planned.device.memory_bytes,
             "modelled_seconds": planned.seconds(),
-            "fits": planned.least_bytes is None,
+            "fits": planned.memory is not None and planned.memory.fits,
+            "memory": None if planned.memory is None else dataclasses.asdict(planned.memory),
             "smallest_budget_of_full": planned.least_bytes,
         }
     return data
@@ -122,17 +123,25 @@ def _modelled(planned: Planned) -> list[str]:
 
 
 def _verdict(planned: Planned) -> list[str]:
-    if planned.device is None:
+    if planned.device is None or planned.memory is None:
         return []
-    device, size = planned.device, memory_format(planned.device.memory_bytes)
-    if planned.least_bytes is None:
-        return ["", f"fits {device.name}: {memory_format(planned.plan.peak_bytes)} of {size}"]
-    least = f"{readable(planned.least_bytes)} ({planned.least_bytes} bytes)"
-    verdict = ", which fits" if planned.least_bytes <= device.memory_bytes else ""
-    return [
+    device, size, memory = planned.device, memory_format(planned.device.memory_bytes), planned.memory
+    takes = memory_format(memory.reserved + memory.context)
+    lines = [
         "",
-        f"does not fit {device.name}: {memory_format(planned.plan.peak_bytes)} of {size}; the smallest budget of "
-        f"policy {FULL} is {least}{verdict}; for the best plan within {size} add --budget {device.memory_bytes}B",
+        f"on {device.name}: {memory_format(memory.allocated)} allocated, {memory_format(memory.reserved)} reserved, "
+        f"{memory_format(memory.context)} context, {memory_format(memory.margin)} margin",
+    ]
+    if planned.least_bytes is None:
+        return [*lines, f"fits {device.name}: {takes} of {size}"]
+    least = f"{readable(planned.least_bytes)} ({planned.least_bytes} bytes)"
+    overhead = memory.reserved + memory.context - planned.plan.peak_bytes  # of the allocator and the context
+    room = max(0, device.memory_bytes - overhead)
+    verdict = ", which fits" if planned.least_bytes <= room else ""
+    return [
+        *lines,
+        f"does not fit {device.name}: {takes} of {size}; the smallest budget of policy {FULL} is {least}{verdict}; for "
+        f"the best plan that leaves {memory_format(overhead)} to allocator and context add --budget {room}B",
     ]
 
 

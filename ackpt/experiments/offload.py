@@ -20,7 +20,13 @@ from ackpt.experiments.steps.failures import STRICT
 from ackpt.experiments.steps.gradients import TOLERANCE, GradientsDiffer, require_equal
 from ackpt.experiments.steps.offload_methods import KEEPS_ALL, METHODS, OURS, Method, cannot_run, make_method
 from ackpt.experiments.steps.profiling import traced
-from ackpt.experiments.steps.settings import free_host_bytes, record_config, record_metrics, require_positive
+from ackpt.experiments.steps.settings import (
+    block_bytes,
+    free_host_bytes,
+    record_config,
+    record_metrics,
+    require_positive,
+)
 from ackpt.metering.meter import compare_seconds, measure
 from ackpt.metering.prediction import predict
 from ackpt.models.transformer import Transformer, TransformerConfig
@@ -174,7 +180,7 @@ def _predict(config, device, name) -> dict:
     method = make_method(name, model, config.device, config.min_bytes)
     method.switch_on()
     step = partial(one_step, config, model, method, batch)
-    return _metrics(predict(step, resident=(model, *batch), device=device, warmup=0))
+    return _metrics(predict(step, resident=(model, *batch), device=device, warmup=0, round_to=block_bytes(device)))
 
 
 def _metrics(measured) -> dict:

@@ -1,7 +1,8 @@
 """The experiment ``published``: memory that others measured on GPUs, predicted from shapes alone.
 
 The rows are facts in ``results/reference/published-peaks.json``. `run` predicts the rows that a configuration selects,
-one record per step, with the published and the predicted bytes of every metric.
+one record per step, with the published and the predicted bytes of every metric. `text_table` shows them with their
+errors, `summary` the errors by metric; `excluded` are the figures that are not predicted, with the reasons.
 """
 
 from __future__ import annotations
@@ -77,6 +78,11 @@ def predicted_bytes(step: str, sizes: dict[str, Any], gpu: str | None) -> dict[s
     phases = {f"allocated, {phase}": found.allocator.get(f"{phase}_peak_bytes") for phase in PHASES}
     sizes = {"allocated": found.peak_bytes, "reserved": found.allocator["reserved_peak_bytes"], **phases}
     return {metric: size for metric, size in sizes.items() if size is not None}
+
+
+def excluded() -> list[dict[str, Any]]:
+    """The published figures that are not predicted, each with the reason."""
+    return [row for row in load_reference(REFERENCE)["rows"] if row["excluded"]]
 
 
 def rows(records: list[Record]) -> list[dict[str, Any]]:

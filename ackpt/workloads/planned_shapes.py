@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,18 +21,25 @@ from ackpt.capture.optimizer_state import with_optimizer
 from ackpt.costs.devices import Device, device
 from ackpt.costs.profiles import Profile, with_gpu_workspace
 from ackpt.errors import did_you_mean
-from ackpt.metering.gpus import gpu
+from ackpt.metering.gpus import MIB, gpu
 from ackpt.metering.resident import rounded
 from ackpt.planning.plan import Plan
 from ackpt.planning.simulator import simulate
 from ackpt.policies import POLICIES
 
 from .cuda_capture import CapturedCudaChoices
+from .device_memory import DeviceMemory, device_memory
 from .named_models import training_step
 from .step_request import DTYPES, StepRequest, TrainingStep, autocast
 
 CUDA_BLOCK = 512  # bytes; CUDA's allocator rounds every block up to a multiple
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adafactor": torch.optim.Adafactor,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
+    "none": None,
+}
 NEEDS_FATES = "manual"
 FULL = "full"
 
@@ -39,7 +48,8 @@ FULL = "full"
 class PlanConfig:
     """What to plan: the step, autocast's dtype (float32: none), the optimizer, a device by name, budget and policy.
 
-    The policy is none without a budget, auto with one, unless another is named.
+    The policy is none without a budget, auto with one, unless another is named. `context_mib` replaces the size of the
+    CUDA context that is known for the device.
     """
 
     step: StepRequest
@@ -48,8 +58,11 @@ class PlanConfig:
     device: str | None = None
     budget: float | int | str | None = None
     policy: str | None = None
+    context_mib: int | None = None
 
     def __post_init__(self):
+        if self.context_mib is not None and (self.context_mib < 0 or self.device is None):
+            raise ValueError("--context-mib is the size of a GPU's context: give 0 or more, and --device-profile")
         if self.policy is not None:
             _require("policy", self.policy, [policy for policy in POLICIES if policy != NEEDS_FATES])
         _require("dtype", self.autocast, DTYPES)
@@ -61,8 +74,8 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan of `graph`, the graph of `step`, with the costs in `profile`. `least_bytes`: the smallest peak of policy
-    full, where the device's memory does not hold that of `plan`.
+    """A plan of `graph`, the graph of `step`, with the costs in `profile`. `memory`: what it takes on the device.
+    `least_bytes`: the smallest peak of policy full, where the device's memory does not hold that of `plan`.
     """
 
     config: PlanConfig
@@ -71,6 +84,7 @@ class Planned:
     profile: Profile
     plan: Plan
     device: Device | None
+    memory: DeviceMemory | None
     least_bytes: int | None
 
     def at_peak(self) -> dict[str, int]:
@@ -108,10 +122,13 @@ def run_plan(config: PlanConfig) -> Planned:
     profile = profile if where is None else with_gpu_workspace(graph, profile)
     policy = config.policy or ("none" if config.budget is None else "auto")
     plan = ackpt.plan(graph, config.budget, policy, profile=profile)
-    least = None
-    if where is not None and plan.peak_bytes > where.memory_bytes:
-        least = (plan if plan.policy == FULL else ackpt.plan(graph, policy=FULL, profile=profile)).peak_bytes
-    return Planned(config, step, graph, profile, plan, where, least)
+    memory = least = None
+    if where is not None:
+        context = None if config.context_mib is None else config.context_mib * MIB
+        memory = device_memory(graph, profile, plan, where, gpu(where.name), context)
+        if not memory.fits:
+            least = (plan if plan.policy == FULL else ackpt.plan(graph, policy=FULL, profile=profile)).peak_bytes
+    return Planned(config, step, graph, profile, plan, where, memory, least)
 
 
 def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .adapters import Lora
+
 IMAGE_SIZE = 224
 TRANSFORMERS = "hf:"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -17,7 +19,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The step to build: `model` by name, `fields` of its configuration, sizes of a batch, dtype of the parameters."""
+    """The step to build: `model` by name, `fields` of its configuration, sizes of a batch, dtype of the parameters.
+
+    `lora`: adapters that are trained instead of the model.
+    """
 
     model: str
     batch_size: int = 1
@@ -25,8 +30,13 @@ class StepRequest:
     image_size: int | None = None
     fields: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    lora: Lora | None = None
 
     def __post_init__(self):
+        if self.lora is not None and not self.model.startswith(TRANSFORMERS):
+            raise ValueError(
+                f"--lora adds adapters to models of transformers: give {TRANSFORMERS}..., not {self.model}"
+            )
         for name in ("batch_size", "seq_len", "image_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

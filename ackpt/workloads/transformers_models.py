@@ -42,6 +42,7 @@ def transformers_step(request: StepRequest) -> TrainingStep:
         require_positions(request.tokens()[1], limit, "max_position_embeddings")
     inputs = _inputs(config, task, request)
     model = _made(name, lambda: getattr(transformers, name)(config))
+    model = model if request.lora is None else request.lora.added_to(model)
     return TrainingStep(model.train(), inputs)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import sys
 from dataclasses import replace
 
@@ -93,8 +94,13 @@ def test_the_lines_say_what_is_planned_and_the_categories_add_up_to_the_peak(cap
 
 
 def test_optimizers_count_their_state(capsys):
-    adamw, sgd, none = (planned(capsys, *BERT, "--optimizer", name) for name in ("adamw", "sgd", "none"))
+    names = ("adamw", "adafactor", "sgd-momentum", "sgd", "none")
+    adamw, adafactor, momentum, sgd, none = (planned(capsys, *BERT, "--optimizer", name) for name in names)
     assert none["at_peak"]["optimizer"] == sgd["at_peak"]["optimizer"] == 0
+    assert momentum["at_peak"]["optimizer"] == momentum["at_peak"]["parameters"]
+    assert 0 < adafactor["at_peak"]["optimizer"] < momentum["at_peak"]["optimizer"]
+    assert main(["plan", *BERT, "--optimizer", "adafactor", "--fsdp", "2"]) == 2
+    assert "--fsdp shards an optimizer's state like its parameters" in capsys.readouterr().err
     assert adamw["at_peak"]["optimizer"] >= 2 * none["at_peak"]["parameters"]
 
 
@@ -159,16 +165,40 @@ def test_a_device_that_is_too_small_and_one_that_is_not():
     full = run_plan(PlanConfig(step, optimizer="none", device="t4", policy="full"))
     assert small.device is not None and small.device.memory_bytes == 16 * 10**9 < small.plan.peak_bytes
     assert full.plan.peak_bytes == small.least_bytes < small.plan.peak_bytes
-    plain, least = f"{small.plan.peak_bytes / 2**30:.1f} GiB", readable(full.plan.peak_bytes)
+    memory, least = small.memory, readable(full.plan.peak_bytes)
+    assert memory is not None and small.plan.peak_bytes <= memory.allocated <= memory.reserved
+    assert memory.margin == 16 * 10**9 - memory.reserved - memory.context < 0
+    plain = f"{(memory.reserved + memory.context) / 2**30:.1f} GiB"
     last = plan_report.text(small).splitlines()[-1]
     assert last.startswith(f"does not fit t4: {plain} of 14.9 GiB; the smallest budget of policy full is {least}")
-    assert last.endswith("for the best plan within 14.9 GiB add --budget 16000000000B")
+    room = 16 * 10**9 - (memory.reserved + memory.context - small.plan.peak_bytes)
+    assert last.endswith(f"to allocator and context add --budget {room}B")
     data = plan_report.to_json(small)["device"]
     assert (data["fits"], data["smallest_budget_of_full"]) == (False, full.plan.peak_bytes)
+    assert data["memory"]["reserved"] == memory.reserved
     assert data["modelled_seconds"] > 0
 
     large = run_plan(PlanConfig(step, optimizer="none", device="h200"))
-    assert plan_report.text(large).splitlines()[-1] == f"fits h200: {plain} of 131.3 GiB"
+    assert large.memory is not None and large.memory.fits
+    plain = f"{(large.memory.reserved + large.memory.context) / 2**30:.1f} GiB"
+    *_, sizes, verdict = plan_report.text(large).splitlines()
+    assert verdict == f"fits h200: {plain} of 131.3 GiB"
+    assert re.fullmatch(r"on h200: \S+ GiB allocated, \S+ GiB reserved, 612.0 MiB context, \S+ GiB margin", sizes)
+
+
+def test_allocated_bytes_of_a_plan_are_those_of_the_eager_step_with_workspaces():
+    """Two threads multiply matrices; a block that is not split counts whole, in eager as in the plan."""
+    found = run_plan(PlanConfig(request("transformer", seq_len=512, dim=256, layers=2), device="a100-80g"))
+    own = run_plan(PlanConfig(found.config.step, device="a100-80g", context_mib=1000))
+    assert found.memory is not None and own.memory is not None
+    rest = found.memory.allocated - found.plan.peak_bytes - 2 * 8_519_680
+    assert 0 <= rest < 0.05 * found.memory.allocated
+    assert (own.memory.context, own.memory.margin + 1000 * 2**20) == (
+        1000 * 2**20,
+        found.memory.margin + found.memory.context,
+    )
+    with pytest.raises(ValueError, match="--context-mib is the size of a GPU's context: give 0 or more, and --device"):
+        PlanConfig(found.config.step, context_mib=100)
 
 
 def test_on_a_gpu_blocks_are_multiples_of_512_bytes_and_random_states_stay_on_the_host():

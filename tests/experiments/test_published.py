@@ -29,3 +29,16 @@ def test_losses_and_norms_are_exact():
 def test_unknown_steps_are_refused():
     with pytest.raises(ValueError, match="unknown step 'rope2' .did you mean 'rope'"):
         PublishedConfig(("rope2",))
+
+
+def test_every_excluded_figure_has_a_reason():
+    assert published.excluded() and all(len(row["excluded"]) > 20 for row in published.excluded())
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # peft calls it
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_fine_tuning_step_has_the_published_metrics(attention):
+    sizes = {"layers": 1, "dim": 64, "heads": 4, "kv_heads": 2, "ff": 128, "vocabulary": 256, "tied": True}
+    sizes |= {"batch": 1, "length": 128, "rank": 4, "attention": attention}
+    found = published.predicted_bytes("lora-causal-lm", sizes, "t4")
+    assert found["allocated, start"] < found["allocated, optimizer"] <= found["allocated"] <= found["reserved"]

@@ -16,7 +16,7 @@ from ackpt.metering.prediction import predict
 from ackpt.results import Record, environment
 
 from .named_steps import Method, Setting
-from .settings import record_config, record_metrics
+from .settings import block_bytes, record_config, record_metrics
 from .step_shapes import Shapes
 from .training import PLANNED, adamw, configure, make_states, one_step
 
@@ -64,5 +64,6 @@ def _predict(task, device, method) -> dict:
         resident=(model, optimizer, *task.tensors(batch)),
         device=device,
         warmup=0,
+        round_to=block_bytes(device),
     )
     return record_metrics(predicted)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from dataclasses import asdict
 
+from ackpt.metering.cuda_meter import BLOCK
+
 
 def require_positive(config, *names: str) -> None:
     """ValueError for the first of the named whole numbers that is below 1."""
@@ -33,6 +35,11 @@ def record_config(config, **more) -> dict:
 def record_metrics(measured) -> dict:
     """The bytes and FLOPs of a measurement or a prediction for a record, without its device and its times."""
     return {key: value for key, value in measured.to_json().items() if key not in ("device", "seconds")}
+
+
+def block_bytes(device: str) -> int | None:
+    """What `predict` rounds blocks to where methods are compared with plans, which have no allocator either."""
+    return BLOCK if device == "cuda" else None
 
 
 def free_host_bytes() -> int | None:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ackpt
 from ackpt.capture.optimizer_state import with_optimizer
 from ackpt.costs.devices import device as device_rates
+from ackpt.costs.profiles import with_gpu_workspace
 from ackpt.errors import BudgetError
 from ackpt.metering.autograd_engine import around_backward
 from ackpt.metering.gpus import gpu
@@ -24,7 +25,7 @@ from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import PlanConfig, captured
 
 from .named_steps import PER_BLOCK, UNBOUNDED, Method, NotRun, Setting, one_step, switch, tensors
-from .settings import free_host_bytes, record_metrics
+from .settings import block_bytes, free_host_bytes, record_metrics
 from .training import adamw, make_states
 
 AS_ON = "h200"  # the GPU whose choice of kernels a prediction for CUDA follows
@@ -73,7 +74,8 @@ class Shapes:
                 one_step(made.model, made.inputs, self.setting, optimizer)
 
         resident = (made.model, optimizer, *tensors(made.inputs))
-        return record_metrics(predict(step, resident=resident, device=self.setting.device, warmup=0))
+        device = self.setting.device
+        return record_metrics(predict(step, resident=resident, device=device, warmup=0, round_to=block_bytes(device)))
 
     def _planned(self, method: Method) -> dict:
         graph, profile = self._graph()
@@ -110,7 +112,8 @@ class Shapes:
             graph = captured(made, wanted, where)
             optimizer = adamw(made.model, self.setting.learning_rate)
             graph = with_optimizer(graph, optimizer)
-            self._found = graph, ackpt.profile(graph)
+            profile = ackpt.profile(graph)
+            self._found = graph, with_gpu_workspace(graph, profile) if cuda else profile
         return self._found
 
 
