@@ -1,34 +1,36 @@
 # %% [markdown]
 # # mu-TWO
 #
-# After this chapter you can decide for each tensor of a step whether to keep, swap or recompute it, follow a published
-# algorithm that does so choice by choice, and tell which of its printed lines and printed figures to believe.
+# After this chapter you can decide for each tensor of a step whether to save, swap or recompute it. You can follow a
+# published algorithm that makes these decisions one choice at a time, and tell which of its printed lines and
+# published figures to believe.
 
 # %% [markdown]
 # ## Goals
 #
-# - Read the attributes of intermediates in the paper's names: how long each lies idle, what it costs to have it again.
-# - Follow the decision on a small network: which candidate goes when, and what that does to the others.
-# - Find the errors of the printed pseudocode, and measure what they do.
-# - See a step before and after, of a ResNet and of a Transformer, and with copies that computing hides, or does not.
+# - Read the attributes of intermediates under the paper's names: how long each stays idle, what recomputing it costs.
+# - Follow the decision on a small network: which candidate is chosen when, and how each choice affects the others.
+# - Find the errors in the printed pseudocode and measure their effect.
+# - Compare a step before and after planning: a ResNet, a Transformer, and steps whose copies do or do not overlap
+#   with compute.
 # - Measure memory and latency against the batch size, and find the largest batch that fits.
-# - Put the published table beside predictions, and see what it cannot mean.
+# - Compare the published table with predictions, and see which readings it rules out.
 #
 # ## Notation
 #
 # | symbol | meaning |
 # |:--:|---|
 # | $b$ | `memory_size`, bytes of an intermediate |
-# | $t$ | `total_recomp_time`, the run time of what must run to have it again, as often as that happens |
-# | $b / t$ | `recompute_ratio`: bytes that are freed for a second |
-# | $\rho$, $\lambda$ | FLOPs that the device does in a second, bytes that the link to the host carries in one, each way |
+# | $t$ | `total_recomp_time`, the time to recompute it, times the number of recomputations |
+# | $b / t$ | `recompute_ratio`: bytes freed per second of recomputation |
+# | $\rho$, $\lambda$ | FLOPs per second of the device, bytes per second of the link to the host in each direction |
 # | $T$, $d$ | tokens; width of a layer |
 #
-# {doc}`07_sublinear_memory` chose *which blocks* run again. mu-TWO (Purandare, Wasay, Idreos and Jain,
-# [MLSys 2023](https://mlsys.org/virtual/2023/poster/2467)) looks at every tensor by itself, and may also *swap* it to
-# the host's memory. The paper trains several models on one GPU, so that one computes while another swaps. Its
-# algorithms work for one model as well, and that is what this chapter is about; a result for one model and
-# recomputation alone the paper does not have.
+# {doc}`07_sublinear_memory` chose *which blocks* to recompute. mu-TWO (Purandare, Wasay, Idreos and Jain, [MLSys
+# 2023](https://mlsys.org/virtual/2023/poster/2467)) looks at every tensor individually, and may also *swap* it to
+# host memory. The paper trains several models on one GPU, so that one computes while another swaps. Its algorithms
+# also work for a single model, which is the subject of this chapter. The paper has no result for one model with
+# recomputation alone.
 
 # %%
 import textwrap
@@ -66,19 +68,19 @@ SOURCE = "notebooks/08_mu_two.py"
 # %% [markdown]
 # ## Three stages
 #
-# A *profiler* runs the step and notes what each operation takes. A *decision* chooses fates. A *rewriter* makes a graph
-# that does so. The paper prints them as algorithms A to H:
+# A *profiler* runs the step and records the cost of each operation. A *decision* assigns each tensor its fate. A
+# *rewriter* builds the graph that carries the decision out. The paper prints them as algorithms A to H:
 #
 # | | algorithm of the paper | here |
 # |:--:|---|---|
 # | A | profile a graph that may be larger than the device | `ackpt.profile` |
 # | B | choose candidates until the peak fits | `ackpt.policies.mu_two` |
-# | C, D | what swapping, what recomputing costs | `ackpt.policies.search.intermediates` |
-# | E, F | what a choice changes in those chosen, in those left | `ackpt.policies.search.intermediates` |
-# | G | what memory the choices take | `ackpt.graph.simulate` |
-# | H | run on three streams: computing, copies out, copies in | `ackpt.graph.rewrite` |
+# | C, D | the cost of swapping, the cost of recomputation | `ackpt.policies.search.intermediates` |
+# | E, F | the effect of a choice on tensors chosen earlier and on the rest | `ackpt.policies.search.intermediates` |
+# | G | the memory that the choices need | `ackpt.graph.simulate` |
+# | H | run on three streams: compute, copies out, copies in | `ackpt.graph.rewrite` |
 #
-# Our two models: ResNet-18, narrow and with small images, and a language model of three blocks.
+# Our two models are a narrow ResNet-18 with small images, and a language model of three blocks.
 
 # %%
 resnet = models.ResNet(models.ResNetConfig("basic", (2, 2, 2, 2), width=8, num_classes=10))
@@ -93,8 +95,9 @@ graphs = {name: ackpt.trace(model, *args) for name, (model, args) in calls.items
 # %% [markdown]
 # ## What the profiler knows
 #
-# An *intermediate* is what one operation of the forward leaves for backward. Its attributes in the paper's names, by the
-# rates in the data sheet of a T4, which has times and a link to the host; nothing on this page was run on one.
+# An *intermediate* is what one forward operation leaves for the backward pass. The table shows its attributes under
+# the paper's names. Times follow from the data sheet of a T4, which gives rates and a link to the host; nothing on
+# this page ran on a T4.
 
 # %%
 t4 = device("t4")
@@ -126,7 +129,7 @@ for model, words_of in SHOWN.items():
         }
 names = next(iter(cells.values()))
 rows = [{"attribute": name} | {key: str(cell[name]) for key, cell in cells.items()} for name in names]
-caption = "Attributes of six intermediates, the first of their kinds; times by a T4's data sheet."
+caption = "Attributes of six intermediates, each the first of its kind; times from a T4's data sheet."
 table = markdown_table(rows, columns, caption, "tab-attributes")
 path = write_text_atomic("results/tables/08_attributes.md", table)
 
@@ -134,14 +137,15 @@ path = write_text_atomic("results/tables/08_attributes.md", table)
 # ```{include} ../../results/tables/08_attributes.md
 # ```
 #
-# Accesses are places in the order of execution. Between `last_fw_access` and `first_bw_access` nobody touches the
-# tensor; what runs there takes the `inactive_time`. `recomp_srcs` are the other intermediates from which it can be made.
+# Accesses are positions in the order of execution. No operation reads the tensor between `last_fw_access` and
+# `first_bw_access`; the operations in between take the `inactive_time`. `recomp_srcs` are the other intermediates
+# from which the tensor can be recomputed.
 #
-# Two orders follow. Who lies idle longest gains most by leaving: first candidate for swapping. Who has the highest
-# `recompute_ratio` frees most bytes for a second of computing: first candidate for recomputing. How do they lie in the
-# language model?
+# Two orders follow. Swapping pays most for the tensor that stays idle longest. Recomputation pays most for the tensor
+# with the highest `recompute_ratio`, which frees the most bytes per second of compute. The plot shows both for the
+# language model:
 
-# %% alt="Scatter of the language model's intermediates: idle milliseconds to the right, gigabytes freed per second of recomputing upwards, logarithmic. Products and elementwise results lie between ten and two hundred, above the dashed line of the link at eight gigabytes per second; the small results of norms and sums lie below it, the loss lowest."
+# %% alt="Scatter of the language model's intermediates: idle milliseconds to the right, gigabytes freed per second of recomputation upwards, logarithmic. Outputs of products and elementwise operations lie between ten and two hundred, above the dashed line of the link at eight gigabytes per second; the small outputs of norms and sums lie below it, the loss lowest."
 graph, profile = graphs["language model"], profiles["language model"]
 kinds = {"products and attention": [], "sums and norms": [], "other elementwise": []}
 for i in intermediates["language model"]:
@@ -156,19 +160,21 @@ count = len(intermediates["language model"])
 figure = ratio_plot(
     {kind: pairs for kind, pairs in kinds.items() if pairs},
     both_ways,
-    f"Of {count} intermediates {quick} are made anew faster than a T4's link moves them out and in",
+    f"A T4 recomputes {quick} of {count} intermediates faster than its link moves them out and in",
 )
 path = plots.save(figure, "results/figures/08_ratios.png")
 figure
 
 # %% [markdown]
-# What pays least are the results of norms and sums: a few bytes, for which everything must be read again. They are not
-# worth a choice; what is large is worth it, and here it would sooner be made again than moved.
+# Recomputation pays least for the outputs of norms and sums: they have few bytes, but recomputing them reads a whole
+# tensor. They are hardly worth a choice. Large tensors are, and here recomputing most of them is faster than moving
+# them.
 #
 # ## The decision, choice by choice
 #
-# A network of five layers with tanh between them, wide and narrow in turn. It leaves four intermediates (the result of
-# the fifth is the caller's). We take the link away first, so that everything is recomputed.
+# The example is a network of five layers with tanh between them, alternately wide and narrow. It has four
+# intermediates, since the output of the fifth layer belongs to the caller. We first remove the link, so that
+# everything is recomputed.
 
 # %%
 widths = (64, 256, 64, 256, 32, 128)
@@ -189,15 +195,17 @@ for choice in choices:
 # %% [markdown]
 # Row by row:
 #
-# - `tanh` and `tanh_2` are wide and cheap: they start with the highest ratio, and `tanh` goes first.
-# - With it `tanh_1` gets dearer. It is made from `tanh`, and that is gone: who wants `tanh_1` runs two layers (F, first
-#   case: `recomp_time` grows by that of its source). `tanh_2` and `tanh_3` are made from others and do not care.
-# - `tanh_2` goes. It is made from `tanh_1`: if that were dropped, too, it would be needed twice, for itself and on the
-#   way to `tanh_2`. Its ratio halves (`recomp_cnt` is 2). `tanh_3` has lost its source and runs two layers now.
-# - `tanh_3` goes, and through `tanh_2` it reaches back to `tanh_1`, which would run three times.
-# - `tanh_1` is the last. Now all reach back to the input (E: the chosen ones get its source, and its time).
+# - `tanh` and `tanh_2` are wide and cheap: they start with the highest ratio, and `tanh` is dropped first.
+# - This makes `tanh_1` more expensive. Its source `tanh` is gone, so recomputing `tanh_1` takes two layers (F, first
+#   case: `recomp_time` grows by that of its source). `tanh_2` and `tanh_3` have other sources and do not change.
+# - `tanh_2` is dropped. Its source is `tanh_1`: if that were dropped, too, it would be recomputed twice, once for
+#   itself and once on the way to `tanh_2`. Its ratio halves (`recomp_cnt` is 2). `tanh_3` has lost its source, and
+#   recomputing it now takes two layers.
+# - `tanh_3` is dropped. Through `tanh_2` it depends on `tanh_1`, which would be recomputed three times.
+# - `tanh_1` is last. Now all four are recomputed from the input (E: the tensors chosen earlier inherit its source and
+#   its time).
 #
-# What each takes to be made again, first and last, in µs:
+# The time to recompute each one, at first and at the end, in µs:
 
 # %%
 first = {mu_two.name_of(net_graph, i): i for i in mu_two.intermediates_of(net_graph, net_profile)}
@@ -206,12 +214,13 @@ for name in names:
     print(f"{name:7} {1e6 * alone:5.1f} alone, {1e6 * after:5.1f} when all are dropped")
 
 # %% [markdown]
-# The paper stops as soon as the peak fits. Here B goes on to its end, every schedule on the way is simulated, and a
-# budget takes the cheapest that fits: so a lower budget never gives a higher peak.
+# The paper stops as soon as the peak fits. Here B continues to the end and simulates every schedule on the way; a
+# budget then takes the cheapest schedule that fits. A lower budget therefore never gives a higher peak.
 #
 # ## The rewritten order
 #
-# Which order is that? All four are dropped; the names of what runs in backward, recomputed operations in capitals:
+# In which order do the operations run? With all four tensors dropped, these are the operations of the backward pass,
+# recomputed ones in capitals:
 
 
 # %%
@@ -226,8 +235,8 @@ def backward_of(schedule):
 
 *_, state = states(net_graph, net_profile)
 once, each = schedules_of(net_graph, net_profile, state)
-print("once, and kept to its last use:\n" + backward_of(once))
-print("each for itself:\n" + backward_of(each))
+print("recomputed once, kept until the last use:\n" + backward_of(once))
+print("recomputed for each tensor separately:\n" + backward_of(each))
 
 # %%
 for name, schedule in {"once": once, "each": each}.items():
@@ -236,32 +245,34 @@ for name, schedule in {"once": once, "each": each}.items():
     print(f"{name}: peak {found.peak_bytes / 1024:.0f} KiB, {again:.0%} more FLOPs")
 
 # %% [markdown]
-# The paper makes a chain anew for each of its members. To keep members from their first use to their last is cheaper,
-# and takes more memory: with everything dropped it is back where the baseline was. Both orders are tried.
+# The paper recomputes a chain separately for each of its members. Keeping the members from their first use to their
+# last is cheaper but needs more memory: with everything dropped, the peak is back at the baseline's. `ackpt` tries
+# both orders.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A choice is never alone. What was cheap to recompute is dear once its sources are gone, so ratios are kept right after
-# every choice; and a set of choices is no plan until the order is fixed.
+# Choices depend on each other. A tensor that was cheap to recompute becomes expensive once its sources are gone, so
+# all ratios are updated after every choice. A set of choices becomes a plan only when its order is fixed.
 # :::
 
 # %% [markdown]
-# ## What is printed, and what it does
+# ## Errors in the printed pseudocode
 #
-# The pseudocode has errors. Followed to the letter it does not work, so whoever reproduces it mends them, knowingly or
-# not. Which, and how much does each matter?
+# The pseudocode has errors and does not work if followed to the letter. Every reproduction corrects them, knowingly
+# or not. Which errors are there, and how much does each matter?
 #
-# **G, the memory.** The printed simulator begins backward with *all* intermediates. Those that were dropped are added
-# once more when they come back. So what is dropped is counted from the start, and again from its return: no choice can
-# ever lower the estimate. With the start mended, it is still blind to what lives while a chain runs again. Both, and
-# the truth, for every choice on the language model, simulated; the two last plans are run as well.
+# **G, the memory.** The printed simulator begins backward with *all* intermediates, and adds the dropped ones once
+# more when they are recomputed. A dropped tensor thus counts from the start, and a second time from its
+# recomputation: no choice can ever lower the estimate. With the start corrected, the simulator still ignores the
+# tensors that are live while a chain is recomputed. The plot compares both estimates with the simulated peak for
+# every choice on the language model. The last plan of each order is also run.
 
 # %%
 cpu = ackpt.profile(graphs["language model"], workspace="measured")
 choices = mu_two.choices(graphs["language model"], cpu)
 estimates = {
     "printed": [choice.printed_bytes for choice in choices],
-    "start mended": [choice.blind_bytes for choice in choices],
+    "start corrected": [choice.blind_bytes for choice in choices],
     "once": [choice.once_bytes for choice in choices],
     "each": [choice.each_bytes for choice in choices],
 }
@@ -286,13 +297,13 @@ points = {
     "each": {last: run_choice(last, 1) / MIB},
 }
 
-# %% alt="Dynamic peak over the number of choices. The printed estimate starts at the plain peak and only rises. The order that runs each for itself falls to less than a third. The order that runs all once falls with it at first, and then climbs back to the plain peak. The mended estimate lies on the falling line. Measured points lie on their lines."
+# %% alt="Dynamic peak over the number of choices. The printed estimate starts at the baseline peak and only rises. The order that recomputes each chain separately falls to less than a third. The order that recomputes everything once falls with it at first, and then climbs back to the baseline peak. The corrected estimate follows the falling line. Measured points lie on their lines."
 lines = {name: {n: size / MIB for n, size in enumerate(sizes)} for name, sizes in estimates.items()}
 lowest = min(estimates["each"]) / estimates["each"][0]
 figure = curves_plot(
     points,
     lines,
-    f"By the printed estimate nothing is ever gained; in truth the peak falls to {lowest:.0%}, or rises again",
+    f"The printed estimate never falls; the true peak falls to {lowest:.0%}, or rises again",
     xlabel="choices",
     ylabel="dynamic peak (MiB)",
     logs=(),
@@ -303,25 +314,25 @@ figure
 # %%
 for name, sizes in estimates.items():
     share = sizes[-1] / sizes[0]
-    print(f"{name:12} all dropped: {share:.2f} of the plain peak")
-blind = [b - e for b, e in zip(estimates["start mended"], estimates["each"])]
-print(f"start mended less the order of the paper: {min(blind)} to {max(blind)} bytes")
+    print(f"{name:12} all dropped: {share:.2f} of the baseline peak")
+blind = [b - e for b, e in zip(estimates["start corrected"], estimates["each"])]
+print(f"start corrected minus the simulated order of the paper: {min(blind)} to {max(blind)} bytes")
 
 # %% [markdown]
-# Taken by its word, B would drop everything at every budget, and then report that nothing fits. In the paper's order,
-# each for itself, the mended estimate is right for this model: a chain of blocks hands on one tensor, and little lives
-# beside it. On the small network above it is too low, and for the other order it is worthless. `ackpt` estimates
-# nothing: every candidate plan goes through the simulator.
+# Taken literally, B would drop everything at every budget, and then report that nothing fits. In the paper's order,
+# which recomputes a chain for each tensor separately, the corrected estimate is right for this model: each block
+# passes on one tensor, and few others are live meanwhile. It is too low on the small network above, and useless for
+# the other order. `ackpt` does not estimate: every candidate plan goes through the simulator.
 
 # %%
 small = mu_two.choices(net_graph, net_profile)[-1]
 small.blind_bytes, small.each_bytes, small.once_bytes
 
 # %% [markdown]
-# **B, the loop.** The printed loop evicts before it looks at the budget, so a step that fits loses an intermediate all
-# the same. And where it finds that recomputing is cheaper, it takes the candidate for *swapping* from the list, the one
-# that lies idle longest, whatever it costs to make. The loop as printed and as meant, on two blocks of a wider language
-# model (its tensors have no data) by the rates of two devices:
+# **B, the loop.** The printed loop evicts before it checks the budget, so a step that already fits loses an
+# intermediate. When it finds that recomputation is cheaper, it takes the candidate for *swapping* from the list: the
+# tensor that stays idle longest, whatever its recomputation costs. The table compares the loop as printed and as
+# intended, on two blocks of a wider language model (fake tensors) with the rates of two devices:
 
 
 # %%
@@ -345,7 +356,7 @@ for name in DEVICES:
     for share in (1.0, 0.8, 0.6, 0.5):
         for as_printed in (False, True):
             found = mu_two.decided(g, costs_there, int(share * plain.peak_bytes), as_printed=as_printed)
-            row = {"device": name, "budget": share, "loop": "printed" if as_printed else "as meant"}
+            row = {"device": name, "budget": share, "loop": "as printed" if as_printed else "as intended"}
             if found is None:
                 row |= dict.fromkeys(("swapped", "dropped", "peak", "longer"), "never fits")
             else:
@@ -355,8 +366,8 @@ for name in DEVICES:
                 row |= {"longer": round(100 * (made.seconds / plain.seconds - 1), 1)}
             rows.append(row)
 columns = {"device": "rates of", "budget": "budget", "loop": "algorithm B", "swapped": "swapped", "dropped": "dropped"}
-columns |= {"peak": "dynamic peak, % of plain", "longer": "step longer by, %"}
-caption = "Algorithm B as meant and as printed, width 256; peaks and times simulated with the rates of data sheets."
+columns |= {"peak": "dynamic peak, % of baseline", "longer": "added time, %"}
+caption = "Algorithm B as intended and as printed, width 256; peaks and times simulated with data sheet rates."
 table = markdown_table(rows, columns, caption, "tab-loop")
 path = write_text_atomic("results/tables/08_loop.md", table)
 
@@ -364,9 +375,9 @@ path = write_text_atomic("results/tables/08_loop.md", table)
 # ```{include} ../../results/tables/08_loop.md
 # ```
 #
-# **C, the overhead of a swap.** From the first use in backward it walks back, operation by operation, and takes each
-# one's run time off the time of the copy. The last one may take off more than is left. How many of the intermediates
-# get an overhead below zero, as if a copy gave time back?
+# **C, the overhead of a swap.** The algorithm walks back from the first use in backward and subtracts the run time of
+# each operation from the time of the copy. The last one may subtract more than is left. How many intermediates get a
+# negative overhead, as if a copy saved time?
 
 # %%
 g, costs_there = wide[256], rates[256, "h200"]
@@ -375,16 +386,16 @@ every = mu_two.intermediates_of(g, costs_there)
 printed = [mu_two.printed_overhead(i, run_time, g.boundary) for i in every]
 positive = [seconds for seconds in printed if seconds > 0]
 print(f"{sum(seconds < 0 for seconds in printed)} of {len(printed)} below zero")
-print(f"sum {1e6 * sum(printed):.0f} µs, of what is above zero {1e6 * sum(positive):.0f} µs")
+print(f"sum {1e6 * sum(printed):.0f} µs, sum of the positive ones {1e6 * sum(positive):.0f} µs")
 
 # %% [markdown]
-# A negative overhead wins against any recomputation, and in a sum it hides the copies that do wait. Besides, each copy
-# is judged as if it had the link and the operations to itself. Here what is left is never below zero, and an operation
-# hides one copy at a time.
+# A negative overhead wins against any recomputation, and in a sum it cancels the copies that do wait. The algorithm
+# also treats each copy as if it had the link and the operations to itself. In `ackpt` the remainder is never
+# negative, and an operation hides one copy at a time.
 #
-# **D to F, lists of sources.** When a source is dropped, its own sources take its place in a list, and its time is
-# added. Where two sources have an ancestor in common, that is counted twice, and so on upwards. In a tower of
-# $x \leftarrow \sin x \cdot e^x$ every floor doubles the count:
+# **D to F, lists of sources.** When a source is dropped, its own sources replace it in a list, and its time is added.
+# An ancestor shared by two sources counts twice, and the error grows with every level. In a tower of $x \leftarrow
+# \sin x \cdot e^x$ every floor doubles the count:
 
 
 # %%
@@ -413,34 +424,35 @@ for i in every:
         print(f"{name:6} along paths {1e9 * paths:6.0f} ns, as a set {1e9 * as_set:5.0f} ns")
 
 # %% [markdown]
-# Two more errors of these algorithms are about `total_recomp_time`, the recomputation time as often as it is spent. E
-# lengthens the chains of those chosen earlier and leaves their totals as they were. And the second case of F, which
-# counts how often a candidate would run, overwrites what the first case has just added. Exercise 1 has an example. In
-# `ackpt` what runs again is a *set* of operations; time, count and ratio follow from the sets after every choice.
+# These algorithms make two more errors in `total_recomp_time`, the recomputation time multiplied by the number of
+# recomputations. E lengthens the chains of tensors chosen earlier but does not update their totals. And the second
+# case of F, which counts how often a candidate would be recomputed, overwrites what the first case has just added.
+# Exercise 1 has an example. `ackpt` stores the recomputed operations as a *set*, and derives time, count and ratio
+# from the sets after every choice.
 
 # %% [markdown]
-# | | printed | so that | here |
+# | | printed | consequence | here |
 # |:--:|---|---|---|
-# | B | evicts, then asks whether the peak fits | a step that fits loses something | asks first |
-# | B | recomputes the candidate for swapping | what costs much runs again | the one with the best ratio |
-# | C | may return less than nothing | such swaps always win | what is left, at least 0 |
+# | B | evicts, then asks whether the peak fits | a step that fits loses an intermediate | asks first |
+# | B | recomputes the candidate for swapping | expensive tensors are recomputed | the one with the best ratio |
+# | C | may return a negative overhead | such swaps always win | the remainder, at least 0 |
 # | E | leaves `total_recomp_time` stale | chains look cheaper than they are | from the set, after every choice |
-# | F | the second case overwrites the first | recomputations are forgotten | counted anew |
+# | F | the second case overwrites the first | recomputations are not counted | recounted |
 # | D, E, F | lists of sources | shared ancestors count twice | sets of operations |
-# | G | begins with all, adds what comes back | no choice lowers the peak | simulated |
-# | G | knows no memory of a chain that runs again | peaks too low | simulated |
+# | G | begins with all, adds recomputed tensors | no choice lowers the peak | simulated |
+# | G | ignores the memory of a chain while it is recomputed | peaks too low | simulated |
 #
 # :::{admonition} Takeaway
 # :class: tip
-# Pseudocode is not run, so nobody finds its errors. Check an estimate against a measurement before deciding by it: the
-# printed one misses the peak by more than all that there is to gain.
+# Nobody runs pseudocode, so its errors stay hidden. Check an estimate against a measurement before deciding by it:
+# the error of the printed estimate is larger than all the memory to be gained.
 # :::
 
 # %% [markdown]
 # ## Before and after
 #
-# Both models on this machine, where nothing can be swapped: there is no second memory. Budgets in shares of the plain
-# step's dynamic peak.
+# Both models run on this machine, where swapping is impossible because there is no second memory. Budgets are
+# fractions of the baseline's dynamic peak.
 
 # %%
 shares = {"ResNet-18": 0.75, "language model": 0.4}
@@ -453,7 +465,7 @@ for name, (model, args) in calls.items():
     assert after.dynamic_peak_bytes == plan.dynamic_peak_bytes <= plan.limit_bytes
     measurements[name] = before, after, plan
 
-# %% alt="Live memory of two training steps of ResNet-18 side by side, stacked by category. Before: activations rise steeply, then slowly to the boundary and fall. After: they rise to about two thirds of that and carry small teeth in backward."
+# %% alt="Live memory of two training steps of ResNet-18 side by side, stacked by category. Before: activations rise steeply, then slowly until the boundary, and fall. After: they rise to about two thirds of that, with small spikes in backward."
 name = "ResNet-18"
 before, after, plan = measurements[name]
 figure = graph_profile.orders_plot(
@@ -487,8 +499,8 @@ for name, (before, after, _) in measurements.items():
         row |= {"peak": round(found.peak_bytes / MIB, 2)}
         rows.append(row)
 columns = {"model": "model", "step": "step", "resident": "resident", "gradients": "gradients"}
-columns |= {"activations": "activations", "temporaries": "temporaries", "peak": "together"}
-caption = "What stands at the measured peak before and after, in MiB; no optimizer state."
+columns |= {"activations": "activations", "temporaries": "temporaries", "peak": "total"}
+caption = "Live memory at the measured peak before and after planning, in MiB; no optimizer state."
 table = markdown_table(rows, columns, caption, "tab-before-after")
 path = write_text_atomic("results/tables/08_before_after.md", table)
 
@@ -496,8 +508,9 @@ path = write_text_atomic("results/tables/08_before_after.md", table)
 # ```{include} ../../results/tables/08_before_after.md
 # ```
 #
-# The measured peaks are the planned ones, to the byte (the cell above would have stopped). Which operations run again?
-# They move more bytes than they compute FLOPs: the cost below weighs both, as the policy does.
+# The measured peaks equal the planned ones to the byte (otherwise an assertion above would have failed). Which
+# operations are recomputed? Mostly operations that move many bytes for few FLOPs. The cost below is in calibrated
+# time, which counts both; the policy minimizes the same cost.
 
 # %%
 for name, (_, _, plan) in measurements.items():
@@ -508,11 +521,11 @@ for name, (_, _, plan) in measurements.items():
     print("   ", ", ".join(f"{count} {kind}" for kind, count in again.most_common(6)))
 
 # %% [markdown]
-# ## With a link
+# ## Swapping over a link to the host
 #
-# A GPU has a link to the host's memory, and a copy over it takes no time of the step, as long as something else
-# computes. Whether it does is a question of rates: plans by the data sheets of a T4 and an H200, **simulated** on three
-# streams, with the link and without it.
+# A GPU has a link to the host's memory. A copy over it adds no time to the step as long as it overlaps with compute.
+# Whether it does depends on the device's rates. These plans use the data sheets of a T4 and an H200; they are
+# **simulated** on three streams, with the link and without it.
 
 # %% tags=["hide-input"]
 rows, cost = [], {}
@@ -530,9 +543,9 @@ for (width, name), with_link in rates.items():
             if budget in (0.7, 0.5):
                 rows.append(row)
 columns = {"width": "width", "device": "rates of", "link": "link", "budget": "budget", "host": "in host memory, MiB"}
-columns |= {"again": "recomputed, GFLOP", "exposed": "exposed copies, ms", "longer": "step longer by, %"}
-columns["auto"] = "with auto, %"
-caption = "Plans of mu-two for two blocks and 4,096 tokens, fp32, simulated by data sheets; nothing was run on a GPU."
+columns |= {"again": "recomputed, GFLOP", "exposed": "exposed copies, ms", "longer": "added time, %"}
+columns["auto"] = "added time with auto, %"
+caption = "mu-two plans for two blocks and 4,096 tokens, fp32, simulated from data sheets; nothing ran on a GPU."
 table = markdown_table(rows, columns, caption, "tab-link")
 path = write_text_atomic("results/tables/08_link.md", table)
 
@@ -540,7 +553,7 @@ path = write_text_atomic("results/tables/08_link.md", table)
 # ```{include} ../../results/tables/08_link.md
 # ```
 
-# %% alt="Simulated live memory of one step three times. Plain: a high ramp to the boundary and down. Recomputed: half as high. Swapped: half as high too, the activations leave while the forward runs and come back one after the other in backward."
+# %% alt="Simulated live memory of one step under three plans. Baseline: a high ramp up to the boundary and down. Recomputed: half as high. Swapped: also half as high; activations leave during forward and return one after the other in backward."
 g, name, runs = wide[1024], "t4", {}
 profiles_by_link = {"recomputed": replace(rates[1024, name], swap_seconds=None), "swapped": rates[1024, name]}
 runs["plain"] = ackpt.plan(g, policy="none", profile=rates[1024, name])
@@ -549,14 +562,14 @@ for label, costs_there in profiles_by_link.items():
 longer = {label: f"{plan.cost:.0%}" for label, plan in runs.items()}
 figure = graph_profile.orders_plot(
     {label: plan.timeline for label, plan in runs.items()},
-    f"Simulated on a T4: half the peak makes the step {longer['recomputed']} longer by recomputing, and "
+    f"Simulated on a T4: halving the peak adds {longer['recomputed']} to the step by recomputation, and "
     f"{longer['swapped']} by swapping",
     runs["plain"].resident_bytes,
 )
 path = plots.save(figure, "results/figures/08_swapped.png")
 figure
 
-# %% alt="How much longer the step gets over the budget, four lines for width 256 and 1024 on T4 and H200 with the link. Width 1024 on the T4 costs nothing down to the lowest budget, its line is the axis; width 256 on the H200 costs most."
+# %% alt="Added time over the budget, four lines for widths 256 and 1024 on T4 and H200 with the link. Width 1024 on the T4 costs nothing down to the lowest budget, its line is the axis; width 256 on the H200 costs most."
 budgets = sorted(cost[256, "t4", "yes"])
 lines = {
     f"{name}, width {width}": [points[budget] for budget in budgets]
@@ -567,43 +580,43 @@ figure = plots.line_plot(
     budgets,
     {},
     lines,
-    "With the link wide layers reach half the peak for next to nothing, narrow ones on a fast device pay",
+    "With the link, halving the peak is almost free for wide layers; narrow layers on a fast device pay",
     xlabel="budget, % of the baseline's dynamic peak",
-    ylabel="step longer by, %",
+    ylabel="added time, %",
     unit=1,
 )
 path = plots.save(figure, "results/figures/08_link.png")
 figure
 
 # %% [markdown]
-# A slow device has all the time in the world: on the T4 copies hide behind products of width 1,024, and half of the peak
-# is free. Exercise 2 finds the width from which that is so. On a fast device with narrow layers nothing hides a copy
-# for long, what is left is to recompute, and then the link is no help: at half the peak the plan with it is even the
-# dearer one. B is greedy, it never takes a choice back. The package's own policy, `auto` in the last column, plans as if
-# there were no link, offloads of each plan's savings what surely hides, and keeps the best of all: so a link is never a
-# loss. (The rates are those of 32-bit products. With 16-bit ones an H200 computes 15 times as fast, and copies half as
-# much.)
+# On a slow device copies overlap with compute: on the T4 products of width 1,024 hide them, and halving the peak is
+# free. Exercise 2 derives the smallest width for which that holds. On a fast device with narrow layers no operation
+# hides a copy for long, so recomputation remains and the link does not help. At half the peak the plan with the link
+# is even more expensive, because B is greedy and never undoes a choice. The package's own policy, `auto` in the last
+# column, first plans without the link, then offloads those saved activations whose copies certainly overlap, and
+# takes the best plan of all: a link never makes it worse. (The rates are those of 32-bit products. With 16-bit
+# products an H200 computes 15 times as fast, and copies half as much.)
 #
 # :::{admonition} Takeaway
 # :class: tip
-# Swap where products are wide and the device is slow, recompute elementwise operations always, products last. Which is
-# which follows from three rates, not from taste.
+# Swap where products are wide and the device is slow. Always recompute elementwise operations first, products last.
+# Three rates decide which tensor is swapped and which is recomputed.
 # :::
 
 # %% [markdown]
 # ## Memory against the batch size
 #
-# What users want to know is the other way round: not how small the peak gets, but how large a batch fits. In a terminal,
+# Users usually ask the reverse question: not how small the peak gets, but how large a batch fits. The command
 #
 # ```
 # ackpt batch-size --model resnet50 --batches 4,8,16,32,64 \
 #     --methods plain,per-block,mu-two@0.7,mu-two
 # ```
 #
-# runs a step of forward, backward and AdamW at every batch size, without checkpointing, with a checkpoint around each
-# block, and by a plan; checks that gradients are the same to the last bit; and then searches the largest batch within
-# what the baseline takes at the middle size. Two small models on this machine; what is between the measured sizes is
-# predicted from shapes.
+# runs a step of forward, backward and AdamW at every batch size: without checkpointing, with per-block checkpointing,
+# and with a plan. It checks that the gradients are bitwise equal. It then searches for the largest batch that fits
+# into the baseline's peak at the middle batch size. We use two small models on this machine; peaks between the
+# measured batch sizes are predicted from shapes.
 
 # %%
 narrow = {"width": 8, "depths": [1, 1, 1, 1], "num_classes": 10}
@@ -636,7 +649,7 @@ def saved(groups):
 
 
 # %% [markdown]
-# (The largest batches of the ResNet would take too long here.)
+# (The ResNet's largest batch would take too long here.)
 
 # %%
 resnets = islice(batch_size.run_batch_size(configs["ResNet"], SOURCE), 2)
@@ -656,12 +669,12 @@ def batch_plot(name, planned):
     return plots.line_plot(sizes, found, expected, title, xlabel="batch size")
 
 
-# %% alt="Peak memory over the batch size of the small ResNet. Three straight lines with measured points on them: plain rises most steeply, per-block a little less, mu-two least."
+# %% alt="Peak memory over the batch size of the small ResNet. Three straight lines with measured points: the baseline rises most steeply, per-block a little less, mu-two least."
 figure = batch_plot("ResNet", "mu-two@0.7")
 path = plots.save(figure, "results/figures/08_batch_resnet.png")
 figure
 
-# %% alt="The same for the Transformer: the lines of per-block and mu-two are much flatter than plain's, that of mu-two the flattest."
+# %% alt="The same for the Transformer: the lines of per-block and mu-two are much flatter than the baseline's, that of mu-two is the flattest."
 figure = batch_plot("Transformer", "mu-two@0.55")
 path = plots.save(figure, "results/figures/08_batch_transformer.png")
 figure
@@ -672,9 +685,9 @@ for name, found in records.items():
     measured_ones = [record for record in found if batch_report.how(record) == "measured"]
     rows += [{"model": name, **row} for row in batch_report.rows(measured_ones)]
 columns = {"model": "model", "batch_size": "batch", "method": "method", "peak": "measured peak, MiB"}
-columns |= {"vs_plain": "vs plain, %", "flops": "FLOPs, %"}
+columns |= {"vs_plain": "vs baseline, %", "flops": "FLOPs, %"}
 shown = [{key: "" if row[key] is None else row[key] for key in columns} for row in rows]
-caption = "Peaks of whole steps with AdamW, measured on the CPU; gradients equal to the plain model's to the last bit."
+caption = "Peaks of whole steps with AdamW (plain: the baseline), measured on the CPU; gradients bitwise equal."
 table = markdown_table(shown, columns, caption, "tab-batch")
 path = write_text_atomic("results/tables/08_batch.md", table)
 
@@ -682,13 +695,13 @@ path = write_text_atomic("results/tables/08_batch.md", table)
 # ```{include} ../../results/tables/08_batch.md
 # ```
 #
-# The whole peak is a straight line over the batch, $m_0 + m_1 B$: parameters, gradients and the optimizer's state below,
-# activations on top. (The ResNet's points lie above plain's line by what convolutions take while they run, which shapes
-# do not tell; the plan was made with it, and its points lie on its line.) Checkpointing acts on the slope alone; with small batches there is little to gain, whatever the
-# method.
+# The whole peak is linear in the batch size, $m_0 + m_1 B$: $m_0$ contains parameters, gradients and optimizer state,
+# $m_1 B$ the activations. (The ResNet's baseline points lie above their predicted line by the workspace of the
+# convolutions, which shapes do not reveal. The plan accounts for the workspace, so its points lie on its line.)
+# Checkpointing reduces only the slope; with small batches no method gains much.
 #
-# And the latency? Milliseconds of this machine, medians of interleaved rounds, and the median of the ratios to the plain
-# step of the same round, which need not be the ratio of the two medians:
+# What about latency? The output gives medians of interleaved rounds in milliseconds on this machine, and the median
+# of the ratios to the baseline step of the same round. That median may differ from the ratio of the two medians:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for row in rows:
@@ -698,10 +711,10 @@ for row in rows:
         print(f"{label} {row['ms']:6.1f} ms  {slower}")
 
 # %% [markdown]
-# Small kernels on two cores: beside the computing there is the interpreter, which both kinds of recomputation pay for.
-# Ratios are worth more than milliseconds here, and FLOPs more than ratios.
+# With small kernels on two cores, the interpreter adds overhead that affects both kinds of recomputation. Ratios are
+# more reliable than milliseconds here, and FLOPs more reliable than ratios.
 #
-# The largest batch of the Transformer within the same memory, searched by prediction and then run:
+# The largest batch of the Transformer in the same memory, found by prediction and then run:
 
 # %%
 for row in batch_report.largest_rows(records["Transformer"]):
@@ -711,8 +724,8 @@ for row in batch_report.largest_rows(records["Transformer"]):
 # %% [markdown]
 # ## The published table
 #
-# A reproduction of this pipeline, profiler, decision and rewriter, has published memory and time of a ResNet with and
-# without, and claims. First what the table says by itself.
+# A reproduction of this pipeline (profiler, decision and rewriter) has published the memory and time of a ResNet with
+# and without it, along with some claims. We first look at the table by itself.
 
 # %%
 reference = load_reference("mu-two-resnet")
@@ -736,7 +749,7 @@ for B in SIZES:
     rows.append(row)
 columns = {"batch": "batch", "without": "without, MiB", "with": "with, MiB", "saved": "peak, %"}
 columns |= {"ms": "without, ms", "with_ms": "with, ms", "time": "time, %"}
-caption = "Published by others: memory and time of a ResNet without and with their pipeline; differences computed here."
+caption = "Memory and time of a ResNet without and with a pipeline, as published by others; differences computed here."
 table = markdown_table(rows, columns, caption, "tab-published")
 path = write_text_atomic("results/tables/08_published.md", table)
 
@@ -744,12 +757,13 @@ path = write_text_atomic("results/tables/08_published.md", table)
 # ```{include} ../../results/tables/08_published.md
 # ```
 #
-# - No row lies in the claimed range of -45 to -60 %: four save less, one saves more.
-# - A step that recomputes is reported to be *faster* by a fifth from batch 8 on. It does everything that the baseline
-#   does, and more. No cause was measured or given. At batch 8 it is even faster than at batch 4, with twice the images.
-# - The claimed overhead of 20 to 30 % stands in no row either.
+# - No row lies in the claimed range of -45 to -60 %: four rows save less, one saves more.
+# - From batch 8 on, the step with recomputation is reported to be *faster* by a fifth, although it does everything
+#   that the baseline does, and more. No cause was measured or given. At batch 8 it is even faster than at batch 4,
+#   with twice the images.
+# - No row shows the claimed overhead of 20 to 30 % either.
 #
-# Then the growth from row to row. What a fixed set of fates takes is a straight line:
+# Next we look at the growth from row to row. For fixed fates, memory is linear in the batch size:
 
 # %%
 for method, table_rows in published.items():
@@ -758,13 +772,13 @@ for method, table_rows in published.items():
     print(f"{method:8}", ", ".join(f"{slope:.1f}" for slope in slopes), "MiB per image")
 
 # %% [markdown]
-# *Without* is a line, *with* is not: the last row must have been made by other choices than the rest. Which ResNet is
-# it? The slope tells. What was predicted is our ResNet-152 at 224 by 224 pixels, in 32 bits, with AdamW, from shapes
-# alone, on tensors without data and with the choice of kernels of a GPU.
+# *Without* is linear, *with* is not: the last row must come from other choices than the rest. Which ResNet is it? The
+# slope tells. We predicted our ResNet-152 at 224 by 224 pixels, in 32 bits, with AdamW, from shapes alone, on fake
+# tensors and with the kernel choice of a GPU.
 #
-# Of the pipeline it is known that its rewriter fell back to `torch.utils.checkpoint`, and did not do what had been
-# decided. So for a batch of 64 checkpoints around all blocks are predicted, too. And the mended algorithm was asked to
-# keep what was published *with*:
+# The pipeline's rewriter is known to have fallen back to `torch.utils.checkpoint`, so it did not carry out the
+# decisions. For a batch of 64 we therefore also predict per-block checkpointing. We also give the corrected algorithm
+# the published *with* peak as its budget:
 
 # %%
 limit = f"{published['with'][64][0]:.0f}MiB"
@@ -785,8 +799,8 @@ for row in rows:
     row["flops"] = "" if row["flops"] is None else row["flops"]
     row["gpu"] = on_gpu.get((row["batch_size"], row["method"]))
 columns = {"batch_size": "batch", "method": "method", "peak": "predicted, MiB", "published_peak": "published, MiB"}
-columns |= {"off": "predicted against published, %", "flops": "FLOPs, %", "gpu": "measured on a GPU, MiB"}
-caption = "Peaks of ResNet-152, 224 x 224 pixels, fp32, AdamW: predicted here from shapes, and published by others."
+columns |= {"off": "predicted vs published, %", "flops": "FLOPs, %", "gpu": "measured on a GPU, MiB"}
+caption = "Peaks of ResNet-152, 224 x 224 pixels, fp32, AdamW: predicted from shapes here, published by others."
 table = markdown_table(rows, columns, caption, "tab-predicted")
 path = write_text_atomic("results/tables/08_predicted.md", table)
 
@@ -794,22 +808,22 @@ path = write_text_atomic("results/tables/08_predicted.md", table)
 # ```{include} ../../results/tables/08_predicted.md
 # ```
 #
-# A ResNet-152, by all signs: every plain peak within 2 %, and nothing was fitted. Predictions lie a little below; they
-# know nothing of what convolutions on a GPU take for themselves while they run.
+# All evidence points to a ResNet-152: every baseline peak is within 2 %, without any fitting. The predictions are
+# slightly low because they omit the workspace of convolutions on a GPU.
 #
-# The checkpoints come near the published peak *with*, and are not it. The plan takes less memory than they do, for a
-# quarter of what they compute again: that is what the algorithm could have done, had its decisions been carried out.
-# `ackpt batch-size --tier gpu --model resnet152 --predict` gives the whole table, in some minutes; without `--predict`,
-# on a GPU, it measures.
+# Per-block checkpointing comes close to the published *with* peak but does not match it. The plan needs less memory
+# than per-block checkpointing, for a quarter of its recomputed FLOPs. The algorithm could have achieved this, had its
+# decisions been carried out. `ackpt batch-size --tier gpu --model resnet152 --predict` produces the whole table in
+# some minutes; without `--predict`, on a GPU, it measures.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A peak is a line over the batch. Slope and axis say which model it was, a kink says that two things were compared, and
-# a speed-up of a step that does more says that something else was measured.
+# A peak is linear in the batch size. Slope and intercept identify the model, and a kink shows that two different
+# things were compared. If a step does more work and is reported as faster, something else was measured.
 # :::
 
 # %% [markdown]
-# Where the numbers of this page were made:
+# The numbers on this page were produced in this environment:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 records["ResNet"][0].environment
@@ -819,8 +833,9 @@ records["ResNet"][0].environment
 #
 # :::{admonition} Exercise 1: what F forgets
 # :class: note
-# Let $a = \tanh(\ldots)$ be read by $b = \sin a$ and $c = e^a$, and both be dropped. How often would $a$ run if it
-# were dropped, too: what is its `recomp_cnt`? What would it be if the second choice overwrote what the first has added?
+# Let $a = \tanh(\ldots)$ be read by $b = \sin a$ and $c = e^a$, and let both $b$ and $c$ be dropped. How often would
+# $a$ be computed in backward if it were dropped, too: what is its `recomp_cnt`? What would it be if the second choice
+# overwrote what the first has added?
 # :::
 
 
@@ -840,13 +855,13 @@ for name in ("sin", "exp"):
     print(f"without {name}: recomp_cnt of tanh is {by_name['tanh'].recomp_cnt}")
 
 # %% [markdown]
-# Three: for itself, for $b$ and for $c$. Overwritten, the count is that of the last choice alone, two.
+# Three times: for itself, for $b$ and for $c$. If overwritten, the count is that of the last choice alone, two.
 #
 # :::{admonition} Exercise 2: wide enough
 # :class: note
-# A layer of width $d$ turns $T$ rows into $T$ rows. Its product takes $2 T d^2$ FLOPs in the forward, its result is
-# $4 T d$ bytes. From which $d$ on does the forward of one layer hide the copy of one result, on a T4 and on an H200?
-# Check it with a deep chain of layers of which everything is swapped.
+# A layer of width $d$ maps $T$ rows to $T$ rows. Its forward product takes $2 T d^2$ FLOPs, and its output has $4 T
+# d$ bytes. From which $d$ on does the forward pass of one layer hide the copy of one output, on a T4 and on an H200?
+# Check it with a deep chain of layers in which everything is swapped.
 # :::
 
 
@@ -868,16 +883,17 @@ for name in ("t4", "h200"):
     enough = 2 * there.flops_per_second["float32"] / there.link_bytes_per_second
     shares = {width: exposed_share(width, name) for width in (512, 1024, 2048, 4096)}
     shown = ", ".join(f"{width}: {share:.0%}" for width, share in shares.items())
-    print(f"{name:5} d = {enough:.0f}; of the step computing waits at width {shown}")
+    print(f"{name:5} d = {enough:.0f}; share of the step spent waiting, by width: {shown}")
 
 # %% [markdown]
-# $4 T d / \lambda \le 2 T d^2 / \rho$ means $d \ge 2 \rho / \lambda$, whatever $T$. (Backward has two products for each copy back, and
-# waits less.) What is left at large widths is the end: the last result of the forward is wanted at once.
+# $4 T d / \lambda \le 2 T d^2 / \rho$ means $d \ge 2 \rho / \lambda$, for any $T$. (Backward has two products for
+# each copy back, and waits less.) The wait that remains at large widths occurs at the end of forward: backward needs
+# the last output at once.
 #
 # :::{admonition} Exercise 3: how much larger a batch
 # :class: note
-# By the published table, which batch fits *with* into the memory that 4, 8, 16 and 32 images take *without*, if between
-# the rows lie straight lines? Does it come to 2 to 2.5 times as many?
+# By the published table, which batch fits *with* the pipeline into the memory that 4, 8, 16 and 32 images need
+# *without* it? Interpolate linearly between the rows. Does the batch grow by a factor of 2 to 2.5?
 # :::
 
 
@@ -892,22 +908,23 @@ for B in SIZES[:-1]:
     print(f"{B:2} images without: {fits(without[B][0]):4.1f} with, x {fits(without[B][0]) / B:.2f}")
 
 # %% [markdown]
-# About twice as many: the claimed range begins where the table ends. (For 32 images it ends at 64, which fit with room
-# to spare; that row is the one off the line.)
+# About twice as many: the results only reach the lower end of the claimed range. (For 32 images the answer is capped
+# at 64, the table's last row, which fits with room to spare; that row is the one off the line.)
 #
 # ## What we have seen
 #
-# - mu-TWO weighs every intermediate: idle time against the link, bytes against the time to make it anew. Each choice
+# - mu-TWO weighs every intermediate: idle time against the link, bytes against recomputation time. Each choice
 #   changes the weights of the others.
-# - Its printed pseudocode estimates that nothing can be gained, recomputes the wrong candidate, and counts ancestors
-#   twice. Mended, and simulated instead of estimated, it keeps budgets to the byte.
-# - The same set of fates runs in two orders: once, and cheaper, or each for itself, and lower.
-# - Whether a copy is hidden follows from $d \ge 2 \rho / \lambda$: wide layers and slow devices swap, others recompute.
-# - The published table is that of a ResNet-152; its speed-ups cannot come from recomputing, and its last row was made
-#   in another way than the others.
+# - Its printed pseudocode estimates that no choice lowers the peak, recomputes the wrong candidate, and counts
+#   ancestors twice. Once corrected, and with simulation in place of estimates, it keeps budgets to the byte.
+# - The same fates allow two orders: recompute each tensor once, which is cheaper, or once per use, which lowers the
+#   peak.
+# - Copies overlap with compute if $d \ge 2 \rho / \lambda$: wide layers on slow devices swap, others recompute.
+# - The published table is that of a ResNet-152. Recomputation cannot explain its speed-ups, and its last row was
+#   produced differently from the others.
 #
 # ## Sources
 #
 # - {cite:t}`purandare2023`: algorithms A to H. The published table is in `results/reference/mu-two-resnet.json`, with
-#   what is known of it.
+#   the known facts about its origin.
 # - {cite:t}`he2015residual`: ResNet-152.
