@@ -21,7 +21,7 @@
 # | $B$ | the budget: bytes live at one time on top of the resident memory |
 # | $b_s$ | bytes of the storage $s$ |
 # | $c_i$ | cost of the operation $i$: its FLOPs plus its weighted traffic |
-# | $R_{t,i}$, $S_{t,i}$ | 1 if stage $t$ computes $i$, and if the result of $i$ is saved into $t$; else 0. Stage $t$ ends with the first computation of $t$ |
+# | $R_{t,i}$, $S_{t,i}$ | 1 if stage $t$ computes $i$; 1 if $i$ is saved into it; it ends with the first run of $t$ |
 # | $p(s)$ | the operation that computes the storage $s$ |
 # | $u_s$, $v_i$ | the fraction of $s$ saved from forward to backward, and of $i$ recomputed, between 0 and 1 |
 # | $a$ | bytes live at an instant whatever is saved |
