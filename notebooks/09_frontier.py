@@ -1,32 +1,33 @@
 # %% [markdown]
 # # The optimum and the frontier
 #
-# After this chapter you can say what a budget must cost at least, how far every method is from that, and which method
-# to take for which budget.
+# After this chapter you can state the least that a budget must cost, measure how far each method is from that minimum,
+# and choose a method for a given budget.
 
 # %% [markdown]
 # ## Goals
 #
-# - Write rematerialisation as an integer program, and relax it to a bound that holds for graphs of any size.
-# - Measure how far each policy is from the optimum where the optimum is known, and from the bound where it is not.
-# - Draw the front of all policies and of PyTorch's own tools on one model: measured peaks against FLOPs that ran again.
-# - Turn the budget of a plan, and watch its memory, its cost and the fate of every activation.
-# - Read from the front which method to use when, and from a plan why it decided as it did.
+# - Write rematerialization as an integer program, and relax it to a lower bound that holds for graphs of any size.
+# - Measure how far each policy is from the optimum where it is known, and from the lower bound elsewhere.
+# - Draw the Pareto frontier of all policies and of PyTorch's own tools on one model: measured peak against recomputed
+#   FLOPs.
+# - Vary the budget of a plan, and watch its memory, its cost and the fate of every activation.
+# - Read from the frontier which method to use when, and from a plan the reasons for its decisions.
 #
 # ## Notation
 #
 # | symbol | meaning |
 # |:--:|---|
-# | $B$ | the budget: bytes that may live at once beside what is resident |
+# | $B$ | the budget: bytes live at one time on top of the resident memory |
 # | $b_s$ | bytes of the storage $s$ |
-# | $c_i$ | cost of the operation $i$: its FLOPs and its traffic, weighed against each other |
-# | $R_{t,i}$, $S_{t,i}$ | 1 if stage $t$ computes $i$, if the result of $i$ is kept into it; else 0. It ends with the first computation of $t$ |
-# | $p(s)$ | the operation that makes the storage $s$ |
-# | $u_s$, $v_i$ | how much of $s$ is kept from forward to backward, and of $i$ runs again, between 0 and 1 |
-# | $a$ | bytes that live at an instant whatever is kept |
-# | *front* | the plans that no other plan beats both in peak and in cost |
+# | $c_i$ | cost of the operation $i$: its FLOPs plus its weighted traffic |
+# | $R_{t,i}$, $S_{t,i}$ | 1 if stage $t$ computes $i$; 1 if $i$ is saved into it; it ends with the first run of $t$ |
+# | $p(s)$ | the operation that computes the storage $s$ |
+# | $u_s$, $v_i$ | the fraction of $s$ saved from forward to backward, and of $i$ recomputed, between 0 and 1 |
+# | $a$ | bytes live at an instant whatever is saved |
+# | *frontier* | the plans that no other plan beats in both peak and cost |
 #
-# Costs are shares of the baseline's cost, peaks are shares of its dynamic peak.
+# Costs are fractions of the baseline's cost, peaks are fractions of its dynamic peak.
 
 # %%
 import warnings
@@ -46,7 +47,7 @@ from ackpt.experiments.widgets import explorer
 from ackpt.policies import ilp
 from ackpt.results import markdown_table, write_text_atomic
 
-# What torch.compile imports uses what torch has deprecated.
+# torch.compile imports modules that use deprecated torch functions.
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
 torch.set_num_threads(2)
 generator = torch.manual_seed(0)
@@ -56,17 +57,17 @@ SOURCE = "notebooks/09_frontier.py"
 # %% [markdown]
 # ## The optimum
 #
-# Chapter 7 found the best plans for chains. A graph that is no chain has an optimum, too. Checkmate (Jain et al. 2020,
-# [arXiv:1910.02653](https://arxiv.org/abs/1910.02653)) writes it down as an integer program. Put the operations in one
-# order. Stage $t$ may compute anything that came before, and ends with the first computation of operation $t$. For
-# every stage and operation there are two unknowns: is $i$ computed in stage $t$, $R_{t,i}$, and is its result kept from
-# before, $S_{t,i}$?
+# Chapter 7 found the best plans for chains. Other graphs have an optimum, too. Checkmate (Jain et al. 2020,
+# [arXiv:1910.02653](https://arxiv.org/abs/1910.02653)) writes it as an integer program. Fix an order of the operations.
+# Stage $t$ may compute any earlier operation, and ends with the first computation of operation $t$. Every pair of stage
+# and operation has two unknowns: $R_{t,i}$ says whether stage $t$ computes $i$, and $S_{t,i}$ whether the result of $i$
+# is saved from the previous stage.
 #
 # $$ \min \sum_t \sum_i c_i R_{t,i} \quad \text{where} \quad R_{t,j} \le R_{t,i} + S_{t,i} \;\; (j \text{ reads } i) ,
 # \qquad S_{t,i} \le R_{t-1,i} + S_{t-1,i} , $$
 #
-# and where the bytes that live beside each computation are at most $B$. Six layers, each of which a backward operation
-# reads, every result of one byte; a forward costs 1, a backward 2:
+# and where at most $B$ bytes are live during each computation. As an example, take six layers whose results are all
+# read in backward. Every result has one byte; a forward costs 1, a backward 2:
 
 # %%
 n = 6
@@ -84,42 +85,44 @@ for budget in (7, 6, 5, 4, 3):
         print(error)
 
 # %% [markdown]
-# Nothing runs twice if seven bytes are there. Below four there is no way at all, and that is proved, too. This is what
-# an exact answer is worth: not a better plan, but the end of the search.
+# With seven bytes, nothing is recomputed. Below four bytes no schedule exists, and the solver proves that, too. An
+# exact solver rarely finds a better plan, but it proves that none exists.
 #
-# It does not scale. The unknowns grow with the square of the operations, and the time with a high power of them. The
-# policy `ilp` takes graphs of at most 160 operations, a few layers. For everything else there is
+# It does not scale. The number of unknowns grows with the square of the number of operations, and the solution time
+# with a high power of it. The policy `ilp` accepts graphs of at most 160 operations, which is a few layers. For larger
+# graphs we compute a lower bound.
 #
-# ## The bound
+# ## A lower bound
 #
-# Leave out what makes the program hard. Do not ask in which order things run, nor where a recomputation has its own
-# bytes, and allow fractions: of the storage $s$ the share $u_s$ is kept, of the operation $i$ the share $v_i$ runs
-# again. What remains is a *linear* program with two unknowns per operation:
+# Drop the parts that make the program hard: the order of operations and the bytes of recomputed results. Also allow
+# fractions: a fraction $u_s$ of the storage $s$ is saved, and a fraction $v_i$ of the operation $i$ is recomputed. This
+# leaves a *linear* program with two unknowns per operation:
 #
 # $$ \begin{aligned}
 # \min \; & \sum_i c_i v_i \quad \text{where} \\
 # & u_s + v_{p(s)} \ge 1 && \text{if backward reads } s , \\
-# & u_s + v_{p(s)} \ge v_i && \text{if } i \text{ reads } s \text{ when it runs again,} \\
+# & u_s + v_{p(s)} \ge v_i && \text{if the recomputed } i \text{ reads } s \text{,} \\
 # & \textstyle\sum b_s u_s \le B - a && \text{at every instant of backward.}
 # \end{aligned} $$
 #
-# $p(s)$ is the operation that makes $s$. The sum runs over all storages that backward reads later, and $a$ are the bytes
-# that live at that instant whatever is kept: gradients, and what the operation at hand reads and makes.
+# $p(s)$ is the operation that computes $s$. The sum covers all storages that backward reads later. The bytes $a$ are
+# live at that instant whatever is saved: gradients, and the inputs and outputs of the current operation.
 #
-# Every plan that runs the operations of backward once and in the graph's order, as all of this package do, satisfies
-# these conditions with its zeros and ones. So no such plan costs less than the optimum of this program. For the graphs
-# of this book it is solved in a moment, and each plan with a budget carries it:
+# A plan that runs each backward operation once, in the graph's order, satisfies these conditions with zeros and ones.
+# All plans of this package do. So no such plan costs less than the optimum of this program. For the graphs of this book
+# it is solved in a moment, and each plan with a budget carries the result:
 #
 # $$ \texttt{plan.lower\_bound} \;\le\; \text{optimum} \;\le\; \texttt{plan.cost} , $$
 #
 # $$ \texttt{plan.gap} = \frac{1 + \texttt{plan.cost}}{1 + \texttt{plan.lower\_bound}} - 1 . $$
 #
-# The gap says how much longer the step takes than the bound says it must.
+# The optimality gap says how much more the step costs than the lower bound requires.
 #
-# ## How far from the optimum
+# ## How far policies are from the optimum
 #
-# Three graphs that are small enough for the integer program: a chain of four blocks as in chapter 7; three residual
-# MLP blocks, in which one tensor is four times as large as another; and a small U-Net, whose skips span its middle.
+# Three graphs are small enough for the integer program: a chain of four blocks as in chapter 7; three residual MLP
+# blocks, in which one tensor is four times as large as another; and a small U-Net, whose skip connections span its
+# middle.
 
 # %%
 chain = sublinear.Chain(*(sublinear.Block(4) for _ in range(4)))
@@ -142,14 +145,14 @@ for name, (model, x, budgets) in cases.items():
 def shown(row, names):
     """Costs in per cent of the baseline's."""
     row = {"budget": row["budget"], "model": row.get("model")} | {
-        name: "refused" if row[name] is None else f"{100 * row[name]:.2f}" for name in names
+        name: "infeasible" if row[name] is None else f"{100 * row[name]:.2f}" for name in names
     }
     return row
 
 
-columns = {"model": "model", "budget": "$B$", "bound": "bound", "ilp": "`ilp`"}
+columns = {"model": "model", "budget": "$B$", "bound": "lower bound", "ilp": "`ilp`"}
 columns |= {policy: f"`{policy}`" for policy in POLICIES}
-caption = "What runs again, in per cent of the baseline's cost: the bound, the proved optimum, and what policies pay."
+caption = "Cost of recomputation in % of the baseline's cost: lower bound, proved optimum (`ilp`), and policies."
 table = markdown_table([shown(row, [*columns][2:]) for row in exact], columns, caption, "tab-frontier-exact")
 path = write_text_atomic("results/tables/09_exact.md", table)
 
@@ -157,8 +160,8 @@ path = write_text_atomic("results/tables/09_exact.md", table)
 # ```{include} ../../results/tables/09_exact.md
 # ```
 #
-# Each of these optima was proved, for the graph's own order of operations, and lies where it must: not below the bound,
-# not above any policy.
+# Each of these optima is proved, for the graph's own order of operations. None is below the lower bound, and none is
+# above the cost of any policy.
 
 # %%
 for row in exact:
@@ -168,15 +171,15 @@ for row in exact:
     assert row["ilp"] <= min(paid) + 1e-9
 met = [row for row in exact if abs(row["auto"] - row["ilp"]) < 1e-9]
 assert {row["model"] for row in exact if row not in met} <= {"U-Net"}
-print(f"auto pays the optimum in {len(met)} of {len(exact)} cases")
+print(f"auto reaches the optimum in {len(met)} of {len(exact)} cases")
 for row in exact:
     if row not in met:
         longer = (1 + row["auto"]) / (1 + row["ilp"]) - 1
-        print(f"{row['model']} at {row['budget']}: a step {longer:.1%} longer than that")
+    print(f"{row['model']} at {row['budget']}: the step costs {longer:.1%} more than the optimum")
 
 # %% [markdown]
-# The plan of the integer program is a plan like any other. Where `auto` pays most in excess, it is run: is its peak as
-# promised, and are the gradients those of the plain model?
+# The solution of the integer program is an ordinary plan. We run it where `auto` is furthest from the optimum, and
+# check its peak and its gradients. Without `profile=`, the plan's cost is calibrated time.
 
 # %%
 worst = max(exact, key=lambda row: row["auto"] - row["ilp"])
@@ -199,21 +202,20 @@ print(f"gradients bit-equal: {equal}")
 print(f"measured {found.dynamic_peak_bytes} bytes, predicted {plan.dynamic_peak_bytes}")
 
 # %% [markdown]
-# The bound is honest, but on the smallest graphs it is far away: with four blocks everything hangs on one tensor more
-# or less, and a program that may keep half a tensor need not choose. The more tensors there are, the less a fraction
-# of one matters, and the closer bound and optimum come; the MLP blocks show it.
+# On the smallest graphs the lower bound is far from the optimum. With four blocks, one tensor more or less decides
+# everything, but the linear program may save half a tensor. The more tensors there are, the less a fraction of one
+# matters, and the closer the lower bound is to the optimum, as the MLP blocks show.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The optimum is known for a few layers only. For every other graph there is a bound, and a plan that carries its own
+# The optimum is known for a few layers only. For every other graph there is a lower bound, and each plan carries its
 # gap: trust the gap, not the name of the algorithm.
 # :::
 #
-# ## On a Transformer
+# ## The lower bound of a Transformer
 #
-# A language model of three layers, written as a user would write it, with 4 sequences of 256 tokens. That is the model
-# for the rest of this chapter. Its graph is beyond the integer program, so what is left is the bound.
-
+# The rest of this chapter uses one model: a language model of three layers, written as a user would write it, with 4
+# sequences of 256 tokens. Its graph is too large for the integer program, so we compare with the lower bound.
 # %%
 SIZES = {"layers": 3, "dim": 64, "heads": 4, "ff_dim": 256, "vocab_size": 256}
 SIZES |= {"batch_size": 4, "seq_len": 256}
@@ -232,11 +234,11 @@ len(graph.nodes)
 
 # %% tags=["hide-input"]
 gaps = [(1 + row["auto"]) / (1 + row["bound"]) - 1 for row in rows]
-columns = {"budget": "$B$", "bound": "bound", "auto": "`auto`", "gap": "gap of `auto`"}
+columns = {"budget": "$B$", "bound": "lower bound", "auto": "`auto`", "gap": "gap of `auto`"}
 columns |= {policy: f"`{policy}`" for policy in POLICIES[1:]}
 names = [name for name in columns if name not in ("budget", "gap")]
 table_rows = [shown(row, names) | {"gap": f"{100 * gap:.2f}"} for row, gap in zip(rows, gaps, strict=True)]
-caption = "A Transformer of three layers: the bound and what policies pay, in per cent of the baseline's cost."
+caption = "A Transformer of three layers: lower bound and cost of each policy, in % of the baseline's cost."
 table = markdown_table(table_rows, columns, caption, "tab-frontier-bound")
 path = write_text_atomic("results/tables/09_bound.md", table)
 
@@ -251,26 +253,26 @@ for row in rows:
     assert all(row["auto"] <= other for other in others if other is not None)
 near = [row["budget"] for row, gap in zip(rows, gaps, strict=True) if gap <= 0.02]
 furthest = rows[gaps.index(max(gaps))]
-print(f"auto is within 2 % of the bound at {near}")
+print(f"auto is within 2 % of the lower bound at {near}")
 print(f"worst gap: {max(gaps):.0%}, at {furthest['budget']}")
 
 # %% [markdown]
-# Down to about a third of the peak `auto` is proved to be within two per cent of any other algorithm for such plans.
-# Below, its cost rises steeply and the bound does not. Some of that is the fault of the bound: it gives recomputations
-# no bytes of their own, and at such budgets they need most of what there is. How much is whose fault is not known.
+# Down to about a third of the peak, no other algorithm for such plans can beat `auto` by more than two per cent. Below,
+# its cost rises steeply and the lower bound does not. Part of this gap comes from the lower bound: it assigns no bytes
+# to recomputed results, and at such budgets they need most of the memory. We cannot separate the two effects.
 
 # %% [markdown]
 # ## The frontier
 #
-# Now everything is run. Eight policies at several budgets, each also at the smallest that it keeps, and three tools
-# that come with PyTorch:
+# Now we run everything: eight policies at several budgets, and at their smallest feasible budgets, and three tools that
+# come with PyTorch:
 #
 # - **checkpoint**: `torch.utils.checkpoint` around every layer;
-# - **selective**: the same, keeping the results of matrix products and attention;
+# - **selective**: the same, saving the results of matrix products and attention;
 # - **memory budget**: `activation_memory_budget` of `torch._functorch.config`, under `torch.compile`, at five settings.
 #
-# Every step starts from the same parameters and the same batch. Its bytes come from the allocator, its FLOPs are
-# counted as they run. The command `ackpt frontier` does the same; without options its model has six layers of four
+# Every step starts from the same parameters and the same batch. Bytes are measured by the allocator, and FLOPs are
+# counted during execution. The command `ackpt frontier` does the same; without options its model has six layers of four
 # times the width.
 
 # %%
@@ -279,8 +281,8 @@ path = record.save("results/cpu/09_frontier-transformer.json")
 metrics = record.metrics
 
 # %% [markdown]
-# Was every promise kept? For every planned step: peak as predicted, to the byte, and within its budget; FLOPs as
-# predicted; gradients those of the unplanned step, to the last bit.
+# We check every planned step: its peak is the predicted one, to the byte, and within its budget; its FLOPs are the
+# predicted ones; its gradients equal those of the baseline, bit for bit.
 
 # %%
 points = frontier_report.measured(record)
@@ -292,19 +294,19 @@ for point in points:
     assert frontier_report.is_equal(point)
 refused = [point for point in metrics["points"] if "least_bytes" in point]
 different = {point["measured_peak_bytes"] for point in points}
-print(f"{len(points)} plans with {len(different)} different peaks kept every promise")
-print(f"refused: {Counter(point['policy'] for point in refused)}")
+print(f"{len(points)} plans with {len(different)} different peaks match their predictions")
+print(f"infeasible: {Counter(point['policy'] for point in refused)}")
 
-# %% alt="FLOPs that run again over the measured dynamic peak, as shares of the baseline. A blue staircase, policy auto, runs along the bottom from a peak of 1 to 0.6, rises slowly to 0.3, and then steeply. All other policies and PyTorch's tools lie on it or above it, to the right. The points of PyTorch's memory budget wander to the right as its setting falls, beyond 1. A broken line, the lower bound, lies close below the staircase."
+# %% alt="Recomputed FLOPs over the measured dynamic peak, as fractions of the baseline. A blue staircase, policy auto, runs along the bottom from a peak of 1 to 0.6, rises slowly to 0.3, and then steeply. All other policies and PyTorch's tools are on it or above it, to the right. The points of PyTorch's memory budget move to the right as its setting falls, beyond 1. A dashed line, the lower bound, runs close below the staircase."
 figure = frontier_report.frontier_plot(record)
 path = plots.save(figure, "results/figures/09_frontier.png")
 figure
 
 # %% [markdown]
-# The line is the whole front of `auto`: all plans that it chooses from. Its dots were run, and so was every other
-# mark. The broken line is the bound of above with FLOPs for the cost. Operations without FLOPs are free in it, so it lies
-# lower than the bound of the table. Does anything lie below the line of `auto`? For every measured point: is there a plan of `auto` with no higher peak and no
-# more FLOPs?
+# The line is the whole frontier of `auto`: all plans that it chooses from. Its dots and all other marks are measured.
+# The dashed line is the lower bound with FLOPs as the cost. Operations without FLOPs are free in it, so it is lower
+# than the lower bound of the table. Is any point below the line of `auto`? For every measured point we look for a plan
+# of `auto` with no higher peak and no more FLOPs:
 
 # %%
 standings = frontier_methods.standings(record)
@@ -315,15 +317,15 @@ print(f"points below the line of auto: {len(ahead)}")
 print(f"smallest peak of auto: {comparison['least']:.3f}")
 print(f"smallest peak of PyTorch's tools: {comparison['peer_least']:.3f}")
 share = comparison["at_checkpoint"]
-print(f"at the peak of checkpoint, auto runs {share:.2f} of its FLOPs again")
+print(f"at the peak of checkpoint, auto recomputes {share:.2f} of its FLOPs")
 print(f"with wrong gradients: {comparison['wrong'] or 'none'}")
 
 # %% [markdown]
-# The front of `auto` dominates. Against the other policies that is nearly by construction: on graphs of this size the
-# plans of `full`, `rotor` and `mu-two` are among its candidates. Against PyTorch's tools it is not.
+# The frontier of `auto` dominates. Against the other policies, this is nearly by construction: on graphs of this size
+# the plans of `full`, `rotor` and `mu-two` are among its candidates. Against PyTorch's tools, it is not.
 #
-# Look at the red squares. From one to the next the setting falls, from 1 to 0, and it is meant to buy less memory for
-# more FLOPs:
+# Look at the red squares, the memory budget. From one to the next the setting falls, from 1 to 0, which should trade
+# more FLOPs for less memory:
 
 # %%
 baseline = metrics["baseline"]
@@ -331,23 +333,23 @@ for row in metrics["peers"]:
     name = row["peer"] if row["setting"] is None else f"{row['peer']} {row['setting']}"
     peak = row["measured_peak_bytes"] / baseline["measured_peak_bytes"]
     again = row["recompute_flops"] / baseline["flops"]
-    print(f"{name:17} peak {peak:.2f}, again {again:6.1%}")
+    print(f"{name:17} peak {peak:.2f}, recomputed {again:6.1%}")
 
 # %% [markdown]
-# The setting bounds what is *saved*, not what lives. When backward runs everything again at its beginning, saved bytes
-# go down and the peak goes up; chapter 6 has taken such an order apart.
+# The setting bounds the *saved* bytes, not the live bytes. When backward recomputes everything at its start, fewer
+# bytes are saved and the peak rises; chapter 6 analyzes such a schedule.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# On this model no policy and no tool of PyTorch has a point below the front of `auto`. Every planned peak was measured
+# On this model no policy and no PyTorch tool has a point below the frontier of `auto`. Every planned peak was measured
 # as predicted, to the byte.
 # :::
 #
-# ## The frontier, explored
+# ## Exploring the frontier
 #
-# Choose a budget. The page holds the plan that `ackpt.plan(graph, budget)` gives for it: its live memory, where it lies
-# on the front, what it costs, what it must cost, and what becomes of every activation. With the slider in focus, the
-# arrow keys move it.
+# Choose a budget. The page shows the plan that `ackpt.plan(graph, budget)` returns for it: its live memory, its point
+# on the frontier, its cost, the lower bound, and the fate of every activation. With the slider in focus, the arrow keys
+# move it.
 
 # %%
 data = explorer.explorer(graph, profile, record)
@@ -361,7 +363,7 @@ three = {
 }
 figure = graph_profile.orders_plot(
     three,
-    "Three budgets: the lower the ceiling, the longer the backward under it",
+    "The lower the budget, the longer the backward",
     record.metrics["baseline"]["resident_bytes"],
 )
 path = plots.save(figure, "results/figures/09_explorer.png")
@@ -369,16 +371,18 @@ path = plots.save(figure, "results/figures/09_explorer.png")
 # %% [markdown]
 # ```{frontier-explorer} ../../results/explorer/09_frontier.json
 # :image: ../../results/figures/09_explorer.png
-# :alt: Live memory of the planned step for budgets of 80, 50 and 30 per cent of the plain peak. A rising forward and a falling backward lie under a lower and lower ceiling, and the backward gets longer.
+# :alt: Live memory of the planned step for budgets of 80, 50 and 30 per cent of the baseline's peak. As the budget falls, the rising forward and the falling backward stay lower, and the backward gets longer.
 # ```
 #
-# Things to try. From 100 % down to 60 %: which activations go first? They are those that cost little but traffic. At
-# 40 %: what is the last layer spared, and why? Below 30 %: how the backward grows, as parts run several times.
+# Things to try. From 100 % down to 60 %: which activations are recomputed first? They are those that cost little but
+# traffic. At 40 %: what does the last layer still save, and why? Below 30 %: how does the backward grow as operations
+# are recomputed several times?
 
 # %% [markdown]
 # ## Which method when
 #
-# From the measured points, and the front of `auto`: for every range of budgets the methods that run least again.
+# From the measured points and the frontier of `auto`, we find the methods with the fewest recomputed FLOPs at each
+# budget.
 
 # %% tags=["hide-input"]
 choices = []
@@ -394,9 +398,9 @@ for row in frontier_methods.by_budget(record):
             "torch_again": "" if row["torch_again"] is None else f"{100 * row['torch_again']:.1f}",
         }
     )
-columns = {"budget": "budget, share of the plain peak", "best": "runs least again", "again": "again, % of FLOPs"}
-columns |= {"torch": "of PyTorch's tools", "torch_again": "again, % of FLOPs"}
-caption = "Which method when: for each range of budgets the methods that fit and run least again."
+columns = {"budget": "budget, fraction of the baseline's peak", "best": "best method", "again": "recomputed FLOPs, %"}
+columns |= {"torch": "best PyTorch tool", "torch_again": "its recomputed FLOPs, %"}
+caption = "Which method when: the methods that fit and recompute the fewest FLOPs, by range of budgets."
 table = markdown_table(choices, columns, caption, "tab-frontier-which-method")
 path = write_text_atomic("results/tables/09_which_method.md", table)
 
@@ -404,17 +408,17 @@ path = write_text_atomic("results/tables/09_which_method.md", table)
 # ```{include} ../../results/tables/09_which_method.md
 # ```
 #
-# And every method for itself: its smallest peak, what it runs again there and what `auto` would within the same peak,
-# and how its points compare with the front of `auto`.
+# The next table lists each method's smallest peak, the FLOPs that it and `auto` recompute within that peak, and how its
+# points compare with the frontier of `auto`.
 
 # %% tags=["hide-input"]
-columns = {"method": "method", "peak": "least peak", "again": "again there, %", "auto": "`auto` within it, %"}
-columns |= {"points": "points", "level": "level with `auto`", "ahead": "ahead"}
+columns = {"method": "method", "peak": "smallest peak", "again": "recomputed FLOPs there, %", "auto": "`auto` there, %"}
+columns |= {"points": "points", "level": "equal to `auto`", "ahead": "better"}
 table_rows = [
     row | {"peak": f"{row['peak']:.3f}"} | {name: f"{100 * row[name]:.1f}" for name in ("again", "auto")}
     for row in standings
 ]
-caption = "What each method reaches on this model, and where it runs as little again as `auto` does, or less."
+caption = "Smallest peak of each method on this model, and how many of its points equal or beat the frontier of `auto`."
 table = markdown_table(table_rows, columns, caption, "tab-frontier-standings")
 path = write_text_atomic("results/tables/09_standings.md", table)
 for row in standings:
@@ -425,27 +429,28 @@ for row in standings:
 # ```{include} ../../results/tables/09_standings.md
 # ```
 #
-# Why are some never best, and others only where nothing needs to run again?
+# Why are some methods never best, and others only where nothing needs to be recomputed?
 #
-# - **full**, **chen-sqrt**, **chen-log** keep a tensor between blocks or run whole blocks again, with their matrix
-#   products. Much of a block costs next to nothing to make again: norms, activations, sums. They pay for all of it.
-# - **revolve** keeps states only; with memory to spare it does not know what to do with it.
-# - **rotor** keeps a block as a whole, or not at all.
-# - **mu-two** gives up one value at a time. That is level with `auto` at one of its points, between 0.58 and 0.60. The more
-#   is given up, the more of it is made again for something else that was given up, each time anew.
+# - **full**, **chen-sqrt**, **chen-log** save a tensor between blocks and recompute whole blocks, with their matrix
+#   products. Much of a block is nearly free to recompute: norms, activation functions, sums. These policies recompute
+#   all of it.
+# - **revolve** saves states only; it makes no use of spare memory.
+# - **rotor** saves a block as a whole, or not at all.
+# - **mu-two** evicts one tensor at a time. It equals `auto` at one of its points, between 0.58 and 0.60. The more
+#   tensors it evicts, the more often each is recomputed again for other evicted tensors.
 # - **checkpoint** is *full* without a planner: one point, whatever the budget.
-# - **min-cut** and the **memory budget** choose well what to save, but count saved bytes: from some budget on they
-#   cannot go down, and the latter goes up.
+# - **min-cut** and the **memory budget** choose well what to save, but they count saved bytes. Below some budget
+#   neither lowers the peak, and the memory budget raises it.
 #
-# None of this makes them bad. *checkpoint* and *selective* need no graph and no budget, and run where a model cannot be
-# captured. If the model fits with *selective*, which runs no matrix product again, take it. The formulas of Chen and of
-# Revolve need no profile. `auto` is for the rest: when a number of bytes must be met.
+# None of this makes them bad. *checkpoint* and *selective* need no graph and no budget, and work where a model cannot
+# be captured. If the model fits with *selective*, which recomputes no matrix product, use it. The formulas of Chen and
+# of Revolve need no profile. Use `auto` when the peak must stay within a given number of bytes.
 
 # %% [markdown]
-# ## What auto does
+# ## How auto searches
 #
-# The policy looks for its front once for a graph; a budget then picks from it. The search has six parts. What does
-# each add? The least cost within some budgets, with the parts up to and including it:
+# The policy computes its frontier once per graph; a budget then selects a plan from it. The search has six parts. To
+# see what each adds, we list the lowest cost within some budgets, with all parts up to and including it:
 
 # %%
 parts = optimum.parts_of_auto(graph, profile)
@@ -456,12 +461,12 @@ for name, front in parts.items():
 
 # %% tags=["hide-input"]
 WHAT = {
-    "segments": "segments, run again as a whole or value by value",
-    "blocks": "each block by the best of its own options, combined over the chain",
-    "levels": "blocks of which a part stays when they are run for a later one",
-    "instead": "smaller values kept instead: a product for a sum, nothing for a dropout's mask",
+    "segments": "segments, recomputed as a whole or tensor by tensor",
+    "blocks": "the best options of each block, combined over the chain",
+    "levels": "blocks that save a part when they are recomputed for a later block",
+    "instead": "smaller tensors saved instead: a product for a sum, nothing for a dropout mask",
     "policies": "the plans of `rotor` and `mu-two`",
-    "refined": "between two neighbours, what can be saved after all",
+    "refined": "plans between two neighbors, with more activations saved",
 }
 table_rows = []
 for name, front in parts.items():
@@ -469,8 +474,8 @@ for name, front in parts.items():
     for budget, cost in costs[name].items():
         row[str(budget)] = "none" if cost is None else f"{100 * cost:.2f}"
     table_rows.append(row)
-columns = {"part": "added", "plans": "plans on the front"} | {str(budget): f"$B = {budget}$" for budget in within}
-caption = "The search of `auto`: least cost within a budget, in per cent of the baseline's, part by part."
+columns = {"part": "added", "plans": "plans on the frontier"} | {str(budget): f"$B = {budget}$" for budget in within}
+caption = "The search of `auto`, part by part: lowest cost within a budget, in % of the baseline's cost."
 table = markdown_table(table_rows, columns, caption, "tab-frontier-parts")
 path = write_text_atomic("results/tables/09_parts.md", table)
 
@@ -478,27 +483,28 @@ path = write_text_atomic("results/tables/09_parts.md", table)
 # ```{include} ../../results/tables/09_parts.md
 # ```
 #
-# Most comes from looking *into* the blocks. Cut the graph where a single tensor separates what was from what comes. For
-# each block, find the sets of its tensors that are worth keeping: no other set keeps less, peaks lower and costs less.
-# Equal blocks are solved once. Then the recursion of rotor (chapter 7) combines them over the chain for every amount of
-# memory, with one difference: a block that runs only to reach a later one may leave a *part* of its insides behind, at
-# several levels, so that it need not run a second time for its own backward. Each solution becomes a schedule and is
-# simulated; what is beaten in both peak and cost is dropped.
+# Looking *into* the blocks gains most. The search cuts the graph where a single tensor separates earlier from later
+# operations. For each block, it finds the useful sets of tensors to save: no other set saves fewer bytes, peaks lower
+# and costs less. Equal blocks are solved once. Then the recursion of rotor (chapter 7) combines them over the chain for
+# every amount of memory, with one difference. A block that is recomputed only to reach a later one may save a *part* of
+# its activations, at several levels, so that it need not be recomputed again for its own backward. Each solution
+# becomes a schedule and is simulated; schedules that are beaten in both peak and cost are dropped.
 #
-# The recursion keeps what blocks hand on. Of a wide model in mixed precision that is too much: a residual sum is float32,
-# the product that it adds bfloat16, and to add again costs little. Here everything is float32, and keeping one instead of
-# the other gains nothing. Where the profile has a link to the host, there is a seventh part: what the link can copy
-# while the forward computes is offloaded, beginning with what waits longest (chapter 8).
+# The recursion saves the tensors between blocks. For a wide model in mixed precision, these are too large: a residual
+# sum is float32, the product that it adds is bfloat16, and the addition is cheap to recompute. Here everything is
+# float32, so saving the product instead of the sum gains nothing. Where the profile has a link to the host, the search
+# has a seventh part: it offloads what the link can copy while the forward computes, beginning with the tensors that
+# stay unused longest (chapter 8).
 #
-# A plan can be asked why. At 0.4:
+# A plan explains its decisions. At 0.4:
 
 # %%
 plan = ackpt.plan(graph, 0.4, profile=profile)
 print(plan.table())
 
 # %% [markdown]
-# For each of the dearest decisions the plan says what it costs, and what the peak were had the result been kept. Is that
-# so? The policy `manual` takes fates by name: those of this plan, but for one.
+# For each of its most expensive decisions, the plan lists the cost, and the peak if the tensor were saved. To check
+# that peak, the policy `manual` accepts fates by name: we pass those of this plan, with one changed.
 
 # %%
 for decision in plan.decisions[:4]:
@@ -506,17 +512,17 @@ for decision in plan.decisions[:4]:
     other = ackpt.plan(graph, policy="manual", fates=fates, profile=profile)
     assert other.dynamic_peak_bytes == decision.peak_if_kept_bytes
     over = decision.peak_if_kept_bytes - plan.limit_bytes
-    print(f"keep {decision.name} of {decision.module}: {over / MIB:+.2f} MiB")
+    print(f"saving {decision.name} of {decision.module}: {over / MIB:+.2f} MiB relative to the budget")
 
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Keep or run again is a question for each tensor, not for each block. A plan answers it with a price and a reason, and
-# both can be checked.
+# Choose between saving and recomputing for each tensor, not for each block. A plan gives a cost and a reason for each
+# choice, and both can be checked.
 # :::
 
 # %% [markdown]
-# Where the numbers of this page were made:
+# The numbers of this page were measured here:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 record.environment
@@ -526,8 +532,8 @@ record.environment
 #
 # :::{admonition} Exercise 1: by hand
 # :class: note
-# Four layers instead of six, everything else as at the beginning of this chapter. The baseline has five results alive
-# at once. What does the optimum cost with four bytes, and why is it impossible with three?
+# Four layers instead of six, everything else as at the beginning of this chapter. The baseline has five live results at
+# its peak. What does the optimum cost with four bytes, and why is it impossible with three?
 # :::
 
 
@@ -545,18 +551,18 @@ for budget in (5, 4, 3):
         found = ilp.solve(line(4), budget)
         runs = Counter(i for kind, i in found.schedule if kind == "compute")
         again = [i for i, times in runs.items() if times > 1]
-        print(f"{budget} bytes: cost {found.cost}, again: {again}")
+        print(f"{budget} bytes: cost {found.cost}, recomputed: {again}")
     except ackpt.BudgetError as error:
         print(error)
 
 # %% [markdown]
-# The backward of a layer reads three results and makes one: that is four, whatever else is forgotten. With four bytes
-# one forward has to run twice.
+# The backward of a layer reads three results and computes one, so four results are live whatever else is freed. With
+# four bytes one forward is recomputed.
 #
-# :::{admonition} Exercise 2: never the wrong way
+# :::{admonition} Exercise 2: monotone plans
 # :class: note
-# A lower budget should never give a higher peak, nor cost less. Check it with the plans of the explorer, `data`. Why is
-# it so for `auto`, whatever its search finds?
+# A lower budget should never give a higher peak or a lower cost. Check this with the plans of the explorer, `data`. Why
+# does it hold for `auto`, whatever its search finds?
 # :::
 
 # %% tags=["solution"]
@@ -567,33 +573,34 @@ costs = all(a["cost"] >= b["cost"] for a, b in pairs)
 print(f"peaks in order: {peaks}, costs in order: {costs}")
 flops = [row["recompute_flops"] for row in metrics["front"]]
 falls = sum(a > b for a, b in zip(flops, flops[1:], strict=False))
-print(f"on the whole front FLOPs fall with the peak {falls} times")
+print(f"on the whole frontier FLOPs fall with the peak {falls} times")
 
 # %% [markdown]
-# All plans come from one front, which does not depend on the budget, and on a front the peak falls as the cost rises.
-# A search that started anew for every budget could not promise that. What is in order is the *cost*, FLOPs and traffic
-# together; FLOPs alone need not be.
+# All plans come from one frontier, which does not depend on the budget, and on a frontier the peak falls as the cost
+# rises. A new search for every budget could not guarantee that. The *cost*, FLOPs plus weighted traffic, is monotone;
+# FLOPs alone need not be.
 #
-# :::{admonition} Exercise 3: whose fault is the gap?
+# :::{admonition} Exercise 3: splitting the gap
 # :class: note
-# For the small graphs the optimum is known. Split each gap of `auto` into two: from the bound to the optimum, and from
-# the optimum to `auto`. Which is the larger?
+# For the small graphs the optimum is known. Split each gap of `auto` into two: from the lower bound to the optimum, and
+# from the optimum to `auto`. Which is larger?
 # :::
 
 # %% tags=["solution"]
 for row in exact:
     of_bound = (1 + row["ilp"]) / (1 + row["bound"]) - 1
     of_auto = (1 + row["auto"]) / (1 + row["ilp"]) - 1
-    print(f"{row['model']:14} {row['budget']}: bound {of_bound:6.1%}, auto {of_auto:6.1%}")
+    print(f"{row['model']:14} {row['budget']}: lower bound {of_bound:6.1%}, auto {of_auto:6.1%}")
 
 # %% [markdown]
-# Where the blocks form a chain, all of the gap is the bound's: it keeps fractions, and of four tensors a fraction is much.
-# The U-Net is no chain, its skips span the middle, and there `auto` leaves something, too.
+# Where the blocks form a chain, the whole gap comes from the lower bound: it saves fractions of tensors, which matters
+# when there are only four. The U-Net is no chain, its skip connections span the middle, and there `auto` is also above
+# the optimum.
 #
-# :::{admonition} Exercise 4: another kind of model
+# :::{admonition} Exercise 4: a ResNet
 # :class: note
-# A small ResNet. At 0.8 and 0.6 of its peak: what do the bound, `auto`, `full` and `rotor` say? What is its smallest
-# budget, and why is less to be had than from the Transformer?
+# Take a small ResNet. What are the lower bound and the costs of `auto`, `full` and `rotor` at 0.8 and 0.6 of its peak?
+# What is its smallest feasible budget, and why does it save less memory than the Transformer?
 # :::
 
 # %% tags=["solution"]
@@ -611,23 +618,24 @@ except ackpt.BudgetError as error:
     print(error)
 
 # %% [markdown]
-# The first blocks of a ResNet hold most of its bytes, and one of them must be there in full when its backward runs: no
-# plan goes below that. Whole blocks do not even get near it. (None: the policy refuses the budget.)
+# The first blocks of a ResNet hold most of its bytes, and each must be completely live when its backward runs: no plan
+# goes below that. Policies that recompute whole blocks do not get close to it. (None: the budget is infeasible.)
 #
 # ## What we have seen
 #
-# - The cheapest plan is an integer program, solved for a few layers. A linear program bounds it for any graph, and every
-#   plan with a budget carries that bound and its gap.
-# - Where the optimum is known, `auto` pays exactly that on chains, and on a U-Net a little more. On the
-#   Transformer it is within two per cent of the bound until the budget gets very small; there the bound is far away.
-# - All policies and PyTorch's tools on one model, measured: no point lies below the front of `auto`. PyTorch's memory
-#   budget bounds what is saved, and its peak goes up where its setting goes down.
-# - Which method when is read from the front: *selective* or nothing while the model nearly fits, a plan from then on.
-# - A plan says what each decision costs and what it prevents, and both can be checked.
+# - The cheapest plan is the solution of an integer program, feasible for a few layers. A linear program bounds its cost
+#   from below for any graph, and every plan with a budget carries that lower bound and its gap.
+# - Where the optimum is known, `auto` reaches it on chains, and costs a little more on a U-Net. On the Transformer it
+#   is within two per cent of the lower bound until the budget gets very small, where the gap is large.
+# - We measured all policies and PyTorch's tools on one model: no point is below the frontier of `auto`. PyTorch's
+#   memory budget bounds the saved bytes, and its peak can rise as its setting falls.
+# - The frontier shows which method to use when: *selective* or nothing while the model nearly fits, a plan below that.
+# - A plan states the cost of each decision and the peak that it avoids, and both can be checked.
 #
 # ## Sources
 #
 # - {cite:t}`jain2020`: the integer program.
-# - {cite:t}`beaumont2019`: the recursion over a chain, with whole blocks; {cite:t}`zhao2023`: several ways to run each.
+# - {cite:t}`beaumont2019`: the recursion over a chain, with whole blocks; {cite:t}`zhao2023`: several options per
+#   block.
 # - {cite:t}`kirisame2021`: the greedy eviction from which the integer program starts.
 # - {cite:t}`purandare2023`: the evictions of `mu-two`.
