@@ -1,16 +1,16 @@
 # %% [markdown]
 # # Where training memory goes
 #
-# After this chapter you can write down how many bytes one training step of a Transformer holds, what they are, and when,
-# and then check every line of it against the allocator.
+# After this chapter you can predict the memory of one training step of a Transformer: how many bytes are live, what
+# they hold, and when. You can also check every line of that prediction against the allocator.
 
 # %% [markdown]
 # ## Goals
 #
-# - Split the memory of a step into what is always there and what comes and goes.
-# - Derive both from the sizes of the model: 16 bytes for every parameter, and a sum of widths for every token.
-# - Measure them, to the byte, and see at which moment the step is largest.
-# - Know which of the two parts to attack, and from how many tokens on it is worth it.
+# - Split the memory of a step into a part fixed by the parameters and a part that grows with the batch.
+# - Derive both from the sizes of the model: 16 bytes per parameter, and a sum of widths per token.
+# - Measure both to the byte, and find the moment of the peak.
+# - Decide which part to reduce, and from how many tokens on the activations dominate.
 #
 # ## Notation
 #
@@ -21,10 +21,10 @@
 # | $d$, $f$ | width of the model, width inside the MLP |
 # | $h$ | attention heads; each is $d / h$ wide |
 # | $P$ | parameters |
-# | $A$ | numbers that one block keeps per token, from its forward to its backward |
+# | $A$ | elements that one block saves per token, from its forward to its backward |
 #
-# Numbers are stored in fp32 here: 4 bytes each. A *storage* is the piece of memory behind a tensor; several tensors
-# (views) can share one, and it is storages that cost bytes.
+# All tensors are fp32 here: 4 bytes per element. A *storage* is the memory that a tensor refers to. Several tensors
+# (views) can share one storage, so we count the bytes of storages.
 
 # %%
 import torch
@@ -41,7 +41,7 @@ torch.set_num_threads(2)
 generator = torch.manual_seed(0)
 
 # %% [markdown]
-# The step of this chapter: a small Transformer learns to reproduce its input, four sequences of 256 tokens at a time.
+# In this chapter's training step, a small Transformer learns to reproduce its input: four sequences of 256 tokens.
 
 # %%
 config = TransformerConfig(dim=256, ff_dim=1024, layers=6, head_dim=64)
@@ -49,7 +49,7 @@ T, L, d, f, h = 1024, config.layers, config.dim, config.ff_dim, config.heads
 model = Transformer(config)
 optimizer = torch.optim.AdamW(model.parameters())
 x = torch.randn(T, d)
-sequences = torch.arange(0, T + 1, 256, dtype=torch.int32)  # where each begins
+sequences = torch.arange(0, T + 1, 256, dtype=torch.int32)  # start of each sequence
 
 
 # %%
@@ -61,24 +61,24 @@ def step():
 
 
 # %% [markdown]
-# ## What is always there: 16 bytes per parameter
+# ## Parameters, gradients and optimizer: 16 bytes per parameter
 #
-# A block has four square matrices for attention (queries, keys, values, output), two for the MLP, and four norms, two of
-# width $d$ and two of the width of a head:
+# A block has four square matrices for attention (queries, keys, values, output), two matrices for the MLP, and four
+# norms, two of width $d$ and two of the width of a head:
 #
 # $$ P_\text{block} = 4 d^2 + 2 d f + 2 d + 2 \tfrac{d}{h} $$
 
 # %%
 P_block = 4 * d**2 + 2 * d * f + 2 * d + 2 * (d // h)
-P = L * P_block + d  # and the norm after the last block
+P = L * P_block + d  # plus the norm after the last block
 P, sum(p.numel() for p in model.parameters())
 
 # %% [markdown]
-# Every parameter brings three more numbers of its size: its gradient, and the two running averages that AdamW keeps.
-# That makes $4 P$ numbers, so $16 P$ bytes in fp32, whatever the batch.
+# Every parameter needs three more tensors of its size: its gradient and AdamW's two running averages. That makes $4 P$
+# elements, or $16 P$ bytes in fp32, independent of the batch.
 #
-# Parameters, inputs and optimizer state stay from step to step: they are *resident*. `measure` runs the step a few times
-# and reads the allocator's events.
+# Parameters, inputs and optimizer state persist from step to step: they are *resident*. `measure` runs the step a few
+# times and reads the allocator's events.
 
 # %%
 measured = measure(step, resident=[model, optimizer, x], repeats=0)
@@ -87,33 +87,34 @@ for name, size in resident.items():
     print(f"{name:10}  predicted {size:>10,}  measured {measured.categories[name]:>10,}")
 
 # %% [markdown]
-# The optimizer holds a few bytes more than predicted: AdamW counts its steps in one 4-byte number per parameter tensor.
+# The optimizer holds a few more bytes than predicted: AdamW stores a 4-byte step counter for each parameter tensor.
 
 # %%
 measured.categories["optimizer"] - 8 * P, 4 * len(list(model.parameters()))
 
 # %% [markdown]
-# ## What the forward leaves behind
+# ## What the forward saves
 #
-# Why is anything kept at all? Take the smallest case, a linear layer $y = x W^\top$. When the gradient
-# $\partial \ell / \partial y$ arrives, the layer owes two gradients:
+# Why does the forward save anything? Take the smallest case, a linear layer $y = x W^\top$. Given the gradient
+# $\partial \ell / \partial y$, the layer computes two gradients:
 #
 # $$ \frac{\partial \ell}{\partial x} = \frac{\partial \ell}{\partial y} W,
 #    \qquad
 #    \frac{\partial \ell}{\partial W} = \Bigl(\frac{\partial \ell}{\partial y}\Bigr)^{\!\top} x. $$
 #
-# The second one needs the layer's *input*. So the input stays from the forward of this layer to its backward, and the
-# first layers wait longest. An addition needs nothing; GELU, as every nonlinear function, needs its input again.
+# The second gradient needs the layer's *input*. The input therefore stays live from the layer's forward to its
+# backward, longest for the first layers. An addition saves nothing; a nonlinear function such as GELU saves its input.
 #
-# **The MLP.** Up-projection, GELU, down-projection: the inputs are $d$, $f$ and $f$ wide, so $d + 2 f$ numbers per token.
+# **The MLP.** Up-projection, GELU and down-projection have inputs of width $d$, $f$ and $f$: $d + 2 f$ elements per
+# token.
 #
 # **The whole block**, operation by operation:
 #
-# | operation | what its backward reads | numbers per token |
+# | operation | what its backward reads | elements per token |
 # |---|---|--:|
 # | norm before attention | its input; one scale per token | $d + 1$ |
 # | query, key, value projection | its input | $d$ |
-# | norm of queries and keys | its input, inside one storage with the values; one scale per head, twice | $3 d + 2 h$ |
+# | norm of queries and keys | its input, which shares a storage with the values; one scale per head, twice | $3 d + 2 h$ |
 # | attention | normalised queries and keys; its output; one sum per head | $3 d + h$ |
 # | output projection | its input: the attention's output, counted above | $0$ |
 # | norm before the MLP | its input; one scale per token | $d + 1$ |
@@ -123,8 +124,8 @@ measured.categories["optimizer"] - 8 * P, 4 * len(list(model.parameters()))
 #
 # $$ A = 10 d + 2 f + 3 h + 2 $$
 #
-# Attention computes a score for every pair of tokens, but no $T^2$ stands here: the flash kernel keeps one number per
-# query and head and computes the scores again in backward. It is a checkpoint in miniature.
+# Attention computes a score for every pair of tokens, yet the formula has no $T^2$ term: the flash kernel saves one
+# number per query and head and recomputes the scores in backward. It is a checkpoint in miniature.
 
 # %%
 A = 10 * d + 2 * f + 3 * h + 2
@@ -134,10 +135,11 @@ counted = alone.timeline.at(alone.timeline.boundary)["activations"]
 print(f"predicted {4 * T * A:,}  measured {counted:,}")
 
 # %% [markdown]
-# (The input of this one block is resident, but its output is alive, which would be the next block's input.)
+# (The input of this block is resident, but its output, which would be the next block's input, is live. The two cancel.)
 #
-# **The whole model.** $L$ blocks keep $A$ each, of which the first one's input is resident. The last norm keeps its input
-# and one scale per token, and the loss keeps the norm's output: $L A + d + 1$ numbers per token in all.
+# **The whole model.** $L$ blocks save $A$ elements per token each, but the first block's input is resident. The last
+# norm saves its input and one scale per token, and the loss saves the norm's output: $L A + d + 1$ elements per token
+# in all.
 
 # %%
 predicted = 4 * T * (L * A + d + 1)
@@ -145,9 +147,9 @@ counted = measured.timeline.at(measured.timeline.boundary)["activations"]
 print(f"predicted {predicted:,}  measured {counted:,}  missing {counted - predicted:,}")
 
 # %% [markdown]
-# A whole megabyte is missing, and four bytes. The four bytes are the gradient of the loss, a single 1, with which
-# backward begins. The rest is a surprise that only exact counting finds: the loss is one number, but on the CPU
-# `mse_loss` returns it in a storage as large as its input.
+# The prediction misses a megabyte and four bytes. The four bytes are the gradient of the loss, the single 1 with which
+# backward begins. The megabyte is the loss itself: it is one number, but on the CPU `mse_loss` returns it in a storage
+# as large as its input. Only exact counting reveals this.
 
 # %%
 loss = F.mse_loss(model(x, sequences, max_seqlen=256), x)
@@ -159,34 +161,33 @@ counted - predicted - loss.untyped_storage().nbytes()
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# A step holds $16 P$ bytes for the parameters and what belongs to them, and $4 T (L A + d + 1)$ bytes that the forward
-# keeps for the backward. The first part does not know the batch; the second does not know the optimizer.
+# A step allocates $16 P$ bytes for parameters, gradients and optimizer state, and $4 T (L A + d + 1)$ bytes for the
+# activations that the forward saves. The first part does not depend on the batch, the second not on the optimizer.
 # :::
 
 # %% [markdown]
-# ## When each byte is alive
+# ## When each byte is live
 #
-# The two parts are never there whole at the same time. Here is the step from left to right, one allocation or free
-# after the other.
+# The two parts never peak together. The figure shows one step from left to right, one allocation or free at a time.
 
-# %% alt="Live memory over the allocations of one training step, stacked: resident bytes as a constant band, activations rising in a straight line until backward begins and falling afterwards, while the gradients grow from nothing; the peak is at the start of backward."
+# %% alt="Stacked live memory over the allocations of one training step: resident bytes are a constant band, activations rise in a straight line until backward begins and then fall, gradients grow from zero; the peak is at the start of backward."
 figure = plots.timeline_plot(
     measured.timeline.thinned(1000),
-    "The step is largest when backward begins: all activations are there, gradients are not",
+    "The step peaks when backward begins: all activations are live, the gradients are not",
     measured.resident_bytes,
 )
 path = plots.save(figure, "results/figures/01_one_step.png")
 figure
 
 # %% [markdown]
-# - At the far left, `zero_grad` gives back the gradients of the step before.
-# - Then the forward: every operation adds what its backward will read, and nothing is given back.
-# - Right of the dashed line, backward reads the activations in reverse and frees them, while the gradients grow to their
-#   full size. The sawtooth on top are *temporaries*: results that the next operation consumes.
-# - At the end the optimizer updates one parameter tensor after the other. The thin band of activations that stays is the
-#   loss, still alive in its large storage.
+# - At the far left, `zero_grad` frees the gradients of the previous step.
+# - During the forward, every operation saves what its backward will read, and nothing is freed.
+# - Right of the dashed line, backward reads the activations in reverse order and frees them, while the gradients grow
+#   to their full size. The sawtooth on top shows *temporaries*: tensors that the next operation consumes.
+# - At the end, the optimizer updates one parameter tensor after another. The thin band of activations that remains is
+#   the loss in its large storage.
 #
-# So the peak is not the sum of the parts. When it is reached, just after backward begins, almost no gradient exists:
+# So the peak is not the sum of the parts. It comes just after backward begins, when almost no gradients exist:
 
 # %%
 for name, size in measured.categories.items():
@@ -196,12 +197,11 @@ print(f"{'peak':12} {memory_format(measured.peak_bytes):>10}")
 # %% [markdown]
 # ## Tokens or parameters?
 #
-# One block owns $16 P_\text{block}$ bytes whatever the batch, and keeps $4 A$ bytes for every token. The tokens weigh as
-# much as the parameters when there are
+# One block needs $16 P_\text{block}$ bytes for any batch, and saves $4 A$ bytes per token. The two are equal at
 #
 # $$ T^* = \frac{4 P_\text{block}}{A} $$
 #
-# of them; for $f = 4 d$ this is about $\tfrac{8}{3} d$. It does not depend on the number of blocks.
+# tokens. For $f = 4 d$ this is about $\tfrac{8}{3} d$, whatever the number of blocks.
 
 # %%
 T_star = 4 * P_block / A
@@ -222,7 +222,7 @@ def kept_by(tokens):
 
 
 # %% [markdown]
-# Measured minus predicted, from 128 to 2048 tokens:
+# Measured minus predicted bytes, from 128 to 2048 tokens:
 
 # %%
 tokens = [128, 256, 512, 1024, 2048]
@@ -230,12 +230,12 @@ kept = [kept_by(n) for n in tokens]
 formula = [4 * n * (L * A + d + 1) for n in tokens]
 [a - b for a, b in zip(kept, formula)]
 
-# %% alt="Bytes over the number of tokens: the kept activations lie on the straight line of the formula and cross the constant 16 bytes per parameter near 680 tokens."
+# %% alt="Memory over the number of tokens: the saved activations lie on the straight line of the formula and cross the constant 16 bytes per parameter near 680 tokens."
 figure = plots.line_plot(
     tokens,
-    measured={"kept by the forward": kept},
-    predicted={"kept by the forward": formula, "16 bytes per parameter": [16 * P] * len(tokens)},
-    title=f"From {T_star:.0f} tokens on, what the tokens leave behind outweighs the parameters",
+    measured={"saved by the forward": kept},
+    predicted={"saved by the forward": formula, "16 bytes per parameter": [16 * P] * len(tokens)},
+    title=f"From {T_star:.0f} tokens on, activations outweigh parameters, gradients and optimizer",
     xlabel="tokens",
     ylabel="memory (MiB)",
 )
@@ -245,16 +245,17 @@ figure
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Parameters set a floor, tokens set the slope. Beyond $\tfrac{8}{3} d$ tokens the slope wins, and long sequences are
-# always beyond it. A better optimizer lowers the floor; only keeping fewer activations lowers the slope.
+# Parameters set a fixed cost, and every token adds to it. Beyond $\tfrac{8}{3} d$ tokens the activations are the larger
+# part, and long sequences are always beyond it. A leaner optimizer lowers the fixed cost; only saving fewer activations
+# lowers the cost per token.
 # :::
 
 # %% [markdown]
-# ## What can be done about it
+# ## Recomputing activations
 #
-# The slope is $L A$ numbers per token, because all blocks wait for their backward at once. But a block can be computed
-# again from its input, which is only $d$ numbers wide. Keep the inputs, forget the rest, and compute each block a second
-# time just before its backward: this is activation checkpointing, and the next chapters build it.
+# Each token costs $L A$ elements because the activations of all blocks are live at once. But a block can be recomputed
+# from its input, which has only $d$ elements per token. Activation checkpointing saves the inputs, drops the rest, and
+# recomputes each block just before its backward. The next chapters build it.
 
 # %%
 ackpt.apply_activation_checkpointing(model, Block)
@@ -263,19 +264,19 @@ ackpt.apply_activation_checkpointing(model, Block)
 checkpointed = measure(step, resident=[model, optimizer, x], repeats=0)
 print("peak", memory_format(measured.peak_bytes), "->", memory_format(checkpointed.peak_bytes))
 
-# %% alt="The same step with checkpointed blocks: activations grow by a small step per block, and in backward one block after the other rises and falls, a row of teeth instead of one triangle."
+# %% alt="Live memory of the same step with checkpointed blocks: activations grow by a small step per block, and during backward the memory rises and falls once per block, a row of teeth instead of one triangle."
 figure = plots.timeline_plot(
     checkpointed.timeline.thinned(1000),
-    "Checkpointed, the step never holds more than one block: teeth instead of a triangle",
+    "With checkpointing, at most one block's activations are live: teeth instead of a triangle",
     checkpointed.resident_bytes,
 )
 path = plots.save(figure, "results/figures/01_one_step_checkpointed.png")
 figure
 
 # %% [markdown]
-# What the forward leaves is now the input of every block (the first one is resident), the input of the last norm with its
-# scale, and the loss. The teeth are counted as temporaries, since they are born and die within backward. The peak has
-# moved to the last tooth, where the gradients are nearly complete.
+# The forward now saves the input of every block (the first is resident), the input of the last norm with its scale, the
+# norm's output, and the loss. The teeth count as temporaries, since backward both allocates and frees them. The peak
+# has moved to the last tooth, where the gradients are nearly complete.
 
 # %%
 counted = checkpointed.timeline.at(checkpointed.timeline.boundary)["activations"]
@@ -292,8 +293,8 @@ def table_row(name, sizes):
 
 rows = [table_row(n, {label: run.categories[n] for label, run in runs.items()}) for n in names]
 rows += [table_row("**peak**", {label: run.peak_bytes for label, run in runs.items()})]
-columns = {"what": "at the peak", "plain": "plain, MiB", "checkpointed": "checkpointed, MiB"}
-caption = "One training step at its peak, by what the bytes are."
+columns = {"what": "at the peak", "plain": "baseline, MiB", "checkpointed": "checkpointed, MiB"}
+caption = "Memory at the peak of one training step, by category, without and with checkpointed blocks."
 table = markdown_table(rows, columns, caption, "tab-one-step")
 path = write_text_atomic("results/tables/01_one_step.md", table)
 
@@ -301,37 +302,38 @@ path = write_text_atomic("results/tables/01_one_step.md", table)
 # ```{include} ../../results/tables/01_one_step.md
 # ```
 
-# %% alt="Bars of the bytes at the peak, plain and checkpointed, by category: parameters, inputs and optimizer are equal, activations nearly vanish, gradients and temporaries are larger."
+# %% alt="Memory at the peak by category, for the baseline and the checkpointed step: parameters, inputs and optimizer are equal; with checkpointing, activations nearly vanish, and gradients and temporaries are larger."
 saving = 1 - checkpointed.peak_bytes / measured.peak_bytes
 figure = plots.bar_plot(
     names,
     {label: [run.categories[name] for name in names] for label, run in runs.items()},
-    f"Checkpointing takes {saving:.0%} off the peak: activations nearly vanish",
+    f"Checkpointing lowers the peak by {saving:.0%}: activations nearly vanish",
     ylabel="memory at the peak (MiB)",
 )
 path = plots.save(figure, "results/figures/01_at_the_peak.png")
 figure
 
 # %% [markdown]
-# The price is arithmetic: every block runs forward twice. A backward costs about two forwards, so the step grows from
-# three to four.
+# The price is arithmetic: every block runs its forward twice. A backward costs about two forwards, so the step grows
+# from the cost of three forwards to that of four.
 
 # %%
-print(f"checkpointed / plain = {checkpointed.flops / measured.flops:.4f} in FLOPs")
+print(f"checkpointed / baseline = {checkpointed.flops / measured.flops:.4f} in FLOPs")
 
 # %% [markdown]
 # ## Other models, other lengths
 #
-# Nothing of this depends on running the step: shapes are enough to count its bytes. Here are more steps, none of which
-# runs, under four policies that Part II derives. `none` is the baseline and `full` a checkpoint around blocks;
-# `auto` recomputes the least that a budget asks for, and its lowest budget is the floor.
+# Counting the bytes of a step does not require running it: shapes are enough. The explorer below covers more steps,
+# none of which runs, under four policies that Part II derives. `none` is the baseline, and `full` is per-block
+# checkpointing. `auto` recomputes as little as a budget allows; it is shown with two budgets, one of them the smallest
+# feasible one.
 
 # %%
 data = memory_bars.memory_bars()
 path = explorer.save(data, "results/explorer/01_memory_bars.json")
 steps = [each for one in data["models"] for each in one["steps"]]
 exact = all(each["kept"]["bytes"] == each["plans"]["none"]["kept"]["bytes"] for each in steps)
-print(f"{len(steps)} steps; what their forwards keep is what the formula says: {exact}")
+print(f"{len(steps)} steps; the saved bytes match the formula in all of them: {exact}")
 
 # %% tags=["hide-input"]
 bars = data["models"][0]["steps"][1]
@@ -340,26 +342,29 @@ names = [name for name in data["categories"] if any(found.get(name) for found in
 figure = plots.bar_plot(
     names,
     {label: [found.get(name, 0) for name in names] for label, found in shown.items()},
-    "At the peak, policies differ in what is saved and in what is temporary",
+    "At the peak, policies differ in activations and temporaries",
     ylabel="memory at the peak (MiB)",
 )
 path = plots.save(figure, "results/figures/01_memory_bars.png")
 
 # %% [markdown]
-# Choose a model, a size and a policy; with a selector in focus, the arrow keys do. $T$ are the tokens of the whole batch,
-# $V$ the words of the vocabulary, and $n$ the tensors among the parameters: AdamW counts the steps of each.
+# Choose a model, a size and a policy; the arrow keys work on a focused selector. $T$ is the number of tokens in the
+# whole batch, $V$ the size of the vocabulary, and $n$ the number of parameter tensors, for each of which AdamW counts
+# steps.
 #
 # ```{memory-explorer} ../../results/explorer/01_memory_bars.json
 # :image: ../../results/figures/01_memory_bars.png
-# :alt: Bars of the bytes at the peak by category, for the Transformer of this chapter at 1024 tokens per sequence, under four policies. Parameters, inputs and optimizer are equal; activations are largest with none, smaller with auto at half, and smallest with full and with the least of auto.
+# :alt: Memory at the peak by category, for the Transformer of this chapter at 1024 tokens per sequence, under four policies. Parameters, inputs and optimizer are equal; activations are largest with none, smaller with auto at half, and smallest with full and with auto at its smallest feasible budget.
 # ```
 #
-# Things to try. The Transformer from 256 to 4096 tokens: which part of the bar grows, and which does not? The language
-# model at half of its peak: why must more of its FLOPs run again than of the Transformer's? ResNet-18: which part keeps
-# most, and why is half of the baseline refused?
+# Things to try:
+#
+# - The Transformer from 256 to 4096 tokens: which parts of the bar grow, and which do not?
+# - The language model at half of its peak: why does it recompute a larger share of its FLOPs than the Transformer?
+# - ResNet-18: which part saves most, and why is half of the baseline refused?
 
 # %% [markdown]
-# What was measured goes into records, with the place where it was measured.
+# The measurements go into records, together with the environment they were made in.
 
 # %% tags=["hide-input"]
 where = environment("cpu", "notebooks/01_where_memory_goes.py")
@@ -378,9 +383,10 @@ where
 #
 # :::{admonition} Exercise 1: the published model
 # :class: note
-# The reference experiments of this book train 12 blocks with $d = 1024$, $f = 4096$ and heads of 128. How many GiB do the
-# parameters and all that belongs to them take, and how many do 8192 tokens leave behind, all in fp32? Which of the two
-# would you attack? Check your $P$ by building the model on the `meta` device, which has shapes and no memory.
+# The reference experiments of this book train 12 blocks with $d = 1024$, $f = 4096$ and heads of width 128. How many
+# GiB do parameters, gradients and optimizer state need, and how many do the activations of 8192 tokens need, all in
+# fp32? Which of the two would you reduce? Check your $P$ by building the model on the `meta` device, which allocates no
+# memory.
 # :::
 
 # %% tags=["solution"]
@@ -391,17 +397,17 @@ P1 = L1 * (4 * d1**2 + 2 * d1 * f1 + 2 * d1 + 2 * d1 // h1) + d1
 A1 = 10 * d1 + 2 * f1 + 3 * h1 + 2
 print("P =", P1, "counted on meta:", sum(p.numel() for p in published.parameters()))
 print("16 P =", memory_format(16 * P1))
-print("left behind by 8192 tokens:", memory_format(4 * 8192 * (L1 * A1 + d1 + 1)))
+print("activations of 8192 tokens:", memory_format(4 * 8192 * (L1 * A1 + d1 + 1)))
 
 # %% [markdown]
-# The activations: they are several times as much, they grow with every token, and they can be made again. Parameters,
-# gradients and the optimizer's state are what the training is for.
+# The activations: they are several times larger, they grow with every token, and they can be recomputed. Parameters,
+# gradients and optimizer state cannot.
 
 # %% [markdown]
 # :::{admonition} Exercise 2: another optimizer
 # :class: note
-# Replace AdamW by plain SGD, without momentum. Which bytes of the step vanish, and by how much does the peak fall?
-# Predict both before you measure.
+# Replace AdamW with SGD without momentum. Which bytes of the step vanish, and by how much does the peak fall? Predict
+# both before you measure.
 # :::
 
 # %% tags=["solution"]
@@ -414,8 +420,8 @@ print("measured:             ", measured.peak_bytes - sgd.peak_bytes, "bytes")
 # %% [markdown]
 # :::{admonition} Exercise 3: a cheaper nonlinearity
 # :class: note
-# The backward of ReLU needs to know only where its *output* is positive. How many numbers per token does an MLP with ReLU
-# keep, against the $d + 2 f$ of one with GELU? Check it on `torch.nn.Sequential` with two linear layers.
+# The backward of ReLU only needs to know where its *output* is positive. How many elements per token does an MLP with
+# ReLU save, compared with $d + 2 f$ for GELU? Check it on a `torch.nn.Sequential` with two linear layers.
 # :::
 
 
@@ -431,20 +437,21 @@ print("GELU:", kept_per_token(torch.nn.GELU()), "= d + 2 f =", d + 2 * f)
 print("ReLU:", kept_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 
 # %% [markdown]
-# ReLU's output is also the input of the down-projection: one storage serves both. (The $d$ is the output of the MLP this
-# time; its input is resident.)
+# ReLU's output is also the input of the down-projection, so one storage serves both. (The $d$ here is the output of the
+# MLP; its input is resident.)
 
 # %% [markdown]
 # ## What we have seen
 #
-# - A training step holds 16 bytes per parameter (fp32, AdamW) and $4 A$ bytes per token and block, with
-#   $A = 10 d + 2 f + 3 h + 2$; both were derived on paper and measured to the byte.
-# - Activations rise until backward begins and fall while the gradients rise. The peak lies where backward begins.
-# - From $\tfrac{8}{3} d$ tokens on, activations outweigh everything else. They are kept only to be read once more, and
-#   they can be computed again: that is the subject of the next chapters.
-# - A byte count that does not add up has a reason that can be found; here it was a loss in a storage as large as its input.
+# - A training step needs 16 bytes per parameter (fp32, AdamW) and $4 A$ bytes per token and block, with
+#   $A = 10 d + 2 f + 3 h + 2$. We derived both on paper and measured them to the byte.
+# - Activations rise until backward begins and fall while the gradients rise. The peak is at the start of backward.
+# - From $\tfrac{8}{3} d$ tokens on, activations outweigh everything else. They are saved only to be read once more, and
+#   they can be recomputed: that is the subject of the next chapters.
+# - A byte count that does not add up has a cause that can be found; here it was a loss in a storage as large as its
+#   input.
 #
 # ## Sources
 #
-# - {cite:t}`korthikanti2022` count what a block keeps in the same way.
-# - {cite:t}`zhang2019`: the norm of the blocks.
+# - {cite:t}`korthikanti2022` count the activations of a block in the same way.
+# - {cite:t}`zhang2019` introduce the norm that the blocks use.

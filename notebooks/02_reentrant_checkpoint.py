@@ -1,22 +1,22 @@
 # %% [markdown]
 # # The reentrant checkpoint, from scratch
 #
-# After this chapter you can write activation checkpointing in ten lines, predict its peak to the byte, name a dozen ways
-# in which ten lines give wrong gradients without a word, and say what it costs to give right ones.
+# After this chapter you can write activation checkpointing in ten lines and predict its peak to the byte. You know a
+# dozen ways in which ten lines silently give wrong gradients, and what correct gradients cost.
 
 # %% [markdown]
 # ## Goals
 #
-# - Write the ten lines, and derive what they keep, what they recompute and what that costs.
+# - Write the ten lines, and derive what they save, what they recompute and what that costs.
 # - Predict the peak of a chain of $n$ layers in $k$ segments, and check it to the byte.
 # - See every pitfall fail, in the ten lines and in PyTorch's own checkpoint, and see how `ackpt.checkpoint` avoids it.
-# - Use what is built on top: chains, whole models, and the loss head of a language model.
+# - Apply checkpointing to chains, to whole models, and to the loss head of a language model.
 #
 # ## Notation
 #
 # | symbol | meaning |
 # |:--:|---|
-# | $f$ | the *region*: any function whose inside is forgotten and recomputed |
+# | $f$ | the *region*: any function whose activations are dropped and recomputed |
 # | $x$, $y$ | its input and output, $y = f(x)$ |
 # | $\bar x$, $\bar y$ | gradients of the loss with respect to them |
 # | $n$ | layers of a chain; each output is an *activation* |
@@ -49,15 +49,15 @@ generator = torch.manual_seed(0)
 # %% [markdown]
 # ## Ten lines
 #
-# Backward through $y = f(x)$ computes $\bar x = J^\top \bar y$, where $J$ is the derivative of $f$ at $x$. PyTorch never
-# forms $J$: every operation inside $f$ keeps what its own factor needs. But all of that is a function of $x$. Whoever
-# has $x$ can compute it again, when $\bar y$ arrives:
+# Backward through $y = f(x)$ computes $\bar x = J^\top \bar y$, where $J$ is the derivative of $f$ at $x$. PyTorch
+# never forms $J$: every operation inside $f$ saves what its own factor needs. But everything saved is a function of
+# $x$, so it can be recomputed from $x$ when $\bar y$ arrives:
 #
 # - **saved:** $x$ and nothing else;
 # - **recomputed:** everything inside $f$, just before it is needed;
 # - **the price:** one more forward of $f$.
 #
-# An `autograd.Function` is the place for such a rule:
+# An `autograd.Function` implements this rule:
 
 
 # %%
@@ -78,12 +78,12 @@ class TenLines(torch.autograd.Function):
 
 
 # %% [markdown]
-# The forward runs without a graph, so nothing inside survives it. The backward makes a fresh leaf of the saved input,
-# runs the function again with a graph, and sends the gradient through. That second backward runs *inside* the first one,
-# so the engine is entered again: the checkpoint is *reentrant*. The idea is that of Chen et al. 2016
-# ([arXiv:1604.06174](https://arxiv.org/abs/1604.06174)).
+# The forward runs without a graph, so it saves no intermediate tensor. The backward turns the saved input into a new
+# leaf, reruns the function with a graph, and backpropagates the gradient through it. That second backward runs *inside*
+# the first one and enters the autograd engine again: the checkpoint is *reentrant*. The idea is that of Chen et al.
+# 2016 ([arXiv:1604.06174](https://arxiv.org/abs/1604.06174)).
 #
-# Four sines in a row, with and without:
+# Compare four sines in a row with and without a checkpoint:
 
 
 # %%
@@ -97,20 +97,20 @@ ten_lines_grad = torch.autograd.grad(TenLines.apply(four_sines, x).sum(), x)[0]
 torch.equal(plain_grad, ten_lines_grad)
 
 # %% [markdown]
-# The same bits. Now what each of them has kept when backward begins. A sine keeps its input; the first input is $x$, which
-# is resident, so three activations of $S$ bytes remain, against none. The other 8 bytes are the loss and its gradient,
-# the 1 with which backward begins.
+# The gradients are bit-identical. Next, compare the saved bytes when backward begins. A sine saves its input. The first
+# input is $x$, which is resident, so the baseline saves three activations of $S$ bytes and the checkpoint none. The
+# other 8 bytes are the loss and its gradient, the 1 with which backward begins.
 
 # %%
 S = x.untyped_storage().nbytes()
 for run in (four_sines, functools.partial(TenLines.apply, four_sines)):
     measurement = measure(lambda: run(x).sum().backward(), resident=[x])  # noqa: B023
     kept = measurement.timeline.at(measurement.timeline.boundary)["activations"]
-    print(f"{kept:,} bytes kept; 3 S = {3 * S:,}")
+    print(f"{kept:,} bytes saved; 3 S = {3 * S:,}")
 
 # %% [markdown]
-# And the price. A matrix product costs as much again in backward for each of its two gradients, so a baseline step is three
-# forwards' worth and a checkpointed one four:
+# The price is recomputation. In backward, each of the two gradients of a matrix product costs as much as the product,
+# so a baseline step costs three forwards and a checkpointed step four:
 
 # %%
 mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -121,18 +121,18 @@ ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward()) / plain_
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# A checkpoint trades everything inside a region for its input and one more forward: a third more arithmetic for the
-# part of the step that is checkpointed.
+# A checkpoint saves the region's input in place of its activations, at the price of one more forward: a third more
+# arithmetic for the checkpointed part of the step.
 # :::
 
 # %% [markdown]
-# ## How far down does it go?
+# ## The peak of a chain
 #
-# One region around everything would gain nothing: its recompute holds all $n$ activations again. One region per layer
-# keeps all $n$ inputs. The best lies between. Take a chain of $n$ equal layers, each of which keeps its input, in $k$
-# segments. The last segment is not checkpointed, because its backward comes at once.
+# A single region around all layers gains nothing: its recomputation holds all $n$ activations again. One region per
+# layer saves all $n$ inputs. The optimum is in between. Cut a chain of $n$ equal layers, each of which saves its input,
+# into $k$ segments. The last segment is not checkpointed, because its backward follows immediately.
 #
-# While segment $i$ goes backward there are alive, in activations:
+# During the backward of segment $i$, the live activations are:
 #
 # - the $i - 1$ *boundaries*, which are the inputs of the segments 2 to $i$ (the input of the first is resident);
 # - its own $\ell_i$ activations, just recomputed.
@@ -141,10 +141,9 @@ ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward()) / plain_
 #
 # $$ k - 1 + \frac{n}{k}, \qquad \text{least at } k = \sqrt n: \quad 2 \sqrt n - 1 . $$
 #
-# This is how Chen et al. count. The allocator also sees gradients. A recomputed segment works with two of them, the one
-# that arrived for its output and the one that the running layer makes. In the last segment, under a loss that is a plain
-# sum, the first gradient is a single number and every later one takes the place of an activation that has just been
-# freed. So
+# This is the count of Chen et al. The allocator also counts gradients. A recomputed segment needs two: the gradient of
+# its output and the gradient that the current layer computes. In the last segment, with a sum as the loss, the first
+# gradient is a single number, and each later one replaces an activation that has just been freed. So
 #
 # $$ \text{peak} = S \cdot \max\Bigl( \max_{i < k} \, (i - 1 + \ell_i + 2),\; k - 1 + \ell_k \Bigr) + 8 \text{ bytes}, $$
 #
@@ -158,7 +157,7 @@ def predicted_peak(lengths):
 
 
 # %% [markdown]
-# To check it: a chain of SiLU functions, each of which keeps its input, with a counter of calls.
+# To check the formula, we use a chain of SiLU functions, each of which saves its input, and count the calls.
 
 # %%
 calls = []
@@ -208,17 +207,17 @@ path = write_text_atomic("results/tables/02_chain.md", table)
 [row["measured"] - row["predicted"] for row in chain_rows]
 
 # %% [markdown]
-# Predicted and measured are equal to the byte. The extra forwards are $n - n / k$: every layer but those of the last
-# segment runs twice. (Chen et al. count $k - 1$ fewer, because the output of a segment was a boundary and need not be
-# computed again. A region does not know that; it is rerun whole, here as in PyTorch.)
+# Prediction and measurement agree to the byte. There are $n - n / k$ extra forwards: every layer outside the last
+# segment runs twice. (Chen et al. count $k - 1$ fewer, because the output of a segment is a saved boundary and need not
+# be recomputed. Our regions, like PyTorch's, are recomputed as a whole.)
 #
-# The same for other numbers of segments:
+# Other numbers of segments give:
 
 # %% alt="Peak memory over the number of segments for a chain of 64 layers: measured points lie on the predicted curve, which falls steeply, has its minimum near 8 segments and rises slowly again."
 ks = [1, 2, 4, 6, 8, 10, 12, 16, 24, 32]
 peaks = [measured(chain(64, k)).dynamic_peak_bytes for k in ks]
 formula = [predicted_peak(segment_lengths(64, k)) for k in ks]
-title = "64 layers need least memory in 6 to 10 segments, around the square root of 64"
+title = "A chain of 64 layers has the lowest peak in 6 to 10 segments, around the square root of 64"
 figure = plots.line_plot(ks, {"64 layers": peaks}, {"64 layers": formula}, title, xlabel="segments")
 path = plots.save(figure, "results/figures/02_segments.png")
 figure
@@ -226,16 +225,16 @@ figure
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# With $\sqrt n$ segments the activations of $n$ layers fall from $n$ to about $2 \sqrt n$ for less than one more forward.
-# The peak is not a rule of thumb: count boundaries, one segment and two gradients, and you have it to the byte.
+# With $\sqrt n$ segments, the activations of $n$ layers fall from $n$ to about $2 \sqrt n$ at the cost of less than one
+# more forward. Boundaries, one segment and two gradients give the peak to the byte.
 # :::
 
 # %% [markdown]
 # ## What the ten lines get wrong
 #
 # Everything so far was a chain of pure functions of one tensor. A real region has parameters, random numbers, buffers,
-# keyword arguments. From here on every section is one *experiment*, a small function that is run with each variant of
-# checkpointing; the plain call tells what is right.
+# keyword arguments. Each of the next sections is one *experiment*: a small function that runs with each variant of
+# checkpointing. The call without a checkpoint defines the correct result.
 
 
 # %%
@@ -252,8 +251,8 @@ variants = {
 }
 
 # %% [markdown]
-# `use_reentrant=True` is the ten lines grown up. `use_reentrant=False` is another design: it saves nothing where autograd
-# would save a tensor, and recomputes when the first missing one is asked for.
+# `use_reentrant=True` is the full version of the ten lines. `use_reentrant=False` is another design: it intercepts
+# every tensor that autograd would save, drops it, and recomputes the region when backward first reads a missing tensor.
 
 
 # %%
@@ -312,8 +311,8 @@ def weight_gradient(checkpoint):
 compare("parameters", weight_gradient)
 
 # %% [markdown]
-# None: the ten lines ask for the gradient of $x$ only. PyTorch runs a full `backward` in place of the last line, which
-# adds to the `.grad` of every parameter on its way. We take that over, and call the result *naive*:
+# It is None, because the ten lines compute the gradient of $x$ only. PyTorch replaces the last line with a full
+# `backward`, which accumulates into the `.grad` of every parameter. We adopt that and call the result *naive*:
 
 
 # %%
@@ -334,8 +333,8 @@ compare("parameters", weight_gradient)
 # %% [markdown]
 # ### No input requires grad
 #
-# The first layer of a model gets data, which needs no gradient, and its parameters do. Which parameters of this model of
-# two layers are left without one?
+# The input of a model's first layer is data, which needs no gradient; the layer's parameters do need one. Which
+# parameters of this two-layer model get no gradient?
 
 
 # %%
@@ -349,14 +348,14 @@ def first_layer(checkpoint):
 compare("no input requires grad", first_layer)
 
 # %% [markdown]
-# An `autograd.Function` without an input that requires grad has an output that requires none: its backward is never
-# called. PyTorch warns and goes on; the first layer simply does not learn.
+# If no input of an `autograd.Function` requires grad, neither does its output, and its backward is never called.
+# PyTorch only warns, and the first layer does not learn.
 
 # %% [markdown]
 # ### A shared parameter with a hook
 #
-# Many things hang on parameters as hooks: clipping, logging, the bookkeeping of data-parallel training. Here a hook clips
-# the gradient of a weight at 1. The weight is used in two regions; its gradient is 2, so 1 is right.
+# Hooks on parameters implement clipping, logging, and the bookkeeping of data-parallel training. Here a hook clips the
+# gradient of a weight to 1. The weight is used in two regions, and its gradient is 2, so the correct result is 1.
 
 
 # %%
@@ -371,12 +370,12 @@ def clipped(checkpoint):
 compare("hook of a shared parameter", clipped)
 
 # %% [markdown]
-# The naive version enters the engine once per region, and every time a *part* of the gradient arrives at the weight: the
-# hook fires twice and clips two parts.
+# The naive version enters the engine once per region, and each time only a *part* of the gradient reaches the weight.
+# The hook fires twice and clips each part separately.
 #
-# Both failures have one cause: the parameters are no inputs of the autograd node. In `ackpt` they are. After the first
-# forward the region's graph is walked to its ends, the parameters found there become inputs of the node, and their
-# gradients leave through the outer graph, where the engine adds up all parts before any hook sees them.
+# Both failures have the same cause: the parameters are not inputs of the autograd node. In `ackpt` they are. After the
+# first forward, `ackpt` walks the region's graph to its leaves and makes the parameters found there inputs of the node.
+# Their gradients then flow through the outer graph, where the engine sums all parts before it calls a hook.
 
 # %%
 linear = nn.Linear(2, 3)
@@ -387,8 +386,8 @@ y.grad_fn.name(), [node.variable.shape for node in ends]
 # %% [markdown]
 # ### A second derivative
 #
-# A gradient penalty differentiates a gradient: $h = x^2$, $y = h^3$, and the penalty $(dy/dx)^2 = (6 x^5)^2$. At $x = 2$
-# its derivative is $2 \cdot 192 \cdot 480 = 184320$.
+# A gradient penalty differentiates a gradient: $h = x^2$, $y = h^3$, and the penalty $(dy/dx)^2 = (6 x^5)^2$. At
+# $x = 2$ its derivative is $2 \cdot 192 \cdot 480 = 184320$.
 
 
 # %%
@@ -403,14 +402,14 @@ def gradient_penalty(checkpoint):
 compare("create_graph=True", gradient_penalty)
 
 # %% [markdown]
-# The naive backward returns a gradient that was computed behind a `detach`: for the second derivative it is a constant.
-# The result is a fifth of the right one, and nothing says so. A reentrant checkpoint cannot give the right number, but it
-# can notice: grad mode is on in a backward that is itself being recorded.
+# The naive backward returns a gradient that was computed after a `detach`, so the second derivative treats it as a
+# constant. The result is a fifth of the correct one, without any warning. A reentrant checkpoint cannot compute the
+# correct value, but it can detect the case: grad mode is on in a backward that is itself being recorded.
 
 # %% [markdown]
 # ### A parameter changes before backward
 #
-# Two losses, one optimizer step between their backwards: it happens in adversarial training and in pipelines.
+# Two losses with an optimizer step between their backwards occur in adversarial training and in pipelines.
 
 
 # %%
@@ -426,9 +425,9 @@ def changed_weight(checkpoint):
 compare("parameter changed before backward", changed_weight)
 
 # %% [markdown]
-# Plain autograd refuses: each tensor counts its in-place changes, and a saved tensor remembers the count. A checkpoint
-# that saves only $x$ has no such memory of the weight, and recomputes with the new one. `ackpt` notes the counts of
-# everything the region can reach, and compares:
+# Without a checkpoint, autograd raises: each tensor counts its in-place changes, and autograd checks that count for
+# every saved tensor. A checkpoint that saves only $x$ records no count for the weight and recomputes with the new
+# values. `ackpt` records the counts of all tensors that the region can reach, and compares them:
 
 # %%
 before = linear.weight._version
@@ -439,7 +438,8 @@ before, linear.weight._version
 # %% [markdown]
 # ### Random numbers
 #
-# The recompute must draw what the forward drew. With dropout, an element must get a gradient exactly where it was kept:
+# The recomputation must draw the same random numbers as the forward. With dropout, exactly the elements that the
+# forward did not drop must get a gradient:
 
 
 # %%
@@ -453,8 +453,8 @@ def dropout(checkpoint):
 compare("dropout", dropout)
 
 # %% [markdown]
-# Saving and restoring torch's generators cures dropout. But there are more streams. Below, each multiplies $x = 1$ by a
-# random number, so output and gradient must be equal:
+# Saving and restoring torch's generators fixes dropout. But Python, numpy and your own generators have random streams,
+# too. Below, each of them multiplies $x = 1$ by a random number, so output and gradient must be equal:
 
 
 # %%
@@ -475,7 +475,7 @@ def other_streams(checkpoint):
 compare("Python, numpy, own generator", other_streams)
 
 # %% [markdown]
-# Every stream has a state that can be read, compared and set back:
+# Every stream has a state that can be read, compared and restored:
 
 # %%
 state = random.getstate()
@@ -485,11 +485,11 @@ random.setstate(state)
 moved, random.random() == first
 
 # %% [markdown]
-# `ackpt` takes the states of all streams that the region can reach, keeps those that have moved when the region ends, and
-# sets them back for the recompute. A region that draws nothing keeps nothing.
+# `ackpt` reads the states of all streams that the region can reach, saves those that have changed by the end of the
+# region, and restores them for the recomputation. A region that draws no random numbers saves no state.
 
 # %% [markdown]
-# ### Buffers that count
+# ### Buffers that the forward updates
 #
 # BatchNorm in training mode updates its running mean and counts its batches, as a side effect of its forward.
 
@@ -505,13 +505,13 @@ def batch_norm(checkpoint):
 compare("BatchNorm statistics", batch_norm)
 
 # %% [markdown]
-# The batch mean is 2 and the momentum one half: one update gives 1, two give 1.5. `ackpt` puts the buffers that a region
-# has changed back to their old values for the recompute, and to the new ones after it.
+# The batch mean is 2 and the momentum one half, so one update gives 1 and two give 1.5. For the recomputation, `ackpt`
+# restores the old values of the buffers that the region has changed; afterwards it restores the new ones.
 
 # %% [markdown]
 # ### Autocast
 #
-# The forward runs inside `torch.autocast`, the backward is called outside. In which types does the product run?
+# The forward runs inside `torch.autocast`, and the backward is called outside. In which dtypes does the product run?
 
 
 # %%
@@ -532,14 +532,14 @@ def product_types(checkpoint):
 compare("autocast", product_types)
 
 # %% [markdown]
-# The naive recompute runs in fp32: another function than the forward's. The autocast state belongs to the region and is
-# saved with it.
+# The naive recomputation runs in fp32, so it computes a different function. `ackpt` saves the autocast state with the
+# region.
 
 # %% [markdown]
 # ### A loop variable
 #
-# Three layers in a loop, each called through a `lambda`. A `lambda` looks up `layer` when it is called, and the recompute
-# calls it after the loop is over. Which gradients do the three weights get?
+# A loop calls three layers, each through a `lambda`. A `lambda` looks up `layer` when it is called, and the
+# recomputation calls it after the loop has ended. Which gradients do the three weights get?
 
 
 # %%
@@ -556,9 +556,9 @@ def late_binding(checkpoint):
 compare("loop variable in a closure", late_binding)
 
 # %% [markdown]
-# All recomputes run the third layer. In the reentrant form two layers never learn and the third collects the gradients of
-# all; in the other one, what is recomputed belongs to the wrong layer. A variable that outlives its function lives in a
-# *cell*, and the function holds the cell, not the value:
+# Every recomputation runs the third layer. In the reentrant form, two layers never learn and the third accumulates the
+# gradients of all three; the non-reentrant form recomputes the activations of the wrong layer. A closure stores its
+# variables in *cells*, and the function refers to the cell, not to the value:
 
 
 # %%
@@ -573,13 +573,13 @@ def make():
 make()
 
 # %% [markdown]
-# `ackpt` keeps a copy of the function with cells of its own, which hold the values of now.
+# `ackpt` saves a copy of the function whose own cells hold the values at the time of the call.
 
 # %% [markdown]
-# ### A switch is turned
+# ### The training mode changes before backward
 #
-# `model.eval()` between forward and backward: a validation step, or a loss that is logged. Plain autograd does not mind,
-# since the dropout has long happened. Does the gradient vanish exactly where the dropout did?
+# A validation step or a logged loss may call `model.eval()` between forward and backward. Without a checkpoint this is
+# harmless, since dropout has already run. Is the gradient zero exactly where dropout zeroed the output?
 
 
 # %%
@@ -594,13 +594,13 @@ def switched(checkpoint):
 compare("eval() before backward", switched)
 
 # %% [markdown]
-# The mode of every module is noted and set back for the recompute, as are other names that could come to mean something
-# else: replaced parameters, and the globals that a function reads.
+# `ackpt` records the mode of every module and restores it for the recomputation. It does the same for replaced
+# parameters and for the globals that a function reads.
 
 # %% [markdown]
 # ### Keyword arguments, and tensors in dicts
 #
-# A mask by keyword, or a dict of features: tensors do not always come one by one.
+# Tensors are not always positional arguments: a mask may be a keyword argument, and features may be in a dict.
 
 
 # %%
@@ -613,8 +613,8 @@ def keyword(checkpoint):
 compare("keyword argument", keyword)
 
 # %% [markdown]
-# Below, $h = w^3$ goes into the region inside a dict, and is used once more outside: $y = h^2 + h$. At $w = 2$ the gradient
-# is $(2 h + 1) \, 3 w^2 = 204$; the use outside alone gives 12.
+# Below, the region gets $h = w^3$ inside a dict, and $h$ is used once more outside: $y = h^2 + h$. At $w = 2$ the
+# gradient is $(2 h + 1) \, 3 w^2 = 204$; the use outside alone contributes 12.
 
 
 # %%
@@ -628,15 +628,15 @@ def features(checkpoint):
 compare("tensor in a dict", features)
 
 # %% [markdown]
-# An `autograd.Function` sees only tensors that are arguments of their own. `ackpt` takes the tensors out of dicts, lists,
-# tuples and dataclasses, hands them to the node, and puts them back before it calls the function.
+# An `autograd.Function` tracks only tensors that are direct arguments. `ackpt` extracts the tensors from dicts, lists,
+# tuples and dataclasses, passes them to the node, and puts them back before it calls the function.
 
 # %% [markdown]
-# ### The first forward runs in grad mode
+# ### `ackpt` runs the first forward in grad mode
 #
-# The ten lines run the first forward under `no_grad`, which is the obvious way to keep no graph. `ackpt` runs it in grad
-# mode and drops the graph when the region ends. Why? First, because code may ask. This layer of PyTorch takes a fused
-# path in eval mode when no gradient is needed. Is the output that of the plain model, bit for bit?
+# The ten lines run the first forward under `no_grad`, the obvious way to avoid a graph. `ackpt` runs it in grad mode
+# and drops the graph when the region ends, for three reasons. First, code may depend on grad mode. This PyTorch layer
+# takes a fused path in eval mode when no gradient is needed. Is its output bit-identical to that of the baseline?
 
 
 # %%
@@ -661,23 +661,23 @@ def needs_grad(checkpoint):
 compare("an output without grad", needs_grad)
 
 # %% [markdown]
-# Third, the graph's ends are the parameters that become inputs of the node, as we have seen.
+# Third, the leaves of the graph are the parameters that become inputs of the node, as shown above.
 #
-# The cost is memory inside the first forward: a region holds all its activations until it ends. But its recompute will
-# hold the same ones and two gradients more, so the peak does not change. In this timeline of 64 layers in 8 segments the
-# teeth on the left are first forwards, those on the right recomputes:
+# The cost is memory during the first forward: a region holds all its activations until it ends. But its recomputation
+# holds the same activations and two more gradients, so the peak does not change. In this timeline of 64 layers in 8
+# segments, the teeth on the left are first forwards, and those on the right are recomputations:
 
 # %% alt="Live memory of a chain of 64 layers in 8 segments: seven teeth that rise step by step during the forward, one last ramp, and after the start of backward seven teeth that are a little higher and step down."
-title = "A region's first forward stays below its recompute"
+title = "The first forward of a region needs less memory than its recomputation"
 figure = plots.timeline_plot(measured(chain(64, 8)).timeline, title)
 path = plots.save(figure, "results/figures/02_timeline.png")
 figure
 
 # %% [markdown]
-# ### What cannot be right becomes an error
+# ### Regions that cannot be recomputed raise an error
 #
-# Two more things work with no recompute of a whole region. Here most variants refuse, and what differs is how far the
-# message helps. A region that overwrites its own input has nothing left to start from:
+# Two kinds of regions cannot be recomputed as a whole. Most variants raise, but their messages are not equally helpful.
+# A region that overwrites its own input has lost the value that the recomputation needs:
 
 
 # %%
@@ -692,7 +692,7 @@ compare("input overwritten", overwrites)
 
 
 # %% [markdown]
-# And a function that does something else the second time is not the function that was differentiated:
+# A function that behaves differently the second time is not the function to differentiate:
 
 
 # %%
@@ -706,10 +706,10 @@ def another_function(checkpoint):
 compare("recompute returns another shape", another_function)
 
 # %% [markdown]
-# ### A value is read from elsewhere
+# ### An outside value changes before backward
 #
-# What a region reads from outside is read again by the recompute: an entry of a dict, an attribute of your own object, a
-# file, the clock. If it has changed, the recompute computes another function.
+# A region may read values from outside: an entry of a dict, an attribute of your own object, a file, the clock. The
+# recomputation reads them again, and if one has changed, it computes a different function.
 
 
 # %%
@@ -724,13 +724,13 @@ def plain_python(checkpoint):
 compare("plain Python value changed", plain_python)
 
 # %% [markdown]
-# `ackpt` records the operations of both runs, with the numbers that reach them, and raises where they differ. So a branch
-# that turns the other way and an operation that is missing are errors, too.
+# `ackpt` records the operations of both runs with their numeric arguments, and raises where they differ. A branch that
+# is taken differently and a missing operation are therefore errors, too.
 #
-# ### What stays your duty
+# ### A case that no checkpoint detects
 #
-# A number that first becomes a constant tensor does not reach an operation of the graph as a number. No checkpoint sees
-# that it has changed.
+# A number that is first turned into a constant tensor does not reach an operation of the graph as a number. No
+# checkpoint detects that it has changed.
 
 
 # %%
@@ -745,7 +745,7 @@ def constant_tensor(checkpoint):
 compare("constant tensor from a changed value", constant_tensor)
 
 # %% [markdown]
-# Pass the value itself as an argument: the region keeps its arguments.
+# The fix is to pass the value as an argument, because a region saves its arguments.
 
 
 # %%
@@ -760,13 +760,13 @@ def passed_as_argument(checkpoint):
 [attempt(passed_as_argument, checkpoint) for checkpoint in (plain, ackpt.checkpoint)]
 
 # %% [markdown]
-# All experiments of this section together:
+# This table lists all experiments of the section:
 
 # %%
 columns = {"pitfall": "pitfall"} | {name: name for name in names}
 bold = {"wrong": "**wrong**"}
 pitfalls = [{key: bold.get(text, text) for key, text in row.items()} for row in verdicts.values()]
-caption = "Is the result that of the plain call? *Wrong* means another result and no error."
+caption = "Does each checkpoint reproduce the result of the plain call? *Wrong* means a different result and no error."
 table = markdown_table(pitfalls, columns, caption, "tab-pitfalls")
 path = write_text_atomic("results/tables/02_pitfalls.md", table)
 
@@ -776,18 +776,19 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A recompute is right only if it repeats the forward: the same inputs, parameters, buffers, random numbers, types and
-# code. Whatever a checkpoint cannot repeat it must refuse, because a wrong gradient looks like any other number.
+# A recomputation is correct only if it repeats the forward: the same inputs, parameters, buffers, random numbers,
+# dtypes and code. A checkpoint must raise when it cannot repeat the forward, because a wrong gradient looks like any
+# other.
 # :::
 
 # %% [markdown]
 # ## What one region costs
 #
-# Guarantees are not free: the region's objects are walked, version counters noted, streams compared. That takes some
-# microseconds per region, whatever the region computes. To see them at all, the region must be tiny; here it is two
-# linear layers of 8 numbers. The guarantees can be switched off one by one with `ackpt.guarantees`, and the random
-# streams as in PyTorch with `preserve_rng_state=False`. With all of them off, what is left is the algorithm of PyTorch's
-# reentrant checkpoint: a first forward without a graph, gradients accumulated inside.
+# The guarantees are not free: `ackpt` walks the region's objects, records version counters and compares RNG states.
+# That takes some microseconds per region, whatever the region computes. To make this time visible we use a tiny region,
+# two linear layers of width 8. `ackpt.guarantees` switches the guarantees off one by one, and
+# `preserve_rng_state=False` switches off the RNG states as in PyTorch. With all of them off, the algorithm is that of
+# PyTorch's reentrant checkpoint: a first forward without a graph, and gradients accumulated inside the backward.
 
 # %%
 tiny = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
@@ -825,7 +826,7 @@ contenders |= {
 }
 
 # %% [markdown]
-# All contenders run in turn in one process, forwards and backwards in rounds. Read the *ratios*; the microseconds are those of one
+# All contenders take turns in one process, in alternating order. Compare the *ratios*; the microseconds depend on the
 # machine.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
@@ -837,10 +838,10 @@ for name, ratio in times.ratios.items():
     print(f"{name:26} {microseconds:4.0f}  {ratio.median:5.2f}  {spread}")
 
 # %% [markdown]
-# `other_rng` is the price of Python's, numpy's and your own generators; `unchanged` that of noticing changed parameters
-# and of buffers that change once; `exact_graph` that of a first forward with a graph, which finds the parameters. With all
-# of them off `ackpt` promises what PyTorch's reentrant form promises, and those are the lines to compare: with random
-# streams, and without. For scale, one block of the Transformer of the last chapter, with 512 tokens:
+# `other_rng` covers the generators of Python, numpy and your own code. `unchanged` detects changed parameters and
+# updates buffers only once. `exact_graph` runs the first forward with a graph, which finds the parameters. With all of
+# them off, `ackpt` gives the same guarantees as PyTorch's reentrant form, so compare those lines, with RNG states and
+# without. For scale, here is one block of the Transformer of the last chapter, with 512 tokens:
 
 # %%
 block = Block(TransformerConfig(dim=256, ff_dim=1024, head_dim=64))
@@ -858,26 +859,26 @@ print(f"plain {times.seconds['plain'].median * 1e3:.1f} ms, checkpointed {ratio:
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# The guarantees cost microseconds per region, the recompute costs a forward per region. With regions as large as a
-# Transformer block only the second is felt: make regions large, and leave the guarantees on.
+# The guarantees cost microseconds per region, and the recomputation costs a forward per region. For regions as large as
+# a Transformer block only the second matters: make regions large, and leave the guarantees on.
 # :::
 
 # %% [markdown]
-# ## A chain, cut well
+# ## Segments of decreasing length
 #
-# `checkpoint_sequential` cuts a chain into segments. Equal lengths waste memory: segment $i$ waits with only $i - 1$
-# boundaries beside it, so that the early ones have room to spare. With room for $p$ activations, segment $i$ may have
-# $p - (i - 1)$ layers, and the lengths fall by one from segment to segment:
+# `checkpoint_sequential` cuts a chain into segments. Equal lengths waste memory: only $i - 1$ boundaries are live
+# during the backward of segment $i$, so early segments stay below the peak. With memory for $p$ activations, segment
+# $i$ may have $p - (i - 1)$ layers, and the lengths decrease by one from segment to segment:
 #
 # $$ p + (p - 1) + \dots + 1 = \frac{p (p + 1)}{2} \ge n \quad\Longrightarrow\quad p \approx \sqrt{2 n}, $$
 #
-# against $2 \sqrt n$ for equal ones: less by a factor of $\sqrt 2$. `segments=None`, the default, does that.
+# compared with $2 \sqrt n$ for equal lengths: smaller by a factor of $\sqrt 2$. This is the default, `segments=None`.
 
 # %%
 segment_lengths(100, 10), segment_lengths(100)
 
 # %% [markdown]
-# Measured, again with two gradients on top:
+# The measured peaks again include two gradients:
 
 # %% alt="Peak memory over the number of layers: equal segments and falling segments both grow like a square root, the falling ones lower by a fifth at 100 layers and more beyond; measured points lie on the predicted lines."
 ns = [4, 16, 36, 64, 100, 144]
@@ -885,7 +886,7 @@ cuts = {"equal lengths": [int(n**0.5) for n in ns], "falling lengths": [None] * 
 peaks = {name: [measured(chain(n, k)).dynamic_peak_bytes for n, k in zip(ns, ks)] for name, ks in cuts.items()}
 formula = {name: [predicted_peak(segment_lengths(n, k)) for n, k in zip(ns, ks)] for name, ks in cuts.items()}
 saved = 1 - peaks["falling lengths"][-1] / peaks["equal lengths"][-1]
-title = f"Segments that become shorter save {saved:.0%} of the peak at {ns[-1]} layers"
+title = f"Segments of decreasing length lower the peak by {saved:.0%} at {ns[-1]} layers"
 figure = plots.line_plot(ns, peaks, formula, title, xlabel="layers")
 path = plots.save(figure, "results/figures/02_lengths.png")
 figure
@@ -894,8 +895,7 @@ figure
 peaks == formula, [round((p - 8) / S) for p in peaks["falling lengths"]]
 
 # %% [markdown]
-# The price is a few more extra forwards, because the last segment, the one that is not recomputed, is shorter. At 100
-# layers:
+# The price is a few more extra forwards, because the last segment, which is not recomputed, is shorter. At 100 layers:
 
 # %%
 for name, k in {"equal lengths": 10, "falling lengths": None}.items():
@@ -907,8 +907,8 @@ for name, k in {"equal lengths": 10, "falling lengths": None}.items():
 # %% [markdown]
 # ## A whole model
 #
-# A model is checkpointed from outside. `apply_activation_checkpointing` makes one region of every repeated block, and
-# tells which:
+# A model can be checkpointed without changing its code. `apply_activation_checkpointing` turns every repeated block
+# into one region, and returns which:
 
 # %%
 T, d, L = 512, 128, 6
@@ -938,17 +938,17 @@ model_runs["checkpointed"] = measured_step()
 for name, run in model_runs.items():
     kept = run.timeline.at(run.timeline.boundary)["activations"]
     peak = run.dynamic_peak_bytes
-    print(f"{name:13} kept {memory_format(kept)}, dynamic peak {memory_format(peak)}")
+    print(f"{name:13} saved {memory_format(kept)}, dynamic peak {memory_format(peak)}")
 
 # %% [markdown]
-# What is kept follows from the last chapter: the inputs of all blocks but the first, which is resident; the input of the
-# last norm and its scale; the norm's output; and the loss with its gradient, the loss in a storage as large as its input.
+# The last chapter predicts the saved bytes: the inputs of all blocks except the first, which is resident; the input of
+# the last norm and its scale; the norm's output; and the loss in a storage as large as its input, with its gradient.
 
 # %%
 kept - 4 * (T * ((L - 1) * d + d + 1 + d) + T * d + 1)
 
 # %% [markdown]
-# The gradients are the same bits, the names in checkpoints on disk stay, and it can be undone:
+# The gradients are bit-identical, the keys of the state dict do not change, and checkpointing can be removed:
 
 # %%
 pairs = zip(model.parameters(), gradients)
@@ -964,9 +964,9 @@ ackpt.remove_activation_checkpointing(model)
 # ## The loss head in chunks
 #
 # The last layer of a language model multiplies $N$ hidden states of width $D$ by a vocabulary of $V$ words, and
-# cross-entropy turns each row of $N \times V$ *logits* into one number. With a large vocabulary the logits outweigh all
-# blocks together, and no boundary inside the model helps: they are the last thing that the forward makes and the first
-# that backward wants.
+# cross-entropy turns each row of the $N \times V$ *logits* into one number. With a large vocabulary, the logits
+# outweigh all blocks together. Checkpointing does not help, because the logits are the last tensor that the forward
+# computes and the first that backward reads.
 
 # %%
 N, D, V = 512, 64, 4096
@@ -990,12 +990,13 @@ whole_peak = head_peak(lambda: F.cross_entropy(hidden @ head.T, targets))
 whole_peak - 3 * logits_bytes
 
 # %% [markdown]
-# Three times the logits, and 8 bytes: in backward the logarithms of the probabilities, which were kept, their gradient and
-# the gradient of the logits are alive at once.
+# The peak is three times the logits, plus 8 bytes. In backward, three tensors are live at once: the saved log
+# probabilities, their gradient, and the gradient of the logits.
 #
-# But the rows do not know of each other. `chunked_cross_entropy` takes them in chunks; and because the gradient of a
-# row's loss with respect to its logits is known as soon as they are (softmax minus one-hot), it makes the gradients of
-# hidden states and head at once and drops the chunk. Nothing is recomputed, and the logits never exist whole:
+# But the rows are independent, so `chunked_cross_entropy` processes them in chunks. The gradient of a row's loss with
+# respect to its logits follows from the logits themselves (softmax minus one-hot). The function therefore computes the
+# gradients of hidden states and head immediately and frees the chunk. Nothing is recomputed, and the full logits never
+# exist:
 
 # %%
 final = 4 * (N * D + V * D)  # the gradients of hidden states and head
@@ -1007,8 +1008,8 @@ for chunks in (1, 2, 4, 8, 16):
     print(f"{chunks:2} chunks: {memory_format(peak):>8}, two chunks of logits + gradients + {rest:,}")
 
 # %% [markdown]
-# The few bytes at the end of each line are a few numbers per row of a chunk. The loss and its gradients are those of the
-# whole computation, up to the rounding of sums in another order:
+# The few bytes at the end of each line are a few numbers per row of a chunk. The loss and its gradients equal those of
+# the unchunked computation, up to the rounding of sums in a different order:
 
 
 # %%
@@ -1028,8 +1029,8 @@ close = functools.partial(torch.allclose, rtol=1e-4, atol=1e-7)
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Cut a chain into segments that become shorter, a model at its blocks, and the loss head into chunks of rows. In each
-# case the peak is known before anything runs.
+# Cut a chain into segments of decreasing length, a model at its blocks, and the loss head into chunks of rows. In each
+# case the peak can be predicted without running the step.
 # :::
 
 # %% [markdown]
@@ -1051,10 +1052,10 @@ record.environment
 # %% [markdown]
 # ## Exercises
 #
-# :::{admonition} Exercise 1: use the room of the last segment
+# :::{admonition} Exercise 1: a longer last segment
 # :class: note
-# For 16 layers `segment_lengths` gives a peak of $8 S$. It counts activations only, as Chen et al. do. In the formula with
-# gradients the last segment is allowed more. Find lengths that peak at $7 S$, and measure them.
+# For 16 layers, `segment_lengths` gives a peak of $8 S$. Like Chen et al., it counts activations only. According to the
+# formula with gradients, the last segment may be longer. Find lengths that peak at $7 S$, and measure them.
 # :::
 
 
@@ -1075,8 +1076,8 @@ for lengths in (segment_lengths(16), [5, 4, 3, 4]):
 # %% [markdown]
 # :::{admonition} Exercise 2: halves of halves
 # :class: note
-# Regions nest. Checkpoint the first half of a chain, treat both halves in the same way, and so on down to one layer. How
-# do the peak and the number of forwards grow with $n$? Chen et al. promise $O(\log n)$ and $O(n \log n)$.
+# Regions nest. Checkpoint the first half of a chain, then treat both halves in the same way, down to one layer. How do
+# the peak and the number of forwards grow with $n$? Chen et al. prove $O(\log n)$ and $O(n \log n)$.
 # :::
 
 
@@ -1100,9 +1101,9 @@ for exponent in range(1, 8):
 # %% [markdown]
 # :::{admonition} Exercise 3: where to cut
 # :class: note
-# Four MLPs in a row, each from width $d$ up to $4 d$, through a GELU, and down again. Cut the chain into four regions,
-# once at the narrow places and once at the wide ones (the very first layer then stays outside). What does the forward
-# keep in each case? Predict, then measure.
+# Take four MLPs in a row, each from width $d$ up to $4 d$, through a GELU, and back down. Cut the chain into four
+# regions, once at the narrow activations and once at the wide ones (the very first layer is then outside all regions).
+# What does the forward save in each case? Predict, then measure.
 # :::
 
 # %% tags=["solution"]
@@ -1129,16 +1130,16 @@ print(f"wide:   {kept_by(wide):,} = 4 x {4 * number:,}")
 # %% [markdown]
 # ## What we have seen
 #
-# - A reentrant checkpoint is ten lines: keep the input, run without a graph, run again with one when the gradient comes.
-# - A chain of $n$ layers then needs $2 \sqrt n$ activations, $\sqrt{2 n}$ with lengths that fall, or $2 \log_2 n$ nested; with
-#   boundaries, one segment and two gradients counted, the peak is known to the byte.
-# - The ten lines are wrong wherever the second run is not the first one: other parameters, random numbers, buffers, types
-#   or closures. Most of this passes without an error, in PyTorch's own checkpoint too.
-# - `ackpt.checkpoint` repeats what can be repeated and refuses the rest. It runs the first forward in grad mode, and makes
-#   the parameters inputs of its node. The files `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py` hold it all; every part of
-#   them should now be familiar.
-# - The guarantees cost microseconds per region. A loss head needs no recompute at all, only chunks.
+# - A reentrant checkpoint is ten lines: save the input, run without a graph, and rerun with a graph in backward.
+# - A chain of $n$ layers then needs $2 \sqrt n$ activations, $\sqrt{2 n}$ with segments of decreasing length, or
+#   $2 \log_2 n$ with nested regions. Boundaries, one segment and two gradients give the peak to the byte.
+# - The ten lines are wrong wherever the second run differs from the first: in parameters, random numbers, buffers,
+#   dtypes or closures. Most of these errors are silent, in PyTorch's own checkpoint too.
+# - `ackpt.checkpoint` repeats what can be repeated and raises otherwise. It runs the first forward in grad mode and
+#   makes the parameters inputs of its node. The code is in `ackpt/checkpointing/reentrant.py` and
+#   `ackpt/checkpointing/region.py`; every part of it should now be familiar.
+# - The guarantees cost microseconds per region. A loss head needs no recomputation, only chunks.
 #
 # ## Sources
 #
-# - {cite:t}`chen2016`: segments, their recursion, and the counts beside which ours are printed.
+# - {cite:t}`chen2016` introduce segments and their recursion, and derive the counts that we compare with.
