@@ -181,12 +181,6 @@ def planned_step(
         raise ValueError("give either a budget or a plan; a plan has its budget")
     if plan is not None and policy not in ("auto", plan.policy):
         raise ValueError(f"give either a policy or a plan; this plan was made by policy {plan.policy!r}")
-    for name, value in (("policy", policy), ("budget", budget)):
-        if isinstance(value, torch.Tensor) and value.dim():
-            raise TypeError(
-                f"{name} is a keyword of ackpt.compile and must not be a tensor. If the model has an argument of this "
-                f"name, pass it by position, or use ackpt.apply_budget(model, {{{name!r}: ..., ...}}, budget=...)"
-            )
     if policy not in list(POLICIES):
         close = did_you_mean(policy, POLICIES)
         raise ValueError(f"policy {policy!r} is not known{close}; the policies are {', '.join(POLICIES)}")

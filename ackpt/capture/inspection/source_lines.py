@@ -35,7 +35,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
 _LAYERS = os.path.join(_TORCH, "nn") + os.sep, _DISTRIBUTIONS
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_STAGES = tuple(os.path.join(_PACKAGE, stage) + os.sep for stage in ("capture", "costs", "planning"))
+_STAGES = tuple(os.path.join(_PACKAGE, stage) + os.sep for stage in ("capture", "costs", "metering", "planning"))
 _CAPTURE = os.path.join(_PACKAGE, "capture", "aot.py")  # calls the model; its callers are not part of the model
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
