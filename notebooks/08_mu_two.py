@@ -510,7 +510,7 @@ path = write_text_atomic("results/tables/08_before_after.md", table)
 #
 # The measured peaks equal the planned ones to the byte (otherwise an assertion above would have failed). Which
 # operations are recomputed? Mostly operations that move many bytes for few FLOPs. The cost below is in calibrated
-# time, which counts both; the policy minimizes the same cost.
+# time, which counts both; the policy uses the same cost.
 
 # %%
 for name, (_, _, plan) in measurements.items():
