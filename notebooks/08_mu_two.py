@@ -599,7 +599,7 @@ figure
 #
 # :::{admonition} Takeaway
 # :class: tip
-# Swap where products are wide and the device is slow. Always recompute elementwise operations first, products last.
+# Swap where products are wide and the device is slow. Recompute elementwise operations first, products last.
 # Three rates decide which tensor is swapped and which is recomputed.
 # :::
 

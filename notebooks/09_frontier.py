@@ -86,7 +86,7 @@ for budget in (7, 6, 5, 4, 3):
 
 # %% [markdown]
 # With seven bytes, nothing is recomputed. Below four bytes no schedule exists, and the solver proves that, too. An
-# exact solver rarely finds a better plan, but it proves that none exists.
+# exact solver rarely finds a better plan than `auto`, but it proves that no better plan exists.
 #
 # It does not scale. The number of unknowns grows with the square of the number of operations, and the solution time
 # with a high power of it. The policy `ilp` accepts graphs of at most 160 operations, which is a few layers. For larger
@@ -619,7 +619,7 @@ except ackpt.BudgetError as error:
 
 # %% [markdown]
 # The first blocks of a ResNet hold most of its bytes, and each must be completely live when its backward runs: no plan
-# goes below that. Policies that recompute whole blocks do not get close to it. (None: the budget is infeasible.)
+# goes below that. Policies that recompute whole blocks do not get close to it. (None: infeasible for this policy.)
 #
 # ## What we have seen
 #
