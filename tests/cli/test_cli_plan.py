@@ -353,7 +353,10 @@ def test_what_fits_nowhere_is_planned_here(capsys):
         ([*BERT, "--set", "heads=3"], "multiple of heads"),
         ([*BERT, "--dtype", "int8"], "'int8' is not a dtype"),
         ([*BERT, "--autocast", "int8"], "'int8' is not a known dtype"),
-        ([*BERT, "--optimizer", "lion"], "'lion' is not a known optimizer: choose from adamw, adafactor, sgd, sgd-momentum, none"),
+        (
+            [*BERT, "--optimizer", "lion"],
+            "'lion' is not a known optimizer: choose from adamw, adafactor, sgd, sgd-momentum, none",
+        ),
         (["bert-bse", "--seq-len", "8"], "unknown model 'bert-bse' (did you mean 'bert-base'?)"),
         ([*BERT, "--policy", "magic"], "'magic' is not a known policy: choose from none, full"),
         ([*BERT, "--policy", "Full"], "'Full' is not a known policy (did you mean 'full'?): choose from none, full"),
