@@ -1,32 +1,35 @@
 # %% [markdown]
 # # The graph profiler
 #
-# After this chapter you can take a training step apart into its operations and storages, say when each byte is born and
-# dies, predict the peak of a step before it runs, and tell which tools will not mix up what they have measured.
+# After this chapter you can split a training step into operations and storages, say when each byte is allocated and
+# freed, and predict the peak of a step before it runs. You can also tell by which keys a tool may look up its
+# measurements, and which ones mix them up.
 
 # %% [markdown]
 # ## Goals
 #
 # - Capture one layer, then a whole training step, as one graph of forward and backward.
-# - Profile it: what each operation computes, reads, writes and takes for a while, and where each figure comes from.
-# - Follow the live bytes of ResNet-50 and of a language model, and find what stands at their peaks.
-# - See how names, places and shapes lead astray, and what keeps one operation one.
-# - Predict the peak of rewritten steps, and measure that it is right to the byte.
-# - Change nothing but the order of a plan, and change its peak.
+# - Profile it: the FLOPs, bytes moved and workspace of each operation, and the origin of each figure.
+# - Follow the live bytes of ResNet-50 and of a language model, and find what their peaks consist of.
+# - See why names, positions and shapes do not identify an operation, and what does.
+# - Predict the peaks of rewritten steps, and check the predictions to the byte.
+# - Change the peak of a plan by changing only its order.
 #
 # ## Notation
 #
 # | symbol | meaning |
 # |:--:|---|
-# | $i$ | an operation by its *id*: its place in the order of execution |
-# | $b_i$, $w_i$ | bytes that $i$ brings along, and takes only while it runs, its *workspace* |
-# | $r_i$ | bytes released behind $i$, because nothing after it needs them |
-# | $m_i$ | dynamic bytes that live after $i$ |
-# | $S$ | bytes of one activation of a chain; $n$: how many it has; $k$: every $k$-th is saved |
-# | $T$, $d$, $f$, $h$, $L$ | tokens; width of the model, of the MLP; heads; blocks |
+# | $i$ | the *id* of an operation: its position in the order of execution |
+# | $b_i$ | bytes that $i$ allocates for its results |
+# | $w_i$ | bytes that $i$ allocates only while it runs, its *workspace* |
+# | $r_i$ | bytes freed after $i$, because no later operation needs them |
+# | $m_i$ | dynamic bytes that are live after $i$ |
+# | $S$, $n$, $k$ | bytes of one activation of a chain; number of its activations; every $k$-th is saved |
+# | $T$, $V$ | tokens; size of the vocabulary |
+# | $d$, $f$, $h$, $L$ | width of the model; width inside the MLP; heads; blocks |
 #
-# Part I measured steps from outside, and told a step by hand where to forget. Part II looks inside: a planner must know
-# every operation before it can decide about any.
+# Part I measured steps from outside and chose by hand what to recompute. Part II looks inside: a planner must know
+# every operation before it can decide about any of them.
 
 # %%
 import collections
@@ -58,8 +61,8 @@ SOURCE = "notebooks/06_graph_profiler.py"
 # %% [markdown]
 # ## One layer
 #
-# `ackpt.trace` runs a model on tensors without data, and lets autograd write down what it would do: PyTorch calls this
-# a *joint graph*, forward and backward in one. Nothing is computed, no gradient appears.
+# `ackpt.trace` runs a model on fake tensors, and autograd records forward and backward in one graph. PyTorch calls it a
+# *joint graph*. No values are computed, and the parameters receive no gradients.
 
 # %%
 layer, x = nn.Linear(8, 2), torch.ones(4, 8)
@@ -71,18 +74,19 @@ graph
 def show(nodes):
     for node in nodes:
         target = node.target.removeprefix("aten.")[:36]
-        where = f"reads {list(node.inputs)}, lies in {list(node.storages)}"
+        where = f"reads nodes {list(node.inputs)}, uses storages {list(node.storages)}"
         print(f"{node.id:2}  {node.phase:8}  {node.name:10} {target:36}  {where}")
 
 
 show(graph.nodes)
 
 # %% [markdown]
-# A node is an operation or something given. Its *id* is its place in the order of execution, one count for forward and
-# backward. Given are the parameters, the input, and, when backward begins, the gradient of the output, the *tangent*.
+# A node is an operation or an input of the graph. Its *id* is its position in the order of execution, counted through
+# forward and backward. The inputs of the graph are the parameters, the input of the model, and the *tangent*: the
+# gradient of the output, with which backward begins.
 #
-# Twelve nodes, but only seven pieces of memory. `t`, the transposed weight, computes nothing: it is a *view*, and lies
-# where the weight lies. What is allocated, kept and freed is not a node, it is a *storage*:
+# The twelve nodes use only seven storages. `t`, the transposed weight, computes nothing: it is a *view* and shares the
+# storage of the weight. Memory is allocated, saved and freed per *storage*, not per node:
 
 # %%
 for s in graph.storages:
@@ -90,16 +94,17 @@ for s in graph.storages:
     print(f"{s.id}  {s.bytes:3} B  {s.category:10}  nodes {s.nodes!s:11} accesses {uses}")
 
 # %% [markdown]
-# The sizes can be done in the head: a weight of $2 \cdot 8$ numbers is 64 bytes, a bias 8, the input of $4 \cdot 8$
-# numbers 128, the output 32; the tangent and the two gradients are as large as what they belong to.
+# The sizes are easy to check: the weight has $2 \cdot 8$ elements and 64 bytes, the bias 8 bytes, the input of $4 \cdot
+# 8$ elements 128 bytes, and the output 32 bytes. The tangent and the two gradients have the sizes of the output, the
+# weight and the bias.
 #
-# The last column says which nodes touch a storage: the last one in forward, the first and the last in backward. It
-# decides who has to wait for backward. Here that is the input alone, the only storage with an access on both sides, and
-# it is the caller's anyway: one linear layer keeps nothing of its own.
+# The last column lists the nodes that access a storage: the last one in forward, the first and the last one in
+# backward. They show which storages must stay live until backward. Here that is the input, the only storage with
+# accesses in both passes. It belongs to the caller, so a single linear layer saves no memory of its own.
 #
 # ## Two layers and a loss
 #
-# The smallest model with something to keep:
+# A small model that does save activations:
 
 
 # %%
@@ -116,8 +121,8 @@ tiny, labels = Tiny(), torch.tensor([0, 1, 1, 0])
 tiny_graph = ackpt.trace(tiny, x, labels)
 
 # %% [markdown]
-# A storage must be kept for backward if the forward brings it along, so that it is not the caller's, and backward
-# touches it:
+# A storage must be saved if a forward operation allocates it and backward accesses it. Storages of the caller do not
+# count:
 
 # %%
 nodes, boundary = tiny_graph.nodes, tiny_graph.boundary
@@ -128,10 +133,10 @@ for s in tiny_graph.storages:
         print(f"{s.bytes:4} B  {fate:10} by backward: {names}")
 
 # %% [markdown]
-# The output of the first layer, `addmm`, is read by ReLU alone and dies. What ReLU returns is needed twice, by its own
-# backward and by the weight gradient of the second layer, and kept once: $4 \cdot 16 \cdot 4 = 256$ bytes. The loss
-# keeps the logarithms of the probabilities, $4 \cdot 2 \cdot 4 = 32$ bytes, and a count, 4 bytes. The allocator agrees,
-# but for 8 bytes: the loss and its gradient.
+# The output of the first layer, `addmm`, is read only by ReLU and then freed. The output of ReLU is needed twice, by
+# the backward of ReLU and by the weight gradient of the second layer, but it is saved only once: $4 \cdot 16 \cdot 4 =
+# 256$ bytes. The loss saves the log-probabilities, $4 \cdot 2 \cdot 4 = 32$ bytes, and a count, 4 bytes. The allocator
+# reports 8 bytes more: the loss and its gradient.
 
 
 # %%
@@ -154,8 +159,8 @@ print(f"saved {saved} bytes, live when backward begins {live}")
 # %% [markdown]
 # ## What an operation costs
 #
-# `ackpt.profile` gives every node its figures. A matrix product of $a \times b$ and $b \times c$ computes $2 \, a b c$
-# FLOPs, and reads and writes each number once; a view does nothing.
+# `ackpt.profile` finds the cost of every node. The product of an $a \times b$ and a $b \times c$ matrix takes $2 \, a b
+# c$ FLOPs, and reads or writes each element once. A view costs nothing.
 
 # %%
 profile = ackpt.profile(tiny_graph)
@@ -171,13 +176,14 @@ for node in nodes:
 sum(profile.flops), ackpt.count_flops(partial(run, tiny, tiny, x, labels))
 
 # %% [markdown]
-# Each product of the forward has two in backward, one for the gradient of the weight and one for the gradient of its
-# input, but the very first input needs none.
+# Each matrix product of the forward has two in backward: one for the gradient of the weight and one for the gradient of
+# its input. The first layer needs only one, because the input of the model has no gradient.
 #
-# A profile says where its figures come from. *Analytic* ones follow from shapes: FLOPs by PyTorch's formulas, bytes by
-# sizes, seconds by the rates in a device's data sheet, as if an operation could reach them: the longer of computing and
-# moving bytes. *Measured* ones were found by running each operation alone. *Given* ones are just assumed, such as
-# workspaces of 0. (`profile.save` and `profile.to_csv` write all of it, origins included.)
+# A profile records the origin of its figures. *Analytic* figures follow from shapes: FLOPs from PyTorch's formulas,
+# bytes from sizes, and seconds from the rates in a device's data sheet. These seconds are the longer of the time to
+# compute and the time to move the bytes, as if an operation could reach the rates. *Measured* figures come from running
+# each operation alone. *Given* figures are assumptions, such as workspaces of 0. (`profile.save` and `profile.to_csv`
+# write all figures and their origins.)
 
 # %%
 profiles = {
@@ -190,9 +196,9 @@ for call, found in profiles.items():
         print(f"    {origin:9} {figures}")
 
 # %% [markdown]
-# A measured profile needs no memory for the whole graph: it runs node by node. (On a GPU only what the running node
-# reads is there, so that a graph can be profiled that does not fit, and copies to the host are timed, too.) The
-# costliest operations of a small language model, summed over its blocks, as this machine runs them:
+# A measured profile runs the graph node by node. (On a GPU, only the arguments of the running node are on the device,
+# so it can profile graphs that exceed the memory of the device. It also measures the time of copies to the host.) The
+# most expensive operations of a small language model, summed over its blocks, on this machine:
 
 # %%
 lm_sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
@@ -210,8 +216,8 @@ for target, total in seconds.most_common(5):
     print(f"{total / sum(lm_profile.seconds):4.0%}  {target}")
 
 # %% [markdown]
-# **Workspaces** are what shapes do not tell. An operation may take memory and give it back before it returns: nobody
-# outside ever sees a tensor, but at that moment it counts.
+# **Workspaces** do not follow from shapes. An operation may allocate memory and free it before it returns. No tensor
+# ever refers to this memory, but it counts while the operation runs.
 
 # %%
 workspaces = collections.Counter()
@@ -224,20 +230,20 @@ for (target, size), count in sorted(workspaces.items(), key=lambda item: -item[0
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# A step is a list of operations over storages. Three accesses of a storage say whether it waits for backward and how
-# long. Bytes and FLOPs follow from shapes; workspaces and seconds must be measured.
+# A step is a list of operations on storages. Three accesses of a storage determine whether it must be saved for
+# backward and how long it is live. Bytes and FLOPs follow from shapes; workspaces and seconds must be measured.
 # :::
 
 # %% [markdown]
-# ## What lives when
+# ## Live bytes and the peak
 #
-# Operation $i$ finds what lives, $m_{i-1}$. It brings $b_i$ bytes along and takes $w_i$ while it runs; after it, $r_i$
-# bytes are needed no more:
+# Before operation $i$, $m_{i-1}$ bytes are live. The operation allocates $b_i$ bytes for its results, and $w_i$ bytes
+# while it runs. After it, $r_i$ bytes are freed:
 #
 # $$ m_i = m_{i-1} + b_i - r_i , \qquad \text{peak} = \max_i \, (m_{i-1} + b_i + w_i) . $$
 #
-# That is a simulator. For the baseline, in which everything lives until its last access, it is a page of Python.
-# Outputs, tangents and gradients of parameters are held to the end.
+# These formulas define a simulator. For the baseline, in which every storage is live until its last access, it takes a
+# page of Python. Outputs, tangents and gradients of parameters are live until the end of the step.
 
 
 # %%
@@ -269,14 +275,15 @@ for g, w, found in (
     print(f"by hand {peak_by_hand(g, w):,}, measured {found.dynamic_peak_bytes:,}")
 
 # %% [markdown]
-# To the byte. `ackpt.graph.simulate` does the same for any order of computing and freeing, with operations that run
-# again. Nothing else predicts the bytes of a plan, and whoever decides must ask it.
+# The prediction is exact to the byte. `ackpt.graph.simulate` does the same for any order of operations and frees, also
+# with recomputation. Planners predict the bytes of their plans with it.
 
 # %% [markdown]
 # ## A whole training step
 #
-# Two models at sizes that one would train, without the memory for them: the tensors are *fake*, shapes without data.
-# ResNet-50 sees 32 images, a language model of GPT-2's size 8 sequences of 512 tokens. AdamW's state is counted, too.
+# We now trace two models of realistic size. This takes no memory for them, because the tensors are *fake*: they have
+# shapes but no data. ResNet-50 gets 32 images, and a language model of GPT-2's size gets 8 sequences of 512 tokens. The
+# graphs include the state of AdamW.
 
 # %%
 GPT2 = models.TransformerConfig(
@@ -311,32 +318,32 @@ for name, g in large.items():
     accounts[name] = graph_profile.breakdown(g, plans[name])
 for name, account in accounts.items():
     after, events = account.peak_index - account.boundary, len(account.live) - 1
-    print(f"{name:14} {events} allocations and frees, the peak {after} after the boundary")
+    print(f"{name:14} {events} allocations and frees; the peak comes {after} after backward begins")
 
 
 # %%
 def finding(name):
     account, dynamic = accounts[name], plans[name].dynamic_peak_bytes
-    peak = f"the peak of {account.peak_bytes / 2**30:.1f} GiB"
-    behind = f"comes {account.peak_index - account.boundary} events after backward begins"
+    peak = f"a peak of {account.peak_bytes / 2**30:.1f} GiB"
+    when = f"{account.peak_index - account.boundary} events after backward begins"
     share = account.at(account.peak_index)["activations"] / dynamic
-    return f"{peak} {behind}, and activations are {share:.0%} of its dynamic bytes"
+    return f"{peak}, {when}; activations are {share:.0%} of its dynamic bytes"
 
 
-# %% alt="Stacked area of the live memory of a training step of ResNet-50 over its allocations and frees: parameters, inputs and optimizer as flat layers, activations rising to the boundary of forward and backward, steeply at first, and falling behind it, gradients growing slowly; the peak is marked right behind the boundary."
+# %% alt="Stacked area of the live memory of a ResNet-50 training step over its allocations and frees. Parameters, inputs and optimizer state are flat layers. Activations rise until backward begins, steeply at first, and then fall, while gradients grow slowly. The peak is marked right after backward begins."
 figure = plots.timeline_plot(accounts["ResNet-50"], f"ResNet-50: {finding('ResNet-50')}")
 path = plots.save(figure, "results/figures/06_resnet.png")
 figure
 
-# %% alt="The same for the language model: thick layers of parameters and optimizer, activations rising in twelve equal stretches to the boundary, then a spike of temporaries, the gradient of the logits, which is the peak, and a fall while gradients grow."
+# %% alt="The same plot for the language model. Parameters and optimizer state are thick flat layers. Activations rise in twelve equal stretches until backward begins. Then a spike of temporaries, the gradients in the loss, forms the peak. After it, activations fall while gradients grow."
 title = f"Language model: {finding('language model')}"
 figure = plots.timeline_plot(accounts["language model"], title)
 path = plots.save(figure, "results/figures/06_language_model.png")
 figure
 
 # %% [markdown]
-# Both peaks stand at the boundary: the forward has kept all that it will keep, and backward has only begun to give
-# back. What is there at that moment:
+# Both peaks come at the boundary of the two passes: the forward has saved all activations, and backward has freed
+# almost none. At that moment these bytes are live:
 
 # %% tags=["hide-input"]
 rows = []
@@ -346,16 +353,16 @@ for kind in ("parameters", "buffers", "inputs", "optimizer", "gradients", "activ
         size = account.at(account.peak_index).get(kind, 0)
         row |= {name: round(size / MIB, 1), f"{name}, %": round(100 * size / account.peak_bytes, 1)}
     rows.append(row)
-total = {"category": "together"}
+total = {"category": "total"}
 for name, account in accounts.items():
     total |= {name: round(account.peak_bytes / MIB, 1), f"{name}, %": 100.0}
 rows.append(total)
-columns = {"category": "at the peak"}
+columns = {"category": "category"}
 for name in accounts:
     columns |= {name: f"{name}, MiB", f"{name}, %": "%"}
 caption = (
-    "What stands at the peak of a plain training step with AdamW, fp32, from shapes alone: ResNet-50 with 32 images of "
-    "224 x 224, a language model of GPT-2's size with 8 x 512 tokens. Workspaces are not counted."
+    "Live bytes at the peak of a baseline training step with AdamW in fp32, from shapes alone: ResNet-50 with 32 images "
+    "of 224 x 224, and a language model of GPT-2's size with 8 x 512 tokens. Workspaces are not counted."
 )
 table = markdown_table(rows, columns, caption, "tab-breakdown")
 path = write_text_atomic("results/tables/06_breakdown.md", table)
@@ -364,18 +371,18 @@ path = write_text_atomic("results/tables/06_breakdown.md", table)
 # ```{include} ../../results/tables/06_breakdown.md
 # ```
 #
-# The temporaries of the language model are two gradients of $T V$ numbers, with respect to the logarithms of the
-# probabilities and to the logits; {doc}`04_language_model` found them there, and what to do about them.
+# The temporaries of the language model are two gradients of $T V$ elements, one with respect to the log-probabilities
+# and one with respect to the logits. {doc}`04_language_model` measures them and shows how to reduce them.
 
 # %%
 account = accounts["language model"]
 account.at(account.peak_index)["temporaries"], 2 * 4 * 4096 * GPT2.vocab_size + 4
 
 # %% [markdown]
-# (The 4 bytes are the tangent.) In a terminal, `ackpt plan resnet50 --batch-size 32` gives the same account.
+# (The 4 bytes are the tangent.) In a terminal, `ackpt plan resnet50 --batch-size 32` prints the same breakdown.
 #
-# And where in the model do the activations come from? Every node knows the module that called it and the line. The
-# three largest of both:
+# Which parts of a model do the activations come from? Every node records the module that called it and the line of
+# code. The three largest activations of each model:
 
 # %%
 for found in plans.values():
@@ -401,9 +408,9 @@ for name, g in large.items():
     for label, row in found.items():
         shares = {"kept": round(100 * row["bytes"] / kept, 1), "flops": round(100 * row["flops"] / computed, 1)}
         rows.append({"model": name, "part": label, "bytes": round(row["bytes"] / MIB, 1), **shares})
-columns = {"model": "model", "part": "part", "bytes": "kept for backward, MiB"}
-columns |= {"kept": "of all kept, %", "flops": "of the forward's FLOPs, %"}
-caption = "What each part of the two models keeps for backward, and what its forward computes."
+columns = {"model": "model", "part": "part", "bytes": "saved for backward, MiB"}
+columns |= {"kept": "share of saved bytes, %", "flops": "share of forward FLOPs, %"}
+caption = "Bytes that each part of the two models saves for backward, and its share of the FLOPs of the forward."
 table = markdown_table(rows, columns, caption, "tab-parts")
 path = write_text_atomic("results/tables/06_parts.md", table)
 
@@ -411,9 +418,9 @@ path = write_text_atomic("results/tables/06_parts.md", table)
 # ```{include} ../../results/tables/06_parts.md
 # ```
 #
-# ResNet-50 computes most in its third stage, and keeps most in its first, where the images are still large. The
-# language model's blocks are alike: each keeps $T \, (10 d + 2 f + 3 h + 2)$ numbers, the $A$ per token of
-# {doc}`01_where_memory_goes`, and the head keeps logits.
+# ResNet-50 computes most in its third stage but saves most in its first, where the images are still large. The blocks
+# of the language model are alike: each saves $T \, (10 d + 2 f + 3 h + 2)$ elements, the $A$ per token of
+# {doc}`01_where_memory_goes`. The loss saves log-probabilities, which are as large as the logits.
 
 # %%
 d, f, h = GPT2.dim, GPT2.ff_dim, GPT2.heads
@@ -428,24 +435,24 @@ kept = {row["bytes"] for label, row in found.items() if label.startswith("blocks
 4 * 4096 * (10 * d + 2 * f + 3 * h + 2), kept
 
 # %% [markdown]
-# By operation it looks different again. FLOPs are in matrix products, convolutions and attention; what is kept often
-# comes from other operations:
+# Grouping by operation gives a different picture. FLOPs come from matrix products, convolutions and attention, but many
+# of the saved bytes come from other operations:
 
 # %%
 for name, g in large.items():
     kept = collections.Counter()
     for s in plans[name].schedule.saved:
         i = g.storages[s].producer
-        kind = "computes FLOPs" if costs[name].flops[i] else g.nodes[i].target
+        kind = "operations with FLOPs" if costs[name].flops[i] else g.nodes[i].target
         kept[kind] += g.storages[s].bytes
     print(name)
     for target, size in kept.most_common(5):
-        print(f"    {size / plans[name].saved_bytes:4.0%} of what is kept: {target}")
+        print(f"    {size / plans[name].saved_bytes:4.0%} of the saved bytes: {target}")
 
 # %% [markdown]
-# All but the first line could be computed again without a FLOP, if what they are computed from is kept. That is not
-# free, for it moves bytes. The data sheet's rates say how much of the step's time such operations are, if each one were
-# as fast as it can be:
+# All activations but those of the first line could be recomputed without a FLOP, if their sources are saved. Their
+# recomputation still takes time, because it moves bytes. If every operation reached the rates of the data sheet,
+# operations without FLOPs would take this share of the step:
 
 # %%
 for name, found in costs.items():
@@ -456,8 +463,8 @@ for name, found in costs.items():
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Without checkpointing the peak stands at the boundary of forward and backward, and it is made of activations. Where
-# they are kept and where the time is spent are different places: a plan has to look at both.
+# Without checkpointing, the peak of both models comes where backward begins, and most of its dynamic bytes are
+# activations. The operations whose results are saved are not the ones that take the time, so a plan has to weigh both.
 # :::
 
 # %% [markdown]
