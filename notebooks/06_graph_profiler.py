@@ -318,7 +318,7 @@ for name, g in large.items():
     accounts[name] = graph_profile.breakdown(g, plans[name])
 for name, account in accounts.items():
     after, events = account.peak_index - account.boundary, len(account.live) - 1
-    print(f"{name:14} {events} allocations and frees; the peak comes {after} after backward begins")
+    print(f"{name:14} {events} allocations and frees; the peak comes {after} events after backward begins")
 
 
 # %%
@@ -342,8 +342,8 @@ path = plots.save(figure, "results/figures/06_language_model.png")
 figure
 
 # %% [markdown]
-# Both peaks come at the boundary of the two passes: the forward has saved all activations, and backward has freed
-# almost none. At that moment these bytes are live:
+# Both peaks come at the boundary of the two passes: the forward has saved all activations, and backward has only begun
+# to free them. At that moment these bytes are live:
 
 # %% tags=["hide-input"]
 rows = []
@@ -361,8 +361,8 @@ columns = {"category": "category"}
 for name in accounts:
     columns |= {name: f"{name}, MiB", f"{name}, %": "%"}
 caption = (
-    "Live bytes at the peak of a baseline training step with AdamW in fp32, from shapes alone: ResNet-50 with 32 images "
-    "of 224 x 224, and a language model of GPT-2's size with 8 x 512 tokens. Workspaces are not counted."
+    "Live bytes at the peak of a baseline training step with AdamW in fp32, from shapes alone: ResNet-50 with 32 "
+    "images of 224 x 224, and a language model of GPT-2's size with 8 x 512 tokens. Workspaces are not counted."
 )
 table = markdown_table(rows, columns, caption, "tab-breakdown")
 path = write_text_atomic("results/tables/06_breakdown.md", table)
@@ -464,17 +464,18 @@ for name, found in costs.items():
 # :::{admonition} Takeaway
 # :class: tip
 # Without checkpointing, the peak of both models comes where backward begins, and most of its dynamic bytes are
-# activations. The operations whose results are saved are not the ones that take the time, so a plan has to weigh both.
+# activations. Saved bytes and running time are distributed differently over the operations, so a plan has to weigh
+# both.
 # :::
 
 # %% [markdown]
 # ## Names, places, shapes
 #
-# Tools of this kind have three parts. One profiles, one decides, one rewrites; each gets the model in a form of its
-# own, and what one has found must be looked up by the other. By what?
+# A planning tool has three parts: one profiles, one decides, one rewrites. If each part captures the model in its own
+# form, each has to look up what the others found. What can serve as the key?
 #
-# **By name?** Two common ways to capture ResNet-18's convolutional part: `torch.fx.symbolic_trace`, which rewriters
-# like, and AOTAutograd, which sees backward, too.
+# **Names?** There are two common ways to capture the convolutional part of ResNet-18: `torch.fx.symbolic_trace`, which
+# is convenient for rewriting, and AOTAutograd, which also captures backward.
 
 # %%
 resnet = models.resnet18()
@@ -484,16 +485,16 @@ symbolic, joint = symbolic_trace(trunk), ackpt.trace(trunk, photos)
 by_symbol = {node.name: node for node in symbolic.graph.nodes if node.op != "output"}
 by_joint = {node.name: node for node in joint.nodes}
 shared = sorted(set(by_symbol) & set(by_joint))
-print(f"{len(by_symbol)} and {len(by_joint)} names, in both {', '.join(shared)}")
+print(f"{len(by_symbol)} and {len(by_joint)} names, shared: {', '.join(shared)}")
 
 # %% [markdown]
-# For most operations a lookup finds nothing. Where it finds something, it is worse. On the left what `symbolic_trace`
-# calls so, with the node it reads; on the right what AOTAutograd calls so, with its module:
+# Most lookups by name find nothing. The others are worse. On the left is the result that has the name in
+# `symbolic_trace`, with the node it reads; on the right the result that has the name in AOTAutograd, with its module:
 
 
 # %%
 def values_of(graph):
-    """What every node of a graph returns, without data, by its id."""
+    """The result of every node of a graph, without data, by its id."""
     nodes = graph.module.graph.nodes
     return {node.meta["ackpt_id"]: node.meta.get("val") for node in nodes}
 
@@ -506,28 +507,28 @@ for name in shared:
     print(f"{name:6} {left} and {list(values[other.id].shape)!s:15} of {other.module}")
 
 # %% [markdown]
-# `add` is the sum at the end of the first block in one, and in the other the count of batches of a BatchNorm, 8 bytes.
-# One name of nine means the same. A program that falls back to 0 where a name is missing, `by_name.get(name, 0)`, runs,
-# and plans with this:
+# In one graph `add` is the sum at the end of the first block; in the other it is the batch counter of a BatchNorm, 8
+# bytes. Only one name of nine means the same in both. A program that falls back to 0, `by_name.get(name, 0)`, raises no
+# error and plans with these bytes:
 
 # %%
 by_name = {name: values[by_joint[name].id].nbytes for name in shared}
 true = sum(4 * node.meta["tensor_meta"].shape.numel() for node in by_symbol.values())
 found = sum(by_name.get(name, 0) for name in by_symbol)
-print(f"activations {true:,} bytes, found by name {found:,}")
+print(f"activations: {true:,} bytes, by name: {found:,} bytes")
 
 # %% [markdown]
-# **By place?** The joint graph begins with the parameters, and takes a BatchNorm apart into several operations. The
-# first two convolutions stand at
+# **Positions?** The joint graph begins with the parameters and splits each BatchNorm into several operations. The first
+# two convolutions are at these positions:
 
 # %%
 convolutions = [n.id for n in joint.nodes if n.target == "aten.convolution.default"]
 [list(by_symbol).index(name) for name in ("conv1", "layer1_0_conv1")], convolutions[:2]
 
 # %% [markdown]
-# And a rewrite moves everything: what runs again stands in the list a second time.
+# A rewrite also shifts all positions, because recomputed operations appear a second time.
 #
-# **By operation and shape?** In a model of equal blocks that says nothing:
+# **Operations and shapes?** In a model of equal blocks they are rarely unique:
 
 # %%
 values, kinds = values_of(lm_graph), collections.Counter()
@@ -535,20 +536,20 @@ for node in lm_graph.nodes[: lm_graph.boundary]:
     if node.inputs and torch.is_tensor(values[node.id]):
         kinds[node.target, tuple(values[node.id].shape)] += 1
 alone = sum(count == 1 for count in kinds.values())
-print(f"of {sum(kinds.values())} results in the forward {alone} are the only one of their kind")
+print(f"{alone} of {sum(kinds.values())} results in the forward have a unique operation and shape")
 
 # %% [markdown]
-# **By address?** An address says where something was. Memory that has been freed is given to the next tensor.
+# **Addresses?** The allocator reuses freed memory, so several tensors have the same address during a step.
 #
-# **Nodes, or storages?** Queries, keys and values are often views of one product. Decide about each by itself, save $k$
-# and drop $v$, and the account goes wrong: whoever keeps a third keeps it all.
+# **Tensors or storages?** Queries, keys and values are often views of one product. A plan that decides about each view
+# separately, saves $k$ and frees $v$, counts the wrong bytes: saving one view keeps the whole storage live.
 
 # %%
 q, k, v = (2 * torch.randn(256, 768)).chunk(3, dim=1)
 k.nbytes, k.untyped_storage().nbytes()
 
 # %% [markdown]
-# In the language model's graph, the storage with the most nodes:
+# The storage with the most nodes in the graph of the language model:
 
 # %%
 widest = max(lm_graph.storages, key=lambda s: len(s.nodes))
@@ -558,8 +559,8 @@ for i in widest.nodes:
     print(f"    {i:3}  {lm_graph.nodes[i].name:12} {shape}")
 
 # %% [markdown]
-# Eight nodes, one fate. `ackpt` keeps or frees storages; a view is not kept at all, it is taken anew from what is kept.
-# What a plan names is the operation that brings the storage along, and a fate for one of the views is an error:
+# These eight nodes have one fate. `ackpt` saves or frees storages; it does not save views, but rebuilds them from saved
+# storages. A plan refers to a storage by the operation that allocates it, and a fate for a view is an error:
 
 # %%
 view = lm_graph.nodes[widest.nodes[-1]].name
@@ -571,10 +572,10 @@ except ValueError as error:
 # %% [markdown]
 # ## One identity
 #
-# So the id is minted once, when the graph is captured, and travels on the node wherever it is copied; names are for
-# people. `lower` makes a *schedule* from the storages that are to be saved, an ordered list of steps: compute this
-# node, free that storage. `rewrite` makes two modules of it, forward and backward. If nothing is saved, all that
-# backward needs runs again, in the second module, under its id:
+# `ackpt` gives each operation an id once, when it captures the graph, and every copy of the node carries this id. Names
+# are only for people. `lower` turns a set of saved storages into a *schedule*, an ordered list of steps: compute this
+# node, free that storage. `rewrite` turns the schedule into two modules, forward and backward. If nothing is saved, the
+# backward module recomputes all that it needs, under the original ids:
 
 # %%
 nothing_saved = lower(tiny_graph, ())
@@ -585,8 +586,8 @@ for node in rewritten.backward.graph.nodes:
         print(f"{i:2}  {node.name:18} was {nodes[i].name}")
 
 # %% [markdown]
-# Applying a plan to another graph must raise an error. A graph has a *hash* of what is computed from what, with all shapes,
-# dtypes and devices. Other weights do not change it; another number of rows does:
+# Applying a plan to another graph must raise an error. Each graph therefore has a *hash* of its operations and their
+# arguments, with all shapes, dtypes and devices. Other weights do not change the hash; another number of rows does:
 
 # %%
 plan = ackpt.plan(tiny_graph, policy="none")
@@ -594,8 +595,8 @@ weights, rows = ackpt.trace(Tiny(), x, labels), ackpt.trace(tiny, x[:2], labels[
 weights.hash == tiny_graph.hash, rows.hash == tiny_graph.hash
 
 # %% [markdown]
-# `ackpt.compile` does run a plan with another number of rows: it simulates the schedule for that number first. It refuses
-# another dtype, and the simulator refuses any other graph:
+# `ackpt.compile` can run a plan with another number of rows, but first simulates the schedule for that number. It
+# refuses another dtype, and the simulator refuses any other graph:
 
 
 # %%
@@ -615,17 +616,18 @@ except ScheduleError as error:
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# One graph, one number for each operation, one fate for each storage. Whatever is looked up by name, place, shape or
-# address works until it does not, and then it usually says nothing.
+# A planner needs one graph, one id for each operation and one fate for each storage. Lookups by name, position, shape
+# or address fail sooner or later, usually without an error.
 # :::
 
 # %% [markdown]
-# ## Predicted is measured
+# ## Predicted peaks equal measured peaks
 #
-# The claim on which all planning rests: the simulated peak is the measured one. We check it for four models and three
-# policies. `none` saves what backward needs. `full` keeps single tensors between blocks. `manual` does as it is told,
-# and here it is told by a coin for every operation. Each model is captured once; each step is planned, rewritten, run
-# under the allocator's eyes, and its gradients are compared with those of the plain model.
+# All planning rests on one claim: the simulated peak is the measured peak. We check it for four cases and three
+# policies. `none` is the baseline and saves all that backward needs. `full` is per-block checkpointing and saves single
+# tensors between blocks. `manual` takes the fate of each operation from the caller, here from random choices. Each
+# model is captured once. Each step is planned, rewritten, run and measured, and its gradients are compared with the
+# baseline's.
 
 # %%
 ids = torch.randint(200, (4, 64))
@@ -635,7 +637,7 @@ small = models.ResNetConfig("basic", (1, 1, 1, 1), width=8, num_classes=10)
 pictures = (torch.randn(4, 3, 64, 64),), {"labels": torch.randint(10, (4,))}
 cases = {
     "language model": (lm, *lm_call, torch.float32),
-    "the same, autocast": (lm, *lm_call, torch.bfloat16),
+    "language model, autocast": (lm, *lm_call, torch.bfloat16),
     "BERT with dropout": (bert, (ids,), {"labels": ids}, torch.float32),
     "ResNet": (models.ResNet(small), *pictures, torch.float32),
 }
@@ -661,10 +663,10 @@ for (name, policy), row in found.items():
         }
     )
 columns = {"model": "model", "policy": "policy", "saved": "saved, MiB", "peak": "dynamic peak, MiB"}
-columns |= {"again": "FLOPs again, %", "off": "simulated - measured, bytes", "equal": "gradients bit-equal"}
+columns |= {"again": "recomputed FLOPs, %", "off": "simulated - measured, bytes", "equal": "gradients bitwise equal"}
 caption = (
-    "Planned steps on the CPU. Peaks are those of the operations' results, which follow from shapes; the difference to "
-    "the allocator's peak is that of the simulation with measured workspaces."
+    "Planned steps on the CPU. The dynamic peak follows from shapes and omits workspaces. The difference compares the "
+    "allocator's peak with a simulation that includes measured workspaces."
 )
 table = markdown_table(rows, columns, caption, "tab-exact")
 path = write_text_atomic("results/tables/06_exact.md", table)
@@ -673,22 +675,24 @@ path = write_text_atomic("results/tables/06_exact.md", table)
 # ```{include} ../../results/tables/06_exact.md
 # ```
 #
-# (The table shows the peak of the results alone, because a convolution's workspace depends on the processor. The
-# difference is taken with this machine's workspaces on both sides.)
+# (The peaks in the table omit workspaces because those of convolutions depend on the processor. The difference includes
+# the workspaces of this machine on both sides.)
 #
 # ## A plan is an order, not a set
 #
-# "Save these, recompute the others" sounds like a plan. It does not say when. In a chain of tanh every activation has
-# $S$ bytes, and the backward of a tanh needs its output. We keep every $k$-th of $n = 16$, $k = 4$, in three orders:
+# "Save these, recompute the others" sounds like a plan, but it does not say when to recompute. Take a chain of tanh
+# operations: every activation has $S$ bytes, and the backward of a tanh reads its output. We save every $k$-th of $n$
+# activations, with $n = 16$ and $k = 4$, and recompute the others in three orders:
 #
-# - **Early**: recompute all that is missing when backward begins. Then all $n$ are there, and the first gradient is
-#   made beside them.
-# - **Late**: recompute a segment of $k - 1$ when backward comes to it. At the first segment $n / k - 1$ others
-#   are still kept, as the last one has already been used, and there are two gradients, one coming and one going.
-# - **Again and again**: recompute one activation at a time, from the last one kept, and throw away what is on the way
-#   there. The segment is then one activation at a time.
+# - **Early**: recompute all missing activations when backward begins. Then all $n$ are live, together with the first
+#   gradient.
+# - **Late**: recompute a segment of $k - 1$ activations when backward reaches it. At the first segment, $n / k - 1$
+#   saved activations are still live, because the last one has already been used. Two gradients are live as well, the
+#   one that a tanh's backward reads and the one that it computes.
+# - **Again**: recompute one activation at a time, starting from the nearest saved one before it, and free the
+#   intermediate ones. Of each segment, backward then uses one recomputed activation at a time.
 #
-# In units of $S$, and but for the loss and its gradient,
+# In units of $S$, and without the loss and its gradient, the peaks are
 #
 # $$ \begin{aligned}
 #    \text{peak}_\text{early} &= n + 1 \\
@@ -696,9 +700,9 @@ path = write_text_atomic("results/tables/06_exact.md", table)
 #    \text{peak}_\text{again} &= (n / k - 1) + 1 + 2
 #    \end{aligned} $$
 #
-# which is 17, $n / k + k = 8$ and $n / k + 2 = 6$.
+# or 17, $n / k + k = 8$ and $n / k + 2 = 6$.
 #
-# `scheduled` takes the order of the backward and finds the frees:
+# `scheduled` takes the order of the backward operations and inserts the frees:
 
 
 # %%
@@ -715,7 +719,7 @@ class Chain(nn.Module):
 
 
 def activations(graph):
-    """The storages of a chain's tanh, in their order."""
+    """The storages of the tanh outputs of a chain, in order."""
     producers = ((s.id, graph.nodes[s.producer].target) for s in graph.storages)
     return [s for s, target in producers if target == "aten.tanh.default"]
 
@@ -738,26 +742,26 @@ early = scheduled(chain_graph, None, first + computed(late, "backward"))
 
 
 # %%
-def before(i, at_hand):
-    """What has to run before `i`, in order, if only `at_hand` is there."""
+def before(i, available):
+    """The nodes that must run before `i`, in order, if only the nodes `available` are live."""
     found = []
     for source in chain_graph.nodes[i].inputs:
-        if source not in {*at_hand, *found}:
-            found += [*before(source, {*at_hand, *found}), source]
+        if source not in {*available, *found}:
+            found += [*before(source, {*available, *found}), source]
     return found
 
 
-at_hand = {chain_graph.storages[s].producer for s in every_kth}
-at_hand |= {node.id for node in chain_graph.nodes if not node.inputs}
+available = {chain_graph.storages[s].producer for s in every_kth}
+available |= {node.id for node in chain_graph.nodes if not node.inputs}
 order = []
 for i in computed(late, "backward"):
-    order += [*before(i, at_hand), i]
-    at_hand.add(i)
+    order += [*before(i, available), i]
+    available.add(i)
 again = scheduled(chain_graph, None, order)
 early.saved, late.saved, again.saved
 
 # %% [markdown]
-# Three orders of one set. Simulated, and run:
+# All three schedules save the same set. We simulate and run each of them:
 
 # %%
 S = chain.weight.nbytes
@@ -775,21 +779,21 @@ for name, schedule in {"early": early, "late": late, "again": again}.items():
     records.append(Record("orders", {"method": name, "n": n, "k": k}, metrics, where))
     path = records[-1].save(f"results/cpu/06_order_{name}.json")
     off = simulated - real.dynamic_peak_bytes
-    print(f"{name:5}  {simulated / S:4.1f} S, off by {off} bytes, {runs} tanh run again")
+    print(f"{name:5}  {simulated / S:4.1f} S, off by {off} bytes, {runs} tanh recomputed")
 
-# %% alt="Live memory of three training steps side by side. Early: it climbs in four steps through the forward, at once to the top when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. Again: the same, with teeth half as high, and more of them."
+# %% alt="Live memory of three training steps side by side. Early: memory rises in four steps through the forward, rises steeply to the peak when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. Again: more and still lower teeth."
 figure = graph_profile.orders_plot(
     {record.config["method"]: Timeline.from_json(record.metrics["timeline"]) for record in records},
-    f"The same is saved in three orders: peaks of {n + 1} S, {n // k + k} S and {n // k + 2} S",
+    f"The same saved activations in three orders: peaks of {n + 1} S, {n // k + k} S and {n // k + 2} S",
     chain.weight.nbytes,
 )
 path = plots.save(figure, "results/figures/06_orders.png")
 figure
 
 # %% [markdown]
-# The early order pays for every recomputation and gains nothing: its peak is the baseline's. The last one pays twice,
-# and has the lowest. It also shows why names are of no use to a rewriter. One operation runs three times, and each run
-# needs a name of its own in the module:
+# The early order pays for all recomputation and gains nothing: its peak is the baseline's. The third order recomputes
+# twice as much and has the lowest peak. It also shows why a rewriter cannot use names as keys. One operation runs three
+# times, and each run needs its own name in the module:
 
 # %%
 names = collections.defaultdict(list)
@@ -798,25 +802,25 @@ for node in rewrite(chain_graph, again).backward.graph.nodes:
         names[node.meta["ackpt_id"]].append(node.name)
 often = max(names, key=lambda i: len(names[i]))
 in_the_trace = [node.name for node in chain_graph.nodes]
-print(f"node {often}, in the trace {in_the_trace[often]}, runs as {names[often]}")
+print(f"node {often}, {in_the_trace[often]} in the trace, runs as {names[often]}")
 [name in in_the_trace for name in names[often]]
 
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# What is saved does not fix the peak, the order does. Recompute late, free at once; and if that is not enough,
-# recompute more than once. Whoever plans sets only, leaves the peak to chance.
+# The saved set does not determine the peak; the order does. Recompute late and free at once. If that is not enough,
+# recompute more than once. A planner that chooses only sets leaves the peak to chance.
 # :::
 
 # %% [markdown]
 # ## How a rewrite is proved
 #
-# The modules that run were written by a program, and programs have faults. So every rewrite is proved before it runs:
-# both modules run once on fake tensors. What shares a storage, and when a value is dropped, is found anew from what the
-# modules do; the schedule is not asked. After every operation, what lives must be what was simulated.
+# A program writes the modules that run, and programs have bugs. Every rewrite is therefore proved before it runs: both
+# modules run once on fake tensors. The proof derives shared storages and lifetimes from the modules, not from the
+# schedule. After every operation, the live bytes must equal the simulated ones.
 #
-# To see the proof at work, we tamper with the code of the graph behind the back of the one who planned. `t` is a view;
-# `t_copy` computes the same numbers, into memory of its own. `relu_` computes them in place:
+# To see the proof at work, we change an operation in the graph after planning. `t` is a view; `t_copy` computes the
+# same values in a storage of its own. `relu_` computes the values of `relu` in place:
 
 
 # %%
@@ -837,20 +841,20 @@ tamper(aten.t.default, aten.t_copy.default)
 tamper(aten.relu.default, aten.relu_.default)
 
 # %% [markdown]
-# The proof is about bytes. Other numbers in the same places pass:
+# The proof covers only bytes. Wrong values in storages of the right size pass:
 
 # %%
 tamper(aten.relu.default, aten.sigmoid.default)
 
 # %% [markdown]
-# That the numbers are right is not proved but tested: in the last column of the table above, and in the package's tests
-# by random programs with random fates.
+# The values are tested, not proved: the last column of the table above compares gradients, and the package's tests run
+# random programs with random fates.
 #
 # ## Random numbers, and what must not happen twice
 #
-# Two kinds of operations are not the same when they run again. Dropout draws other numbers, and BatchNorm in training
-# updates its running statistics, once per step. Here is a model with both, of which nothing is saved, and what its
-# backward runs again:
+# Two kinds of operations must not simply run a second time. Dropout would draw another mask, and BatchNorm in training
+# updates its running statistics, which must happen once per step. The following model has both. Nothing is saved, and
+# its backward recomputes these operations:
 
 # %%
 layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1)
@@ -863,17 +867,17 @@ for node in rewrite(net_graph, schedule).backward.graph.nodes:
         print(f"{i:2}  {net_graph.nodes[i].target:46} as {node.target.__name__}")
 
 # %% [markdown]
-# - A **random** operation is *replayed*: the forward keeps the state that the generator had, and `run_again` puts it
-#   back for the length of the operation. The state is the price, and is counted:
+# - A **random** operation is *replayed*: the forward saves the RNG state, and `run_again` restores it while the
+#   operation runs. The saved state counts as memory:
 
 # %%
 print(f"replayed {schedule.replayed}, with {torch.get_rng_state().nbytes} bytes of state")
 
 # %% [markdown]
-# - **BatchNorm** runs again as the operation without statistics, `no_stats`. It reads none and updates none.
+# - **BatchNorm** is recomputed by `no_stats`, an operation that neither reads nor updates running statistics.
 #
-# Three steps of training, beside the plain model and PyTorch's own checkpoint. Parameters and statistics, compared bit
-# for bit with the plain ones:
+# We train for three steps with the plan and with PyTorch's checkpoint, and compare parameters and statistics bit for
+# bit with the baseline's:
 
 
 # %%
@@ -905,13 +909,15 @@ for way in (as_planned, as_checkpointed):
     print(f"{way.__name__:15} {batches} batches, wrong: {', '.join(wrong) or 'nothing'}")
 
 # %% [markdown]
-# What cannot run again at all, because it changes something or because all ranks must run it equally often, is refused
-# by name. Nothing is redrawn, and nothing falls back.
+# Some operations cannot be recomputed at all: those that change their arguments, and collectives, which all ranks must
+# run equally often. `ackpt` refuses to recompute them with an error that names the operation. It never redraws random
+# numbers, and it has no silent fallback.
 #
-# ## `full`, against checkpoints around blocks
+# ## `full` compared with checkpoints around given blocks
 #
-# The simplest policy is the one of Part I, a checkpoint for every block. `full` finds the blocks by itself, at the
-# places where a single tensor leads from the front of the model to its end. It should not lose to those who are told.
+# The simplest policy is the one of Part I, per-block checkpointing. `full` finds the blocks itself, at the places where
+# a single tensor connects the front of the model to its end. It should not need more memory than wrappers that are
+# given the blocks.
 
 
 # %%
@@ -942,7 +948,7 @@ deep_cases = {
     "BERT": (models.BertForMaskedLM(deep_bert), (ids,), {"labels": ids}),
 }
 ways = {
-    "plain": lambda model, *_: model,
+    "baseline": lambda model, *_: model,
     "torch, use_reentrant=True": partial(by_torch, use_reentrant=True),
     "torch, use_reentrant=False": partial(by_torch, use_reentrant=False),
     "ackpt.checkpoint": by_blocks,
@@ -959,14 +965,14 @@ rows = []
 for way in ways:
     row = {"method": way}
     for name in deep_cases:
-        step, base = steps[name, way], steps[name, "plain"]
+        step, base = steps[name, way], steps[name, "baseline"]
         row[name] = round(step.dynamic_peak_bytes / MIB, 2)
         row[f"{name} again"] = round(100 * (step.flops / base.flops - 1), 1)
     rows.append(row)
 columns = {"method": "method"}
 for name in deep_cases:
-    columns |= {name: f"{name}: dynamic peak, MiB", f"{name} again": "FLOPs again, %"}
-caption = "Measured dynamic peaks of three blocks on the CPU, checkpointed in four ways, and the FLOPs that run again."
+    columns |= {name: f"{name}: dynamic peak, MiB", f"{name} again": "recomputed FLOPs, %"}
+caption = "Measured dynamic peaks and recomputed FLOPs of models with three blocks on the CPU, checkpointed in four ways."
 table = markdown_table(rows, columns, caption, "tab-full")
 path = write_text_atomic("results/tables/06_full.md", table)
 
@@ -974,15 +980,16 @@ path = write_text_atomic("results/tables/06_full.md", table)
 # ```{include} ../../results/tables/06_full.md
 # ```
 #
-# Why fewer FLOPs? A block's backward does not read its output, so the last product need not run again: in the language
-# model the down-projection, $2 \, T d f$ FLOPs of each block. (BERT's blocks end in a norm, which does read it.)
-# PyTorch's newer checkpoint stops before it, too; the reentrant ones run whole blocks, with attention
-# $2 \, T \, (4 d^2 + 2 d f) + 4 \, T^2 d$ FLOPs each:
+# The methods recompute different numbers of FLOPs because the backward of a block does not read the block's output. The
+# last product therefore need not be recomputed: in the language model this is the down-projection, $2 \, T d f$ FLOPs
+# per block. (BERT's blocks end in a norm, which does read it.) PyTorch's non-reentrant checkpoint also stops before
+# this product. The reentrant ones recompute whole blocks, with attention $2 \, T \, (4 d^2 + 2 d f) + 4 \, T^2 d$ FLOPs
+# each:
 
 # %%
 T, d, f, L = len(tokens), deep.dim, deep.ff_dim, deep.layers
 block = 2 * T * (4 * d * d + 2 * d * f) + 4 * T * T * d
-base = steps["language model", "plain"].flops
+base = steps["language model", "baseline"].flops
 for way, by_hand in {
     "torch, use_reentrant=True": L * block,
     "torch, use_reentrant=False": L * (block - 2 * T * d * f),
@@ -990,18 +997,19 @@ for way, by_hand in {
     print(f"{way}: {steps['language model', way].flops - base - by_hand} FLOPs off")
 
 # %% [markdown]
-# `full` goes further: what backward reads first it does not even drop, as far as that does not raise the peak. And it
-# cuts where blocks have no border: between attention and MLP there is a single tensor, too. In BERT that is worth more:
-# its attention keeps whole matrices of weights and of noise, which need not lie beside what the MLP keeps.
+# `full` goes further. It also saves the activations that backward reads first, as long as that does not raise the peak.
+# And it cuts inside blocks, because a single tensor also connects attention and MLP. BERT gains more from this cut: its
+# attention saves whole matrices of weights and dropout masks, which then need not be live together with the activations
+# of the MLP.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A plan that sees operations drops what a wrapper around modules must keep, keeps what a wrapper must drop, and knows
-# beforehand what both will take.
+# A planner that sees operations can free what a module wrapper must save, save what a wrapper must free, and predict
+# the memory of both.
 # :::
 
 # %% [markdown]
-# Where the numbers of this page were made:
+# The environment of the measurements on this page:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 where
@@ -1011,8 +1019,7 @@ where
 #
 # :::{admonition} Exercise 1: another nonlinearity
 # :class: note
-# `Tiny` with GELU in place of ReLU: how many bytes does it keep for backward? GELU's derivative is taken from its
-# input.
+# How many bytes does `Tiny` save for backward with GELU in place of ReLU? GELU's derivative is computed from its input.
 # :::
 
 
@@ -1026,13 +1033,13 @@ gelu_plan = ackpt.plan(ackpt.trace(TinyGelu(), x, labels), policy="none")
 print({a.name: a.bytes for a in gelu_plan.activations}, gelu_plan.saved_bytes)
 
 # %% [markdown]
-# 256 bytes more: backward needs the input of GELU for its derivative, and the output for the gradient of the next
-# weight. With ReLU one storage does for both.
+# It saves 256 bytes more: backward needs the input of GELU for its derivative, and the output for the gradient of the
+# next weight. With ReLU, one storage serves both purposes.
 #
 # :::{admonition} Exercise 2: the best distance
 # :class: note
-# Which $k$ gives the lowest peak in the late order for $n = 64$, and how low is it? Derive it, then simulate all
-# divisors.
+# Which $k$ gives the lowest peak in the late order for $n = 64$, and what is this peak? Derive both, then simulate the
+# divisors of 64.
 # :::
 
 # %% tags=["solution"]
@@ -1044,13 +1051,13 @@ for distance in (2, 4, 8, 16, 32):
     print(f"k = {distance:2}: {peak} S, n / k + k = {64 // distance + distance}")
 
 # %% [markdown]
-# $n / k + k$ is lowest for $k = \sqrt n$, and then it is $2 \sqrt n$: the square root of Chen et al. 2016. Here that is
-# 16 activations in place of the baseline's 65.
+# $n / k + k$ is lowest at $k = \sqrt n$, where it is $2 \sqrt n$: the square root of Chen et al. 2016. Here the peak is
+# 16 activations; the baseline's is 65.
 #
 # :::{admonition} Exercise 3: a policy of your own
 # :class: note
-# Write a policy that never repeats a FLOP: save what matrix products and attention return, recompute the rest. By how
-# much does it lower the dynamic peak of the two-block language model, and what does it recompute?
+# Write a policy that recomputes no FLOPs: save the outputs of matrix products and attention, and recompute the rest. By
+# how much does it lower the dynamic peak of the two-block language model, and what does it recompute?
 # :::
 
 
@@ -1066,31 +1073,33 @@ step = PlannedStep(lm, save_products)
 step.prepare(*lm_call[0], **lm_call[1])
 frugal = measured(step, lm, *lm_call[0], **lm_call[1])
 share = frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes
-print(f"{share:.2f} of the plain peak, {frugal.flops - lm_step.flops} more FLOPs")
+print(f"{share:.2f} of the baseline's peak, {frugal.flops - lm_step.flops} recomputed FLOPs")
 again = collections.Counter()
 for again_id in [one.id for one in save_products(lm_graph).schedule.backward if one.kind == "compute"]:
     node = lm_graph.nodes[again_id]
-    makes_memory = any(lm_graph.storages[key].producer == node.id for key in node.storages)
-    if node.phase == "forward" and makes_memory:  # views make none
+    allocates = any(lm_graph.storages[key].producer == node.id for key in node.storages)
+    if node.phase == "forward" and allocates:  # views allocate nothing
         again[node.target.split(".")[1]] += 1
 print(", ".join(f"{count} {name}" for name, count in again.most_common()))
 
 # %% [markdown]
-# More than a third of the memory, and not one FLOP for it, though some time: what is recomputed moves bytes. This is
-# what *selective* checkpointing means.
+# The policy saves more than a third of the peak without recomputing a FLOP. It still costs time, because the recomputed
+# operations move bytes. This is *selective* checkpointing.
 #
 # ## What we have seen
 #
-# - A training step is one graph. What is kept and freed are storages, and three accesses say how long each is needed.
-# - $m_i = m_{i-1} + b_i - r_i$ gives the peak of a step, and the allocator agrees to the byte, plain or rewritten.
-# - The plain peak stands where backward begins. ResNet-50 keeps its memory at the front, a language model in equal
-#   blocks and in the logits.
-# - Names, places, shapes and addresses identify nothing. An id on the node and a hash on the graph do.
-# - A plan is an order: one set of saved activations, three orders, three peaks.
-# - Every rewrite is proved on tensors without data before it runs. Random numbers are replayed, statistics are updated
+# - A training step is one graph. Memory is saved and freed per storage, and three accesses determine how long each
+#   storage is live.
+# - $m_i = m_{i-1} + b_i - r_i$ gives the peak of a step. The allocator agrees to the byte, for the baseline and for
+#   rewritten steps.
+# - The baseline's peak comes where backward begins. ResNet-50 saves most in its first stages, a language model in its
+#   equal blocks and in the loss.
+# - Names, positions, shapes and addresses do not identify an operation. An id on the node and a hash of the graph do.
+# - A plan is an order: one set of saved activations has three peaks in three orders.
+# - Every rewrite is proved on fake tensors before it runs. Random operations are replayed, and statistics are updated
 #   once.
 #
 # ## Sources
 #
-# - {cite:t}`williams2009`: the time of an operation from the rates of a device.
+# - {cite:t}`williams2009`: the roofline model, an operation's time from the rates of a device.
 # - {cite:t}`he2015residual`: ResNet-50.
