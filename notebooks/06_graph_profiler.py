@@ -2,8 +2,8 @@
 # # The graph profiler
 #
 # After this chapter you can split a training step into operations and storages, say when each byte is allocated and
-# freed, and predict the peak of a step before it runs. You can also tell by which keys a tool may look up its
-# measurements, and which ones mix them up.
+# freed, and predict the peak of a step before it runs. You can also tell which tools will attribute a measurement to
+# the wrong operation.
 
 # %% [markdown]
 # ## Goals
@@ -94,12 +94,12 @@ for s in graph.storages:
     print(f"{s.id}  {s.bytes:3} B  {s.category:10}  nodes {s.nodes!s:11} accesses {uses}")
 
 # %% [markdown]
-# The sizes are easy to check: the weight has $2 \cdot 8$ elements and 64 bytes, the bias 8 bytes, the input of $4 \cdot
-# 8$ elements 128 bytes, and the output 32 bytes. The tangent and the two gradients have the sizes of the output, the
-# weight and the bias.
+# The sizes are easy to check: the weight has $2 \cdot 8$ elements and 64 bytes, the bias 8 bytes, the input of
+# $4 \cdot 8$ elements 128 bytes, and the output 32 bytes. The tangent and the two gradients have the sizes of the
+# output, the weight and the bias.
 #
 # The last column lists the nodes that access a storage: the last one in forward, the first and the last one in
-# backward. They show which storages must stay live until backward. Here that is the input, the only storage with
+# backward. They show which storages must stay live until backward. Here that is only the input, the one storage with
 # accesses in both passes. It belongs to the caller, so a single linear layer saves no memory of its own.
 #
 # ## Two layers and a loss
@@ -121,8 +121,8 @@ tiny, labels = Tiny(), torch.tensor([0, 1, 1, 0])
 tiny_graph = ackpt.trace(tiny, x, labels)
 
 # %% [markdown]
-# A storage must be saved if a forward operation allocates it and backward accesses it. Storages of the caller do not
-# count:
+# A storage must be saved if a forward operation allocates it and backward accesses it. Parameters and inputs do not
+# count, because they belong to the caller:
 
 # %%
 nodes, boundary = tiny_graph.nodes, tiny_graph.boundary
@@ -134,9 +134,9 @@ for s in tiny_graph.storages:
 
 # %% [markdown]
 # The output of the first layer, `addmm`, is read only by ReLU and then freed. The output of ReLU is needed twice, by
-# the backward of ReLU and by the weight gradient of the second layer, but it is saved only once: $4 \cdot 16 \cdot 4 =
-# 256$ bytes. The loss saves the log-probabilities, $4 \cdot 2 \cdot 4 = 32$ bytes, and a count, 4 bytes. The allocator
-# reports 8 bytes more: the loss and its gradient.
+# the backward of ReLU and by the weight gradient of the second layer, but it is saved only once:
+# $4 \cdot 16 \cdot 4 = 256$ bytes. The loss saves the log-probabilities, $4 \cdot 2 \cdot 4 = 32$ bytes, and a count, 4
+# bytes. The allocator reports 8 bytes more: the loss and its gradient.
 
 
 # %%
@@ -159,8 +159,8 @@ print(f"saved {saved} bytes, live when backward begins {live}")
 # %% [markdown]
 # ## What an operation costs
 #
-# `ackpt.profile` finds the cost of every node. The product of an $a \times b$ and a $b \times c$ matrix takes $2 \, a b
-# c$ FLOPs, and reads or writes each element once. A view costs nothing.
+# `ackpt.profile` finds the cost of every node. The product of an $a \times b$ and a $b \times c$ matrix takes
+# $2 \, a b c$ FLOPs, and reads or writes each element once. A view costs nothing.
 
 # %%
 profile = ackpt.profile(tiny_graph)
@@ -177,13 +177,13 @@ sum(profile.flops), ackpt.count_flops(partial(run, tiny, tiny, x, labels))
 
 # %% [markdown]
 # Each matrix product of the forward has two in backward: one for the gradient of the weight and one for the gradient of
-# its input. The first layer needs only one, because the input of the model has no gradient.
+# its input. The first layer needs only one, because the input of the model needs no gradient.
 #
 # A profile records the origin of its figures. *Analytic* figures follow from shapes: FLOPs from PyTorch's formulas,
 # bytes from sizes, and seconds from the rates in a device's data sheet. These seconds are the longer of the time to
-# compute and the time to move the bytes, as if an operation could reach the rates. *Measured* figures come from running
-# each operation alone. *Given* figures are assumptions, such as workspaces of 0. (`profile.save` and `profile.to_csv`
-# write all figures and their origins.)
+# compute and the time to move the bytes, as if every operation reached these rates. *Measured* figures come from
+# running each operation alone. *Given* figures are assumptions, such as workspaces of 0. (`profile.save` and
+# `profile.to_csv` write all figures and their origins.)
 
 # %%
 profiles = {
@@ -197,8 +197,8 @@ for call, found in profiles.items():
 
 # %% [markdown]
 # A measured profile runs the graph node by node. (On a GPU, only the arguments of the running node are on the device,
-# so it can profile graphs that exceed the memory of the device. It also measures the time of copies to the host.) The
-# most expensive operations of a small language model, summed over its blocks, on this machine:
+# so the graph may exceed the memory of the device. The time of copies to the host is measured, too.) The most expensive
+# operations of a small language model, summed over its blocks, on this machine:
 
 # %%
 lm_sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
@@ -238,7 +238,7 @@ for (target, size), count in sorted(workspaces.items(), key=lambda item: -item[0
 # ## Live bytes and the peak
 #
 # Before operation $i$, $m_{i-1}$ bytes are live. The operation allocates $b_i$ bytes for its results, and $w_i$ bytes
-# while it runs. After it, $r_i$ bytes are freed:
+# of workspace while it runs. After it, $r_i$ bytes are freed:
 #
 # $$ m_i = m_{i-1} + b_i - r_i , \qquad \text{peak} = \max_i \, (m_{i-1} + b_i + w_i) . $$
 #
@@ -281,7 +281,7 @@ for g, w, found in (
 # %% [markdown]
 # ## A whole training step
 #
-# We now trace two models of realistic size. This takes no memory for them, because the tensors are *fake*: they have
+# We now trace two models of realistic size. Neither needs to fit into memory, because all tensors are *fake*: they have
 # shapes but no data. ResNet-50 gets 32 images, and a language model of GPT-2's size gets 8 sequences of 512 tokens. The
 # graphs include the state of AdamW.
 
@@ -488,8 +488,9 @@ shared = sorted(set(by_symbol) & set(by_joint))
 print(f"{len(by_symbol)} and {len(by_joint)} names, shared: {', '.join(shared)}")
 
 # %% [markdown]
-# Most lookups by name find nothing. The others are worse. On the left is the result that has the name in
-# `symbolic_trace`, with the node it reads; on the right the result that has the name in AOTAutograd, with its module:
+# Most lookups by name find nothing. Those that succeed mostly find another operation. For each shared name, the left
+# side shows the node of `symbolic_trace` and the node it reads; the right side shows the node of AOTAutograd and its
+# module:
 
 
 # %%
@@ -617,7 +618,7 @@ except ScheduleError as error:
 # :::{admonition} Takeaway
 # :class: tip
 # A planner needs one graph, one id for each operation and one fate for each storage. Lookups by name, position, shape
-# or address fail sooner or later, usually without an error.
+# or address can fail, and usually do so without an error.
 # :::
 
 # %% [markdown]
@@ -690,7 +691,7 @@ path = write_text_atomic("results/tables/06_exact.md", table)
 #   saved activations are still live, because the last one has already been used. Two gradients are live as well, the
 #   one that a tanh's backward reads and the one that it computes.
 # - **Again**: recompute one activation at a time, starting from the nearest saved one before it, and free the
-#   intermediate ones. Of each segment, backward then uses one recomputed activation at a time.
+#   intermediate ones. While backward uses a recomputed activation, no other one is live.
 #
 # In units of $S$, and without the loss and its gradient, the peaks are
 #
@@ -700,7 +701,7 @@ path = write_text_atomic("results/tables/06_exact.md", table)
 #    \text{peak}_\text{again} &= (n / k - 1) + 1 + 2
 #    \end{aligned} $$
 #
-# or 17, $n / k + k = 8$ and $n / k + 2 = 6$.
+# For $n = 16$ and $k = 4$ these are 17, $n / k + k = 8$ and $n / k + 2 = 6$.
 #
 # `scheduled` takes the order of the backward operations and inserts the frees:
 
@@ -808,8 +809,8 @@ print(f"node {often}, {in_the_trace[often]} in the trace, runs as {names[often]}
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# The saved set does not determine the peak; the order does. Recompute late and free at once. If that is not enough,
-# recompute more than once. A planner that chooses only sets leaves the peak to chance.
+# The saved set alone does not determine the peak: the order matters, too. Recompute late and free at once. If that is
+# not enough, recompute more than once. A planner that chooses only sets leaves the peak to chance.
 # :::
 
 # %% [markdown]
@@ -915,9 +916,9 @@ for way in (as_planned, as_checkpointed):
 #
 # ## `full` compared with checkpoints around given blocks
 #
-# The simplest policy is the one of Part I, per-block checkpointing. `full` finds the blocks itself, at the places where
-# a single tensor connects the front of the model to its end. It should not need more memory than wrappers that are
-# given the blocks.
+# The simplest policy is the one of Part I, per-block checkpointing. `full` finds the blocks itself, at the points where
+# a single tensor connects everything before with everything after. It should not need more memory than wrappers that
+# are given the blocks.
 
 
 # %%
@@ -972,7 +973,7 @@ for way in ways:
 columns = {"method": "method"}
 for name in deep_cases:
     columns |= {name: f"{name}: dynamic peak, MiB", f"{name} again": "recomputed FLOPs, %"}
-caption = "Measured dynamic peaks and recomputed FLOPs of models with three blocks on the CPU, checkpointed in four ways."
+caption = "Measured peaks and recomputed FLOPs of models with three blocks, checkpointed in four ways, on the CPU."
 table = markdown_table(rows, columns, caption, "tab-full")
 path = write_text_atomic("results/tables/06_full.md", table)
 
@@ -980,11 +981,11 @@ path = write_text_atomic("results/tables/06_full.md", table)
 # ```{include} ../../results/tables/06_full.md
 # ```
 #
-# The methods recompute different numbers of FLOPs because the backward of a block does not read the block's output. The
-# last product therefore need not be recomputed: in the language model this is the down-projection, $2 \, T d f$ FLOPs
-# per block. (BERT's blocks end in a norm, which does read it.) PyTorch's non-reentrant checkpoint also stops before
-# this product. The reentrant ones recompute whole blocks, with attention $2 \, T \, (4 d^2 + 2 d f) + 4 \, T^2 d$ FLOPs
-# each:
+# Why do the methods recompute different numbers of FLOPs? The backward of a block does not read the block's output, so
+# the last product need not be recomputed: in the language model this is the down-projection, $2 \, T d f$ FLOPs per
+# block. (BERT's blocks end in a norm, whose backward does read it.) PyTorch's non-reentrant checkpoint also stops
+# before this product. The reentrant ones recompute whole blocks, including attention:
+# $2 \, T \, (4 d^2 + 2 d f) + 4 \, T^2 d$ FLOPs each.
 
 # %%
 T, d, f, L = len(tokens), deep.dim, deep.ff_dim, deep.layers
@@ -1005,7 +1006,7 @@ for way, by_hand in {
 # :::{admonition} Takeaway
 # :class: tip
 # A planner that sees operations can free what a module wrapper must save, save what a wrapper must free, and predict
-# the memory of both.
+# the memory in either case.
 # :::
 
 # %% [markdown]
@@ -1033,7 +1034,7 @@ gelu_plan = ackpt.plan(ackpt.trace(TinyGelu(), x, labels), policy="none")
 print({a.name: a.bytes for a in gelu_plan.activations}, gelu_plan.saved_bytes)
 
 # %% [markdown]
-# It saves 256 bytes more: backward needs the input of GELU for its derivative, and the output for the gradient of the
+# GELU saves 256 bytes more: backward needs the input of GELU for its derivative, and the output for the gradient of the
 # next weight. With ReLU, one storage serves both purposes.
 #
 # :::{admonition} Exercise 2: the best distance
