@@ -586,7 +586,7 @@ path = write_text_atomic("results/tables/07_models.md", table)
 # :::
 
 # %% [markdown]
-# The numbers on this page come from this environment:
+# The numbers on this page were produced in this environment:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 record.environment
@@ -650,7 +650,7 @@ print([revolve.advances(8, s) + 8 + 8 for s in range(1, 9)])
 # a stage, whose backward then needs no recomputation. With enough memory its time is 16: eight forwards and eight
 # backwards.
 #
-# ## Summary
+# ## What we have seen
 #
 # - $\sqrt n$ segments save $2 \sqrt n - 1$ activations for less than one extra forward. Recursive halving saves about
 #   $\log_2 n$ for half an extra forward per doubling. Measured chains match both, to the byte and to the FLOP.
