@@ -429,7 +429,8 @@ POLICIES = "chen-sqrt", "chen-log", "revolve", "rotor"
 rows = sublinear.within(pyramid_graph, pyramid_profile, budgets, POLICIES)
 
 # %% [markdown]
-# We run rotor's plan for a budget of 60 per cent and compare planned and measured peak, in bytes:
+# We run rotor's plan for a budget of 60 per cent of the baseline's dynamic peak, and compare planned and measured peak
+# in bytes:
 
 # %%
 step = PlannedStep(pyramid, partial(ackpt.plan, budget=0.6, policy="rotor"))
