@@ -1,32 +1,35 @@
 # %% [markdown]
 # # The graph profiler
 #
-# After this chapter you can take a training step apart into its operations and storages, say when each byte is born and
-# dies, predict the peak of a step before it runs, and tell which tools will not mix up what they have measured.
+# After this chapter you can split a training step into operations and storages, say when each byte is allocated and
+# freed, and predict the peak of a step before it runs. You can also tell which tools will attribute a measurement to
+# the wrong operation.
 
 # %% [markdown]
 # ## Goals
 #
 # - Capture one layer, then a whole training step, as one graph of forward and backward.
-# - Profile it: what each operation computes, reads, writes and takes for a while, and where each figure comes from.
-# - Follow the live bytes of ResNet-50 and of a language model, and find what stands at their peaks.
-# - See how names, places and shapes lead astray, and what keeps one operation one.
-# - Predict the peak of rewritten steps, and measure that it is right to the byte.
-# - Change nothing but the order of a plan, and change its peak.
+# - Profile it: the FLOPs, bytes moved and workspace of each operation, and the origin of each figure.
+# - Follow the live bytes of ResNet-50 and of a language model, and find what their peaks consist of.
+# - See why names, positions and shapes do not identify an operation, and what does.
+# - Predict the peaks of rewritten steps, and check the predictions to the byte.
+# - Change the peak of a plan by changing only its order.
 #
 # ## Notation
 #
 # | symbol | meaning |
 # |:--:|---|
-# | $i$ | an operation by its *id*: its place in the order of execution |
-# | $b_i$, $w_i$ | bytes that $i$ brings along, and takes only while it runs, its *workspace* |
-# | $r_i$ | bytes released behind $i$, because nothing after it needs them |
-# | $m_i$ | dynamic bytes that live after $i$ |
-# | $S$ | bytes of one activation of a chain; $n$: how many it has; $k$: every $k$-th is saved |
-# | $T$, $d$, $f$, $h$, $L$ | tokens; width of the model, of the MLP; heads; blocks |
+# | $i$ | the *id* of an operation: its position in the order of execution |
+# | $b_i$ | bytes that $i$ allocates for its results |
+# | $w_i$ | bytes that $i$ allocates only while it runs, its *workspace* |
+# | $r_i$ | bytes freed after $i$, because no later operation needs them |
+# | $m_i$ | dynamic bytes that are live after $i$ |
+# | $S$, $n$, $k$ | bytes of one activation of a chain; number of its activations; every $k$-th is saved |
+# | $T$, $V$ | tokens; size of the vocabulary |
+# | $d$, $f$, $h$, $L$ | width of the model; width inside the MLP; heads; blocks |
 #
-# Part I measured steps from outside, and told a step by hand where to forget. Part II looks inside: a planner must know
-# every operation before it can decide about any.
+# Part I measured steps from outside and chose by hand what to recompute. Part II looks inside: a planner must know
+# every operation before it can decide about any of them.
 
 # %%
 import collections
@@ -58,8 +61,8 @@ SOURCE = "notebooks/06_graph_profiler.py"
 # %% [markdown]
 # ## One layer
 #
-# `ackpt.trace` runs a model on tensors without data, and lets autograd write down what it would do: PyTorch calls this
-# a *joint graph*, forward and backward in one. Nothing is computed, no gradient appears.
+# `ackpt.trace` runs a model on fake tensors, and autograd records forward and backward in one graph. PyTorch calls it a
+# *joint graph*. No values are computed, and the parameters receive no gradients.
 
 # %%
 layer, x = nn.Linear(8, 2), torch.ones(4, 8)
@@ -71,18 +74,19 @@ graph
 def show(nodes):
     for node in nodes:
         target = node.target.removeprefix("aten.")[:36]
-        where = f"reads {list(node.inputs)}, lies in {list(node.storages)}"
+        where = f"reads nodes {list(node.inputs)}, uses storages {list(node.storages)}"
         print(f"{node.id:2}  {node.phase:8}  {node.name:10} {target:36}  {where}")
 
 
 show(graph.nodes)
 
 # %% [markdown]
-# A node is an operation or something given. Its *id* is its place in the order of execution, one count for forward and
-# backward. Given are the parameters, the input, and, when backward begins, the gradient of the output, the *tangent*.
+# A node is an operation or an input of the graph. Its *id* is its position in the order of execution, counted through
+# forward and backward. The inputs of the graph are the parameters, the input of the model, and the *tangent*: the
+# gradient of the output, with which backward begins.
 #
-# Twelve nodes, but only seven pieces of memory. `t`, the transposed weight, computes nothing: it is a *view*, and lies
-# where the weight lies. What is allocated, kept and freed is not a node, it is a *storage*:
+# The twelve nodes use only seven storages. `t`, the transposed weight, computes nothing: it is a *view* and shares the
+# storage of the weight. Memory is allocated, saved and freed per *storage*, not per node:
 
 # %%
 for s in graph.storages:
@@ -90,16 +94,17 @@ for s in graph.storages:
     print(f"{s.id}  {s.bytes:3} B  {s.category:10}  nodes {s.nodes!s:11} accesses {uses}")
 
 # %% [markdown]
-# The sizes can be done in the head: a weight of $2 \cdot 8$ numbers is 64 bytes, a bias 8, the input of $4 \cdot 8$
-# numbers 128, the output 32; the tangent and the two gradients are as large as what they belong to.
+# The sizes are easy to check: the weight has $2 \cdot 8$ elements and 64 bytes, the bias 8 bytes, the input of
+# $4 \cdot 8$ elements 128 bytes, and the output 32 bytes. The tangent and the two gradients have the sizes of the
+# output, the weight and the bias.
 #
-# The last column says which nodes touch a storage: the last one in forward, the first and the last in backward. It
-# decides who has to wait for backward. Here that is the input alone, the only storage with an access on both sides, and
-# it is the caller's anyway: one linear layer keeps nothing of its own.
+# The last column lists the nodes that access a storage: the last one in forward, the first and the last one in
+# backward. They show which storages must stay live until backward. Here that is only the input, the one storage with
+# accesses in both passes. It belongs to the caller, so a single linear layer saves no memory of its own.
 #
 # ## Two layers and a loss
 #
-# The smallest model with something to keep:
+# A small model that does save activations:
 
 
 # %%
@@ -116,8 +121,8 @@ tiny, labels = Tiny(), torch.tensor([0, 1, 1, 0])
 tiny_graph = ackpt.trace(tiny, x, labels)
 
 # %% [markdown]
-# A storage must be kept for backward if the forward brings it along, so that it is not the caller's, and backward
-# touches it:
+# A storage must be saved if a forward operation allocates it and backward accesses it. Parameters and inputs do not
+# count, because they belong to the caller:
 
 # %%
 nodes, boundary = tiny_graph.nodes, tiny_graph.boundary
@@ -128,10 +133,10 @@ for s in tiny_graph.storages:
         print(f"{s.bytes:4} B  {fate:10} by backward: {names}")
 
 # %% [markdown]
-# The output of the first layer, `addmm`, is read by ReLU alone and dies. What ReLU returns is needed twice, by its own
-# backward and by the weight gradient of the second layer, and kept once: $4 \cdot 16 \cdot 4 = 256$ bytes. The loss
-# keeps the logarithms of the probabilities, $4 \cdot 2 \cdot 4 = 32$ bytes, and a count, 4 bytes. The allocator agrees,
-# but for 8 bytes: the loss and its gradient.
+# The output of the first layer, `addmm`, is read only by ReLU and then freed. The output of ReLU is needed twice, by
+# the backward of ReLU and by the weight gradient of the second layer, but it is saved only once:
+# $4 \cdot 16 \cdot 4 = 256$ bytes. The loss saves the log-probabilities, $4 \cdot 2 \cdot 4 = 32$ bytes, and a count, 4
+# bytes. The allocator reports 8 bytes more: the loss and its gradient.
 
 
 # %%
@@ -154,8 +159,8 @@ print(f"saved {saved} bytes, live when backward begins {live}")
 # %% [markdown]
 # ## What an operation costs
 #
-# `ackpt.profile` gives every node its figures. A matrix product of $a \times b$ and $b \times c$ computes $2 \, a b c$
-# FLOPs, and reads and writes each number once; a view does nothing.
+# `ackpt.profile` finds the cost of every node. The product of an $a \times b$ and a $b \times c$ matrix takes
+# $2 \, a b c$ FLOPs, and reads or writes each element once. A view costs nothing.
 
 # %%
 profile = ackpt.profile(tiny_graph)
@@ -171,13 +176,14 @@ for node in nodes:
 sum(profile.flops), ackpt.count_flops(partial(run, tiny, tiny, x, labels))
 
 # %% [markdown]
-# Each product of the forward has two in backward, one for the gradient of the weight and one for the gradient of its
-# input, but the very first input needs none.
+# Each matrix product of the forward has two in backward: one for the gradient of the weight and one for the gradient of
+# its input. The first layer needs only one, because the input of the model needs no gradient.
 #
-# A profile says where its figures come from. *Analytic* ones follow from shapes: FLOPs by PyTorch's formulas, bytes by
-# sizes, seconds by the rates in a device's data sheet, as if an operation could reach them: the longer of computing and
-# moving bytes. *Measured* ones were found by running each operation alone. *Given* ones are just assumed, such as
-# workspaces of 0. (`profile.save` and `profile.to_csv` write all of it, origins included.)
+# A profile records the origin of its figures. *Analytic* figures follow from shapes: FLOPs from PyTorch's formulas,
+# bytes from sizes, and seconds from the rates in a device's data sheet. These seconds are the longer of the time to
+# compute and the time to move the bytes, as if every operation reached these rates. *Measured* figures come from
+# running each operation alone. *Given* figures are assumptions, such as workspaces of 0. (`profile.save` and
+# `profile.to_csv` write all figures and their origins.)
 
 # %%
 profiles = {
@@ -190,9 +196,9 @@ for call, found in profiles.items():
         print(f"    {origin:9} {figures}")
 
 # %% [markdown]
-# A measured profile needs no memory for the whole graph: it runs node by node. (On a GPU only what the running node
-# reads is there, so that a graph can be profiled that does not fit, and copies to the host are timed, too.) The
-# costliest operations of a small language model, summed over its blocks, as this machine runs them:
+# A measured profile runs the graph node by node. (On a GPU, only the arguments of the running node are on the device,
+# so the graph may exceed the memory of the device. The time of copies to the host is measured, too.) The most expensive
+# operations of a small language model, summed over its blocks, on this machine:
 
 # %%
 lm_sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
@@ -210,8 +216,8 @@ for target, total in seconds.most_common(5):
     print(f"{total / sum(lm_profile.seconds):4.0%}  {target}")
 
 # %% [markdown]
-# **Workspaces** are what shapes do not tell. An operation may take memory and give it back before it returns: nobody
-# outside ever sees a tensor, but at that moment it counts.
+# **Workspaces** do not follow from shapes. An operation may allocate memory and free it before it returns. No tensor
+# ever refers to this memory, but it counts while the operation runs.
 
 # %%
 workspaces = collections.Counter()
@@ -224,20 +230,20 @@ for (target, size), count in sorted(workspaces.items(), key=lambda item: -item[0
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# A step is a list of operations over storages. Three accesses of a storage say whether it waits for backward and how
-# long. Bytes and FLOPs follow from shapes; workspaces and seconds must be measured.
+# A step is a list of operations on storages. Three accesses of a storage determine whether it must be saved for
+# backward and how long it is live. Bytes and FLOPs follow from shapes; workspaces and seconds must be measured.
 # :::
 
 # %% [markdown]
-# ## What lives when
+# ## Live bytes and the peak
 #
-# Operation $i$ finds what lives, $m_{i-1}$. It brings $b_i$ bytes along and takes $w_i$ while it runs; after it, $r_i$
-# bytes are needed no more:
+# Before operation $i$, $m_{i-1}$ bytes are live. The operation allocates $b_i$ bytes for its results, and $w_i$ bytes
+# of workspace while it runs. After it, $r_i$ bytes are freed:
 #
 # $$ m_i = m_{i-1} + b_i - r_i , \qquad \text{peak} = \max_i \, (m_{i-1} + b_i + w_i) . $$
 #
-# That is a simulator. For the baseline, in which everything lives until its last access, it is a page of Python.
-# Outputs, tangents and gradients of parameters are held to the end.
+# These formulas define a simulator. For the baseline, in which every storage is live until its last access, it takes a
+# page of Python. Outputs, tangents and gradients of parameters are live until the end of the step.
 
 
 # %%
@@ -269,14 +275,15 @@ for g, w, found in (
     print(f"by hand {peak_by_hand(g, w):,}, measured {found.dynamic_peak_bytes:,}")
 
 # %% [markdown]
-# To the byte. `ackpt.graph.simulate` does the same for any order of computing and freeing, with operations that run
-# again. Nothing else predicts the bytes of a plan, and whoever decides must ask it.
+# The prediction is exact to the byte. `ackpt.graph.simulate` does the same for any order of operations and frees, also
+# with recomputation. Planners predict the bytes of their plans with it.
 
 # %% [markdown]
 # ## A whole training step
 #
-# Two models at sizes that one would train, without the memory for them: the tensors are *fake*, shapes without data.
-# ResNet-50 sees 32 images, a language model of GPT-2's size 8 sequences of 512 tokens. AdamW's state is counted, too.
+# We now trace two models of realistic size. Neither needs to fit into memory, because all tensors are *fake*: they have
+# shapes but no data. ResNet-50 gets 32 images, and a language model of GPT-2's size gets 8 sequences of 512 tokens. The
+# graphs include the state of AdamW.
 
 # %%
 GPT2 = models.TransformerConfig(
@@ -311,32 +318,32 @@ for name, g in large.items():
     accounts[name] = graph_profile.breakdown(g, plans[name])
 for name, account in accounts.items():
     after, events = account.peak_index - account.boundary, len(account.live) - 1
-    print(f"{name:14} {events} allocations and frees, the peak {after} after the boundary")
+    print(f"{name:14} {events} allocations and frees; the peak comes {after} events after backward begins")
 
 
 # %%
 def finding(name):
     account, dynamic = accounts[name], plans[name].dynamic_peak_bytes
-    peak = f"the peak of {account.peak_bytes / 2**30:.1f} GiB"
-    behind = f"comes {account.peak_index - account.boundary} events after backward begins"
+    peak = f"a peak of {account.peak_bytes / 2**30:.1f} GiB"
+    when = f"{account.peak_index - account.boundary} events after backward begins"
     share = account.at(account.peak_index)["activations"] / dynamic
-    return f"{peak} {behind}, and activations are {share:.0%} of its dynamic bytes"
+    return f"{peak}, {when}; activations are {share:.0%} of its dynamic bytes"
 
 
-# %% alt="Stacked area of the live memory of a training step of ResNet-50 over its allocations and frees: parameters, inputs and optimizer as flat layers, activations rising to the boundary of forward and backward, steeply at first, and falling behind it, gradients growing slowly; the peak is marked right behind the boundary."
+# %% alt="Stacked area of the live memory of a ResNet-50 training step over its allocations and frees. Parameters, inputs and optimizer state are flat layers. Activations rise until backward begins, steeply at first, and then fall, while gradients grow slowly. The peak is marked right after backward begins."
 figure = plots.timeline_plot(accounts["ResNet-50"], f"ResNet-50: {finding('ResNet-50')}")
 path = plots.save(figure, "results/figures/06_resnet.png")
 figure
 
-# %% alt="The same for the language model: thick layers of parameters and optimizer, activations rising in twelve equal stretches to the boundary, then a spike of temporaries, the gradient of the logits, which is the peak, and a fall while gradients grow."
+# %% alt="The same plot for the language model. Parameters and optimizer state are thick flat layers. Activations rise in twelve equal stretches until backward begins. Then a spike of temporaries, the gradients in the loss, forms the peak. After it, activations fall while gradients grow."
 title = f"Language model: {finding('language model')}"
 figure = plots.timeline_plot(accounts["language model"], title)
 path = plots.save(figure, "results/figures/06_language_model.png")
 figure
 
 # %% [markdown]
-# Both peaks stand at the boundary: the forward has kept all that it will keep, and backward has only begun to give
-# back. What is there at that moment:
+# Both peaks come at the boundary of the two passes: the forward has saved all activations, and backward has only begun
+# to free them. At that moment these bytes are live:
 
 # %% tags=["hide-input"]
 rows = []
@@ -346,16 +353,16 @@ for kind in ("parameters", "buffers", "inputs", "optimizer", "gradients", "activ
         size = account.at(account.peak_index).get(kind, 0)
         row |= {name: round(size / MIB, 1), f"{name}, %": round(100 * size / account.peak_bytes, 1)}
     rows.append(row)
-total = {"category": "together"}
+total = {"category": "total"}
 for name, account in accounts.items():
     total |= {name: round(account.peak_bytes / MIB, 1), f"{name}, %": 100.0}
 rows.append(total)
-columns = {"category": "at the peak"}
+columns = {"category": "category"}
 for name in accounts:
     columns |= {name: f"{name}, MiB", f"{name}, %": "%"}
 caption = (
-    "What stands at the peak of a plain training step with AdamW, fp32, from shapes alone: ResNet-50 with 32 images of "
-    "224 x 224, a language model of GPT-2's size with 8 x 512 tokens. Workspaces are not counted."
+    "Live bytes at the peak of a baseline training step with AdamW in fp32, from shapes alone: ResNet-50 with 32 "
+    "images of 224 x 224, and a language model of GPT-2's size with 8 x 512 tokens. Workspaces are not counted."
 )
 table = markdown_table(rows, columns, caption, "tab-breakdown")
 path = write_text_atomic("results/tables/06_breakdown.md", table)
@@ -364,18 +371,18 @@ path = write_text_atomic("results/tables/06_breakdown.md", table)
 # ```{include} ../../results/tables/06_breakdown.md
 # ```
 #
-# The temporaries of the language model are two gradients of $T V$ numbers, with respect to the logarithms of the
-# probabilities and to the logits; {doc}`04_language_model` found them there, and what to do about them.
+# The temporaries of the language model are two gradients of $T V$ elements, one with respect to the log-probabilities
+# and one with respect to the logits. {doc}`04_language_model` measures them and shows how to reduce them.
 
 # %%
 account = accounts["language model"]
 account.at(account.peak_index)["temporaries"], 2 * 4 * 4096 * GPT2.vocab_size + 4
 
 # %% [markdown]
-# (The 4 bytes are the tangent.) In a terminal, `ackpt plan resnet50 --batch-size 32` gives the same account.
+# (The 4 bytes are the tangent.) In a terminal, `ackpt plan resnet50 --batch-size 32` prints the same breakdown.
 #
-# And where in the model do the activations come from? Every node knows the module that called it and the line. The
-# three largest of both:
+# Which parts of a model do the activations come from? Every node records the module that called it and the line of
+# code. The three largest activations of each model:
 
 # %%
 for found in plans.values():
@@ -401,9 +408,9 @@ for name, g in large.items():
     for label, row in found.items():
         shares = {"kept": round(100 * row["bytes"] / kept, 1), "flops": round(100 * row["flops"] / computed, 1)}
         rows.append({"model": name, "part": label, "bytes": round(row["bytes"] / MIB, 1), **shares})
-columns = {"model": "model", "part": "part", "bytes": "kept for backward, MiB"}
-columns |= {"kept": "of all kept, %", "flops": "of the forward's FLOPs, %"}
-caption = "What each part of the two models keeps for backward, and what its forward computes."
+columns = {"model": "model", "part": "part", "bytes": "saved for backward, MiB"}
+columns |= {"kept": "share of saved bytes, %", "flops": "share of forward FLOPs, %"}
+caption = "Bytes that each part of the two models saves for backward, and its share of the FLOPs of the forward."
 table = markdown_table(rows, columns, caption, "tab-parts")
 path = write_text_atomic("results/tables/06_parts.md", table)
 
@@ -411,9 +418,9 @@ path = write_text_atomic("results/tables/06_parts.md", table)
 # ```{include} ../../results/tables/06_parts.md
 # ```
 #
-# ResNet-50 computes most in its third stage, and keeps most in its first, where the images are still large. The
-# language model's blocks are alike: each keeps $T \, (10 d + 2 f + 3 h + 2)$ numbers, the $A$ per token of
-# {doc}`01_where_memory_goes`, and the head keeps logits.
+# ResNet-50 computes most in its third stage but saves most in its first, where the images are still large. The blocks
+# of the language model are alike: each saves $T \, (10 d + 2 f + 3 h + 2)$ elements, the $A$ per token of
+# {doc}`01_where_memory_goes`. The loss saves log-probabilities, which are as large as the logits.
 
 # %%
 d, f, h = GPT2.dim, GPT2.ff_dim, GPT2.heads
@@ -428,24 +435,24 @@ kept = {row["bytes"] for label, row in found.items() if label.startswith("blocks
 4 * 4096 * (10 * d + 2 * f + 3 * h + 2), kept
 
 # %% [markdown]
-# By operation it looks different again. FLOPs are in matrix products, convolutions and attention; what is kept often
-# comes from other operations:
+# Grouping by operation gives a different picture. FLOPs come from matrix products, convolutions and attention, but many
+# of the saved bytes come from other operations:
 
 # %%
 for name, g in large.items():
     kept = collections.Counter()
     for s in plans[name].schedule.saved:
         i = g.storages[s].producer
-        kind = "computes FLOPs" if costs[name].flops[i] else g.nodes[i].target
+        kind = "operations with FLOPs" if costs[name].flops[i] else g.nodes[i].target
         kept[kind] += g.storages[s].bytes
     print(name)
     for target, size in kept.most_common(5):
-        print(f"    {size / plans[name].saved_bytes:4.0%} of what is kept: {target}")
+        print(f"    {size / plans[name].saved_bytes:4.0%} of the saved bytes: {target}")
 
 # %% [markdown]
-# All but the first line could be computed again without a FLOP, if what they are computed from is kept. That is not
-# free, for it moves bytes. The data sheet's rates say how much of the step's time such operations are, if each one were
-# as fast as it can be:
+# All activations but those of the first line could be recomputed without a FLOP, if their sources are saved. Their
+# recomputation still takes time, because it moves bytes. If every operation reached the rates of the data sheet,
+# operations without FLOPs would take this share of the step:
 
 # %%
 for name, found in costs.items():
@@ -456,18 +463,19 @@ for name, found in costs.items():
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Without checkpointing the peak stands at the boundary of forward and backward, and it is made of activations. Where
-# they are kept and where the time is spent are different places: a plan has to look at both.
+# Without checkpointing, the peak of both models comes where backward begins, and most of its dynamic bytes are
+# activations. Saved bytes and running time are distributed differently over the operations, so a plan has to weigh
+# both.
 # :::
 
 # %% [markdown]
 # ## Names, places, shapes
 #
-# Tools of this kind have three parts. One profiles, one decides, one rewrites; each gets the model in a form of its
-# own, and what one has found must be looked up by the other. By what?
+# A planning tool has three parts: one profiles, one decides, one rewrites. If each part captures the model in its own
+# form, each has to look up what the others found. What can serve as the key?
 #
-# **By name?** Two common ways to capture ResNet-18's convolutional part: `torch.fx.symbolic_trace`, which rewriters
-# like, and AOTAutograd, which sees backward, too.
+# **Names?** There are two common ways to capture the convolutional part of ResNet-18: `torch.fx.symbolic_trace`, which
+# is convenient for rewriting, and AOTAutograd, which also captures backward.
 
 # %%
 resnet = models.resnet18()
@@ -477,16 +485,17 @@ symbolic, joint = symbolic_trace(trunk), ackpt.trace(trunk, photos)
 by_symbol = {node.name: node for node in symbolic.graph.nodes if node.op != "output"}
 by_joint = {node.name: node for node in joint.nodes}
 shared = sorted(set(by_symbol) & set(by_joint))
-print(f"{len(by_symbol)} and {len(by_joint)} names, in both {', '.join(shared)}")
+print(f"{len(by_symbol)} and {len(by_joint)} names, shared: {', '.join(shared)}")
 
 # %% [markdown]
-# For most operations a lookup finds nothing. Where it finds something, it is worse. On the left what `symbolic_trace`
-# calls so, with the node it reads; on the right what AOTAutograd calls so, with its module:
+# Most lookups by name find nothing. Those that succeed mostly find another operation. For each shared name, the left
+# side shows the node of `symbolic_trace` and the node it reads; the right side shows the node of AOTAutograd and its
+# module:
 
 
 # %%
 def values_of(graph):
-    """What every node of a graph returns, without data, by its id."""
+    """The result of every node of a graph, without data, by its id."""
     nodes = graph.module.graph.nodes
     return {node.meta["ackpt_id"]: node.meta.get("val") for node in nodes}
 
@@ -499,28 +508,28 @@ for name in shared:
     print(f"{name:6} {left} and {list(values[other.id].shape)!s:15} of {other.module}")
 
 # %% [markdown]
-# `add` is the sum at the end of the first block in one, and in the other the count of batches of a BatchNorm, 8 bytes.
-# One name of nine means the same. A program that falls back to 0 where a name is missing, `by_name.get(name, 0)`, runs,
-# and plans with this:
+# In one graph `add` is the sum at the end of the first block; in the other it is the batch counter of a BatchNorm, 8
+# bytes. Only one name of nine means the same in both. A program that falls back to 0, `by_name.get(name, 0)`, raises no
+# error and plans with these bytes:
 
 # %%
 by_name = {name: values[by_joint[name].id].nbytes for name in shared}
 true = sum(4 * node.meta["tensor_meta"].shape.numel() for node in by_symbol.values())
 found = sum(by_name.get(name, 0) for name in by_symbol)
-print(f"activations {true:,} bytes, found by name {found:,}")
+print(f"activations: {true:,} bytes, by name: {found:,} bytes")
 
 # %% [markdown]
-# **By place?** The joint graph begins with the parameters, and takes a BatchNorm apart into several operations. The
-# first two convolutions stand at
+# **Positions?** The joint graph begins with the parameters and splits each BatchNorm into several operations. The first
+# two convolutions are at these positions:
 
 # %%
 convolutions = [n.id for n in joint.nodes if n.target == "aten.convolution.default"]
 [list(by_symbol).index(name) for name in ("conv1", "layer1_0_conv1")], convolutions[:2]
 
 # %% [markdown]
-# And a rewrite moves everything: what runs again stands in the list a second time.
+# A rewrite also shifts all positions, because recomputed operations appear a second time.
 #
-# **By operation and shape?** In a model of equal blocks that says nothing:
+# **Operations and shapes?** In a model of equal blocks they are rarely unique:
 
 # %%
 values, kinds = values_of(lm_graph), collections.Counter()
@@ -528,20 +537,20 @@ for node in lm_graph.nodes[: lm_graph.boundary]:
     if node.inputs and torch.is_tensor(values[node.id]):
         kinds[node.target, tuple(values[node.id].shape)] += 1
 alone = sum(count == 1 for count in kinds.values())
-print(f"of {sum(kinds.values())} results in the forward {alone} are the only one of their kind")
+print(f"{alone} of {sum(kinds.values())} results in the forward have a unique operation and shape")
 
 # %% [markdown]
-# **By address?** An address says where something was. Memory that has been freed is given to the next tensor.
+# **Addresses?** The allocator reuses freed memory, so several tensors have the same address during a step.
 #
-# **Nodes, or storages?** Queries, keys and values are often views of one product. Decide about each by itself, save $k$
-# and drop $v$, and the account goes wrong: whoever keeps a third keeps it all.
+# **Tensors or storages?** Queries, keys and values are often views of one product. A plan that decides about each view
+# separately, saves $k$ and frees $v$, counts the wrong bytes: saving one view keeps the whole storage live.
 
 # %%
 q, k, v = (2 * torch.randn(256, 768)).chunk(3, dim=1)
 k.nbytes, k.untyped_storage().nbytes()
 
 # %% [markdown]
-# In the language model's graph, the storage with the most nodes:
+# The storage with the most nodes in the graph of the language model:
 
 # %%
 widest = max(lm_graph.storages, key=lambda s: len(s.nodes))
@@ -551,8 +560,8 @@ for i in widest.nodes:
     print(f"    {i:3}  {lm_graph.nodes[i].name:12} {shape}")
 
 # %% [markdown]
-# Eight nodes, one fate. `ackpt` keeps or frees storages; a view is not kept at all, it is taken anew from what is kept.
-# What a plan names is the operation that brings the storage along, and a fate for one of the views is an error:
+# These eight nodes have one fate. `ackpt` saves or frees storages; it does not save views, but rebuilds them from saved
+# storages. A plan refers to a storage by the operation that allocates it, and a fate for a view is an error:
 
 # %%
 view = lm_graph.nodes[widest.nodes[-1]].name
@@ -564,10 +573,10 @@ except ValueError as error:
 # %% [markdown]
 # ## One identity
 #
-# So the id is minted once, when the graph is captured, and travels on the node wherever it is copied; names are for
-# people. `lower` makes a *schedule* from the storages that are to be saved, an ordered list of steps: compute this
-# node, free that storage. `rewrite` makes two modules of it, forward and backward. If nothing is saved, all that
-# backward needs runs again, in the second module, under its id:
+# `ackpt` gives each operation an id once, when it captures the graph, and every copy of the node carries this id. Names
+# are only for people. `lower` turns a set of saved storages into a *schedule*, an ordered list of steps: compute this
+# node, free that storage. `rewrite` turns the schedule into two modules, forward and backward. If nothing is saved, the
+# backward module recomputes all that it needs, under the original ids:
 
 # %%
 nothing_saved = lower(tiny_graph, ())
@@ -578,8 +587,8 @@ for node in rewritten.backward.graph.nodes:
         print(f"{i:2}  {node.name:18} was {nodes[i].name}")
 
 # %% [markdown]
-# Applying a plan to another graph must raise an error. A graph has a *hash* of what is computed from what, with all shapes,
-# dtypes and devices. Other weights do not change it; another number of rows does:
+# Applying a plan to another graph must raise an error. Each graph therefore has a *hash* of its operations and their
+# arguments, with all shapes, dtypes and devices. Other weights do not change the hash; another number of rows does:
 
 # %%
 plan = ackpt.plan(tiny_graph, policy="none")
@@ -587,8 +596,8 @@ weights, rows = ackpt.trace(Tiny(), x, labels), ackpt.trace(tiny, x[:2], labels[
 weights.hash == tiny_graph.hash, rows.hash == tiny_graph.hash
 
 # %% [markdown]
-# `ackpt.compile` does run a plan with another number of rows: it simulates the schedule for that number first. It refuses
-# another dtype, and the simulator refuses any other graph:
+# `ackpt.compile` can run a plan with another number of rows, but first simulates the schedule for that number. It
+# refuses another dtype, and the simulator refuses any other graph:
 
 
 # %%
@@ -608,17 +617,18 @@ except ScheduleError as error:
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# One graph, one number for each operation, one fate for each storage. Whatever is looked up by name, place, shape or
-# address works until it does not, and then it usually says nothing.
+# A planner needs one graph, one id for each operation and one fate for each storage. Lookups by name, position, shape
+# or address can fail, and usually do so without an error.
 # :::
 
 # %% [markdown]
-# ## Predicted is measured
+# ## Predicted peaks equal measured peaks
 #
-# The claim on which all planning rests: the simulated peak is the measured one. We check it for four models and three
-# policies. `none` saves what backward needs. `full` keeps single tensors between blocks. `manual` does as it is told,
-# and here it is told by a coin for every operation. Each model is captured once; each step is planned, rewritten, run
-# under the allocator's eyes, and its gradients are compared with those of the plain model.
+# All planning rests on one claim: the simulated peak is the measured peak. We check it for four cases and three
+# policies. `none` is the baseline and saves all that backward needs. `full` is per-block checkpointing and saves single
+# tensors between blocks. `manual` takes the fate of each operation from the caller, here from random choices. Each
+# model is captured once. Each step is planned, rewritten, run and measured, and its gradients are compared with the
+# baseline's.
 
 # %%
 ids = torch.randint(200, (4, 64))
@@ -628,7 +638,7 @@ small = models.ResNetConfig("basic", (1, 1, 1, 1), width=8, num_classes=10)
 pictures = (torch.randn(4, 3, 64, 64),), {"labels": torch.randint(10, (4,))}
 cases = {
     "language model": (lm, *lm_call, torch.float32),
-    "the same, autocast": (lm, *lm_call, torch.bfloat16),
+    "language model, autocast": (lm, *lm_call, torch.bfloat16),
     "BERT with dropout": (bert, (ids,), {"labels": ids}, torch.float32),
     "ResNet": (models.ResNet(small), *pictures, torch.float32),
 }
@@ -654,10 +664,10 @@ for (name, policy), row in found.items():
         }
     )
 columns = {"model": "model", "policy": "policy", "saved": "saved, MiB", "peak": "dynamic peak, MiB"}
-columns |= {"again": "FLOPs again, %", "off": "simulated - measured, bytes", "equal": "gradients bit-equal"}
+columns |= {"again": "recomputed FLOPs, %", "off": "simulated - measured, bytes", "equal": "gradients bitwise equal"}
 caption = (
-    "Planned steps on the CPU. Peaks are those of the operations' results, which follow from shapes; the difference to "
-    "the allocator's peak is that of the simulation with measured workspaces."
+    "Planned steps on the CPU. The dynamic peak follows from shapes and omits workspaces. The difference compares the "
+    "allocator's peak with a simulation that includes measured workspaces."
 )
 table = markdown_table(rows, columns, caption, "tab-exact")
 path = write_text_atomic("results/tables/06_exact.md", table)
@@ -666,22 +676,24 @@ path = write_text_atomic("results/tables/06_exact.md", table)
 # ```{include} ../../results/tables/06_exact.md
 # ```
 #
-# (The table shows the peak of the results alone, because a convolution's workspace depends on the processor. The
-# difference is taken with this machine's workspaces on both sides.)
+# (The peaks in the table omit workspaces because those of convolutions depend on the processor. The difference includes
+# the workspaces of this machine on both sides.)
 #
 # ## A plan is an order, not a set
 #
-# "Save these, recompute the others" sounds like a plan. It does not say when. In a chain of tanh every activation has
-# $S$ bytes, and the backward of a tanh needs its output. We keep every $k$-th of $n = 16$, $k = 4$, in three orders:
+# "Save these, recompute the others" sounds like a plan, but it does not say when to recompute. Take a chain of tanh
+# operations: every activation has $S$ bytes, and the backward of a tanh reads its output. We save every $k$-th of $n$
+# activations, with $n = 16$ and $k = 4$, and recompute the others in three orders:
 #
-# - **Early**: recompute all that is missing when backward begins. Then all $n$ are there, and the first gradient is
-#   made beside them.
-# - **Late**: recompute a segment of $k - 1$ when backward comes to it. At the first segment $n / k - 1$ others
-#   are still kept, as the last one has already been used, and there are two gradients, one coming and one going.
-# - **Again and again**: recompute one activation at a time, from the last one kept, and throw away what is on the way
-#   there. The segment is then one activation at a time.
+# - **Early**: recompute all missing activations when backward begins. Then all $n$ are live, together with the first
+#   gradient.
+# - **Late**: recompute a segment of $k - 1$ activations when backward reaches it. At the first segment, $n / k - 1$
+#   saved activations are still live, because the last one has already been used. Two gradients are live as well, the
+#   one that a tanh's backward reads and the one that it computes.
+# - **Again**: recompute one activation at a time, starting from the nearest saved one before it, and free the
+#   intermediate ones. While backward uses a recomputed activation, no other one is live.
 #
-# In units of $S$, and but for the loss and its gradient,
+# In units of $S$, and without the loss and its gradient, the peaks are
 #
 # $$ \begin{aligned}
 #    \text{peak}_\text{early} &= n + 1 \\
@@ -689,9 +701,9 @@ path = write_text_atomic("results/tables/06_exact.md", table)
 #    \text{peak}_\text{again} &= (n / k - 1) + 1 + 2
 #    \end{aligned} $$
 #
-# which is 17, $n / k + k = 8$ and $n / k + 2 = 6$.
+# For $n = 16$ and $k = 4$ these are 17, $n / k + k = 8$ and $n / k + 2 = 6$.
 #
-# `scheduled` takes the order of the backward and finds the frees:
+# `scheduled` takes the order of the backward operations and inserts the frees:
 
 
 # %%
@@ -708,7 +720,7 @@ class Chain(nn.Module):
 
 
 def activations(graph):
-    """The storages of a chain's tanh, in their order."""
+    """The storages of the tanh outputs of a chain, in order."""
     producers = ((s.id, graph.nodes[s.producer].target) for s in graph.storages)
     return [s for s, target in producers if target == "aten.tanh.default"]
 
@@ -731,26 +743,26 @@ early = scheduled(chain_graph, None, first + computed(late, "backward"))
 
 
 # %%
-def before(i, at_hand):
-    """What has to run before `i`, in order, if only `at_hand` is there."""
+def before(i, available):
+    """The nodes that must run before `i`, in order, if only the nodes `available` are live."""
     found = []
     for source in chain_graph.nodes[i].inputs:
-        if source not in {*at_hand, *found}:
-            found += [*before(source, {*at_hand, *found}), source]
+        if source not in {*available, *found}:
+            found += [*before(source, {*available, *found}), source]
     return found
 
 
-at_hand = {chain_graph.storages[s].producer for s in every_kth}
-at_hand |= {node.id for node in chain_graph.nodes if not node.inputs}
+available = {chain_graph.storages[s].producer for s in every_kth}
+available |= {node.id for node in chain_graph.nodes if not node.inputs}
 order = []
 for i in computed(late, "backward"):
-    order += [*before(i, at_hand), i]
-    at_hand.add(i)
+    order += [*before(i, available), i]
+    available.add(i)
 again = scheduled(chain_graph, None, order)
 early.saved, late.saved, again.saved
 
 # %% [markdown]
-# Three orders of one set. Simulated, and run:
+# All three schedules save the same set. We simulate and run each of them:
 
 # %%
 S = chain.weight.nbytes
@@ -768,21 +780,21 @@ for name, schedule in {"early": early, "late": late, "again": again}.items():
     records.append(Record("orders", {"method": name, "n": n, "k": k}, metrics, where))
     path = records[-1].save(f"results/cpu/06_order_{name}.json")
     off = simulated - real.dynamic_peak_bytes
-    print(f"{name:5}  {simulated / S:4.1f} S, off by {off} bytes, {runs} tanh run again")
+    print(f"{name:5}  {simulated / S:4.1f} S, off by {off} bytes, {runs} tanh recomputed")
 
-# %% alt="Live memory of three training steps side by side. Early: it climbs in four steps through the forward, at once to the top when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. Again: the same, with teeth half as high, and more of them."
+# %% alt="Live memory of three training steps side by side. Early: memory rises in four steps through the forward, rises steeply to the peak when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. Again: more and still lower teeth."
 figure = graph_profile.orders_plot(
     {record.config["method"]: Timeline.from_json(record.metrics["timeline"]) for record in records},
-    f"The same is saved in three orders: peaks of {n + 1} S, {n // k + k} S and {n // k + 2} S",
+    f"The same saved activations in three orders: peaks of {n + 1} S, {n // k + k} S and {n // k + 2} S",
     chain.weight.nbytes,
 )
 path = plots.save(figure, "results/figures/06_orders.png")
 figure
 
 # %% [markdown]
-# The early order pays for every recomputation and gains nothing: its peak is the baseline's. The last one pays twice,
-# and has the lowest. It also shows why names are of no use to a rewriter. One operation runs three times, and each run
-# needs a name of its own in the module:
+# The early order pays for all recomputation and gains nothing: its peak is the baseline's. The third order recomputes
+# twice as much and has the lowest peak. It also shows why a rewriter cannot use names as keys. One operation runs three
+# times, and each run needs its own name in the module:
 
 # %%
 names = collections.defaultdict(list)
@@ -791,25 +803,25 @@ for node in rewrite(chain_graph, again).backward.graph.nodes:
         names[node.meta["ackpt_id"]].append(node.name)
 often = max(names, key=lambda i: len(names[i]))
 in_the_trace = [node.name for node in chain_graph.nodes]
-print(f"node {often}, in the trace {in_the_trace[often]}, runs as {names[often]}")
+print(f"node {often}, {in_the_trace[often]} in the trace, runs as {names[often]}")
 [name in in_the_trace for name in names[often]]
 
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# What is saved does not fix the peak, the order does. Recompute late, free at once; and if that is not enough,
-# recompute more than once. Whoever plans sets only, leaves the peak to chance.
+# The saved set alone does not determine the peak: the order matters, too. Recompute late and free at once. If that is
+# not enough, recompute more than once. A planner that chooses only sets leaves the peak to chance.
 # :::
 
 # %% [markdown]
 # ## How a rewrite is proved
 #
-# The modules that run were written by a program, and programs have faults. So every rewrite is proved before it runs:
-# both modules run once on fake tensors. What shares a storage, and when a value is dropped, is found anew from what the
-# modules do; the schedule is not asked. After every operation, what lives must be what was simulated.
+# A program writes the modules that run, and programs have bugs. Every rewrite is therefore proved before it runs: both
+# modules run once on fake tensors. The proof derives shared storages and lifetimes from the modules, not from the
+# schedule. After every operation, the live bytes must equal the simulated ones.
 #
-# To see the proof at work, we tamper with the code of the graph behind the back of the one who planned. `t` is a view;
-# `t_copy` computes the same numbers, into memory of its own. `relu_` computes them in place:
+# To see the proof at work, we change an operation in the graph after planning. `t` is a view; `t_copy` computes the
+# same values in a storage of its own. `relu_` computes the values of `relu` in place:
 
 
 # %%
@@ -830,20 +842,20 @@ tamper(aten.t.default, aten.t_copy.default)
 tamper(aten.relu.default, aten.relu_.default)
 
 # %% [markdown]
-# The proof is about bytes. Other numbers in the same places pass:
+# The proof covers only bytes. Wrong values in storages of the right size pass:
 
 # %%
 tamper(aten.relu.default, aten.sigmoid.default)
 
 # %% [markdown]
-# That the numbers are right is not proved but tested: in the last column of the table above, and in the package's tests
-# by random programs with random fates.
+# The values are tested, not proved: the last column of the table above compares gradients, and the package's tests run
+# random programs with random fates.
 #
 # ## Random numbers, and what must not happen twice
 #
-# Two kinds of operations are not the same when they run again. Dropout draws other numbers, and BatchNorm in training
-# updates its running statistics, once per step. Here is a model with both, of which nothing is saved, and what its
-# backward runs again:
+# Two kinds of operations must not simply run a second time. Dropout would draw another mask, and BatchNorm in training
+# updates its running statistics, which must happen once per step. The following model has both. Nothing is saved, and
+# its backward recomputes these operations:
 
 # %%
 layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1)
@@ -856,17 +868,17 @@ for node in rewrite(net_graph, schedule).backward.graph.nodes:
         print(f"{i:2}  {net_graph.nodes[i].target:46} as {node.target.__name__}")
 
 # %% [markdown]
-# - A **random** operation is *replayed*: the forward keeps the state that the generator had, and `run_again` puts it
-#   back for the length of the operation. The state is the price, and is counted:
+# - A **random** operation is *replayed*: the forward saves the RNG state, and `run_again` restores it while the
+#   operation runs. The saved state counts as memory:
 
 # %%
 print(f"replayed {schedule.replayed}, with {torch.get_rng_state().nbytes} bytes of state")
 
 # %% [markdown]
-# - **BatchNorm** runs again as the operation without statistics, `no_stats`. It reads none and updates none.
+# - **BatchNorm** is recomputed by `no_stats`, an operation that neither reads nor updates running statistics.
 #
-# Three steps of training, beside the plain model and PyTorch's own checkpoint. Parameters and statistics, compared bit
-# for bit with the plain ones:
+# We train for three steps with the plan and with PyTorch's checkpoint, and compare parameters and statistics bit for
+# bit with the baseline's:
 
 
 # %%
@@ -898,13 +910,15 @@ for way in (as_planned, as_checkpointed):
     print(f"{way.__name__:15} {batches} batches, wrong: {', '.join(wrong) or 'nothing'}")
 
 # %% [markdown]
-# What cannot run again at all, because it changes something or because all ranks must run it equally often, is refused
-# by name. Nothing is redrawn, and nothing falls back.
+# Some operations cannot be recomputed at all: those that change their arguments, and collectives, which all ranks must
+# run equally often. `ackpt` refuses to recompute them with an error that names the operation. It never redraws random
+# numbers, and it has no silent fallback.
 #
-# ## `full`, against checkpoints around blocks
+# ## `full` compared with checkpoints around given blocks
 #
-# The simplest policy is the one of Part I, a checkpoint for every block. `full` finds the blocks by itself, at the
-# places where a single tensor leads from the front of the model to its end. It should not lose to those who are told.
+# The simplest policy is the one of Part I, per-block checkpointing. `full` finds the blocks itself, at the points where
+# a single tensor connects everything before with everything after. It should not need more memory than wrappers that
+# are given the blocks.
 
 
 # %%
@@ -935,7 +949,7 @@ deep_cases = {
     "BERT": (models.BertForMaskedLM(deep_bert), (ids,), {"labels": ids}),
 }
 ways = {
-    "plain": lambda model, *_: model,
+    "baseline": lambda model, *_: model,
     "torch, use_reentrant=True": partial(by_torch, use_reentrant=True),
     "torch, use_reentrant=False": partial(by_torch, use_reentrant=False),
     "ackpt.checkpoint": by_blocks,
@@ -952,14 +966,14 @@ rows = []
 for way in ways:
     row = {"method": way}
     for name in deep_cases:
-        step, base = steps[name, way], steps[name, "plain"]
+        step, base = steps[name, way], steps[name, "baseline"]
         row[name] = round(step.dynamic_peak_bytes / MIB, 2)
         row[f"{name} again"] = round(100 * (step.flops / base.flops - 1), 1)
     rows.append(row)
 columns = {"method": "method"}
 for name in deep_cases:
-    columns |= {name: f"{name}: dynamic peak, MiB", f"{name} again": "FLOPs again, %"}
-caption = "Measured dynamic peaks of three blocks on the CPU, checkpointed in four ways, and the FLOPs that run again."
+    columns |= {name: f"{name}: dynamic peak, MiB", f"{name} again": "recomputed FLOPs, %"}
+caption = "Measured peaks and recomputed FLOPs of models with three blocks, checkpointed in four ways, on the CPU."
 table = markdown_table(rows, columns, caption, "tab-full")
 path = write_text_atomic("results/tables/06_full.md", table)
 
@@ -967,15 +981,16 @@ path = write_text_atomic("results/tables/06_full.md", table)
 # ```{include} ../../results/tables/06_full.md
 # ```
 #
-# Why fewer FLOPs? A block's backward does not read its output, so the last product need not run again: in the language
-# model the down-projection, $2 \, T d f$ FLOPs of each block. (BERT's blocks end in a norm, which does read it.)
-# PyTorch's newer checkpoint stops before it, too; the reentrant ones run whole blocks, with attention
-# $2 \, T \, (4 d^2 + 2 d f) + 4 \, T^2 d$ FLOPs each:
+# Why do the methods recompute different numbers of FLOPs? The backward of a block does not read the block's output, so
+# the last product need not be recomputed: in the language model this is the down-projection, $2 \, T d f$ FLOPs per
+# block. (BERT's blocks end in a norm, whose backward does read it.) PyTorch's non-reentrant checkpoint also stops
+# before this product. The reentrant ones recompute whole blocks, including attention:
+# $2 \, T \, (4 d^2 + 2 d f) + 4 \, T^2 d$ FLOPs each.
 
 # %%
 T, d, f, L = len(tokens), deep.dim, deep.ff_dim, deep.layers
 block = 2 * T * (4 * d * d + 2 * d * f) + 4 * T * T * d
-base = steps["language model", "plain"].flops
+base = steps["language model", "baseline"].flops
 for way, by_hand in {
     "torch, use_reentrant=True": L * block,
     "torch, use_reentrant=False": L * (block - 2 * T * d * f),
@@ -983,18 +998,19 @@ for way, by_hand in {
     print(f"{way}: {steps['language model', way].flops - base - by_hand} FLOPs off")
 
 # %% [markdown]
-# `full` goes further: what backward reads first it does not even drop, as far as that does not raise the peak. And it
-# cuts where blocks have no border: between attention and MLP there is a single tensor, too. In BERT that is worth more:
-# its attention keeps whole matrices of weights and of noise, which need not lie beside what the MLP keeps.
+# `full` goes further. It also saves the activations that backward reads first, as long as that does not raise the peak.
+# And it cuts inside blocks, because a single tensor also connects attention and MLP. BERT gains more from this cut: its
+# attention saves whole matrices of weights and dropout masks, which then need not be live together with the activations
+# of the MLP.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A plan that sees operations drops what a wrapper around modules must keep, keeps what a wrapper must drop, and knows
-# beforehand what both will take.
+# A planner that sees operations can free what a module wrapper must save, save what a wrapper must free, and predict
+# the memory in either case.
 # :::
 
 # %% [markdown]
-# Where the numbers of this page were made:
+# The environment of the measurements on this page:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 where
@@ -1004,8 +1020,7 @@ where
 #
 # :::{admonition} Exercise 1: another nonlinearity
 # :class: note
-# `Tiny` with GELU in place of ReLU: how many bytes does it keep for backward? GELU's derivative is taken from its
-# input.
+# How many bytes does `Tiny` save for backward with GELU in place of ReLU? GELU's derivative is computed from its input.
 # :::
 
 
@@ -1019,13 +1034,13 @@ gelu_plan = ackpt.plan(ackpt.trace(TinyGelu(), x, labels), policy="none")
 print({a.name: a.bytes for a in gelu_plan.activations}, gelu_plan.saved_bytes)
 
 # %% [markdown]
-# 256 bytes more: backward needs the input of GELU for its derivative, and the output for the gradient of the next
-# weight. With ReLU one storage does for both.
+# GELU saves 256 bytes more: backward needs the input of GELU for its derivative, and the output for the gradient of the
+# next weight. With ReLU, one storage serves both purposes.
 #
 # :::{admonition} Exercise 2: the best distance
 # :class: note
-# Which $k$ gives the lowest peak in the late order for $n = 64$, and how low is it? Derive it, then simulate all
-# divisors.
+# Which $k$ gives the lowest peak in the late order for $n = 64$, and what is this peak? Derive both, then simulate the
+# divisors of 64.
 # :::
 
 # %% tags=["solution"]
@@ -1037,13 +1052,13 @@ for distance in (2, 4, 8, 16, 32):
     print(f"k = {distance:2}: {peak} S, n / k + k = {64 // distance + distance}")
 
 # %% [markdown]
-# $n / k + k$ is lowest for $k = \sqrt n$, and then it is $2 \sqrt n$: the square root of Chen et al. 2016. Here that is
-# 16 activations in place of the baseline's 65.
+# $n / k + k$ is lowest at $k = \sqrt n$, where it is $2 \sqrt n$: the square root of Chen et al. 2016. Here the peak is
+# 16 activations; the baseline's is 65.
 #
 # :::{admonition} Exercise 3: a policy of your own
 # :class: note
-# Write a policy that never repeats a FLOP: save what matrix products and attention return, recompute the rest. By how
-# much does it lower the dynamic peak of the two-block language model, and what does it recompute?
+# Write a policy that recomputes no FLOPs: save the outputs of matrix products and attention, and recompute the rest. By
+# how much does it lower the dynamic peak of the two-block language model, and what does it recompute?
 # :::
 
 
@@ -1059,31 +1074,33 @@ step = PlannedStep(lm, save_products)
 step.prepare(*lm_call[0], **lm_call[1])
 frugal = measured(step, lm, *lm_call[0], **lm_call[1])
 share = frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes
-print(f"{share:.2f} of the plain peak, {frugal.flops - lm_step.flops} more FLOPs")
+print(f"{share:.2f} of the baseline's peak, {frugal.flops - lm_step.flops} recomputed FLOPs")
 again = collections.Counter()
 for again_id in [one.id for one in save_products(lm_graph).schedule.backward if one.kind == "compute"]:
     node = lm_graph.nodes[again_id]
-    makes_memory = any(lm_graph.storages[key].producer == node.id for key in node.storages)
-    if node.phase == "forward" and makes_memory:  # views make none
+    allocates = any(lm_graph.storages[key].producer == node.id for key in node.storages)
+    if node.phase == "forward" and allocates:  # views allocate nothing
         again[node.target.split(".")[1]] += 1
 print(", ".join(f"{count} {name}" for name, count in again.most_common()))
 
 # %% [markdown]
-# More than a third of the memory, and not one FLOP for it, though some time: what is recomputed moves bytes. This is
-# what *selective* checkpointing means.
+# The policy saves more than a third of the peak without recomputing a FLOP. It still costs time, because the recomputed
+# operations move bytes. This is *selective* checkpointing.
 #
 # ## What we have seen
 #
-# - A training step is one graph. What is kept and freed are storages, and three accesses say how long each is needed.
-# - $m_i = m_{i-1} + b_i - r_i$ gives the peak of a step, and the allocator agrees to the byte, plain or rewritten.
-# - The plain peak stands where backward begins. ResNet-50 keeps its memory at the front, a language model in equal
-#   blocks and in the logits.
-# - Names, places, shapes and addresses identify nothing. An id on the node and a hash on the graph do.
-# - A plan is an order: one set of saved activations, three orders, three peaks.
-# - Every rewrite is proved on tensors without data before it runs. Random numbers are replayed, statistics are updated
+# - A training step is one graph. Memory is saved and freed per storage, and three accesses determine how long each
+#   storage is live.
+# - $m_i = m_{i-1} + b_i - r_i$ gives the peak of a step. The allocator agrees to the byte, for the baseline and for
+#   rewritten steps.
+# - The baseline's peak comes where backward begins. ResNet-50 saves most in its first stages, a language model in its
+#   equal blocks and in the loss.
+# - Names, positions, shapes and addresses do not identify an operation. An id on the node and a hash of the graph do.
+# - A plan is an order: one set of saved activations has three peaks in three orders.
+# - Every rewrite is proved on fake tensors before it runs. Random operations are replayed, and statistics are updated
 #   once.
 #
 # ## Sources
 #
-# - {cite:t}`williams2009`: the time of an operation from the rates of a device.
+# - {cite:t}`williams2009`: the roofline model, an operation's time from the rates of a device.
 # - {cite:t}`he2015residual`: ResNet-50.

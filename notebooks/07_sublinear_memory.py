@@ -1,17 +1,18 @@
 # %% [markdown]
 # # Sublinear memory
 #
-# After this chapter you can say how much memory a chain of $n$ blocks needs at least, how often its blocks must run
-# for that, and where these formulas, which are right for equal blocks, go wrong.
+# After this chapter you can say how little memory a chain of $n$ blocks can use and how much recomputation that takes.
+# You also know where these formulas, which are right for equal blocks, go wrong.
 
 # %% [markdown]
 # ## Goals
 #
-# - Derive what $\sqrt n$ segments and halves of halves keep and run again, and measure it on chains of real layers.
-# - Trade snapshots for runs with Revolve, the best that equal steps allow, and read its table.
-# - Run a chain a thousand blocks deep in the memory of a few.
-# - Plan chains whose blocks differ, with rotor.
-# - See what the formulas promise for a Transformer and a ResNet, and what these models really need.
+# - Derive the saved activations and the recomputation of $\sqrt n$ segments and of recursive halving, and measure both
+#   on chains of real layers.
+# - Trade snapshots for recomputation with Revolve, the optimum for equal steps, and read its table.
+# - Run a chain of a thousand blocks in the memory of a few dozen.
+# - Plan chains of unequal blocks with rotor.
+# - Compare what the formulas promise for a Transformer and a ResNet with what these models really need.
 #
 # ## Notation
 #
@@ -19,14 +20,14 @@
 # |:--:|---|
 # | $n$ | blocks of a chain |
 # | $k$, $\ell$ | segments, and blocks in a segment |
-# | $S$ | bytes of what one block hands to the next; here also of what its backward reads |
-# | $c$ | outputs' worth that a block keeps for its backward |
-# | $s$, $r$ | snapshots; how often a step runs forward before its reversal |
-# | $P(n, s)$ | least advances that reverse $n$ steps with $s$ snapshots |
-# | $\beta(s, r)$ | the most steps for which $s$ snapshots and $r$ runs are enough |
+# | $S$ | bytes of a block's output; in the unit chain below, also of what its backward reads |
+# | $c$ | bytes that a block saves for its backward, relative to those of its output |
+# | $s$, $r$ | snapshots; the number of times a step runs forward before its reversal |
+# | $P(n, s)$ | fewest advances that reverse $n$ steps with $s$ snapshots |
+# | $\beta(s, r)$ | the largest number of steps that $s$ snapshots and $r$ runs can reverse |
 #
-# {doc}`02_reentrant_checkpoint` has cut chains of functions, {doc}`06_graph_profiler` whole graphs. This chapter is
-# about the question between the two: *which* cuts.
+# {doc}`02_reentrant_checkpoint` cut chains of functions, and {doc}`06_graph_profiler` planned whole graphs. This
+# chapter answers the question in between: *where* to cut.
 
 # %%
 from functools import partial
@@ -51,10 +52,10 @@ MIB = 2**20
 SOURCE = "notebooks/07_sublinear_memory.py"
 
 # %% [markdown]
-# ## A chain
+# ## A chain of equal blocks
 #
-# A block of the chain is a linear layer behind an activation, with the residual around both, as deep networks have
-# them: $x_i = x_{i-1} + W_i \tanh(x_{i-1})$. What does it keep for its backward?
+# A block of the chain is an activation function followed by a linear layer, with a residual connection around both, as
+# in deep networks: $x_i = x_{i-1} + W_i \tanh(x_{i-1})$. What does it save for its backward?
 
 # %%
 chain = sublinear.Chain(*(sublinear.Block(4) for _ in range(16)))
@@ -63,38 +64,41 @@ graph = ackpt.trace(chain, x)
 kept = ackpt.plan(graph, policy="none").activations
 S = x.nbytes
 names = f"{kept[0].name}, {kept[1].name}, ..."
-print(f"{len(kept)} activations of {kept[0].bytes} = S bytes, by {names}")
-print(f"{len(fine_chain(graph).blocks)} blocks between single tensors")
+print(f"{len(kept)} activations of S = {kept[0].bytes} bytes: {names}")
+print(f"{len(fine_chain(graph).blocks)} blocks between cuts at single tensors")
 
 # %% [markdown]
-# One activation each, $\tanh(x_{i-1})$: the derivative of tanh is taken from its result, and the gradient of $W_i$
-# needs the same. The sum $x_i$ is read by nobody's backward. So a baseline step keeps $n$ activations, and each block can
-# be run again from $x_{i-1}$, which is as large. This is the unit chain of the theory: everything has size $S$, every
-# block costs the same, one matrix product of $2 \cdot 4096 \cdot 4 \cdot 4$ FLOPs. (The layers are narrow to keep
-# their gradients small.)
+# Each block saves one activation, $\tanh(x_{i-1})$: the derivative of tanh is computed from its output, and the
+# gradient of $W_i$ needs the same tensor. No backward reads the sum $x_i$. So a baseline step saves $n$ activations,
+# and each block can be recomputed from $x_{i-1}$, which has the same size. This is the unit chain of the theory:
+# everything has size $S$, and every block costs one matrix product of $2 \cdot 4096 \cdot 4 \cdot 4$ FLOPs. (The layers
+# are narrow to keep their gradients small.)
 #
-# ## The square root
+# ## Segments: the square root
 #
-# Chen et al. 2016 ([arXiv:1604.06174](https://arxiv.org/abs/1604.06174)) cut the chain into $k$ segments and keep the
-# $k - 1$ tensors between them, the *boundaries*. Backward runs segment after segment again, the last one first, which
-# is still there. The most that is kept at one time is all boundaries and one segment,
+# Chen et al. 2016 ([arXiv:1604.06174](https://arxiv.org/abs/1604.06174)) cut the chain into $k$ segments and save the
+# $k - 1$ tensors between them, the *boundaries*. Backward recomputes one segment after another, starting from the end.
+# Only the last segment is not recomputed: its activations are still live. At most all boundaries and one segment are
+# live at the same time,
 #
 # $$ k - 1 + \frac{n}{k} \;\ge\; 2 \sqrt n - 1 , \qquad \text{with equality at } k = \sqrt n . $$
 #
-# How much runs again? All blocks but those of the last segment, $n - n / k$, if segments run as a whole, as they do in
-# a checkpoint. But the last block of a segment only makes the boundary, which was kept. Without these,
-# $n - n / k - (k - 1) = (\sqrt n - 1)^2$: less than one more forward, for any $n$. Where $k$ does not divide $n$, the
-# longer segments stand in front: when they run again a boundary less is kept, so their block more costs no memory.
+# How much is recomputed? All blocks but those of the last segment, $n - n / k$, if segments are recomputed as a whole,
+# as in a checkpoint. But the last block of a segment only computes the boundary, which is saved. Without these blocks,
+# $n - n / k - (k - 1)$ remain, which is $(\sqrt n - 1)^2$ at $k = \sqrt n$: less than one extra forward for any $n$. If
+# $k$ does not divide $n$, the longer segments come first: when they are recomputed, fewer boundaries are live, so their
+# additional block does not raise the peak.
 
 # %%
 [chen.sqrt_counts(n) for n in (16, 64, 256, 1024)]
 
 # %% [markdown]
-# ## The logarithm
+# ## Recursive halving: the logarithm
 #
-# Why stop there? A segment is a chain, and can be cut again. In the extreme: keep the one tensor in the middle, treat
-# the right half in the same way, then the left one. The memory $g$ of $n$ blocks is one kept tensor and the memory of a
-# half. Every level runs half of all blocks once more, but again not those that only make what was kept, $n - 1$ in all:
+# A segment is itself a chain and can be cut again. In the extreme case, save only the tensor in the middle, treat the
+# right half in the same way, then the left half. The memory $g$ of $n$ blocks is one saved tensor plus the memory of a
+# half. Every level of the recursion recomputes half of all blocks once. As before, the blocks that only compute a saved
+# tensor need no recomputation, $n - 1$ in all:
 #
 # $$ g(n) = 1 + g\Bigl(\frac{n - 1}{2}\Bigr) \approx \log_2 n , \qquad
 # \text{extra forwards} \approx \frac{n}{2} \log_2 n - (n - 1) . $$
@@ -106,16 +110,21 @@ for n in (16, 64, 256, 1024):
     print(f"n = {n:4}: peak {peak:2}, {extra:4} extra forwards, {extra / n:.2f} n")
 
 # %% [markdown]
-# ## Measured
+# ## Measuring both
 #
-# Six ways to run a step. Four need no graph, they call the blocks: *plain*; *sqrt*, $\sqrt n$ equal segments in
-# checkpoints (`ackpt.checkpoint_sequential`); *falling*, segments that get shorter towards the end, which need
-# $\sqrt{2 n}$ (chapter 2); *halves*, checkpoints within checkpoints. Two are policies on the step's graph:
-# `ackpt.plan(graph, policy="chen-sqrt")` and `policy="chen-log"`.
+# We compare six ways to run a step. Four need no graph and call the blocks directly:
 #
-# Each runs once under the allocator's eyes, and its FLOPs are counted. The bytes at the peak, less the gradients of the
-# parameters that are there by then, should be a whole number of $S$, and the FLOPs beyond the baseline's a whole
-# number of products.
+# - *plain*: the baseline;
+# - *sqrt*: checkpoints of $\sqrt n$ equal segments (`ackpt.checkpoint_sequential`);
+# - *falling*: checkpoints of segments of decreasing length, which need about $\sqrt{2 n}$ activations
+#   ({doc}`02_reentrant_checkpoint`);
+# - *halves*: nested checkpoints, which halve the chain recursively.
+#
+# The other two are policies on the graph of the step: `ackpt.plan(graph, policy="chen-sqrt")` and `policy="chen-log"`.
+#
+# Each runs once while we record its allocations and count its FLOPs. At the peak, the bytes without the gradients of
+# parameters should be a whole number of $S$. The FLOPs in excess of the baseline's should be a whole number of matrix
+# products.
 
 # %%
 LENGTHS = {
@@ -143,10 +152,10 @@ for (method, n), found in records.items():
     row |= {"found": found["live"], "bytes": f"{found['dynamic_peak_bytes']:,}"}
     row |= {"again": theory["runs_again"], "counted": found["runs_again"]}
     rows.append(row)
-columns = {"method": "method", "n": "$n$", "live": "kept, by theory", "beside": "beside them"}
+columns = {"method": "method", "n": "$n$", "live": "saved, predicted", "beside": "other live tensors"}
 columns |= {"found": "measured peak, in $S$", "bytes": "measured dynamic peak, bytes"}
-columns |= {"again": "blocks again, by theory", "counted": "blocks again, by FLOPs"}
-caption = "Chains of equal blocks: what theory counts, and what the allocator and the count of FLOPs find."
+columns |= {"again": "recomputed blocks, predicted", "counted": "recomputed blocks, from FLOPs"}
+caption = "Chains of equal blocks: predicted and measured peak (in activations of $S$ bytes) and recomputation."
 table = markdown_table(rows, columns, caption, "tab-chains")
 path = write_text_atomic("results/tables/07_chains.md", table)
 
@@ -154,8 +163,8 @@ path = write_text_atomic("results/tables/07_chains.md", table)
 # ```{include} ../../results/tables/07_chains.md
 # ```
 #
-# Is every number as predicted? What remains of the bytes may be the loss and its gradient, 8 bytes, where the peak
-# stands behind the loss.
+# Does every number match its prediction? The remaining bytes of a peak should be 0, or 8 if the peak comes after the
+# loss: those of the loss and its gradient.
 
 # %%
 for found in records.values():
@@ -169,14 +178,16 @@ for found in records.values():
 len(records)
 
 # %% [markdown]
-# What runs again is what theory says, to the FLOP. Of the peak theory gives the tensors that are kept. What lives *beside
-# them* Chen et al. do not count, and it is not derived here either: it was read off such chains, two to four tensors
-# whatever the length (gradients that arrive and are being made, what a recomputed segment returns), and for nested
-# checkpoints two and one more a level: they enter the engine within the engine, where each level holds a tensor until it
-# is done. With that the peaks are right to the byte, at every length measured. The lengths are squares and
-# powers of two; at others the formulas can be off by a tensor and by a few runs.
+# The recomputation matches the theory to the FLOP. For the peak, the theory predicts the saved tensors only. The
+# *other* live tensors are not derived, neither by Chen et al. nor here: we read their number off such chains. It is two
+# to four at any length: incoming and outgoing gradients, and the output of a recomputed segment. For nested checkpoints
+# it is two, plus one per level: each level runs one backward inside another, and holds a tensor until the inner
+# backward finishes.
+#
+# With these tensors included, the peaks are right to the byte at every measured length. The lengths are squares and
+# powers of two; at other lengths the formulas can be off by a tensor and by a few recomputed blocks.
 
-# %% alt="Peak memory in activations over the number of blocks, both axes logarithmic. Measured points lie on predicted lines, which go on to 1,024 blocks. Plain rises straight to a thousand; sqrt, falling and chen-sqrt rise half as steeply, to between 49 and 66; halves and chen-log rise least, to 22 and 13."
+# %% alt="Peak memory in activations over the number of blocks, both axes logarithmic. Measured points lie on predicted lines, which extend to 1,024 blocks. Plain rises straight to a thousand; sqrt, falling and chen-sqrt rise half as steeply, to between 49 and 66; halves and chen-log rise least, to 22 and 13."
 found_peaks, theory_peaks, found_runs, theory_runs = {}, {}, {}, {}
 for (method, n), found in records.items():
     found_peaks.setdefault(method, {})[n] = found["live"]
@@ -189,10 +200,10 @@ for method in LENGTHS:
 figure = figures.curves_plot(
     found_peaks,
     theory_peaks,
-    f"1,024 blocks in {found_peaks['falling'][1024]} activations with one more forward, "
-    f"256 in {found_peaks['halves'][256]} with several",
+    f"1,024 blocks fit into {found_peaks['falling'][1024]} activations with one extra forward, "
+    f"256 blocks into {found_peaks['halves'][256]} with several",
     xlabel="blocks n",
-    ylabel="measured peak, in activations of S bytes",
+    ylabel="peak, in activations of S bytes",
     logs=("x", "y"),
 )
 path = plots.save(figure, "results/figures/07_peaks.png")
@@ -202,25 +213,25 @@ figure
 figure = figures.curves_plot(
     found_runs,
     theory_runs,
-    "The square root never costs a second forward; the logarithm costs half of one at every doubling",
+    "Square-root methods cost less than one extra forward; halving costs half a forward per doubling",
     xlabel="blocks n",
-    ylabel="forward runs of a block, on the average",
+    ylabel="forward runs per block, on average",
 )
 path = plots.save(figure, "results/figures/07_runs.png")
 figure
 
 # %% [markdown]
-# Why does the planned recursion run less than the wrapped one? For $n = 64$ it runs 129 products again, not 192:
-# $n - 1$ fewer. A checkpoint around a single block runs all of it again, its product too, which its backward does not
-# read. A plan leaves that out.
+# Why does the planned recursion recompute less than the nested checkpoints? For $n = 64$ it recomputes 129 products
+# instead of 192, $n - 1$ fewer. A checkpoint of a single block recomputes the whole block, including its product, which
+# its backward does not read. A plan skips the product.
 #
-# What this looks like in time, for 64 blocks. (A checkpoint of this package runs its first forward with a graph, which
-# it drops: hence the teeth in the forward of *sqrt*.)
+# The next figure shows live memory over time for 64 blocks. (A checkpoint of this package runs its first forward with
+# an autograd graph and then drops the graph, which causes the teeth in the forward of *sqrt*.)
 
-# %% alt="Live memory of three training steps side by side. Plain is a tall triangle. Sqrt stays below a third of it, with teeth on a low ramp up in the forward and down in backward. Chen-log stays lower still, with many small teeth."
+# %% alt="Live memory of three training steps side by side. Plain is a tall triangle. Sqrt stays below a third of its height, with teeth on a low ramp that rises in the forward and falls in backward. Chen-log is lower still, with many small teeth."
 figure = graph_profile.orders_plot(
     {method: Timeline.from_json(records[method, n]["timeline"]) for method, n in DRAWN},
-    "64 blocks: a triangle, a tooth for each segment, and the teeth of halves of halves",
+    "64 blocks: both methods cut the peak; sqrt has one tooth per segment, chen-log many small ones",
     records["plain", 64]["resident_bytes"],
 )
 path = plots.save(figure, "results/figures/07_timelines.png")
@@ -229,23 +240,27 @@ figure
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# $\sqrt n$ segments: $2 \sqrt n$ activations for less than one more forward. Halves of halves: $\log_2 n$ for half a
-# forward per doubling. On equal blocks both hold to the byte, once what lives beside the activations is counted in.
+# $\sqrt n$ segments need $2 \sqrt n - 1$ activations for less than one extra forward. Recursive halving needs about
+# $\log_2 n$ activations and half an extra forward per doubling of $n$. On equal blocks both hold to the byte, once the
+# other live tensors are included.
 # :::
 
 # %% [markdown]
-# ## Revolve
+# ## Revolve: the optimum for equal steps
 #
-# Between the two there is a whole family, and its optimum is known. Griewank and Walther 2000
-# ([doi:10.1145/347837.347846](https://doi.org/10.1145/347837.347846)) may keep $s$ states at any time, the first one
-# included. To reverse a step, it is run from the state before it, and then backward at once. The first snapshot is
-# placed after $j$ steps; the right part has a snapshot less, the left part comes later and has them all again:
+# A whole family of schedules lies between these two, and its optimum is known. Revolve (Griewank and Walther 2000,
+# [doi:10.1145/347837.347846](https://doi.org/10.1145/347837.347846)) saves at most $s$ states at any time, including
+# the first. Here a block is a *step* and its output a *state*. To reverse a step, it runs the step from the state
+# before it, and then its backward immediately. A run that only moves on to a later state is an *advance*. Revolve saves
+# its first snapshot after $j$ steps. The part after the snapshot is reversed with one snapshot less; the part before it
+# follows with all $s$ snapshots:
 #
 # $$ P(n, s) = \min_{1 \le j < n} \; j + P(n - j, s - 1) + P(j, s) , \qquad
 # P(n, 1) = \frac{n (n - 1)}{2} , \quad P(1, s) = 0 . $$
 #
-# Solved: with $s$ snapshots and at most $r$ runs of each step one can reverse $\beta(s, r) = \binom{s + r}{s}$ steps,
-# and with the least $r$ for which that is enough, $P(n, s) = r \, n - \beta(s + 1, r - 1)$.
+# The recursion has a closed form. With $s$ snapshots and at most $r$ runs of each step, one can reverse
+# $\beta(s, r) = \binom{s + r}{s}$ steps. For the smallest $r$ with $\beta(s, r) \ge n$,
+# $P(n, s) = r \, n - \beta(s + 1, r - 1)$.
 
 # %% tags=["hide-input"]
 SNAPSHOTS = (1, 2, 3, 4, 6, 8, 10, 20, 40)
@@ -254,7 +269,7 @@ for n in (4, 16, 64, 256, 1000):
     row = {"n": n} | {str(s): revolve.advances(n, s) if s <= n else "" for s in SNAPSHOTS}
     rows.append({key: f"{value:,}" if isinstance(value, int) else value for key, value in row.items()})
 columns = {"n": "$n$"} | {str(s): f"$s = {s}$" for s in SNAPSHOTS}
-caption = "Revolve: the least forward steps $P(n, s)$ that reverse $n$ steps with $s$ snapshots."
+caption = "Revolve: the fewest advances $P(n, s)$ that reverse $n$ steps with $s$ snapshots."
 table = markdown_table(rows, columns, caption, "tab-revolve")
 path = write_text_atomic("results/tables/07_revolve.md", table)
 
@@ -262,7 +277,7 @@ path = write_text_atomic("results/tables/07_revolve.md", table)
 # ```{include} ../../results/tables/07_revolve.md
 # ```
 #
-# Is the closed form the minimum of the recursion? For all chains of up to 60 steps:
+# Is the closed form the minimum of the recursion? We check all chains of up to 60 steps and up to 8 snapshots:
 
 
 # %%
@@ -280,25 +295,25 @@ pairs = [(n, s) for n in range(1, 61) for s in range(1, 9)]
 all(least(n, s, known) == revolve.advances(n, s) for n, s in pairs)
 
 # %% [markdown]
-# The schedule for 16 steps and 3 snapshots. A line that rises is a run forward, a line that falls a reversal. The
-# snapshots come back: as soon as the end is reversed, its places are free for the middle.
+# The figure shows the schedule for 16 steps and 3 snapshots. A rising line is a forward run, a falling line a reversal.
+# Snapshots are reused: once the end of the chain is reversed, its snapshots are free for the middle.
 
-# %% alt="A zigzag: state over steps run. A long line rises from state 0 to near 16, then short rises and falls alternate downwards; thin horizontal lines show at most three snapshots kept at any time, the one at state 0 from the beginning to the end."
+# %% alt="State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end."
 steps, snapshots = 16, 3
 actions = revolve.schedule(steps, snapshots)
 most = next(r for r in range(steps) if revolve.beta(snapshots, r) >= steps)
 figure = figures.schedule_plot(
     actions,
     steps,
-    f"{steps} steps, {snapshots} snapshots: {revolve.advances(steps, snapshots)} steps forward, none more than "
+    f"{steps} steps, {snapshots} snapshots: {revolve.advances(steps, snapshots)} advances, no step more than "
     f"{most} times",
 )
 path = plots.save(figure, "results/figures/07_revolve.png")
 figure
 
 # %% [markdown]
-# Now the real chain of 16 blocks, by the policy `revolve` with 2 and 8 snapshots. Of the $P$ advances the first
-# $n - 1$ are the forward of any step. What runs again is $P - (n - 1)$ products:
+# Now we run the real chain of 16 blocks under the policy `revolve` with 2 and 8 snapshots. The first $n - 1$ of the $P$
+# advances belong to the forward that every training step runs. The recomputation is therefore $P - (n - 1)$ products:
 
 # %%
 for s in (2, 8):
@@ -307,16 +322,17 @@ for s in (2, 8):
     found = record.metrics
     assert found["runs_again"] == revolve.advances(16, s) - 15
     again = found["runs_again"]
-    print(f"{s} snapshots: peak {found['live']:2} S, {again:2} products again")
+    print(f"{s} snapshots: peak {found['live']:2} S, {again:2} products recomputed")
 
 # %% [markdown]
-# The start is the caller's tensor, so $s$ snapshots are $s - 1$ new tensors, with what a reversal needs beside them.
-# Compare *chen-log*, which needs 7 $S$ and 17 products for the same chain, and *chen-sqrt* with 9 $S$ and 9 products.
-# Revolve keeps states only, never the inside of a block; when much memory is free, that is not optimal.
+# The first state is the caller's tensor, so $s$ snapshots are $s - 1$ new tensors, in addition to the tensors that a
+# reversal needs. For comparison, *chen-log* needs 7 $S$ and 17 products for the same chain, *chen-sqrt* 9 $S$ and 9
+# products. Revolve saves states only, never the activations inside a block. When much memory is free, that is not
+# optimal.
 #
 # ## Why a thousand blocks fit
 #
-# Turn the question around: what depth fits into the room of $m$ activations?
+# We now ask the opposite question: how deep a chain fits into the memory of $m$ activations?
 
 # %% tags=["hide-input"]
 rows = []
@@ -325,9 +341,9 @@ for m in (5, 10, 20, 40):
     row = {"m": m, "plain": m, "sqrt": equal, "falling": m * (m + 1) // 2}
     row |= {f"r{r}": revolve.beta(m, r) for r in (2, 3, 4)} | {"halves": 2**m - 1}
     rows.append({key: f"{value:,}" if key != "m" else value for key, value in row.items()})
-columns = {"m": "room $m$", "plain": "plain", "sqrt": "equal segments", "falling": "falling segments"}
-columns |= {f"r{r}": f"Revolve, {r} runs" for r in (2, 3, 4)} | {"halves": "halves of halves"}
-caption = "The deepest chain of which at most $m$ activations, or snapshots, are kept at a time."
+columns = {"m": "$m$", "plain": "baseline", "sqrt": "equal segments", "falling": "decreasing segments"}
+columns |= {f"r{r}": f"Revolve, {r} runs" for r in (2, 3, 4)} | {"halves": "recursive halving"}
+caption = "The longest chain that saves at most $m$ activations (for Revolve: snapshots) at a time."
 table = markdown_table(rows, columns, caption, "tab-depth")
 path = write_text_atomic("results/tables/07_depth.md", table)
 
@@ -335,9 +351,9 @@ path = write_text_atomic("results/tables/07_depth.md", table)
 # ```{include} ../../results/tables/07_depth.md
 # ```
 #
-# Plain training pays for each block with memory. All others pay with memory for the first few and with runs for the
-# rest: the depth grows with the square of the room, or with its $r$-th power, or exponentially. Depth is no reason not
-# to fit. Two long chains from above, once more:
+# The baseline pays for each block with memory. All other methods save the activations of a few blocks and recompute the
+# rest. The depth that fits grows with the square of $m$, with its $r$-th power, or exponentially. So depth alone does
+# not make a chain too large. We compare two of the long chains measured above with their baselines:
 
 # %%
 for method, n in (("falling", 1024), ("halves", 256)):
@@ -354,23 +370,27 @@ for row in published["rows"]:
 published["source"]
 
 # %% [markdown]
-# Chen et al. report the like of a network 1,000 layers deep. Forward is a third of a step's FLOPs, so one more forward
-# is a third more; theirs are measured times of other hardware, and their layers are not equal.
+# Chen et al. report a similar result for a network of 1,000 layers. One extra forward adds a third to the FLOPs, since
+# the forward is a third of a step's FLOPs. Their figures are times, measured on different hardware, and their layers
+# are not equal.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# $\beta(s, r)$ steps for $s$ snapshots and $r$ runs: with ten snapshots and four runs a thousand steps. What cannot be
-# made smaller by any schedule is one block.
+# With $s$ snapshots and $r$ runs, Revolve reverses $\beta(s, r)$ steps: a thousand steps with ten snapshots and four
+# runs. No schedule reduces the memory of a single block.
 # :::
 
 # %% [markdown]
-# ## Chains that differ
+# ## Chains of unequal blocks
 #
-# In real networks one block keeps more than another, and one costs more. *rotor* (Beaumont et al. 2019,
-# [arXiv:1911.13214](https://arxiv.org/abs/1911.13214)) takes four numbers for each stage: its times forward and
-# backward, the bytes of its output, and the bytes $\bar a$ that it leaves when everything is kept, output included. A
-# stage may be run in three ways: keep all; keep the input only, as a checkpoint; keep nothing. By dynamic programming
-# it finds the fastest schedule for a budget, of all in which what is kept stays until it is used.
+# In real networks, blocks differ in the bytes that they save and in the time that they take. *rotor* (Beaumont et al.
+# 2019, [arXiv:1911.13214](https://arxiv.org/abs/1911.13214)) describes each stage by four numbers: the times of its
+# forward and backward, the bytes of its output, and the bytes $\bar a$ of everything that its forward saves, including
+# the output. The forward of a stage runs in one of three ways. It saves everything (`all`), only its input as a
+# checkpoint (`ckpt`), or nothing (`none`).
+#
+# A dynamic program finds the fastest schedule within a budget among all *persistent* schedules, in which a saved tensor
+# stays live until it is used.
 
 # %%
 stages = rotor.Chain(
@@ -392,13 +412,13 @@ except ackpt.BudgetError as error:
     print(error)
 
 # %% [markdown]
-# The baseline takes 30. With less memory forwards are repeated, the cheap ones first: stage 0 leaves 2 bytes and
-# costs 2, stage 1 leaves 5 and costs 1.
+# The baseline takes 30. Smaller budgets repeat forwards, the cheap ones first: stage 1, which saves 5 bytes and takes
+# 1, before stage 0, which saves 2 bytes and takes 2.
 #
-# A real chain of this kind narrows as it goes, like a convolutional network: four stages of eight blocks. From one to
-# the next the activations halve, and every block computes the same. All four policies plan it within the same budgets.
-# *Cost* is what runs again as a share of the baseline, FLOPs and moved bytes weighed against each other as the
-# policies do.
+# A realistic chain of this kind narrows from front to back, like a convolutional network. Ours has four stages of eight
+# blocks. From one stage to the next the activations halve, while the FLOPs of a block stay the same. Four policies plan
+# it within the same budgets. The *cost* of a plan is its added time as a fraction of the baseline step. It is modeled
+# from FLOPs and moved bytes.
 
 # %%
 pyramid, pyramid_x = sublinear.pyramid(4, 8, 8), torch.randn(4096, 8)
@@ -409,7 +429,8 @@ POLICIES = "chen-sqrt", "chen-log", "revolve", "rotor"
 rows = sublinear.within(pyramid_graph, pyramid_profile, budgets, POLICIES)
 
 # %% [markdown]
-# One of them, run: rotor at 60 per cent, planned and measured peaks in bytes.
+# We run rotor's plan for a budget of 60 per cent of the baseline's dynamic peak, and compare planned and measured peak
+# in bytes:
 
 # %%
 step = PlannedStep(pyramid, partial(ackpt.plan, budget=0.6, policy="rotor"))
@@ -418,7 +439,7 @@ assert found.dynamic_peak_bytes == plan.dynamic_peak_bytes <= plan.limit_bytes
 point = {100 * found.dynamic_peak_bytes / plan.baseline_dynamic_peak_bytes: 100 * plan.cost}
 plan.dynamic_peak_bytes, found.dynamic_peak_bytes
 
-# %% alt="Recomputed cost over the peak, both in per cent of the baseline. Four lines fall to the right, to no cost at 100 per cent; rotor's lies below the others or on the lowest of them and reaches furthest to the left. A measured point lies on rotor's line."
+# %% alt="Cost over the dynamic peak, both in per cent of the baseline. Four lines fall to the right and end at no cost at 100 per cent. The line of rotor is nowhere above the others and extends furthest to the left. A measured point lies on rotor's line."
 lines = {}
 for row in rows:
     if row["peak"] is not None:
@@ -426,9 +447,9 @@ for row in rows:
 figure = figures.curves_plot(
     {"rotor": point},
     lines,
-    "On blocks that differ rotor is never beaten, and reaches furthest down",
+    "On unequal blocks no policy beats rotor, which also reaches the lowest peak",
     xlabel="dynamic peak, % of the baseline's",
-    ylabel="cost of what runs again, % of the baseline's",
+    ylabel="cost, % of the baseline step",
     logs=(),
 )
 path = plots.save(figure, "results/figures/07_pyramid.png")
@@ -442,20 +463,21 @@ for row in rows:
 all(costs["rotor"] == min(costs.values()) for costs in by_budget.values())
 
 # %% [markdown]
-# That is by construction: this policy counts the schedules of the other three among its own candidates, and lets the
-# simulator choose. The others lose because they count blocks. A boundary in the first stage costs eight times as much
-# memory as one in the last, and they do not know.
+# This holds by construction: the candidates of our policy `rotor` include the schedules of the other three policies,
+# and the simulator picks the cheapest one that fits. The other policies lose because they count blocks. They do not
+# know that a boundary in the first stage takes eight times as much memory as one in the last.
 
 # %% [markdown]
 # ## Where the formulas go wrong
 #
-# **A block keeps more than it hands on.** In a Transformer the inside of a block is many times its output. If it keeps
-# $c$ outputs' worth, a segment of $\ell$ blocks is $c \, \ell$, and the sum to minimise is
+# **A block saves more than its output.** In a Transformer, the activations inside a block are many times larger than
+# its output. If a block saves $c$ times the bytes of its output, a segment of $\ell$ blocks saves $c \, \ell$ outputs,
+# and the sum to minimize is
 #
-# $$ k - 1 + \frac{c \, n}{k} , \qquad \text{least at } k = \sqrt{c \, n} , $$
+# $$ k - 1 + \frac{c \, n}{k} , \qquad \text{least at } k = \sqrt{c \, n} . $$
 #
-# which may be beyond $n$: then every block is a segment. For the blocks of this book $c = 10 + 2 f / d + \dots$, that
-# is 18 and more at $f = 4 d$. Sixteen of them, cut into $k$ segments and measured:
+# This $k$ may exceed $n$; then every block should be a segment. For the blocks of this book $c = 10 + 2 f / d + \dots$,
+# which is 18 or more at $f = 4 d$. We cut sixteen of these blocks into $k$ segments and measure:
 
 # %%
 config = models.TransformerConfig(dim=32, ff_dim=128, layers=16, head_dim=16)
@@ -477,7 +499,7 @@ inside = (transformer[1].timeline.live[transformer[1].timeline.boundary] - 8) / 
 c = inside / h.nbytes
 print(f"c = {c:.1f}, sqrt(n) = {isqrt(n)}, sqrt(c n) = {(c * n) ** 0.5:.1f}")
 
-# %% alt="Peak memory over the number of segments for 16 Transformer blocks. Measured points fall all the way from one segment to sixteen, along the line of the formula with c; the formula for unit blocks has its least value at four."
+# %% alt="Peak memory over the number of segments for 16 Transformer blocks. Measured points fall all the way from one segment to sixteen. The line of the formula with c falls in the same way and lies below them."
 measured_mib = {k: found.dynamic_peak_bytes / MIB for k, found in transformer.items()}
 with_c = {k: (k - 1 + c * n / k) * h.nbytes / MIB for k in segments}
 least_unit = min(segments, key=lambda k: k - 1 + n / k)
@@ -485,7 +507,7 @@ least_found = min(segments, key=measured_mib.get)
 figure = figures.curves_plot(
     {"16 Transformer blocks": measured_mib},
     {"16 Transformer blocks": with_c},
-    f"Unit blocks would be cut into {least_unit} segments; Transformer blocks need least memory in {least_found}",
+    f"The best number of segments is {least_unit} for unit blocks, but {least_found} for Transformer blocks",
     xlabel="segments k",
     ylabel="dynamic peak (MiB)",
 )
@@ -493,13 +515,13 @@ path = plots.save(figure, "results/figures/07_transformer.png")
 figure
 
 # %% [markdown]
-# The line is the formula with $c$, for activations alone. The points lie above it by what lives beside them, gradients
-# of parameters among it; that is not broken down here.
+# The formula with $c$ counts activations only. The measured points lie above its line because of other live tensors,
+# among them gradients of parameters. We do not break these down here.
 #
-# **Blocks differ, and the graph has others than you think.** Four models, the blocks that the policies find in their
-# graphs, what the unit formulas promise for so many, as a share of the baseline, and the lowest peak that each policy
-# can reach. The columns of policies are simulated; the last two plans of `rotor` are run as well,
-# and must take the same bytes.
+# **Blocks differ, and the graph may have more or fewer blocks than the model.** The next table shows four models and
+# the number of blocks that the policies find in their graphs. It compares the peaks that the unit formulas promise for
+# that number of blocks with the lowest peak that each policy reaches. The policies' peaks are simulated. For the last
+# two models we also run the plan of `rotor`, and the measured peak must equal the simulated one.
 
 # %%
 sizes = {"dim": 32, "ff_dim": 128, "head_dim": 16, "vocab_size": 64}
@@ -532,11 +554,11 @@ for name, (model, args, kwargs) in cases.items():
 
 # %% tags=["hide-input"]
 columns = {"model": "model", "blocks": "blocks $n$"}
-columns |= {"sqrt": "equal segments", "log": "halves of halves"} | {policy: f"`{policy}`" for policy in POLICIES}
+columns |= {"sqrt": "equal segments", "log": "recursive halving"} | {policy: f"`{policy}`" for policy in POLICIES}
 shown = [{key: round(100 * v, 1) if isinstance(v, float) else v for key, v in row.items()} for row in rows]
 caption = (
-    "Lowest dynamic peaks in per cent of the baseline's: counted for as many unit blocks in $\\sqrt n$ equal segments "
-    "and in halves of halves, and simulated for the policies."
+    "Lowest dynamic peaks in per cent of the baseline's: promised by the formulas for $n$ unit blocks "
+    "($\\sqrt n$ equal segments, recursive halving), and simulated for the four policies."
 )
 table = markdown_table(shown, columns, caption, "tab-models")
 path = write_text_atomic("results/tables/07_models.md", table)
@@ -545,26 +567,27 @@ path = write_text_atomic("results/tables/07_models.md", table)
 # ```{include} ../../results/tables/07_models.md
 # ```
 #
-# On equal blocks *chen-sqrt* comes to what is counted, and *chen-log* stays above it by what lives beside the kept
-# tensors. *revolve* and *rotor* go below *chen-log*, since they may run a block more often: with a single snapshot
-# $P(n, 1)$ is quadratic, and any chain fits. On the others the formulas are wrong in both directions:
+# On equal blocks, *chen-sqrt* comes close to the counted peak. *chen-log* stays above it because of the other live
+# tensors. *revolve* and *rotor* go below *chen-log* because they may recompute a block more often. With a single
+# snapshot any chain fits, but the number of advances, $P(n, 1)$, is quadratic. On the other models the formulas are
+# wrong in both directions:
 #
-# - The narrowing chain and ResNet-18 need *more*. Their first blocks are the largest. Whatever is done with the rest,
-#   one of them must be there in full, with its gradients: no number of blocks changes that.
-# - The language model needs *less* than $\sqrt n$ says. Its blocks are halves of layers, attention and MLP, between
-#   which a single tensor is handed on, much smaller than what each keeps inside. Boundaries are cheap there.
+# - The pyramid and ResNet-18 need *more* memory. Their first blocks are the largest, and one of them must be live in
+#   full, together with its gradients. More blocks do not change that.
+# - The language model needs *less* than $\sqrt n$ promises. Its blocks are halves of layers, attention and MLP. The
+#   single tensor between two blocks is much smaller than what each saves inside, so boundaries are cheap.
 #
-# And a model need not be a chain at all. Where a skip connection spans the whole of it, no single tensor separates
-# front and end, and there is nothing to cut: what helps then looks at operations, not blocks.
+# Some models are not chains at all. If a skip connection spans the whole model, no single tensor separates its front
+# from its end, and there is nowhere to cut. Such a model needs a planner that works on operations, not on blocks.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The formulas hold for equal blocks that keep what they hand on. On real models count bytes, not blocks: let a planner
-# that knows the sizes choose the cuts, and believe no peak that has not been simulated.
+# The formulas hold for equal blocks that save only as much as they output. For real models, count bytes, not blocks:
+# let a planner that knows the sizes choose the cuts, and trust only peaks that have been simulated.
 # :::
 
 # %% [markdown]
-# Where the numbers of this page were made:
+# The numbers on this page were produced in this environment:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 record.environment
@@ -574,8 +597,8 @@ record.environment
 #
 # :::{admonition} Exercise 1: another activation
 # :class: note
-# With GELU in place of tanh a block keeps two tensors, GELU's input and its output. Into how many equal segments should
-# 32 such blocks be cut? Predict with $c$, then measure.
+# With GELU in place of tanh, a block saves two tensors, GELU's input and its output. Into how many equal segments
+# should you cut 32 such blocks? Predict with $c$, then measure.
 # :::
 
 
@@ -592,13 +615,14 @@ for k in (2, 4, 8, 16):
     print(f"{k:2} segments: {found.dynamic_peak_bytes / S:4.1f} S, k - 1 + 2 n / k = {k - 1 + 2 * 32 // k}")
 
 # %% [markdown]
-# The more a block keeps, the shorter its segments. What GELU reads in the first block of a segment is the boundary
-# itself, which is there already: one tensor less, against what lives beside.
+# The more a block saves, the shorter its segments should be. In the first block of a segment, GELU's input is the
+# boundary, which is already live: that is one tensor less. It partly offsets the live tensors that the formula does not
+# count.
 #
 # :::{admonition} Exercise 2: two runs
 # :class: note
-# How many snapshots does Revolve need for 1,000 steps, if no step may run forward more than twice before its reversal?
-# Compare with the segments of falling length.
+# How many snapshots does Revolve need for 1,000 steps if no step may run forward more than twice before its reversal?
+# Compare with segments of decreasing length.
 # :::
 
 # %% tags=["solution"]
@@ -607,13 +631,14 @@ falling = next(p for p in range(1, 1000) if p * (p + 1) // 2 >= 1000)
 fewest, falling, [revolve.beta(s, 2) == (s + 1) * (s + 2) // 2 for s in (1, 10, 44)]
 
 # %% [markdown]
-# $\beta(s, 2) = (s + 1)(s + 2) / 2$: the falling segments are Revolve with two runs, the first of which is the forward
-# itself. They need one activation more, since they keep the insides of the segment that is reversed.
+# $\beta(s, 2) = (s + 1)(s + 2) / 2$. Segments of decreasing length are Revolve with two runs, of which the first is the
+# forward itself. They need one activation more, because they save the activations inside the segment that is being
+# reversed.
 #
-# :::{admonition} Exercise 3: keep or run
+# :::{admonition} Exercise 3: save or recompute
 # :class: note
-# Eight equal stages, everything of size 1 and cost 1. How long do rotor's schedules take for budgets from 3 to 10, and
-# Revolve's for 1 to 8 snapshots? Count every forward and every backward. Why is rotor faster?
+# Take eight equal stages, with all sizes and times equal to 1. How long do rotor's schedules take for budgets from 3 to
+# 10, and Revolve's for 1 to 8 snapshots? Count every forward and every backward. Why is rotor faster?
 # :::
 
 # %% tags=["solution"]
@@ -622,21 +647,24 @@ print([rotor.solve(unit, budget).time for budget in range(3, 11)])
 print([revolve.advances(8, s) + 8 + 8 for s in range(1, 9)])
 
 # %% [markdown]
-# Revolve runs every step once more for its reversal, even with a snapshot of each state. rotor may keep all that a
-# stage leaves and go back without a run: with enough memory its time is 16, eight forwards and eight backwards.
+# Revolve runs every step once more to reverse it, even with a snapshot of each state. rotor may save all activations of
+# a stage, whose backward then needs no recomputation. With enough memory its time is 16: eight forwards and eight
+# backwards.
 #
 # ## What we have seen
 #
-# - $\sqrt n$ segments keep $2 \sqrt n - 1$ activations for less than one more forward; halves of halves keep
-#   $\log_2 n$ for half a forward per doubling. Measured chains lie on both curves, to the byte and to the FLOP.
-# - Beside them the allocator sees a few tensors more, as many at every length; nested checkpoints add one a level.
-# - Revolve is the optimum where only states are kept: $\beta(s, r)$ steps for $s$ snapshots and $r$ runs. A chain of
-#   1,024 blocks fits into the memory of a few.
-# - rotor weighs blocks that differ, and may keep their insides.
-# - On real models the formulas err in both directions. Bytes decide, not blocks; the largest block is the floor.
+# - $\sqrt n$ segments save $2 \sqrt n - 1$ activations for less than one extra forward. Recursive halving saves about
+#   $\log_2 n$ for half an extra forward per doubling. Measured chains match both, to the byte and to the FLOP.
+# - In addition, the allocator sees a few other live tensors, the same number at every length. Nested checkpoints add
+#   one per level.
+# - Revolve is optimal if only states are saved: $s$ snapshots and $r$ runs reverse $\beta(s, r)$ steps. A chain of
+#   1,024 blocks fits into the memory of a few dozen activations.
+# - rotor takes the differences between blocks into account, and may save the activations inside a block.
+# - On real models the formulas err in both directions. Bytes decide, not the number of blocks, and the largest block
+#   sets a minimum.
 #
 # ## Sources
 #
-# - {cite:t}`chen2016`: $\sqrt n$ segments, and halves of halves.
+# - {cite:t}`chen2016`: $\sqrt n$ segments and recursive halving.
 # - {cite:t}`griewank2000`: Revolve.
 # - {cite:t}`beaumont2019`: rotor.

@@ -1,32 +1,32 @@
 # %% [markdown]
-# # BERT: the switch and the plan
+# # BERT: per-block checkpointing and plans
 #
-# After this chapter you can fit a BERT into the memory that you have, with a switch or with a budget, say what each of
-# the two runs again and why, and judge a published saving.
+# After this chapter you can fit a BERT into the memory that you have, with per-block checkpointing or with a plan for a
+# budget. You can say what each of the two recomputes and why, and judge a published saving.
 
 # %% [markdown]
 # ## Goals
 #
-# - Turn on checkpointing by the module, and plan the same step within budgets; compare bytes, FLOPs and time.
-# - See that neither changes a loss or a gradient, over three optimizer steps with dropout.
-# - Derive what a block of BERT keeps, and find what of it a plan keeps, budget by budget.
-# - Give a budget in three ways, measure that it is kept, save the plan and run it again.
+# - Checkpoint every block of a BERT, plan the same step within budgets, and compare bytes, FLOPs and time.
+# - See that neither changes a loss or a gradient over three optimizer steps with dropout.
+# - Derive what a block of BERT saves, and find which of these activations a plan saves at each budget.
+# - Give a budget in three ways, check it against the measured peak, then save the plan and run it again.
 # - Find the largest batch within a fixed memory.
 # - Train on batches of several lengths within one budget.
-# - Predict BERT-large at the published size, and read the published figures beside it.
+# - Predict BERT-large at the published size, and compare with the published figures.
 #
 # ## Notation
 #
 # | symbol | meaning |
 # |:--:|---|
-# | $B$, $T$ | sequences in a batch, tokens of each |
-# | $d$, $f$, $h$, $L$, $V$ | width of the model, of the MLP; heads; blocks; vocabulary |
-# | $A$ | numbers that one block keeps per token for its backward |
+# | $B$, $T$ | sequences in a batch, tokens per sequence |
+# | $d$, $f$, $h$, $L$, $V$ | width of the model, width inside the MLP, heads, blocks, vocabulary |
+# | $A$ | elements that one block saves per token for its backward |
 # | $F_\text{block}$ | FLOPs of one block's forward |
 #
-# The *switch* is {doc}`02_reentrant_checkpoint`: chosen modules keep their input and run again in backward. The *plan* is
-# {doc}`06_graph_profiler`: an order of operations, made for a budget. What the switch gains and costs was published for
-# BERT-large, so there we weigh the two.
+# *Per-block checkpointing* ({doc}`02_reentrant_checkpoint`) makes each block a region, which saves its input and is
+# recomputed in backward. A *plan* ({doc}`06_graph_profiler`) is a schedule of operations, made for a budget. The
+# savings and the costs of per-block checkpointing were published for BERT-large, so BERT is where we compare the two.
 
 # %%
 import copy
@@ -59,12 +59,12 @@ MIB = 2**20
 SOURCE = "notebooks/10_bert.py"
 
 # %% [markdown]
-# ## Two ways
+# ## Two ways to save memory
 #
-# BERT reads a sequence in which some words are masked, and guesses them (Devlin et al. 2018,
-# [arXiv:1810.04805](https://arxiv.org/abs/1810.04805)). BERT-large has 24 blocks of width 1024 and trains on 512 tokens;
-# ours is an eighth as wide, four blocks deep, on sequences a quarter as long. Eight heads and 640 words keep the
-# proportions: attention's matrices, and the logits, weigh as much beside the rest as they do in the large one.
+# BERT reads a sequence in which some words are masked, and predicts these words (Devlin et al. 2018,
+# [arXiv:1810.04805](https://arxiv.org/abs/1810.04805)). BERT-large has 24 blocks of width 1024 and trains on 512
+# tokens. Ours has four blocks, an eighth of the width, and sequences a quarter as long. With eight heads and a
+# vocabulary of 640 words, the attention matrices and the logits take about the same share of memory as in BERT-large.
 
 # %%
 config = replace(bert.CPU, methods=("plain", "per-block", "auto@0.5", "auto@0.3"))
@@ -75,25 +75,25 @@ B, T = batch["input_ids"].shape
 print(f"{B} x {T} tokens, {sum(p.numel() for p in model.parameters()):,} parameters")
 
 # %% [markdown]
-# **The switch** names modules. What it returns says which were found:
+# **Per-block checkpointing** takes a module class and returns the names of the modules that it found:
 
 # %%
-switched = copy.deepcopy(model)
-ackpt.apply_activation_checkpointing(switched, models.BertBlock)
+checkpointed = copy.deepcopy(model)
+ackpt.apply_activation_checkpointing(checkpointed, models.BertBlock)
 
 # %% [markdown]
-# **The plan** names a budget, here half the dynamic peak of the baseline:
+# **A plan** takes a budget, here half the baseline's dynamic peak:
 
 # %%
 planned = ackpt.compile(model, budget=0.5, optimizer=optimizer, **batch)
 plan = planned.plan
 share = plan.dynamic_peak_bytes / plan.baseline_dynamic_peak_bytes
-print(f"{share:.3f} of the plain dynamic peak, {plan.cost:.1%} more work, as modelled")
+print(f"{share:.3f} of the baseline's dynamic peak, {plan.cost:.1%} added time (modeled)")
 
 # %% [markdown]
-# Both are called like the model. The first question to either is whether it trains the same model. Three steps of AdamW
-# from the same weights, dropout on; every loss, every gradient of every step and all parameters after the third are
-# compared as they are, bit for bit.
+# You call both like the model. Do they also train the same model? We run three steps of AdamW from the same weights,
+# with dropout. We compare every loss, every gradient of every step, and all parameters after the third step, bit for
+# bit.
 
 
 # %%
@@ -112,7 +112,7 @@ def trained(prepare):
     return [*seen, *module.state_dict().values()]
 
 
-def with_switch(module, adam):
+def per_block(module, adam):
     ackpt.apply_activation_checkpointing(module, models.BertBlock)
     return module
 
@@ -123,17 +123,19 @@ def with_plan(module, adam):
 
 # %%
 plain = trained(lambda module, adam: module)
-for prepare in (with_switch, with_plan):
+for prepare in (per_block, with_plan):
     same = [torch.equal(a, b) for a, b in zip(plain, trained(prepare), strict=True)]
     print(f"{prepare.__name__:11}  {sum(same)} of {len(same)} tensors equal, bit for bit")
 
 # %% [markdown]
-# Dropout is the hard part of it: what runs again must draw the same noise. Both ways put the generator back for that.
+# Dropout is the difficult part: a recomputation must draw the same dropout mask. Both ways restore the RNG state for
+# that.
 #
-# ## Measured
+# ## Measured memory, FLOPs and time
 #
-# The same as an experiment, in a terminal `ackpt bert`. Every method runs on the same weights and batch. Peaks are the
-# allocator's, FLOPs are counted while they run, and gradients are compared with the plain ones once more.
+# The experiment `ackpt bert` runs the same comparison in a terminal. Every method uses the same weights and the same
+# batch. Peaks come from the allocator, FLOPs are counted while a method runs, and the gradients are compared with the
+# baseline's once more.
 
 # %%
 small = next(bert.run_bert(config, SOURCE))
@@ -144,10 +146,10 @@ assert not any("not_run" in metrics for metrics in runs.values())
 
 # %% tags=["hide-input"]
 shown = [{key: "" if value is None else value for key, value in row.items()} for row in bert_report.rows(small)]
-columns = {"method": "method", "peak": "peak, MiB", "vs_plain": "against plain, %", "dynamic": "dynamic peak, MiB"}
-columns |= {"dynamic_vs_plain": "against plain, % ", "flops": "FLOPs again, %"}
+columns = {"method": "method", "peak": "peak, MiB", "vs_plain": "vs. baseline, %", "dynamic": "dynamic peak, MiB"}
+columns |= {"dynamic_vs_plain": "vs. baseline, % ", "flops": "recomputed FLOPs, %"}
 caption = (
-    "One step of the small BERT on the CPU, measured: `per-block` is the switch, `auto@f` a plan for the budget f."
+    "One step of the small BERT, measured on the CPU: `plain` is the baseline, `auto@f` is a plan for the budget f."
 )
 table = markdown_table(shown, columns, caption.replace(" f.", " $f$."), "tab-bert")
 path = write_text_atomic("results/tables/10_bert.md", table)
@@ -156,7 +158,7 @@ path = write_text_atomic("results/tables/10_bert.md", table)
 # ```{include} ../../results/tables/10_bert.md
 # ```
 #
-# Every plan has kept its budget, and its peak is the predicted one to the byte:
+# Every plan keeps its budget, and its peak equals the prediction to the byte:
 
 # %%
 for name, metrics in runs.items():
@@ -166,23 +168,25 @@ for name, metrics in runs.items():
         assert metrics["peak_bytes"] == metrics["predicted_peak_bytes"]
         print(name, metrics["peak_bytes"], metrics["predicted_peak_bytes"])
 
-# %% alt="Stacked bars of what stands at the peak, one bar per method. Plain is by far the highest, nearly all of it activations. The switch has hardly any activations at its peak, but temporaries and gradients; the plans have activations in between, less with each lower budget. Parameters and optimizer are the same thin layers everywhere."
+# %% alt="Stacked bars of memory at the peak, one bar per method. The baseline is by far the highest and consists mostly of activations. Per-block checkpointing has hardly any activations at its peak, but temporaries and gradients. The plans have fewer activations than the baseline, fewer at the lower budget. Parameters and optimizer are the same thin layers in all bars."
 kinds = ("parameters", "optimizer", "gradients", "activations", "temporaries")
 figure = stacked_plot(
     list(runs),
     {kind: [metrics["categories"].get(kind, 0) for metrics in runs.values()] for kind in kinds},
-    f"Activations are {runs['plain']['categories']['activations'] / runs['plain']['peak_bytes']:.0%} of the plain peak; "
-    "a plan gives up as many of them as it must, the switch all",
+    f"Activations are {runs['plain']['categories']['activations'] / runs['plain']['peak_bytes']:.0%} of the "
+    "baseline's peak; plans save part of them, per-block checkpointing hardly any",
 )
 path = plots.save(figure, "results/figures/10_at_the_peak.png")
 figure
 
 # %% [markdown]
-# The breakdown tells the two apart. At the switch's peak there are next to no activations: it stands in a block that runs
-# again, which for the allocator makes temporaries. A plan meets its peak with activations that it was free to keep.
+# The breakdown shows how the two differ. Per-block checkpointing reaches its peak while it recomputes a block. The
+# recomputed tensors count as temporaries, so there are hardly any activations at this peak. A plan's peak contains the
+# activations that the budget left room to save.
 #
-# FLOPs are not time. On a CPU the operations without FLOPs, noise above all, take a good part of a step. The methods took
-# turns in one process; here are the medians of the ratios to the baseline, the lowest and the highest.
+# FLOPs are not time. On a CPU, operations without FLOPs, above all the generation of dropout masks, take a considerable
+# part of a step. The methods took turns in one process. We print the median time, and the ratio to the baseline:
+# median, lowest and highest.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for name, metrics in runs.items():
@@ -191,17 +195,19 @@ for name, metrics in runs.items():
     print(f"{name:9}  {1e3 * metrics['seconds_step']['median']:6.1f} ms  {spread}")
 
 # %% [markdown]
-# ## What a block keeps
+# ## What a block saves
 #
-# Why so much? Count the numbers per token that a block's backward will read. A linear layer needs its input for the
-# gradient of its weight. Attention needs queries, keys and values, its weights before and behind dropout and the noise
-# between, three matrices of $T$ numbers for each head and token. A norm needs its input, and two sums; dropout its noise;
-# GELU its input.
+# Why are the activations so large? We count the elements per token that a block's backward reads:
 #
-# $$ A = \underbrace{3 d + 3 h T}_\text{attention} + \underbrace{d}_\text{mixed} +
-#    \underbrace{2 \, (3 d + 2)}_\text{noise, sum, norm} + \underbrace{2 f}_\text{GELU} = 10 d + 2 f + 3 h T + 4 . $$
+# - A linear layer needs its input for the gradient of its weight.
+# - Attention needs queries, keys and values, its weights before and after dropout, and the dropout mask. The last three
+#   are matrices with $T$ elements for each head and token.
+# - A norm needs its input and two statistics, dropout its mask, and GELU its input.
 #
-# The plain plan lists what the graph keeps. Does it agree?
+# $$ A = \underbrace{3 d + 3 h T}_\text{attention} + \underbrace{d}_\text{its output} +
+#    \underbrace{2 \, (3 d + 2)}_\text{masks, sums, norms} + \underbrace{2 f}_\text{GELU} = 10 d + 2 f + 3 h T + 4 . $$
+#
+# The baseline's plan lists the activations that the graph saves. Does it agree?
 
 # %%
 d, f, h, L = sizes.dim, sizes.ff_dim, sizes.heads, sizes.layers
@@ -214,8 +220,8 @@ print(f"by hand {4 * B * T * A}, in the graph {kept}")
 print(f"attention's matrices are {3 * h * T / A:.0%} of it")
 
 # %% [markdown]
-# The switch keeps one of these tensors per block, its input, $d$ numbers per token. Everything else runs again, the
-# matrix products included:
+# Per-block checkpointing saves one of these tensors per block, the block's input, with $d$ elements per token. It
+# recomputes everything else, including the matrix products:
 #
 # $$ F_\text{block} = 2 \, B T \, (4 d^2 + 2 d f) + 4 \, B T^2 d . $$
 
@@ -225,27 +231,29 @@ again = runs["per-block"]["flops"] - runs["plain"]["flops"]
 again, L * F_block
 
 # %% [markdown]
-# ## What a plan keeps
+# ## What a plan saves
 #
-# Who looks at single operations sees that what takes room and what takes work are not the same. Noise can be drawn again,
-# weights behind dropout are multiplied with it number by number, GELU's result and the norms' follow from their inputs.
-# None of these needs a matrix product, and together they are $2 h T + f + 4 d$ numbers per token:
+# A planner looks at single operations, and an operation with a large output need not be expensive.
+# Dropout masks can be drawn again. The weights after dropout are an elementwise product of the weights and the mask.
+# The outputs of GELU and of the norms follow from their inputs. None of these takes a matrix product, and together they
+# are $2 h T + f + 4 d$ elements per token:
 
 # %%
-print(f"{(2 * h * T + f + 4 * d) / A:.0%} of what a block keeps")
+print(f"{(2 * h * T + f + 4 * d) / A:.0%} of what a block saves")
 
 # %% [markdown]
-# For five budgets: in how many of the four blocks is each of a block's activations saved? (Its input belongs to the block
-# before it. The smallest, sums of the norms, are left out.)
+# We plan for five budgets and count, for each activation of a block, in how many of the four blocks it is saved. (The
+# input of a block counts as an activation of the block before it. The smallest activations, the norms' statistics, are
+# not shown.)
 
 # %%
 budgets = (0.8, 0.6, 0.5, 0.4, 0.3)
 plans = {budget: ackpt.plan(graph, budget, profile=profile) for budget in budgets}
 places = bert.saved_in({"plain": none} | {str(b): plans[b] for b in budgets})
-names = "q", "k", "weights", "noise on weights", "weights behind dropout", "v"
-names += "attention's result", "noise, first branch", "first sum", "first norm", "", ""
-names += "up's result", "GELU's result"
-names += "noise, second branch", "second sum", "second norm", "", ""
+names = "q", "k", "attention weights", "dropout mask of weights", "weights after dropout", "v"
+names += "attention output", "dropout mask, first branch", "first sum", "first norm", "", ""
+names += "up-projection output", "GELU output"
+names += "dropout mask, second branch", "second sum", "second norm", "", ""
 
 # %% tags=["hide-input"]
 rows = []
@@ -254,9 +262,9 @@ for name, place in zip(names, places, strict=True):
     letter = {d: "$d$", f: "$f$", h * T: "$h T$", 1: "1"}[numbers]
     if numbers > 1:
         rows.append({"what": name, "size": letter} | {key: place[key] for key in place if key != "bytes"})
-columns = {"what": "activation", "size": "numbers per token", "plain": "plain"}
+columns = {"what": "activation", "size": "elements per token", "plain": "baseline"}
 columns |= {str(budget): f"budget {budget}" for budget in budgets}
-caption = f"In how many of the {L} blocks an activation is saved, by budget; the others are made again in backward."
+caption = f"The number of blocks, out of {L}, that save each activation, by budget; the other blocks recompute it."
 table = markdown_table(rows, columns, caption, "tab-bert-block")
 path = write_text_atomic("results/tables/10_block.md", table)
 
@@ -264,47 +272,52 @@ path = write_text_atomic("results/tables/10_block.md", table)
 # ```{include} ../../results/tables/10_block.md
 # ```
 #
-# The noise on the weights, the weights behind dropout and GELU's result go first: large, and without a product. Only then a block's
-# weights follow, for which $q$ and $k$ are multiplied again, and the up-projection at the very end. What they cost:
+# The dropout mask of the attention weights, the weights after dropout and the output of GELU are the first to be
+# recomputed: they are large and take no matrix product. The attention weights follow, whose recomputation multiplies
+# $q$ and $k$ again. The outputs of projections, such as the up-projection, come last. The cost of these plans:
 
 # %%
 for budget, plan in plans.items():
     flops = plan.recompute_flops / (plan.flops - plan.recompute_flops)
-    print(f"budget {budget}: {flops:6.2%} of the FLOPs again, cost {plan.cost:6.2%}")
-print(f"the switch: {again / runs['plain']['flops']:6.2%} of the FLOPs again")
+    print(f"budget {budget}: {flops:6.2%} of the FLOPs recomputed, cost {plan.cost:6.2%}")
+print(f"per-block:  {again / runs['plain']['flops']:6.2%} of the FLOPs recomputed")
 
 # %% [markdown]
-# The *cost* is modelled: it weighs FLOPs and moved bytes against each other, since an operation without a FLOP still
-# reads and writes. Each decision is there to be asked. The dearest of the tightest plan, what each costs, and where the peak would be, had the
-# result been kept:
+# The *cost* is the added time as a fraction of the baseline step, as modeled from FLOPs and moved bytes: an operation
+# without FLOPs still reads and writes memory. A plan lists its recomputations as decisions. Each has a cost, and the
+# peak that the plan would have if the result were saved instead. These are the most expensive decisions of the plan
+# with the smallest budget:
 
 # %%
 tight = plans[0.3]
 for decision in tight.decisions[:6]:
     over = (decision.peak_if_kept_bytes - tight.limit_bytes) / MIB
     where = f"{decision.module}: {decision.name}"
-    print(f"{decision.cost:6.2%}  {where:28} if kept, {over:.1f} MiB above the budget")
+    print(f"{decision.cost:6.2%}  {where:28} if saved: peak {over:.1f} MiB above the budget")
 
 # %% [markdown]
-# None of them could be kept. And nobody need believe that a plan is good: it says below which cost no other can be.
+# Saving any of these activations would exceed the budget. A plan also reports a lower bound: no schedule within the
+# budget costs less. So we can judge how good each plan is:
 
 # %%
 for budget, plan in plans.items():
-    bound = f"no schedule below {plan.lower_bound:6.2%}"
+    bound = f"lower bound {plan.lower_bound:6.2%}"
     print(f"budget {budget}: cost {plan.cost:6.2%}, {bound}")
 
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# The switch decides about modules, all or nothing: one tensor kept, all products again. A plan decides about operations:
-# first whatever is large and cheap, and products only when nothing else is left.
+# Per-block checkpointing decides about whole modules: it saves one tensor per block and recomputes all matrix products.
+# A plan decides about single operations: it first recomputes large, cheap activations, and matrix products only when
+# nothing else is left.
 # :::
 
 # %% [markdown]
-# ## The switch's memory, for less
+# ## The same memory at a lower cost
 #
-# The fair question is not what a plan does at half the memory, but what it does at the switch's. A budget may be given in
-# bytes, then it means the whole peak: parameters, optimizer and inputs included. We give the switch's measured peak.
+# A fair comparison gives the plan as much memory as per-block checkpointing needs. A budget in bytes bounds the whole
+# peak, including parameters, optimizer state and inputs. We use the measured peak of per-block checkpointing as the
+# budget.
 
 # %%
 same_bytes = runs["per-block"]["peak_bytes"]
@@ -320,26 +333,26 @@ def measured(call):
 # %%
 eager = measured(model)
 ackpt.apply_activation_checkpointing(model, models.BertBlock)
-by_switch = measured(model)
+by_blocks = measured(model)
 ackpt.remove_activation_checkpointing(model)
 by_plan = measured(matched)
 assert by_plan.peak_bytes <= same_bytes
-for name, found in {"switch": by_switch, "plan": by_plan}.items():
+for name, found in {"per-block": by_blocks, "plan": by_plan}.items():
     extra = found.flops / eager.flops - 1
-    print(f"{name:6}  peak {found.peak_bytes:,} bytes, {extra:5.1%} of the FLOPs again")
+    print(f"{name:9}  peak {found.peak_bytes:,} bytes, {extra:5.1%} of the FLOPs recomputed")
 
-# %% alt="Live memory of three training steps side by side. Plain: a ramp to the peak where backward begins, and down. Switch: a low staircase of spikes in the forward, then four tall teeth in backward. Plan: a ramp of a third of the plain height, with small teeth on its way down; its peak is as high as the teeth of the switch."
+# %% alt="Live memory of three training steps side by side. Baseline: a ramp up to the peak where backward begins, and down again. Per-block checkpointing: a low staircase with spikes in the forward, then four tall teeth in backward. Plan: a ramp a third as high as the baseline, with small teeth on its way down; its peak is as high as the teeth of per-block checkpointing."
 figure = orders_plot(
-    {"plain": eager.timeline, "switch": by_switch.timeline, "plan": by_plan.timeline},
-    f"At the switch's peak a plan runs {by_plan.flops / eager.flops - 1:.0%} of the FLOPs again, "
-    f"the switch {by_switch.flops / eager.flops - 1:.0%}",
+    {"baseline": eager.timeline, "per-block": by_blocks.timeline, "plan": by_plan.timeline},
+    f"At the peak of per-block checkpointing, a plan recomputes {by_plan.flops / eager.flops - 1:.0%} of the FLOPs "
+    f"instead of {by_blocks.flops / eager.flops - 1:.0%}",
     eager.resident_bytes,
 )
 path = plots.save(figure, "results/figures/10_timelines.png")
 figure
 
 # %% [markdown]
-# And over all budgets, for whatever the graph allows:
+# We repeat the comparison for all feasible budgets, in steps of two per cent:
 
 # %%
 line = {}
@@ -351,7 +364,7 @@ for percent in range(100, 0, -2):
     share = 100 * plan.dynamic_peak_bytes / plan.baseline_dynamic_peak_bytes
     line[share] = 100 * plan.recompute_flops / (plan.flops - plan.recompute_flops)
 
-# %% alt="FLOPs that run again over the dynamic peak, both in per cent of the baseline. The line of the plans stays at nothing from a hundred down to little more than fifty per cent, rises slowly to forty and steeply below thirty; measured plans lie on it. The switch is a single point, far above the line."
+# %% alt="Recomputed FLOPs over the dynamic peak, both in per cent of the baseline. The line of the plans is at zero from a hundred down to little more than fifty per cent of the peak, rises slowly until forty and steeply below thirty. Measured plans lie on it. Per-block checkpointing is a single point far above the line."
 base = runs["plain"]
 points = {
     name: (
@@ -364,12 +377,12 @@ free = min(share for share, flops in line.items() if flops == 0)
 figure = curves_plot(
     {
         "plan": dict(point for name, point in points.items() if name.startswith("auto@")),
-        "switch": dict([points["per-block"]]),
+        "per-block": dict([points["per-block"]]),
     },
     {"plan": line},
-    f"Down to {free:.0f} % of the peak no FLOP runs again; the switch is one point above the line",
+    f"Down to {free:.0f} % of the peak, plans recompute no FLOPs; per-block checkpointing is one point above the line",
     xlabel="dynamic peak, % of the baseline's",
-    ylabel="FLOPs that run again, % of the baseline's",
+    ylabel="recomputed FLOPs, % of the baseline's",
     logs=(),
 )
 path = plots.save(figure, "results/figures/10_line.png")
@@ -378,7 +391,7 @@ figure
 # %% [markdown]
 # ## Giving a budget
 #
-# There are three ways, all of which mean bytes in the end:
+# You can give a budget as a fraction, in bytes, or as a string. All of them become a number of bytes:
 
 # %%
 text = f"{same_bytes / MIB:.3f} MiB"
@@ -388,9 +401,11 @@ for budget in (0.4, "40%", same_bytes, text):
     print(f"{budget!r:12} {limit}, peak {plan.peak_bytes:,} in all")
 
 # %% [markdown]
-# A float is a share of the baseline's *dynamic* peak; bytes, as a number or with a unit, are the *whole* peak, which is
-# what a GPU has. The last two differ by what a text with three decimals can say. What cannot be kept is refused, and the
-# answer names what can, which is then kept:
+# A fraction, also in per cent, is relative to the baseline's *dynamic* peak. Bytes, as a number or with a unit, bound
+# the *whole* peak, which is what must fit into a GPU's memory. The last two limits differ because the string rounds MiB
+# to three decimals.
+#
+# An infeasible budget is refused. The error names the smallest feasible budget, and we plan for that:
 
 # %%
 try:
@@ -401,9 +416,9 @@ except ackpt.BudgetError as error:
 lowest = ackpt.plan(graph, least, profile=profile)
 
 # %% [markdown]
-# A plan is made once and can be kept. The same model takes it without planning again: at the plan's own sizes, and at other
-# sizes at which it keeps its budget. Any other model, and the same model in another mode, refuses it. We save the lowest
-# plan, load it, and run what was loaded.
+# A plan can be saved. The same model runs a loaded plan without planning again, both at the sizes that it was made for
+# and at other sizes at which it keeps its budget. Any other model refuses it, and so does the same model in another
+# mode. We save the lowest plan, load it, and run it.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -425,14 +440,15 @@ _ = model.train()
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# A budget is a promise about the measured peak: it is kept, or refused with the smallest that can be.
+# A budget bounds the measured peak. It is either kept or refused, and the refusal names the smallest feasible budget.
 # :::
 
 # %% [markdown]
 # ## The largest batch
 #
-# Memory that is saved is mostly spent on a larger batch. How large can it be within 64 MiB? This time nothing is run, the
-# peaks are predicted from shapes; `auto` has the limit as its budget. Two blocks will do. In a terminal:
+# Saved memory is mostly spent on a larger batch. How large a batch fits into 64 MiB? We run nothing here: the peaks are
+# predicted from shapes, and `auto` takes the limit as its budget. Two blocks are enough to show the difference. The
+# same in a terminal:
 #
 # ```bash
 # ackpt batch-size --model bert-large --set layers=2 heads=8 vocab_size=640 \
@@ -460,9 +476,9 @@ for record in answers:
 
 # %% tags=["hide-input"]
 rows = batch_report.largest_rows(answers)
-columns = {"method": "method", "largest": "largest batch", "peak": "its predicted peak, MiB", "vs_plain": "times plain"}
+columns = {"method": "method", "largest": "largest batch", "peak": "predicted peak, MiB", "vs_plain": "times baseline"}
 caption = (
-    "Two blocks of the small BERT: the largest batch whose step stays within 64 MiB, with optimizer and parameters."
+    "Two blocks of the small BERT: the largest batch whose peak, with parameters and optimizer, is at most 64 MiB."
 )
 table = markdown_table(rows, columns, caption, "tab-bert-batch")
 path = write_text_atomic("results/tables/10_batch.md", table)
@@ -471,16 +487,17 @@ path = write_text_atomic("results/tables/10_batch.md", table)
 # ```{include} ../../results/tables/10_batch.md
 # ```
 #
-# The switch's peak is one whole block, with its gradients, beside a boundary for every block. A plan cuts finer: between
-# attention and the MLP there is a single tensor, too, so they need not be there together. (For the published size leave
-# out `--set` and add `--tier gpu`; that takes minutes, since each batch that is tried is captured and planned.)
+# The peak of per-block checkpointing holds one whole block with its gradients, and one boundary per block. A plan cuts
+# finer: a single tensor also connects attention and the MLP, so their activations need not be live at the same time.
+# (For the published size, omit `--set` and add `--tier gpu`. This takes minutes, because each batch size that is tried
+# is captured and planned.)
 
 # %% [markdown]
-# ## Batches of other lengths
+# ## Batches of different lengths
 #
-# Batches are rarely equally long. They are padded to their longest sequence, so the length changes from step to step, and
-# the baseline's peak with it. We train the small BERT on six lengths within 50 MiB and compare four ways. All are set
-# up once, with the first batch; then the loop is the usual one.
+# Batches rarely have the same length. Each batch is padded to its longest sequence, so the length changes from step to
+# step, and the baseline's peak changes with it. We train the small BERT on six lengths within 50 MiB and compare four
+# ways. Each is set up once, with the first batch. Then the usual training loop runs.
 
 # %%
 lengths = [64, 112, 80, 32, 128, 48]
@@ -490,17 +507,17 @@ budget = 50 * MIB
 planned = ackpt.compile(model, budget=budget, **batches[0])
 compiled_model = copy.deepcopy(model)
 compiled = torch.compile(compiled_model, backend="aot_eager_decomp_partition")
-steps = {"baseline": model, "per-block": switched, "plan": planned, "memory budget": compiled}
-owners = {"baseline": model, "per-block": switched, "plan": model, "memory budget": compiled_model}
+steps = {"baseline": model, "per-block": checkpointed, "plan": planned, "memory budget": compiled}
+owners = {"baseline": model, "per-block": checkpointed, "plan": model, "memory budget": compiled_model}
 
 # %% [markdown]
-# *Memory budget* is PyTorch's own setting, at one half. It has to be in effect when `torch.compile` compiles, which it
-# does for the first two lengths; its backend here runs operations one by one, so that bytes can be counted.
+# *Memory budget* is PyTorch's own setting, here at one half. It must be set while `torch.compile` compiles, which
+# happens at the first two lengths. The backend runs operations one by one, so that we can count their bytes.
 
 
 # %%
 def train(name, inputs):
-    torch.manual_seed(0)  # the same noise for all
+    torch.manual_seed(0)  # the same dropout masks for all
     with torch._functorch.config.patch(activation_memory_budget=0.5):
         steps[name](**inputs).backward()
     gradients = [parameter.grad for parameter in owners[name].parameters()]
@@ -525,28 +542,28 @@ for length, inputs in zip(lengths, batches):
     assert peaks["plan"][length] == simulated[length] <= budget
 
 # %% [markdown]
-# At every length the gradients are the baseline's, bit for bit, and the peak is the simulated one and within the budget.
-# What was done for it, event by event:
+# At every length, the gradients equal the baseline's bit for bit, and the peak equals the simulated one and stays
+# within the budget. The step's history counts its captures and plans:
 
 # %%
 for kind, events in Counter(event.kind for event in planned.history).items():
     print(f"{kind}: {events}")
 
 # %% [markdown]
-# The first batch was captured for its length alone. The second differed in one dimension, which was captured as a
-# symbol: that capture, and one search for schedules, serve all other lengths. At each, the known schedules are simulated
-# and the cheapest one within the budget runs. Where the model's own step fits, it runs itself:
+# The first batch was captured for its length only. The second differed in one dimension, so that dimension was captured
+# as a symbol. This capture and one search for schedules serve all other lengths: at each of them, the known schedules
+# are simulated and the cheapest one within the budget runs. Where the baseline fits, the model itself runs:
 
 # %%
 for length in sorted(added):
-    own = "the model itself" if peaks["plan"][length] == peaks["baseline"][length] else f"+{added[length]:.1%} work"
+    own = "the model itself" if peaks["plan"][length] == peaks["baseline"][length] else f"+{added[length]:.1%} time"
     print(f"{length:4} tokens: {peaks['plan'][length] / MIB:5.1f} MiB, {own}")
 
-# %% alt="Peak over length for four ways. The baseline rises steeply and crosses 50 MiB near 80 tokens. The plan follows it up to there and then stays just below 50 MiB. PyTorch's memory budget rises along a line of about six tenths of the baseline's and ends above 50 MiB. Per-block checkpointing rises slowly to about 30 MiB."
+# %% alt="Peak over length for four ways. The baseline rises steeply and crosses 50 MiB near 80 tokens. The plan follows it until there and then stays just below 50 MiB. PyTorch's memory budget stays at about six tenths of the baseline and ends above 50 MiB. Per-block checkpointing rises slowly to about 30 MiB."
 figure = curves_plot(
     {name: {length: points[length] / MIB for length in sorted(lengths)} for name, points in peaks.items()},
     {"plan": {length: simulated[length] / MIB for length in sorted(lengths)}},
-    "Within 50 MiB, the plan keeps the budget at every length; the others follow the length",
+    "The plan stays within 50 MiB at every length; the other peaks grow with the length",
     xlabel="tokens of the longest sequence",
     ylabel="peak, MiB",
     logs=(),
@@ -555,9 +572,10 @@ path = plots.save(figure, "results/figures/10_lengths.png")
 figure
 
 # %% [markdown]
-# The switch recomputes every block at every length, also where nothing need be. PyTorch's setting is a fraction of what
-# is saved: short batches are recomputed without need, and the longest ends above 50 MiB. So it is with time, here as a
-# ratio to the baseline's, at the shortest and the longest batch. All four took turns:
+# Per-block checkpointing recomputes every block at every length, even where everything would fit. PyTorch's setting is
+# a fraction of the saved activations. It recomputes short batches unnecessarily, and the longest exceeds 50 MiB. The
+# times show the same pattern. We print ratios to the baseline at the shortest and the longest length; all four
+# ways took turns:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for length in (min(lengths), max(lengths)):
@@ -570,44 +588,45 @@ print(f"capture {new[0]:.1f} s, dynamic capture with the search {new[1]:.1f} s")
 print(f"a new length: {1e3 * statistics.median(new[2:]):.0f} ms, at most {1e3 * max(new[2:]):.0f} ms")
 
 # %% [markdown]
-# {doc}`../guides/variable_lengths` tells what to write in a script of your own.
+# {doc}`../guides/variable_lengths` shows how to use this in your own script.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# A budget in bytes bounds every batch. Short batches pay nothing for it.
+# A budget in bytes bounds the peak of every batch. Batches that fit anyway recompute nothing.
 # :::
 
 # %% [markdown]
 # ## BERT-large
 #
-# Now the published size, 8 sequences of 512 tokens, from shapes alone: nothing below was run. Two machines are asked. On
-# the *CPU* no kernel fuses attention with dropout, and its matrices are materialised, as above. On a *GPU*, in bf16, a
-# fused kernel keeps neither weights nor noise (Dao et al. 2022, [arXiv:2205.14135](https://arxiv.org/abs/2205.14135)):
-# for its backward it makes both again from $q$, $k$ and one sum per row. It is a checkpoint inside an operation.
+# Now we predict the published size, 8 sequences of 512 tokens, from shapes alone: nothing below was run. We predict for
+# two devices. On the *CPU* no kernel fuses attention with dropout, so the attention matrices are materialized, as
+# above. On a *GPU*, in bf16, a fused kernel saves neither weights nor dropout masks (Dao et al. 2022,
+# [arXiv:2205.14135](https://arxiv.org/abs/2205.14135)). Its backward recomputes both from $q$, $k$ and one sum per row:
+# the kernel is a checkpoint inside an operation.
 
 # %%
 as_on_cpu = replace(bert.GPU, device="cpu", dtype="float32", methods=bert.METHODS[:2])
-large, materialised = (bert.predicted(each, SOURCE) for each in (bert.GPU, as_on_cpu))
-for prefix, group in {"10": large, "10_as-on-cpu": materialised}.items():
+large, materialized = (bert.predicted(each, SOURCE) for each in (bert.GPU, as_on_cpu))
+for prefix, group in {"10": large, "10_as-on-cpu": materialized}.items():
     for record in group:
         path = record.save(f"results/cpu/{prefix}_{bert_report.file_name(record)}")
 
 # %%
 D, F, H = 1024, 4096, 16
 A_large = 10 * D + 2 * F + 3 * H * 512 + 4
-stored = materialised[0].metrics["categories"]["activations"]
+stored = materialized[0].metrics["categories"]["activations"]
 by_hand = 24 * 4 * 8 * 512 * A_large
 print(f"24 blocks by hand: {by_hand / MIB:,.0f} MiB of {stored / MIB:,.0f} MiB activations")
 print(f"attention's matrices are {3 * H * 512 / A_large:.0%} of a block")
 
 # %% tags=["hide-input"]
 rows = []
-for kernel, group in {"materialised, fp32": materialised, "fused, bf16": large}.items():
+for kernel, group in {"materialized, fp32": materialized, "fused, bf16": large}.items():
     for row in bert_report.rows(group):
         rows.append({"kernel": kernel} | {key: "" if value is None else value for key, value in row.items()})
-columns = {"kernel": "attention", "method": "method", "peak": "peak, MiB", "vs_plain": "against plain, %"}
-columns |= {"dynamic": "dynamic peak, MiB", "dynamic_vs_plain": "against plain, % ", "flops": "FLOPs again, %"}
-caption = "BERT-large, 8 x 512 tokens with AdamW, predicted from shapes; nothing was run."
+columns = {"kernel": "attention", "method": "method", "peak": "peak, MiB", "vs_plain": "vs. baseline, %"}
+columns |= {"dynamic": "dynamic peak, MiB", "dynamic_vs_plain": "vs. baseline, % ", "flops": "recomputed FLOPs, %"}
+caption = "BERT-large, 8 x 512 tokens with AdamW, predicted from shapes alone."
 table = markdown_table(rows, columns, caption, "tab-bert-large")
 path = write_text_atomic("results/tables/10_large.md", table)
 
@@ -615,21 +634,23 @@ path = write_text_atomic("results/tables/10_large.md", table)
 # ```{include} ../../results/tables/10_large.md
 # ```
 #
-# With materialised matrices most of the memory is cheap to make again: our small BERT halved its peak for next to no
-# FLOPs. The fused kernel has done this already, and bf16 halves most of what is left. The baseline is less than half as
-# high, and its activations are mostly what products return, so the same float costs more: it is a share of less. In bytes
-# the plan has lost nothing, it starts where the kernel ends.
+# With materialized matrices, most activations are cheap to recompute: the plan for our small BERT halved its dynamic
+# peak with hardly any recomputed FLOPs. The fused kernel already recomputes these matrices, and bf16 halves most of the
+# other activations. The baseline's peak is therefore less than half as high, and most of the remaining activations are
+# outputs of matrix products. So the same fraction costs more: it is relative to a smaller peak. In bytes the plan loses
+# nothing: it starts from the memory that the kernel leaves.
 #
-# The published figures come from a per-module switch as ours. Beside them:
+# The published figures come from a per-module checkpoint like our per-block checkpointing. The next table compares them
+# with ours:
 
 # %% tags=["hide-input"]
 on_gpu = gpu_records("bert")
 reference = load_reference("bert")
 rows = bert_report.published_rows(large, on_gpu)
-columns = {"method": "method", "published": "published by others, average MB", "published_memory": "%"}
-columns |= {"published_time": "their time, %", "peak": "ours, predicted peak, MiB", "vs_plain": "%"}
-columns |= {"flops": "FLOPs again, %", "measured": "ours, measured peak, MiB", "measured_time": "our time, %"}
-caption = f"BERT-large: {reference['hardware']} as published, and our model, predicted and measured on a GPU."
+columns = {"method": "method", "published": "published, average MB", "published_memory": "%"}
+columns |= {"published_time": "published time, %", "peak": "ours, predicted peak, MiB", "vs_plain": "%"}
+columns |= {"flops": "recomputed FLOPs, %", "measured": "ours, measured peak, MiB", "measured_time": "our time, %"}
+caption = f"BERT-large: published figures ({reference['hardware']}), and our model, predicted and measured on a GPU."
 table = markdown_table(rows, columns, caption, "tab-bert-published")
 path = write_text_atomic("results/tables/10_published.md", table)
 
@@ -637,14 +658,16 @@ path = write_text_atomic("results/tables/10_published.md", table)
 # ```{include} ../../results/tables/10_published.md
 # ```
 #
-# What can be compared, and what not:
+# How far are the two comparable?
 #
-# - *Time.* One more forward of the blocks is a little less than a third of the FLOPs, and their time grew by a third. The
-#   two agree about what a switch costs.
-# - *Memory.* Theirs is an average over a run, ours the peak of one step, and they print neither a precision with it nor
-#   what an MB is. That the first row looks alike may be chance. The second depends on what stands beside the activations.
-# - *The method.* The plans have no published counterpart. A budget of 0.3 comes near the switch's peak, for three fifths
-#   of what it runs again; whoever needs less room pays a small part of that. The switch has one price.
+# - *Time.* An extra forward of the blocks adds a little less than a third of the FLOPs, and the published time grows by
+#   a third. The two agree on the cost of per-block checkpointing.
+# - *Memory.* The published figure is an average over a run, ours is the peak of one step. The source states neither the
+#   precision nor the size of its MB. The first row looks similar, which may be chance. The second row depends on the
+#   memory that is live in addition to activations.
+# - *The method.* There are no published figures for plans. The plan for a budget of 0.3 comes close to the peak of
+#   per-block checkpointing, for three fifths of the recomputation. Larger budgets cost much less. Per-block
+#   checkpointing has a single cost.
 #
 # :::{admonition} With a GPU
 # :class: note
@@ -659,12 +682,12 @@ path = write_text_atomic("results/tables/10_published.md", table)
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# A fused kernel, a switch and a plan do the same thing at three scales: within an operation, for whole modules, for each
-# operation. What the first has taken the others cannot take again; compare bytes, not shares.
+# A fused kernel, per-block checkpointing and a plan do the same thing at three scales: inside one operation, for whole
+# modules, and for each operation. None can save memory that another has already saved, so compare bytes, not fractions.
 # :::
 
 # %% [markdown]
-# Where the numbers of this page were made:
+# The numbers on this page were produced in this environment:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 small[0].environment
@@ -674,8 +697,8 @@ small[0].environment
 #
 # :::{admonition} Exercise 1: without dropout
 # :class: note
-# What does a block keep when dropout is 0? On the CPU attention is then a fused kernel. Count first, then ask the graph.
-# What does half the memory cost then?
+# What does a block save when dropout is 0? On the CPU, attention is then a fused kernel. Count first, then ask the
+# graph. What does half the memory cost in this case?
 # :::
 
 # %% tags=["solution"]
@@ -689,12 +712,13 @@ print(f"by hand {4 * B * T * (8 * d + 2 * f + h + 4)}, in the graph {dry_kept}")
 print(f"half the dynamic peak: {half.recompute_flops / dry_flops:.1%} more FLOPs")
 
 # %% [markdown]
-# No noise, $2 d$ and $h T$ less; and no matrices, of which one number per head and token stays. $A = 8 d + 2 f + h + 4$. The
-# cheap half of the bytes is gone, and half of what is left costs products.
+# Without dropout there are no masks, which removes $2 d + h T$ elements. The fused kernel saves no matrices, only one
+# element per head and token. That gives $A = 8 d + 2 f + h + 4$. The activations that were cheap to recompute are gone,
+# so halving the memory now takes recomputed matrix products.
 #
-# :::{admonition} Exercise 2: when attention rules
+# :::{admonition} Exercise 2: when attention dominates
 # :class: note
-# From which length on do materialised matrices take more than everything else in a block, for BERT-large and for ours?
+# From which length on do materialized matrices take more than everything else in a block, for BERT-large and for ours?
 # :::
 
 # %% tags=["solution"]
@@ -702,11 +726,12 @@ for name, (d_, f_, h_) in {"BERT-large": (D, F, H), "ours": (d, f, h)}.items():
     print(f"{name}: T > {(10 * d_ + 2 * f_ + 4) / (3 * h_):.0f}")
 
 # %% [markdown]
-# $3 h T > 10 d + 2 f + 4$. With heads 64 wide, $d = 64 h$, and $f = 4 d$ that is $T > 384$ for any width.
+# The condition is $3 h T > 10 d + 2 f + 4$. With heads of width 64, $d = 64 h$ and $f = 4 d$, this means $T > 384$ at
+# any width.
 #
-# :::{admonition} Exercise 3: the last bytes
+# :::{admonition} Exercise 3: the price of a MiB
 # :class: note
-# What does a MiB cost, in FLOPs that run again, between two neighbouring budgets? Where is it dearest?
+# How many FLOPs are recomputed per MiB saved between two neighboring budgets? Where is a MiB most expensive?
 # :::
 
 # %% tags=["solution"]
@@ -714,25 +739,28 @@ dynamic = none.dynamic_peak_bytes / MIB
 pairs = sorted(line.items(), reverse=True)[::5]
 for (a, cost_a), (b, cost_b) in zip(pairs, pairs[1:]):
     price = (cost_b - cost_a) / ((a - b) / 100 * dynamic)
-    print(f"{a:5.1f} % -> {b:5.1f} %: {price:5.2f} % of the step's FLOPs for a MiB")
+    print(f"{a:5.1f} % -> {b:5.1f} %: {price:5.2f} % of the step's FLOPs per MiB")
 
 # %% [markdown]
-# The lower the budget the dearer the MiB, since the cheap ones are gone. So ask for the budget that you need, and no less.
+# The lower the budget, the more expensive the next MiB, because the cheap ones are already saved. So choose the largest
+# budget that fits.
 #
 # ## What we have seen
 #
-# - The switch keeps a block's input and runs its whole forward again. A plan keeps the products and makes the rest again,
-#   and starts with products only when the budget leaves no other way.
-# - A block of BERT keeps $10 d + 2 f + 3 h T + 4$ numbers per token where attention is materialised; more than half of
-#   them cost no FLOP.
-# - Losses, gradients and parameters are the same to the last bit, dropout included, over three steps.
-# - A budget is a float, bytes or a text, and the measured peak keeps it, at every length of a batch.
-# - On BERT-large with fused attention the cheap half is gone before anybody plans, and products are left to run again.
-# - The published third of the time is what one more forward of the blocks costs.
+# - Per-block checkpointing saves a block's input and recomputes its whole forward. A plan saves the outputs of matrix
+#   products and recomputes the rest. It recomputes products only when the budget leaves no other way.
+# - A block of BERT saves $10 d + 2 f + 3 h T + 4$ elements per token where attention is materialized. More than half of
+#   them can be recomputed without a matrix product.
+# - Losses, gradients and parameters are equal to the last bit over three steps, with dropout.
+# - A budget is a fraction, a number of bytes or a string. The measured peak stays within it, at every length of a
+#   batch.
+# - On BERT-large with fused attention, the cheap activations are gone before planning starts, and matrix products
+#   remain.
+# - The published increase of a third in time matches one extra forward of the blocks.
 #
 # ## Sources
 #
 # - {cite:t}`devlin2018`: model and task.
-# - {cite:t}`chen2016`: the switch.
-# - {cite:t}`dao2022`, {cite:t}`dao2023`: recomputing inside of attention.
-# - {cite:t}`korthikanti2022`: recomputing attention's core alone, by hand; they count what a block keeps in the same way.
+# - {cite:t}`chen2016`: per-block checkpointing.
+# - {cite:t}`dao2022`, {cite:t}`dao2023`: recomputation inside attention.
+# - {cite:t}`korthikanti2022`: manual recomputation of attention's core; the same way of counting what a block saves.
