@@ -194,9 +194,8 @@ for policy, plan in plans.items():
     budget = plans["full"].peak_bytes if policy == "auto" else None
     found = whole.plan(Sharding(4), budget, policy)
     same = found.timeline == plan.timeline and found.runs == plan.runs
-    print(
-        f"{policy:4}  from {CAPTURED} blocks: {plan.peak_bytes:,}   from all 8: {found.peak_bytes:,}  events equal: {same}"
-    )
+    peaks = f"from {CAPTURED} blocks: {plan.peak_bytes:,}   from all 8: {found.peak_bytes:,}"
+    print(f"{policy:4}  {peaks}   every event equal: {same}")
 
 # %% [markdown]
 # The choices for one block are those of {doc}`09_frontier`. They range from saving everything to saving nothing; each
