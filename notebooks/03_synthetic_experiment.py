@@ -68,7 +68,7 @@ config = replace(
 )
 
 # %% [markdown]
-# Both methods run at every length, from the same weights, on the same batches. The command for the same run is
+# Both methods run at every length, from the same weights, on the same batches. On the command line, the same run is
 #
 # ```bash
 # ackpt synthetic --dim 64 --ff-dim 256 --head-dim 16 --layers 12 --seq-len 128 256 512 1024
@@ -89,8 +89,8 @@ peaks = {m: [runs[m, T]["peak_bytes"] for T in lengths] for m in methods}
 
 # %%
 for T in lengths:
-    plain, recomputed = (runs[m, T]["losses"] for m in methods)
-    print(f"T = {T:4}  losses equal at all {len(plain)} steps: {plain == recomputed}")
+    base, recomputed = (runs[m, T]["losses"] for m in methods)
+    print(f"T = {T:4}  losses equal at all {len(base)} steps: {base == recomputed}")
 
 # %% [markdown]
 # ## The peak by hand
@@ -100,7 +100,7 @@ for T in lengths:
 # byte, we need the exact moment: the backward of the last block's down-projection. By then the backward of the loss and
 # of the last norm has freed what these saved, and the live elements per token are
 #
-# - $L A$, which the blocks saved and the input,
+# - $L A$ that the blocks saved, including the model's input,
 # - $d$ for the incoming gradient and $f$ for the outgoing gradient,
 # - $d$ for the loss, whose storage on the CPU is as large as its input.
 #
@@ -138,9 +138,9 @@ def baseline_peak(T):
 # $$ \text{peak}_i = \underbrace{4 \, T \, \bigl(A + (i + 2) \, d + f\bigr)}_{\text{falls from block to block}}
 #    + \underbrace{4 \, (L - i) \, P_\text{block}}_{\text{rises}} + \dots $$
 #
-# From one block to the next, a boundary of $4 \, T d$ bytes is freed, and block gradients of $4 \, P_\text{block}$
-# bytes are allocated. If the boundary is larger, the peak is at the first block of backward; otherwise it is at the
-# last.
+# From one block to the next, a boundary of $4 \, T d$ bytes is freed, and the gradients of a block,
+# $4 \, P_\text{block}$ bytes, are allocated. If the boundary is larger, the peak comes at the beginning of backward,
+# otherwise at the end.
 
 
 # %%
@@ -170,6 +170,8 @@ s_baseline = 4 * (L * A + 2 * d + f)
 s_below, s_above = (4 * (A + (i + 2) * d + f) for i in (1, L))
 print("bytes per token")
 print(f"baseline:             4 x ({L} x {A} + 2 x {d} + {f}) = {s_baseline:6}")
+print(f"checkpointed, T < T*: 4 x ({A} + 3 x {d} + {f})      = {s_below:6}")
+print(f"checkpointed, T > T*: 4 x ({A} + {L + 2} x {d} + {f})     = {s_above:6}")
 print(f"T* = P_block / d = {T_star:.0f} tokens")
 
 # %% [markdown]
@@ -182,12 +184,12 @@ for (i, a), (j, b) in pairwise(enumerate(lengths)):
 
 # %% [markdown]
 # The last interval contains the bend, so its checkpointed slope is a mixture of both slopes. Without checkpointing,
-# every block adds $4 A$ bytes per token to the slope. With checkpointing, it adds the $4 d$ bytes of its boundary
-# beyond the bend, and nothing below the bend: when that peak comes, the boundaries are freed and gradients have taken
-# their place.
+# every block adds $4 A$ bytes per token to the slope. With checkpointing, it adds the $4 d$ bytes of its boundary, but
+# only beyond the bend. Below the bend, the peak comes after the boundaries are freed, when gradients have taken their
+# place.
 
 # %%
-print(f"a block saves {4 * A} bytes per token, its boundary has {4 * d}: {A / d:.1f} times less")
+print(f"a block saves {4 * A} bytes per token, its boundary {4 * d}: {A / d:.1f} times fewer")
 
 # %% alt="Peak memory over tokens. Baseline: a steep straight line. Checkpointed: a line that rises many times more slowly and bends upwards a little at 768 tokens. The measured points are on the predicted lines."
 ticks = (128, 256, 512, 768, 1024)
@@ -209,8 +211,8 @@ figure
 # :::{admonition} Takeaway
 # :class: tip
 # Up to $T^* = P_\text{block} / d$ tokens, which is about $12 d$ for $f = 4 d$, the checkpointed peak comes at the *end*
-# of backward. It holds the activations of a single block, so more layers add only their parameters and optimizer state.
-# Beyond $T^*$, the peak comes at the beginning of backward, and every layer adds its boundary.
+# of backward. Only one block's activations are live then, so each further layer adds only its parameters, gradients and
+# Adam states. Beyond $T^*$, the peak comes at the beginning of backward, and every layer adds its boundary.
 # :::
 
 # %% [markdown]
@@ -265,7 +267,7 @@ path = write_text_atomic("results/tables/03_synthetic.md", table)
 # ```
 
 # %% [markdown]
-# ## The price
+# ## FLOPs and time
 #
 # Count a multiply-add as two operations. The matrices of one block cost $2 \, (4 d^2 + 2 d f)$ FLOPs per token.
 # Attention multiplies queries with keys and scores with values: two products of $T^2 d$ multiply-adds each. The
@@ -275,6 +277,7 @@ path = write_text_atomic("results/tables/03_synthetic.md", table)
 # $$ F_\text{matrices} = 2 \, T L \, (4 d^2 + 2 d f), \qquad F_\text{attention} = 4 \, T^2 L \, d, $$
 #
 # $$ \frac{\text{checkpointed}}{\text{baseline}} =
+#    \frac{4 \, F_\text{matrices} + 4.5 \, F_\text{attention}}{3 \, F_\text{matrices} + 3.5 \, F_\text{attention}} $$
 
 # %%
 for T in lengths:
@@ -314,8 +317,8 @@ for record in shapes:
     print(f"{m:10} T = {T:4}: {off}")
 
 # %% [markdown]
-# The prediction is exact. It even includes the storage of the loss: the loss is one element, but on the CPU its storage
-# has $T d$.
+# The prediction is exact. It even includes the storage of the loss, which is one element but has a storage of $T d$
+# elements on the CPU.
 #
 # Next, the published sizes, as on a GPU: fp32 weights, and matrix products in bf16.
 
@@ -336,7 +339,7 @@ columns = {
     "measured": "ours, measured, MiB",
 }
 caption = (
-    "Peaks at the published sizes: published by others, predicted for our model from shapes alone (without running it), "
+    "Peaks at the published sizes: as printed by others, predicted for our model from shapes alone (nothing was run), "
     "and measured with our model on a GPU."
 )
 table = markdown_table(rows, columns, caption, "tab-synthetic-published")
@@ -392,9 +395,9 @@ figure
 # %% [markdown]
 # ## Why ours and theirs differ
 #
-# Read backwards, the formulas show what the published peaks contain. We begin with the slope of the baseline, per
-# block. In bf16 our block saves the residual stream at the two norms in 4 bytes per element, all other activations in
-# 2, and its scales and sums in 4:
+# We can read the formulas backwards to see what the published peaks contain. We begin with the slope of the baseline,
+# per block. In bf16 our block saves the residual stream at the two norms in 4 bytes per element, all other activations
+# in 2, and its scales and sums in 4:
 #
 # $$ \underbrace{2 \cdot 4 d}_\text{norms} + \underbrace{2 \cdot 2 d}_\text{into qkv, up} +
 #    \underbrace{2 \cdot 3 d}_{q, k, v} + \underbrace{2 \cdot 3 d}_\text{attention} + \underbrace{2 \cdot 2 f}_\text{GELU, down} +
@@ -411,9 +414,9 @@ print(f"difference: {(per_block['published'] - per_block['predicted']) / D:.2f} 
 
 # %% [markdown]
 # (The predicted slope also contains the input and the temporaries at the peak, divided by 12 blocks.) The published
-# model saves half as much again: $20 d$ bytes and a little more per token and block, as much as five fp32 copies of the
-# block's input. A sequence of separate fp32 operations, such as an unfused norm, saves such copies, and a fused kernel
-# does not. The figures do not tell which operations they were.
+# model saves about half as much again: $20 d$ bytes and a little more per token and block, as much as five fp32 copies
+# of the block's input. A sequence of separate fp32 operations, such as an unfused norm, saves such copies, and a fused
+# kernel does not. The figures do not tell which operations they were.
 #
 # Next, the floor of the checkpointed peak:
 
@@ -451,7 +454,7 @@ print(f"published:          {peak / 2**20:6.1f} MiB")
 print(f"unexplained:        {(peak - usual.peak_bytes) / 2**20:6.1f} MiB")
 
 # %% [markdown]
-# The unexplained rest is small, and a prediction from shapes cannot see all of it, such as the workspaces of libraries.
+# The unexplained part is small. A prediction from shapes cannot see some of it, such as the workspaces of libraries.
 #
 # Finally, the bend. Ours is at $P_\text{block} / d$ tokens, where an fp32 boundary is as large as a block's gradients.
 # The published peaks have no bend between 8192 and 16384 tokens. Boundaries in bf16 would explain that: they are half
@@ -502,8 +505,8 @@ for a, b in ((3, 3.5), (4, 4.5)):
     print(f"{(a * matrices + b * attention / 2) / (a * matrices + b * attention):.4f}")
 
 # %% [markdown]
-# Memory depends on the number of tokens, wherever the sequences end. The 4 bytes are one more offset. Attention is
-# quadratic in the length of a sequence, so it costs half as much.
+# Memory depends on the number of tokens, not on where the sequences end. The 4 bytes are one more offset. Attention is
+# quadratic in the length of a sequence, so two sequences of half the length cost half as much.
 #
 # :::{admonition} Exercise 2: the omitted length
 # :class: note
@@ -571,11 +574,11 @@ for m, T in fits.items():
 #   last bit.
 # - Shapes alone give the peak, also for models and GPUs that are not available. The prediction is exact except for
 #   memory that kernels allocate internally.
-# - The slope and the floor of published peaks reveal their causes: more copies per token, and an optimizer with a
-#   temporary as large as the model.
+# - Slope and floor separate the causes of the published peaks: more copies per token, and an optimizer with a temporary
+#   as large as the model.
 #
 # ## Sources
 #
 # - {cite:t}`chen2016`: checkpointing every block.
-# - The published peaks and times are from a reference experiment without a paper. The files of `results/reference/`
-#   describe what is known of it.
+# - The published peaks and times are from a reference experiment without a paper. The files in `results/reference/`
+#   say what is known about it.
