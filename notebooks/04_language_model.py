@@ -1,15 +1,15 @@
 # %% [markdown]
 # # A language model
 #
-# After this chapter you know why checkpointing the blocks lowers only half of a language model's memory, and how to
-# compute the loss without ever allocating all logits.
+# After this chapter you know why checkpointing the blocks is only half of the work for a language model, and how to
+# compute its loss without ever allocating all logits.
 
 # %% [markdown]
 # ## Goals
 #
 # - Train a language model on real text with four methods, and see that they learn the same.
 # - Derive the memory of the vocabulary head, tokens times vocabulary times copies, and measure it.
-# - Compute the loss in chunks, so that all logits are never live at once, without additional FLOPs.
+# - Compute the loss in chunks, so that never all logits are live at once, without additional FLOPs.
 # - Derive the peak of all four methods, to the byte.
 # - Predict the peaks at the published sizes. The goal is at most 5200 MB where 15977 MB were published.
 #
@@ -87,7 +87,7 @@ print(f"ln V = {math.log(config.vocab_size):.4f}, entropy of the frequencies = {
 # :::{admonition} wikitext
 # :class: note
 # `ackpt lm --dataset wikitext` streams wikitext-103-raw-v1 from the Hugging Face hub, and `--dataset-path FOLDER` reads
-# a local copy (parquet or arrow). Without network and copy, the command stops with an error; it never replaces one
+# a local copy (parquet or arrow). If neither is available, the command stops with an error; it never replaces one
 # corpus by another.
 # :::
 
@@ -116,7 +116,7 @@ runs = {(r.config["method"], r.config["seq_len"]): r.metrics for r in records}
 
 # %% [markdown]
 # Checkpointing leaves the loss of every step equal to the last bit. The chunked loss sums in another order, so it may
-# differ in the last digits of fp32. With chunks, too, checkpointing changes nothing.
+# differ in the last digits of fp32. The two methods with a chunked loss again agree to the last bit.
 
 # %%
 for T in lengths:
@@ -226,7 +226,8 @@ print(f"measured {baseline.dynamic_peak_bytes:>32,}")
 #
 # ## The logits, in chunks
 #
-# The gradient of the cross-entropy does not require a backward. For one token with logits $z$ and target $y$,
+# The gradient of the cross-entropy can be computed in the forward already. For one token with logits $z$ and target
+# $y$, it is
 #
 # $$ \frac{\partial \ell}{\partial z} = \operatorname{softmax}(z) - e_y. $$
 #
@@ -235,12 +236,12 @@ print(f"measured {baseline.dynamic_peak_bytes:>32,}")
 # it computes logits, loss and gradients, and frees the logits before the next chunk. Backward only multiplies by the
 # gradient of the loss.
 #
-# The chunked head needs the gradients of the weight and of the hidden states, which every method needs, and one chunk
-# of logits in two copies, because `logsumexp` allocates a copy internally:
+# The chunked head allocates the gradients of the weight and of the hidden states, which every method needs, and the
+# logits of one chunk in two copies, because `logsumexp` makes a copy internally:
 #
 # $$ \text{chunked head} = 4 \, V d + 4 \, T d + 2 \cdot 4 \, r V \text{ bytes} $$
 #
-# A few bytes come in addition: a mask of $T$ bytes, two elements for each row of a chunk, and two for the loss.
+# It also allocates a mask of $T$ bytes, two elements for each row of a chunk, and two for the loss.
 
 
 # %%
@@ -265,8 +266,8 @@ for n in (2, 4, 8, 16, 32):
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# The gradient of the logits need not wait for backward, unlike that of any other activation. Chunking the loss
-# therefore does not trade time for memory: no operation runs twice.
+# The logits are the one activation whose gradient is known in the forward already. Chunking the loss therefore does not
+# trade time for memory: no operation runs twice.
 # :::
 
 # %% [markdown]
@@ -279,7 +280,7 @@ for n in (2, 4, 8, 16, 32):
 # $$ 4 \, T \, (L A + 2 d + 1) + 12 \, T V \qquad \text{or} \qquad 4 \, T \, (L d + 2 d + 1) + 12 \, T V. $$
 #
 # With the chunked loss alone, the peak stays in the head, with the bytes of the chunked head instead of $12 \, T V$.
-# With both, no logits are live at the peak. It comes at the end of backward, in the recomputed first block, when the
+# With both, the peak moves to a moment without logits: the end of backward, in the recomputed first block, when the
 # gradients of all other blocks are complete, as in {doc}`03_synthetic_experiment`.
 
 # %%
@@ -319,7 +320,7 @@ columns = {"method": "method"}
 for n in lengths:
     columns |= {f"{n}": f"{n} tokens, MiB", f"saved {n}": "reduction, %"}
 columns["flops"] = f"FLOPs at {lengths[-1]}, ratio"
-caption = f"Measured peaks of one step on the CPU (vocabulary {V}, {k} chunks), and its FLOPs divided by those of baseline."
+caption = f"Measured peaks of one training step on the CPU (vocabulary {V}, {k} chunks); FLOPs relative to baseline."
 table = markdown_table(rows, columns, caption, "tab-lm")
 path = write_text_atomic("results/tables/04_lm.md", table)
 
@@ -328,7 +329,7 @@ path = write_text_atomic("results/tables/04_lm.md", table)
 # ```
 #
 # What is live at the peak of each method? The allocator distinguishes activations and temporaries. The formulas above
-# tell how many of their bytes are logits.
+# give the part that is logits:
 
 # %%
 r = math.ceil(T / k)
@@ -351,7 +352,7 @@ figure = stacked_plot(
     methods,
     parts,
     f"Logits are {share:.0%} of the dynamic memory at the checkpointed peak; "
-    f"with a chunked loss it falls from {before:.1f} to {after:.1f} MiB",
+    f"chunking the loss lowers that peak from {before:.1f} to {after:.1f} MiB",
 )
 path = plots.save(figure, "results/figures/04_at_the_peak.png")
 figure
@@ -377,8 +378,8 @@ for n in lengths:
     print(f"  which is one forward of the blocks: {checkpointing == forward}")
 
 # %% [markdown]
-# Time on this machine: for each method the median step, and its ratio to the baseline of the same round, as median,
-# lowest and highest. (The median of ratios need not be the ratio of the medians.)
+# Each line below gives the time of the median step on this machine, and the ratio to the baseline of the same round:
+# median, lowest and highest. (The median of ratios need not be the ratio of the medians.)
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for m in methods:
@@ -411,8 +412,8 @@ for record in shapes:
     print(f"{m:24} {record.metrics['peak_bytes'] - runs[m, T]['peak_bytes']:10,}")
 
 # %% [markdown]
-# Both differences are explained. The ids and the targets of a real batch share one storage of $T + 1$ elements, while
-# the prediction allocates them separately: $8 (T - 1)$ bytes more. The copy that `logsumexp` allocates internally
+# Both differences have a known cause. The ids and the targets of a real batch share one storage of $T + 1$ elements,
+# while the prediction allocates them separately: $8 (T - 1)$ bytes more. The copy that `logsumexp` allocates internally
 # cannot be seen from shapes: if the peak is in the chunked head, the prediction is up to $4 r V$ bytes too low.
 
 # %%
@@ -461,8 +462,8 @@ figure = plots.bar_plot(
         "checkpoint, predicted": [ours["checkpoint", n] for n in long],
         "both, predicted": [ours["checkpoint+chunked-loss", n] for n in long],
     },
-    f"At {long[-1]} tokens both together are predicted at "
-    f"{best / theirs['baseline', long[-1]]:.0%} of the published baseline, "
+    f"With both, the predicted peak at {long[-1]} tokens is "
+    f"{best / theirs['baseline', long[-1]]:.0%} of the published baseline and "
     f"{best / theirs['checkpoint', long[-1]]:.0%} of the published checkpoint",
     xlabel="tokens in the sequence",
 )
@@ -481,7 +482,7 @@ for name, size in {"predicted": best, "predicted, plus the copy": best + missed}
 print(f"weights, gradients and Adam states: {16 * N / best:.0%} of the predicted peak")
 
 # %% [markdown]
-# A lower peak would have to reduce these.
+# To lower the peak further, one would have to reduce these.
 #
 # :::{admonition} With a GPU
 # :class: note
@@ -520,14 +521,14 @@ for m, size in hand.items():
 # Subtract the boundaries from the published slope of `checkpoint`, and divide the rest by the size of the vocabulary:
 
 # %%
-print(f"{(slope(theirs, 'checkpoint') - layers * 4 * D) / W:.2f} bytes for each logit")
+print(f"{(slope(theirs, 'checkpoint') - layers * 4 * D) / W:.2f} bytes per logit")
 
 # %% [markdown]
-# Sixteen bytes per logit are as many as four copies in fp32. At 8192 tokens these are most of the published memory with
+# Sixteen bytes per logit correspond to four copies in fp32. At 8192 tokens, they are most of the published memory with
 # checkpointed blocks.
 #
-# The formulas also tell which vocabulary is large. Blocks and logits need the same memory per token if
-# $10 V = L \, (24 d + 4 f + 12 h + 8)$. With checkpointed blocks, the logits compare with the boundaries:
+# The formulas also show when a vocabulary is large. Blocks and logits need the same memory per token if
+# $10 V = L \, (24 d + 4 f + 12 h + 8)$. With checkpointed blocks, we compare the logits with the boundaries instead:
 
 # %%
 print(f"V = {layers * block_bytes / 10:,.0f}; GPT-2 has {W:,}")
@@ -592,7 +593,6 @@ for n in (2, 4, 8, 16):
 # peak of `checkpoint+chunked-loss` for the model of this page? Predict it before you measure it, and consider when each
 # gradient is allocated.
 # :::
-# :::
 
 # %% tags=["solution"]
 task = lm.task(config, T)
@@ -617,12 +617,12 @@ print(f"measured {peak(False) - peak(True):,}; 12 V d + 4 = {12 * V * d + 4:,}")
 #
 # ## What we have seen
 #
-# - Four methods learn the same from real text. Checkpointing does not change a bit; chunking the loss changes only the
-#   order of a sum.
+# - Four methods learn the same from real text. Checkpointing changes no bit of the losses; chunking the loss changes
+#   only the order of a sum.
 # - The logits cost tokens times vocabulary times copies: 12 bytes per logit in fp32, 10 in bf16 here, and 16 in the
 #   published runs.
-# - The gradient of the logits is known as soon as they are, so the loss can be computed in chunks, without additional
-#   FLOPs.
+# - The gradient of the logits is known as soon as the logits are, so the loss can be computed in chunks, without
+#   additional FLOPs.
 # - Checkpointed blocks and a chunked loss belong together. At the published size and 8192 tokens, they are predicted to
 #   need about a quarter of the published baseline, and most of that is weights, gradients and Adam states.
 #
