@@ -1,29 +1,30 @@
 # %% [markdown]
 # # The synthetic experiment
 #
-# After this chapter you can say how high the peak of a training step is for any sequence length, plain and
-# checkpointed, to the byte and before it runs, and you can read a published table of peaks with the same formula.
+# After this chapter you can predict the peak of a training step for any sequence length, without and with checkpointed
+# blocks, to the byte and before it runs. You can also analyze a published table of peaks with the same formulas.
 
 # %% [markdown]
 # ## Goals
 #
-# - Repeat a published experiment, scaled down so that two CPU cores can do it.
-# - Derive the peak of both methods: a slope in bytes per token, and what stands under it.
-# - Find the length from which the boundaries, and not the gradients, decide the checkpointed peak.
-# - Pay the price: how many floating-point operations, how much time.
-# - Predict the published sizes from shapes alone, and explain where the published figures differ.
+# - Repeat a published experiment, scaled down to run on two CPU cores.
+# - Derive the peak of both methods: a slope in bytes per token above a fixed floor.
+# - Find the sequence length from which the boundaries, not the gradients, decide the checkpointed peak.
+# - Count the cost in floating-point operations, and measure it in time.
+# - Predict the peaks at the published sizes from shapes alone, and explain where the published figures differ.
 #
 # ## Notation
 #
 # | symbol | meaning |
 # |:--:|---|
-# | $T$ | tokens in the batch: here one sequence, so its length |
+# | $T$ | tokens in the batch; a batch is one sequence here, so $T$ is its length |
 # | $L$ | blocks |
 # | $d$, $f$, $h$ | width of the model, width inside the MLP, number of heads |
 # | $P_\text{block}$, $P$ | parameters of one block, of the model |
-# | $A$ | numbers that one block keeps per token from its forward to its backward |
+# | $A$ | elements that one block saves per token, from its forward to its backward |
 #
-# The *boundary* of a checkpointed block is its input: the one thing kept of it between forward and backward.
+# The *boundary* of a checkpointed block is its input, the only tensor of the block that is saved from forward to
+# backward.
 
 # %%
 from dataclasses import replace
@@ -47,10 +48,11 @@ SOURCE = "notebooks/03_synthetic_experiment.py"
 # %% [markdown]
 # ## The experiment
 #
-# A Transformer learns to reproduce random input: mean squared error, AdamW, one sequence a batch, packed variable-length
-# attention. It was published for $d = 1024$ and sequences of 2048 to 16384 tokens on a GPU. We divide $d$, $f$ and the
-# lengths by 16 and keep the 12 blocks. Weights and activations then both shrink by $16^2$, so the picture stays the same.
-# (A head is 16 wide, an eighth of the published one: narrower ones are slow on a CPU.)
+# A Transformer learns to reproduce random input: mean squared error, AdamW, one sequence per batch, packed
+# variable-length attention. The published experiment has $d = 1024$ and sequences of 2048 to 16384 tokens, and runs on
+# a GPU. We divide $d$, $f$ and the lengths by 16 and keep the 12 blocks. Weights and activations then both shrink by
+# $16^2$, so their ratio stays the same. (A head is 16 wide, an eighth of the published width: narrower heads are slow
+# on a CPU.)
 
 # %%
 published = synthetic.GPU
@@ -66,7 +68,7 @@ config = replace(
 )
 
 # %% [markdown]
-# Every length is run by both methods, from the same weights, on the same batches. In a terminal the same run is
+# Both methods run at every length, from the same weights, on the same batches. On the command line, the same run is
 #
 # ```bash
 # ackpt synthetic --dim 64 --ff-dim 256 --head-dim 16 --layers 12 --seq-len 128 256 512 1024
@@ -83,29 +85,29 @@ runs = {(r.config["method"], r.config["seq_len"]): r.metrics for r in records}
 peaks = {m: [runs[m, T]["peak_bytes"] for T in lengths] for m in methods}
 
 # %% [markdown]
-# Checkpointing must not change what is learned. The losses of all steps, compared as they are, without a tolerance:
+# Checkpointing must not change what the model learns. We compare the losses of all steps without a tolerance:
 
 # %%
 for T in lengths:
-    plain, recomputed = (runs[m, T]["losses"] for m in methods)
-    print(f"T = {T:4}  losses equal at all {len(plain)} steps: {plain == recomputed}")
+    base, recomputed = (runs[m, T]["losses"] for m in methods)
+    print(f"T = {T:4}  losses equal at all {len(base)} steps: {base == recomputed}")
 
 # %% [markdown]
 # ## The peak by hand
 #
-# **Without checkpointing** {doc}`01_where_memory_goes` found that one block keeps $A = 10 d + 2 f + 3 h + 2$ numbers per
-# token, its own input among them, and that the peak comes soon after backward begins. To get the peak to the byte we need
-# the exact moment: the backward of the last block's down-projection. By then the last norm and the loss have given
-# back what they kept, and what is alive per token is
+# **Without checkpointing.** {doc}`01_where_memory_goes` found that one block saves $A = 10 d + 2 f + 3 h + 2$ elements
+# per token, including its own input, and that the peak comes soon after backward begins. To predict the peak to the
+# byte, we need the exact moment: the backward of the last block's down-projection. By then the backward of the loss and
+# of the last norm has freed what these saved, and the live elements per token are
 #
-# - $L A$ numbers: what the blocks keep, and the input,
-# - $d$ for the gradient that has arrived, $f$ for the gradient that leaves,
-# - $d$ for the loss, which on the CPU lies in a storage as large as its input.
+# - $L A$ that the blocks saved, including the model's input,
+# - $d$ for the incoming gradient and $f$ for the outgoing gradient,
+# - $d$ for the loss, whose storage on the CPU is as large as its input.
 #
-# $$ s_\text{plain} = 4 \, (L A + 2 d + f) \text{ bytes per token} $$
+# $$ s_\text{baseline} = 4 \, (L A + 2 d + f) \text{ bytes per token} $$
 #
-# Under it stands what no token changes: parameters and Adam states, $12 P$ bytes and a step count for each of the
-# $8 L + 1$ parameter tensors, and two gradients, of the last norm and of this down-projection.
+# The floor does not depend on $T$. It consists of parameters and Adam states ($12 P$ bytes), a step count for each of
+# the $8 L + 1$ parameter tensors, and two gradients: those of the last norm and of this down-projection.
 
 # %%
 d, f, L = config.dim, config.ff_dim, config.layers
@@ -113,89 +115,92 @@ h = config.model().heads
 A = 10 * d + 2 * f + 3 * h + 2
 P_block = 4 * d**2 + 2 * d * f + 2 * d + 2 * (d // h)
 P = L * P_block + d
-always = 12 * P + 4 * (8 * L + 1) + 8  # 8: the two offsets of the packed sequence
+resident = 12 * P + 4 * (8 * L + 1) + 8  # 8: the two offsets of the packed sequence
 gradients = 4 * (1 + d + d * f)  # 1: the gradient of the loss
 
 
 # %%
-def plain_peak(T):
-    return always + gradients + 4 * T * (L * A + 2 * d + f)
+def baseline_peak(T):
+    return resident + gradients + 4 * T * (L * A + 2 * d + f)
 
 
 # %% [markdown]
-# **With checkpointed blocks** the forward keeps boundaries only, $d$ numbers each. Backward takes the blocks in turn, from
-# $L$ down to $1$, and computes each again just before it is needed. At the turn of block $i$ there are, per token,
+# **With checkpointed blocks** the forward saves only boundaries, $d$ elements per token each. Backward processes the
+# blocks from $L$ down to $1$, and recomputes each just before its own backward. While it processes block $i$, the live
+# elements per token are
 #
-# - $i \, d$ for the boundaries of blocks $1$ to $i$; those behind have been given back,
-# - $A - d$ for the one block that is whole, and $d$ for its output,
-# - $d + f$ for the two gradients and $d$ for the loss, as before,
+# - $i \, d$ for the boundaries of blocks $1$ to $i$; the later ones are already freed,
+# - $A - d$ for the recomputed block, and $d$ for its output,
+# - $d + f$ for the two gradients and $d$ for the loss, as before.
 #
-# and the gradients of the $L - i$ blocks behind are complete:
+# In addition, the gradients of the $L - i$ later blocks are complete:
 #
-# $$ \text{peak}_i = \underbrace{4 \, T \, \bigl(A + (i + 2) \, d + f\bigr)}_{\text{falls from turn to turn}}
+# $$ \text{peak}_i = \underbrace{4 \, T \, \bigl(A + (i + 2) \, d + f\bigr)}_{\text{falls from block to block}}
 #    + \underbrace{4 \, (L - i) \, P_\text{block}}_{\text{rises}} + \dots $$
 #
-# From one turn to the next a boundary goes, $4 \, T d$ bytes, and the gradient of a block comes, $4 \, P_\text{block}$ bytes.
-# Whichever is larger decides where the peak lies: at the first turn of backward or at the last.
+# From one block to the next, a boundary of $4 \, T d$ bytes is freed, and the gradients of a block,
+# $4 \, P_\text{block}$ bytes, are allocated. If the boundary is larger, the peak comes at the beginning of backward,
+# otherwise at the end.
 
 
 # %%
-def turn(T, i):
-    return always + gradients + 4 * T * (A + (i + 2) * d + f) + 4 * (L - i) * P_block
+def peak_at_block(T, i):
+    return resident + gradients + 4 * T * (A + (i + 2) * d + f) + 4 * (L - i) * P_block
 
 
 def checkpoint_peak(T):
-    return max(turn(T, 1), turn(T, L))
+    return max(peak_at_block(T, 1), peak_at_block(T, L))
 
 
 # %% [markdown]
-# Measured peak minus the formula, in bytes, for every length:
+# Measured peak minus the formula, in bytes, at every length:
 
 # %%
-for m, formula in zip(methods, (plain_peak, checkpoint_peak)):
+for m, formula in zip(methods, (baseline_peak, checkpoint_peak)):
     print(f"{m:10}", [peak - formula(T) for T, peak in zip(lengths, peaks[m])])
 
 # %% [markdown]
 # ## Two slopes and a bend
 #
-# The formulas with their numbers filled in:
+# The formulas with the sizes of our model:
 
 # %%
 T_star = P_block / d
-s_plain = 4 * (L * A + 2 * d + f)
+s_baseline = 4 * (L * A + 2 * d + f)
 s_below, s_above = (4 * (A + (i + 2) * d + f) for i in (1, L))
 print("bytes per token")
-print(f"plain:                4 x ({L} x {A} + 2 x {d} + {f}) = {s_plain:6}")
+print(f"baseline:             4 x ({L} x {A} + 2 x {d} + {f}) = {s_baseline:6}")
 print(f"checkpointed, T < T*: 4 x ({A} + 3 x {d} + {f})      = {s_below:6}")
 print(f"checkpointed, T > T*: 4 x ({A} + {L + 2} x {d} + {f})     = {s_above:6}")
 print(f"T* = P_block / d = {T_star:.0f} tokens")
 
 # %% [markdown]
-# And measured, from each length to the next, in bytes per token:
+# The measured slopes from each length to the next, in bytes per token:
 
 # %%
 for (i, a), (j, b) in pairwise(enumerate(lengths)):
-    plain, recomputed = ((peaks[m][j] - peaks[m][i]) / (b - a) for m in methods)
-    print(f"{a:4} -> {b:4}:  plain {plain:8.1f}  checkpointed {recomputed:7.1f}")
+    base, recomputed = ((peaks[m][j] - peaks[m][i]) / (b - a) for m in methods)
+    print(f"{a:4} -> {b:4}:  baseline {base:8.1f}  checkpointed {recomputed:7.1f}")
 
 # %% [markdown]
-# The last step crosses the bend, so the checkpointed slope there is a mixture. What makes the difference of the slopes:
-# without checkpointing every block costs $4 A$ bytes per token, with it a boundary costs $4 d$, or, below the bend,
-# nothing at all, because the boundaries have made room for the gradients by the time the peak comes.
+# The last interval contains the bend, so its checkpointed slope is a mixture of both slopes. Without checkpointing,
+# every block adds $4 A$ bytes per token to the slope. With checkpointing, it adds the $4 d$ bytes of its boundary, but
+# only beyond the bend. Below the bend, the peak comes after the boundaries are freed, when gradients have taken their
+# place.
 
 # %%
-print(f"a block keeps {4 * A} bytes per token, its boundary {4 * d}: {A / d:.1f} times less")
+print(f"a block saves {4 * A} bytes per token, its boundary {4 * d}: {A / d:.1f} times fewer")
 
-# %% alt="Peak memory over tokens. Plain: a steep straight line. Checkpointed: a line that rises many times slower and bends upwards a little at 768 tokens. Measured points lie on the predicted lines."
+# %% alt="Peak memory over tokens. Baseline: a steep straight line. Checkpointed: a line that rises many times more slowly and bends upwards a little at 768 tokens. The measured points are on the predicted lines."
 ticks = (128, 256, 512, 768, 1024)
 figure = plots.line_plot(
     ticks,
     measured={m: [runs[m, T]["peak_bytes"] if T in lengths else None for T in ticks] for m in methods},
     predicted={
-        "baseline": [plain_peak(T) for T in ticks],
+        "baseline": [baseline_peak(T) for T in ticks],
         "checkpoint": [checkpoint_peak(T) for T in ticks],
     },
-    title=f"Checkpointed, a token costs {s_below:,} bytes instead of {s_plain:,}, and "
+    title=f"With checkpointing, a token costs {s_below:,} bytes instead of {s_baseline:,}, and "
     f"{s_above:,} from {T_star:.0f} tokens on",
     xlabel="tokens in the sequence",
 )
@@ -205,34 +210,35 @@ figure
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Up to $T^* = P_\text{block} / d$ tokens, which is $12 d$ for $f = 4 d$, the checkpointed peak lies at the *end* of
-# backward and depends on one block only: more layers cost their parameters and nothing else. Beyond, it lies at the
-# beginning, and every layer adds its boundary.
+# Up to $T^* = P_\text{block} / d$ tokens, which is about $12 d$ for $f = 4 d$, the checkpointed peak comes at the *end*
+# of backward. Only one block's activations are live then, so each further layer adds only its parameters, gradients and
+# Adam states. Beyond $T^*$, the peak comes at the beginning of backward, and every layer adds its boundary.
 # :::
 
 # %% [markdown]
 # ## The two steps side by side
 #
-# The same step at the longest sequence, from left to right, on one axis of bytes.
+# The same step at the longest sequence, with both methods on one memory axis:
 
-# %% alt="Live memory of two training steps side by side. Baseline: activations rise in a ramp to the peak where backward begins, and fall. Checkpoint: a low staircase of boundaries in the forward, then one tooth per block in backward, each as high as one block, a quarter of the baseline's height in all."
+# %% alt="Live memory of two training steps side by side. Baseline: activations rise in a ramp to the peak, where backward begins, and fall. Checkpoint: a low staircase of boundaries in the forward, then one tooth per block in backward, each as high as one block. Its peak is a quarter of the baseline's."
 longest = lengths[-1]
 share = runs["checkpoint", longest]["peak_bytes"] / runs["baseline", longest]["peak_bytes"]
 figure = report.timelines_plot(
     [record for record in records if record.config["seq_len"] == longest],
-    f"{L} boundaries and one block at a time: {share:.0%} of the plain peak",
+    f"With {L} boundaries and one block at a time, the peak is {share:.0%} of the baseline's",
 )
 path = plots.save(figure, "results/figures/03_side_by_side.png")
 figure
 
 # %% [markdown]
-# - The ramp on the left has $L$ equal pieces, one block each; what they keep waits for backward.
-# - On the right the ramp has shrunk to a staircase of boundaries. The forward of each block leaves a spike: it computes
-#   all that the plain one computes, and drops it at once.
-# - Each tooth behind the dashed line is one recomputed block. The teeth lose height slowly: a boundary goes with each, the
-#   gradient of a block comes.
+# - Without checkpointing, the ramp has $L$ equal pieces, one per block. The activations stay live until backward reads
+#   them.
+# - With checkpointing, the ramp shrinks to a staircase of boundaries. The forward of each block is a spike: it
+#   allocates the same activations as the baseline and frees them at once.
+# - Each tooth after the dashed line is one recomputed block. The teeth get lower slowly, because from each tooth to the
+#   next a boundary is freed and the gradients of a block are added.
 #
-# Below the bend the teeth would gain height instead. The peaks, and what they cost:
+# Below the bend, the teeth would get higher instead. The table lists the peaks and the cost:
 
 # %% tags=["hide-input"]
 rows = [
@@ -249,12 +255,10 @@ columns = {
     "T": "tokens",
     "plain": "baseline, MiB",
     "checkpoint": "checkpoint, MiB",
-    "saved": "saved, %",
+    "saved": "reduction, %",
     "flops": "FLOPs, ratio",
 }
-caption = (
-    "Measured peaks of one step on the CPU, and the floating-point operations of checkpoint over those of baseline."
-)
+caption = "Measured peaks of one step on the CPU, and the FLOPs of checkpoint divided by those of baseline."
 table = markdown_table(rows, columns, caption, "tab-synthetic")
 path = write_text_atomic("results/tables/03_synthetic.md", table)
 
@@ -263,45 +267,46 @@ path = write_text_atomic("results/tables/03_synthetic.md", table)
 # ```
 
 # %% [markdown]
-# ## The price
+# ## FLOPs and time
 #
-# Count a multiply-add as two operations. The matrices of one block cost $2 \, (4 d^2 + 2 d f)$ per token. Attention
-# multiplies queries with keys and scores with values, two products of $T^2 d$ multiply-adds each. A matrix costs its
-# forward twice more in backward; attention two and a half times, because the flash kernel computes the scores again.
+# Count a multiply-add as two operations. The matrices of one block cost $2 \, (4 d^2 + 2 d f)$ FLOPs per token.
+# Attention multiplies queries with keys and scores with values: two products of $T^2 d$ multiply-adds each. The
+# backward of a matrix costs twice its forward. The backward of attention costs two and a half times its forward,
+# because the flash kernel recomputes the scores.
 #
 # $$ F_\text{matrices} = 2 \, T L \, (4 d^2 + 2 d f), \qquad F_\text{attention} = 4 \, T^2 L \, d, $$
 #
-# $$ \frac{\text{checkpointed}}{\text{plain}} =
+# $$ \frac{\text{checkpointed}}{\text{baseline}} =
 #    \frac{4 \, F_\text{matrices} + 4.5 \, F_\text{attention}}{3 \, F_\text{matrices} + 3.5 \, F_\text{attention}} $$
 
 # %%
 for T in lengths:
     matrices, attention = 2 * T * L * (4 * d**2 + 2 * d * f), 4 * T**2 * L * d
-    plain, recomputed = 3 * matrices + 3.5 * attention, 4 * matrices + 4.5 * attention
+    base, recomputed = 3 * matrices + 3.5 * attention, 4 * matrices + 4.5 * attention
     counted = [runs[m, T]["flops"] for m in methods]
-    equal = [plain, recomputed] == counted
-    print(f"T = {T:4}: equal to the count: {equal}, ratio {recomputed / plain:.4f}")
+    equal = [base, recomputed] == counted
+    print(f"T = {T:4}: equal to the count: {equal}, ratio {recomputed / base:.4f}")
 
 # %% [markdown]
-# The famous $4 / 3$ is the limit for short sequences, and the most it can be. Long ones, where attention rules, go towards
-# $9 / 7$: recomputing is cheaper where backward is dearer.
+# The well-known $4 / 3$ is the limit for short sequences and an upper bound. For long sequences attention dominates,
+# and the ratio approaches $9 / 7$: the more expensive the backward, the smaller the share of recomputation.
 #
-# Time is not a count. It is measured with both methods taking turns in one process, and the ratio is read within each
-# round; here are the median of five rounds, the lowest and the highest.
+# Time must be measured. Both methods alternate in one process, and each round gives one ratio. The lines below show the
+# median of five rounds, with the lowest and the highest.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for T in lengths:
     ratio = runs["checkpoint", T]["seconds_ratio"]
-    plain = runs["baseline", T]["seconds_step"]["median"]
+    base = runs["baseline", T]["seconds_step"]["median"]
     spread = f"x {ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-    print(f"T = {T:4}: plain {1e3 * plain:6.1f} ms, checkpointed {spread}")
+    print(f"T = {T:4}: baseline {1e3 * base:6.1f} ms, checkpointed {spread}")
 
 # %% [markdown]
 # ## The published sizes
 #
-# A peak depends on shapes alone, so it can be had without running anything: the very same step runs on tensors that have
-# shapes and no data, and their births and deaths are followed. Can this be trusted? For sizes measured above it must give
-# the measured bytes. Predicted minus measured, in bytes:
+# A peak depends on shapes alone, so predicting it requires no real step. The same step runs on tensors that have shapes
+# but no data, and the prediction follows their allocations and frees. At the sizes measured above, it must give the
+# measured bytes. Predicted minus measured, in bytes:
 
 # %%
 some = replace(config, seq_lens=(256, 1024))
@@ -312,9 +317,10 @@ for record in shapes:
     print(f"{m:10} T = {T:4}: {off}")
 
 # %% [markdown]
-# Everything is there to the byte; also the loss, which by its shape is one number and on the CPU has a storage of $T d$.
+# The prediction is exact. It even includes the storage of the loss, which is one element but has a storage of $T d$
+# elements on the CPU.
 #
-# Now the sizes as published, as on a GPU: fp32 weights, matrix products in bf16.
+# Next, the published sizes, as on a GPU: fp32 weights, and matrix products in bf16.
 
 # %%
 predicted = [record for group in predict_experiment(published, SOURCE) for record in group]
@@ -345,19 +351,20 @@ path = write_text_atomic("results/tables/03_published.md", table)
 #
 # :::{admonition} With a GPU
 # :class: note
-# Two commands fill the last column: the run at the published sizes, and this chapter once more.
+# Two commands fill the last column: the run at the published sizes, and a second run of this chapter.
 #
 # ```bash
 # ackpt synthetic --tier gpu --out results/gpu
 # nox -s reproduce -- --only 03
 # ```
 #
-# In Colab choose a runtime with a GPU, and run the first line in a cell of its own, with a `!` before it. From compute
-# capability 8.0 on, packed sequences are one kernel; older GPUs take them one by one.
+# In Colab, choose a runtime with a GPU, and run the first line in a cell of its own, with a `!` before it. From compute
+# capability 8.0 on, one kernel processes the packed sequences; on older GPUs they are processed one by one.
 # :::
 #
-# Before comparing: what is an "MB" of the published figures? From 2048 to 4096 tokens their checkpointed peak grows by
-# exactly 16.0000, and $16 \cdot 2^{20}$ bytes are $8 d$ bytes for each of the 2048 tokens. So it must be $2^{20}$ bytes.
+# Before comparing: what does "MB" mean in the published figures? From 2048 to 4096 tokens, the published checkpointed
+# peak grows by exactly 16.0000 MB. If an MB is $2^{20}$ bytes, that is exactly $8 d$ bytes for each of the 2048 tokens.
+# We therefore read MB as $2^{20}$ bytes.
 
 # %%
 theirs = {(r["method"], r["seq_len"]): r["peak"] * 2**20 for r in reference["rows"]}
@@ -378,8 +385,8 @@ cut = {name: 1 - peak["checkpoint", long[-1]] / peak["baseline", long[-1]] for n
 figure = plots.bar_plot(
     long,
     {f"{m}, {name}": [peak[m, T] for T in long] for m in methods for name, peak in both.items()},
-    f"At {long[-1]} tokens checkpointing takes off {cut['published']:.0%} of the peak as "
-    f"published, {cut['predicted']:.0%} as predicted for our model",
+    f"At {long[-1]} tokens, checkpointing lowers the published peak by {cut['published']:.0%} "
+    f"and the predicted peak of our model by {cut['predicted']:.0%}",
     xlabel="tokens in the sequence",
 )
 path = plots.save(figure, "results/figures/03_published.png")
@@ -388,9 +395,9 @@ figure
 # %% [markdown]
 # ## Why ours and theirs differ
 #
-# The formula can be read backwards, to see in the published peaks what was in memory. First the plain slope, per block. In
-# bf16 a block of ours keeps the residual stream at the two norms in 4 bytes, all other activations in 2, and its scales
-# and sums in 4:
+# We can read the formulas backwards to see what the published peaks contain. We begin with the slope of the baseline,
+# per block. In bf16 our block saves the residual stream at the two norms in 4 bytes per element, all other activations
+# in 2, and its scales and sums in 4:
 #
 # $$ \underbrace{2 \cdot 4 d}_\text{norms} + \underbrace{2 \cdot 2 d}_\text{into qkv, up} +
 #    \underbrace{2 \cdot 3 d}_{q, k, v} + \underbrace{2 \cdot 3 d}_\text{attention} + \underbrace{2 \cdot 2 f}_\text{GELU, down} +
@@ -406,25 +413,25 @@ for name, size in {"by hand": by_hand, **per_block}.items():
 print(f"difference: {(per_block['published'] - per_block['predicted']) / D:.2f} d")
 
 # %% [markdown]
-# (The predicted slope also holds the input and what the peak's moment adds, shared by 12 blocks.) The published model
-# keeps half as much again: $20 d$ bytes and a little more for every token and block, as much as five fp32 copies of the
-# block's input. Operations that run in fp32 one by one, as unfused norms do, leave such copies, and a fused kernel does
-# not; but which ones they were, the figures do not tell.
+# (The predicted slope also contains the input and the temporaries at the peak, divided by 12 blocks.) The published
+# model saves about half as much again: $20 d$ bytes and a little more per token and block, as much as five fp32 copies
+# of the block's input. A sequence of separate fp32 operations, such as an unfused norm, saves such copies, and a fused
+# kernel does not. The figures do not tell which operations they were.
 #
-# Then the floor under the checkpointed peak:
+# Next, the floor of the checkpointed peak:
 
 # %%
 D_block = 4 * D**2 + 2 * D * F + 2 * D + 2 * (D // H)  # parameters of a published block
 P_published = L * D_block + D
 at_no_tokens = theirs["checkpoint", 2048] - 2048 * slope(theirs, "checkpoint", 2048, 4096)
-print(f"published, at no tokens: {at_no_tokens / 2**20:6.1f} MiB")
-print(f"16 P:                    {16 * P_published / 2**20:6.1f} MiB")
-print(f"20 P:                    {20 * P_published / 2**20:6.1f} MiB")
+print(f"published, extrapolated to 0 tokens: {at_no_tokens / 2**20:6.1f} MiB")
+print(f"16 P:                                {16 * P_published / 2**20:6.1f} MiB")
+print(f"20 P:                                {20 * P_published / 2**20:6.1f} MiB")
 
 # %% [markdown]
-# $16 P$ bytes are weights, gradients and Adam states. Theirs are about $4 P$ more, and torch's usual AdamW on a GPU
-# explains them: it updates all parameters together (*foreach*) and makes a temporary as large as the model. Ours updates
-# in one fused kernel without any. The prediction tells what the usual one would cost:
+# $16 P$ bytes are the weights, gradients and Adam states. The published floor is about $4 P$ higher. Torch's default
+# AdamW on a GPU explains the difference: it updates all parameters together (*foreach*) and allocates a temporary as
+# large as the model. Our fused kernel allocates none. The prediction shows what the default would cost:
 
 # %%
 task = synthetic.task(replace(published, device="cpu"), 2048)
@@ -444,14 +451,14 @@ peak = theirs["checkpoint", 2048]
 print(f"predicted, fused:   {ours['checkpoint', 2048] / 2**20:6.1f} MiB at 2048 tokens")
 print(f"predicted, foreach: {usual.peak_bytes / 2**20:6.1f} MiB")
 print(f"published:          {peak / 2**20:6.1f} MiB")
-print(f"left:               {(peak - usual.peak_bytes) / 2**20:6.1f} MiB")
+print(f"unexplained:        {(peak - usual.peak_bytes) / 2**20:6.1f} MiB")
 
 # %% [markdown]
-# What is left is small, and some of it no prediction from shapes can see: workspaces of the libraries, for one.
+# The unexplained part is small. A prediction from shapes cannot see some of it, such as the workspaces of libraries.
 #
-# Last the bend. Ours comes at $P_\text{block} / d$ tokens, where a boundary, in fp32, weighs as much as a block's gradient.
-# In the published peaks there is none between 8192 and 16384. Boundaries in bf16 would explain that: they weigh half, so
-# the bend comes at twice the length.
+# Finally, the bend. Ours is at $P_\text{block} / d$ tokens, where an fp32 boundary is as large as a block's gradients.
+# The published peaks have no bend between 8192 and 16384 tokens. Boundaries in bf16 would explain that: they are half
+# as large, so the bend comes at twice the length.
 
 # %%
 print(f"bend at {D_block / D:,.0f} tokens, in bf16 at {2 * D_block / D:,.0f}")
@@ -463,12 +470,13 @@ for a, b in pairwise(long):
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Two runs of "the same" model can differ by half in their slope, through copies that operations leave, and by a model's
-# size in their floor, through how the optimizer steps. Slopes and floors tell these apart; a single peak does not.
+# Two runs of "the same" model can differ by half in their slope, because some operations save additional copies, and by
+# the size of the model in their floor, because of the optimizer's implementation. Slope and floor separate these
+# causes; a single peak does not.
 # :::
 
 # %% [markdown]
-# Where the numbers of this page were made:
+# The numbers of this page were measured here:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 records[0].environment
@@ -478,8 +486,8 @@ records[0].environment
 #
 # :::{admonition} Exercise 1: one sequence or two
 # :class: note
-# Pack two sequences of 512 tokens instead of one of 1024. What happens to the peak, and what to the FLOPs? Predict both
-# before you run it.
+# Pack two sequences of 512 tokens instead of one of 1024. How do the peak and the FLOPs change? Predict both before you
+# run it.
 # :::
 
 # %% tags=["solution"]
@@ -497,18 +505,18 @@ for a, b in ((3, 3.5), (4, 4.5)):
     print(f"{(a * matrices + b * attention / 2) / (a * matrices + b * attention):.4f}")
 
 # %% [markdown]
-# Only tokens count for the bytes, wherever the sequences end; the 4 bytes are one more offset. Attention, which is
-# quadratic in the length of a sequence, has half the work.
+# Memory depends on the number of tokens, not on where the sequences end. The 4 bytes are one more offset. Attention is
+# quadratic in the length of a sequence, so two sequences of half the length cost half as much.
 #
-# :::{admonition} Exercise 2: the length that was left out
+# :::{admonition} Exercise 2: the omitted length
 # :class: note
-# The published lengths divided by 16 contain 768, and this page left it out. Measure it. How far is the formula off, and
-# where does the peak lie? Hint: `predict` does not see memory that a kernel takes and gives back inside itself.
+# The published lengths divided by 16 include 768, which this page omits. Measure it. By how much is the formula off,
+# and where is the peak? Hint: `predict` does not see a kernel's workspace.
 # :::
 
 # %% tags=["solution"]
 (odd,) = synthetic.run_synthetic(replace(config, seq_lens=(768,), steps=1), timed_rounds=0)
-for record, formula in zip(odd, (plain_peak, checkpoint_peak)):
+for record, formula in zip(odd, (baseline_peak, checkpoint_peak)):
     print(f"{record.config['method']:10}", record.metrics["peak_bytes"] - formula(768))
 
 # %% tags=["solution"]
@@ -521,7 +529,7 @@ def attend(q, k, v):
     return lambda: attention(q, k, v, offsets, len(q)).backward(q.detach())
 
 
-def scratch(T):
+def workspace(T):
     real = [torch.randn(T, h, d // h, requires_grad=True) for _ in "qkv"]
     with FakeTensorMode():
         shapes = [torch.randn(T, h, d // h, requires_grad=True) for _ in "qkv"]
@@ -529,18 +537,18 @@ def scratch(T):
     return measure(attend(*real), resident=real, repeats=0).peak_bytes - seen
 
 
-print({T: scratch(T) for T in (512, 640, 768, 1024)})
+print({T: workspace(T) for T in (512, 640, 768, 1024)})
 
 # %% [markdown]
-# From 768 tokens on the CPU's attention kernel takes tiles of 256 queries instead of 64, against 512 keys each. Its
-# backward holds two tiles in fp32 for each of two threads, $2 \cdot 2 \cdot 256 \cdot 512 \cdot 4$ bytes, or 2 MiB. At 768
-# tokens that lifts the attention of a block above its down-projection, where our formula sees the peak. At 1024 the MLP has
-# grown past it again, and at the published sizes nobody would notice 2 MiB.
+# From 768 tokens on, the CPU's attention kernel uses tiles of 256 queries instead of 64, against 512 keys each. Its
+# backward allocates two tiles in fp32 for each of two threads: $2 \cdot 2 \cdot 256 \cdot 512 \cdot 4$ bytes, or 2 MiB.
+# At 768 tokens, this lifts the attention of a block above its down-projection, where our formula expects the peak. At
+# 1024 tokens the MLP is larger again. At the published sizes, 2 MiB would not matter.
 #
 # :::{admonition} Exercise 3: what fits
 # :class: note
-# A GPU has 24 GiB. How many tokens of one sequence can the published model be trained on, plain and checkpointed? Estimate
-# both from the table and the slopes, then ask `predict_experiment`.
+# A GPU has 24 GiB. On how many tokens of one sequence can you train the published model, without and with checkpointed
+# blocks? Estimate both from the table and the slopes, then check with `predict_experiment`.
 # :::
 
 # %% tags=["solution"]
@@ -559,18 +567,18 @@ for m, T in fits.items():
 # %% [markdown]
 # ## What we have seen
 #
-# - Plain, the peak is $4 \, (L A + 2 d + f)$ bytes per token above weights and Adam states; checkpointed it is the cost of
-#   one block, $4 \, (A + 3 d + f)$, plus a boundary per layer, $4 d$, beyond $P_\text{block} / d$ tokens. Both were measured
-#   to the byte.
-# - Checkpointing every block costs at most a third more FLOPs, and less the longer the sequence. The losses do not change
-#   by a bit.
-# - A peak can be had from shapes alone, for models and GPUs that are not there, as exactly as the kernels keep no secret
-#   memory.
-# - Published peaks can be taken apart by slope and floor: more copies per token, and an optimizer with a temporary as large
-#   as the model.
+# - Above parameters and Adam states, the baseline needs $4 \, (L A + 2 d + f)$ bytes per token. With checkpointing, a
+#   token costs one block, $4 \, (A + 3 d + f)$ bytes. Beyond $P_\text{block} / d$ tokens, it also costs a boundary,
+#   $4 d$ bytes, for each further layer. Both were measured to the byte.
+# - Per-block checkpointing costs at most a third more FLOPs, and less for longer sequences. The losses are equal to the
+#   last bit.
+# - Shapes alone give the peak, also for models and GPUs that are not available. The prediction is exact except for
+#   memory that kernels allocate internally.
+# - Slope and floor separate the causes of the published peaks: more copies per token, and an optimizer with a temporary
+#   as large as the model.
 #
 # ## Sources
 #
-# - {cite:t}`chen2016`: the checkpoint around every block.
-# - The published peaks and times are from a reference experiment without a paper; what is known of it stands in the files
-#   of `results/reference/`.
+# - {cite:t}`chen2016`: checkpointing every block.
+# - The published peaks and times are from a reference experiment without a paper. The files in `results/reference/`
+#   say what is known about it.

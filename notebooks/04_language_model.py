@@ -1,28 +1,28 @@
 # %% [markdown]
 # # A language model
 #
-# After this chapter you know why checkpointing the blocks of a language model is only half of the work, and how the other
-# half, the logits, can be had without ever being there.
+# After this chapter you know why checkpointing the blocks is only half of the work for a language model, and how to
+# compute its loss without ever allocating all logits.
 
 # %% [markdown]
 # ## Goals
 #
-# - Train a language model on real text by four methods, and see that they learn the same.
-# - Derive what the vocabulary head costs, tokens times vocabulary times copies, and measure it.
-# - Compute the loss in chunks, so that the logits never exist whole, at no extra operation.
-# - Write down the peak of all four methods, to the byte.
-# - Predict the published sizes and compare, with a goal of at most 5200 MB where 15977 were published.
+# - Train a language model on real text with four methods, and see that they learn the same.
+# - Derive the memory of the vocabulary head, tokens times vocabulary times copies, and measure it.
+# - Compute the loss in chunks, so that never all logits are live at once, without additional FLOPs.
+# - Derive the peak of all four methods, to the byte.
+# - Predict the peaks at the published sizes. The goal is at most 5200 MB where 15977 MB were published.
 #
 # ## Notation
 #
 # | symbol | meaning |
 # |:--:|---|
-# | $T$ | tokens in the batch: here one sequence, so its length |
-# | $V$ | vocabulary of the model |
+# | $T$ | tokens in the batch; a batch is one sequence here, so $T$ is its length |
+# | $V$ | entries in the model's vocabulary |
 # | $k$, $r$ | chunks of the loss, and tokens in a chunk: $r = \lceil T / k \rceil$ |
 # | $L$, $d$, $f$, $h$ | blocks; width of the model, of the MLP; heads |
 # | $P_\text{block}$, $P$ | parameters of one block, of the model |
-# | $A$ | numbers that one block keeps per token, from {doc}`01_where_memory_goes` |
+# | $A$ | elements that one block saves per token, from {doc}`01_where_memory_goes` |
 
 # %%
 import math
@@ -51,9 +51,9 @@ config = replace(lm.CPU, steps=20)
 # %% [markdown]
 # ## The text
 #
-# The published experiment reads wikitext-103. This page reads what needs no network: the *embedded* corpus, the language
-# reference that every Python carries (`pydoc_data.topics`). Another version of Python has another text, so here is its
-# fingerprint.
+# The published experiment reads wikitext-103. This page reads a text that needs no network: the *embedded* corpus, the
+# language reference in Python's standard library (`pydoc_data.topics`). The text depends on the version of Python, so
+# we print its fingerprint.
 
 # %%
 text = embedded_corpus()
@@ -61,7 +61,7 @@ print(f"{len(text):,} characters, {len(text.encode()):,} bytes")
 print("sha256", corpus_fingerprint(text))
 
 # %% [markdown]
-# The tokenizer, byte-pair encoding over bytes, is trained on the corpus itself.
+# The tokenizer uses byte-pair encoding over bytes and is trained on the same corpus.
 
 # %%
 tokenizer = train_tokenizer(text, config.tokenizer_vocab)
@@ -73,8 +73,9 @@ stream = token_stream(config.dataset, config.tokenizer_vocab)
 print(f"{len(stream):,} tokens, {len(text) / len(stream):.2f} characters each")
 
 # %% [markdown]
-# Two numbers to hold the losses against. Knowing nothing, all $V$ tokens are equally likely and the loss is $\ln V$.
-# Knowing how often each token occurs, but nothing of its context, it is the entropy of these frequencies.
+# We compare the losses with two values. A model that knows nothing assigns the same probability to all $V$ tokens, and
+# its loss is $\ln V$. A model that knows how often each token occurs, but ignores the context, has the entropy of these
+# frequencies as its loss.
 
 # %%
 frequency = torch.bincount(stream).double() / len(stream)
@@ -85,9 +86,9 @@ print(f"ln V = {math.log(config.vocab_size):.4f}, entropy of the frequencies = {
 # %% [markdown]
 # :::{admonition} wikitext
 # :class: note
-# `ackpt lm --dataset wikitext` streams wikitext-103-raw-v1 from the Hugging Face hub, and
-# `--dataset-path FOLDER` reads a local copy (parquet or arrow). Without a network and without a copy the command says so
-# and stops; no corpus silently takes the place of another.
+# `ackpt lm --dataset wikitext` streams wikitext-103-raw-v1 from the Hugging Face hub, and `--dataset-path FOLDER` reads
+# a local copy (parquet or arrow). If neither is available, the command stops with an error; it never replaces one
+# corpus by another.
 # :::
 
 # %% [markdown]
@@ -95,13 +96,14 @@ print(f"ln V = {math.log(config.vocab_size):.4f}, entropy of the frequencies = {
 #
 # | method | blocks | loss |
 # |---|---|---|
-# | `baseline` | keep everything | all logits at once |
+# | `baseline` | all activations saved | all logits at once |
 # | `checkpoint` | recomputed in backward | all logits at once |
-# | `chunked-loss` | keep everything | in $k$ chunks |
+# | `chunked-loss` | all activations saved | in $k$ chunks |
 # | `checkpoint+chunked-loss` | recomputed in backward | in $k$ chunks |
 #
-# The model is the one of {doc}`03_synthetic_experiment`, now causal, with an embedding below and a head of $V \times d$
-# weights above, not tied. In a terminal the run of this page is `ackpt lm`.
+# The model is that of {doc}`03_synthetic_experiment` with causal attention, an embedding before the blocks, and a head
+# of $V \times d$ weights after them. Embedding and head are not tied. On the command line, the run of this page is
+# `ackpt lm`.
 
 # %%
 records = [record for group in lm.run_lm(config, SOURCE) for record in group]
@@ -113,8 +115,8 @@ lengths, methods = config.seq_lens, config.methods
 runs = {(r.config["method"], r.config["seq_len"]): r.metrics for r in records}
 
 # %% [markdown]
-# Checkpointing changes nothing, to the last bit at every step. The chunked loss adds up in another order, so it may differ
-# in the last digits of fp32; its two methods, again, are equal.
+# Checkpointing leaves the loss of every step equal to the last bit. The chunked loss sums in another order, so it may
+# differ in the last digits of fp32. The two methods with a chunked loss again agree to the last bit.
 
 # %%
 for T in lengths:
@@ -128,7 +130,7 @@ for T in lengths:
 shown = sorted({1, 5, 10, config.steps})
 rows = [{"method": m} | {f"step {n}": f"{runs[m, lengths[-1]]['losses'][n - 1]:.4f}" for n in shown} for m in methods]
 columns = {name: name for name in rows[0]}
-caption = f"Losses (nats per token) of the four methods at {lengths[-1]} tokens, to four digits."
+caption = f"Losses (nats per token) of the four methods at {lengths[-1]} tokens, to four decimal places."
 table = markdown_table(rows, columns, caption, "tab-lm-losses")
 path = write_text_atomic("results/tables/04_losses.md", table)
 
@@ -136,7 +138,7 @@ path = write_text_atomic("results/tables/04_losses.md", table)
 # ```{include} ../../results/tables/04_losses.md
 # ```
 
-# %% alt="Loss over twenty steps for two sequence lengths: both fall from the logarithm of the vocabulary, a dashed line at 8.3 nats, towards the entropy of the token frequencies, a dashed line at 6.2 nats, and have gone about a third of the way."
+# %% alt="Loss over twenty steps for two sequence lengths: both fall from the logarithm of the vocabulary size, a dashed line at 8.3 nats, towards the entropy of the token frequencies, a dashed line at 6.2 nats, and cover about a third of the distance."
 steps = range(1, config.steps + 1)
 losses = {T: runs["baseline", T]["losses"] for T in lengths}
 agree = sum(a == b for T in lengths for a, b in zip(losses[T], runs["checkpoint", T]["losses"]))
@@ -147,7 +149,7 @@ figure = plots.line_plot(
         "ln V": [math.log(config.vocab_size)] * len(steps),
         "entropy of the\nfrequencies": [entropy] * len(steps),
     },
-    title=f"Real text is learned, and checkpointing leaves {agree} of "
+    title=f"The model learns from real text, and checkpointing leaves {agree} of "
     f"{len(lengths) * len(steps)} losses equal to the last bit",
     xlabel="step",
     ylabel="loss (nats per token)",
@@ -160,10 +162,10 @@ path = plots.save(figure, "results/figures/04_losses.png")
 figure
 
 # %% [markdown]
-# Does the model learn more than frequencies? Take 150 steps with a larger step size. When the loss has fallen below the
-# entropy of the frequencies, the model must be looking at what came before. (Over 150 steps the last bit of a sum grows into
-# the second decimal place of the loss, and processors differ in that bit. The tests therefore compare this loss with the
-# entropy, not with the loss on this page.)
+# Does the model learn more than frequencies? We train for 150 steps with a larger learning rate. If the loss falls
+# below the entropy of the frequencies, the model must be using the context. (Over 150 steps, a difference in the last
+# bit of a sum grows into the second decimal place of the loss, and processors differ in that bit. The tests therefore
+# compare this loss with the entropy, not with the loss on this page.)
 
 # %% tags=["nbval-ignore-output"]
 lean = "checkpoint+chunked-loss"
@@ -190,17 +192,17 @@ def likely(prompt):
 # %% [markdown]
 # ## What the head costs
 #
-# The head turns each token's $d$ numbers into $V$ logits, one for each entry of the vocabulary. Nothing else in the model
-# is as wide: GPT-2's vocabulary has 50257 entries. The plain loss makes three tensors of $T V$ numbers that are alive
-# together when backward begins:
+# The head computes $V$ logits from the $d$ elements of each token, one for each entry of the vocabulary. No other
+# tensor in the model is as wide: GPT-2's vocabulary has 50257 entries. The loss of the baseline allocates three tensors
+# of $T V$ elements that are live together when backward begins:
 #
-# 1. the logarithms of the probabilities, kept from the forward (the logits themselves are gone by then),
-# 2. the gradient with respect to these,
-# 3. and the gradient with respect to the logits.
+# 1. the log-probabilities, saved by the forward (the logits themselves are freed by then),
+# 2. the gradient with respect to the log-probabilities,
+# 3. the gradient with respect to the logits.
 #
 # $$ \text{head} = T \cdot V \cdot 4 \text{ bytes} \cdot 3 \text{ copies} $$
 #
-# The head alone, without a model under it:
+# We measure the head alone, without a model:
 
 # %%
 d, V, T, k = config.dim, config.vocab_size, lengths[-1], config.loss_chunks
@@ -210,34 +212,36 @@ targets = torch.randint(V, (T,))
 
 
 # %%
-def plain_head():
+def baseline_head():
     states.grad = head.weight.grad = None
     F.cross_entropy(head(states), targets).backward()
 
 
-plain = measure(plain_head, resident=[states, head, targets], repeats=0)
+baseline = measure(baseline_head, resident=[states, head, targets], repeats=0)
 print(f"{T} x {V} x 4 bytes x 3 copies = {T * V * 4 * 3:,}")
-print(f"measured {plain.dynamic_peak_bytes:>32,}")
+print(f"measured {baseline.dynamic_peak_bytes:>32,}")
 
 # %% [markdown]
-# (The 8 bytes are the loss and its gradient.)
+# (The additional 8 bytes are the loss and its gradient.)
 #
 # ## The logits, in chunks
 #
-# The gradient of the cross-entropy needs no backward to be known. For one token with logits $z$ and target $y$,
+# The gradient of the cross-entropy can be computed in the forward already. For one token with logits $z$ and target
+# $y$, it is
 #
-# $$ \frac{\partial \ell}{\partial z} = \operatorname{softmax}(z) - e_y, $$
+# $$ \frac{\partial \ell}{\partial z} = \operatorname{softmax}(z) - e_y. $$
 #
-# so as soon as its logits are there, so is their gradient, and with it what the token adds to the gradients of its state
-# and of the weight. `ackpt.chunked_cross_entropy` takes $r$ tokens at a time: logits, loss, gradients, and the logits go
-# before the next chunk comes. Backward has nothing left to do but to multiply by the gradient of the loss.
+# So as soon as a token's logits are computed, we can also compute their gradient, and from it the token's contribution
+# to the gradients of its hidden state and of the weight. `ackpt.chunked_cross_entropy` processes $r$ tokens at a time:
+# it computes logits, loss and gradients, and frees the logits before the next chunk. Backward only multiplies by the
+# gradient of the loss.
 #
-# What remains is the gradient of the weight and of the states, which would be there anyway, and one chunk of logits in two
-# copies, since `logsumexp` makes one inside itself:
+# The chunked head allocates the gradients of the weight and of the hidden states, which every method needs, and the
+# logits of one chunk in two copies, because `logsumexp` makes a copy internally:
 #
 # $$ \text{chunked head} = 4 \, V d + 4 \, T d + 2 \cdot 4 \, r V \text{ bytes} $$
 #
-# and a few numbers for each row: a mask of $T$ bytes, two numbers for each row of a chunk, two for the loss.
+# It also allocates a mask of $T$ bytes, two elements for each row of a chunk, and two for the loss.
 
 
 # %%
@@ -255,29 +259,29 @@ def chunked_head(k):
 # %%
 for n in (2, 4, 8, 16, 32):
     run = measure(partial(chunked_head, n), resident=[states, head, targets], repeats=0)
-    size, more = run.dynamic_peak_bytes, run.flops - plain.flops
+    size, more = run.dynamic_peak_bytes, run.flops - baseline.flops
     off = size - chunked_bytes(T, V, n)
     print(f"{n:2} chunks: {size:>10,} bytes, formula off by {off}, {more} more FLOPs")
 
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# The logits are the one activation that need not wait for its backward. Chunking them is no trade of time for memory: not
-# one operation is done twice.
+# The logits are the one activation whose gradient is known in the forward already. Chunking the loss therefore does not
+# trade time for memory: no operation runs twice.
 # :::
 
 # %% [markdown]
 # ## The whole step
 #
-# Per token, the blocks keep $L A$ numbers, or with checkpointing a boundary each, $L d$; the last norm keeps its input and a
-# scale, $d + 1$; and its output, $d$, waits for the head's backward. With the plain loss the peak is in the head, with all of
-# that alive:
+# Per token, the blocks save $L A$ elements, or with checkpointing only their boundaries, $L d$. The last norm saves its
+# input and a scale, $d + 1$. Its output, $d$, is saved for the head's backward. With the loss in one piece, the peak is
+# in the head, where all of these are live:
 #
 # $$ 4 \, T \, (L A + 2 d + 1) + 12 \, T V \qquad \text{or} \qquad 4 \, T \, (L d + 2 d + 1) + 12 \, T V. $$
 #
-# With the chunked loss alone the peak stays in the head, and it is the chunked head's bytes that stand on top. With both, no
-# logits are left when the peak comes: it has moved to the last turn of backward, the recomputed first block, when all but
-# one block's gradients are there, as in {doc}`03_synthetic_experiment`.
+# With the chunked loss alone, the peak stays in the head, with the bytes of the chunked head instead of $12 \, T V$.
+# With both, the peak moves to a moment without logits: the end of backward, in the recomputed first block, when the
+# gradients of all other blocks are complete, as in {doc}`03_synthetic_experiment`.
 
 # %%
 f, L, h = config.ff_dim, config.layers, config.model().heads
@@ -288,14 +292,14 @@ P = L * P_block + d + 2 * V * d
 
 # %%
 def by_hand(method, T):
-    always = 12 * P + 4 * (8 * L + 3) + 8 * (T + 1) + 8  # states, counts, ids, offsets
-    kept = 4 * T * ((L * d if "checkpoint" in method else L * A) + 2 * d + 1)
+    resident = 12 * P + 4 * (8 * L + 3) + 8 * (T + 1) + 8  # parameters and Adam states, step counts, ids, offsets
+    saved = 4 * T * ((L * d if "checkpoint" in method else L * A) + 2 * d + 1)
     if "chunked" not in method:
-        return always + kept + 12 * T * V + 8
+        return resident + saved + 12 * T * V + 8
     if method == "chunked-loss":
-        return always + kept + chunked_bytes(T, V, k)
+        return resident + saved + chunked_bytes(T, V, k)
     gradients = 4 * (V * d + d + (L - 1) * P_block + d * f)
-    return always + gradients + 4 * T * (A + 2 * d + f) + 8
+    return resident + gradients + 4 * T * (A + 2 * d + f) + 8
 
 
 # %%
@@ -314,9 +318,9 @@ for m in methods:
     rows.append(row | {"flops": round(flops, 4)})
 columns = {"method": "method"}
 for n in lengths:
-    columns |= {f"{n}": f"{n} tokens, MiB", f"saved {n}": "saved, %"}
+    columns |= {f"{n}": f"{n} tokens, MiB", f"saved {n}": "reduction, %"}
 columns["flops"] = f"FLOPs at {lengths[-1]}, ratio"
-caption = f"Measured peaks of one training step on the CPU (vocabulary {V}, {k} chunks), and its FLOPs over those of baseline."
+caption = f"Measured peaks of one training step on the CPU (vocabulary {V}, {k} chunks); FLOPs relative to baseline."
 table = markdown_table(rows, columns, caption, "tab-lm")
 path = write_text_atomic("results/tables/04_lm.md", table)
 
@@ -324,8 +328,8 @@ path = write_text_atomic("results/tables/04_lm.md", table)
 # ```{include} ../../results/tables/04_lm.md
 # ```
 #
-# What stands at the peak of each method? The allocator knows activations and temporaries; how much of them are logits, the
-# formulas above say.
+# What is live at the peak of each method? The allocator distinguishes activations and temporaries. The formulas above
+# give the part that is logits:
 
 # %%
 r = math.ceil(T / k)
@@ -334,7 +338,7 @@ for m in methods:
     size, peak = logits.get(m, 0), runs[m, T]["peak_bytes"]
     print(f"{m:24} logits {size:>10,} of {peak:>10,} bytes: {size / peak:.0%}")
 
-# %% alt="Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, temporaries, logits. Logits are the largest part of baseline, nearly all that checkpoint leaves above parameters and optimizer, a thin slice of chunked-loss, and absent with both."
+# %% alt="Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both."
 names = ("parameters", "inputs", "optimizer", "gradients", "activations", "temporaries")
 parts = {name: [runs[m, T]["categories"][name] for m in methods] for name in names}
 parts["logits"] = [logits.get(m, 0) for m in methods]
@@ -347,20 +351,20 @@ before, after = (runs[m, T]["peak_bytes"] / 2**20 for m in ("checkpoint", lean))
 figure = stacked_plot(
     methods,
     parts,
-    f"Logits are {share:.0%} of the dynamic bytes at the checkpointed peak; "
-    f"in chunks they go, and the peak falls from {before:.1f} to {after:.1f} MiB",
+    f"Logits are {share:.0%} of the dynamic memory at the checkpointed peak; "
+    f"chunking the loss lowers that peak from {before:.1f} to {after:.1f} MiB",
 )
 path = plots.save(figure, "results/figures/04_at_the_peak.png")
 figure
 
 # %% [markdown]
-# Neither half of the cure works alone: checkpointing leaves the logits, chunking leaves the blocks, and the peak is where
-# either of them is. Together they leave one block, or one chunk, at a time.
+# Neither method is enough alone. Checkpointing leaves the logits, chunking leaves the activations of the blocks, and
+# what is left determines the peak. With both, only one block or one chunk is live at a time.
 #
-# ## The price
+# ## FLOPs and time
 #
 # A matrix of $n$ weights costs $2 n$ FLOPs per token in forward and twice that in backward, so the head costs
-# $3 \cdot 2 \, T V d$, in chunks as in one piece. Checkpointing adds one forward of the blocks and none of the head.
+# $3 \cdot 2 \, T V d$, in chunks or in one piece. Checkpointing adds one forward of the blocks, but none of the head.
 
 # %%
 for n in lengths:
@@ -374,8 +378,8 @@ for n in lengths:
     print(f"  which is one forward of the blocks: {checkpointing == forward}")
 
 # %% [markdown]
-# And time, on this machine: the median of the steps, and median, lowest and highest of the ratios to the baseline of the
-# same round. (The median of ratios need not be the ratio of the medians.)
+# Each line below gives the time of the median step on this machine, and the ratio to the baseline of the same round:
+# median, lowest and highest. (The median of ratios need not be the ratio of the medians.)
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for m in methods:
@@ -387,7 +391,7 @@ for m in methods:
 # %% [markdown]
 # ## The published sizes
 #
-# GPT-2's vocabulary on 12 blocks of width 1024. What is always there, counted:
+# The published model has GPT-2's vocabulary and 12 blocks of width 1024. We count its parameters:
 
 # %%
 published = lm.GPU
@@ -398,8 +402,8 @@ print(f"{N:,} parameters; with gradients and Adam states")
 print(f"{16 * N:,} bytes = {16 * N / 2**20:.1f} MiB")
 
 # %% [markdown]
-# The peaks are predicted from shapes alone. First the check, at the longest sequence measured above: predicted minus
-# measured, in bytes.
+# The peaks are predicted from shapes alone. First we check the prediction at the longest sequence measured above:
+# predicted minus measured, in bytes.
 
 # %%
 (shapes,) = predict_experiment(replace(config, seq_lens=(T,)), SOURCE)
@@ -408,9 +412,9 @@ for record in shapes:
     print(f"{m:24} {record.metrics['peak_bytes'] - runs[m, T]['peak_bytes']:10,}")
 
 # %% [markdown]
-# Two causes, both known. The ids and the targets of a real batch share one storage of $T + 1$ numbers, and the prediction
-# makes them apart: $8 (T - 1)$ bytes more. And the copy that `logsumexp` makes *inside itself* cannot be seen from shapes:
-# where the peak lies in the chunked head, that is up to $4 r V$ bytes less.
+# Both differences have a known cause. The ids and the targets of a real batch share one storage of $T + 1$ elements,
+# while the prediction allocates them separately: $8 (T - 1)$ bytes more. The copy that `logsumexp` allocates internally
+# cannot be seen from shapes: if the peak is in the chunked head, the prediction is up to $4 r V$ bytes too low.
 
 # %%
 8 * (T - 1), -4 * r * V
@@ -458,8 +462,8 @@ figure = plots.bar_plot(
         "checkpoint, predicted": [ours["checkpoint", n] for n in long],
         "both, predicted": [ours["checkpoint+chunked-loss", n] for n in long],
     },
-    f"At {long[-1]} tokens both together are predicted at "
-    f"{best / theirs['baseline', long[-1]]:.0%} of the published baseline, "
+    f"With both, the predicted peak at {long[-1]} tokens is "
+    f"{best / theirs['baseline', long[-1]]:.0%} of the published baseline and "
     f"{best / theirs['checkpoint', long[-1]]:.0%} of the published checkpoint",
     xlabel="tokens in the sequence",
 )
@@ -467,37 +471,39 @@ path = plots.save(figure, "results/figures/04_published.png")
 figure
 
 # %% [markdown]
-# **The goal** was a peak of at most 5200 MB at 8192 tokens. Take the prediction, and add the copy that it may have missed:
+# **The goal** was a peak of at most 5200 MB at 8192 tokens. To the prediction we add the copy that it may miss:
 
 # %%
 missed = 4 * math.ceil(long[-1] / published.loss_chunks) * W
-for name, size in {"predicted": best, "predicted, and a chunk more": best + missed}.items():
+for name, size in {"predicted": best, "predicted, plus the copy": best + missed}.items():
     print(f"{name:28} {size / 1e6:.0f} MB = {size / 2**20:.0f} MiB: {size <= 5200e6}")
 
 # %%
 print(f"weights, gradients and Adam states: {16 * N / best:.0%} of the predicted peak")
 
 # %% [markdown]
-# To go lower, one would have to attack these.
+# To lower the peak further, one would have to reduce these.
 #
 # :::{admonition} With a GPU
 # :class: note
-# The last column of the table is filled by two commands, and the numbers of this page do not change.
+# Two commands fill the last column of the table. The numbers of this page do not change.
 #
 # ```bash
 # ackpt lm --tier gpu --dataset wikitext --out results/gpu
 # nox -s reproduce -- --only 04
 # ```
 #
-# In Colab choose a runtime with a GPU and run the first line in a cell of its own, with a `!` before it. A GPU with less
-# than 16 GiB takes shorter sequences, `--seq-len 2048 4096`, or the lean method alone, `--method checkpoint+chunked-loss`.
+# In Colab, choose a runtime with a GPU, and run the first line in a cell of its own, with a `!` before it. On a GPU
+# with less than 16 GiB, choose shorter sequences, `--seq-len 2048 4096`, or a single method,
+# `--method checkpoint+chunked-loss`.
 # :::
 #
 # ### The slopes, ours and theirs
 #
-# As in {doc}`03_synthetic_experiment`, a slope says what a token costs. In bf16 a block keeps $24 d + 4 f + 12 h + 8$ bytes
-# per token, a boundary is $4 d$, and of the logits there are, when backward begins, the logarithms of the probabilities in
-# bf16 and again in fp32, for the loss, and the gradient in fp32: 10 bytes for each.
+# As in {doc}`03_synthetic_experiment`, a slope is the memory of one more token. In bf16 a block saves
+# $24 d + 4 f + 12 h + 8$ bytes per token, and its boundary has $4 d$. When backward begins, three tensors of the
+# logits' shape are live: the log-probabilities in bf16, a copy of them in fp32 for the loss, and the gradient in fp32.
+# That makes 10 bytes per logit.
 
 
 # %%
@@ -505,38 +511,38 @@ def slope(peak, method):
     return (peak[method, long[-1]] - peak[method, long[0]]) / (long[-1] - long[0])
 
 
-kept = 24 * D + 4 * FF + 12 * H + 8
-hand = {"baseline": layers * kept + 10 * W, "checkpoint": layers * 4 * D + 10 * W}
+block_bytes = 24 * D + 4 * FF + 12 * H + 8
+hand = {"baseline": layers * block_bytes + 10 * W, "checkpoint": layers * 4 * D + 10 * W}
 for m, size in hand.items():
     print(f"{m}, bytes per token: blocks and logits by hand {size:,}")
     print(f"  predicted {slope(ours, m):,.0f}, published {slope(theirs, m):,.0f}")
 
 # %% [markdown]
-# Take the boundaries off the published slope with checkpointed blocks, and divide the rest by the vocabulary:
+# Subtract the boundaries from the published slope of `checkpoint`, and divide the rest by the size of the vocabulary:
 
 # %%
-print(f"{(slope(theirs, 'checkpoint') - layers * 4 * D) / W:.2f} bytes for each logit")
+print(f"{(slope(theirs, 'checkpoint') - layers * 4 * D) / W:.2f} bytes per logit")
 
 # %% [markdown]
-# Sixteen bytes: four copies of the logits in fp32. That is where most of the published memory went once the blocks were
-# checkpointed.
+# Sixteen bytes per logit correspond to four copies in fp32. At 8192 tokens, they are most of the published memory with
+# checkpointed blocks.
 #
-# By hand one can also say which vocabulary is large. Blocks and logits weigh the same per token when
-# $10 V = L \, (24 d + 4 f + 12 h + 8)$. And once the blocks are checkpointed, logits compare with boundaries:
+# The formulas also show when a vocabulary is large. Blocks and logits need the same memory per token if
+# $10 V = L \, (24 d + 4 f + 12 h + 8)$. With checkpointed blocks, we compare the logits with the boundaries instead:
 
 # %%
-print(f"V = {layers * kept / 10:,.0f}; GPT-2 has {W:,}")
+print(f"V = {layers * block_bytes / 10:,.0f}; GPT-2 has {W:,}")
 print(f"logits / boundaries = {10 * W / (layers * 4 * D):.1f}")
 
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# At GPT-2's vocabulary the logits weigh as much as all twelve blocks; once the blocks are checkpointed, they weigh ten
-# times as much as the boundaries. Chunk the loss first: it is free.
+# With GPT-2's vocabulary, the logits need as much memory as all twelve blocks. Once the blocks are checkpointed, they
+# need ten times as much as the boundaries. Chunk the loss first: it adds no FLOPs.
 # :::
 
 # %% [markdown]
-# Where the numbers of this page were made:
+# The numbers of this page were measured here:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 records[0].environment
@@ -546,9 +552,9 @@ records[0].environment
 #
 # :::{admonition} Exercise 1: a larger vocabulary
 # :class: note
-# Current models have vocabularies of 128 000 words and more. With $V = 128\,256$ and 8192 tokens, how many GiB do the
-# published model's weights, gradients and Adam states take, how many do its logits? Predict the peaks of `checkpoint` and
-# `checkpoint+chunked-loss`.
+# Current models have vocabularies of 128 000 entries and more. With $V = 128\,256$ and 8192 tokens, how many GiB do the
+# weights, gradients and Adam states of the published model need, and how many do its logits? Predict the peaks of
+# `checkpoint` and `checkpoint+chunked-loss`.
 # :::
 
 # %% tags=["solution"]
@@ -567,8 +573,8 @@ for record in answers:
 # %% [markdown]
 # :::{admonition} Exercise 2: how many chunks?
 # :class: note
-# For the published model at 8192 tokens with checkpointed blocks: from how many chunks on is nothing gained any more, and
-# why? Predict the peak for 2, 4, 8 and 16 chunks.
+# For the published model at 8192 tokens with checkpointed blocks: from how many chunks on does the peak stop falling,
+# and why? Predict the peak for 2, 4, 8 and 16 chunks.
 # :::
 
 # %% tags=["solution"]
@@ -578,14 +584,14 @@ for n in (2, 4, 8, 16):
     print(f"{n:2} chunks: {answer.metrics['peak_bytes'] / 2**20:7.1f} MiB")
 
 # %% [markdown]
-# As soon as a chunk weighs less than what a later moment of the step holds, the peak lies there: in the recomputed first
-# block, with nearly all gradients complete. More chunks then only make the matrix products smaller.
+# Once a chunk is smaller than what a later moment of the step needs, the peak moves to that moment: the recomputed
+# first block, with nearly all gradients complete. More chunks then only make the matrix products smaller.
 #
 # :::{admonition} Exercise 3: one matrix for both ends
 # :class: note
-# Many models *tie* the embedding and the head: one matrix of $V d$ numbers serves both. How much does that take off the
-# peak of `checkpoint+chunked-loss` in the model of this page? Say it before you measure it, and mind when each gradient
-# comes.
+# Many models *tie* the embedding and the head: both use one matrix of $V d$ elements. By how much does that lower the
+# peak of `checkpoint+chunked-loss` for the model of this page? Predict it before you measure it, and consider when each
+# gradient is allocated.
 # :::
 
 # %% tags=["solution"]
@@ -606,20 +612,21 @@ def peak(tied):
 print(f"measured {peak(False) - peak(True):,}; 12 V d + 4 = {12 * V * d + 4:,}")
 
 # %% [markdown]
-# The weight and its two Adam averages go, 12 bytes for each number, and one step count. The gradient is not saved: at the
-# peak the head's is there and the embedding's has not come yet, tied or not.
+# The peak falls by one weight and its two Adam averages, 12 bytes per element, and by one step count. It does not fall
+# by a gradient: tied or not, at the peak the head's gradient is live and the embedding's is not yet allocated.
 #
 # ## What we have seen
 #
-# - Four methods learn the same from real text; checkpointing does not change a bit, chunking the loss only the order of a
-#   sum.
-# - The logits cost tokens times vocabulary times copies: 12 bytes for each in fp32, 10 in bf16 here, 16 in the published
-#   runs.
-# - Their gradient is known as soon as they are, so they can be had in chunks, for not one FLOP more.
-# - Checkpointed blocks and a chunked loss belong together. At the published size, 8192 tokens, they are predicted to need
-#   about a quarter of the published baseline, and most of that is weights, gradients and Adam states.
+# - Four methods learn the same from real text. Checkpointing changes no bit of the losses; chunking the loss changes
+#   only the order of a sum.
+# - The logits cost tokens times vocabulary times copies: 12 bytes per logit in fp32, 10 in bf16 here, and 16 in the
+#   published runs.
+# - The gradient of the logits is known as soon as the logits are, so the loss can be computed in chunks, without
+#   additional FLOPs.
+# - Checkpointed blocks and a chunked loss belong together. At the published size and 8192 tokens, they are predicted to
+#   need about a quarter of the published baseline, and most of that is weights, gradients and Adam states.
 #
 # ## Sources
 #
-# - {cite:t}`merity2016`: the text of the published runs, wikitext-103.
-# - {cite:t}`sennrich2016`: the tokenizer.
+# - {cite:t}`merity2016`: wikitext-103, the text of the published runs.
+# - {cite:t}`sennrich2016`: byte-pair encoding, which the tokenizer uses.

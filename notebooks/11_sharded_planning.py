@@ -1,28 +1,27 @@
 # %% [markdown]
 # # Beyond one machine
 #
-# After this chapter you can say what one GPU of many needs for a step of a Llama with 70 billion parameters, which plan
-# fits it at which cost, and which of these figures were measured and which were simulated.
+# After this chapter you can say how much memory one GPU of many needs for a step of a Llama with 70 billion parameters,
+# which plan fits and at what cost, and which of these figures were measured and which were simulated.
 
 # %% [markdown]
 # ## Goals
 #
-# - Count what FSDP2 keeps on a rank, what it gathers for a while, and what its collectives work in.
-# - Measure a real sharded step in two processes, and find the prediction equal to the byte.
-# - See why four blocks are enough to know eighty.
-# - Plan Llama 3 8B and 70B for 8 to 512 GPUs with 80 GiB each, and read off what fits at which cost.
+# - Count the bytes that FSDP2 stores on a rank, gathers temporarily, and uses in its collectives.
+# - Measure a real sharded step in two processes, and compare it with the prediction to the byte.
+# - See why four captured blocks are enough to predict eighty.
+# - Plan Llama 3 8B and 70B for 8 to 512 GPUs with 80 GiB each, and read off what fits at what cost.
 #
 # ## Notation
 #
 # | symbol | meaning |
 # |:--:|---|
 # | $N$ | ranks: processes, each with one GPU, over which a model is sharded |
-# | $P$, $P_b$, $P_0$ | parameters of the model, of one block, and of the root: what is in no block |
+# | $P$, $P_b$, $P_0$ | parameters of the model, of one block, and of the *root*: all parameters outside the blocks |
 # | $L$ | blocks |
-# | $c$, $s$, $r$ | bytes of a number: computed and gathered in, sharded in, reduced in |
-# | $A$ | activations of one rank's own batch |
+# | $c$, $s$, $r$ | bytes per element in computation and all-gathers, in the shards, and in reductions |
 #
-# One rank's batch is its own; nothing below divides activations among ranks.
+# Each rank has its own batch. This chapter does not shard activations.
 
 # %%
 import warnings
@@ -42,24 +41,24 @@ from ackpt.workloads.planned_shapes import PlanConfig
 from ackpt.workloads.step_request import StepRequest
 
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
-warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not draw
+warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not show
 torch.set_num_threads(2)
 GIB = 2**30
 
 # %% [markdown]
-# ## What a rank keeps
+# ## What a rank stores
 #
-# Every chapter so far had one machine, on which parameters, gradients and the optimizer's state were simply there. In
-# mixed precision with AdamW that is 16 bytes for each parameter, too much for one GPU from five billion on. But a rank
-# needs a parameter only while its block runs. Fully sharded training (Rajbhandari et al. 2020, {cite}`rajbhandari2020`;
-# Zhao et al. 2023, {cite}`zhao2023fsdp`) keeps $1/N$ of each tensor on each rank:
+# In the chapters so far, one machine held all parameters, gradients and optimizer state. In mixed precision with AdamW
+# these need 16 bytes per parameter, so from five billion parameters on they do not fit on one GPU. But a rank needs a
+# parameter only while its block runs. Fully sharded training (Rajbhandari et al. 2020, {cite}`rajbhandari2020`;
+# Zhao et al. 2023, {cite}`zhao2023fsdp`) stores $1/N$ of each tensor on each rank:
 #
 # $$ \underbrace{s P / N}_\text{parameters} + \underbrace{s P / N}_\text{gradients} + \underbrace{2 s P / N}_\text{AdamW}
 #    \;=\; 16 P / N \text{ bytes for } s = 4 . $$
 #
-# `fully_shard` on each block and then on the model makes groups, one for each block and one, the *root*, for the rest:
-# embedding, last norm and head. We take Llama 3 in its published sizes (Grattafiori et al. 2024,
-# {cite}`grattafiori2024`), on the meta device: there are no numbers in it, only shapes.
+# `fully_shard` on each block and then on the model divides the parameters into groups: one for each block, and one, the
+# *root*, for the embedding, the last norm and the head. Our models are Llama 3 in its published sizes (Grattafiori et
+# al. 2024, {cite}`grattafiori2024`), on the meta device, where tensors have shapes but no data.
 
 # %%
 large = {size: sharded_llama.llama(size) for size in ("8B", "70B")}
@@ -68,8 +67,8 @@ for size, model in large.items():
     print(f"{size:>3}: {model.step.parameters:,} = {model.stands_for} x {block:,} + {root:,}")
 
 # %% [markdown]
-# A tensor is cut along its first dimension and padded, so that all shards are alike. Where $N$ divides nothing, that
-# costs a little:
+# FSDP2 splits a tensor along its first dimension and pads it, so that all shards have the same size. If $N$ does not
+# divide that dimension, the padding costs a few bytes:
 
 # %%
 for ranks in (8, 64, 512):
@@ -78,41 +77,44 @@ for ranks in (8, 64, 512):
     print(f"{ranks:>3} ranks: {shards:,} bytes of parameters, {shards / exact - 1:.2%} more than s P / N")
 
 # %% [markdown]
-# ## What is there for a while
+# ## What a rank allocates temporarily
 #
-# With $1/N$ of a block nobody can compute. So FSDP2 puts four things between a step's own allocations; the code is in
+# A rank cannot compute with $1/N$ of a block. So FSDP2 adds allocations of its own to those of the step; the code is in
 # torch, in `_fully_shard/_fsdp_param_group.py`:
 #
-# 1. *Before a block's forward* an all-gather fills a buffer of $c P_b$ bytes, from which the parameters are copied out,
-#    another $c P_b$. The buffer stays until the next block's gather is done. Behind the block its parameters are freed.
-# 2. *Before its backward* they are gathered again. The block that was run before has started that already, so two blocks
-#    are there at a time: one as parameters, the next as a buffer.
-# 3. *Behind its backward* the parameters are freed, and the gradients, $c P_b$, copied into a buffer of $r P_b$ for the
-#    reduce-scatter, which returns a shard. That buffer stays until the next reduction.
-# 4. *The root* is gathered first, stays all the time, and is reduced last. Its gradients wait for that unreduced.
+# 1. *Before a block's forward*, an all-gather fills a buffer of $c P_b$ bytes. The parameters are copied out of it,
+#    which takes another $c P_b$ bytes. The buffer stays allocated until the next block's gather completes. After the
+#    block's forward, its parameters are freed.
+# 2. *Before its backward*, the parameters are gathered again. Each gather starts one block early, so two blocks are in
+#    memory at a time: one as parameters, the next as a buffer.
+# 3. *After its backward*, the parameters are freed. The gradients, $c P_b$ bytes, are copied into a buffer of $r P_b$
+#    bytes for the reduce-scatter, which returns one shard. That buffer stays allocated until the next reduction.
+# 4. *The root* is gathered first, stays gathered for the whole step, and is reduced last. Until then its gradients stay
+#    unreduced.
 #
-# None of it depends on the batch, and hardly on $N$. For Llama 3, in GiB:
+# None of these sizes depends on the batch, and they hardly depend on $N$. For Llama 3, in GiB:
 
 # %%
 for size, model in large.items():
     root, block = (GroupBytes(group, sharded_llama.mixed(64)) for group in model.groups[:2])
     in_backward = block.unsharded + block.gather + block.reduce
     parts = {"root": root.unsharded, "block": block.unsharded, "next": block.gather, "reduction": block.reduce}
-    print(size, {name: round(part / GIB, 2) for name, part in parts.items()}, f"{in_backward / GIB:.2f} with a block")
+    print(size, {name: round(part / GIB, 2) for name, part in parts.items()}, f"{in_backward / GIB:.2f} without root")
 
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Sharding divides what is resident by $N$. What is gathered it does not divide: the root, a block, the next one's buffer,
-# and a reduction's, here in float32 and so twice a block in bf16: four blocks' worth. That is the floor, below which no number of GPUs takes a rank.
+# Sharding divides the resident memory by $N$, but not the temporary memory: the root, one block, the gather buffer of
+# the next block, and a reduction buffer. The reduction is in float32 here, so its buffer is as large as two blocks in
+# bf16. The floor is therefore the root and four blocks' worth, and no number of GPUs lowers it.
 # :::
 #
-# ## Measured
+# ## A real sharded step, measured
 #
-# Is that how FSDP2 behaves? We run it: two processes on this machine, which talk over gloo, and a Llama of three small
-# blocks, plain and with each block in torch's `checkpoint_wrapper`. Each process measures its own step with
-# `ackpt.measure`. The same step is predicted from shapes: the captured
-# graph, as in chapter 6, with the events above between its own.
+# Does FSDP2 behave like this? We run it in two processes on this machine, which communicate over gloo. The model is a
+# Llama of three small blocks, once as the baseline and once with every block in torch's `checkpoint_wrapper`. Each
+# process measures its own step with `ackpt.measure`. The prediction needs only shapes: it takes the captured graph, as
+# in {doc}`06_graph_profiler`, and inserts the events listed above.
 
 # %%
 tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -123,7 +125,7 @@ checked = check(request, Sharding(2, gloo=True))
 # %% tags=["hide-input"]
 rows = [
     {
-        "method": {"none": "plain", "full": "each block checkpointed"}[found.method],
+        "method": {"none": "baseline", "full": "per-block checkpointing"}[found.method],
         "resident": found.resident_bytes[0],
         "predicted_resident": found.predicted_resident_bytes,
         "first": found.measured_bytes[0],
@@ -134,7 +136,7 @@ rows = [
 ]
 columns = {"method": "step", "resident": "resident, measured", "predicted_resident": "resident, predicted"}
 columns |= {"first": "dynamic peak, rank 0", "second": "dynamic peak, rank 1", "predicted": "dynamic peak, predicted"}
-caption = "A small Llama sharded over two processes on the CPU: bytes measured on each rank, and predicted."
+caption = "A small Llama sharded over two processes on the CPU: bytes measured on each rank, and predicted bytes."
 table = markdown_table(rows, columns, caption, "tab-sharded-check")
 path = write_text_atomic("results/tables/11_check.md", table)
 
@@ -148,27 +150,29 @@ for found in checked:
     assert set(found.resident_bytes) == {found.predicted_resident_bytes}
 
 # %% [markdown]
-# Equal to the byte, on both ranks. Three things had to be known for that:
+# Prediction and measurement agree to the byte, on both ranks. Three details matter for that:
 #
-# - *gloo copies.* It gathers into memory of its own and reduces a copy, as large as the buffer each; NCCL does neither.
-#   The prediction counts them here (`gloo=True`) and nowhere below. Some of these copies die in gloo's own threads, whenever
-#   those are done, so each process takes the lowest of three steps.
-# - *Autograd frees by the function.* What one backward function reads is freed when all of it is done, not operation by
-#   operation. Eager blocks are predicted so.
-# - *A checkpointed block holds its arguments*, among them `position_ids`, 8 bytes for each position, which it never reads.
+# - *gloo makes copies.* It gathers into memory of its own and reduces a copy; each is as large as the buffer. NCCL does
+#   neither, so the prediction counts these copies here (`gloo=True`) and nowhere below. Some of them are freed by
+#   gloo's own threads, at an unpredictable moment, so each process reports the lowest peak of several steps.
+# - *Autograd frees saved tensors per function.* What a backward function reads is freed when the whole function is
+#   done, not after each of its operations. The prediction treats eager blocks in the same way.
+# - *A checkpointed block saves its arguments.* One of them is `position_ids`, 8 bytes per position, which the block
+#   never reads.
 #
-# Here is the step, with the same events, for a deeper model. *Buffers* are what is gathered and what collectives work in:
+# With the same events, we predict the step of a deeper model. In the figure, *buffers* are the gathered parameters and
+# the buffers of the collectives:
 
 # %%
 deep = ShardedModel(PlanConfig(StepRequest("hf:LlamaConfig", 4, 64, None, tiny | {"num_hidden_layers": 8})))
 plans = {policy: deep.plan(Sharding(4), policy=policy) for policy in ("none", "full")}
 plans["auto"] = deep.plan(Sharding(4), budget=plans["full"].peak_bytes)
 
-# %% alt="Live memory of one rank in three steps side by side. Plain: a ramp of activations in the forward and down in backward. Per block: a nearly flat forward and eight equal teeth in backward. Auto: within the same height, a low ramp with smaller teeth. In all three what is gathered is a band of equal height that dips between blocks."
+# %% alt="Live memory of one rank in three steps side by side. None: activations rise in a steep ramp in the forward and fall in backward. Full: a nearly flat forward, then eight nearly equal teeth in backward. Auto: the same height, with a low ramp in the forward and slightly smaller teeth. In all three, the buffers are a band of equal height that dips between blocks."
 figure = orders_plot(
     {name: sharded_llama.drawn(plan.timeline) for name, plan in plans.items()},
-    f"Within the peak of checkpointed blocks a plan runs {sharded_llama.again(plans['auto']):.0f} % of the FLOPs again, "
-    f"checkpointed blocks {sharded_llama.again(plans['full']):.0f} %",
+    f"Within the peak of per-block checkpointing, a plan recomputes {sharded_llama.again(plans['auto']):.0f} % of the "
+    f"FLOPs instead of {sharded_llama.again(plans['full']):.0f} %",
     plans["none"].resident_bytes,
 )
 path = plots.save(figure, "results/figures/11_timelines.png")
@@ -177,11 +181,12 @@ figure
 # %% [markdown]
 # ## A plan per block
 #
-# A plan for a sharded model must not run a block again when its parameters are gone: that would take a third gather. So
-# each block decides for itself, and what it runs again it runs in its own backward, where FSDP2 has gathered it anyway.
-# The step is then a row of *windows*: root, block after block, and back. A window's events depend on what its own block
-# keeps and on nothing else, and blocks that are alike have the same windows. So `ackpt` captures four: the first, the
-# last, and two between, whose windows must agree event by event. Is what follows for eight true? We capture all eight:
+# A plan must not recompute an operation while the parameters of its block are sharded: that would need a third gather.
+# So each block has its own plan, and recomputes only in its own backward, for which FSDP2 gathers the parameters
+# anyway. The step is then a sequence of *windows*: the root, one block after another, and back again. The events of a
+# window depend only on what its own block saves, and equal blocks have equal windows. So `ackpt` captures only four
+# blocks: the first, the last, and two in between, whose windows must agree event by event. To check that four blocks
+# predict eight, we capture all eight:
 
 # %%
 whole = ShardedModel(deep.config, whole=True)
@@ -189,14 +194,14 @@ for policy, plan in plans.items():
     budget = plans["full"].peak_bytes if policy == "auto" else None
     found = whole.plan(Sharding(4), budget, policy)
     same = found.timeline == plan.timeline and found.runs == plan.runs
-    print(
-        f"{policy:4}  {CAPTURED} blocks for 8: {plan.peak_bytes:,}   all 8: {found.peak_bytes:,}   every event: {same}"
-    )
+    peaks = f"from {CAPTURED} blocks: {plan.peak_bytes:,}   from all 8: {found.peak_bytes:,}"
+    print(f"{policy:4}  {peaks}   every event equal: {same}")
 
 # %% [markdown]
-# The choices of one block are those of chapter 9: from keeping all to keeping nothing, each step giving up what frees
-# most for its cost. The first blocks take one choice and the rest another: what backward reads first is kept. Of all
-# such mixes the cheapest within the budget is the plan. It is the best of these, not of all that could be thought of.
+# The choices for one block are those of {doc}`09_frontier`. They range from saving everything to saving nothing; each
+# next choice drops what frees the most memory for its cost. The first blocks get one choice and the rest another. The
+# last blocks save more, because backward reads them first. The plan is the cheapest such combination within the budget.
+# It is optimal among these combinations, not among all plans. On the command line, for Llama 3 70B on 64 GPUs:
 #
 # ```bash
 # ackpt plan hf:LlamaConfig --set hidden_size=8192 intermediate_size=28672 num_hidden_layers=80 \
@@ -209,13 +214,15 @@ for policy, plan in plans.items():
 #
 # :::{admonition} Simulated, not measured
 # :class: warning
-# No GPU took part in the rest of this chapter. The same prediction that was equal above is made for the kernels of an
-# H100, with blocks of its allocator. Not in it: the CUDA context, what NCCL takes for itself, workspaces of operations,
-# and fragmentation. So leave room: 80 GiB is a round budget, and more than a GPU of 80 GB has left.
+# Nothing in the rest of this chapter ran on a GPU. The prediction that matched the measurement is made here for the
+# kernels of an H100 and for the block size of its allocator. It does not include the CUDA context, NCCL's own memory,
+# the workspaces of operations, or fragmentation. Leave room for these: 80 GiB is a round budget, and more than a GPU of
+# 80 GB has available.
 # :::
 #
-# One sequence of 8192 tokens a rank, AdamW, shards and reductions in float32, computed in bf16. *Resident* is what a rank
-# keeps: shards and the optimizer's. The last columns: within 80 GiB, which share of the FLOPs runs again.
+# Each rank trains on one sequence of 8192 tokens with AdamW. Shards and reductions are in float32, the computation is
+# in bf16. *Resident* memory is the rank's shards and optimizer state. Recomputed FLOPs are in percent of the
+# baseline's. The last two columns are for a plan within 80 GiB.
 
 # %%
 BUDGET = "80GiB"
@@ -225,13 +232,13 @@ rows = {
 }
 
 # %% tags=["hide-input"]
-columns = {"size": "Llama 3", "ranks": "ranks", "resident": "resident, GiB", "plain": "peak, plain, GiB"}
-columns |= {"full": "peak, each block again, GiB", "full_flops": "FLOPs again, %"}
-columns |= {"auto": "peak, planned, GiB", "auto_flops": "FLOPs again, % "}
+columns = {"size": "Llama 3", "ranks": "ranks", "resident": "resident, GiB", "plain": "baseline: peak, GiB"}
+columns |= {"full": "per block: peak, GiB", "full_flops": "per block: recomputed FLOPs, %"}
+columns |= {"auto": "plan: peak, GiB", "auto_flops": "plan: recomputed FLOPs, %"}
 table = markdown_table(
     [{"size": size, **row} for size, own in rows.items() for row in own],
     columns,
-    f"One rank's step with 8192 tokens, sharded over so many ranks; planned within {BUDGET}. Simulated, not measured.",
+    f"The step of one rank with 8192 tokens, by the number of ranks; plans within {BUDGET}. Simulated, not measured.",
     "tab-sharded-llama",
 )
 path = write_text_atomic("results/tables/11_llama.md", table)
@@ -240,26 +247,26 @@ path = write_text_atomic("results/tables/11_llama.md", table)
 # ```{include} ../../results/tables/11_llama.md
 # ```
 #
-# For 8B with one sequence there is nothing to plan: the baseline keeps the budget from 8 GPUs on, there only just. For
-# 70B no number of GPUs makes it fit, since its
-# activations are not sharded. Checkpointing every block fits from 32 GPUs on, and pays a third of the FLOPs whatever is
-# left over. The plan pays for what is missing:
+# With one sequence per rank, 8B needs no plan: the baseline fits from 8 GPUs on, although on 8 only just. The baseline
+# of 70B fits on no number of GPUs, because its activations are not sharded. Per-block checkpointing fits from 32 GPUs
+# on, but recomputes about a third of the FLOPs however much memory remains unused. A plan recomputes only as much as
+# the budget requires:
 
 # %%
 plan = large["70B"].plan(sharded_llama.mixed(64), BUDGET)
 for run in plan.runs:
-    print(f"{run.count} blocks keep {run.kept_bytes / GIB:.2f} GiB each: {', '.join(dict.fromkeys(run.names))}")
+    print(f"{run.count} blocks save {run.kept_bytes / GIB:.2f} GiB each: {', '.join(dict.fromkeys(run.names))}")
 
-# %% alt="Stacked bars of what stands at the peak of one rank of Llama 3 70B on 64 GPUs. Plain is far above 200 GiB, nearly all of it activations. With each block run again activations are a small part of that and still the thickest layer, and the peak is half of the budget. The plan lies between, just below 80 GiB. Shards, optimizer, gathered parameters and temporaries are equally thick layers in all three."
-at_64 = {"plain": "none", "each block again": "full"}
+# %% alt="Stacked bars of the memory at the peak of one rank of Llama 3 70B on 64 GPUs. The baseline is far above 200 GiB, nearly all of it activations. With per-block checkpointing, the activations are a small part of that and still the largest layer, and the peak is half of the budget. The plan is in between, just below 80 GiB. The layers of shards, optimizer state, gathered parameters and temporaries are equal in all three."
+at_64 = {"baseline": "none", "per block": "full"}
 chosen = {name: large["70B"].plan(sharded_llama.mixed(64), policy=policy) for name, policy in at_64.items()}
 chosen["planned"] = plan
 parts = [sharded_llama.layers(each) for each in chosen.values()]
 figure = stacked_plot(
     list(chosen),
     {name: [part[name] for part in parts] for name in parts[0]},
-    f"Llama 3 70B on 64 GPUs, simulated: within {BUDGET} a plan runs {sharded_llama.again(plan):.0f} % of the FLOPs again, "
-    f"every block again {sharded_llama.again(chosen['each block again']):.0f} %",
+    f"Llama 3 70B on 64 GPUs, simulated: within {BUDGET} a plan recomputes {sharded_llama.again(plan):.0f} % of the "
+    f"FLOPs, per-block checkpointing {sharded_llama.again(chosen['per block']):.0f} %",
 )
 path = plots.save(figure, "results/figures/11_at_the_peak.png")
 figure
@@ -267,17 +274,19 @@ figure
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Sharding and checkpointing answer different questions. More GPUs divide what is resident, a plan what a rank's own batch
-# takes; and the room that the first makes is what the second need not pay for.
+# Sharding and checkpointing reduce different parts of the memory. More GPUs divide the resident memory; a plan reduces
+# the activations of a rank's own batch. The memory that sharding frees is memory that the plan need not free by
+# recomputation.
 # :::
 #
-# ## What goes over the links
+# ## Communication volume
 #
-# Every block is gathered twice and the root once, and everything is reduced once. Of that a rank has $1/N$ itself:
+# Every block is gathered twice and the root once, and all gradients are reduced once. Each rank has $1/N$ of every
+# tensor already:
 #
 # $$ \text{received} = \frac{N - 1}{N} \, c \, (2 L P_b + P_0), \qquad \text{sent} = \frac{N - 1}{N} \, r \, P . $$
 #
-# Recomputing adds nothing to it, since it happens while the block is gathered. With padding, exactly:
+# Recomputation adds nothing, because it happens while the block is gathered. The counts below include the padding:
 
 # %%
 for size, ranks in (("8B", 64), ("70B", 64)):
@@ -289,39 +298,44 @@ for size, ranks in (("8B", 64), ("70B", 64)):
     print(f"     {links.reduces} reductions send {links.reduced_bytes:,}")
 
 # %% [markdown]
-# The volume does not shrink with $N$. It is the price for not having $P$ on each GPU, and it is the same for one sequence
-# a rank as for eight: a larger batch makes it relatively cheaper, and a plan that makes room for one may pay twice.
+# The volume does not shrink with $N$: it is the price of not storing all $P$ parameters on every GPU. Nor does it
+# depend on the batch, so a larger batch makes communication cheaper per sequence. A plan that makes room for a larger
+# batch may therefore pay off twice.
 #
 # ## Running it
 #
-# The baseline and checkpointed blocks are what `fully_shard` runs today, after
-# `ackpt.apply_activation_checkpointing` on the blocks. A block with a plan of its own is
-# `fully_shard(ackpt.compile(block, ...))`, block by block, and the model last. Two things to know: `ackpt plan --fsdp`
-# names what each block keeps, but does not write such plans for you; and measured above were the baseline and
-# checkpointed blocks. Blocks with a plan of their own are counted as chapter 6 counts plans, where they were equal on one
-# machine, and were not measured sharded.
+# The baseline and per-block checkpointing run today. For per-block checkpointing, call
+# `ackpt.apply_activation_checkpointing` on the blocks; then call `fully_shard`. To give each block its own plan, use
+# `fully_shard(ackpt.compile(block, ...))` on one block after another, and shard the model last. There are two limits:
+#
+# - `ackpt plan --fsdp` names what each block saves, but does not write these plans for you.
+# - The measurements above cover the baseline and per-block checkpointing. The memory of blocks with their own plans is
+#   counted as in {doc}`06_graph_profiler`, where the counts were exact on one machine. Sharded, it was not measured.
 #
 # ## Exercises
 #
-# :::{admonition} Exercise 1: what stays
+# :::{admonition} Exercise 1: the floor
 # :class: note
-# How much does a rank of Llama 3 8B need, in all, in the limit of many GPUs, when every block is run again? What is most of it?
+# How much memory does a rank of Llama 3 8B need in the limit of many GPUs, with per-block checkpointing? What takes
+# most of it?
 # :::
 
 # %% tags=["solution"]
 many = large["8B"].plan(sharded_llama.mixed(8192), policy="full")
 for name, part in sharded_llama.layers(many).items():
     print(f"{name:22} {part / GIB:5.2f} GiB")
-print(f"{'in all':22} {many.peak_bytes / GIB:5.2f} GiB")
+print(f"{'total':22} {many.peak_bytes / GIB:5.2f} GiB")
 logits = 8192 * 128256 / GIB
 print(f"{'logits in bf16':22} {2 * logits:5.2f} GiB, in float32 {4 * logits:.2f} GiB")
 
 # %% [markdown]
-# The loss: logits in bf16, in float32, and their gradients. Chapter 4 has the cure, a loss in chunks.
+# The loss: logits in bf16 and in float32, and their gradients. The remedy is a loss in chunks, as in
+# {doc}`04_language_model`.
 #
-# :::{admonition} Exercise 2: half the reduction
+# :::{admonition} Exercise 2: reduction in bf16
 # :class: note
-# Reduce gradients in bf16 instead of float32. What does it save on a rank of 70B, and over the links?
+# Reduce gradients in bf16 instead of float32. How much memory does this save on a rank of 70B, and how much
+# communication?
 # :::
 
 # %% tags=["solution"]
@@ -331,31 +345,31 @@ for reduction in (torch.float32, torch.bfloat16):
     print(f"{reduction}: buffer {sizes.reduce / GIB:.2f} GiB, sent {sent / GIB:.0f} GiB")
 
 # %% [markdown]
-# Half of the buffer and half of what is sent, paid for with the precision of the sum over $N$ ranks.
+# It halves the buffer and the bytes sent. In return, the sum over $N$ ranks is less precise.
 #
-# :::{admonition} Exercise 3: the price of a smaller GPU
+# :::{admonition} Exercise 3: smaller GPUs
 # :class: note
-# Llama 3 8B on 64 GPUs with 40 GiB, and with 24 GiB: what fits, and what does it cost?
+# Does Llama 3 8B fit on 64 GPUs with a budget of 40 GiB, and of 24 GiB? At what cost?
 # :::
 
 # %% tags=["solution"]
 for budget in ("40GiB", "24GiB"):
     smaller = large["8B"].plan(sharded_llama.mixed(64), budget)
-    print(f"{budget}: {smaller.peak_bytes / GIB:.1f} GiB, {sharded_llama.again(smaller):.1f} % of the FLOPs again")
+    print(f"{budget}: {smaller.peak_bytes / GIB:.1f} GiB, {sharded_llama.again(smaller):.1f} % of the FLOPs recomputed")
 
 # %% [markdown]
 # ## What we have seen
 #
-# - A rank keeps $16 P / N$ bytes, and gathers the root and about four blocks' worth beside that, for any $N$.
-# - What FSDP2 does between a step's operations can be counted: two processes measured what was predicted, to the byte.
-# - Blocks that are alike have the same windows, so four captured blocks say exactly what eighty do.
-# - Activations are not sharded. Llama 3 70B does not fit 80 GiB on any number of GPUs without running something again; a
-#   plan runs less again the more room sharding leaves it, where checkpointed blocks always pay a third.
-# - Recomputing in a block's own backward costs no communication.
+# - A rank stores $16 P / N$ bytes. For any $N$, it temporarily needs the root and about four blocks' worth in addition.
+# - The allocations that FSDP2 adds to a step can be counted: two processes measured the predicted bytes exactly.
+# - Equal blocks have equal windows, so four captured blocks predict eighty.
+# - Activations are not sharded, so Llama 3 70B does not fit within 80 GiB on any number of GPUs without recomputation.
+#   The more memory sharding frees, the less a plan recomputes; per-block checkpointing always recomputes about a third.
+# - Recomputation in a block's own backward costs no communication.
 #
 # ## Sources
 #
-# - {cite:t}`rajbhandari2020`: sharding of optimizer, gradients and parameters, and its volume.
-# - {cite:t}`zhao2023fsdp`: gathering by groups, prefetching, and what it keeps for a while.
+# - {cite:t}`rajbhandari2020`: sharding of optimizer state, gradients and parameters, and its communication volume.
+# - {cite:t}`zhao2023fsdp`: all-gathers per group, prefetching, and temporary memory.
 # - {cite:t}`grattafiori2024`: the sizes of Llama 3.
-# - {cite:t}`korthikanti2022`: what shards activations as well, which is not done here.
+# - {cite:t}`korthikanti2022`: sharding of activations, which this chapter does not do.
