@@ -7,7 +7,7 @@
 # %% [markdown]
 # ## Goals
 #
-# - Write offload in ten lines, and see their flaws: waiting, and copies that free nothing.
+# - Write offload in ten lines, and see its flaws: waiting, and copies that free nothing.
 # - Overlap the copies with compute, reproduce five known bugs, and fix them.
 # - Derive by how much offload lowers the peak of a checkpointed model, and check it to the byte.
 # - Follow which storages are copied, which stay on the device, and in which order they are copied back.
@@ -623,7 +623,7 @@ highest, left = counts["store_peak_bytes"] / S, counts["store_bytes"]
 print(f"peak of the store {highest:.0f} S, bytes left {left}")
 
 # %% [markdown]
-# If the folder does not exist or is full, an error says so. The model can still be trained without the store.
+# If the folder does not exist or is full, an error says so. Training can go on without the store.
 
 # %%
 try:
