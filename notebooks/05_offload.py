@@ -1,30 +1,30 @@
 # %% [markdown]
 # # Offload
 #
-# After this chapter you can move activations out of the way while the model computes, name the ways in which such
-# copies go wrong, say to the byte what is gained, and from which sequence length on it costs no time.
+# After this chapter you can offload activations while the model computes, and name the ways in which such copies go
+# wrong. You can also predict the saved memory to the byte, and say from which sequence length on offload adds no time.
 
 # %% [markdown]
 # ## Goals
 #
-# - Write offload in ten lines, and see what is wrong with them: time, and bytes that nobody wanted copied.
-# - Put the copies beside the computing, break that in every classic way, and mend it.
-# - Derive what offload takes off the peak of a checkpointed model, and check it to the byte.
-# - Follow what is copied, what stays, and in which order things come back.
-# - Say when the copies are hidden, and check that, too.
+# - Write offload in ten lines, and see its flaws: waiting, and copies that free nothing.
+# - Overlap the copies with compute, reproduce five known bugs, and fix them.
+# - Derive by how much offload lowers the peak of a checkpointed model, and check it to the byte.
+# - Follow which storages are copied, which stay on the device, and in which order they are copied back.
+# - Predict when the copies overlap completely with compute, and check the prediction.
 #
 # ## Notation
 #
 # | symbol | meaning |
 # |:--:|---|
-# | $n$ | checkpointed regions, one after the other |
+# | $n$ | checkpointed regions, one after another |
 # | $S$ | bytes of one region's input |
-# | $h$ | regions' inputs that somebody else holds anyway |
+# | $h$ | inputs of regions that stay live anyway, because they have another owner |
 # | $T$ | tokens in the sequence; $S = s \, T$ with $s$ bytes per token |
-# | $\rho$, $\lambda$ | FLOPs that the device does in a second, bytes that the link to the store carries in one, each way |
-# | $F(T)$, $R(T)$ | seconds of a block's forward, and of its backward without the recompute |
+# | $\rho$, $\lambda$ | FLOPs per second of the device, bytes per second of the link to the store in each direction |
+# | $F(T)$, $R(T)$ | seconds of a block's forward, and of its backward without recomputation |
 #
-# The *device* is where the model computes, the *store* is where activations wait: host memory, or a disk.
+# The model computes on the *device*. Offloaded activations are copied to the *store*: host memory, or a disk.
 
 # %%
 import contextlib
@@ -59,16 +59,16 @@ SOURCE = "notebooks/05_offload.py"
 # %% [markdown]
 # :::{admonition} Without a GPU
 # :class: note
-# Here the CPU plays the device. What torch allocates is device memory: that is what the meter counts. The store takes
-# its memory from the operating system directly, so its bytes are counted apart. Worker threads play the streams of a
-# GPU. What is copied when, and what is freed when, is decided by the code that runs on a GPU.
+# On this page the CPU simulates the device. Memory that torch allocates counts as device memory, and the meter reports
+# it. The store gets its memory directly from the operating system, so its bytes are counted separately. Worker threads
+# simulate the streams of a GPU. The code that decides when to copy and when to free is the code that runs on a GPU.
 # :::
 #
-# ## Ten lines
+# ## Offload in ten lines
 #
-# A checkpoint forgets what it can compute again. The other way to make room is to move it: nothing is computed twice,
-# but every byte travels out and back. PyTorch has one seam for it: a pair of functions, *pack* and *unpack*, that are
-# called with each tensor autograd saves.
+# Checkpointing frees the activations that it can recompute. Offload *moves* them to other memory: nothing is computed
+# twice, but every byte is copied out and back. PyTorch offers one interface for this, a pair of functions called *pack*
+# and *unpack*. Autograd calls pack for each tensor that it saves, and unpack when backward reads the tensor.
 
 
 # %%
@@ -78,7 +78,7 @@ def pack(tensor):
 
 
 def unpack(host):
-    return host.clone()  # a clone lies on the device again
+    return host.clone()  # the clone is device memory
 
 
 # %%
@@ -96,8 +96,8 @@ def train(*hooks):
 
 
 # %%
-plain = train()
-[torch.equal(a, b) for a, b in zip(plain, train(pack, unpack))]
+baseline = train()
+[torch.equal(a, b) for a, b in zip(baseline, train(pack, unpack))]
 
 # %%
 S = rows.nbytes
@@ -107,15 +107,15 @@ for hooks in ((), (pack, unpack)):
     print(f"dynamic peak {peak:,} bytes = {peak / S:.1f} S")
 
 # %% [markdown]
-# The gradients are right, and the peak is down to what one layer needs at a time. This is, in essence, PyTorch's
-# `save_on_cpu`. Three things are wrong with it:
+# The gradients are equal, and the peak drops to what one layer needs at a time. This is essentially PyTorch's
+# `save_on_cpu`. It has three flaws:
 #
-# 1. **It waits.** Every copy stands between two operations; computing stops for all of them.
-# 2. **It copies what nobody wants moved.** A linear layer saves its weight, too, as the view `w.t()`.
-# 3. **It allocates for each tensor.** Memory that a GPU can copy to by itself must be page-locked, *pinned*, and
-#    pinning can take longer than the copy.
+# 1. **It waits.** Every copy runs between two operations, and compute stops for it.
+# 2. **It copies weights.** A linear layer saves not only its input but also its weight, as the view `w.t()`.
+# 3. **It allocates memory for each tensor.** A GPU can copy while it computes only if the host memory is page-locked,
+#    or *pinned*. Pinning can take longer than the copy.
 #
-# The second is easy to count:
+# The second flaw is easy to count:
 
 # %%
 weights = {weight.untyped_storage().data_ptr() for weight in mlp.parameters()}
@@ -132,30 +132,30 @@ gradients = train(counting_pack, unpack)
 copied
 
 # %% [markdown]
-# The weights are on the device before, during and after the step. Their copies free nothing.
+# The weights are on the device before, during and after the step, so copying them frees nothing.
 #
-# ## Beside the computing
+# ## Overlapping copies with compute
 #
-# A GPU has copy engines that work while it computes. They are reached by a second *stream*: a queue of work that runs
-# in its own order. The program only submits, and goes on. Two streams know nothing of each other but *events*: an event
-# is reached when a piece of work has ended, and work can be told to start after events. `ackpt.offloading.cpu_streams.Stream` is the
-# same on a CPU, with a worker thread for the queue:
+# A GPU has copy engines that work while it computes. A program uses them through a second *stream*, a queue whose work
+# runs in order. The program only submits work to the queue and continues. Only *events* synchronize two streams: an
+# event marks the end of a piece of work, and work in another stream can be told to start after it.
+# `ackpt.offloading.cpu_streams.Stream` does the same on a CPU, with a worker thread for each queue:
 
 # %%
 compute, copies = Stream("compute"), Stream("copies")
 order, passed = [], threading.Event()
 copied = copies.submit(lambda: (passed.wait(), order.append("a long copy")))
 compute.submit(lambda: (order.append("computing"), passed.set()))
-compute.submit(order.append, "computing behind the copy", after=[copied]).wait()
+compute.submit(order.append, "computing after the copy", after=[copied]).wait()
 order
 
 # %% [markdown]
-# From here on nothing happens in the order of the lines, and that is what makes offload hard. The bugs below are those
-# that implementations in use have had. Each is a *race*: most of the time it goes well. To make it fail every time we
-# slow down one side until the other one has passed, or 0.2 seconds are over.
+# From here on, work no longer runs in the order of the lines, and that makes offload hard. Implementations in use have
+# had each of the five bugs below. The first four are *races*: most of the time, the result is correct. To make a race
+# fail every time, we delay one side until the other has finished, for at most 0.2 seconds.
 #
-# The scene: a `block` of device memory full of ones, a `host` buffer, and a copy between them that is late. The next
-# tensor of the computation will get the block, and writes twos.
+# The setup is a `block` of device memory full of ones, a `host` buffer, and a delayed copy from the block to the
+# buffer. The next tensor of the computation reuses the block and writes twos.
 
 
 # %%
@@ -171,25 +171,25 @@ def race(experiment):
         passed.set()
 
     experiment(late_copy, next_tensor)
-    both_done()
+    synchronize()
     print(f"host {host.tolist()}, wrong bytes: {host.tolist() != [1] * 4}")
 
 
-def so_far(stream):
-    """The event of all that a stream was given until now."""
+def record_event(stream):
+    """An event that marks the end of all work submitted to the stream so far."""
     return stream.submit(lambda: None)
 
 
-def both_done():
+def synchronize():
     for stream in (compute, copies):
-        so_far(stream).wait()
+        record_event(stream).wait()
 
 
 # %% [markdown]
 # ### Bug 1: the source is freed early
 #
-# Pack submits the copy and returns. The last reference to the activation goes, its block is free, and the allocator
-# hands it to the next tensor: the program is ahead of the copy.
+# Pack submits the copy and returns. The last reference to the activation is dropped, so its block becomes free. The
+# allocator gives the block to the next tensor before the copy has read it.
 
 
 # %%
@@ -201,27 +201,27 @@ def freed_early(late_copy, next_tensor):
 race(freed_early)
 
 # %% [markdown]
-# The mending: keep the source until the computing stream has been made to wait for the copy.
+# The fix: keep the source allocated until the compute stream waits for the copy.
 
 
 # %%
-def freed_behind_the_copy(late_copy, next_tensor):
+def freed_after_the_copy(late_copy, next_tensor):
     copied = copies.submit(late_copy)
     compute.submit(next_tensor, after=[copied])
 
 
-race(freed_behind_the_copy)
+race(freed_after_the_copy)
 
 # %% [markdown]
 # ### Bug 2: the event is recorded before the copy
 #
-# On a GPU an event is recorded *in* a stream, by a line of its own. Two lines in the wrong order, or the event recorded
-# on the computing stream, and what is waited for is over before the copy has begun.
+# On a GPU, a separate call records an event *in* a stream. If that call comes before the copy, or names the compute
+# stream, then waiting for the event does not wait for the copy.
 
 
 # %%
 def recorded_before(late_copy, next_tensor):
-    recorded = so_far(copies)
+    recorded = record_event(copies)
     copies.submit(late_copy)
     compute.submit(next_tensor, after=[recorded])
 
@@ -230,27 +230,28 @@ race(recorded_before)
 
 
 # %%
-def recorded_behind(late_copy, next_tensor):
+def recorded_after(late_copy, next_tensor):
     copies.submit(late_copy)
-    recorded = so_far(copies)
+    recorded = record_event(copies)
     compute.submit(next_tensor, after=[recorded])
 
 
-race(recorded_behind)
+race(recorded_after)
 
 # %% [markdown]
 # ### Bug 3: the cached stream
 #
-# The copy must start after the activation has been computed. Which stream computes it? Whoever asks once and keeps the
-# answer waits for the wrong one as soon as a part of the model runs on another. Now it is the computing that is late:
+# The copy must start after the activation has been computed. Which stream computes it? Code that looks the stream up
+# once and caches it waits for the wrong one as soon as part of the model runs in another stream. This time, compute is
+# the delayed side:
 
 
 # %%
-def race_with_current(ask):
+def race_with_current(stream_to_wait_for):
     block, host = torch.zeros(4), torch.zeros(4)
     passed, side = threading.Event(), Stream("side")
 
-    def late_computing():
+    def late_compute():
         passed.wait(0.2)
         block.fill_(1)
 
@@ -258,9 +259,9 @@ def race_with_current(ask):
         host.copy_(block)
         passed.set()
 
-    side.submit(late_computing)
-    copies.submit(copy, after=[so_far(ask(side))]).wait()
-    so_far(side).wait()
+    side.submit(late_compute)
+    copies.submit(copy, after=[record_event(stream_to_wait_for(side))]).wait()
+    record_event(side).wait()
     print(f"host {host.tolist()}, wrong bytes: {host.tolist() != [1] * 4}")
 
 
@@ -274,8 +275,8 @@ race_with_current(lambda current: current)
 # %% [markdown]
 # ### Bug 4: a buffer is used again early
 #
-# To allocate once, buffers go back to a pool when backward has used them. But "used" means that the copy back has been
-# *submitted*. The next step takes the buffer and writes into it what it has to save:
+# To avoid new allocations, a buffer returns to a pool when backward has used it. But at that moment, the copy back may
+# only have been *submitted*. The next step takes the buffer and copies its own activations into it:
 
 
 # %%
@@ -296,7 +297,7 @@ def race_for_a_buffer(events_kept):
     pool.give(buffer, after=[loaded] if events_kept else [])
     again = pool.take(16)
     compute.submit(next_copy_out, after=again.after)
-    both_done()
+    synchronize()
     print(f"same buffer: {again is buffer}, wrong bytes: {device.tolist() != [1] * 4}")
 
 
@@ -307,12 +308,12 @@ race_for_a_buffer(events_kept=False)
 race_for_a_buffer(events_kept=True)
 
 # %% [markdown]
-# In the pool of `ackpt` a buffer carries the events of its last copies, and whoever takes it starts behind them.
+# In the pool of `ackpt`, each buffer has the events of its last copies, and the next copy into it starts after them.
 #
 # ### Bug 5: memory is pinned for each tensor
 #
-# This one gives right bytes, slowly. Count the allocations of 6 steps that save 8 tensors each, first without giving
-# anything back:
+# This code copies the right bytes, but slowly. We count the allocations of 6 steps that save 8 tensors each, first
+# without returning buffers to the pool, then with:
 
 
 # %%
@@ -330,16 +331,16 @@ allocations(give_back=False), allocations(give_back=True)
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Four rules make an asynchronous copy right: it starts behind the stream that is computing *now*; its event is recorded
-# behind it; its source, its target and its buffer are free only behind that event. A fifth makes it fast: allocate
-# once.
+# Four rules make an asynchronous copy correct. It starts after the work of the stream that computes *now*. Its event is
+# recorded after the copy. The device memory that it reads or writes is freed only after that event. Its buffer is
+# reused only after that event. A fifth rule makes copies fast: allocate buffers once.
 # :::
 
 # %% [markdown]
 # ## The engine
 #
-# `ackpt.offload_saved_tensors` is the pair of hooks again, with an engine behind it that keeps these rules. (They stand
-# at the top of `ackpt/offloading/cuda_transport.py`, which is what a GPU uses.)
+# `ackpt.offload_saved_tensors` installs the same pair of hooks, with an engine that keeps these rules. (For GPUs,
+# `ackpt/offloading/cuda_transport.py` states them at its top.)
 
 
 # %%
@@ -352,11 +353,11 @@ def train_offloaded(mode, **options):
 
 
 engine = train_offloaded("async")
-[torch.equal(a, weight.grad) for a, weight in zip(plain, mlp.parameters())]
+[torch.equal(a, weight.grad) for a, weight in zip(baseline, mlp.parameters())]
 
 # %% [markdown]
-# Does that hold when the copies are slow, and the memory of what has left is soon used again? We make every copy late
-# by two milliseconds, and run six steps. The first one shows how much the pool had to allocate.
+# Do the gradients stay equal if copies are slow and freed memory is soon reused? We delay every copy by two
+# milliseconds and run six steps. The first step shows how many buffers the pool allocates.
 
 # %%
 real_move = transport._move
@@ -373,7 +374,7 @@ transport._move = late_move
 for step in range(6):
     engine.reset_stats()
     train_offloaded("async")
-    pairs = zip(plain, mlp.parameters())
+    pairs = zip(baseline, mlp.parameters())
     equal = all(torch.equal(a, weight.grad) for a, weight in pairs)
     counts = engine.stats()
     new, old = counts["pool_misses"], counts["pool_hits"]
@@ -381,12 +382,12 @@ for step in range(6):
 transport._move = real_move
 
 # %% [markdown]
-# Bit for bit the plain gradients, and not one allocation after the first step. What the copies cost here, in time, each
-# way in turn within a round:
+# The gradients equal the baseline's bit for bit, and the pool allocates nothing after the first step. The next cell
+# measures the time that the copies add here, as a ratio to the baseline:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 timed = {
-    "plain": train,
+    "baseline": train,
     "ten lines": lambda: train(pack, unpack),
     "sync": lambda: train_offloaded("sync"),
     "async": lambda: train_offloaded("async"),
@@ -395,12 +396,12 @@ for name, ratio in compare_seconds(timed, repeats=9).ratios.items():
     print(f"{name:9} x {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})")
 
 # %% [markdown]
-# On two cores that compute both, a copy beside the computing has nowhere to run; on a GPU it has an engine of its own.
+# Here, copies and compute share two cores, so overlap gains little. A GPU has separate copy engines.
 #
 # ### Storages, not tensors
 #
-# Several saved tensors may be views of one piece of memory, a *storage*. Queries, keys and values often are: thirds of
-# one product. The memory is free when the last of them is gone, so the storage is what must be copied, and only once.
+# Several saved tensors may be views of one *storage*. Queries, keys and values often are: each is a third of one matrix
+# product. The memory is freed only with the last view, so the engine copies the storage, and only once.
 
 # %%
 x = torch.randn(256, 768, requires_grad=True)
@@ -415,12 +416,13 @@ counts = engine.stats()
 (3 + 1) * 256 * 256 * 4
 
 # %% [markdown]
-# Autograd saved four tensors: $q$, $k$, $v$ and the product $q k$. There are two storages, so there are two copies; two
-# tensors *share* one that was there. Backward needs both. The product was still on its way out, its memory not yet
-# freed, so only the other one has to come back. Then the store is empty:
+# Autograd saved four tensors: $q$, $k$, $v$ and the product $q k$. They occupy two storages, so the engine made two
+# copies; the other two tensors *share* a storage that the engine had already. Backward reads both storages. The product
+# was still being copied out and its memory was not yet freed, so only the other storage is copied back. Then the store
+# is empty:
 
 # %%
-del q, k, v  # while they are here, nothing is freed and nothing has to come back
+del q, k, v  # these references would keep the storage on the device, and nothing would be copied back
 loss.backward()
 counts = engine.stats()
 {name: counts[name] for name in ("copies_in", "bytes_in", "stored", "store_bytes")}
@@ -428,13 +430,13 @@ counts = engine.stats()
 # %% [markdown]
 # ### What stays
 #
-# - **Parameters and buffers**, and views of them such as `w.t()`. They are known by their storage.
-# - **Small tensors**, below `min_bytes`: a copy has a fixed price, and nothing is gained.
-# - **The tail.** What was saved last is asked for first: it would come back before it has left. `keep_last` storages
-#   stay.
+# - **Parameters and buffers**, and views of them such as `w.t()`. The engine recognizes them by their storage.
+# - **Small tensors**, below `min_bytes`. Every copy has a fixed overhead, and a small tensor frees almost nothing.
+# - **The last storages.** Backward first reads what was saved last, so it would need these storages before their copies
+#   out have ended. The last `keep_last` storages stay.
 #
-# The multilayer perceptron once more. Its 8 linear layers save their inputs, of which the first is `rows`; its 8 GELUs
-# save theirs; the loss saves the last output. That makes 17 activations of $S$ bytes.
+# In the multilayer perceptron above, 8 linear layers save their inputs, the first of which is `rows`. The 8 GELUs save
+# their inputs, too, and the loss saves the last output. That makes 17 activations of $S$ bytes.
 
 # %%
 engine.reset_stats()
@@ -446,29 +448,31 @@ for options in choices:
     print(f"{options!s:23} {counts['copies_out']:2} copies, {counts['bytes_out'] / S:.0f} S")
 
 # %% [markdown]
-# ## What it takes off the peak
+# ## How much offload lowers the peak
 #
-# Offload without recompute moves everything. It is usually better to forget most and move the little that a checkpoint
-# keeps: the regions' inputs. `offload=` of `checkpoint`, `checkpoint_sequential` and `apply_activation_checkpointing`
-# does that.
+# Without recomputation, offload copies every activation. Usually it is better to recompute most activations and to
+# offload the few that a checkpoint saves: the inputs of regions. The argument `offload=` of `checkpoint`,
+# `checkpoint_sequential` and `apply_activation_checkpointing` does this.
 #
-# Take $n$ equal regions. The *classic* checkpoint keeps an input per region, so memory climbs a ramp through the
-# forward: $n \, S$ bytes when backward begins. And there, at the first turn of backward, when a whole region is
-# recomputed on top of all $n$ inputs, lies the peak. (As long as gradients do not decide:
-# {doc}`03_synthetic_experiment`. Here they exist before the step, as under `zero_grad(set_to_none=False)`.)
+# Take $n$ equal regions. Without offload, a checkpoint saves one input per region, so memory rises like a ramp through
+# the forward, to $n \, S$ bytes when backward begins. Backward first recomputes the last region, with all $n$ inputs
+# live: this is the peak. (It is elsewhere if gradients dominate, see {doc}`03_synthetic_experiment`. Here the gradients
+# exist before the step, as with `zero_grad(set_to_none=False)`.)
 #
-# With offload, in that moment, there are
+# With offload, these tensors are live at that moment:
 #
-# - the input of the last region, which has stayed, since it is needed now;
-# - inputs that somebody else holds anyway, $h$ of them. The first region's is usually the batch, or the caller's $x$;
-# - everything else as before.
+# - the input of the last region, which stays on the device because backward needs it first;
+# - the $h$ inputs that have another owner. The first region's input is usually the batch, or the caller's $x$;
+# - everything else, as without offload.
 #
-# At later turns the input of the turn has been brought back, and no other: the next one starts on its way half-way
-# through a region's backward, when half of what was recomputed has been freed. So every turn has one input, not $i$:
+# In the backward of an earlier region, that region's input has been copied back. The prefetch of the next input starts
+# halfway through, when half of the recomputed activations have been freed. So the backward of region $i$ reaches its
+# highest memory with one input on the device, instead of $i$ inputs:
 #
-# $$ \text{peak}_\text{classic} - \text{peak}_\text{offload} = (n - 1 - h) \, S , $$
+# $$ \text{peak}_\text{checkpoint} - \text{peak}_\text{offload} = (n - 1 - h) \, S $$
 #
-# and it does not matter whether copies wait or overlap. To check it, regions of four SiLU functions, with $h = 1$:
+# The formula holds whether compute waits for the copies or overlaps with them. We check it with regions of four SiLU
+# functions and $h = 1$:
 
 # %%
 x = torch.randn(2**16, requires_grad=True)
@@ -491,25 +495,25 @@ def chain(n, mode):
 
 
 # %%
-modes = {"classic": None, "sync": "sync", "async": "async"}
+modes = {"no offload": None, "sync": "sync", "async": "async"}
 ns = [4, 8, 12, 16, 24, 32]
 peaks = {
     name: [measure(lambda: chain(n, mode), resident=[x], repeats=0).dynamic_peak_bytes for n in ns]
     for name, mode in modes.items()
 }
-for n, classic, sync, overlapped in zip(ns, *peaks.values()):
-    rest, apart = classic - sync - (n - 2) * S, sync - overlapped
-    print(f"n = {n:2}: classic - sync - (n - 2) S = {rest}, sync - async = {apart}")
+for n, no_offload, sync, overlapped in zip(ns, *peaks.values()):
+    rest, difference = no_offload - sync - (n - 2) * S, sync - overlapped
+    print(f"n = {n:2}: no offload - sync - (n - 2) S = {rest}, sync - async = {difference}")
 
-# %% alt="Dynamic peak over the number of regions: classic rises by one input per region along the predicted line, sync and async offload lie on one horizontal line."
+# %% alt="Dynamic peak against the number of regions: without offload it rises by one input per region along the predicted line; with sync and async offload it is the same horizontal line."
 figure = plots.line_plot(
     ns,
     measured=peaks,
     predicted={
-        "classic": [peaks["sync"][0] + (n - 2) * S for n in ns],
+        "no offload": [peaks["sync"][0] + (n - 2) * S for n in ns],
         "sync": [peaks["sync"][0]] * len(ns),
     },
-    title="Classic needs one more input for every region; offloaded, any number of regions has the same peak",
+    title="Without offload, each region adds one input to the peak; with offload, the peak is constant",
     xlabel="regions",
     ylabel="dynamic peak (MiB)",
 )
@@ -519,16 +523,16 @@ figure
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# With offloaded inputs the device holds one region at a time, however deep the model is: the ramp of the forward is
-# gone. What it takes off is $(n - 1 - h) \, S$, to the byte.
+# With offloaded inputs, the device needs memory for one region at a time, however deep the model is: the ramp of the
+# forward disappears. The peak falls by $(n - 1 - h) \, S$, to the byte.
 # :::
 
 # %% [markdown]
-# ## The way back
+# ## Prefetching inputs in backward
 #
-# `sync` fetches an input when it is asked for, and waits. `async` has noted the order of the forward, and backward goes
-# through it from the end. An observer can watch. The regions get inputs of different sizes here, so that the log shows
-# which is which.
+# `sync` copies an input back when backward needs it, and waits. `async` records the order of the forward, and
+# prefetches the inputs in the reverse order. An observer can log the copies. Here the regions have inputs of different
+# sizes, so that the log can tell them apart.
 
 # %%
 log, sizes = [], {}
@@ -563,19 +567,22 @@ def watch(mode):
 
 
 # %% [markdown]
-# A bar is where backward begins; the backward of region 5, behind its recompute, goes from `(5` to `5)`. Of five
-# regions the first one's input is the caller's and the last one's stays. That leaves 2, 3 and 4 to travel. (Here the
-# caller's input requires grad, so it stays as a parameter does. Of one that does not, a batch, nobody can say who holds
-# it: it is copied out, too, and not copied back if it is still there. So $n - 1$ copies leave and $n - 2$ return.)
+# In the log, a bar marks the beginning of backward. The backward of region 5, after its recomputation, goes from `(5`
+# to `5)`. The first of the five inputs belongs to the caller, and the last one stays on the device. The engine offloads
+# inputs 2, 3 and 4.
+#
+# (The caller's input requires grad here, so it stays, like a parameter. An input without grad, such as a batch, may
+# have no other owner. The engine therefore copies it out, too, and does not copy it back if it is still on the device.
+# Then there are $n - 1$ copies out and $n - 2$ copies in.)
 
 # %%
 for mode in ("sync", "async"):
     print(f"{mode:5}: {watch(mode)}")
 
 # %% [markdown]
-# The order is the same; but in `async` an input is on its way when the region behind it is half done. The engine counts
-# those that were there or on their way when they were asked for (`found`), and those that had to begin then
-# (`just_in_time`):
+# The order is the same, but with `async` the copy of an input starts when the backward of the following region is half
+# done. The engine counts the inputs that are on the device or already being copied when backward needs them (`found`),
+# and those whose copy starts only then (`just_in_time`):
 
 # %%
 for mode in ("sync", "async"):
@@ -585,9 +592,9 @@ for mode in ("sync", "async"):
     print(f"{mode:5}: found {counts['found']}, just in time {counts['just_in_time']}")
 
 # %% [markdown]
-# How much may come back ahead of need is bounded: `lookahead_bytes`, by default one storage, the largest. Without the
-# bound the ramp would only have moved from the forward to the beginning of backward. One input takes the place of what
-# a region has just freed, and is not seen in the peak; each further one is:
+# `lookahead_bytes` bounds the bytes that are prefetched. By default it is the size of the largest storage, or of what
+# one region saved. Without the bound, the ramp would only move from the forward to the beginning of backward. One
+# prefetched input fits into memory that the region has just freed, and does not raise the peak. Each further one does:
 
 # %%
 for ahead in (0, 1, 2, 4, 8):
@@ -599,24 +606,24 @@ for ahead in (0, 1, 2, 4, 8):
 # %% [markdown]
 # ## A disk as the store
 #
-# With `store="disk"` the buffers are memory-mapped files. They lose their names before the first byte is written, so
-# the folder looks empty all the time, and the system takes the space back when the process ends, even when it crashes.
+# With `store="disk"`, the buffers are memory-mapped files. Each file is unlinked before its first byte is written. So
+# the folder always looks empty, and the system reclaims the space when the process ends, even after a crash.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
     on_disk = ackpt.offload_saved_tensors(store="disk", folder=folder)
     chain(8, None)
-    classic = x.grad.clone()
+    no_offload = x.grad.clone()
     chain(8, on_disk)
     listing = os.listdir(folder)
     counts = on_disk.engine.stats()
     on_disk.engine.release_buffers()
-print(f"equal {torch.equal(classic, x.grad)}, files seen {listing}")
+print(f"equal {torch.equal(no_offload, x.grad)}, files seen {listing}")
 highest, left = counts["store_peak_bytes"] / S, counts["store_bytes"]
-print(f"highest in the store {highest:.0f} S, left {left}")
+print(f"peak of the store {highest:.0f} S, bytes left {left}")
 
 # %% [markdown]
-# A folder that does not exist, or is full, is an error that says so; the model can go on without.
+# If the folder does not exist or is full, an error says so. Training can go on without the store.
 
 # %%
 try:
@@ -625,10 +632,10 @@ except ackpt.OffloadError as error:
     print(str(error).split(" in folder ")[0], "...")
 
 # %% [markdown]
-# ## Without recompute
+# ## Offload without recomputation
 #
-# The same engine under a plain model: nothing is recomputed, everything travels. Four ways to run a model of eight
-# blocks:
+# The same engine also works without checkpointing. Nothing is recomputed, and every activation is offloaded. We compare
+# four ways to train a model of eight blocks:
 
 # %%
 config = TransformerConfig(dim=64, ff_dim=256, layers=8, head_dim=16)
@@ -652,13 +659,13 @@ def run(way):
 
 
 # %%
-ways = ["plain", "offload", "checkpoint", "checkpoint, offload"]
+ways = ["baseline", "offload", "checkpoint", "checkpoint, offload"]
 way_rows = []
-run("plain")
-wanted = [weight.grad.clone() for weight in blocks.parameters()]
+run("baseline")
+expected = [weight.grad.clone() for weight in blocks.parameters()]
 for way in ways:
     run(way)
-    pairs = zip(wanted, blocks.parameters())
+    pairs = zip(expected, blocks.parameters())
     equal = all(torch.equal(a, weight.grad) for a, weight in pairs)
     engine.reset_stats()
     run(way)
@@ -670,10 +677,12 @@ for way in ways:
     way_rows.append(row | {"flops": round(flops, 3), "equal": "yes" if equal else "no"})
 
 # %%
-columns = {"way": "way", "peak": "dynamic peak, MiB", "moved": "out to the store, MiB"}
+columns = {"way": "method", "peak": "dynamic peak, MiB", "moved": "copied to the store, MiB"}
 columns |= {"flops": "FLOPs of a step, 1e9", "equal": "gradients bit-equal"}
 gradients = sum(weight.nbytes for weight in blocks.parameters()) / 2**20
-caption = f"Eight Transformer blocks, 512 tokens of width 64, fp32, gradients of {gradients:.1f} MiB included."
+caption = (
+    f"A step of eight Transformer blocks, 512 tokens of width 64, fp32. Peaks include {gradients:.1f} MiB of gradients."
+)
 table = markdown_table(way_rows, columns, caption, "tab-ways")
 path = write_text_atomic("results/tables/05_ways.md", table)
 
@@ -681,33 +690,34 @@ path = write_text_atomic("results/tables/05_ways.md", table)
 # ```{include} ../../results/tables/05_ways.md
 # ```
 #
-# Without recompute nothing is computed twice, and the peak is even lower: one *operation* at a time needs its tensors,
-# not one region. The price is in the third column. All that the plain model saves must travel out and back, twenty
-# times as much as the inputs alone. Whether there is time for it is the next question.
+# Without recomputation, nothing is computed twice, and the peak is even lower: one *operation* at a time needs its
+# tensors on the device, not one region. The third column shows the price. All activations that the baseline saves must
+# be copied out and back, twenty times as many bytes as the inputs alone. The next question is whether there is time for
+# these copies.
 
 # %% [markdown]
 # ## Does it pay?
 #
-# A copy costs nothing if it ends while the device computes something anyway. How much time does it have?
+# A copy adds no time if it ends while the device computes. How much time is there?
 #
-# - **Out.** The input of a region leaves when the region's forward begins, and until the next region's leaves, there is
-#   one forward: $F$.
-# - **In.** It comes back half-way through the backward of the region behind it: $R / 2$, where backward is about two
-#   forwards, as each matrix product of the forward has two in backward. That is $F$ again.
+# - **Out.** The copy of a region's input starts when the region's forward begins. It must end before the copy of the
+#   next region's input starts, one forward later: it has $F$.
+# - **In.** The copy back starts halfway through the backward of the following region: it has $R / 2$. A backward takes
+#   about two forwards, since each matrix product of the forward has two in backward. So this is $F$ again.
 #
-# Both copies are hidden if $S / \lambda \le F$. (Without recompute, what a block saves has $R$ to come back, but is much
-# more.) For a Transformer block with $f = 4 d$ in 2 bytes a number, on a device that does $\rho$ FLOPs a second:
+# Both copies overlap completely if $S / \lambda \le F$. (Without recomputation, the copies back have all of $R$, but a
+# block saves much more.) For a Transformer block of width $d$ with $4 d$ in the MLP and 2 bytes per element, this is
 #
 # $$ \frac{2 \, d \, T}{\lambda} \le \frac{24 \, d^2 \, T + 4 \, d \, T^2}{\rho}
 #    \quad \Longleftrightarrow \quad T \ge T^* = \frac{\rho}{2 \lambda} - 6 d . $$
 #
-# The wider the model and the longer the sequence, the easier it is; fast devices behind slow links have it hardest. The
-# first term of $F$ grows like the copy, so only attention, which grows faster, can catch up with a link that is too
-# slow. `ackpt.offload_pays` does this with measured times: it fits $F$ and $R$, each with a fixed, a linear and a
-# quadratic part, and compares.
+# Wide models and long sequences make complete overlap easier; a fast device with a slow link makes it harder. The first
+# term of $F$ is proportional to the copy. If it is too small for the link, only attention, whose term grows faster, can
+# make up for it. `ackpt.offload_pays` evaluates the condition with measured times: it fits $F$ and $R$, each with a
+# fixed, a linear and a quadratic part, and compares them with the copy.
 #
-# To see a crossover on this machine, whose memory is fast, we need a slow link and computing with a large quadratic
-# part. The regions are attention and nothing else, and copies sleep.
+# Memory on this machine is fast. To see a crossover, we need a slow link, and compute with a large quadratic part. So
+# the regions consist of attention alone, and copies sleep.
 
 
 # %%
@@ -720,15 +730,15 @@ def sequence(T):
 
 
 def block_seconds(T):
-    """Forward and backward of one region, medians of seven."""
-    found = []
+    """Seconds of one region's forward and backward: medians of seven runs."""
+    runs = []
     for _ in range(8):
         a, times = sequence(T), [time.perf_counter()]
         y = attend(a)
         times.append(time.perf_counter())
         y.sum().backward()
-        found.append((times[1] - times[0], time.perf_counter() - times[1]))
-    return [sorted(column)[3] for column in zip(*found[1:])]
+        runs.append((times[1] - times[0], time.perf_counter() - times[1]))
+    return [sorted(column)[3] for column in zip(*runs[1:])]
 
 
 # %%
@@ -738,7 +748,7 @@ seconds = {T: block_seconds(T) for T in lengths}
 forward, backward = ({T: pair[way] for T, pair in seconds.items()} for way in (0, 1))
 
 # %% [markdown]
-# The link is made just so slow that a copy at 1024 tokens takes as long as there is time.
+# We set the link's bandwidth so that a copy at 1024 tokens takes exactly the time that it has.
 
 # %%
 link = bytes_per_token * 1024 / min(forward[1024], backward[1024] / 2)
@@ -754,9 +764,9 @@ def pays_at(T):
 
 
 # %% [markdown]
-# Then eight such regions are trained over that link. The engine counts how long copies took and how long computing
-# stood still for them; what is left of the copies was hidden. (`min_bytes` is lowered so that short sequences travel,
-# too.)
+# Then we train eight such regions over that link. The engine measures how long the copies take and how long compute
+# waits for them; the rest of the copies' time overlaps with compute. (A lower `min_bytes` makes the engine offload
+# short sequences, too.)
 
 # %%
 slow = ackpt.offload_saved_tensors("async", min_bytes=1024)
@@ -769,7 +779,7 @@ def attend_eight_times(T):
     a.sum().backward()
 
 
-def hidden_share(T):
+def overlapped_share(T):
     attend_eight_times(T)
     slow.engine.reset_stats()
     attend_eight_times(T)
@@ -781,10 +791,10 @@ def hidden_share(T):
 
 # %%
 transport._move = slow_move
-shares = {T: hidden_share(T) for T in lengths}
+shares = {T: overlapped_share(T) for T in lengths}
 transport._move = real_move
 
-# %% tags=["measured-time", "nbval-ignore-output"] alt="Seconds per region over tokens: the copy is a straight line, forward and half of backward are curves that start below it and cross it near 1024 tokens. Measured points lie near the lines."
+# %% tags=["measured-time", "nbval-ignore-output"] alt="Milliseconds per region against tokens: the copy is a straight line; forward and half of backward are curves that start below it and cross it near 1024 tokens. Measured points are near the lines."
 fitted = {T: pays_at(T) for T in lengths}
 plots.line_plot(
     lengths,
@@ -798,7 +808,7 @@ plots.line_plot(
         "forward": [pays.forward_seconds for pays in fitted.values()],
         "half of backward": [pays.backward_seconds / 2 for pays in fitted.values()],
     },
-    title=f"From {pays_at(1024).hidden_from} tokens on computing takes longer than the copies",
+    title=f"From {pays_at(1024).hidden_from} tokens on, compute takes longer than the copies",
     xlabel="tokens in the sequence",
     ylabel="one region (ms)",
     unit=1e-3,
@@ -806,11 +816,12 @@ plots.line_plot(
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for T, pays in fitted.items():
-    print(f"{T:4} tokens: predicted {pays.hidden_share:4.0%} hidden, measured {shares[T][0]:4.0%}")
+    print(f"{T:4} tokens: predicted overlap {pays.hidden_share:4.0%}, measured {shares[T][0]:4.0%}")
 
 # %% [markdown]
-# The measured shares follow the predicted ones, roughly: they are times of threads on a busy CPU. Above the crossover a
-# few per cent stay visible, because a worker that sleeps must wake up. In words:
+# The measured shares follow the predicted ones only roughly, because they are times of threads on a busy CPU. Above the
+# crossover, a few per cent remain exposed, because a worker that sleeps must wake up. `print` shows the prediction for
+# one length as a sentence:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 print(pays_at(512))
@@ -818,17 +829,18 @@ print(pays_at(512))
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Inputs of regions are few bytes for much computing: $S / \lambda \le F$ is easily met, and then offload costs memory
-# traffic, not time. Whether it is met is a matter of two measured numbers, and not of the size of the model.
+# Inputs of regions are few bytes for a lot of compute. So $S / \lambda \le F$ is easily met, and then offload costs
+# memory traffic but no time. Two measured numbers decide whether it is met, not the size of the model.
 # :::
 
 # %% [markdown]
 # ## The experiment
 #
-# The published experiment compares four ways to train 12 Transformer blocks: plain, with the classic checkpoint, and
-# with its inputs offloaded, synchronously and asynchronously. Ours adds offload without recompute and the tools that
-# others offer. On the CPU it runs with fewer blocks, tokens and channels. Gradients of every method are compared with
-# the plain ones first, to the last bit. In a terminal this is `ackpt offload`.
+# The published experiment trains 12 Transformer blocks in four ways: the baseline, per-block checkpointing
+# (`ckpt_classic`), and per-block checkpointing with the inputs offloaded, synchronously or asynchronously. Ours adds
+# offload without recomputation, and the offload of other tools. On the CPU it runs with fewer blocks, tokens and
+# channels. It first compares every method's gradients with the baseline's, to the last bit. In a terminal, the command
+# is `ackpt offload`.
 
 # %%
 config = offload.CPU
@@ -844,7 +856,7 @@ print("gradients equal to the last bit:", ", ".join(ours))
 # %%
 S = config.total_tokens * config.dim * 4
 gain = runs["ckpt_classic"]["peak_bytes"] - runs["ckpt_async_offload"]["peak_bytes"]
-print(f"classic - async = {gain / S} S; n - 1 - h = {config.layers - 1 - 1}")
+print(f"ckpt_classic - ckpt_async_offload = {gain / S} S; n - 1 - h = {config.layers - 1 - 1}")
 print("async - sync =", runs["ckpt_async_offload"]["peak_bytes"] - runs["ckpt_sync_offload"]["peak_bytes"])
 
 # %% tags=["hide-input"]
@@ -856,13 +868,13 @@ for row in rows:
 columns = {
     "method": "method",
     "peak": "peak, MiB",
-    "vs_baseline": "to baseline, %",
-    "vs_classic": "to ckpt_classic, %",
+    "vs_baseline": "vs. baseline, %",
+    "vs_classic": "vs. ckpt_classic, %",
     "store": "store, MiB",
 }
 caption = (
     f"Measured peaks of a step on the CPU: {config.layers} blocks, {config.total_tokens} tokens of width {config.dim}, "
-    "fp32, gradients included. Methods without figures need a CUDA GPU."
+    "fp32, gradients included. Methods without numbers need a CUDA GPU."
 )
 table = markdown_table(rows, columns, caption, "tab-offload")
 path = write_text_atomic("results/tables/05_offload.md", table)
@@ -871,32 +883,33 @@ path = write_text_atomic("results/tables/05_offload.md", table)
 # ```{include} ../../results/tables/05_offload.md
 # ```
 #
-# `save_on_cpu` does not copy what is on a CPU already, and what `offload_wrapper` has stored is counted as device
-# memory here, so the peaks of these two are those of a checkpoint; on a GPU both move their inputs. `offload_async`
-# keeps copies on their way that `offload_sync` has waited for, and pays for it in bytes.
+# Two methods of other tools have about the peak of `ckpt_classic` here. `save_on_cpu` copies nothing that is already on
+# a CPU, and the bytes that `offload_wrapper` stores count as device memory. On a GPU, both offload the inputs of
+# blocks. `offload_async` has a higher peak than `offload_sync`, because the sources of unfinished copies stay
+# allocated.
 
-# %% alt="Horizontal bars of the peak for eight methods: baseline far longer than all others, checkpointed methods a third of it, offloaded ones below those."
+# %% alt="Horizontal bars of the peak for eight methods: the baseline's is by far the longest, those of checkpointed methods are a third of it, those with offload are shorter."
 drawn = offload_report.figures(records)
 path = plots.save(drawn["peak"], "results/figures/05_peaks.png")
 drawn["peak"]
 
-# %% alt="Three memory timelines, one above the other, for the classic checkpoint, sync and async offload. Classic climbs a ramp of boundaries through the forward and steps down in backward; the other two have none. Copies are drawn as thin bars below: in sync each ends at once, in async they reach into the computing."
+# %% alt="Three memory timelines, one above the other: checkpointing without offload, with sync and with async offload. Without offload, the boundaries rise like a ramp through the forward and step down in backward; the other two have no ramp. Thin bars below each timeline are copies: with sync each ends at once, with async they overlap with compute."
 path = plots.save(drawn["timelines"], "results/figures/05_timelines.png")
 drawn["timelines"]
 
 # %% [markdown]
-# Time, with all methods taking turns, and the share of the copies' time that was hidden:
+# The time of a step, with all methods interleaved, and the share of the copies' time that overlaps with compute:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for row in rows:
     if row["ms"] is not None:
-        hidden = "" if row["hidden"] is None else f", {row['hidden']:.0f} % of the copies hidden"
-        print(f"{row['method']:19} {row['ms']:6.1f} ms ({row['spread']}){hidden}")
+        overlap = "" if row["hidden"] is None else f", {row['hidden']:.0f} % of the copies overlap"
+        print(f"{row['method']:19} {row['ms']:6.1f} ms ({row['spread']}){overlap}")
 
 # %% [markdown]
 # ## The published sizes
 #
-# From shapes alone, the peaks of our model at the published sizes, beside the published figures:
+# The table compares the published figures with the peaks of our model, predicted from shapes alone at the same sizes:
 
 # %%
 predicted = offload.predict_offload(offload.GPU, SOURCE)
@@ -929,7 +942,7 @@ columns = {
     "peak": "ours on a GPU, MiB",
 }
 caption = (
-    "Offload at the published size (12 blocks, 12 000 tokens, fp16): as printed by others for a T4, predicted for our "
+    "Offload at the published size (12 blocks, 12 000 tokens, fp16): published by others for a T4, predicted for our "
     "model from shapes alone (nothing was run), and measured with our model on a GPU."
 )
 table = markdown_table(rows, columns, caption, "tab-offload-published")
@@ -949,13 +962,13 @@ path = write_text_atomic("results/tables/05_published.md", table)
 # nox -s reproduce -- --only 05
 # ```
 #
-# On Colab's free GPU, `ackpt.colab.run_demo()` runs the experiment in one cell and shows table and pictures.
+# On Colab's free GPU, `ackpt.colab.run_demo()` runs the experiment in one cell and shows the table and the figures.
 # :::
 #
-# ### What the published figures say
+# ### What the published figures imply
 #
-# $(n - 1 - h) \, S$ can be read backwards. How many inputs, in 4 bytes a number, has offload taken off their peak?
-# (Whether an MB of theirs is $10^6$ or $2^{20}$ bytes they do not say.)
+# We can also apply $(n - 1 - h) \, S$ in reverse: by how many inputs, at 4 bytes per element, did offload lower the
+# published peak? (The source does not say whether its MB is $10^6$ or $2^{20}$ bytes.)
 
 # %%
 S = 12_000 * 1024 * 4
@@ -964,26 +977,28 @@ for name, unit in {"10^6": 10**6, "2^20": 2**20}.items():
     print(f"MB = {name} bytes: {taken * unit / S:.1f} S, expected {12 - 1 - 1}")
 
 # %% [markdown]
-# Ten and a little, with boundaries in fp32. Then their times tell more: what `sync` takes longer than `classic` is the
-# time of some 20 copies, ten each way, and what `async` takes longer is the part of it that was not hidden.
+# The peak fell by slightly more than ten inputs, if boundaries are in fp32. With that, the published times tell more.
+# The time that `ckpt_sync_offload` adds to `ckpt_classic` is that of some 20 copies, ten in each direction. The time
+# that `ckpt_async_offload` adds is the exposed part of it.
 
 # %%
 ms = {method: row["milliseconds"] for method, row in printed.items()}
 copying = ms["ckpt_sync_offload"] - ms["ckpt_classic"]
-seen = ms["ckpt_async_offload"] - ms["ckpt_classic"]
+exposed = ms["ckpt_async_offload"] - ms["ckpt_classic"]
 bandwidth = 20 * S / (copying / 1e3)
-print(f"a copy took {copying / 20:.1f} ms, {bandwidth / 1e9:.1f} GB/s; hidden {1 - seen / copying:.0%}")
+print(f"a copy took {copying / 20:.1f} ms, {bandwidth / 1e9:.1f} GB/s; overlapped {1 - exposed / copying:.0%}")
 
 # %% [markdown]
-# Could it have been all? A checkpointed step is four forwards' worth, so a block's forward takes a 48th of it:
+# Could all of it have overlapped? A step with per-block checkpointing takes about as long as four forwards, so the
+# forward of one of 12 blocks takes a 48th of it:
 
 # %%
 print(ackpt.offload_pays(1024 * 4, {12_000: ms["ckpt_classic"] / 48e3}, bandwidth=bandwidth))
 
 # %% [markdown]
-# Yes, there was time for several times as much. What kept the rest from being hidden the figures do not tell.
+# Yes: there was time for copies of several times that size. The published figures do not show why a part was exposed.
 #
-# Where the numbers of this page were made:
+# The measured numbers of this page come from this machine and these versions:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 records[0].environment
@@ -991,10 +1006,10 @@ records[0].environment
 # %% [markdown]
 # ## Exercises
 #
-# :::{admonition} Exercise 1: nobody holds the first input
+# :::{admonition} Exercise 1: no input has another owner
 # :class: note
-# In the chain above the first region's input was $x$, which the caller holds. Change the chain so that $h = 0$, and
-# check what offload takes off the peak then.
+# In the chain above, the first region's input is $x$, which belongs to the caller. Change the chain so that $h = 0$,
+# and check by how much offload then lowers the peak.
 # :::
 
 # %% tags=["solution"]
@@ -1003,21 +1018,21 @@ S = x.nbytes
 
 def longer_chain(n, mode):
     x.grad.zero_()
-    a = x * 2  # the product by a number saves nothing, and only the first region needs it
+    a = x * 2  # multiplying by a constant saves nothing, and only the first region needs the product
     for _ in range(n):
         a = ackpt.checkpoint(region, a, offload=mode)
     a.square().sum().backward()
 
 
-found = [measure(lambda: longer_chain(8, mode), resident=[x], repeats=0).dynamic_peak_bytes for mode in (None, "async")]
-print(f"{(found[0] - found[1]) / S:.0f} S; n - 1 = {8 - 1}")
+pair = [measure(lambda: longer_chain(8, mode), resident=[x], repeats=0).dynamic_peak_bytes for mode in (None, "async")]
+print(f"{(pair[0] - pair[1]) / S:.0f} S; n - 1 = {8 - 1}")
 
 # %% [markdown]
 # :::{admonition} Exercise 2: how wide must a model be?
 # :class: note
-# A GPU that does $4 \cdot 10^{14}$ operations a second in bf16, behind a link of 25 GB/s. From which width $d$ on are
-# the copies of block inputs hidden at any length? And at $d = 1024$, from which length on? Work it out with $T^*$, then
-# ask `offload_pays`.
+# A GPU computes $4 \cdot 10^{14}$ FLOPs per second in bf16, and its link carries 25 GB/s. From which width $d$ on do
+# the copies of block inputs overlap completely at any length? And at $d = 1024$, from which length on? Derive both from
+# $T^*$, then ask `offload_pays`.
 # :::
 
 # %% tags=["solution"]
@@ -1027,13 +1042,13 @@ seconds = {T: (24 * d**2 * T + 4 * d * T**2) / rate for T in (1024, 2048, 4096)}
 print(ackpt.offload_pays(2 * d, seconds, bandwidth=link))
 
 # %% [markdown]
-# From $\rho / (12 \lambda)$ on, the matrix products alone hide the copies. These are peak rates; a real GPU computes more
-# slowly, which makes it easier.
+# From $d = \rho / (12 \lambda)$ on, the matrix products alone take at least as long as the copies. These are peak
+# rates. A real GPU computes more slowly, which makes complete overlap easier.
 #
-# :::{admonition} Exercise 3: another way out of bug 1
+# :::{admonition} Exercise 3: another fix for bug 1
 # :class: note
-# Instead of keeping the source until the copy is done, one may copy a *clone* of it. In which stream must the clone be
-# made? Try both, with the late side late. What does it cost?
+# Instead of keeping the source until the copy is done, we can copy a *clone* of it. In which stream must the clone be
+# made? Try both streams, and delay the copy stream. What does the clone cost?
 # :::
 
 
@@ -1042,14 +1057,14 @@ def race_with_clone(stream):
     block, host, passed, spare = torch.ones(4), torch.zeros(4), threading.Event(), []
 
     def clone():
-        if stream is copies:  # the side that is late
+        if stream is copies:  # the delayed side
             passed.wait(0.2)
         spare.append(block.clone())
 
     cloned = stream.submit(clone)
     copies.submit(lambda: host.copy_(spare[0]), after=[cloned])
     compute.submit(lambda: (block.fill_(2), passed.set()))
-    both_done()
+    synchronize()
     print(f"wrong bytes: {host.tolist() != [1] * 4}")
 
 
@@ -1057,20 +1072,22 @@ race_with_clone(copies)
 race_with_clone(compute)
 
 # %% [markdown]
-# In the computing stream: there it stands between what wrote the block and what writes it next, without any event. It
-# costs a second block of device memory for as long as the copy takes, which is what offload was to save.
+# In the compute stream. There the clone runs after the operation that wrote the block and before the next one that
+# writes it, without any event. The clone takes a second block of device memory until the copy ends, which is the memory
+# that offload was meant to save.
 #
 # ## What we have seen
 #
-# - Offload is a pair of hooks and a copy. Beside the computing, four rules about order make it right, and a pool makes
-#   it fast; each can be broken in a test that fails every time.
-# - Storages travel, once, whatever views of them are saved. Parameters, small tensors and the tail stay.
-# - Offloaded inputs take $(n - 1 - h) \, S$ off the peak of a checkpointed model, to the byte, whether copies wait or
-#   not.
-# - Backward brings things back in the reverse order of the forward, one ahead.
-# - Copies are hidden when $S / \lambda \le F$. Attention's quadratic part makes that true for every sequence that is long
-#   enough.
+# - Offload is a pair of hooks and a copy. If copies overlap with compute, four rules about order make them correct, and
+#   a pool makes them fast. Code that breaks a rule can be made to fail every time.
+# - The engine copies storages, each one once, however many views of it are saved. Parameters, small tensors and the
+#   last storages stay.
+# - Offloading inputs lowers the peak of a checkpointed model by $(n - 1 - h) \, S$, to the byte, with `sync` and
+#   `async`.
+# - Backward prefetches the inputs in the reverse order of the forward, one input ahead.
+# - Copies overlap completely with compute if $S / \lambda \le F$. Attention's quadratic part makes that true for every
+#   sequence that is long enough.
 #
 # ## Sources
 #
-# - {cite:t}`rhu2016`: copies to the host beside the computing, and when they are hidden.
+# - {cite:t}`rhu2016`: copies to the host that overlap with compute, and when they overlap completely.
