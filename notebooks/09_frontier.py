@@ -175,7 +175,7 @@ print(f"auto reaches the optimum in {len(met)} of {len(exact)} cases")
 for row in exact:
     if row not in met:
         longer = (1 + row["auto"]) / (1 + row["ilp"]) - 1
-    print(f"{row['model']} at {row['budget']}: the step costs {longer:.1%} more than the optimum")
+        print(f"{row['model']} at {row['budget']}: the step costs {longer:.1%} more than the optimum")
 
 # %% [markdown]
 # The solution of the integer program is an ordinary plan. We run it where `auto` is furthest from the optimum, and
