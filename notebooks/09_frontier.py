@@ -32,6 +32,7 @@
 # %%
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -344,6 +345,53 @@ for row in metrics["peers"]:
 # On this model no policy and no PyTorch tool has a point below the frontier of `auto`. Every planned peak was measured
 # as predicted, to the byte.
 # :::
+#
+# ## The frontier in measured time
+#
+# FLOPs are exact, but they are not time. The next experiment measures the time of every step, as a ratio to the
+# baseline's, in turns with it. Two models have sizes at which operations, not their dispatch, take the time: a
+# Transformer and a BERT with dropout. `auto` plans each of them twice. With *counted* costs, it minimizes FLOPs plus ten
+# FLOPs for each byte of traffic, as above. With *rates*, the default of `ackpt.compile`, it minimizes seconds at the
+# calibrated rates of this CPU. In a terminal:
+#
+# ```bash
+# ackpt frontier --model bert --policy auto full min-cut --budget 0.8 0.6 0.5 0.4 0.3 \
+#     --setting 1 0.5 0 --costs counted rates --times 9 --out results
+# ```
+
+# %%
+timed = FrontierConfig(
+    policies=("auto", "full", "min-cut"),
+    budgets=(0.8, 0.6, 0.5, 0.4, 0.3),
+    settings=(1.0, 0.5, 0.0),
+    costs=("counted", "rates"),
+)
+by_time = {}
+for name in ("transformer", "bert"):
+    by_time[name] = run_frontier(replace(timed, model=name, sizes={}), SOURCE, timed_rounds=9)
+    assert frontier_report.broken_promises(by_time[name]) == []
+    path = by_time[name].save(f"results/cpu/09_frontier-{name}-time.json")
+
+# %% tags=["measured-time", "nbval-ignore-output"] alt="Added time over the measured dynamic peak for BERT with dropout. ALT"
+figure = frontier_report.time_plot(by_time["bert"], "BERT with dropout: added time, measured")
+path = plots.save(figure, "results/figures/09_time-bert.png")
+figure
+
+# %% tags=["measured-time", "nbval-ignore-output"] alt="The same figure for the Transformer. ALT"
+figure = frontier_report.time_plot(by_time["transformer"], "Transformer: added time, measured")
+path = plots.save(figure, "results/figures/09_time-transformer.png")
+figure
+
+# %% [markdown]
+# The practical question is: at the peak of per-block checkpointing, how much time does a plan add?
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+for name, timed_record in by_time.items():
+    blocks, planned = frontier_report.at_the_peak_of_blocks(timed_record)
+    print(f"{name:11} per-block checkpointing {blocks:+.1%}, a plan within the same peak {planned:+.1%}")
+
+# %% [markdown]
+# TEXT
 #
 # ## Exploring the frontier
 #
