@@ -5,6 +5,8 @@ Peaks are fractions of the baseline's dynamic peak, FLOPs of recomputation fract
 
 from __future__ import annotations
 
+import numpy as np
+
 from ackpt.budget import readable
 from ackpt.experiments.frontier import OURS
 from ackpt.experiments.steps.peers import CHECKPOINT, MEMORY_BUDGET, PEERS
@@ -232,7 +234,7 @@ def frontier_plot(record, title: str | None = None):
 
 
 def time_plot(record, title: str | None = None):
-    """A Figure of measured peak against added time, with its range: policies, and torch's own tools.
+    """A Figure of measured peak against added time, with its quartiles: policies, and torch's own tools.
 
     Raises:
         ValueError: if the record has no times.
@@ -261,9 +263,10 @@ def time_plot(record, title: str | None = None):
             x = [row["measured_peak_bytes"] / base for row in rows_]
             ratios = [row["seconds_ratio"] for row in rows_]
             y = [ratio["median"] - 1 for ratio in ratios]
-            spread = [[r["median"] - r["low"] for r in ratios], [r["high"] - r["median"] for r in ratios]]
-            line = "-" if name.startswith(OURS) else "none"
-            axes.errorbar(x, y, spread, label=name, linestyle=line, linewidth=1.5, capsize=2, markersize=6, **look)
+            quartiles = np.transpose([np.quantile(ratio["samples"], (0.25, 0.75)) for ratio in ratios])
+            spread = abs(quartiles - 1 - y)
+            line = {"linestyle": "-" if name.startswith(OURS) else "none", "linewidth": 1.5, "capsize": 2}
+            axes.errorbar(x, y, spread, label=name, markersize=6, **line, **look)
         axes.axhline(0, color=plots.TEXT, linewidth=0.8)
         axes.set_xlim(left=0)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
