@@ -345,6 +345,54 @@ for row in metrics["peers"]:
 # as predicted, to the byte.
 # :::
 #
+# ## The frontier in measured time
+#
+# FLOPs are exact, but they are not time. The next experiment measures the time of every step, in turns with the
+# baseline's step and as a ratio to it. The model is a BERT with dropout. `auto` plans it twice. With *counted* costs it
+# minimizes FLOPs plus ten FLOPs for each byte of traffic, as above. With *rates*, the default of `ackpt.compile`, it
+# minimizes seconds at the calibrated rates of this CPU, where drawing a dropout mask is expensive. In a terminal:
+#
+# ```bash
+# ackpt frontier --model bert --layers 4 --policy auto full --budget 0.8 0.6 0.5 0.4 \
+#     --setting 1 0.5 --costs counted rates --times 9 --out results
+# ```
+
+# %%
+timed = run_frontier(
+    FrontierConfig(
+        "bert",
+        {"layers": 4},
+        policies=("auto", "full"),
+        budgets=(0.8, 0.6, 0.5, 0.4),
+        settings=(1.0, 0.5),
+        costs=("counted", "rates"),
+    ),
+    SOURCE,
+    timed_rounds=9,
+)
+assert frontier_report.broken_promises(timed) == []
+path = timed.save("results/cpu/09_frontier-bert.json")
+
+# %% tags=["measured-time", "nbval-ignore-output"] alt="Added time over the measured dynamic peak, as fractions of the baseline, for a BERT with dropout. The plans of auto form two curves that rise slowly from a peak of 0.8 down to 0.4, and steeply below. PyTorch's tools lie far above both curves."
+figure = frontier_report.time_plot(timed, "BERT with dropout: plans add less time than PyTorch's own tools")
+path = plots.save(figure, "results/figures/09_time.png")
+figure
+
+# %% [markdown]
+# Marks are medians, bars are quartiles. The practical question is: at the peak of per-block checkpointing, how much
+# time does a plan add?
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+blocks, planned = frontier_report.at_the_peak_of_blocks(timed)
+print(f"torch's checkpoint around every block: {blocks:+.0%}")
+print(f"a plan within the same peak: {planned:+.0%}")
+
+# %% [markdown]
+# A tool may recompute few FLOPs and still add much time. Selective checkpointing recomputes no matrix product here, but
+# it handles every operation in Python, which costs more than the operations of a model of this size. The memory budget
+# runs under `torch.compile`, with a backend that runs operations one by one. It decomposes dropout and draws other
+# masks than the baseline, so its gradients cannot be compared.
+#
 # ## Exploring the frontier
 #
 # Choose a budget. The page shows the plan that `ackpt.plan(graph, budget)` returns for it: its live memory, its point

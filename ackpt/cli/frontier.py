@@ -19,7 +19,7 @@ SIZES = (
     "vocab_size",
     "num_classes",
 )
-LISTS = {"policy": "policies", "budget": "budgets", "peer": "peers", "setting": "settings"}
+LISTS = {"policy": "policies", "budget": "budgets", "peer": "peers", "setting": "settings", "costs": "costs"}
 
 
 def add_frontier(commands) -> None:
@@ -32,7 +32,10 @@ def add_frontier(commands) -> None:
         "gradients are not bit-equal.",
     )
     add = parser.add_argument
-    add("--model", help="transformer (default; 6 layers, 2 x 512 tokens) or resnet50 (8 images of 128 x 128)")
+    add(
+        "--model",
+        help="transformer (default; 6 layers, 2 x 512 tokens), bert (with dropout) or resnet50 (8 images of 128 x 128)",
+    )
     for name in SIZES:
         add(f"--{name.replace('_', '-')}", type=int, metavar="N", help="a size of the model or its batch")
     add("--policy", nargs="+", metavar="POLICY", help="auto full chen-sqrt chen-log revolve rotor min-cut ilp mu-two")
@@ -45,6 +48,13 @@ def add_frontier(commands) -> None:
     )
     add("--peer", nargs="*", metavar="PEER", help="checkpoint selective memory-budget; without a name: none")
     add("--setting", nargs="+", type=float, metavar="F", help="values of activation_memory_budget (default 1 ... 0)")
+    add(
+        "--costs",
+        nargs="+",
+        metavar="COSTS",
+        help="what the policies minimize: counted (FLOPs and traffic, the default), rates, measured; "
+        "with several, auto plans with each",
+    )
     add("--seed", type=int)
     add("--times", type=int, default=0, metavar="ROUNDS", help="interleaved rounds for the times (default 0: none)")
     add("--out", metavar="FOLDER", help="write the JSON record, and the figure if matplotlib is installed")
@@ -99,3 +109,5 @@ def _save_figure(report, record, path) -> None:
         print(f"no figure: {error}", file=sys.stderr)
         return
     plots.save(report.frontier_plot(record), path)
+    if "seconds_ratio" in record.metrics["eager"]:
+        plots.save(report.time_plot(record), path.with_stem(f"{path.stem}-time"))

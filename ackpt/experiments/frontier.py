@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
@@ -23,7 +23,7 @@ from ackpt.experiments.steps.frontier_runs import Runs
 from ackpt.experiments.steps.peers import INDUCTOR, MEMORY_BUDGET, PEERS, peer
 from ackpt.experiments.steps.step_shapes import kernels_of_a_gpu
 from ackpt.metering.prediction import predict
-from ackpt.planner import plan
+from ackpt.planner import MEASURED, default_profile, plan
 from ackpt.planning.plan import Plan
 from ackpt.planning.schedule import recomputed
 from ackpt.policies import POLICIES, auto
@@ -35,6 +35,11 @@ OURS = "auto"
 PLANNED = tuple(policy for policy in POLICIES if policy not in ("none", "manual"))
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 SETTINGS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
+COSTS = {
+    "counted": "FLOPs, and traffic at ten FLOPs a byte",
+    "rates": "seconds at the rates of the device",
+    "measured": "seconds of each operation, measured",
+}
 _BOUNDED = 20  # the baseline's peak is divided into so many limits, each with a lower bound
 _TOO_LITTLE = 1e-9  # of the baseline's peak: every policy refuses it, naming its smallest feasible budget
 
@@ -51,6 +56,7 @@ class FrontierConfig:
     budgets: tuple[float, ...] = BUDGETS
     peers: tuple[str, ...] = PEERS
     settings: tuple[float, ...] = SETTINGS
+    costs: tuple[str, ...] = ("counted",)
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
@@ -62,12 +68,13 @@ class FrontierConfig:
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype {self.dtype!r} is not supported here: choose float32, or autocast to bfloat16")
         object.__setattr__(self, "sizes", checked_sizes(self.model, self.sizes))
-        for kind, given, choices in (("policy", self.policies, PLANNED), ("peer", self.peers, PEERS)):
+        named = (("policy", self.policies, PLANNED), ("peer", self.peers, PEERS), ("kind of costs", self.costs, COSTS))
+        for kind, given, choices in named:
             for name in given:
                 if name not in choices:
                     raise ValueError(f"{name!r} is not a {kind} of this experiment: choose from {', '.join(choices)}")
-        if not (self.policies and self.budgets):
-            raise ValueError("give at least one policy and one budget")
+        if not (self.policies and self.budgets and self.costs):
+            raise ValueError("give at least one policy, one budget and one kind of costs")
         for budget in self.budgets:
             if not 0 < budget <= 1:
                 raise ValueError(f"a budget is a fraction of the baseline's dynamic peak, in (0, 1], got {budget}")
@@ -85,7 +92,9 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
     ``front``, the frontier of policy auto, planned but not run; ``bounds``, lower bounds of the recomputed FLOPs within
     a limit; ``peers``, and ``inductor`` if it took part. Peaks are dynamic, in bytes.
 
-    With `timed_rounds` every run has ``seconds_ratio`` to the model's own step. On a GPU there are no lower bounds,
+    With `timed_rounds` every run has ``seconds_ratio`` to the model's own step, and a peer also that of auto's plan
+    within the peer's peak, ``auto_seconds_ratio``. Points with other costs than the first have the policy
+    ``"auto, rates"``, say. On a GPU there are no lower bounds,
     which do not hold for its kernels, and runs have the allocator's counters and ``seconds_step``. `failures` collects
     the runs that failed, which have no point.
     """
@@ -93,12 +102,16 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
     work = workload(config.model, config.sizes, config.seed, config.device, config.dtype)
     runs = Runs(work, config.seed, timed_rounds)
     graph = runs.step.graph
-    costs = ackpt.profile(graph, workspace="measured" if on_cpu else "given")
+    costs, *others = (_costs(graph, name) for name in config.costs)
     none = plan(graph, policy="none", profile=costs)
     baseline = runs.first(none)
     eager = runs.of(work.model)
     points, not_run = _points(config, graph, costs, runs, failures)
-    peers = [_compared(row, graph, costs, none.resident_bytes) for row in _peers(config, work, runs, failures)]
+    for name, other in zip(config.costs[1:], others, strict=True):
+        more, _ = _points(replace(config, policies=(OURS,)), graph, other, runs, failures)
+        points += [{**point, "policy": f"{OURS}, {name}"} for point in more]
+    best = others[-1] if others else costs
+    peers = [_compared(row, graph, best, none.resident_bytes, runs) for row in _peers(config, work, runs, failures)]
     shares = (*config.budgets, *(step / _BOUNDED for step in range(1, _BOUNDED)))
     limits = [math.floor(share * none.dynamic_peak_bytes) for share in shares]
     limits += [point["predicted_peak_bytes"] for point in points if point["budget"] is None]
@@ -221,14 +234,22 @@ def _generated(config, work: Workload, runs: Runs, failures) -> list[dict]:
     return rows
 
 
-def _compared(row: dict, graph, costs, resident_bytes: int) -> dict:
+def _costs(graph, name: str):
+    if name == "counted":
+        return ackpt.profile(graph, workspace="measured" if graph.on_cpu else "given")
+    return default_profile(graph, MEASURED if name == MEASURED else None)
+
+
+def _compared(row: dict, graph, costs, resident_bytes: int, runs: Runs) -> dict:
     """The peer's figures, and those of auto's plan within the peer's measured peak, None if that is infeasible."""
     peak = row["measured_peak_bytes"]
     try:
         ours = plan(graph, resident_bytes + peak, OURS, profile=costs)
     except BudgetError:
         return {**row, "auto_peak_bytes": None, "auto_recompute_flops": None}
-    return {**row, "auto_peak_bytes": ours.dynamic_peak_bytes, "auto_recompute_flops": ours.recompute_flops}
+    row = {**row, "auto_peak_bytes": ours.dynamic_peak_bytes, "auto_recompute_flops": ours.recompute_flops}
+    ratio = runs.planned(ours).get("seconds_ratio") if runs.timed_rounds else None
+    return row if ratio is None else {**row, "auto_seconds_ratio": ratio}
 
 
 def _progress(items, label: str):

@@ -96,7 +96,7 @@ def test_a_peer_with_fewer_flops_or_wrong_results_is_named(record):
 
 def test_times_are_the_only_thing_that_differs_between_two_runs(record):
     def timeless(rows):
-        return [{key: value for key, value in row.items() if not key.startswith("seconds")} for row in rows]
+        return [{key: value for key, value in row.items() if "seconds" not in key} for row in rows]
 
     assert all(row["seconds_ratio"]["median"] > 0 for row in (*report.measured(record), *record.metrics["peers"]))
     again = run_frontier(dataclasses.replace(TINY, policies=("full",), peers=()))
@@ -113,6 +113,35 @@ def test_the_record_is_read_back_and_drawn(record, tmp_path):
     assert Image.open(io.BytesIO(png(figure))).width > 500
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert labels == ["lower bound", "auto", "full", "torch: checkpoint", "torch: selective"]
+
+
+def test_times_are_drawn_with_their_range_where_there_are_some(record):
+    (axes,) = report.time_plot(record).axes
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert sorted(labels) == ["auto", "full", "torch: checkpoint", "torch: selective"]
+    untimed = copy.deepcopy(record)
+    del untimed.metrics["eager"]["seconds_ratio"]
+    with pytest.raises(ValueError, match="no times.*--times"):
+        report.time_plot(untimed)
+
+
+def test_auto_plans_with_every_kind_of_costs_and_within_the_peak_of_blocks():
+    config = dataclasses.replace(TINY, policies=("auto",), peers=("checkpoint",), costs=("counted", "rates"))
+    record = run_frontier(config, timed_rounds=1)
+    assert report.broken_promises(record) == []
+    assert {point["policy"] for point in record.metrics["points"]} == {"auto", "auto, rates"}
+    (blocks,) = record.metrics["peers"]
+    assert blocks["auto_peak_bytes"] <= blocks["measured_peak_bytes"]
+    per_block, ours = report.at_the_peak_of_blocks(record)
+    assert per_block == blocks["seconds_ratio"]["median"] - 1
+    assert ours == blocks["auto_seconds_ratio"]["median"] - 1
+
+
+def test_bert_with_dropout_is_bit_equal():
+    sizes = {"batch_size": 2, "seq_len": 16, "layers": 2, "dim": 16, "heads": 2, "ff_dim": 32, "vocab_size": 20}
+    config = FrontierConfig("bert", sizes, policies=("auto",), budgets=(0.6,), peers=("checkpoint",))
+    record = run_frontier(config)
+    assert report.broken_promises(record) == [] and report.comparison(record)["wrong"] == []
 
 
 def test_what_runs_far_more_again_is_named_at_the_edge(record):
@@ -150,7 +179,7 @@ def test_the_command_prints_json_and_a_broken_promise_is_status_1(record, monkey
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "vgg"], "unknown model 'vgg': choose from transformer, resnet50"),
+        (["--model", "vgg"], "unknown model 'vgg': choose from transformer, bert, resnet50"),
         (["--model", "resnet50", "--layers", "2"], "resnet50 has no size 'layers': it has batch_size, image_size"),
         (["--dim", "0"], "dim must be a positive whole number, got 0"),
         (["--dim", "30", "--heads", "4"], "dim must be a multiple of heads, got 30 and 4"),
@@ -159,6 +188,7 @@ def test_the_command_prints_json_and_a_broken_promise_is_status_1(record, monkey
         (["--budget", "0.5", "0"], "a budget is a fraction of the baseline's dynamic peak, in (0, 1], got 0.0"),
         (["--budget", "nan"], "in (0, 1], got nan"),
         (["--setting", "1.5"], "a setting of memory-budget is a number between 0 and 1, got 1.5"),
+        (["--costs", "time"], "'time' is not a kind of costs of this experiment: choose from counted, rates, measured"),
         (["--times", "-1"], "--times must be at least 0, got -1"),
     ],
 )

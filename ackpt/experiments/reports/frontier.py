@@ -5,6 +5,8 @@ Peaks are fractions of the baseline's dynamic peak, FLOPs of recomputation fract
 
 from __future__ import annotations
 
+import numpy as np
+
 from ackpt.budget import readable
 from ackpt.experiments.frontier import OURS
 from ackpt.experiments.steps.peers import CHECKPOINT, MEMORY_BUDGET, PEERS
@@ -161,6 +163,9 @@ def _notes(record) -> list[str]:
     if at_checkpoint is not None:
         share = f"{at_checkpoint:.2f} of the FLOPs" if at_checkpoint else "none of the FLOPs"
         notes.append(f"at the peak of torch's per-block checkpoint, auto recomputes {share} that checkpoint recomputes")
+    times = at_the_peak_of_blocks(record)
+    if times is not None:
+        notes.append(f"and takes {times[1]:+.1%} of the baseline's time, checkpoint {times[0]:+.1%}")
     at = f"at or below {TIGHT}"
     labels = {"beaten": f"no better than auto {at}", "ahead": f"BETTER than auto {at}", "wrong": "wrong results"}
     notes += [f"{label}: {', '.join(result[key])}" for key, label in labels.items() if result[key]]
@@ -226,6 +231,55 @@ def frontier_plot(record, title: str | None = None):
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         handles, labels = axes.get_legend_handles_labels()
         return plots._finished(figure, handles, labels)
+
+
+def time_plot(record, title: str | None = None):
+    """A Figure of measured peak against added time, with its quartiles: policies, and torch's own tools.
+
+    Raises:
+        ValueError: if the record has no times.
+    """
+    from matplotlib.ticker import PercentFormatter
+    from seaborn import color_palette
+
+    from ackpt import plots
+
+    if "seconds_ratio" not in record.metrics["eager"]:
+        raise ValueError("the record has no times: run the experiment with timed_rounds of at least 1 (--times)")
+    base = record.metrics["baseline"]["measured_peak_bytes"]
+    policies = dict.fromkeys(point["policy"] for point in measured(record))
+    colors = color_palette("colorblind").as_hex()
+    torch_s = {f"torch: {name}": [r for r in record.metrics["peers"] if r["peer"] == name] for name in PEERS}
+    series = {name: [p for p in measured(record) if p["policy"] == name] for name in policies} | torch_s
+    looks = [{"color": color, "marker": marker} for color, marker in zip(colors, "osPXvdhp", strict=False)]
+    looks = [*looks[: len(policies)], *({"color": "#b5402f", "marker": m, "markerfacecolor": "none"} for m in "D^s")]
+    with plots.style.context("default"):
+        title = title or "What a lower peak costs in time"
+        figure, axes = plots._axes(title, "dynamic peak, fraction of the baseline's", "added time, measured")
+        for (name, rows_), look in zip(series.items(), looks, strict=True):
+            rows_ = sorted(rows_, key=lambda row: row["measured_peak_bytes"])
+            if not rows_:
+                continue
+            x = [row["measured_peak_bytes"] / base for row in rows_]
+            ratios = [row["seconds_ratio"] for row in rows_]
+            y = [ratio["median"] - 1 for ratio in ratios]
+            quartiles = np.transpose([np.quantile(ratio["samples"], (0.25, 0.75)) for ratio in ratios])
+            spread = abs(quartiles - 1 - y)
+            line = {"linestyle": "-" if name.startswith(OURS) else "none", "linewidth": 1.5, "capsize": 2}
+            axes.errorbar(x, y, spread, label=name, markersize=6, **line, **look)
+        axes.axhline(0, color=plots.TEXT, linewidth=0.8)
+        axes.set_xlim(left=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        handles, labels = axes.get_legend_handles_labels()
+        return plots._finished(figure, handles, labels)
+
+
+def at_the_peak_of_blocks(record) -> tuple[float, float] | None:
+    """Added time of per-block checkpointing, and of auto's plan within its peak; None if one was not timed."""
+    blocks = next((row for row in record.metrics["peers"] if row["peer"] == CHECKPOINT), {})
+    if not {"seconds_ratio", "auto_seconds_ratio"} <= set(blocks):
+        return None
+    return blocks["seconds_ratio"]["median"] - 1, blocks["auto_seconds_ratio"]["median"] - 1
 
 
 def _above(axes, record) -> float:

@@ -10,12 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ackpt.errors import did_you_mean
-from ackpt.models import ResNet, ResNetConfig
+from ackpt.models import BertConfig, BertForMaskedLM, ResNet, ResNetConfig
 from ackpt.workloads.step_request import autocast
 
 TRANSFORMER = {
     "batch_size": 2,
     "seq_len": 512,
+    "layers": 6,
+    "dim": 256,
+    "heads": 4,
+    "ff_dim": 1024,
+    "vocab_size": 1024,
+}
+BERT = {
+    "batch_size": 4,
+    "seq_len": 128,
     "layers": 6,
     "dim": 256,
     "heads": 4,
@@ -130,10 +139,31 @@ def _resnet50(batch_size, image_size, width, num_classes) -> Workload:
     return Workload(model, (images, labels), tuple(block for stage in stages for block in stage))
 
 
+class _Bert(nn.Module):
+    """BERT with dropout, called with tokens and labels by position."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.model = BertForMaskedLM(config)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.model(tokens, labels=labels)
+
+
+def _bert(batch_size, seq_len, **sizes) -> Workload:
+    model = _Bert(BertConfig(positions=seq_len, **sizes))
+    tokens = torch.randint(sizes["vocab_size"], (batch_size, seq_len))
+    return Workload(model, (tokens, tokens.clone()), tuple(model.model.bert.blocks))
+
+
 @dataclass(frozen=True)
 class _Model:
     sizes: dict[str, int]
     build: Callable[..., Workload]
 
 
-MODELS = {"transformer": _Model(TRANSFORMER, _transformer), "resnet50": _Model(RESNET50, _resnet50)}
+MODELS = {
+    "transformer": _Model(TRANSFORMER, _transformer),
+    "bert": _Model(BERT, _bert),
+    "resnet50": _Model(RESNET50, _resnet50),
+}
