@@ -374,7 +374,7 @@ assert frontier_report.broken_promises(timed) == []
 path = timed.save("results/cpu/09_frontier-bert.json")
 
 # %% tags=["measured-time", "nbval-ignore-output"] alt="Added time over the measured dynamic peak, as fractions of the baseline, for a BERT with dropout. The plans of auto form two curves that rise slowly from a peak of 0.8 down to 0.4, and steeply below. PyTorch's tools lie far above both curves."
-figure = frontier_report.time_plot(timed, "BERT with dropout: plans add less time than PyTorch's own tools")
+figure = frontier_report.time_plot(timed)
 path = plots.save(figure, "results/figures/09_time.png")
 figure
 

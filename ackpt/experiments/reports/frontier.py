@@ -5,6 +5,8 @@ Peaks are fractions of the baseline's dynamic peak, FLOPs of recomputation fract
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ackpt.budget import readable
@@ -188,7 +190,7 @@ def frontier_plot(record, title: str | None = None):
     peers than auto, lie above the axis and are listed next to it.
 
     Args:
-        title: the finding; by default `finding`.
+        title: by default `finding`.
     """
     from matplotlib.ticker import PercentFormatter
     from seaborn import color_palette
@@ -251,10 +253,11 @@ def time_plot(record, title: str | None = None):
     colors = color_palette("colorblind").as_hex()
     torch_s = {f"torch: {name}": [r for r in record.metrics["peers"] if r["peer"] == name] for name in PEERS}
     series = {name: [p for p in measured(record) if p["policy"] == name] for name in policies} | torch_s
-    looks = [{"color": color, "marker": marker} for color, marker in zip(colors, "osPXvdhp", strict=False)]
-    looks = [*looks[: len(policies)], *({"color": "#b5402f", "marker": m, "markerfacecolor": "none"} for m in "D^s")]
+    ours = [{"color": color, "marker": marker} for color, marker in zip(colors, "osPXvdhp", strict=False)]
+    theirs = [{"color": "#b5402f", "marker": marker, "markerfacecolor": "none"} for marker in "D^s"]
+    looks: list[dict[str, Any]] = [*ours[: len(policies)], *theirs]
     with plots.style.context("default"):
-        title = title or "What a lower peak costs in time"
+        title = title or _time_finding(record)
         figure, axes = plots._axes(title, "dynamic peak, fraction of the baseline's", "added time, measured")
         for (name, rows_), look in zip(series.items(), looks, strict=True):
             rows_ = sorted(rows_, key=lambda row: row["measured_peak_bytes"])
@@ -265,13 +268,21 @@ def time_plot(record, title: str | None = None):
             y = [ratio["median"] - 1 for ratio in ratios]
             quartiles = np.transpose([np.quantile(ratio["samples"], (0.25, 0.75)) for ratio in ratios])
             spread = abs(quartiles - 1 - y)
-            line = {"linestyle": "-" if name.startswith(OURS) else "none", "linewidth": 1.5, "capsize": 2}
-            axes.errorbar(x, y, spread, label=name, markersize=6, **line, **look)
+            style = "-" if name.startswith(OURS) else "none"
+            axes.errorbar(x, y, spread, label=name, linestyle=style, linewidth=1.5, capsize=2, markersize=6, **look)
         axes.axhline(0, color=plots.TEXT, linewidth=0.8)
         axes.set_xlim(left=0)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         handles, labels = axes.get_legend_handles_labels()
         return plots._finished(figure, handles, labels)
+
+
+def _time_finding(record) -> str:
+    """The finding of the figure of times, in one sentence."""
+    times = at_the_peak_of_blocks(record)
+    if times is None:
+        return f"What a lower peak costs in time on {record.config['model']}"
+    return f"At the peak of per-block checkpointing, a plan adds {times[1]:.0%} of time instead of {times[0]:.0%}"
 
 
 def at_the_peak_of_blocks(record) -> tuple[float, float] | None:
