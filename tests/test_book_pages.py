@@ -121,6 +121,8 @@ def test_every_chapter_opens_in_colab():
         path = f"book/{name}.ipynb"
         assert (ROOT / path).is_file()
         assert colab_address(repository_address(), path) in (ROOT / path).read_text(encoding="utf-8")
+    selftest = colab_address(repository_address(), "book/notebooks/12_your_gpu.ipynb")
+    assert selftest in (BOOK / "index.md").read_text(encoding="utf-8")
 
 
 def test_every_guarantee_names_a_test_that_exists():
