@@ -172,6 +172,9 @@ def load_reference(name: str, folder: str | os.PathLike[str] = REFERENCES) -> di
     return data
 
 
+LEFT_OUT = "% not yet measured: "  # a comment of MyST
+
+
 def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], caption: str, name: str) -> str:
     """A complete MyST table, ready to be included into a page.
 
@@ -181,7 +184,8 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
         caption: one sentence that can be read alone.
         name: the label that pages refer to.
 
-    A value of None is shown as *not yet measured*; floats are shown as given, so round them before.
+    A value of None is shown as *not yet measured*. A column without any value is left out, and named in a comment below
+    the table. Floats are shown as given, so round them before.
 
     Example:
         >>> from ackpt.results import markdown_table
@@ -189,12 +193,19 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
         :::{table} Peaks.
         :name: tab-peaks
         <BLANKLINE>
-        | layers | peak |
-        |---:|:---|
-        | 4 | *not yet measured* |
+        | layers |
+        |---:|
+        | 4 |
         :::
+        % not yet measured: peak
         <BLANKLINE>
     """
+    empty = [key for key in columns if all(row.get(key) is None for row in rows)]
+    if rows and len(empty) < len(columns):
+        left_out = [f"{LEFT_OUT}{columns[key]}" for key in empty]
+        columns = {key: heading for key, heading in columns.items() if key not in empty}
+    else:
+        left_out = []
     numbers = {
         key: any(row.get(key) is not None for row in rows)
         and all(isinstance(row.get(key), (int, float, type(None))) for row in rows)
@@ -205,7 +216,7 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
         "|" + "|".join("---:" if numbers[key] else ":---" for key in columns) + "|",
         *(_line(row.get(key) for key in columns) for row in rows),
     ]
-    return "\n".join([f":::{{table}} {caption}", f":name: {name}", "", *lines, ":::", ""])
+    return "\n".join([f":::{{table}} {caption}", f":name: {name}", "", *lines, ":::", *left_out, ""])
 
 
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:

@@ -339,8 +339,8 @@ columns = {
     "measured": "ours, measured, MiB",
 }
 caption = (
-    "Peaks at the published sizes: as printed by others, predicted for our model from shapes alone (nothing was run), "
-    "and measured with our model on a GPU."
+    "Peaks at the published sizes: as printed by others, and for our model. Predictions are from shapes alone: nothing "
+    "was run."
 )
 table = markdown_table(rows, columns, caption, "tab-synthetic-published")
 path = write_text_atomic("results/tables/03_published.md", table)
@@ -348,19 +348,6 @@ path = write_text_atomic("results/tables/03_published.md", table)
 # %% [markdown]
 # ```{include} ../../results/tables/03_published.md
 # ```
-#
-# :::{admonition} With a GPU
-# :class: note
-# Two commands fill the last column: the run at the published sizes, and a second run of this chapter.
-#
-# ```bash
-# ackpt synthetic --tier gpu --out results/gpu
-# nox -s reproduce -- --only 03
-# ```
-#
-# In Colab, choose a runtime with a GPU, and run the first line in a cell of its own, with a `!` before it. From compute
-# capability 8.0 on, one kernel processes the packed sequences; on older GPUs they are processed one by one.
-# :::
 #
 # Before comparing: what does "MB" mean in the published figures? From 2048 to 4096 tokens, the published checkpointed
 # peak grows by exactly 16.0000 MB. If an MB is $2^{20}$ bytes, that is exactly $8 d$ bytes for each of the 2048 tokens.

@@ -438,8 +438,8 @@ columns = {
     "measured": "ours, measured, MiB",
 }
 caption = (
-    "Peaks of the language model at the published sizes: as printed by others, predicted for our model from shapes alone "
-    "(nothing was run), and measured with our model on a GPU."
+    "Peaks of the language model at the published sizes: as printed by others, and for our model. Predictions are from "
+    "shapes alone: nothing was run."
 )
 table = markdown_table(rows, columns, caption, "tab-lm-published")
 path = write_text_atomic("results/tables/04_published.md", table)
@@ -483,20 +483,6 @@ print(f"weights, gradients and Adam states: {16 * N / best:.0%} of the predicted
 
 # %% [markdown]
 # To lower the peak further, one would have to reduce these.
-#
-# :::{admonition} With a GPU
-# :class: note
-# Two commands fill the last column of the table. The numbers of this page do not change.
-#
-# ```bash
-# ackpt lm --tier gpu --dataset wikitext --out results/gpu
-# nox -s reproduce -- --only 04
-# ```
-#
-# In Colab, choose a runtime with a GPU, and run the first line in a cell of its own, with a `!` before it. On a GPU
-# with less than 16 GiB, choose shorter sequences, `--seq-len 2048 4096`, or a single method,
-# `--method checkpoint+chunked-loss`.
-# :::
 #
 # ### The slopes, ours and theirs
 #

@@ -814,7 +814,7 @@ path = write_text_atomic("results/tables/08_predicted.md", table)
 # Per-block checkpointing comes close to the published *with* peak but does not match it. The plan needs less memory
 # than per-block checkpointing, for a quarter of its recomputed FLOPs. The algorithm could have achieved this, had its
 # decisions been carried out. `ackpt batch-size --tier gpu --model resnet152 --predict` produces the whole table in
-# some minutes; without `--predict`, on a GPU, it measures.
+# some minutes.
 #
 # :::{admonition} Takeaway
 # :class: tip

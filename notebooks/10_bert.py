@@ -650,7 +650,7 @@ rows = bert_report.published_rows(large, on_gpu)
 columns = {"method": "method", "published": "published, average MB", "published_memory": "%"}
 columns |= {"published_time": "published time, %", "peak": "ours, predicted peak, MiB", "vs_plain": "%"}
 columns |= {"flops": "recomputed FLOPs, %", "measured": "ours, measured peak, MiB", "measured_time": "our time, %"}
-caption = f"BERT-large: published figures ({reference['hardware']}), and our model, predicted and measured on a GPU."
+caption = f"BERT-large: published figures ({reference['hardware']}), and our model."
 table = markdown_table(rows, columns, caption, "tab-bert-published")
 path = write_text_atomic("results/tables/10_published.md", table)
 
@@ -668,16 +668,6 @@ path = write_text_atomic("results/tables/10_published.md", table)
 # - *The method.* There are no published figures for plans. The plan for a budget of 0.3 comes close to the peak of
 #   per-block checkpointing, for three fifths of the recomputation. Larger budgets cost much less. Per-block
 #   checkpointing has a single cost.
-#
-# :::{admonition} With a GPU
-# :class: note
-# Two commands fill the last columns.
-#
-# ```bash
-# ackpt bert --tier gpu --out results/gpu
-# nox -s reproduce -- --only 10
-# ```
-# :::
 
 # %% [markdown]
 # :::{admonition} Takeaway

@@ -41,12 +41,17 @@ print(text_table(record))
 # %% [markdown]
 # ## Records of the published experiments
 #
-# The book has columns for results that were recorded on a GPU. To make these records on yours, run
+# Chapters 3, 4, 5, 8, 9 and 10 compare predictions with published measurements. With records of a GPU, their tables get
+# one more column: what our models take on your GPU. One command runs the published experiments, the most important one
+# first:
 #
 # ```bash
-# ackpt gpu-suite --out results/gpu
+# ackpt gpu-suite --out results/gpu --minutes 30
+# nox -s reproduce
 # ```
 #
-# It runs the published experiments in order of importance and writes a record after each, with the machine, the
-# versions, the date and the commit. `--minutes` limits the time; the next call continues where the last one ended. The
-# tables read the new records when `nox -s reproduce` runs.
+# It writes a record after each run, with the machine, the versions, the date and the commit, and stops at the time
+# limit. The next call continues where the last one ended. `nox -s reproduce` then adds the columns. To run a single
+# experiment, use `ackpt synthetic`, `ackpt lm`, `ackpt offload`, `ackpt batch-size`, `ackpt bert` or `ackpt frontier`
+# with `--out results/gpu`; `--help` lists their options. On Colab, `ackpt.colab.run_demo()` runs the offload experiment
+# in one cell and shows its table and figures. {doc}`../status` says which tables have no such records yet.

@@ -15,7 +15,7 @@ from address import ROOT
 from chapter import source_hash
 
 from ackpt.experiments.reports.gpu_records import gpu_columns
-from ackpt.results import Record, load_records, markdown_table
+from ackpt.results import LEFT_OUT, Record, load_records, markdown_table
 
 RUN = "notebook"  # the experiment of a run's record
 MISSING = "*not yet measured*"
@@ -35,28 +35,33 @@ NOTEBOOKS = {
     "source": "its source",
 }
 TABLES = {"table": "table", "cpu": "made on a CPU", "also": "also holds figures", "gpu": "measured on a GPU"}
-MISSING_CELLS = {"table": "table", "column": "column", "cells": "cells not yet measured"}
+MISSING_CELLS = {"table": "table", "column": "column", "cells": "rows not yet measured"}
 
 
 @dataclass(frozen=True)
 class Table:
-    """A file of results/tables: its caption and label, the headings of its columns, and the rows below them."""
+    """A file of results/tables: its caption and label, the headings of its columns, and the rows below them.
+
+    ``left_out``: the headings of columns that have no value yet.
+    """
 
     path: Path
     caption: str
     label: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def on_gpu(self) -> tuple[str, ...]:
-        """The columns of what is measured on a GPU."""
-        line = f"| {' | '.join(self.columns)} |"
-        return tuple(self.columns[place] for place in gpu_columns(line))
+        """The columns of what is measured on a GPU, those that are left out too."""
+        columns = (*self.columns, *self.left_out)
+        return tuple(columns[place] for place in gpu_columns(f"| {' | '.join(columns)} |"))
 
     def missing(self) -> dict[str, int]:
         """How many cells of each column were not measured; only columns that have such."""
         counts = {name: sum(MISSING in row[place] for row in self.rows) for place, name in enumerate(self.columns)}
+        counts |= dict.fromkeys(self.left_out, len(self.rows))
         return {name: count for name, count in counts.items() if count}
 
 
@@ -71,7 +76,8 @@ def read_table(path: Path) -> Table:
     ]
     if label is None or len(lines) < 2 or any(len(line) != len(lines[0]) for line in lines):
         raise ValueError(f"{path} is no table of ackpt.results.markdown_table: write it with that")
-    return Table(path, label[1], label[2], lines[0], tuple(lines[2:]))
+    left_out = tuple(line.removeprefix(LEFT_OUT) for line in text.splitlines() if line.startswith(LEFT_OUT))
+    return Table(path, label[1], label[2], lines[0], tuple(lines[2:]), left_out)
 
 
 def tables(root: Path = ROOT) -> list[Table]:
@@ -108,7 +114,7 @@ def on_gpu(table: Table, root: Path = ROOT) -> str | None:
     """Where the table's figures of a GPU come from; None if it has no column for them."""
     if not table.on_gpu:
         return None
-    places = [table.columns.index(name) for name in table.on_gpu]
+    places = [table.columns.index(name) for name in table.on_gpu if name in table.columns]
     if not any(row[place] and MISSING not in row[place] for row in table.rows for place in places):
         return MISSING
     folder = root / "results" / "gpu"
