@@ -886,12 +886,8 @@ path = write_text_atomic("results/tables/05_offload.md", table)
 # `offload_wrapper` stores count as device memory. On a GPU, both offload the inputs of blocks. `offload_async` has a
 # higher peak than `offload_sync`, because the sources of unfinished copies stay allocated.
 
-# %% alt="Horizontal bars of the peak for eight methods: the baseline's is by far the longest, those of checkpointed methods are a third of it, those with offload are shorter."
-drawn = offload_report.figures(records)
-path = plots.save(drawn["peak"], "results/figures/05_peaks.png")
-drawn["peak"]
-
 # %% alt="Three memory timelines, one above the other: checkpointing without offload, with sync and with async offload. Without offload, the boundaries rise like a ramp through the forward and step down in backward; the other two have no ramp. Thin bars below each timeline are copies: with sync each ends at once, with async they overlap with compute."
+drawn = offload_report.figures(records)
 path = plots.save(drawn["timelines"], "results/figures/05_timelines.png")
 drawn["timelines"]
 

@@ -785,7 +785,7 @@ for name, schedule in {"early": early, "late": late, "again": again}.items():
 # %% alt="Live memory of three training steps side by side. Early: memory rises in four steps through the forward, rises steeply to the peak when backward begins, and falls slowly. Late: four low teeth in backward, each lower than the one before. Again: more and still lower teeth."
 figure = graph_profile.orders_plot(
     {record.config["method"]: Timeline.from_json(record.metrics["timeline"]) for record in records},
-    f"The same saved activations in three orders: peaks of {n + 1} S, {n // k + k} S and {n // k + 2} S",
+    f"The same saved activations in three orders: dynamic peaks of {n + 1}, {n // k + k} and {n // k + 2} MiB, plus 1 MiB",
     chain.weight.nbytes,
 )
 path = plots.save(figure, "results/figures/06_orders.png")

@@ -12,22 +12,24 @@ from .tables import MIB
 HIGHLIGHT = "#b5402f"  # in a stack, the color of what is no category
 
 
-def stacked_plot(labels, parts: dict, title: str, *, ylabel="memory at the peak (MiB)"):
+def stacked_plot(labels, parts: dict, title: str, *, ylabel="memory at the peak", limit: int | None = None):
     """One bar per label, made of parts that add up.
 
     Args:
         labels: one per bar.
         parts: ``{name: bytes of every bar}``, from the bottom to the top; names of categories have their colors.
         title: the finding.
+        limit: bytes at which a dashed line is drawn, the budget or a device's memory.
 
     Returns:
-        A Figure; every bar has its sum on top.
+        A Figure in MiB, or in GiB if a bar has at least 10 GiB; every bar has its sum on top.
     """
+    unit, name_of_unit = (1024 * MIB, "GiB") if max(map(sum, zip(*parts.values()))) >= 10 * 1024 * MIB else (MIB, "MiB")
     with plots.style.context("default"):
-        figure, axes = plots._axes(title, "", ylabel)
+        figure, axes = plots._axes(title, "", f"{ylabel} ({name_of_unit})")
         bottom = [0.0] * len(labels)
         for name, sizes in parts.items():
-            heights = [size / MIB for size in sizes]
+            heights = [size / unit for size in sizes]
             axes.bar(range(len(labels)), heights, 0.6, bottom, color=plots.COLORS.get(name, HIGHLIGHT), label=name)
             bottom = [low + height for low, height in zip(bottom, heights)]
         for index, total in enumerate(bottom):
@@ -37,6 +39,8 @@ def stacked_plot(labels, parts: dict, title: str, *, ylabel="memory at the peak 
         axes.set_xticks(range(len(labels)), [label.replace("+", " +\n") for label in labels])
         axes.tick_params(axis="x", length=0)
         axes.set_ylim(0, max(bottom) * 1.1)
+        if limit is not None:
+            axes.axhline(limit / unit, color=plots.TEXT, linewidth=1.2, linestyle=(0, (4, 3)), label="budget")
         handles, names = axes.get_legend_handles_labels()
         return plots._finished(figure, handles[::-1], names[::-1])
 
