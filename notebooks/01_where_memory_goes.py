@@ -137,6 +137,13 @@ print(f"predicted {4 * T * A:,}  measured {counted:,}")
 # %% [markdown]
 # (The input of this block is resident, but its output, which would be the next block's input, is live. The two cancel.)
 #
+# `ackpt.print_saved` lists what autograd saves, tensor by tensor, with the operation, the module and the source line.
+# Compare it with the table above: each row of the table appears here with 4 bytes per element.
+
+# %%
+ackpt.print_saved(block, x, sequences, 256)
+
+# %% [markdown]
 # **The whole model.** $L$ blocks save $A$ elements per token each, but the first block's input is resident. The last
 # norm saves its input and one scale per token, and the loss saves the norm's output: $L A + d + 1$ elements per token
 # in all.
