@@ -224,7 +224,8 @@ def _baseline_bytes(graph: JointGraph, profile: Profile, baseline: Schedule, sim
     if is_share(budget):
         raise BudgetError(
             f"the budget {budget!r} is relative to the peak of the model's own step, which is not known: the model was "
-            f"captured as torch.compile runs it ({graph.as_compiled}). Give bytes, such as '6GiB', or real tensors.",
+            f"captured as torch.compile runs it ({graph.as_compiled}). Give bytes, such as '6GiB', or real tensors; "
+            "while a profiler runs, that peak cannot be measured, so run one step of every size before.",
             None,
             budget,
         )
@@ -344,10 +345,14 @@ def _refusal(graph, profile, schedule, policy, budget, limit, lowest: Simulation
     share = least_share(lowest.peak_bytes, baseline_bytes)
     fraction = "" if share is None else f", or {share} of the baseline's dynamic peak"
     blocks = allocations(graph, schedule, profile.workspace_bytes)
+    more = {"optimizer state": graph.optimizer_bytes, "accumulated gradients": graph.accumulated_bytes}
+    resident = ["parameters", "buffers", "inputs", *(name for name, size in more.items() if size)]
+    held = f"{memory_format(lowest.resident_bytes)} of {', '.join(resident[:-1])} and {resident[-1]}"
+    leaves = f"it leaves {memory_format(limit)} for what the step allocates, in addition to {held}"
+    if limit < 0:
+        leaves = f"{held} alone exceed it by {memory_format(-limit)}"
     return (
-        f"policy {policy!r} cannot keep the budget {budget!r}: it leaves {memory_format(max(0, limit))} for what the "
-        f"step allocates, in addition to {memory_format(lowest.resident_bytes)} of parameters, buffers, inputs, "
-        f"optimizer state and accumulated gradients. {unit_hint(budget)}"
+        f"policy {policy!r} cannot keep the budget {budget!r}: {leaves}. {unit_hint(budget)}"
         f"The smallest feasible budget of this policy is {readable(least)} ({least} bytes){fraction}; it makes the "
         f"step {cost:.0%} longer. {peak_in_words(graph, blocks)}"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -22,11 +23,13 @@ from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.checkpointing.rng import replay, snapshot
 from ackpt.errors import TraceError
-from ackpt.metering.meter import measure
+from ackpt.metering.meter import MeterError, measure
 
 from .example_values import stand_in
 from .joint_graph import AsCompiled
 from .outputs import without_gradient
+
+_WARNED: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -39,11 +42,16 @@ def compiling():
         torch.compiler._is_compiling_flag = was
 
 
-def measured_baseline(captured, model, args, kwargs) -> int:
-    """The dynamic peak in bytes of the model's own step, measured; restores all tensors and RNG states."""
+def measured_baseline(captured, model, args, kwargs) -> int | None:
+    """The dynamic peak in bytes of the model's own step, measured; None while a profiler runs.
+
+    Restores all tensors and RNG states.
+    """
     tensors, on_cpu = _tensors(captured, model, args, kwargs)
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), put_back(tensors):
-        return _own_peak(captured, model, args, kwargs, tensors, on_cpu)
+        with contextlib.suppress(MeterError):
+            return _own_peak(captured, model, args, kwargs, tensors, on_cpu)
+    return None
 
 
 def _tensors(captured, model, args, kwargs) -> tuple[list[torch.Tensor], bool]:
@@ -54,7 +62,7 @@ def _tensors(captured, model, args, kwargs) -> tuple[list[torch.Tensor], bool]:
 
 
 def compared(captured, module, model, args, kwargs) -> AsCompiled:
-    """How the captured step differs from the model's own; warns of it, and restores all tensors and RNG states.
+    """How the captured step differs from the model's own; warns of it once, and restores all tensors and RNG states.
 
     `module`: the captured joint graph, at the sizes of the call. If the tensors have data, this runs the model's own
     step and measures its peak. On the CPU it also runs the captured step and compares the results.
@@ -67,9 +75,9 @@ def compared(captured, module, model, args, kwargs) -> AsCompiled:
         tensors, on_cpu = _tensors(captured, model, args, kwargs)
         # The capture's context is still open, so its fake tensor mode has to be disabled.
         with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-            with put_back(tensors):
+            peak_bytes = difference = None
+            with contextlib.suppress(MeterError), put_back(tensors):  # while the caller profiles or measures this call
                 peak_bytes = _own_peak(captured, model, args, kwargs, tensors, on_cpu)
-            difference = None
             if on_cpu:
                 with put_back(tensors):
                     results = _own_results(captured, model, args, kwargs)
@@ -78,7 +86,9 @@ def compared(captured, module, model, args, kwargs) -> AsCompiled:
                         results, _captured_step(captured, module, model, args, kwargs), captured.reason
                     )
         as_compiled = AsCompiled(captured.reason, peak_bytes, difference)
-    warnings.warn(f"The model was captured as torch.compile runs it: {as_compiled}.", UserWarning, stacklevel=3)
+    if str(as_compiled) not in _WARNED.setdefault(model, set()):  # a model has a capture for every set of sizes
+        _WARNED[model].add(str(as_compiled))
+        warnings.warn(f"The model was captured as torch.compile runs it: {as_compiled}.", UserWarning, stacklevel=3)
     return as_compiled
 
 

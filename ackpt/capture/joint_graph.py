@@ -24,8 +24,8 @@ class AsCompiled:
     """Why a step was captured as ``torch.compile`` runs the model, and how it differs from the model's own step.
 
     ``reason``: where the model looks at values. ``baseline_bytes``: the dynamic peak of the model's own step, measured;
-    None where there are no data. ``difference``: what differs most, empty where outputs, gradients and buffers are
-    bit-equal; None where they were not compared, as on a CUDA device.
+    None where there are no data, and while a profiler runs. ``difference``: what differs most, empty where outputs,
+    gradients and buffers are bit-equal; None where they were not compared, as on a CUDA device.
 
     Example:
         >>> print(AsCompiled("module 'head' looks at values", 1024, ""))
@@ -37,7 +37,7 @@ class AsCompiled:
     difference: str | None = None
 
     def __str__(self) -> str:
-        if self.baseline_bytes is None:
+        if self.baseline_bytes is self.difference is None:
             return f"{self.reason}; without data it cannot be compared with the model's own step"
         if self.difference is None:
             return f"{self.reason}; perhaps not bit-equal: it was not compared with the model's own step on this device"

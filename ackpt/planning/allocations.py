@@ -156,10 +156,11 @@ def peak_in_words(graph: JointGraph, blocks: Iterable[Allocation]) -> str:
     blocks = tuple(blocks)
     index = peak_index(blocks)
     live = [block for block in blocks if block.is_live(index)]
-    sizes = by_kind(live)
+    sizes = Counter(by_kind(live))
+    sizes["gradients"] += graph.accumulated_bytes
     total = sum(sizes.values())
     model = {kind: sizes.get(kind, 0) for kind in ("parameters", "optimizer", "gradients")}
-    kinds = sorted(sizes, key=lambda kind: -sizes[kind])[:3]
+    kinds = [kind for kind, _ in sizes.most_common(3) if sizes[kind]]
     parts = [f"{memory_format(sizes[kind])} {_WORDS[kind]}" for kind in kinds]
     consists = f"Of its {readable(total)}, {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}"
     if any(block.node is None and block.kind == "temporaries" for block in live):

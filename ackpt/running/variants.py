@@ -6,7 +6,6 @@ if sizes differ from earlier ones in some dimensions, the step is captured once 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ from ackpt.capture.optimizer_state import Loop
 from ackpt.capture.outputs import dropped_before_backward, gradient_strides, gradients_before_backward
 from ackpt.capture.tracing import captured_graph
 from ackpt.errors import BudgetError, TraceError
-from ackpt.metering.timeline import MeterError
 from ackpt.planning.plan import Plan, PlanError
 from ackpt.planning.rewriting import RewriteError
 from ackpt.progress import shown
@@ -292,9 +290,9 @@ class Variants:
         if choice.own_peak_bytes is None or choice.own_plan is None or not on_cpu or not captured.has_data:
             return None
         if captured.own_step_is_simulated is None:
-            with contextlib.suppress(MeterError):  # while the caller measures this call
-                arguments = self.model, call.args, call.kwargs
-                captured.own_step_is_simulated = measured_baseline(captured, *arguments) <= choice.own_peak_bytes
+            own_bytes = measured_baseline(captured, self.model, call.args, call.kwargs)
+            if own_bytes is not None:
+                captured.own_step_is_simulated = own_bytes <= choice.own_peak_bytes
         return Variant(captured, None, choice.own_plan) if captured.own_step_is_simulated else None
 
     def _checked(self, run, call: Call):

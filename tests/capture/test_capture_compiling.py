@@ -48,6 +48,22 @@ def test_a_model_that_looks_at_values_unless_it_is_compiled_is_captured_so():
         same(Looks(4, 4), torch.randn(3, 4))
 
 
+def test_a_new_size_under_a_profiler_needs_a_budget_in_bytes():
+    torch.manual_seed(0)
+    model, x = Looks(4, 4), torch.randn(6, 4)
+    with pytest.warns(UserWarning, match="are bit-equal") as warned:
+        for budget in ("1MiB", 0.9):
+            step = ackpt.compile(model, x, budget=budget)
+            step(x).backward()
+            with torch.profiler.profile():
+                if budget == "1MiB":
+                    step(x[:3]).backward()
+                else:
+                    with pytest.raises(ackpt.BudgetError, match="while a profiler runs, that peak cannot be measured"):
+                        step(x[:3])
+    assert len(warned) == 1  # not one for every capture
+
+
 class Larger(nn.Module):
     """Compiled, it has another formula, which takes more memory and rounds another way."""
 
