@@ -60,7 +60,8 @@ def test_a_notebook_for_colab_is_its_chapter_without_what_belongs_to_the_page(na
     chapter, colab = (read(ROOT / folder / f"{name}.ipynb") for folder in ("book/notebooks", COLAB_FOLDER))
     nbformat.validate(colab)
     assert len(colab.cells) == len(chapter.cells)
-    assert {key for cell in colab.cells for key in cell.metadata} <= {"cellView"}
+    assert {key for cell in colab.cells for key in cell.metadata} <= {"cellView", "tags"}
+    assert {tag for cell in colab.cells for tag in cell.metadata.get("tags", [])} <= {"measured-time"}
     for ours, theirs in zip(colab.cells, chapter.cells, strict=True):
         if ours.cell_type == "code":
             title, _, rest = ours.source.partition("\n")
@@ -102,6 +103,10 @@ def test_the_first_cells_say_what_is_installed_and_which_torch_is_needed():
         ("{doc}`using\nit <../using>`", f"[using it]({ADDRESS}/blob/main/book/using.md)"),
         ("[`a`](../using.md#part)", f"[`a`]({ADDRESS}/blob/main/book/using.md)"),
         ("[a](https://example.org/)", "[a](https://example.org/)"),
+        (
+            "[![a](../_static/colab.svg)](https://example.org/)",
+            f"[![a]({ADDRESS}/raw/main/book/_static/colab.svg)](https://example.org/)",
+        ),
         ("![a](../_static/colab.svg)", f"![a]({ADDRESS}/raw/main/book/_static/colab.svg)"),
     ],
 )

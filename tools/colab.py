@@ -18,9 +18,9 @@ from pathlib import Path
 
 import nbformat
 from address import BRANCH, COLAB_FOLDER, ROOT, colab_address, project, repository_address
-from chapter import NotebookError
+from chapter import MEASURED, NotebookError
 from nbformat import NotebookNode
-from nbformat.v4 import new_markdown_cell
+from nbformat.v4 import new_notebook
 from pybtex.database import parse_file
 from pybtex.richtext import Text
 
@@ -39,7 +39,7 @@ INSTALL_NOTE = """\
 **Setting up Colab.** The next cell clones [the repository]({address}) and installs `ackpt` from it with pip. pip also
 installs those of these packages that are missing: {packages}.
 
-`ackpt` requires {torch}. The downloads determine how long the cell takes. If Colab's own torch is recent enough, pip
+`ackpt` requires {torch}. How long the cell takes depends on the downloads. If Colab's own torch is recent enough, pip
 keeps it, and the downloads are small. Otherwise pip replaces it with the newest release, a download of gigabytes that
 takes minutes; Colab's torchvision and torchaudio may not work afterwards."""
 
@@ -47,23 +47,24 @@ takes minutes; Colab's torchvision and torchaudio may not work afterwards."""
 def for_colab(notebook: NotebookNode, root: Path = ROOT) -> NotebookNode:
     """The executed chapter in plain Markdown; tables and figures are those in `root/results`.
 
-    A note on the installation replaces the badge. Raises NotebookError, with chapter and cell, for MyST that has no
+    A note on the installation follows the badge. Raises NotebookError, with chapter and cell, for MyST that has no
     translation, and for links, tables, figures and citations that do not exist.
     """
     chapter = Path(notebook.metadata.ackpt.source).name
     cells = copy.deepcopy(notebook.cells)
-    cells[1] = new_markdown_cell(install_note())
+    cells[1].source += f"\n\n{install_note()}"
     for index, cell in enumerate(cells):
         tags, page = cell.metadata.get("tags", []), cell.metadata.get("mystnb", {})
-        cell.metadata = nbformat.from_dict({})
+        kept: dict = {"tags": [MEASURED]} if MEASURED in tags else {}  # lets `check_same` accept other times
         if cell.cell_type == "markdown":
             cell.source = Translation(f"{chapter}, cell {index}", root).markdown(cell.source)
         elif title := "Solution" if "solution" in tags else "How the figure is drawn" if "image" in page else "":
             cell.source = f"#@title {title}\n{cell.source}"
-            cell.metadata = nbformat.from_dict({"cellView": "form"})  # Colab folds the code
+            kept["cellView"] = "form"  # Colab folds the code
+        cell.metadata = nbformat.from_dict(kept)
         cell.id = f"{index:02d}-{hashlib.sha256(cell.source.encode()).hexdigest()[:8]}"
     metadata = {name: notebook.metadata[name] for name in ("kernelspec", "language_info")}
-    return nbformat.from_dict({**notebook, "cells": cells, "metadata": metadata})
+    return new_notebook(cells=cells, metadata=nbformat.from_dict(metadata))
 
 
 def install_note() -> str:
@@ -137,13 +138,14 @@ class Translation:
     def _inline(self, match: re.Match) -> str:
         if match["role"]:
             return self.role(match["role"], " ".join(match["text"].split()))
-        target = match["target"]
-        if target is None or re.match(r"[a-z]+:", target):
+        if match["target"] is None:  # math, code or an escaped character
             return match[0]
-        label = self.inline(match["label"])
+        label, target = self.inline(match["label"]), match["target"]
         if target.startswith("#"):
             return label
-        return f"{match['image']}[{label}]({self.address(target, 'raw' if match['image'] else 'blob')})"
+        if not re.match(r"[a-z]+:", target):
+            target = self.address(target, "raw" if match["image"] else "blob")
+        return f"{match['image']}[{label}]({target})"
 
     def role(self, name: str, text: str) -> str:
         """Translate a role."""
