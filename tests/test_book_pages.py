@@ -118,10 +118,10 @@ def test_every_chapter_opens_in_colab():
     names = re.findall(r"file: (notebooks/\S+)", (BOOK / "_toc.yml").read_text(encoding="utf-8"))
     assert names
     for name in names:
-        path = f"book/{name}.ipynb"
+        path = f"book/colab/{Path(name).name}.ipynb"
         assert (ROOT / path).is_file()
-        assert colab_address(repository_address(), path) in (ROOT / path).read_text(encoding="utf-8")
-    selftest = colab_address(repository_address(), "book/notebooks/12_your_gpu.ipynb")
+        assert colab_address(repository_address(), path) in (BOOK / f"{name}.ipynb").read_text(encoding="utf-8")
+    selftest = colab_address(repository_address(), "book/colab/12_your_gpu.ipynb")
     assert selftest in (BOOK / "index.md").read_text(encoding="utf-8")
 
 

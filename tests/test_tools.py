@@ -54,6 +54,7 @@ def test_reproducing_twice_gives_the_same_bytes_but_for_measured_times(checkout:
     for name in ("first", "second"):
         reproduce(checkout, tmp_path / name, only=[])
     assert written(tmp_path / "first") == {
+        "book/colab/01_first.ipynb",
         "book/notebooks/01_first.ipynb",
         "results/cpu/run.json",
         "results/runs/01_first.json",
@@ -101,7 +102,7 @@ def test_prepare_adds_the_badge_and_the_colab_cell_from_one_address(checkout: Pa
     notebook = prepare(checkout / "notebooks/01_first.py", ADDRESS)
     title, badge, install = notebook.cells[:3]
     assert title.source == "# A title"
-    assert colab_address(ADDRESS, "book/notebooks/01_first.ipynb") in badge.source
+    assert colab_address(ADDRESS, "book/colab/01_first.ipynb") in badge.source
     assert "someone/something/blob/main/" in badge.source
     assert '"google.colab" in sys.modules' in install.source and ADDRESS in install.source
     assert install.metadata.tags == ["remove-cell"]

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from address import BRANCH, colab_address, repository_address
+from address import BRANCH, COLAB_FOLDER, colab_address, repository_address
 
 LINKS = {"a": "href", "link": "href", "img": "src", "script": "src", "source": "src", "iframe": "src"}
 COLAB = "https://colab.research.google.com/"
@@ -79,11 +79,11 @@ def broken_repository_links(site: Path, path: str, root: Path) -> list[str]:
         for prefix in (*named.values(), colab):
             if link.startswith(prefix) and not (root / unquote(urlsplit(link.removeprefix(prefix)).path)).exists():
                 problems.append(f"{path}: {link}: not in the repository")
-        if link.startswith(COLAB) and not (link.startswith(colab) and link.endswith(".ipynb")):
-            problems.append(f"{path}: {link}: opens no notebook of this repository")
+        if link.startswith(COLAB) and not (link.startswith(f"{colab}{COLAB_FOLDER}/") and link.endswith(".ipynb")):
+            problems.append(f"{path}: {link}: opens no notebook that is made for Colab")
     if path.startswith("notebooks/"):
         name = Path(path).stem
-        needed = [named["edit"] + f"notebooks/{name}.py", colab + f"book/notebooks/{name}.ipynb"]
+        needed = [named["edit"] + f"notebooks/{name}.py", colab + f"{COLAB_FOLDER}/{name}.ipynb"]
     elif (site / "_sources" / path).with_suffix(".md").exists():
         needed = [named["edit"] + f"book/{Path(path).with_suffix('.md').as_posix()}"]
     else:

@@ -97,7 +97,7 @@ def test_a_broken_link_is_found(write, body, found):
 
 def test_a_chapter_links_to_its_source_and_opens_in_colab(write):
     source = f"{repository_address()}/edit/main/notebooks/01_where_memory_goes"
-    notebook = colab_address(repository_address(), "book/notebooks/01_where_memory_goes.ipynb")
+    notebook = colab_address(repository_address(), "book/colab/01_where_memory_goes.ipynb")
     chapter = "notebooks/01_where_memory_goes.html"
 
     def found(*links: str) -> list[str]:
@@ -106,13 +106,15 @@ def test_a_chapter_links_to_its_source_and_opens_in_colab(write):
 
     assert found(f"{source}.py", notebook) == []
     assert found(f"{source}.py") == [f"{chapter}: no link to {notebook}"]
-    gone, other = (
+    gone, chapter_itself, other = (
         notebook.replace("01_", "00_"),
+        notebook.replace("book/colab", "book/notebooks"),
         "https://colab.research.google.com/github/another/one/blob/main/a.ipynb",
     )
-    assert found(f"{source}.py", notebook, gone, other, f"{source}.ipynb") == [
+    assert found(f"{source}.py", notebook, gone, chapter_itself, other, f"{source}.ipynb") == [
         f"{chapter}: {gone}: not in the repository",
-        f"{chapter}: {other}: opens no notebook of this repository",
+        f"{chapter}: {chapter_itself}: opens no notebook that is made for Colab",
+        f"{chapter}: {other}: opens no notebook that is made for Colab",
         f"{chapter}: {source}.ipynb: not in the repository",
     ]
 

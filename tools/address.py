@@ -1,4 +1,4 @@
-"""Where does the project live? One answer, read from pyproject.toml."""
+"""Where does the project live, and what does it require? One answer, read from pyproject.toml."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 BRANCH = "main"
+COLAB_FOLDER = "book/colab"  # the chapters in plain Markdown, see colab.py
+
+
+def project(root: Path = ROOT) -> dict:
+    """The table `[project]` of pyproject.toml."""
+    return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def repository_address(root: Path = ROOT) -> str:
     """The address in `[project.urls] Repository`, without a trailing slash."""
-    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return project["urls"]["Repository"].rstrip("/")
+    return project(root)["urls"]["Repository"].rstrip("/")
 
 
 def colab_address(address: str, path: str) -> str:

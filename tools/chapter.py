@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jupytext
 import nbformat
-from address import colab_address, repository_address
+from address import COLAB_FOLDER, colab_address, repository_address
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell
 from nbstripout import strip_output
@@ -55,7 +55,7 @@ def prepare(source: Path, address: str | None = None) -> NotebookNode:
         _add_page_metadata(cell)
     if not notebook.cells or not notebook.cells[0].source.startswith("# "):
         raise NotebookError(f"{source.name}: the first cell must be a Markdown cell that starts with '# Title'")
-    opens = colab_address(address, f"book/notebooks/{source.stem}.ipynb")
+    opens = colab_address(address, f"{COLAB_FOLDER}/{source.stem}.ipynb")
     notebook.cells[1:1] = [
         new_markdown_cell(f"[![Open in Colab](../_static/colab.svg)]({opens})"),
         new_code_cell(COLAB_CELL.format(address=address), metadata={"tags": ["remove-cell"]}),

@@ -15,7 +15,7 @@ from address import ROOT, repository_address
 def places(root: Path = ROOT) -> list[str]:
     """`file:line` of every tracked mention of the address outside the executed notebooks."""
     bare = repository_address(root).removeprefix("https://")
-    command = ["git", "grep", "-n", "-I", "--fixed-strings", bare, "--", ".", ":!book/notebooks"]
+    command = ["git", "grep", "-n", "-I", "--fixed-strings", bare, "--", ".", ":!book/notebooks", ":!book/colab"]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True)
     if result.returncode > 1:
         raise OSError(f"needs a git checkout: {result.stderr.strip()}")

@@ -40,11 +40,11 @@ def run(cells: list[str]) -> None:
 
 def main() -> int:
     """Command line: `python tools/check_colab.py [01 ...]`, the numbers of chapters to run whole."""
-    notebooks = sorted((ROOT / "book" / "notebooks").glob("*.ipynb"))
+    notebooks = sorted((ROOT / "book" / "colab").glob("*.ipynb"))
     whole = sys.argv[1:]
     unknown = [number for number in whole if not any(path.name.startswith(number) for path in notebooks)]
     if unknown or not notebooks:
-        print(f"no chapter {', '.join(unknown)} in {ROOT / 'book/notebooks'}")
+        print(f"no chapter {', '.join(unknown)} in {ROOT / 'book/colab'}")
         return 2
     install, *_ = code_cells(notebooks[0])
     from_here, changed = re.subn(r"(git clone -q --depth 1) \S+", rf"\1 {ROOT.as_uri()}", install)

@@ -1,21 +1,41 @@
-"""Does every executed notebook match its source, and does every notebook have one?"""
+"""Does every executed notebook match its source and every notebook for Colab its chapter, and does each have one?"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from address import ROOT
-from chapter import problems
+import nbformat
+from address import COLAB_FOLDER, ROOT
+from chapter import NotebookError, problems, to_text
+from colab import for_colab
 
 
 def mismatches(root: Path = ROOT) -> list[str]:
     """One line for every committed notebook that its source would not give."""
     sources = sorted((root / "notebooks").glob("*.py"))
-    committed = root / "book" / "notebooks"
-    found = [line for source in sources for line in problems(source, committed / f"{source.stem}.ipynb")]
+    folders = (root / "book" / "notebooks", root / COLAB_FOLDER)
+    found = []
+    for source in sources:
+        chapter, colab = (folder / f"{source.stem}.ipynb" for folder in folders)
+        found += problems(source, chapter)
+        found += colab_problems(chapter, colab, root) if chapter.exists() else []
     stems = {source.stem for source in sources}
-    return found + [f"{p.name}: has no source" for p in sorted(committed.glob("*.ipynb")) if p.stem not in stems]
+    notebooks = (path for folder in folders for path in sorted(folder.glob("*.ipynb")))
+    return found + [f"{path.relative_to(root)}: has no source" for path in notebooks if path.stem not in stems]
+
+
+def colab_problems(chapter: Path, colab: Path, root: Path) -> list[str]:
+    """What keeps a notebook for Colab from being the one that its chapter and the tables in `root/results` give."""
+    name = colab.relative_to(root).as_posix()
+    try:
+        expected = to_text(for_colab(nbformat.read(chapter, as_version=4), root))
+    except NotebookError as error:
+        return [f"{name}: {error}"]
+    if not colab.exists():
+        return [f"{name}: never written"]
+    differs = colab.read_text(encoding="utf-8") != expected
+    return [f"{name}: differs from its chapter or from a table that it includes"] * differs
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Execute the notebooks and rewrite what comes from them: executed notebooks, records, tables and figures.
+"""Execute the notebooks and rewrite what comes from them: notebooks for book and Colab, records, tables and figures.
 
 Everything happens in a staging folder whose `results/` the notebooks see. Only when every notebook has succeeded are
 the files moved to where they belong, each by one rename, so that a failed or interrupted run changes nothing.
@@ -16,8 +16,9 @@ from pathlib import Path
 
 import nbformat
 import papermill
-from address import ROOT
+from address import COLAB_FOLDER, ROOT
 from chapter import NotebookError, normalise, prepare, refuse_accidents, source_hash, to_text
+from colab import for_colab
 from papermill.exceptions import PapermillExecutionError
 
 MADE = ("cpu", "tables", "figures", "explorer", "runs")  # the folders of results/ that only notebooks write
@@ -74,6 +75,14 @@ def execute(source: Path, stage: Path) -> None:
     raw.unlink()
 
 
+def write_for_colab(source: Path, stage: Path) -> None:
+    """Write an executed chapter of `stage` in plain Markdown, with the tables that are there."""
+    notebook = nbformat.read(stage / "book" / "notebooks" / f"{source.stem}.ipynb", as_version=4)
+    target = stage / COLAB_FOLDER / f"{source.stem}.ipynb"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(to_text(for_colab(notebook, stage)), encoding="utf-8")
+
+
 def record_run(source: Path, stage: Path, seconds: float) -> None:
     """Record how long a notebook took, and where: the book's status page says so."""
     from ackpt.results import Record, environment  # here, as torch reads FIXED when it is imported
@@ -112,7 +121,7 @@ def times_of_change(top: Path) -> dict[Path, int]:
 
 def made_folders(top: Path) -> list[Path]:
     """The folders under `top` that belong to the notebooks alone."""
-    return [top / "book" / "notebooks", *(top / "results" / name for name in MADE)]
+    return [top / "book" / "notebooks", top / COLAB_FOLDER, *(top / "results" / name for name in MADE)]
 
 
 def make_stage(root: Path, everything: bool) -> Path:
@@ -141,6 +150,8 @@ def reproduce(root: Path, out: Path, only: list[str]) -> None:
             seconds = time.perf_counter() - start
             record_run(source, stage, seconds)
             print(f"{source.stem}: {seconds:.0f} s", flush=True)
+        for source in sources:  # when all tables are there
+            write_for_colab(source, stage)
         for gone in move_into_place(stage, out, untouched, everything=not only):
             print(f"removed {gone}: no notebook writes it")
     finally:

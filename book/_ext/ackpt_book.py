@@ -18,7 +18,7 @@ from sphinx.util.nodes import make_refnode
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from address import BRANCH, repository_address  # noqa: E402
+from address import BRANCH, COLAB_FOLDER, repository_address  # noqa: E402
 
 BACK = re.compile(r'(?P<start>id="(?P<name>[^"]+)">\n<a class="viewcode-back" href="[^"#]*#)(?P<anchor>[^"]+)')
 MATHJAX = ("tex-chtml-full.js", "output/chtml/fonts/woff-v2")
@@ -79,6 +79,14 @@ def link_back(app: Sphinx, page: str, template: str, context: dict, doctree: Ele
     context["body"] = BACK.sub(back, context["body"])
 
 
+def open_for_colab(app: Sphinx, page: str, template: str, context: dict, doctree: Element | None) -> None:
+    """Let the theme's button open the notebook that is made for Colab; the chapter itself has MyST."""
+    for group in context.get("header_buttons", []):
+        for button in group.get("buttons", []):
+            if button.get("text") == "Colab":
+                button["url"] = button["url"].replace("/book/notebooks/", f"/{COLAB_FOLDER}/")
+
+
 def copy_mathjax(app: Sphinx, error: Exception | None) -> None:
     """Copy the part of MathJax that the pages use from the installed package (named with dashes, so not importable)."""
     package = importlib.util.find_spec("sphinx-mathjax-offline")
@@ -96,5 +104,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("missing-reference", find_by_last_name)
     app.connect("html-page-context", name_list_items)
     app.connect("html-page-context", link_back)
+    app.connect("html-page-context", open_for_colab, priority=502)  # the theme adds the button at 501
     app.connect("build-finished", copy_mathjax)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
