@@ -155,14 +155,19 @@ def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: 
 
     `gradient_bytes`: of the gradients of one step, for a loop that accumulates them.
     """
-    optimizer = loop.optimizer
-    if isinstance(optimizer, str):
-        optimizer = _named(optimizer)([parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizer = optimizer_of(model, loop.optimizer)
     state, step = (0, 0) if optimizer is None else optimizer_bytes(optimizer, on_cpu)
     if not loop.accumulation:
         return state, step, 0
     # When the optimizer's step runs, the step's own gradients have been added to the accumulated ones, and are free.
     return state, max(0, step - gradient_bytes), gradient_bytes
+
+
+def optimizer_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | str | None) -> torch.optim.Optimizer | None:
+    """The optimizer; of a name, that of `torch.optim` with its default options and the parameters that are trained."""
+    if not isinstance(optimizer, str):
+        return optimizer
+    return _named(optimizer)([parameter for parameter in model.parameters() if parameter.requires_grad])
 
 
 def _named(name: str) -> Callable[..., torch.optim.Optimizer]:

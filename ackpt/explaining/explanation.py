@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ackpt.capture.joint_graph import JointGraph
+from ackpt.capture.optimizer_state import optimizer_of
 from ackpt.capture.tracing import trace
 from ackpt.costs.devices import Device
 from ackpt.costs.profiles import Profile
@@ -162,7 +163,7 @@ def explain(
     if device is not None:  # the same peak, with the seconds of the device
         profile = replace(profiled(graph, device), workspace_bytes=profile.workspace_bytes)
     plan = make_plan(graph, budget, policy or ("none" if budget is None else "auto"), profile=profile)
-    return explained(graph, profile, plan, model, optimizer, ranks)
+    return explained(graph, profile, plan, model, optimizer_of(model, optimizer), ranks)
 
 
 def explained(

@@ -42,6 +42,12 @@ def test_arguments_of_the_model_that_are_called_as_keywords():
     assert model.weight.grad is not None
 
 
+def test_numpy_in_a_trace():
+    for capture in (ackpt.trace, ackpt.explain):
+        with pytest.raises(TypeError, match="NumPy array.*torch.from_numpy"):
+            capture(layers(), numpy.ones((4, 8), dtype=numpy.float32))
+
+
 def test_numpy():
     with pytest.raises(TypeError, match="torch.from_numpy"):
         ackpt.compile(layers(), numpy.ones((4, 8), dtype=numpy.float32))

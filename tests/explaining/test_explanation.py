@@ -312,3 +312,10 @@ def test_eager_saves_python_numbers_as_tensors_and_a_planned_step_does_not(numbe
     predicted = ackpt.explain(model, X).plan.peak_bytes
     assert peak(ackpt.compile(model, X, policy="none")) == predicted
     assert peak(model) == predicted + saved
+
+
+def test_an_optimizer_by_its_name_is_the_optimizer():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    named = ackpt.explain(model, torch.ones(2, 8), optimizer="adamw")
+    given = ackpt.explain(model, torch.ones(2, 8), optimizer=torch.optim.AdamW(model.parameters()))
+    assert str(named) == str(given) and "optimizer" in str(named)

@@ -6,9 +6,11 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from ackpt.errors import TraceError
 
@@ -26,11 +28,14 @@ def has_data(model: nn.Module, leaves) -> bool:
 
 
 def require_traceable(model: nn.Module, args, kwargs) -> None:
-    """Refuse nested tensors, tensor subclasses, and tensors on a device that is not there.
+    """Refuse NumPy arrays, nested tensors, tensor subclasses, and tensors on a device that is not there.
 
     Raises:
+        TypeError: for a NumPy array.
         TraceError: naming the argument, parameter or buffer.
     """
+    if any(isinstance(leaf, numpy.ndarray) for leaf in tree_leaves((args, kwargs))):
+        raise TypeError("an argument is a NumPy array, whose values no capture follows: convert it by torch.from_numpy")
     types = set()
     for name, tensor in _named(model, args, kwargs):
         if tensor.is_nested:
