@@ -322,24 +322,29 @@ def _accumulate_grad_type():
 
 
 ACCUMULATE_GRAD = _accumulate_grad_type()
+CAST = type(torch.zeros(1, requires_grad=True).to(torch.bfloat16).grad_fn)
 
 
 def graph_inputs(outputs, aliases, tensors, started: int):
     """The tensors other than `aliases` at which the graph of `outputs` ends.
 
     Returns ``(tensors, unreachable node or None, nodes, uses)``. `nodes` are the nodes of the graph in the order of the
-    walk, which is the same for equal graphs. `uses` counts, by id, the edges to each tensor, aliases included.
+    walk, which is the same for equal graphs. `uses` counts, by id, the edges to each tensor, aliases included; those
+    through a cast, which autocast makes once for all uses of a leaf, count one by one.
     `started` is the autograd sequence number at the start of the region: an older node belongs to the history of a
     closed-over tensor, and the walk stops there. If that tensor is not among `tensors`, its gradient could not leave
     the region, and its node is returned as unreachable.
     """
     closed_over = {(tensor.grad_fn, tensor.output_nr): tensor for tensor in tensors if tensor.grad_fn is not None}
     inputs: list = []
+    casts: Counter = Counter()
     seen = dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
     stack = list(seen)
     while stack:
         for edge in stack.pop().next_functions:
             node = edge[0]
+            if type(node) is CAST:
+                casts[node] += 1
             if type(node) is ACCUMULATE_GRAD:
                 inputs.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
             elif node is None or node in seen:
@@ -351,6 +356,9 @@ def graph_inputs(outputs, aliases, tensors, started: int):
             else:
                 seen[node] = None
                 stack.append(node)
+    for cast, count in casts.items():
+        if count > 1 and type(source := cast.next_functions[0][0]) is ACCUMULATE_GRAD:
+            inputs += [source.variable] * (count - 1)
     arguments = {id(alias) for alias in aliases}
     leaves = [tensor for tensor in dict.fromkeys(inputs) if id(tensor) not in arguments]
     return leaves, None, seen, Counter(map(id, inputs))
