@@ -37,19 +37,22 @@ class Model(nn.Module):
         return (hidden[1] * hidden[-1] * shared * hidden[2]).sum()
 
 
-def gradients(model, *args):
-    model(*args).backward()
+def gradients(model, *args, autocast=False):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(*args)
+    loss.backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("seed", range(5))
-def test_shared_tensors_and_skip_connections(seed):
+def test_shared_tensors_and_skip_connections(seed, autocast):
     torch.manual_seed(seed)
     model, args = Model(), (torch.randn(8, 16), torch.randn(8, 16))
     regions = copy.deepcopy(model)
     assert len(ackpt.apply_activation_checkpointing(regions)) == 4
-    for expected, found in zip(gradients(model, *args), gradients(regions, *args), strict=True):
-        assert torch.equal(expected, found)
+    expected, found = (gradients(each, *args, autocast=autocast) for each in (model, regions))
+    assert all(map(torch.equal, expected, found))
 
 
 @pytest.mark.parametrize("seed", range(5))
