@@ -201,11 +201,10 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
         <BLANKLINE>
     """
     empty = [key for key in columns if all(row.get(key) is None for row in rows)]
-    if rows and len(empty) < len(columns):
-        left_out = [f"{LEFT_OUT}{columns[key]}" for key in empty]
-        columns = {key: heading for key, heading in columns.items() if key not in empty}
-    else:
-        left_out = []
+    if len(empty) == len(columns):
+        empty = []
+    left_out = [f"{LEFT_OUT}{columns[key]}" for key in empty]
+    columns = {key: heading for key, heading in columns.items() if key not in empty}
     numbers = {
         key: any(row.get(key) is not None for row in rows)
         and all(isinstance(row.get(key), (int, float, type(None))) for row in rows)

@@ -49,9 +49,7 @@ def measured_baseline(captured, model, args, kwargs) -> int | None:
     """
     tensors, on_cpu = _tensors(captured, model, args, kwargs)
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), put_back(tensors):
-        with contextlib.suppress(MeterError):
-            return _own_peak(captured, model, args, kwargs, tensors, on_cpu)
-    return None
+        return _own_peak(captured, model, args, kwargs, tensors, on_cpu)
 
 
 def _tensors(captured, model, args, kwargs) -> tuple[list[torch.Tensor], bool]:
@@ -75,9 +73,9 @@ def compared(captured, module, model, args, kwargs) -> AsCompiled:
         tensors, on_cpu = _tensors(captured, model, args, kwargs)
         # The capture's context is still open, so its fake tensor mode has to be disabled.
         with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-            peak_bytes = difference = None
-            with contextlib.suppress(MeterError), put_back(tensors):  # while the caller profiles or measures this call
+            with put_back(tensors):
                 peak_bytes = _own_peak(captured, model, args, kwargs, tensors, on_cpu)
+            difference = None
             if on_cpu:
                 with put_back(tensors):
                     results = _own_results(captured, model, args, kwargs)
@@ -125,8 +123,8 @@ def _own_forward(captured, model, args, kwargs) -> tuple[list[Any], list[torch.T
     ]
 
 
-def _own_peak(captured, model, args, kwargs, tensors, on_cpu: bool) -> int:
-    """The dynamic peak in bytes of the model's own step."""
+def _own_peak(captured, model, args, kwargs, tensors, on_cpu: bool) -> int | None:
+    """The dynamic peak in bytes of the model's own step; None while the caller profiles or measures this call."""
 
     def step():
         outputs, roots = _own_forward(captured, model, args, kwargs)
@@ -135,7 +133,9 @@ def _own_peak(captured, model, args, kwargs, tensors, on_cpu: bool) -> int:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
     warmup = 0 if on_cpu else 1  # CUDA's libraries allocate their workspaces in the first step
-    return measure(step, resident=[model, *tensors], warmup=warmup, repeats=0).dynamic_peak_bytes
+    with contextlib.suppress(MeterError):
+        return measure(step, resident=[model, *tensors], warmup=warmup, repeats=0).dynamic_peak_bytes
+    return None
 
 
 def _own_results(captured, model, args, kwargs) -> dict[str, torch.Tensor]:

@@ -101,10 +101,11 @@ class Region:
         if self.node_outputs:
             self._record_state(inputs, versions, leaves, reachable)
         uses += [self.uses.get(id(leaf), 1) for leaf in leaves]
-        # Autocast casts a leaf once for all its uses, and a computed tensor for each.
-        computed = [computed for computed, needed in zip(self.is_computed, self.needs_grad) if needed]
-        separate = [*computed, *[False] * len(leaves)] if self.autocast is not None else [True] * len(uses)
-        self.uses = [count if count <= MOST_USES and each else 1 for count, each in zip(uses, separate)]
+        self.uses = [count if count <= MOST_USES else 1 for count in uses]
+        if self.autocast is not None:  # it casts a leaf once for all its uses, and a computed tensor for each
+            computed = [computed for computed, needed in zip(self.is_computed, self.needs_grad) if needed]
+            separate = [*computed, *[False] * len(leaves)]
+            self.uses = [count if each else 1 for count, each in zip(self.uses, separate)]
         return inputs, leaves, self.uses
 
     def take_output_values(self):
