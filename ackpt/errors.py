@@ -1,7 +1,10 @@
-"""The exception classes of the package. The messages are written where they are raised."""
+"""The exception classes and the warnings of the package. The messages are written where they are raised."""
 
+import sys
+import warnings
 from difflib import get_close_matches
 
+_INSIDE = ("ackpt", "torch", "contextlib", "functools")  # packages between the user's line and ours
 _SIMILAR = 0.85  # difflib's ratio: one letter added, missing or changed; "captions" is not similar to "options"
 
 
@@ -78,6 +81,14 @@ class BudgetError(ValueError):
         super().__init__(message)
         self.least_bytes = least_bytes
         self.budget: float | str | None = budget
+
+
+def warn(message: str) -> None:
+    """Give a ``UserWarning`` at the line of the user's code that runs at the moment."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def did_you_mean(name, names) -> str:

@@ -8,7 +8,6 @@ compares the results.
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -22,7 +21,7 @@ from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.checkpointing.rng import replay, snapshot
-from ackpt.errors import TraceError
+from ackpt.errors import TraceError, warn
 from ackpt.metering.meter import MeterError, measure
 
 from .example_values import stand_in
@@ -86,7 +85,7 @@ def compared(captured, module, model, args, kwargs) -> AsCompiled:
         as_compiled = AsCompiled(captured.reason, peak_bytes, difference)
     if str(as_compiled) not in _WARNED.setdefault(model, set()):  # a model has a capture for every set of sizes
         _WARNED[model].add(str(as_compiled))
-        warnings.warn(f"The model was captured as torch.compile runs it: {as_compiled}.", UserWarning, stacklevel=3)
+        warn(f"The model was captured as torch.compile runs it: {as_compiled}.")
     return as_compiled
 
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 import collections
 import functools
 import types
-import warnings
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from ackpt.errors import CheckpointError
+from ackpt.errors import CheckpointError, warn
 from ackpt.offloading.saved_tensors import Offload, resolve
 
 from .reachable import graph_inputs
@@ -237,11 +236,10 @@ def _warn_of_cache(model) -> None:
     config = getattr(model, "config", None)
     generates = getattr(model, "can_generate", None)
     if getattr(config, "use_cache", False) and callable(generates) and generates():
-        warnings.warn(
+        warn(
             "model.config.use_cache is on: every block then puts its keys and values into a cache, which a region "
             "cannot recompute, and the first training step raises. Set model.config.use_cache = False, or call the "
             "model with use_cache=False.",
-            stacklevel=3,
         )
 
 

@@ -22,6 +22,7 @@ from ackpt.planner import default_profile
 from ackpt.planner import plan as make_plan
 from ackpt.planning.allocations import Allocation, allocations, by_kind
 from ackpt.planning.plan import Plan
+from ackpt.running.planned_step import without_budget
 
 from .saved import SavedLine, by_block, by_type, saved_lines
 from .suggestions import Suggestion, suggestions
@@ -132,7 +133,7 @@ def explain(
     """What a training step of `model` saves for backward, what is live at its peak, and what would reduce that.
 
     Args:
-        model: an ``nn.Module`` with real, fake or meta parameters; it is not changed.
+        model: an ``nn.Module`` with real, fake or meta parameters; it is not changed. A budget that it has is ignored.
         batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor.
         budget, policy: as in `ackpt.plan`: explain the step under this plan. By default, policy ``"none"``. On a
             CPU, the model's own step has 8 bytes more for each product of an activation and a Python number, because
@@ -158,7 +159,8 @@ def explain(
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 2:
         raise ValueError(f"ranks must be a whole number of at least 2, got {ranks!r}")
     args, kwargs = _arguments(batch)
-    graph = trace(model, *args, differentiate=differentiate, outputs=outputs, optimizer=optimizer, **kwargs)
+    with without_budget(model):
+        graph = trace(model, *args, differentiate=differentiate, outputs=outputs, optimizer=optimizer, **kwargs)
     profile = default_profile(graph)
     if device is not None:  # the same peak, with the seconds of the device
         profile = replace(profiled(graph, device), workspace_bytes=profile.workspace_bytes)

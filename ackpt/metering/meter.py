@@ -6,7 +6,6 @@ free. `cpu_meter` and `cuda_meter` record these events; `prediction` derives the
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ackpt.errors import warn
 from ackpt.progress import measuring
 
 from . import cpu_meter, cuda_meter
@@ -190,7 +190,7 @@ def measure(
                 try:
                     flops = count_flops(step_fn)
                 except UncountedFlops as error:
-                    warnings.warn(str(error), stacklevel=4)
+                    warn(str(error))
             else:
                 step_fn()
 

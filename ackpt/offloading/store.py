@@ -10,14 +10,13 @@ import errno
 import mmap
 import os
 import tempfile
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from ackpt.errors import OffloadError
+from ackpt.errors import OffloadError, warn
 
 PAGE = 4096
 LARGEST_FILE = 1 << 30  # bytes, unless one buffer is larger
@@ -247,10 +246,9 @@ class Pool:
     def _warn(self, cause: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"offload: {cause}; from here on copies go through pageable memory, correct but without overlap. "
                 "Raise max_pinned_bytes or the limit of locked memory (ulimit -l), or offload less (min_bytes).",
-                stacklevel=2,
             )
 
 

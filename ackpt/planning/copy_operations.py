@@ -9,11 +9,11 @@ Python functions since operations registered with torch can return tensors only.
 from __future__ import annotations
 
 import functools
-import warnings
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ackpt.errors import warn
 from ackpt.offloading.cuda_transport import CudaTransport
 
 
@@ -90,10 +90,9 @@ def _pinned(size: int) -> torch.Tensor:
 
 @functools.cache
 def _warn(cause: str) -> None:
-    warnings.warn(
+    warn(
         f"offload: pinning host memory failed ({cause}); copies go through pageable memory, correct but without "
         "overlap. Raise the limit of locked memory (ulimit -l), or plan with a larger budget.",
-        stacklevel=2,
     )
 
 

@@ -10,7 +10,6 @@ expensive than theirs.
 from __future__ import annotations
 
 import time
-import warnings
 from dataclasses import dataclass
 from itertools import takewhile
 from math import inf
@@ -18,6 +17,7 @@ from math import inf
 from ackpt.capture.analysis import Analysis
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
+from ackpt.errors import warn
 from ackpt.planning.schedule import COMPUTE, Schedule, everything, recompute_late, scheduled
 from ackpt.planning.simulator import peak_of
 from ackpt.policies.search.ilp_program import solver
@@ -80,12 +80,11 @@ def schedule(
     best = solve(graph, profile, limit_bytes, time_limit)
     baseline = step_cost(everything(graph), costs(graph, profile)) or 1.0
     if best.cost - best.lower_bound > _EXACT * baseline:
-        warnings.warn(
+        warn(
             f"policy 'ilp' ran out of time after {time_limit} s: the recomputation of its plan costs "
             f"{best.cost / baseline:.3%} of the baseline step, and at least {best.lower_bound / baseline:.3%} is "
             "proved to be needed. Raise time_limit for a smaller gap, or use policy 'auto', which proves nothing and "
             "takes seconds.",
-            stacklevel=3,
         )
     return best.schedule
 

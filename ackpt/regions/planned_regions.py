@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from ackpt.capture.inspection.tensors import has_data, is_tensor
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.capture.optimizer_state import loop_bytes
 from ackpt.capture.outputs import dropped_before_backward, gradients_before_backward, without_gradient
-from ackpt.errors import BudgetError, TraceError
+from ackpt.errors import BudgetError, TraceError, warn
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import storages_of
 from ackpt.running.call_facts import Call, Sizes
@@ -280,7 +279,7 @@ class PlannedRegions:
         )
         if not self.warns:
             raise BudgetError(message, None, self.budget)
-        warnings.warn(message, UserWarning, stacklevel=2)
+        warn(message)
 
     def _running(self) -> str:
         """The innermost module of the model that is running."""

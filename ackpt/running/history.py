@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from ackpt.errors import warn
 
 _LOG = logging.getLogger("ackpt")
 _MOST = 4  # captures for one cause, after which a warning says how to avoid them
@@ -57,8 +58,6 @@ class History:
             return
         self._captures[group] += 1
         if self._captures[group] == _MOST:
-            warnings.warn(
+            warn(
                 f"This step was captured and planned {_MOST} times because {group} changed (now: {cause}). {advice}",
-                UserWarning,
-                stacklevel=2,
             )

@@ -168,6 +168,9 @@ class PlannedStep(nn.Module):
             _require_no_gradients(outputs)
         return outputs
 
+    def extra_repr(self) -> str:
+        return repr(self.plan) if self.history else "no plan yet"
+
     # Methods that the model may override.
 
     def train(self, mode: bool = True) -> Self:
@@ -231,16 +234,15 @@ def take_away(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_budget(model: nn.Module):
-    """Take away the budget of `model`, so that it can get another one inside; after an error it has the earlier one."""
+    """Take away the budget of `model` inside."""
     earlier = in_place_of(model) if isinstance(model, nn.Module) else None
     if earlier is not None:
         take_away(model)
     try:
         yield
-    except BaseException:
+    finally:
         if earlier is not None:
             put_in_place(earlier)
-        raise
 
 
 def _run_planned(step: PlannedStep, method: Callable[..., Any], *args, **kwargs):

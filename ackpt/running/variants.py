@@ -338,10 +338,13 @@ class Variants:
         if self._last is None:
             return "first call", ""
         was, words, variant = self._last
-        if changes := differences(words, made_for):
-            return "; ".join(changes), ", ".join(change.partition(" then ")[0] for change in changes)
-        if change := changed_attribute(call.modules, was.model.attributes, call.facts.model.attributes):
-            return change
+        changes = differences(words, made_for)
+        attribute = changed_attribute(call.modules, was.model.attributes, call.facts.model.attributes)
+        if changes:
+            names = ", ".join(change.partition(" then ")[0] for change in changes)
+            return "; ".join([*changes, *(attribute or ())[:1]]), names
+        if attribute:
+            return attribute
         if label := variant.captured.reads.first_change():
             return f"{label} changed", label
         return "the layout of a tensor changed", "the layout of a tensor"

@@ -246,3 +246,44 @@ class TestInCompiledFunctions:
         function = torch.compile(lambda: model(**BATCH)["loss"], backend="aot_eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="a planned step"):
             function()
+
+
+def test_the_mark_of_accelerate_changes_no_capture(model):
+    step = ackpt.apply_budget(model, BATCH, budget=0.7)
+    model._is_accelerate_prepared = True  # as the Trainer's Accelerator does
+    gradients(model)
+    assert [event.cause for event in step.history] == ["first call"]
+
+
+def test_a_capture_names_all_that_changed(model):
+    step = ackpt.apply_budget(model, BATCH, budget=0.7)
+    model.width = 17
+    gradients(model, {name: tensor[:30] for name, tensor in BATCH.items()})
+    cause = step.history[-1].cause
+    assert "x then float32 [32, 16], now float32 [30, 16]" in cause
+    assert "width of the model changed from 16 to 17" in cause
+
+
+def test_it_prints_its_plan(model):
+    step = ackpt.compile(model, **BATCH, budget=0.7)
+    assert repr(step.plan) in repr(step)
+    assert "no plan yet" in repr(copy.deepcopy(step))
+
+
+def test_a_model_with_a_budget_is_explained_without_it(model):
+    plain = ackpt.explain(model, BATCH)
+    step = ackpt.apply_budget(model, BATCH, budget=0.7)
+    assert repr(ackpt.explain(model, BATCH)) == repr(plain)
+    gradients(model)
+    assert len(step.history) == 1 and model._compiled_call_impl is not None
+
+
+def test_a_warning_points_at_the_line_that_called(model):
+    model.dropout = 0.1
+    step = ackpt.apply_budget(model, BATCH, budget=0.7)
+    with pytest.warns(UserWarning, match="was captured and planned") as warned:
+        for value in range(4):
+            model.dropout = value / 10 + 0.01
+            gradients(model)
+    assert warned[0].filename == __file__
+    assert len(step.history) > 4

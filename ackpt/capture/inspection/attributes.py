@@ -24,10 +24,9 @@ from ackpt.errors import TraceError
 
 from .source_lines import set_at
 
-# fully_shard leaves marks on modules that it does not run itself.
-OF_EVERY_MODULE = frozenset(
-    {*vars(nn.Module()), "_compiled_call_impl", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
-)
+# Marks that only fully_shard and accelerate read; the former also leaves them on modules that it does not run itself.
+_MARKS = "_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_accelerate_prepared"
+OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl", *_MARKS})
 _TENSORS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 

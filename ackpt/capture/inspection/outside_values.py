@@ -13,14 +13,13 @@ import gc
 import os
 import sys
 import types
-import warnings
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ackpt.errors import TraceError
+from ackpt.errors import TraceError, warn
 
 from .attributes import repeated_draws
 from .closures_that_ran import Closures
@@ -198,11 +197,9 @@ class Reads:
 
 def warn_of_checkpoints() -> None:
     """Warn that the model calls torch's own checkpoint, which its plan ignores."""
-    warnings.warn(
+    warn(
         "The model calls torch.utils.checkpoint itself. The plan alone decides what is recomputed, and a fractional "
         "budget is relative to the peak without torch's checkpointing, which differs from the model's own peak.",
-        UserWarning,
-        stacklevel=3,
     )
 
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import uuid
-import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 import ackpt
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
+from ackpt.errors import warn
 from ackpt.planning.schedule import Schedule
 from ackpt.planning.schedule_json import Steps, digest, from_json, to_json
 from ackpt.progress import stage
@@ -92,7 +92,7 @@ def cached(
         try:
             write_bytes_atomic(path, _packed(key, schedules))
         except RecordError as error:
-            warnings.warn(f"The result of a search is not in the cache: {error}.", UserWarning, stacklevel=2)
+            warn(f"The result of a search is not in the cache: {error}.")
     return schedules
 
 
@@ -134,5 +134,5 @@ def _read(path: Path, key: dict[str, str]) -> list[Schedule] | None:
         return None
     except _DAMAGES as error:
         reason = str(error) or type(error).__name__
-        warnings.warn(f"{path} is damaged ({reason}), so it is ignored and replaced.", UserWarning, stacklevel=2)
+        warn(f"{path} is damaged ({reason}), so it is ignored and replaced.")
         return None
