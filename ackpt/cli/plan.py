@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ EXAMPLES = """examples:
   ackpt plan bert-large --batch-size 16 --seq-len 512 --autocast float16 --device-profile t4
   ackpt plan hf:GPT2Config --set n_layer=48 n_embd=1600 n_head=25 --seq-len 1024 --budget 24GiB
   ackpt plan hf:LlamaConfig --seq-len 2048 --dtype bfloat16 --lora r=16 targets=q_proj,v_proj --device-profile l4
+  ackpt plan hf:LlamaConfig --dtype bfloat16 --device-profile h200 --sweep seq_len=1024:16384 --budget "120GiB reserved"
   ackpt plan lm --seq-len 512 --explain --html explanation.html
   ackpt plan hf:path/to/config.json --batch-size 1 --seq-len 8192 --dtype bfloat16 --device-profile h200
   ackpt plan hf:path/to/config.json --seq-len 8192 --dtype bfloat16 --fsdp 16 64 --shard-dtype float32 --budget 80GiB
@@ -22,8 +24,6 @@ EXAMPLES = """examples:
 
 def add_plan(commands) -> None:
     """Add the command and its options."""
-    import argparse
-
     summary = "the peak of a model's training step, planned from shapes: no GPU, nothing allocated"
     parser = commands.add_parser(
         "plan",
@@ -60,6 +60,11 @@ def add_plan(commands) -> None:
         "forward and backward alone",
     )
     add(
+        "--accumulation",
+        action="store_true",
+        help="gradients of earlier batches exist, as in all batches of an optimizer step but the first",
+    )
+    add(
         "--device-profile",
         metavar="DEVICE",
         help=f"plan the step as on a GPU and say whether it fits its memory: {', '.join(DEVICES)}",
@@ -74,7 +79,7 @@ def add_plan(commands) -> None:
     add(
         "--budget",
         help="upper bound on the peak: bytes, resident memory included, such as 6GiB, or a fraction of the baseline's "
-        "dynamic peak, such as 0.5",
+        "dynamic peak, such as 0.5; with --device-profile also what the allocator reserves, such as '15GiB reserved'",
     )
     add(
         "--policy",
@@ -96,6 +101,12 @@ def add_plan(commands) -> None:
     )
     add("--reduce-dtype", metavar="DTYPE", help="with --fsdp, dtype in which gradients are reduced (default: --dtype)")
     add(
+        "--sweep",
+        metavar="OPTION=VALUES",
+        help="one line for each batch_size, seq_len, image_size or device_profile, and the largest size that fits: "
+        "seq_len=1024:16384 doubles from 1024 on, and then tries multiples of 1024; batch_size=4,8,12 tries these",
+    )
+    add(
         "--explain",
         action="store_true",
         help="show which modules and source lines save activations, what is live at the peak, and what would reduce it",
@@ -115,8 +126,14 @@ def add_plan(commands) -> None:
 def run_plan_command(arguments, command: str) -> int:
     from ackpt.workloads.planned_shapes import run_plan
 
-    from . import plan_fsdp, plan_text
+    from . import plan_fsdp, plan_sweep, plan_text
 
+    if arguments.sweep is not None:
+        _require_alone("--sweep prints one line per plan", arguments, *_OF_ONE_PLAN, "fsdp")
+        sweep = plan_sweep.Sweep.parsed(arguments.sweep)
+        rows = plan_sweep.run(configuration(arguments, **sweep.first), sweep)
+        print(json.dumps(plan_sweep.to_json(sweep, rows), indent=1) if arguments.json else plan_sweep.text(sweep, rows))
+        return 0
     config = configuration(arguments)
     html, snapshot = _writable_file(arguments.html, "--html"), _writable_file(arguments.memory_viz, "--memory-viz")
     if shardings := _shardings(arguments):
@@ -149,14 +166,13 @@ def run_plan_command(arguments, command: str) -> int:
     return 0
 
 
-def configuration(arguments):
-    """The configuration that the options ask for; ValueError for a wrong one."""
-    from ackpt.budget import dynamic_limit
+def configuration(arguments, **changes):
+    """The configuration that the options ask for, with `changes` of options; ValueError for a wrong one."""
     from ackpt.workloads.adapters import Lora
     from ackpt.workloads.planned_shapes import PlanConfig
     from ackpt.workloads.step_request import DTYPES, StepRequest
 
-    dynamic_limit(arguments.budget, 0, 0)  # a text that is no budget is refused before the work
+    arguments = argparse.Namespace(**{**vars(arguments), **changes})
     if arguments.dtype not in DTYPES:
         raise ValueError(f"{arguments.dtype!r} is not a dtype: choose from {', '.join(DTYPES)}")
     return PlanConfig(
@@ -175,7 +191,17 @@ def configuration(arguments):
         budget=arguments.budget,
         policy=arguments.policy,
         context_mib=arguments.context_mib,
+        accumulation=arguments.accumulation,
     )
+
+
+_OF_ONE_PLAN = "output", "explain", "html", "memory_viz"
+
+
+def _require_alone(reason: str, arguments, *options: str) -> None:
+    for option in options:
+        if getattr(arguments, option):
+            raise UsageError(f"{reason}: leave out --{option.replace('_', '-')}, or use --json")
 
 
 def _shardings(arguments) -> list:
@@ -193,12 +219,11 @@ def _shardings(arguments) -> list:
         return []
     if arguments.optimizer == "adafactor":
         raise UsageError("--fsdp shards an optimizer's state like its parameters, which adafactor's is not: use adamw")
-    for option in ("output", "explain", "html", "memory_viz"):
-        if getattr(arguments, option):
-            raise UsageError(
-                f"--{option.replace('_', '-')}: with --fsdp there is a plan for each block, not one of the whole step; "
-                "use --json"
-            )
+    _require_alone("--fsdp makes a plan for each block, not one of the whole step", arguments, *_OF_ONE_PLAN)
+    if arguments.accumulation or str(arguments.budget).endswith("reserved"):
+        raise UsageError(
+            "--fsdp plans allocated bytes of a step without earlier gradients: leave out --accumulation and 'reserved'"
+        )
     parameters, reduction = (None if name is None else DTYPES[name] for name in names.values())
     return [Sharding(ranks, parameters, reduction) for ranks in arguments.fsdp]
 

@@ -25,12 +25,14 @@ def text(planned: Planned) -> str:
     dtype = dtype_name(config.step.dtype)
     mixed = "" if config.autocast == "float32" else f", autocast to {config.autocast}"
     optimizer = "" if config.optimizer == "none" else f" and {config.optimizer}"
+    optimizer += ", earlier gradients exist" if config.accumulation else ""
     lines = [
         f"model             {config.step.model}: {type(planned.step.model).__name__.removeprefix('_')}, "
         f"{planned.step.parameters:,} parameters in {dtype}{mixed}",
         f"inputs            {', '.join(f'{name} {shape}' for name, shape in _inputs(planned).items())}",
         f"step              forward, backward{optimizer}, {note(planned)}",
         f"at the peak       {sizes_text(planned.at_peak())}",
+        f"peak by phase     {sizes_text(planned.by_phase())}",
         *_modelled(planned),
         plan.table(),
     ]
@@ -71,6 +73,7 @@ def to_json(planned: Planned, shown: Explanation | None = None) -> dict:
         "dtype": dtype_name(config.step.dtype),
         "autocast": config.autocast,
         "optimizer": config.optimizer,
+        "accumulation": config.accumulation,
         "note": note(planned),
         "graph": planned.graph.hash,
         "torch": torch.__version__,
@@ -85,6 +88,7 @@ def to_json(planned: Planned, shown: Explanation | None = None) -> dict:
         "recompute_flops": plan.recompute_flops,
         "peak_node": plan.peak_node,
         "at_peak": planned.at_peak(),
+        "by_phase": planned.by_phase(),
         "largest": [dataclasses.asdict(activation) for activation in largest],
         "device": None,
     }

@@ -1,7 +1,8 @@
 """Does a planned step fit a GPU? `device_memory` replays the plan's allocations in the model of the caching allocator.
 
-The model is loaded, the optimizer's state is created at the end of a first step, and a second step is observed. State
-and temporaries of the optimizer are blocks as large as the parameters; cuBLAS has a workspace in forward and backward.
+The model is loaded, the optimizer's state is created at the end of a first step, and a second step is observed, which
+may find the gradients of the first. State and temporaries of the optimizer are blocks as large as the parameters;
+cuBLAS has a workspace in forward and backward.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ def device_memory(
         if block.kind != "optimizer":
             allocator.allocate(("resident", number), block.bytes)
     workspaces = [on.cublas_workspace_bytes] if any(node.target in _MATMULS for node in graph.nodes) else []
-    _step(allocator, graph, plan, dynamic, parameters, workspaces)
+    _step(allocator, graph, plan, dynamic, parameters, workspaces, _GRADIENT)
     for number, size in enumerate(_pieces(graph.optimizer_bytes, parameters)):
         allocator.allocate(("state", number), size)
-    _free_all(allocator, "gradient")  # zero_grad(set_to_none=True)
+    if not graph.accumulated_bytes:
+        _free_all(allocator, _GRADIENT)  # zero_grad(set_to_none=True)
     allocator.reset_peaks()
-    _step(allocator, graph, plan, dynamic, parameters, [])
+    _step(allocator, graph, plan, dynamic, parameters, [], "new gradient" if graph.accumulated_bytes else _GRADIENT)
     context = on.context_bytes if context_bytes is None else context_bytes
     margin = where.memory_bytes - context - allocator.peak_reserved
     return DeviceMemory(
@@ -66,10 +68,11 @@ def device_memory(
 
 
 _MATMULS = {str(each) for each in MATMULS}
+_GRADIENT = "gradient"
 
 
-def _step(allocator, graph, plan, dynamic: list[Allocation], parameters, workspaces) -> None:
-    """One step: its blocks in order, and at its end those of the optimizer; gradients remain."""
+def _step(allocator, graph, plan, dynamic: list[Allocation], parameters, workspaces, kind_of_gradients: str) -> None:
+    """One step: its blocks in order, and at its end those of the optimizer. Gradients remain, unless others exist."""
     boundary = plan.timeline.boundary
     if graph.optimizer_step_bytes:  # the last event of the simulator
         dynamic = dynamic[:-1]
@@ -80,13 +83,15 @@ def _step(allocator, graph, plan, dynamic: list[Allocation], parameters, workspa
         if is_end:
             allocator.free(("block", number))
             continue
-        kind = "gradient" if block.kind == "gradients" and block.end is None else "block"
+        kind = kind_of_gradients if block.kind == "gradients" and block.end is None else "block"
         allocator.allocate((kind, number), block.bytes)
         for size in workspaces:
             thread = "backward" if boundary is not None and event > boundary else "forward"
             if ("workspace", thread) not in allocator.blocks:
                 allocator.allocate(("workspace", thread), size)
     _free_all(allocator, "block")  # the outputs
+    if kind_of_gradients != _GRADIENT:  # added to those that exist
+        _free_all(allocator, kind_of_gradients)
     pieces = list(enumerate(_pieces(graph.optimizer_step_bytes, parameters)))
     for piece, size in pieces:
         allocator.allocate(("optimizer", piece), size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 
 import ackpt
+from ackpt.budget import dynamic_limit, is_share, readable
 from ackpt.capture.inspection.calls import MACHINE
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.capture.optimizer_state import with_optimizer
+from ackpt.capture.optimizer_state import Loop, with_loop
 from ackpt.costs.devices import Device, device
 from ackpt.costs.profiles import Profile, with_gpu_workspace
-from ackpt.errors import did_you_mean
+from ackpt.errors import BudgetError, did_you_mean
 from ackpt.metering.gpus import MIB, gpu
 from ackpt.metering.resident import rounded
 from ackpt.planning.plan import Plan
@@ -48,8 +50,9 @@ FULL = "full"
 class PlanConfig:
     """What to plan: the step, autocast's dtype (float32: none), the optimizer, a device by name, budget and policy.
 
-    The policy is none without a budget, auto with one, unless another is named. `context_mib` replaces the size of the
-    CUDA context that is known for the device.
+    The policy is none without a budget, auto with one, unless another is named. A budget such as "15GiB reserved"
+    bounds what the device's caching allocator reserves. `context_mib` replaces the size of the CUDA context that is
+    known for the device. `accumulation`: gradients of earlier batches exist.
     """
 
     step: StepRequest
@@ -59,8 +62,15 @@ class PlanConfig:
     budget: float | int | str | None = None
     policy: str | None = None
     context_mib: int | None = None
+    accumulation: bool = False
 
     def __post_init__(self):
+        bound, is_reserved = split_budget(self.budget)
+        dynamic_limit(bound, 0, 0)  # a text that is no budget is refused before the work
+        if is_reserved and (self.device is None or is_share(bound)):
+            raise ValueError(
+                f"the budget {self.budget!r} bounds what a GPU's allocator reserves: give bytes and --device-profile"
+            )
         if self.context_mib is not None and (self.context_mib < 0 or self.device is None):
             raise ValueError("--context-mib is the size of a GPU's context: give 0 or more, and --device-profile")
         if self.policy is not None:
@@ -96,6 +106,14 @@ class Planned:
         return simulate(self.graph, self.profile, self.plan.schedule).seconds
 
 
+    def by_phase(self) -> dict[str, int]:
+        """The peak of forward, backward and optimizer step in bytes, resident ones included."""
+        live, boundary = self.plan.timeline.live, self.plan.timeline.boundary or 0
+        end = len(live) - 1 if self.graph.optimizer_step_bytes else len(live)  # the optimizer's step is the last event
+        parts = {"forward": live[: boundary + 1], "backward": live[boundary:end], "optimizer": live[end:]}
+        return {name: self.plan.resident_bytes + max(part) for name, part in parts.items() if part}
+
+
 def at_peak(graph: JointGraph, plan: Plan) -> dict[str, int]:
     """Bytes by category at the peak of a plan of `graph`; the resident ones first."""
     sizes = graph.bytes()
@@ -104,8 +122,16 @@ def at_peak(graph: JointGraph, plan: Plan) -> dict[str, int]:
         "buffers": sizes["buffer"],
         "inputs": sizes["input"],
         "optimizer": graph.optimizer_bytes,
+        "accumulated gradients": graph.accumulated_bytes,
     }
     return {**resident, **plan.timeline.at(plan.timeline.peak_index)}
+
+
+def split_budget(budget: float | int | str | None) -> tuple[float | int | str | None, bool]:
+    """A budget without its word "reserved", and whether it has that word."""
+    if isinstance(budget, str) and budget.split()[-1:] == ["reserved"]:
+        return budget.rpartition("reserved")[0], True
+    return budget, False
 
 
 def run_plan(config: PlanConfig) -> Planned:
@@ -121,14 +147,42 @@ def run_plan(config: PlanConfig) -> Planned:
     profile = ackpt.profile(graph, where)
     profile = profile if where is None else with_gpu_workspace(graph, profile)
     policy = config.policy or ("none" if config.budget is None else "auto")
-    plan = ackpt.plan(graph, config.budget, policy, profile=profile)
-    memory = least = None
-    if where is not None:
+    plan_within = partial(ackpt.plan, graph, policy=policy, profile=profile)
+
+    def memory_of(plan: Plan) -> DeviceMemory | None:
         context = None if config.context_mib is None else config.context_mib * MIB
-        memory = device_memory(graph, profile, plan, where, gpu(where.name), context)
-        if not memory.fits:
-            least = (plan if plan.policy == FULL else ackpt.plan(graph, policy=FULL, profile=profile)).peak_bytes
+        return where and device_memory(graph, profile, plan, where, gpu(where.name), context)
+
+    budget, is_reserved = split_budget(config.budget)
+    plan = _within_reserved(budget, plan_within, memory_of) if is_reserved else plan_within(budget)
+    memory, least = memory_of(plan), None
+    if memory is not None and not memory.fits:
+        least = (plan if plan.policy == FULL else ackpt.plan(graph, policy=FULL, profile=profile)).peak_bytes
     return Planned(config, step, graph, profile, plan, where, memory, least)
+
+
+def _within_reserved(budget, plan_within: Callable[..., Plan], memory_of: Callable[[Plan], Any]) -> Plan:
+    """A plan for which the caching allocator reserves at most `budget`; every trial has a smaller peak."""
+    most = dynamic_limit(budget, 0, 0)
+    assert most is not None
+    limit = most
+    while True:
+        try:
+            plan = plan_within(limit)
+        except BudgetError as error:
+            if error.least_bytes is None:
+                raise
+            least = memory_of(plan_within(error.least_bytes)).reserved
+            raise BudgetError(
+                f"no plan was found for which the allocator reserves at most {readable(most)}: the plan with the "
+                f"smallest peak, {readable(error.least_bytes)}, reserves {readable(least)} ({least} bytes)",
+                least,
+                f"{budget} reserved",
+            ) from None
+        excess = memory_of(plan).reserved - most
+        if excess <= 0:
+            return plan
+        limit = max(1, plan.peak_bytes - max(1, excess // 2))
 
 
 def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
@@ -137,7 +191,12 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
     optimizer = None if kind is None else kind(step.model.parameters())
     choices = contextlib.nullcontext() if where is None else CapturedCudaChoices(gpu(where.name).capability)
     with autocast("cpu", config.autocast), choices:
-        graph = ackpt.trace(step.model, optimizer=optimizer if where is None else None, **step.inputs)
+        graph = ackpt.trace(
+            step.model,
+            optimizer=optimizer if where is None else None,
+            accumulation=config.accumulation and where is None,
+            **step.inputs,
+        )
     if where is None:
         return graph
     graph = dataclasses.replace(
@@ -146,7 +205,7 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
         storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, CUDA_BLOCK)) for s in graph.storages),
         on_cpu=False,
     )
-    return graph if optimizer is None else with_optimizer(graph, optimizer)
+    return with_loop(graph, step.model, Loop(optimizer, config.accumulation))
 
 
 def _require(option: str, value: str, choices) -> None:

@@ -1,0 +1,140 @@
+"""``ackpt plan --sweep``: one plan per size or device, and the largest size that fits, as text or plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ackpt.errors import BudgetError, did_you_mean
+from ackpt.metering.meter import memory_format
+from ackpt.workloads.planned_shapes import PlanConfig, Planned, run_plan
+
+from . import plan_text
+from .options import UsageError
+
+SIZES = ("batch_size", "seq_len", "image_size")
+DEVICE = "device_profile"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The option that changes, and its values; ``step``: of the sizes between them that are tried, too; 0: none."""
+
+    option: str
+    values: tuple[int | str, ...]
+    step: int = 0
+
+    @classmethod
+    def parsed(cls, text: str) -> Sweep:
+        """``seq_len=1024:16384`` doubles from 1024 to 16384; ``batch_size=4,8`` and ``device_profile=t4,l4`` are lists.
+
+        Raises:
+            UsageError: for anything else.
+        """
+        option, equals, values = text.partition("=")
+        option = option.replace("-", "_")
+        if option not in (*SIZES, DEVICE) or not (equals and values):
+            known = f"{', '.join(SIZES)} or {DEVICE}"
+            raise UsageError(f"--sweep {text}: write {known}, =, and values{did_you_mean(option, (*SIZES, DEVICE))}")
+        if option == DEVICE:
+            return cls(option, tuple(values.split(",")))
+        ends = values.split(":")
+        try:
+            numbers = [int(number) for number in (ends if len(ends) == 2 else values.split(","))]
+        except ValueError:
+            numbers = []
+        if not numbers or min(numbers) < 1 or len(ends) == 2 and numbers[0] > numbers[1]:
+            raise UsageError(f"--sweep {text}: write a range as in {option}=1:64, or numbers as in {option}=4,8,12")
+        if len(ends) < 2:
+            return cls(option, tuple(numbers))
+        first, last = numbers
+        doubled = [first << at for at in range((last // first).bit_length())]
+        return cls(option, (*doubled, *([last] if last > doubled[-1] else [])), first)
+
+    @property
+    def first(self) -> dict[str, int | str]:
+        """The option with its first value, for a configuration that `of` changes."""
+        return {self.option: self.values[0]}
+
+    def of(self, config: PlanConfig, value) -> PlanConfig:
+        if self.option == DEVICE:
+            return replace(config, device=value)
+        return replace(config, step=replace(config.step, **{self.option: value}))
+
+
+Rows = dict[int | str, Planned | BudgetError]
+
+
+def run(config: PlanConfig, sweep: Sweep) -> Rows:
+    """The plan for every value of the sweep, or the error that refuses its budget.
+
+    For a range whose largest size does not fit, the multiples of its first size around the border follow.
+
+    Raises:
+        ValueError: for a step that cannot be built or captured.
+    """
+    rows: Rows = {}
+
+    def fits_with(value) -> bool:
+        try:
+            rows[value] = run_plan(sweep.of(config, value))
+        except BudgetError as error:
+            rows[value] = error
+        return fits(rows[value])
+
+    results = {value: fits_with(value) for value in sweep.values}
+    if sweep.step and True in results.values() and False in results.values():
+        below = max(value for value, fit in results.items() if fit) // sweep.step
+        above = min(value for value, fit in results.items() if not fit and value > below * sweep.step) // sweep.step
+        while above - below > 1:
+            middle = (below + above) // 2
+            below, above = (middle, above) if fits_with(middle * sweep.step) else (below, middle)
+    return {value: rows[value] for value in (sorted(rows) if sweep.step else rows)}
+
+
+def fits(row: Planned | BudgetError) -> bool:
+    """Whether there is a plan, and the device, if any, holds it."""
+    return isinstance(row, Planned) and (row.memory is None or row.memory.fits)
+
+
+def text(sweep: Sweep, rows: Rows) -> str:
+    """A table with one line per value, and the largest size that fits."""
+    name = sweep.option.replace("_", " ")
+    lines = [f"{name:<16}{'peak':>12}{'reserved':>12}{'recomputed':>12}  fits"]
+    lines += [f"{value:<16}{_line(row)}" for value, row in rows.items()]
+    largest = _largest(sweep, rows)
+    if largest is not None and not all(map(fits, rows.values())):
+        lines.append(f"largest that fits: {name} {largest}")
+    return "\n".join(lines)
+
+
+def _line(row: Planned | BudgetError) -> str:
+    if isinstance(row, BudgetError):
+        least = "" if row.least_bytes is None else f"; the smallest budget is {memory_format(row.least_bytes)}"
+        return f"{'-':>12}{'-':>12}{'-':>12}  no{least}"
+    plan, memory = row.plan, row.memory
+    recomputed = plan.recompute_flops / (plan.flops - plan.recompute_flops)
+    reserved = "-" if memory is None else memory_format(memory.reserved)
+    verdict = "" if memory is None else f"{'yes' if memory.fits else 'no'}, {memory_format(memory.margin)} margin"
+    return f"{memory_format(plan.peak_bytes):>12}{reserved:>12}{f'{recomputed:.1%}':>12}  {verdict or 'yes'}"
+
+
+def _largest(sweep: Sweep, rows: Rows) -> int | str | None:
+    if sweep.option not in SIZES:
+        return None
+    return max((value for value, row in rows.items() if fits(row)), default=None)  # pyright: ignore[reportArgumentType]
+
+
+def to_json(sweep: Sweep, rows: Rows) -> dict:
+    """The same as plain data: the format of a single plan for each value; sizes in bytes."""
+    plans = [
+        {
+            sweep.option: value,
+            **(plan_text.to_json(row) if isinstance(row, Planned) else _refused(row)),
+        }
+        for value, row in rows.items()
+    ]
+    return {"sweep": sweep.option, "plans": plans, "largest": _largest(sweep, rows)}
+
+
+def _refused(error: BudgetError) -> dict:
+    return {"refused": str(error), "smallest_budget": error.least_bytes}

@@ -1,0 +1,110 @@
+"""``ackpt plan --sweep``, budgets in reserved bytes, accumulated gradients, and peaks by phase."""
+
+import json
+
+import pytest
+from test_cli_plan import GPT2, planned
+
+from ackpt.cli.command_line import main
+from ackpt.cli.plan_sweep import Sweep
+from ackpt.workloads.planned_shapes import PlanConfig, run_plan
+from ackpt.workloads.step_request import StepRequest
+
+MIB = 2**20
+SMALL = [each for each in GPT2 if each not in ("--seq-len", "16")]
+
+
+def config(batch_size=1, **options) -> PlanConfig:
+    fields = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100, "bos_token_id": 0, "eos_token_id": 0}
+    return PlanConfig(StepRequest("hf:GPT2Config", batch_size, 512, None, fields), **options)
+
+
+def test_a_range_doubles_and_then_finds_the_largest_multiple_that_fits(capsys):
+    most = planned(capsys, *SMALL, "--seq-len", "96")["peak_bytes"]
+    swept = planned(capsys, *SMALL, "--sweep", "seq_len=16:128", "--budget", str(most), "--policy", "none")
+    assert [plan["seq_len"] for plan in swept["plans"]] == [16, 32, 64, 96, 112, 128]
+    assert swept["largest"] == 96
+    assert swept["plans"][3]["peak_bytes"] == most
+    assert swept["plans"][-1]["smallest_budget"] > most
+
+
+def test_a_row_of_a_sweep_is_a_plan_of_its_own(capsys):
+    alone = planned(capsys, *GPT2)
+    (row,) = planned(capsys, *SMALL, "--sweep", "seq_len=16")["plans"]
+    assert row == {"seq_len": 16, **alone}
+
+
+def test_the_table(capsys):
+    assert main(["plan", *GPT2, "--sweep", "device_profile=t4,h200"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["device", "profile", "peak", "reserved", "recomputed", "fits"]
+    assert [row.split()[0] for row in rows] == ["t4", "h200"] and all("yes" in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "step"),
+    [
+        ("seq_len=1024:16384", (1024, 2048, 4096, 8192, 16384), 1024),
+        ("batch_size=3:7", (3, 6, 7), 3),
+        ("batch-size=4,8", (4, 8), 0),
+        ("image_size=64:64", (64,), 64),
+        ("device_profile=t4,l4", ("t4", "l4"), 0),
+    ],
+)
+def test_values(text, values, step):
+    assert Sweep.parsed(text) in (Sweep(text.partition("=")[0].replace("-", "_"), values, step),)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sweep", "seq=1:3"], "--sweep seq=1:3: write batch_size, seq_len, image_size or device_profile"),
+        (["--sweep", "seq_len=8:4"], "--sweep seq_len=8:4: write a range as in seq_len=1:64"),
+        (["--sweep", "seq_len=4", "--explain"], "--sweep prints one line per plan: leave out --explain"),
+        (["--sweep", "seq_len=4", "--fsdp", "2"], "--sweep prints one line per plan: leave out --fsdp"),
+        (["--budget", "1GiB reserved"], "bounds what a GPU's allocator reserves: give bytes and --device-profile"),
+        (["--fsdp", "2", "--accumulation"], "--fsdp plans allocated bytes of a step without earlier gradients"),
+    ],
+)
+def test_what_is_refused(capsys, options, message):
+    assert main(["plan", *GPT2, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_budget_in_reserved_bytes_is_kept_where_the_same_number_of_allocated_bytes_is_not():
+    free = run_plan(config(8, device="t4"))
+    assert free.memory is not None
+    most = free.memory.reserved - 20 * MIB  # one segment
+    within = run_plan(config(8, device="t4", budget=f"{most}B reserved"))
+    assert within.memory is not None and within.memory.reserved <= most
+    allocated = run_plan(config(8, device="t4", budget=most))
+    assert allocated.plan.recompute_flops == 0 < within.plan.recompute_flops
+
+
+def test_a_budget_in_reserved_bytes_that_is_too_small_names_what_the_smallest_plan_reserves(capsys):
+    options = ["--device-profile", "t4", "--budget", "1MiB reserved"]
+    assert main(["plan", *GPT2, *options]) == 2
+    assert "no plan was found for which the allocator reserves at most 1.0 MiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", [None, "t4"])
+def test_accumulated_gradients_count(device):
+    one, more = (run_plan(config(device=device, accumulation=each)) for each in (False, True))
+    gradients = one.graph.gradient_bytes
+    assert more.plan.resident_bytes - one.plan.resident_bytes == gradients == more.at_peak()["accumulated gradients"]
+    if device:
+        assert one.memory is not None and more.memory is not None
+        assert more.memory.allocated - one.memory.allocated == gradients
+
+
+def test_phases():
+    for optimizer in ("none", "adamw"):
+        done = run_plan(config(device="t4", optimizer=optimizer))
+        phases = done.by_phase()
+        assert max(phases.values()) == done.plan.peak_bytes
+        assert ("optimizer" in phases) == (optimizer == "adamw")
+    assert phases["forward"] < phases["backward"]
+
+
+def test_json_is_plain(capsys):
+    assert json.dumps(planned(capsys, *SMALL, "--sweep", "batch_size=1,2", "--seq-len", "16"))
