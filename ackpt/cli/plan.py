@@ -56,8 +56,8 @@ def add_plan(commands) -> None:
     add(
         "--optimizer",
         default="adamw",
-        help="adamw (default), adafactor, sgd or sgd-momentum, whose state and step the peak includes, or none for "
-        "forward and backward alone",
+        help="adamw (default), adamw-fused, adamw-for-loop, adamw-8bit (bitsandbytes), adafactor, sgd or sgd-momentum, "
+        "whose state and step the peak includes, or none for forward and backward alone",
     )
     add(
         "--accumulation",
@@ -217,8 +217,11 @@ def _shardings(arguments) -> list:
             raise ValueError(f"{option} {name!r} is not a dtype: choose from {', '.join(DTYPES)}")
     if arguments.fsdp is None:
         return []
-    if arguments.optimizer == "adafactor":
-        raise UsageError("--fsdp shards an optimizer's state like its parameters, which adafactor's is not: use adamw")
+    if arguments.optimizer in ("adafactor", "adamw-8bit"):
+        raise UsageError(
+            f"--fsdp shards an optimizer's state like its parameters, which that of {arguments.optimizer} is not: use "
+            "adamw"
+        )
     _require_alone("--fsdp makes a plan for each block, not one of the whole step", arguments, *_OF_ONE_PLAN)
     if arguments.accumulation or str(arguments.budget).endswith("reserved"):
         raise UsageError(

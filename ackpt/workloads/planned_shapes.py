@@ -19,7 +19,7 @@ import ackpt
 from ackpt.budget import dynamic_limit, is_share, readable
 from ackpt.capture.inspection.calls import MACHINE
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.capture.optimizer_state import Loop, with_loop
+from ackpt.capture.optimizer_state import Loop, eight_bit_bytes, with_loop
 from ackpt.costs.devices import Device, device
 from ackpt.costs.profiles import Profile, with_gpu_workspace
 from ackpt.errors import BudgetError, did_you_mean
@@ -35,8 +35,26 @@ from .named_models import training_step
 from .step_request import DTYPES, StepRequest, TrainingStep, autocast
 
 CUDA_BLOCK = 512  # bytes; CUDA's allocator rounds every block up to a multiple
+EIGHT_BIT = "adamw-8bit"
+
+
+def _adamw(**settings):
+    """AdamW with settings that its constructor accepts for some devices only, of which meta is none."""
+
+    def make(parameters) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters)
+        for group in optimizer.param_groups:
+            group.update(settings)
+        return optimizer
+
+    return make
+
+
 OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
+    "adamw-fused": _adamw(fused=True),
+    "adamw-for-loop": _adamw(foreach=False),
+    EIGHT_BIT: torch.optim.AdamW,
     "adafactor": torch.optim.Adafactor,
     "sgd": torch.optim.SGD,
     "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
@@ -198,14 +216,22 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
             **step.inputs,
         )
     if where is None:
-        return graph
+        return _with_eight_bits(graph, optimizer) if optimizer and config.optimizer == EIGHT_BIT else graph
     graph = dataclasses.replace(
         graph,
         made_for={**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"},
         storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, CUDA_BLOCK)) for s in graph.storages),
         on_cpu=False,
     )
-    return with_loop(graph, step.model, Loop(optimizer, config.accumulation))
+    graph = with_loop(graph, step.model, Loop(optimizer, config.accumulation))
+    return _with_eight_bits(graph, optimizer) if config.optimizer == EIGHT_BIT else graph
+
+
+def _with_eight_bits(graph: JointGraph, optimizer: torch.optim.Optimizer) -> JointGraph:
+    """`graph` with an optimizer as of bitsandbytes, whose kernels update parameters and state in place."""
+    return dataclasses.replace(
+        graph, optimizer_bytes=eight_bit_bytes(optimizer, graph.on_cpu), optimizer_step_bytes=0
+    )
 
 
 def _require(option: str, value: str, choices) -> None:

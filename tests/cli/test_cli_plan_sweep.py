@@ -11,6 +11,7 @@ from ackpt.workloads.planned_shapes import PlanConfig, run_plan
 from ackpt.workloads.step_request import StepRequest
 
 MIB = 2**20
+KINDS = "adamw-fused", "adamw-for-loop", "adamw-8bit"
 SMALL = [each for each in GPT2 if each not in ("--seq-len", "16")]
 
 
@@ -108,3 +109,16 @@ def test_phases():
 
 def test_json_is_plain(capsys):
     assert json.dumps(planned(capsys, *SMALL, "--sweep", "batch_size=1,2", "--seq-len", "16"))
+
+
+@pytest.mark.parametrize("device", [None, "t4"])
+def test_kinds_of_adamw(device):
+    kinds = {name: run_plan(config(device=device, optimizer=name)).graph for name in ("adamw", *KINDS)}
+    state = {name: graph.optimizer_bytes for name, graph in kinds.items()}
+    step = {name: graph.optimizer_step_bytes for name, graph in kinds.items()}
+    elements = sum(p.numel() for p in run_plan(config()).step.model.parameters())
+    assert 8 * elements <= state["adamw"] <= 8.3 * elements
+    assert state["adamw-8bit"] < 0.28 * state["adamw"] and step["adamw-8bit"] == 0
+    assert step["adamw-fused"] == 0 < step["adamw-for-loop"] <= step["adamw"]
+    if device:  # torch's default on a GPU updates all parameters at once
+        assert step["adamw-for-loop"] < step["adamw"]
