@@ -63,7 +63,8 @@ def compile(
         args, kwargs: example inputs; the plan is made for them now, before anything runs. If the step is called later
             in another mode with gradients enabled, or with other shapes, it replans under the same budget. A fraction
             is then relative to the baseline of that call. Where the baseline keeps the budget, the model itself runs.
-        budget, policy: as in `ackpt.plan`: ``0.5`` or ``"50%"``, ``"6GiB"``.
+        budget, policy: as in `ackpt.plan`: ``0.5`` or ``"50%"``, ``"6GiB"``. On a GPU, policy ``"auto"`` also offloads
+            activations whose copies overlap with compute.
         options: a dict of options of the policy, such as ``{"fates": {"relu": "recomputed"}}`` for ``"manual"``.
         plan: a `Plan` to run instead, made for this model and arguments of these or other sizes. Its schedule runs at
             all sizes, within the bytes that its budget allows.

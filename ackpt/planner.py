@@ -125,11 +125,12 @@ def default_profile(
     """The profile at the rates of `device`: by default those of the GPU or CPU that holds the tensors.
 
     ``MEASURED`` as `device` times the operations of `graph`. The workspace is measured where the graph can run here,
-    unless it is given as `workspace_bytes`.
+    unless it is given as `workspace_bytes`. On a CPU there are no times of copies: host memory is the device's own.
     """
     is_measured = workspace_bytes is None and graph.on_cpu and graph.has_data
     profile = profiled(graph, resolved(graph, device), workspace="measured" if is_measured else "given")
-    return replace(profile, workspace_bytes=workspace_bytes or profile.workspace_bytes, swap_seconds=None)
+    swap_seconds = None if graph.on_cpu else profile.swap_seconds
+    return replace(profile, workspace_bytes=workspace_bytes or profile.workspace_bytes, swap_seconds=swap_seconds)
 
 
 def resolved(graph: JointGraph, device: Device | str | None) -> Device | None:

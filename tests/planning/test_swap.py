@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import ackpt
+from ackpt.costs.devices import device
 from ackpt.graph import (
     Plan,
     PlanError,
@@ -25,10 +26,11 @@ from ackpt.graph import (
     rewrite,
     simulate,
 )
-from ackpt.planner import check_runs
+from ackpt.planner import check_runs, default_profile
 from ackpt.planning.copy_operations import offload, prefetch, wait
 from ackpt.planning.offload_steps import offloadable, offloaded
 from ackpt.planning.schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, everything
+from ackpt.running.planners import Choice, Planner
 
 VALUE = 2 * 4 * 4  # bytes of each result
 ANY = 10**9  # bytes: no limit
@@ -346,3 +348,39 @@ def test_a_plan_that_offloads_does_not_run_on_the_cpu():
     elsewhere.replays_random = False
     with pytest.raises(PlanError, match="which Inductor does not run"):
         check_runs(elsewhere, plan)
+
+
+class Offloading(Planner):
+    """Plans at any size what `away_and_again` plans at the sizes of the capture."""
+
+    serves_sizes = True
+
+    def for_sizes(self, step):
+        schedule = away_and_again(step.reference)
+        plan = types.SimpleNamespace(schedule=schedule, limit_bytes=None)
+        return lambda values, baseline: Choice(schedule, lambda: plan)
+
+
+def test_a_schedule_that_offloads_serves_other_sizes():
+    model, x = deep(layers=3, batch=8)
+    plain = copy.deepcopy(model)
+    step = PlannedStep(model, Offloading(away_and_again), dynamic=True)
+    for rows in (8, 5, 13):
+        for call in (plain, step):
+            output = call(x.repeat(2, 1)[:rows].clone())
+            output.backward(torch.ones_like(output))
+        assert step.plan.schedule.offloaded
+    assert [event.kind for event in step.history if event.kind != "refused"] == ["dynamic capture", "plan", "plan"]
+    for expected, gradient in zip(plain.parameters(), model.parameters()):
+        assert torch.equal(expected.grad, gradient.grad)
+
+
+def test_away_from_the_cpu_offload_is_a_fate_without_options():
+    model, x = deep(batch=4096)
+    on_cpu = ackpt.trace(model, x)
+    elsewhere = dataclasses.replace(on_cpu, on_cpu=False)
+    link = dataclasses.replace(device("h200"), link_bytes_per_second=1e15)
+    assert default_profile(on_cpu, link).swap_seconds is None
+    plan = ackpt.plan(elsewhere, 0.7, profile=default_profile(elsewhere, link))
+    assert check_runs(elsewhere, plan) is plan
+    assert "offloaded" in plan.fates.values() and plan.recompute_flops == 0
