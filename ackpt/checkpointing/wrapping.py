@@ -56,7 +56,7 @@ def apply_activation_checkpointing(
             instance.
         TypeError: if `check_fn` is none of the above, or if the model is planned by `ackpt.compile`.
         CheckpointError: in the first forward with gradients, if parameters of a chosen module were used but the module
-            itself was not called: it would run without a checkpoint.
+            itself was not called and is therefore not checkpointed.
 
     Warns:
         UserWarning: if ``config.use_cache`` is on in a model of transformers; a region cannot recompute a cache.

@@ -46,8 +46,8 @@ def add_frontier(commands) -> None:
         metavar="SHARE",
         help="fractions of the baseline's dynamic peak (default 0.8 ... 0.1)",
     )
-    add("--peer", nargs="*", metavar="PEER", help="tools of torch: checkpoint selective memory-budget; without a name: none")
-    add("--setting", nargs="+", type=float, metavar="F", help="values of torch's activation_memory_budget (default 1 ... 0)")
+    add("--peer", nargs="*", metavar="PEER", help="of torch: checkpoint selective memory-budget; without a name: none")
+    add("--setting", nargs="+", type=float, metavar="F", help="values of activation_memory_budget (default 1 ... 0)")
     add(
         "--costs",
         nargs="+",

@@ -49,7 +49,7 @@ def add_common(add, autocast: str, rounds: int, *also_rounds: str) -> None:
     add("--seed", type=int)
     timed = "interleaved rounds of timing (0: none)"
     add("--timed-rounds", *also_rounds, type=int, default=rounds, metavar="N", help=timed)
-    add("--predict", action="store_true", help="predict peaks from shapes alone, without a GPU and without allocating the tensors")
+    add("--predict", action="store_true", help="predict peaks from shapes alone; needs neither a GPU nor the memory")
     add("--json", action="store_true", help="print the records as JSON instead of the table")
 
 
@@ -68,7 +68,7 @@ def add_set(add, example: str) -> None:
 def add_named_step(add, methods: str, fields: str) -> None:
     """Add the options of ``batch-size`` and ``bert``, which run a step of a named model by named methods."""
     add("--tier", choices=TIERS, help="default sizes: cpu small, gpu as published; without it, the tier of --device")
-    add("--methods", type=names, metavar="M,M,...", help=f"{methods}; or any policy of ackpt.plan, with @ before a budget")
+    add("--methods", type=names, metavar="M,M,...", help=f"{methods}; any policy of ackpt.plan, with @ before a budget")
     add("--seq-len", type=int, metavar="N", help="tokens per sequence")
     add_set(add, fields)
     add("--lr", type=float, help="AdamW's learning rate")

@@ -29,7 +29,7 @@ def _add_experiment(commands, name, summary):
         description=f"{summary}: peak bytes, seconds per step and losses of each method, in one process.",
     )
     add = parser.add_argument
-    add("--tier", choices=TIERS, default="cpu", help="default sizes: cpu (default) runs in minutes, gpu is as published")
+    add("--tier", choices=TIERS, default="cpu", help="sizes: cpu (default) runs in minutes, gpu is as published")
     methods = (
         "baseline checkpoint chunked-loss checkpoint+chunked-loss checkpoint+offload auto (the peak of checkpoint)"
     )

@@ -171,9 +171,9 @@ def profile(
             rates give the seconds; by default there are none. In measured mode that of the graph, ``"cpu"`` or
             ``"cuda"``, which is the default.
         mode: ``"analytic"`` runs nothing: FLOPs follow from torch's formulas, bytes are those of arguments and results,
-            and seconds are the longer of the two times at the device's rates. ``"measured"`` runs the graph node by node, each
-            operation once to warm up and then for the median of three, and measures its workspace; on CUDA only what
-            the running operation reads is on the device, and copies to the host are timed too.
+            and seconds are the longer of the two times at the device's rates. ``"measured"`` runs the graph node by
+            node, each operation once to warm up and then for the median of three, and measures its workspace. On CUDA
+            only what the running operation reads is on the device, and copies to the host are timed too.
         inputs: in measured mode the model and the arguments it was traced with, such as ``(model, args, kwargs)``;
             made up by default. They are not changed.
         workspace: in analytic mode ``"measured"`` measures the workspaces of operations on the CPU, see

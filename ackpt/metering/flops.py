@@ -90,8 +90,8 @@ def count_flops(step_fn: Callable[[], object]) -> int:
     Causal attention counts as full attention, and recomputation counts again. Compiled code is counted as it runs.
 
     Raises:
-        UncountedFlops: after the step, if Inductor generated code for part of it. Matrix products and attention need
-            not be torch operations there.
+        UncountedFlops: after the step, if part of it ran as code that Inductor generated. Matrix products and attention
+            need not be torch operations there.
 
     Example:
         >>> import torch, ackpt
