@@ -35,28 +35,28 @@ def apply_budget(
     regions: bool | None = None,
     on_exceed: Literal["raise", "warn"] = "raise",
 ) -> PlannedStep:
-    """Make `model` train within a memory budget, in place: every call that needs gradients then runs as planned.
+    """Make `model` train within a memory budget, in place: every call that needs gradients runs as planned.
 
-    The model keeps its class, its attributes and methods, and its state_dict. Evaluation and ``generate`` run it as
-    before, and so do its copies and what is loaded from a pickle of it. In planned steps, forward hooks of the model
-    and its modules run only during the capture; one that changes values is refused. `remove_budget` ends this. A second
-    budget replaces the first.
+    The model keeps its class, its attributes and methods, and its state_dict. Evaluation and ``generate`` run without
+    the plan, and so do copies of the model and models loaded from its pickle. In planned steps, forward hooks of the
+    model and its modules run only during the capture; a hook that changes values is refused. `remove_budget` removes
+    the budget, and a second budget replaces the first.
 
     Args:
         model: an ``nn.Module``.
         batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor. They are
-            planned for now. Later batches may have other sizes, as in `ackpt.compile`.
-        budget: None for no bound. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters,
-            buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
-            as ``"50%"``: a fraction of the baseline's dynamic peak.
+            planned for at once. Later batches may have other sizes, as in `ackpt.compile`.
+        budget: the upper bound on the peak; None for no bound. An int or a string such as ``"22GiB"``: bytes of the
+            whole peak, that is parameters, buffers, inputs, optimizer state and everything that the step allocates. A
+            float in (0, 1] or a string such as ``"50%"``: a fraction of the baseline's dynamic peak.
         policy, optimizer, accumulation, differentiate, outputs, options: as in `ackpt.compile`.
         dynamic, cache, device_profile, costs, regions, on_exceed: as in `ackpt.compile`.
 
     Returns:
-        The planned step, with ``plan``, ``history`` and ``prepare``. Keep the model and call that.
+        The `PlannedStep`, with its ``plan``, ``history`` and ``prepare``. Keep calling `model` itself.
 
     Raises:
-        BudgetError, TraceError, RecordError, TypeError: as `ackpt.compile`; the model is then unchanged.
+        BudgetError, TraceError, RecordError, TypeError: as in `ackpt.compile`; the model is then unchanged.
 
     Example:
         >>> import torch, ackpt
@@ -90,7 +90,7 @@ def apply_budget(
 
 
 def remove_budget(model: nn.Module) -> None:
-    """Undo `apply_budget`: `model` runs as before.
+    """Undo `apply_budget`: calls of `model` run the model itself again.
 
     Raises:
         ValueError: if `model` has no budget.

@@ -27,7 +27,7 @@ phase = Phase()
 
 
 def is_recomputing() -> bool:
-    """Whether the calling code runs in a recomputation. A forward hook can check this to act once per step.
+    """Return whether the calling code runs in a recomputation; a forward hook can check this to act once per step.
 
     Example:
         >>> import ackpt

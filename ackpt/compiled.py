@@ -56,17 +56,17 @@ def compile(
     on_exceed: Literal["raise", "warn"] = "raise",
     **kwargs: Any,
 ) -> PlannedStep:
-    """`model` as a module whose training step runs as planned.
+    """Return a module that runs `model`'s training step according to a plan.
 
     Args:
         model: an ``nn.Module``; its parameters and buffers are shared, not copied.
-        args, kwargs: example inputs; the plan is made for them now, before anything runs. If the step is called later
-            in another mode with gradients enabled, or with other shapes, it replans under the same budget. A fraction
-            is then relative to the baseline of that call. Where the baseline keeps the budget, the model itself runs.
-        budget, policy: as in `ackpt.plan`: ``0.5`` or ``"50%"``, ``"6GiB"``. On a GPU, policy ``"auto"`` also offloads
-            activations whose copies overlap with compute.
-        options: a dict of options of the policy, such as ``{"fates": {"relu": "recomputed"}}`` for ``"manual"``.
-        plan: a `Plan` to run instead, made for this model and arguments of these or other sizes. Its schedule runs at
+        args, kwargs: example inputs. They are planned for at once, before anything runs. A later call with other
+            shapes, or in another mode with gradients enabled, replans under the same budget; a fraction is then
+            relative to the baseline of that call. Where the baseline keeps the budget, the model itself runs.
+        budget, policy: as in `ackpt.plan`; a budget is, for example, ``0.5``, ``"50%"`` or ``"6GiB"``. On a GPU, policy
+            ``"auto"`` also offloads activations whose copies overlap with compute.
+        options: the options of the policy, a dict such as ``{"fates": {"relu": "recomputed"}}`` for ``"manual"``.
+        plan: a `Plan` of this model to run instead, made for arguments of these or other sizes. Its schedule runs at
             all sizes, within the bytes that its budget allows.
         differentiate: ``"loss"`` or ``"all"``, as in `ackpt.trace`.
         outputs: ``"drop"`` or ``"keep"``, as in `ackpt.trace`. With ``"drop"``, backward raises an error if outputs
@@ -77,37 +77,38 @@ def compile(
             then count toward the budget, in addition to those of the step. Without it, backward raises an error if
             existing gradients would exceed the budget.
         dynamic: which sizes may change without a new capture. With None, the dimensions in which a second call differs
-            from the first become dynamic, as in ``torch.compile``, and those marked by ``torch._dynamo.mark_dynamic``.
-            True makes all dimensions of all tensors dynamic at once, False none. A dict names dimensions of arguments,
-            with bounds or None: ``{"input_ids": {1: (16, 512)}}``; the search is then made for the largest sizes, and
-            a training step with a size outside of them raises a ValueError.
+            from the first become dynamic, as in ``torch.compile``; so do those that ``torch._dynamo.mark_dynamic``
+            marks. True makes all dimensions of all tensors dynamic at once, False none. A dict names dimensions of
+            arguments, with bounds or None: ``{"input_ids": {1: (16, 512)}}``. The search then uses the largest sizes,
+            and a training step with a size outside of the bounds raises a ValueError.
             Integers among the arguments become dynamic when they change, except with False.
-        cache: a folder in which results of searches are stored, as in `ackpt.plan`. A second run of the same script
-            then captures the step, but does not search again.
+        cache: a folder that stores results of searches, as in `ackpt.plan`. A second run of the same script captures
+            the step, but does not search again.
         device_profile: the device whose times are minimized: a name such as ``"h200"``, or a `Device`, see
             `ackpt.costs.devices`. By default the GPU that holds the tensors, or this CPU, whose rates are measured once
             per machine, see `ackpt.calibrate`.
         costs: ``"rates"`` models the time of every operation by the rates of the device. ``"measured"`` times every
-            distinct operation of the model on its device, which takes part of a second; two runs may give two plans.
-        regions: whether to plan the model in parts, as it branches on values or contains a scripted or compiled module.
-            None does so if there is a budget and the model cannot be captured as one graph; True at once, False never.
-            The plan is then a `RegionsPlan`: its peak is measured for the example inputs, which run several times.
-        on_exceed: with regions, what happens in a step that saves more for backward than its budget allows: ``"raise"``
-            a `BudgetError` in the forward, or ``"warn"``.
+            distinct operation of the model on its device in a fraction of a second; two runs may give two plans.
+        regions: whether to plan the model in parts, for models that branch on values or contain a scripted or compiled
+            module. None plans in parts if there is a budget and the model cannot be captured as one graph. True always
+            does, False never. The plan is then a `RegionsPlan`, whose peak is measured: the example inputs run several
+            times.
+        on_exceed: with regions, what happens if a step saves more for backward than its budget allows: ``"raise"`` a
+            `BudgetError` in the forward, or ``"warn"``.
 
     Returns:
-        A `PlannedStep`; its ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients, and runs
-        the model itself if no gradient is needed.
+        A `PlannedStep`, whose ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients. If no
+        gradient is needed, it runs the model itself.
 
     Raises:
         BudgetError: if the budget is infeasible; names the smallest feasible one. Also if `plan` would exceed its own
             budget at the sizes of a call.
         TraceError: if the model cannot be captured as one graph, and is not planned in parts.
         RecordError: if the folder `cache` cannot be written.
-        TypeError: for keywords that look like misspelled keywords of `compile` and that the model's forward does not
-            have, and for a tensor as the value of one that the model's forward may have, too.
-        PlanError: if `plan` was made for another model, other arguments or another version of torch, or if the plan
-            offloads and the model is on the CPU; names the difference.
+        TypeError: for a keyword that looks like a misspelled keyword of `compile` and that the model's forward does not
+            have; for a tensor as `budget`, `policy`, `plan`, `outputs` or `cache`, which are not passed to the model.
+        PlanError: if `plan` was made for another model, other arguments or another version of torch, or if it offloads
+            and the model is on the CPU; names the difference.
 
     Example:
         >>> import torch, ackpt

@@ -48,39 +48,42 @@ def plan(
     cache: Cache | None = None,
     **options: Any,
 ) -> Plan:
-    """A plan of `graph` whose peak is within `budget`.
+    """Return a plan of `graph` whose peak is within `budget`.
 
     Args:
         graph: from `ackpt.trace`.
-        budget: None for no bound. A float in (0, 1] or a string such as ``"50%"``: a fraction of the baseline's dynamic
-            peak. An int or a string such as ``"6GiB"``: bytes of the whole peak, that is parameters, buffers, inputs,
-            optimizer state and everything that the step allocates.
-        policy: how to decide. Each policy takes the cheapest of its schedules that the simulator finds within the
+        budget: the upper bound on the peak; None for no bound. A float in (0, 1] or a string such as ``"50%"``: a
+            fraction of the baseline's dynamic peak. An int or a string such as ``"6GiB"``: bytes of the whole peak,
+            that is parameters, buffers, inputs, optimizer state and everything that the step allocates.
+        policy: the policy that decides. Each takes the cheapest of its schedules whose simulated peak is within the
             budget.
 
-            ``"auto"`` recomputes least, and offloads if `profile` has times of copies to the host that overlap with
-            compute. ``"none"`` saves everything that backward reads. ``"full"`` saves single tensors between blocks.
-            ``"manual"`` takes ``fates={"relu": "recomputed", "addmm": "saved"}`` by the names of nodes, and
+            ``"auto"``, the default, searches for the cheapest plan. It recomputes activations, and offloads them if
+            `profile` has times of copies to the host and the copies overlap with compute. ``"none"`` saves everything
+            that backward reads. ``"full"`` is per-block checkpointing: it saves single tensors between blocks.
+            ``"manual"`` takes fates by the names of nodes: ``fates={"relu": "recomputed", "addmm": "saved"}``, and also
             ``"offloaded"`` if `profile` has times of copies to the host.
 
-            From papers, on the chain of blocks between single tensors: ``"chen-sqrt"`` cuts it into segments,
-            ``"chen-log"`` into halves of halves, ``"revolve"`` by binomial coefficients, ``"rotor"`` by dynamic
-            programming. On any graph: ``"min-cut"`` saves what PyTorch's partitioner would save, see
-            `ackpt.policies.min_cut` for its options. ``"mu-two"`` drops one activation after the other, or offloads it
-            if `profile` has times of copies. ``"ilp"`` proves that no plan is cheaper, on graphs of up to 160
-            operations; after ``time_limit=`` seconds (60) it warns how large the optimality gap may be. It needs
+            Four policies from papers treat the graph as a chain of blocks with single tensors between them:
+            ``"chen-sqrt"`` saves the boundaries of segments, ``"chen-log"`` splits the chain recursively in half,
+            ``"revolve"`` follows binomial coefficients, and ``"rotor"`` uses dynamic programming.
+
+            Three policies take any graph. ``"min-cut"`` saves what PyTorch's partitioner would save; for its options
+            see `ackpt.policies.min_cut`. ``"mu-two"`` drops one activation after the other, or offloads it if `profile`
+            has times of copies. ``"ilp"`` proves that no plan is cheaper, on graphs of up to 160 operations; after
+            ``time_limit=`` seconds (60) it warns how large the optimality gap may be. It needs
             ``pip install "ackpt[plan]"``.
         profile: costs per node, from `ackpt.profile`. By default, times at the rates of the GPU or CPU that holds the
             tensors; see `ackpt.calibrate` for a CPU. For real tensors on the CPU, the workspace of every operation is
-            measured by running each different operation once.
-        cache: a folder in which the result of the search is stored, and found by later calls for an equal graph and
-            profile in any process. The plan is the same with and without it. Damaged files are replaced with a warning.
-        options: of the policy.
+            measured by running each distinct operation once.
+        cache: a folder that stores the result of the search. Later calls for an equal graph and profile read it, in any
+            process. The plan is the same with and without it. Damaged files are replaced with a warning.
+        options: the options of the policy.
 
     Raises:
         BudgetError: if the budget is infeasible for the policy; names the smallest feasible one. Also for a fraction if
-            the model could only be captured as ``torch.compile`` runs it and has no data, since the baseline's peak is
-            unknown then.
+            the model could only be captured as ``torch.compile`` runs it and has no data, because the baseline's peak
+            is then unknown.
         RecordError: if the folder `cache` cannot be written.
         ValueError, TypeError: for an unknown policy, an invalid budget, and options that the policy does not have.
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def from_shapes(build: Callable[[], T]) -> T:
-    """What `build` returns, with tensors that have shapes but no data.
+    """Return the result of `build`, whose tensors have shapes but no data.
 
     `ackpt.trace`, `ackpt.compile` and `ackpt.predict` accept the result, so a model of any size is planned without its
     memory. Unlike ``FakeTensorMode``, it also works for code that replaces parameters, such as peft's.

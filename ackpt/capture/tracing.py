@@ -30,32 +30,33 @@ def trace(
     accumulation: bool = False,
     **kwargs: Any,
 ) -> JointGraph:
-    """The graph of one training step of `model`, called with `args` and `kwargs`.
+    """Return the graph of one training step: ``model(*args, **kwargs)`` and its backward.
 
     Args:
-        model: an ``nn.Module`` with real, fake or meta parameters; it is not changed. Nothing of it is computed, unless
-            it can only be captured as ``torch.compile`` runs it: then its own step runs once to be compared, everything
-            is put back, and a ``UserWarning`` names module and line.
-        args, kwargs: what the model is called with; tensors may be real, fake or meta, nested in containers.
-        differentiate: of which outputs the gradient is planned. ``"loss"``: if exactly one output that requires grad
-            is a scalar, of that one alone, as in ``model(**batch).loss.backward()``; otherwise, and with ``"all"``,
-            of all outputs that require grad.
-        outputs: ``"drop"``: the caller drops the outputs that get no gradient before backward, as in
-            ``loss = model(**batch).loss``; ``"keep"``: it holds all outputs, which then count until the step ends.
-        optimizer: of the model's parameters, or the name of one in ``torch.optim``, such as ``"adamw"``, with its
-            default options; its state counts as resident, and the temporary memory of its step is part of the peak.
+        model: an ``nn.Module`` with real, fake or meta parameters; it is not changed, and normally nothing is computed.
+            If it can only be captured as ``torch.compile`` runs it, its own step runs once for comparison, its state is
+            restored, and a ``UserWarning`` names the module and the line.
+        args, kwargs: the arguments of the model; tensors may be real, fake or meta, and nested in containers.
+        differentiate: the outputs whose gradients are planned. ``"all"``: all outputs that require grad. ``"loss"``: if
+            exactly one of these is a scalar, that one alone, as in ``model(**batch).loss.backward()``; otherwise all.
+        outputs: the outputs that stay live during backward. ``"drop"``: the caller drops outputs that get no gradient
+            before backward, as in ``loss = model(**batch).loss``. ``"keep"``: the caller holds all outputs, which then
+            count until the step ends.
+        optimizer: the optimizer of the model's parameters, or the name of one in ``torch.optim`` with its default
+            options, such as ``"adamw"``. Its state counts as resident, and the temporary memory of its step is part of
+            the peak.
         accumulation: whether gradients of earlier steps exist when the step runs; they then count as resident.
 
     Returns:
-        The graph from parameters and inputs to outputs and gradients of the parameters. The gradients of the outputs
-        that require one are inputs of its backward part.
+        A `JointGraph` from parameters and inputs to outputs and the gradients of parameters. The gradients of the
+        differentiated outputs are inputs of its backward part.
 
     Raises:
-        TypeError: if `model` is no module, or one that is compiled, scripted, parallel or planned already; for a
-            keyword that is nearly one of these and that the model's forward does not name.
+        TypeError: if `model` is not an ``nn.Module``, or is already compiled, scripted, parallel or planned; for a
+            keyword that looks like a misspelled keyword of `trace` and that the model's forward does not have.
         ValueError: if `optimizer` has none of the model's parameters.
-        TraceError: if no parameter or no output requires grad, or if the model decides by the values of tensors
-            (``if x.sum() > 0``, ``.item()``, ``nonzero``), naming the line.
+        TraceError: if no parameter or no output requires grad, or if the model branches on the values of tensors
+            (``if x.sum() > 0``, ``.item()``, ``nonzero``); names the line.
 
     Source: AOTAutograd's joint graph, ``torch._functorch.aot_autograd``.
 

@@ -34,7 +34,7 @@ def chunked_cross_entropy(
         weight: vocabulary head, ``[V, D]``, same dtype as `hidden` (under autocast, matrix products run in the autocast
             dtype, like ``F.linear``).
         targets: class indices, ``[N]``, int64; `ignore_index` marks rows to ignore.
-        chunks: number of parts that the rows are split into; the largest temporary has ``ceil(N / chunks) * V``
+        chunks: the number of chunks; the largest temporary has ``ceil(N / chunks) * V``
             elements, in fp32 (fp64 for fp64 inputs).
         reduction: ``"mean"`` over the rows that are not ignored, or ``"sum"``.
         ignore_index: the target of rows to ignore.

@@ -50,10 +50,10 @@ _ALL = Guarantees()
 
 @contextlib.contextmanager
 def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: bool = True) -> Iterator[None]:
-    """Choose the guarantees, beyond those of torch's checkpoint, for the regions entered in this block.
+    """Choose the guarantees, beyond those of torch's checkpoint, for the regions entered in this ``with`` block.
 
     All are on by default. Their cost depends on the number of modules and tensors of a region, not on tensor sizes: a
-    few microseconds for a few modules, about a millisecond for fifty. It only matters for regions of tiny tensors.
+    few microseconds for a few modules, about a millisecond for fifty. It matters only for regions of tiny tensors.
 
     Args:
         other_rng: replay Python's ``random``, numpy and generator objects, in addition to torch's streams.

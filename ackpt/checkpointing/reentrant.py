@@ -68,25 +68,25 @@ def checkpoint(
     Args:
         function: any callable. Its arguments and outputs may contain tensors in dicts, lists, tuples and dataclasses.
             Parameters and closed-over tensors receive gradients like arguments.
-        preserve_rng_state: replay in the recomputation every random number stream that the region drew from (torch on
-            all devices, Python's ``random``, numpy, and generator objects that the arguments refer to).
-        offload: where the saved inputs are until backward: ``None`` on their device, ``"sync"`` or ``"async"`` in host
-            memory, or as given by an :func:`offload_saved_tensors` object.
+        preserve_rng_state: whether the recomputation replays every random number stream that the region drew from
+            (torch on all devices, Python's ``random``, numpy, and generator objects that the arguments refer to).
+        offload: where the saved inputs stay until backward: ``None`` for their device, ``"sync"`` or ``"async"`` for
+            host memory, or an :func:`offload_saved_tensors` object, whose settings then apply.
 
     Returns:
         The result of `function`, bit for bit.
 
     Raises:
-        CheckpointError: in forward, if the region changes its own inputs or parameters in place, or puts tensors into
-            an object that it got as an argument. In backward, for ``create_graph=True``, ``torch.autograd.grad`` and
-            ``backward(inputs=...)``; if a parameter, a buffer, an input or a closed-over tensor changed since the
+        CheckpointError: in the forward, if the region changes its own inputs or parameters in place, or stores tensors
+            in an object that was passed as an argument. In backward, for ``create_graph=True``, ``torch.autograd.grad``
+            and ``backward(inputs=...)``; if a parameter, a buffer, an input or a closed-over tensor changed since the
             forward; or if the recomputation calls other operations, or the same ones with other arguments or results.
 
-    With grad mode off, the function is called without a region. Regions can be nested. The state of modules (buffers,
-    and tensors and numbers as attributes) changes once per step, as in the baseline. Other side effects of the
-    function, such as appending to a list, happen again in the recomputation (see :func:`is_recomputing`). If a tensor
-    is used inside *and* outside of a region, its gradient is summed per region first, which may differ from the
-    baseline in the last bit.
+    Regions can be nested. With grad mode off, the function runs without a region. Module state (buffers, and attributes
+    that are tensors or numbers) changes once per step, as in the baseline. Other side effects of the function, such as
+    appending to a list, happen again in the recomputation (see :func:`is_recomputing`). If a tensor is used inside
+    *and* outside of a region, its gradient is first summed per region; the sum may differ from the baseline's in the
+    last bit.
 
     Source: Chen et al. 2016 (arXiv:1604.06174).
 

@@ -27,9 +27,9 @@ def checkpoint_sequential(
 
     Args:
         functions: an ``nn.Sequential`` or a sequence of callables. Each is called with the output of the previous one.
-        segments: number of segments, of equal length up to one function. ``None`` chooses the lengths with the smallest
-            peak for functions that save as much as their input; see :func:`segment_lengths`. For functions that save
-            much more, such as whole Transformer layers, ``segments=len(functions)`` has a smaller peak.
+        segments: the number of segments; their lengths differ by at most one function. ``None`` chooses lengths with
+            the smallest peak for functions that save as much as their input; see :func:`segment_lengths`. For functions
+            that save much more, such as whole Transformer layers, ``segments=len(functions)`` has a smaller peak.
         input: the argument of the first function.
         preserve_rng_state: as in :func:`checkpoint`.
         offload: as in :func:`checkpoint`, for the inputs of the segments.
@@ -79,7 +79,7 @@ class _Chain:
 
 
 def segment_lengths(layers: int, segments: int | None = None) -> list[int]:
-    """The lengths of the segments, first to last, of a chain of `layers` equal layers.
+    """Return the segment lengths, first to last, of a chain of `layers` equal layers.
 
     While segment i is recomputed, the inputs of the i - 1 segments before it are live in addition to its own
     activations. So with equal lengths the last segment determines the peak, ``(segments - 1) + length`` activations.

@@ -36,7 +36,7 @@ def apply_activation_checkpointing(
     preserve_rng_state: bool = True,
     offload: Offload | Literal["sync", "async"] | None = None,
 ) -> list[str]:
-    """Checkpoint chosen submodules of `model`, in place; each becomes one region.
+    """Checkpoint submodules of `model` in place; each of them becomes one region.
 
     Args:
         model: the model to change.
@@ -48,16 +48,17 @@ def apply_activation_checkpointing(
         offload: as in :func:`checkpoint`, for the inputs of the chosen modules.
 
     Returns:
-        The qualified names of the modules that are checkpointed now, in the order of ``named_modules``.
+        The qualified names of the chosen modules, in the order of ``named_modules``.
 
     Raises:
-        ValueError: if nothing matches, a name does not exist, or a module has its ``forward`` replaced on the instance.
-        TypeError: if `check_fn` is none of the above, or the model is planned by `ackpt.compile`.
+        ValueError: if nothing matches, a name does not exist, or the ``forward`` of a module is replaced on the
+            instance.
+        TypeError: if `check_fn` is none of the above, or if the model is planned by `ackpt.compile`.
         CheckpointError: in the first forward with gradients, if parameters of a chosen module were used but the module
-            itself was not called, so that it is not checkpointed.
+            itself was not called and is therefore not checkpointed.
 
     Warns:
-        UserWarning: if a model of transformers has ``config.use_cache`` on; a region cannot recompute a cache.
+        UserWarning: if ``config.use_cache`` is on in a model of transformers; a region cannot recompute a cache.
 
     Forward hooks of a chosen module fire once per step; those of its submodules fire again in the recomputation (see
     :func:`is_recomputing`). Call this before ``fully_shard``, DDP and ``torch.compile``.
@@ -102,7 +103,7 @@ def apply_activation_checkpointing(
 
 
 def remove_activation_checkpointing(model: nn.Module) -> list[str]:
-    """Undo :func:`apply_activation_checkpointing` on `model` and all its submodules; return their names.
+    """Undo :func:`apply_activation_checkpointing` on `model` and all its submodules; return the names of these modules.
 
     Example:
         >>> import torch, ackpt

@@ -15,18 +15,18 @@ from .options import (
 
 def add_batch_size(commands) -> None:
     """Add the command and its options."""
-    summary = "memory and latency against the batch size, and the largest batch within a limit"
+    summary = "memory and latency against batch size, and the largest batch within a memory limit"
     parser = commands.add_parser(
         "batch-size",
         help=summary,
-        description=f"{summary}: measured where a batch fits the machine, else predicted, and the table says which.",
+        description=f"{summary}. Batches that fit the machine are measured, others predicted; the table says which.",
     )
     add = parser.add_argument
     add("--model", help="resnet18, resnet50, resnet152, transformer or bert-large")
     add("--batches", type=numbers, metavar="N,N,...", help="batch sizes (default 4,8,16,32,64)")
     add(
         "--limit",
-        help="largest peak allowed, such as 6GiB, or auto (default): the baseline's peak at the middle batch",
+        help="largest peak allowed, such as 6GiB, or auto (default): the baseline's peak at the middle batch size",
     )
     add("--image-size", type=int, metavar="N", help="height and width of images")
     add_named_step(

@@ -7,15 +7,15 @@ from .options import add_named_step, checked_folder, named_step_changes, save_an
 
 def add_bert(commands) -> None:
     """Add the command and its options."""
-    summary = "BERT's masked-language-model step: checkpointed layers against plans of policy auto"
+    summary = "BERT's masked-language-model step: per-block checkpointing against plans of policy auto"
     parser = commands.add_parser(
         "bert",
         help=summary,
-        description=f"{summary}: peak, breakdown, FLOPs and seconds. The cpu tier measures a small BERT and predicts "
-        "BERT-large at batch 8 of 512 tokens on a GPU; the gpu tier measures that.",
+        description=f"{summary}; prints peak, breakdown, FLOPs and seconds. The cpu tier measures a small BERT and "
+        "predicts BERT-large with 8 sequences of 512 tokens on a GPU; the gpu tier measures BERT-large.",
     )
     add = parser.add_argument
-    add("--batch-size", type=int, metavar="N", help="sequences of a batch")
+    add("--batch-size", type=int, metavar="N", help="sequences per batch")
     add_named_step(add, "plain,per-block,auto@0.5 and other budgets", "dim=256 layers=2")
     parser.set_defaults(run=run_bert_command)
 

@@ -1,7 +1,7 @@
 """The command line: ``ackpt synthetic | lm | offload | ... | plan | gpu-suite | doctor``, also ``python -m ackpt``.
 
-Bad input ends in one line on standard error and exit status 2; a broken promise (losses or gradients that differ,
-an offload that failed) in status 1.
+Invalid input ends in one line on standard error and exit status 2; a broken promise (losses or gradients that
+differ, an offload that failed) in status 1.
 """
 
 from __future__ import annotations

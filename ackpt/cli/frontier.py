@@ -24,12 +24,12 @@ LISTS = {"policy": "policies", "budget": "budgets", "peer": "peers", "setting": 
 
 def add_frontier(commands) -> None:
     """Add the command and its options."""
-    summary = "all policies and torch's own tools on one model: measured peak against recomputed FLOPs"
+    summary = "measured peak against recomputed FLOPs of one model, for all policies and torch's own tools"
     parser = commands.add_parser(
         "frontier",
         help=summary,
-        description=f"{summary}. Status 1 if a plan's measured peak or FLOPs are not the predicted ones, or its "
-        "gradients are not bit-equal.",
+        description=f"{summary}. Exits with status 1 if the measured peak or FLOPs of a plan differ from the predicted "
+        "ones, or if its gradients are not bit-equal.",
     )
     add = parser.add_argument
     add(
@@ -37,16 +37,16 @@ def add_frontier(commands) -> None:
         help="transformer (default; 6 layers, 2 x 512 tokens), bert (with dropout) or resnet50 (8 images of 128 x 128)",
     )
     for name in SIZES:
-        add(f"--{name.replace('_', '-')}", type=int, metavar="N", help="a size of the model or its batch")
+        add(f"--{name.replace('_', '-')}", type=int, metavar="N", help="changes this size of the model or batch")
     add("--policy", nargs="+", metavar="POLICY", help="auto full chen-sqrt chen-log revolve rotor min-cut ilp mu-two")
     add(
         "--budget",
         nargs="+",
         type=_share,
         metavar="SHARE",
-        help="fractions of the baseline's peak (default 0.8 ... 0.1)",
+        help="fractions of the baseline's dynamic peak (default 0.8 ... 0.1)",
     )
-    add("--peer", nargs="*", metavar="PEER", help="checkpoint selective memory-budget; without a name: none")
+    add("--peer", nargs="*", metavar="PEER", help="of torch: checkpoint selective memory-budget; without a name: none")
     add("--setting", nargs="+", type=float, metavar="F", help="values of activation_memory_budget (default 1 ... 0)")
     add(
         "--costs",
@@ -56,7 +56,7 @@ def add_frontier(commands) -> None:
         "with several, auto plans with each",
     )
     add("--seed", type=int)
-    add("--times", type=int, default=0, metavar="ROUNDS", help="interleaved rounds for the times (default 0: none)")
+    add("--times", type=int, default=0, metavar="ROUNDS", help="interleaved rounds of timing (default 0: none)")
     add("--out", metavar="FOLDER", help="write the JSON record, and the figure if matplotlib is installed")
     add("--json", action="store_true", help="print the record as JSON instead of the table")
     parser.set_defaults(run=run_frontier_command)
@@ -72,7 +72,7 @@ def _share(text: str) -> float:
 
 
 def configuration(arguments):
-    """The configuration that the options ask for; ValueError for a wrong one."""
+    """The configuration that the options ask for; ValueError for an invalid one."""
     from ackpt.experiments.frontier import FrontierConfig
 
     given = {name: value for name, value in vars(arguments).items() if value is not None}

@@ -18,15 +18,15 @@ def add_gpu_suite(commands) -> None:
         "gpu-suite",
         help=summary,
         description=f"{summary}: one JSON record per run, written at once. Run the command again to add the records "
-        "that the folder does not have yet for this commit and configuration. Status 1 if something failed.",
+        "that the folder lacks for this commit and configuration. Exits with status 1 if something failed.",
     )
     add = parser.add_argument
-    add("--out", metavar="FOLDER", help="where the records go; needed unless --predict")
-    add("--only", type=names, metavar="E,E,...", help="of synthetic,lm,offload,batch-size,bert,frontier")
+    add("--out", metavar="FOLDER", help="folder for the records; needed without --predict")
+    add("--only", type=names, metavar="E,E,...", help="some of synthetic,lm,offload,batch-size,bert,frontier")
     add("--minutes", type=float, default=9.0, metavar="N", help="start no job that should end later (default 9)")
-    add("--tier", choices=TIERS, default="gpu", help="gpu (default) as published, cpu the same jobs in small")
-    add("--commit", metavar="SHA", help="the commit of this code, if git cannot tell it")
-    add("--predict", action="store_true", help="list the jobs with their peaks from shapes alone; --out saves them")
+    add("--tier", choices=TIERS, default="gpu", help="sizes: gpu (default) as published, cpu small")
+    add("--commit", metavar="SHA", help="the commit of this code, where git cannot tell it")
+    add("--predict", action="store_true", help="list the jobs with peaks predicted from shapes alone; --out saves them")
     parser.set_defaults(run=run_gpu_suite)
 
 

@@ -10,28 +10,28 @@ from .options import TIERS, add_common, checked_folder, configuration, save_and_
 
 def add_offload(commands) -> None:
     """Add the command and its options."""
-    summary = "offload to host memory, against checkpointing alone and other packages"
+    summary = "offload to host memory, compared with checkpointing alone and with other packages"
     parser = commands.add_parser(
         "offload",
         help=summary,
-        description=f"{summary}: peak bytes, store, seconds per step and overlap of each method, one process.",
+        description=f"{summary}: peak bytes, store, seconds per step and overlap of each method, in one process.",
     )
     add = parser.add_argument
     add(
         "--tier",
         choices=TIERS,
-        help="default sizes: cpu runs in a minute, gpu is as published; as --device if left out",
+        help="default sizes: cpu runs in a minute, gpu is as published; without it, the tier of --device",
     )
     methods = "baseline ckpt_classic ckpt_sync_offload ckpt_async_offload offload_sync offload_async save_on_cpu"
     add("--method", nargs="+", metavar="METHOD", help=f"{methods} offload_wrapper trl transformers; default: all")
-    add("--total-tokens", type=int, help="tokens of a step, shared by all sequences")
-    add("--batch-size", type=int, help="packed sequences that share the tokens")
+    add("--total-tokens", type=int, help="tokens per step, over all sequences")
+    add("--batch-size", type=int, help="number of packed sequences that share the tokens")
     add("--num-layers", dest="layers", type=int, metavar="LAYERS", help="number of blocks")
     add("--hidden-dim", dest="dim", type=int, metavar="DIM", help="model width")
     add("--head-dim", type=int, help="width of an attention head; divides --hidden-dim")
     add("--ff-dim", type=int, help="width of the MLP")
     add("--steps", type=int, help="steps whose gradients are compared with the baseline's")
-    add("--min-bytes", type=int, metavar="BYTES", help="smaller storages are not offloaded")
+    add("--min-bytes", type=int, metavar="BYTES", help="storages smaller than this are not offloaded")
     add("--out", metavar="FOLDER", help="write one JSON record per method, and figures if matplotlib is installed")
     add_common(add, "bfloat16 or float16", 5, "--repeats")
     parser.set_defaults(run=run_offload_experiment)

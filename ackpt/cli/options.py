@@ -15,7 +15,7 @@ FIELDS = {"seq_len": "seq_lens", "method": "methods", "lr": "learning_rate"}  # 
 
 
 class UsageError(ValueError):
-    """An option with a wrong value, or one that does not go with another; the message says what to type instead."""
+    """An option with an invalid value, or incompatible options; the message says what to type instead."""
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -47,9 +47,9 @@ def add_common(add, autocast: str, rounds: int, *also_rounds: str) -> None:
     add("--device", help="cpu or cuda")
     add("--dtype", help=f"float32, or autocast to {autocast}")
     add("--seed", type=int)
-    timed = "interleaved rounds for the times (0: none)"
+    timed = "interleaved rounds of timing (0: none)"
     add("--timed-rounds", *also_rounds, type=int, default=rounds, metavar="N", help=timed)
-    add("--predict", action="store_true", help="peaks from shapes alone; needs neither a GPU nor the memory")
+    add("--predict", action="store_true", help="predict peaks from shapes alone; needs neither a GPU nor the memory")
     add("--json", action="store_true", help="print the records as JSON instead of the table")
 
 
@@ -61,15 +61,15 @@ def add_set(add, example: str) -> None:
         action="extend",
         default=[],
         metavar="FIELD=VALUE",
-        help=f"fields of the model's configuration, values as in JSON: {example}",
+        help=f"fields of the model's configuration, with values as in JSON: {example}",
     )
 
 
 def add_named_step(add, methods: str, fields: str) -> None:
     """Add the options of ``batch-size`` and ``bert``, which run a step of a named model by named methods."""
-    add("--tier", choices=TIERS, help="default sizes: cpu is small, gpu as published; as --device if left out")
-    add("--methods", type=names, metavar="M,M,...", help=f"{methods}; any policy of ackpt.plan, @ and a budget")
-    add("--seq-len", type=int, metavar="N", help="tokens of a sequence")
+    add("--tier", choices=TIERS, help="default sizes: cpu small, gpu as published; without it, the tier of --device")
+    add("--methods", type=names, metavar="M,M,...", help=f"{methods}; any policy of ackpt.plan, with @ before a budget")
+    add("--seq-len", type=int, metavar="N", help="tokens per sequence")
     add_set(add, fields)
     add("--lr", type=float, help="AdamW's learning rate")
     add("--out", metavar="FOLDER", help="write one JSON record per run")
@@ -108,7 +108,7 @@ def configuration(arguments):
 
 
 def checked_folder(config, arguments) -> Path | None:
-    """The folder for records, or None; a device, dtype or number of rounds that cannot work is refused before the work.
+    """The folder for records, or None; an invalid device, dtype or number of rounds is refused before the work.
 
     Raises:
         UsageError: naming the option.

@@ -1,4 +1,4 @@
-"""``ackpt plan --fsdp``: the plan for each number of ranks, and its output as text or, with --json, as plain data."""
+"""``ackpt plan --fsdp``: the plan for each number of ranks, and its output as text or plain data (--json)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NOTE = (
 
 
 def run(config: PlanConfig, shardings: list[Sharding]) -> tuple[ShardedModel, list[ShardedPlan | BudgetError]]:
-    """The plan for each number of ranks, or the error that refuses it.
+    """Return the plan for each number of ranks, or the error that refuses it.
 
     Raises:
-        BudgetError: if none of them keeps the budget; the error of the last one.
+        BudgetError: if no plan keeps the budget; the error of the last number of ranks.
         ValueError: for a step that cannot be built, captured or sharded.
     """
     model = ShardedModel(config)

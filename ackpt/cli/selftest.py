@@ -14,12 +14,12 @@ def add_selftest(commands) -> None:
     parser = commands.add_parser(
         "selftest",
         help=summary,
-        description=f"{summary}. Prints a table; status 1 if a check fails. --out also writes a JSON record with "
-        "device, versions and date.",
+        description=f"{summary}. Prints a table, and exits with status 1 if a check fails. --out also writes a JSON "
+        "record with device, versions and date.",
     )
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), help="default: the GPU if torch sees one")
-    add("--rounds", type=int, default=5, metavar="N", help="interleaved rounds for the times (default 5)")
+    add("--rounds", type=int, default=5, metavar="N", help="interleaved rounds of timing (default 5)")
     add("--out", metavar="FOLDER", help="write the record into this folder")
     add("--json", action="store_true", help="print the record as JSON instead of the table")
     parser.set_defaults(run=run_selftest_command)

@@ -17,7 +17,7 @@ def add_lm(commands) -> None:
     add = _add_experiment(commands, "lm", "language model on real text").add_argument
     add("--vocab-size", type=int, help="the model's vocabulary")
     add("--tokenizer-vocab", type=int, help="the tokenizer's vocabulary, at most the model's")
-    add("--loss-chunks", type=int, help="chunks of the chunked loss head")
+    add("--loss-chunks", type=int, help="number of chunks of the chunked loss")
     add("--dataset", help="embedded (from Python's standard library) or wikitext (wikitext-103-raw-v1)")
     add("--dataset-path", metavar="FOLDER", help="a local copy of wikitext (parquet or arrow)")
 
@@ -26,15 +26,15 @@ def _add_experiment(commands, name, summary):
     parser = commands.add_parser(
         name,
         help=summary,
-        description=f"{summary}: peak bytes, seconds per step and losses of each method, from one process.",
+        description=f"{summary}: peak bytes, seconds per step and losses of each method, in one process.",
     )
     add = parser.add_argument
-    add("--tier", choices=TIERS, default="cpu", help="default sizes: cpu runs in minutes, gpu is as published")
+    add("--tier", choices=TIERS, default="cpu", help="sizes: cpu (default) runs in minutes, gpu is as published")
     methods = (
         "baseline checkpoint chunked-loss checkpoint+chunked-loss checkpoint+offload auto (the peak of checkpoint)"
     )
     add("--method", nargs="+", metavar="METHOD", help=methods)
-    add("--seq-len", nargs="+", type=int, metavar="TOKENS", help="tokens per sequence, one or several")
+    add("--seq-len", nargs="+", type=int, metavar="TOKENS", help="tokens per sequence, one or several values")
     add("--batch-size", type=int, help="sequences per batch")
     add("--steps", type=int, help="training steps per method")
     add("--dim", type=int, help="model width")
@@ -42,7 +42,7 @@ def _add_experiment(commands, name, summary):
     add("--layers", type=int, help="number of blocks")
     add("--head-dim", type=int, help="width of an attention head; divides --dim")
     add("--lr", type=float, help="AdamW's learning rate")
-    add("--profile-dir", metavar="FOLDER", help="torch profiler trace and TensorBoard scalars")
+    add("--profile-dir", metavar="FOLDER", help="write a torch profiler trace and TensorBoard scalars")
     add("--out", metavar="FOLDER", help="write one JSON record per method and sequence length")
     add_common(add, "bfloat16 or float16", 5)
     parser.set_defaults(run=run_experiment)

@@ -163,21 +163,21 @@ def profile(
     inputs: tuple[torch.nn.Module, Sequence[Any], Mapping[str, Any]] | None = None,
     workspace: Literal["given", "measured"] = "given",
 ) -> Profile:
-    """Costs of every node.
+    """Return the costs of every node of `graph`.
 
     Args:
         graph: from `ackpt.trace`.
         device: in analytic mode the name of a device in `ackpt.costs.devices`, such as ``"h200"``, or a `Device`, whose
             rates give the seconds; by default there are none. In measured mode that of the graph, ``"cpu"`` or
             ``"cuda"``, which is the default.
-        mode: ``"analytic"`` runs nothing: FLOPs are counted by torch's formulas, bytes are those of arguments and
-            results, seconds the longer of both at the device's rates. ``"measured"`` runs the graph node by node, each
-            operation once to warm up and then for the median of three, and measures its workspace; on CUDA only what
-            the running operation reads is on the device, and copies to the host are timed too.
+        mode: ``"analytic"`` runs nothing: FLOPs follow from torch's formulas, bytes are those of arguments and results,
+            and seconds are the longer of the two times at the device's rates. ``"measured"`` runs the graph node by
+            node, each operation once to warm up and then for the median of three, and measures its workspace. On CUDA
+            only what the running operation reads is on the device, and copies to the host are timed too.
         inputs: in measured mode the model and the arguments it was traced with, such as ``(model, args, kwargs)``;
-            made up by default. Nothing of them changes.
-        workspace: in analytic mode ``"measured"`` finds on the CPU what operations take within themselves, see
-            `ackpt.costs.workspace.workspace_bytes`; ``"given"`` leaves it at 0.
+            made up by default. They are not changed.
+        workspace: in analytic mode ``"measured"`` measures the workspaces of operations on the CPU, see
+            `ackpt.costs.workspace.workspace_bytes`; ``"given"`` leaves them at 0.
 
     Raises:
         TypeError: if `graph` is no graph.

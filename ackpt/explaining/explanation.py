@@ -34,10 +34,10 @@ RANKS = 8
 class Explanation:
     """Where the memory of a planned step goes; ``print(explanation)`` shows it.
 
-    ``plan``: what is explained. ``saved``: a `SavedLine` for every module and source line that saves something for
+    ``plan``: the plan of the step. ``saved``: a `SavedLine` for every module and source line that saves something for
     backward, whose bytes add up to what the baseline saves. ``allocations``: every block of memory of the step.
-    ``suggestions``: the changes that would reduce the peak, the best first; ``not_computed``: the others, with the
-    reason. ``types``: the classes of the modules, by their names.
+    ``suggestions``: the changes that would reduce the peak, the best first. ``not_computed``: changes whose peak was
+    not computed, with the reason. ``types``: the classes of the modules, by their names.
 
     Example:
         >>> import torch, ackpt
@@ -130,18 +130,18 @@ def explain(
     differentiate: Literal["loss", "all"] = "loss",
     outputs: Literal["drop", "keep"] = "drop",
 ) -> Explanation:
-    """What a training step of `model` saves for backward, what is live at its peak, and what would reduce that.
+    """Return what a training step of `model` saves for backward, what is live at its peak, and how to reduce the peak.
 
     Args:
         model: an ``nn.Module`` with real, fake or meta parameters; it is not changed. A budget that it has is ignored.
         batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor.
-        budget, policy: as in `ackpt.plan`: explain the step under this plan. By default, policy ``"none"``. On a
-            CPU, the model's own step has 8 bytes more for each product of an activation and a Python number, because
-            autograd saves the number as a tensor, and it may hold temporaries longer.
-        optimizer: the optimizer that trains the model; its state and its step then count.
+        budget, policy: the plan to explain, as in `ackpt.plan`. The default policy is ``"none"`` without a budget and
+            ``"auto"`` with one. On a CPU, the model's own step allocates 8 bytes more for each product of an activation
+            and a Python number, because autograd saves the number as a tensor. It may also hold temporaries longer.
+        optimizer: the optimizer that trains the model; its state and its step then count toward the peak.
         device: a device of `ackpt.costs.devices`, such as ``"h200"``, whose rates give the seconds of recomputation.
-            By default the one that holds the tensors; FLOPs instead if its rates are not known.
-        ranks: the number of processes of the suggestion to shard.
+            By default the one that holds the tensors. If its rates are not known, FLOPs take the place of seconds.
+        ranks: the number of processes over which the suggestion to shard distributes the model.
         differentiate, outputs: as in `ackpt.trace`.
 
     Raises:

@@ -33,8 +33,8 @@ def print_saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
     A line has dtype and shape, bytes, the operation and the argument or result that it saves, the module, and the line
     of code. Parameters, buffers and inputs are marked, and so are tensors whose memory an earlier line counts. The last
-    line is the sum of the rest, each storage counted once. The function runs once; nothing is captured, so that it may
-    branch on values.
+    line is the sum of the rest, each storage counted once. The function runs once. It may branch on values, because
+    nothing is captured.
 
     Args:
         function: a module, a method of one, or any other function.

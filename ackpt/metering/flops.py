@@ -84,14 +84,14 @@ _OWN = {
 
 
 def count_flops(step_fn: Callable[[], object]) -> int:
-    """FLOPs of the matrix products, convolutions and attentions of one call of `step_fn` (a multiply-add is 2).
+    """Return the FLOPs of the matrix products, convolutions and attention in one call of `step_fn`.
 
-    The rules are those of ``torch.utils.flop_counter``, with CPU flash attention added. Causal attention counts as full
-    attention, and recomputation counts again. Compiled code is counted as it runs.
+    A multiply-add counts as 2. The rules are those of ``torch.utils.flop_counter``, with CPU flash attention added.
+    Causal attention counts as full attention, and recomputation counts again. Compiled code is counted as it runs.
 
     Raises:
-        UncountedFlops: after the step, if part of it ran as code that Inductor generated, in which matrix products and
-            attention need not be operations of torch.
+        UncountedFlops: after the step, if part of it ran as code that Inductor generated. Matrix products and attention
+            need not be torch operations there.
 
     Example:
         >>> import torch, ackpt

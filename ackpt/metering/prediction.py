@@ -55,20 +55,21 @@ def predict(
         device: the device whose step is predicted: ``"cpu"``, a GPU by its name in ``ackpt.costs.devices``, such as
             ``"t4"``, or ``"cuda"`` for one of compute capability 8.0. The step then uses the kernels and autocast rules
             of that GPU; neither a GPU nor a CUDA build of torch is needed (see ``ackpt/metering/cuda_choices.py``).
-        warmup: number of steps before, so that gradients and optimizer state exist as in the measured step.
-        round_to: bytes to which every block is rounded up, instead of modeling the allocator of a GPU; on the CPU
-            by default 1.
+        warmup: number of steps before the predicted one, so that gradients and optimizer state exist as in the measured
+            step.
+        round_to: round every block up to multiples of so many bytes, instead of modeling the allocator of a GPU; on the
+            CPU by default 1.
 
     Returns:
         A `Measurement` without seconds; all sizes in bytes. For a GPU, ``peak_bytes`` is what
-        ``torch.cuda.max_memory_allocated`` would return, with the workspaces of cuBLAS and what blocks have beyond
-        their tensors as "other"; ``allocator`` has ``reserved_peak_bytes``, ``largest_free_block_bytes`` at the end,
-        and the peak of each phase. It does not include workspaces of convolutions. `ackpt.plan` measures those of a
-        CPU, for a graph captured from a model with data.
+        ``torch.cuda.max_memory_allocated`` would return; the category "other" has the workspaces of cuBLAS and the
+        bytes that blocks have beyond their tensors. ``allocator`` has ``reserved_peak_bytes``,
+        ``largest_free_block_bytes`` at the end, and the peak of each phase. Workspaces of convolutions are not
+        included. `ackpt.plan` measures those of a CPU, for a graph captured from a model with data.
 
     Raises:
         MeterError: for an unknown device; for resident tensors with data or on a fake GPU; for autocast on meta
-            tensors, which it does not change; for attention on meta tensors, which is not fused; for a step that fails
+            tensors, on which it has no effect; for attention on meta tensors, which is not fused; for a step that fails
             on meta tensors or reads their values; and for code that Inductor generated.
 
     Example:

@@ -85,7 +85,7 @@ def offload_pays(
     recompute: bool = True,
     device: torch.device | str = "cpu",
 ) -> OffloadPays:
-    """Whether the copies of offloaded blocks overlap with compute completely, and from which sequence length on.
+    """Return whether the copies of offloaded blocks overlap completely with compute, and from how many tokens on.
 
     Args:
         bytes_per_token: bytes that one block offloads per token; for a checkpointed Transformer block, its width times
@@ -108,7 +108,7 @@ def offload_pays(
 
     Model: a copy out overlaps with one forward, a copy in with half of a backward (``recompute=True``) or with all of
     it. ``hidden_share`` is the mean of both directions. If backward takes twice the forward, the condition is
-    ``copy <= forward``. The model ignores latencies, the first and the last block, and that one direction may slow down
+    ``copy <= forward``. The model ignores latencies, the first and the last block, and any slowdown of one direction by
     the other.
 
     Source: derived from the points at which ``ackpt/offloading/engine.py`` starts its copies; overlapping copies with a

@@ -47,15 +47,15 @@ def offload_saved_tensors(
         mode: ``"async"`` overlaps copies with compute and prefetches for backward; ``"sync"`` waits for every copy.
         store: ``"host"`` memory (page-locked for a GPU), or ``"disk"``: memory-mapped files in `folder`.
         min_bytes: storages smaller than this stay on the device.
-        keep_last: number of the newest storages that stay on the device, since backward reads them first.
-        lookahead_bytes: bytes on the device that ``"async"`` may use for running copies, in each direction. ``None``:
+        keep_last: the number of newest storages that stay on the device, because backward reads them first.
+        lookahead_bytes: device memory that ``"async"`` may use for running copies, in bytes per direction. ``None``:
             the size of the largest offloaded storage, or of the inputs of one region.
-        max_pinned_bytes: limit of page-locked memory, in bytes. Beyond it the store uses pageable memory and warns
-            once.
+        max_pinned_bytes: upper bound on page-locked memory, in bytes. Beyond it the store uses pageable memory and
+            warns once.
         folder: the folder for the files of ``"disk"``. The files have no names and disappear with the process.
 
     Returns:
-        A context manager. Enter it around each forward; entering it repeatedly, nested or in several threads is fine.
+        A context manager. Enter it around each forward; it can be entered repeatedly, nested and in several threads.
         It yields the :class:`~ackpt.offloading.engine.Engine`, whose ``stats()`` returns counters. The ``offload=``
         argument of :func:`checkpoint` accepts this object too.
 
@@ -65,7 +65,7 @@ def offload_saved_tensors(
         OffloadError: if `folder` is not writable. Inside the context: if the store is full, a copy fails, the device
             has no streams, or a saved tensor was modified in place before its copy was complete.
 
-    Gradients equal the baseline's bit for bit. Parameters, buffers, leaves that require grad, tensor subclasses and
+    Gradients are bit-equal to the baseline's. Parameters, buffers, leaves that require grad, tensor subclasses and
     sparse tensors stay on the device. A storage is copied once, no matter how many views of it are saved; a view of
     less than half of its storage is copied by itself. On the CPU the same engine copies in worker threads, to memory
     outside of torch's allocator.
@@ -86,7 +86,7 @@ def offload_saved_tensors(
 
 
 class Offload:
-    """What :func:`offload_saved_tensors` returns.
+    """The context manager that :func:`offload_saved_tensors` returns.
 
     Example:
         >>> import torch, ackpt
