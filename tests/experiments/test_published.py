@@ -140,7 +140,7 @@ class TestStoredPredictions:
 
     def test_a_broken_file_is_named(self, tmp_path):
         (tmp_path / "file.json").write_text("{}")
-        with pytest.raises(RecordError, match="file.json cannot be read: delete it and run `ackpt published`"):
+        with pytest.raises(RecordError, match="file.json cannot be read: delete it and run ackpt published"):
             Predictions(tmp_path / "file.json")
 
 

@@ -88,9 +88,10 @@ def bert_classifier(
     accumulation: int = 1,
     checkpointed: bool = False,
     mixed: bool = False,
+    optimizer: str = "loop-adamw",
     only_loaded: bool = False,
 ) -> PublishedStep:
-    """A Trainer's step of BERT with two labels, in float32 or with float16 autocast, by an AdamW that loops."""
+    """A Trainer's step of BERT with two labels, in float32 or with float16 autocast."""
     import transformers
 
     sizes = {"num_hidden_layers": layers, "hidden_size": dim, "num_attention_heads": heads, "vocab_size": vocabulary}
@@ -109,7 +110,7 @@ def bert_classifier(
         return F.cross_entropy(scores.view(-1, 2), labels)
 
     autocast = torch.float16 if mixed else None
-    return trained(model, loss, "loop-adamw", (tokens, labels), accumulation, autocast, 1.0, keeps_gradients=True)
+    return trained(model, loss, optimizer, (tokens, labels), accumulation, autocast, 1.0, keeps_gradients=True)
 
 
 def gpt2_trainer(*, batch: int, length: int) -> PublishedStep:

@@ -103,7 +103,7 @@ class Predictions:
         try:
             return json.loads(self.file.read_text(encoding="utf-8"))["predictions"]
         except (ValueError, KeyError, TypeError) as error:
-            raise RecordError(f"{self.file} cannot be read: delete it and run `ackpt published`") from error
+            raise RecordError(f"{self.file} cannot be read: delete it and run ackpt published") from error
 
     def key(self, row: dict[str, Any]) -> str:
         """Changes with the row's step, sizes and GPU, and with the code that predicts them."""

@@ -33,7 +33,15 @@ class LoopAdamW(torch.optim.Optimizer):
                 parameter.addcdiv_(state["first"], denominator, value=-group["lr"])
 
 
+def adafactor(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Adafactor with a given learning rate, as transformers' Trainer makes it."""
+    import transformers
+
+    return transformers.Adafactor(parameters, lr=lr, scale_parameter=False, relative_step=False)
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adafactor": adafactor,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "fused-adamw": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True),
