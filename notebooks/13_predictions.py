@@ -23,6 +23,7 @@
 # | exact | the prediction differs by no more than the rounding of the published figure |
 
 # %%
+import os
 import warnings
 
 import torch
@@ -35,6 +36,8 @@ from ackpt.experiments.published import Predictions, all_predicted, excluded, re
 from ackpt.results import markdown_table, write_text_atomic
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # peft calls transformers by its old names
+warnings.filterwarnings("ignore", message="IProgress not found")  # a progress bar that transformers does not show
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 torch.set_num_threads(2)
 
 # %% [markdown]
@@ -45,7 +48,8 @@ torch.set_num_threads(2)
 # runs on any machine. `ackpt.predict` follows every allocation as PyTorch's caching allocator on an A100 would serve it.
 
 # %%
-with FakeTensorMode():
+fake = FakeTensorMode()
+with fake:
     logits = torch.empty(16384, 4096, requires_grad=True)
     targets = torch.empty(16384, dtype=torch.int64)
 
@@ -242,7 +246,7 @@ for row in found:
 # :::
 
 # %% tags=["solution"]
-with FakeTensorMode():
+with fake:
     head, hidden = torch.nn.Linear(64, 4096), torch.empty(16384, 64)
 
 
