@@ -76,7 +76,7 @@ assert abs(peak - published["bytes"]) <= published["rounding"]
 # chapter says so.
 #
 # Predicting all rows takes minutes, so predictions are stored, each under a key that depends on the step, its sizes, the
-# GPU and the code that predicts it. A row whose key changes is predicted again. `ackpt published` does the same in a
+# GPU and the code that predicts it. A row whose key changed is predicted again. `ackpt published` does the same in a
 # terminal and prints every figure; with `--all`, it predicts everything again.
 
 # %%

@@ -65,6 +65,8 @@ class _Gelu(nn.Module):
 class _Attention(nn.Module):
     """Causal attention with dropout on the weights, written out, with the mask in a buffer or made in every call."""
 
+    mask: Tensor | None
+
     def __init__(self, dim: int, heads: int, length: int, stored_mask: bool):
         super().__init__()
         self.heads = heads
@@ -169,6 +171,10 @@ class _CourseNorm(nn.Module):
 
 
 class _CourseBlock(nn.Module):
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor
+
     def __init__(self, dim: int, ff: int, heads: int, length: int):
         super().__init__()
         self.heads = heads
