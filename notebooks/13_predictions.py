@@ -73,7 +73,12 @@ assert abs(peak - published["bytes"]) <= published["rounding"]
 # The file `results/reference/published-peaks.json` lists published figures: their source, the GPU, the sizes of the step,
 # the metric and the bytes. We did not copy anyone's code: we wrote each step from its description, in
 # `ackpt/experiments/published/`. No constant of the predictor comes from these rows. Where a prediction is wrong, this
-# chapter says so.
+# chapter says so. Some first comparisons showed that our *description* was wrong: which modes a script runs in one
+# process, which intermediate tensors a function holds. We corrected these from the scripts.
+#
+# Units follow from the sources' code: a GB of MONeT has $2^{30}$ bytes, and a GB of Cut Cross-Entropy 1000 MiB. Chapter 3
+# shows that a MB of the reference experiments is a MiB. The documentation of transformers states the size of its CUDA
+# context, which we add to the reserved bytes; otherwise we take the context from a table of the package.
 #
 # Predicting all rows takes minutes, so predictions are stored, each under a key that depends on the step, its sizes, the
 # GPU and the code that predicts it. A row whose key changed is predicted again. `ackpt published` does the same in a
