@@ -1,4 +1,4 @@
-"""The command line: ``ackpt synthetic | lm | offload | ... | plan | gpu-suite | doctor``, also ``python -m ackpt``.
+"""The command line: ``ackpt synthetic | lm | ... | plan | published | gpu-suite | doctor``, also ``python -m ackpt``.
 
 Invalid input ends in one line on standard error and exit status 2; a broken promise (losses or gradients that
 differ, an offload that failed) in status 1.
@@ -19,6 +19,7 @@ from .frontier import add_frontier
 from .gpu_suite import add_gpu_suite
 from .offload import add_offload
 from .plan import add_plan
+from .published import add_published
 from .selftest import add_selftest
 from .synthetic_lm import add_lm, add_synthetic
 
@@ -31,6 +32,7 @@ COMMANDS = (
     add_batch_size,
     add_bert,
     add_plan,
+    add_published,
     add_gpu_suite,
     add_selftest,
     add_doctor,

@@ -48,12 +48,13 @@ class Resident:
         yield from (("inputs", item) for item in self.items if isinstance(item, torch.Tensor))
 
     def in_order_of_loading(self, counts):
-        """The storages for which `counts(tensor)` holds, as ``module.to(device)`` moves them, item by item."""
+        """The storages for which `counts(tensor)` holds, as ``module.to(device)`` moves them; gradients last."""
         storages = {}
         tensors = (tensor for item in self.items for tensor in _as_loaded(item))
         for tensor in (*tensors, *(tensor for _, tensor in self.tensors())):
             if counts(tensor):
                 storages.update({storage._cdata: storage for storage in storages_of(tensor)})
+        storages.update({storage._cdata: storage for _, storage in self.gradients(counts)})
         return storages.values()
 
     def trainable(self) -> list[torch.Tensor]:

@@ -1,38 +1,171 @@
-"""Published measurements on GPUs against predictions from shapes."""
+"""Published measurements on GPUs against predictions from shapes: rows, stored predictions, tables."""
+
+import json
+from dataclasses import dataclass
 
 import pytest
+import torch
 
-from ackpt.experiments import published
-from ackpt.experiments.published import PublishedConfig
-from ackpt.experiments.steps.published_steps import STEPS
-from ackpt.results import load_reference
+from ackpt.cli import main
+from ackpt.experiments.published import STEPS, Predictions, all_predicted, excluded, predicted_bytes, predictions, rows
+from ackpt.experiments.published.report import METRICS, badge, reasons, summary, summary_table, text_table, worst
+from ackpt.experiments.published.training import LoopAdamW
+from ackpt.results import RecordError, load_reference
+
+PHASES = ("start", "forward", "optimizer")
+EXACT = ("cross-entropy", "kl-divergence", "jensen-shannon", "total-variation", "layer-norm", "llama-rms-norm")
+
+
+def smallest(step):
+    return min((row for row in rows() if row["step"] == step), key=lambda row: row["bytes"])
+
+
+def predicted(*steps):
+    stored = Predictions()
+    return [stored.of(row) for row in rows() if row["step"] in steps]
 
 
 def test_every_row_is_predicted_or_says_why_not():
-    rows = load_reference(published.REFERENCE)["rows"]
-    assert {bool(row["step"]) for row in rows} == {True, False}
-    for row in rows:
-        assert row["excluded"] or row["step"] in STEPS
-        assert row["bytes"] > row["rounding"] > 0 and ":" in row["url"]
+    everything = load_reference(predictions.REFERENCE)["rows"]
+    assert len(everything) == len(rows()) + len(excluded())
+    for row in everything:
+        assert bool(row["step"]) != bool(row["excluded"]) and (row["excluded"] or row["step"] in STEPS)
+        assert row["bytes"] > row["rounding"] > 0 and ":" in row["url"] and "@" in row["url"]
+    assert all(len(row["excluded"]) > 20 and row.get("figures", 1) > 0 for row in excluded())
+
+
+def test_rows_are_many_and_from_many_sources():
+    assert len(rows()) >= 100 and len({row["source"] for row in rows()}) >= 8
+    assert {row["metric"] for row in rows()} == {*METRICS, *(f"allocated, {phase}" for phase in PHASES)}
+    keys = [json.dumps([row[name] for name in ("source", "step", "sizes", "gpu", "metric")]) for row in rows()]
+    assert len(set(keys)) == len(keys)
+
+
+def test_every_step_is_used():
+    assert {row["step"] for row in rows()} == set(STEPS)
+
+
+def test_all_stored_predictions_are_those_of_this_code():
+    """If this fails after a change of what predicts: run `ackpt published`, and `nox -s reproduce -- --only 13`."""
+    stored = Predictions()
+    assert {stored.key(row) for row in rows()} == set(stored.stored)
+
+
+@pytest.mark.parametrize("step", [*EXACT, "softmax", "linear-layers", "gated-mlp"])
+def test_rows_predicted_now_equal_the_stored_predictions(step):
+    row = smallest(step)
+    assert Predictions().of(row)["predicted"] == predicted_bytes(*predictions.group(row))[row["metric"]]
 
 
 def test_losses_and_norms_are_exact():
     """Their figures follow from the sizes of tensors alone."""
-    steps = ("cross-entropy", "kl-divergence", "jensen-shannon", "total-variation", "layer-norm", "llama-rms-norm")
-    records = list(published.run(PublishedConfig(steps)))
-    assert {record.config["step"] for record in records} == set(steps)
-    (found,) = published.summary(records)
-    assert found["metric"] == "allocated" and found["n"] == found["exact"] == 8
-    assert published.text_table(records).endswith("8 figures, 8 exact, median error 0.000%, largest +0.000%")
+    found = predicted(*EXACT)
+    assert {row["step"] for row in found} == set(EXACT)
+    (line,) = summary(found, "metric")
+    assert line["metric"] == "allocated" and line["n"] == line["exact"] > 30
+    assert text_table(found).endswith(f"{line['n']} figures, {line['n']} exact, median error 0.000%, largest +0.000%")
 
 
-def test_unknown_steps_are_refused():
-    with pytest.raises(ValueError, match="unknown step 'rope2' .did you mean 'rope'"):
-        PublishedConfig(("rope2",))
+@dataclass
+class Counting:
+    """Predicts ten times the rows of a loss, and counts."""
+
+    calls: int = 0
+
+    def __call__(self, step, sizes, gpu):
+        self.calls += 1
+        return {"allocated": 10 * sizes["rows"], "NVML": 10 * sizes["rows"]}
 
 
-def test_every_excluded_figure_has_a_reason():
-    assert published.excluded() and all(len(row["excluded"]) > 20 for row in published.excluded())
+ROW = {"step": "cross-entropy", "sizes": {"rows": 8, "vocabulary": 2}, "gpu": "t4", "metric": "allocated", "bytes": 40}
+
+
+class TestStoredPredictions:
+    def test_a_row_is_predicted_once(self, tmp_path):
+        counting = Counting()
+        first = Predictions(tmp_path / "file.json", counting)
+        assert first.of(ROW)["predicted"] == 80 and first.of(ROW)["error"] == 1.0
+        first.save([ROW])
+        assert Predictions(tmp_path / "file.json", counting).of(ROW)["predicted"] == 80
+        assert counting.calls == first.predicted == 1
+        assert Predictions(tmp_path / "file.json", counting).of(ROW, anew=True)["predicted"] == 80
+        assert counting.calls == 2
+
+    @pytest.mark.parametrize("change", [{"gpu": "l4"}, {"sizes": {"rows": 9, "vocabulary": 2}}, {"step": "softmax"}])
+    def test_what_determines_a_prediction_changes_its_key(self, change):
+        stored = Predictions()
+        assert stored.key({**ROW, **change}) != stored.key(ROW)
+        assert stored.key({**ROW, "metric": "reserved", "bytes": 1}) == stored.key(ROW)
+
+    def test_new_code_predicts_anew_and_old_predictions_are_dropped(self, tmp_path, monkeypatch):
+        counting, file = Counting(), tmp_path / "file.json"
+        before = Predictions(file, counting)
+        before.of(ROW)
+        before.save([ROW])
+        monkeypatch.setattr(predictions, "code_version", lambda step: "new")
+        after = Predictions(file, counting)
+        after.of(ROW)
+        after.save([ROW])
+        assert counting.calls == 2 and list(Predictions(file).stored) == [after.key(ROW)] != [before.key(ROW)]
+
+    def test_new_predictions_are_reported_and_stored(self, tmp_path):
+        lines = []
+        found = all_predicted(("linear-layers",), file=tmp_path / "file.json", report=lines.append)
+        assert len(found) == 3 and len(lines) == 2  # two metrics of one step
+        assert all_predicted(("linear-layers",), file=tmp_path / "file.json", report=lines.append) == found
+        assert len(lines) == 2
+        all_predicted(("linear-layers",), True, tmp_path / "file.json", lines.append)
+        assert len(lines) == 4
+
+    def test_comments_and_docstrings_are_no_code(self, tmp_path):
+        texts = ("x = 1\n", '"""Says."""\n\n# why\nx = 1\n', "x = 2\n")
+        files = [tmp_path / f"{number}.py" for number in range(3)]
+        for file, text in zip(files, texts, strict=True):
+            file.write_text(text)
+        first, second, third = (predictions._code(file) for file in files)
+        assert first == second != third
+
+    def test_the_code_of_a_step_is_all_that_predicts_it(self):
+        versions = {step: predictions.code_version(step) for step in STEPS}
+        assert versions["softmax"] == versions["rope"] != versions["cross-entropy"]
+        assert versions["resnet50-sum"] != versions["vgg16-sum"]  # the first one uses ackpt.models
+
+    def test_the_sources_context_replaces_the_tables(self):
+        stored = Predictions(predicts=Counting())
+        stored.stored.clear()
+        row = {**ROW, "metric": "NVML"}
+        context = predictions.gpu("t4").context_bytes
+        assert stored.of(row)["predicted"] == 80
+        assert stored.of({**row, "context": context + 5})["predicted"] == 85
+
+    def test_a_broken_file_is_named(self, tmp_path):
+        (tmp_path / "file.json").write_text("{}")
+        with pytest.raises(RecordError, match="file.json cannot be read: delete it and run ackpt published"):
+            Predictions(tmp_path / "file.json")
+
+
+def test_tables_and_badge():
+    found = predicted("softmax", "linear-layers")
+    table = summary_table(found, "source", caption="Errors.", name="tab-x")
+    assert "| Liger-Kernel | 12 | 12 | 0.00 | +0.00 |" in table
+    made = [{**found[0], "error": 0.5, "source": "a paper"}, *found]
+    assert [row["error"] for row in worst(made, 0.1)] == [0.5]
+    sentence = badge(made, "there")
+    assert sentence.startswith("{doc}`predicted; validated on 16 published measurements, median error 0.00 % <there>`")
+    assert "(50.0 % on the 1 of whole training steps; 3 sources)" in sentence
+    listed = reasons(excluded())
+    assert sum(entry["n"] for entry in listed) == sum(row.get("figures", 1) for row in excluded())
+    assert [entry["n"] for entry in listed] == sorted((entry["n"] for entry in listed), reverse=True)
+
+
+def test_the_command_prints_the_figures_of_a_step(capsys):
+    assert main(["published", "--step", "softmax"]) == 0
+    assert "allocated: 12 figures, 12 exact" in capsys.readouterr().out
+
+
+def test_unknown_steps_are_refused(capsys):
+    assert main(["published", "--step", "rope2"]) == 2
+    assert "unknown step 'rope2' (did you mean 'rope'" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")  # peft calls it
@@ -40,5 +173,13 @@ def test_every_excluded_figure_has_a_reason():
 def test_a_fine_tuning_step_has_the_published_metrics(attention):
     sizes = {"layers": 1, "dim": 64, "heads": 4, "kv_heads": 2, "ff": 128, "vocabulary": 256, "tied": True}
     sizes |= {"batch": 1, "length": 128, "rank": 4, "attention": attention}
-    found = published.predicted_bytes("lora-causal-lm", sizes, "t4")
+    found = predicted_bytes("lora-causal-lm", sizes, "t4")
     assert found["allocated, start"] < found["allocated, optimizer"] <= found["allocated"] <= found["reserved"]
+
+
+def test_the_looping_adamw_keeps_two_states_and_follows_the_gradients_signs():
+    weights = torch.nn.Parameter(torch.ones(3))
+    optimizer = LoopAdamW([weights], lr=1e-2)
+    weights.grad = torch.tensor([1.0, -2.0, 0.0])
+    optimizer.step()
+    assert weights[0] < 1 < weights[1] and weights[2] == 1 and len(optimizer.state[weights]) == 2

@@ -454,3 +454,17 @@ def test_every_device_with_rates_has_a_compute_capability():
             continue
         assert ("bfloat16" in device.flops_per_second) == (gpu(name).capability >= (8, 0))
         assert 100 * 2**20 < gpu(name).context_bytes < 2**30
+
+
+def test_gradients_that_exist_before_are_allocated():
+    with FakeTensorMode():
+        layer, x = torch.nn.Linear(512, 512), torch.empty(8, 512)
+
+    def step():
+        layer(x).sum().backward()
+
+    first = predict(step, resident=(layer, x), device="a100-80g")
+    again = predict(step, resident=(layer, x), device="a100-80g")  # with the gradients of the first
+    assert layer.weight.grad is not None and again.peak_bytes == first.peak_bytes
+    assert again.allocator["start_peak_bytes"] - first.allocator["start_peak_bytes"] == 4 * (512 * 512 + 512)
+    assert min(again.categories.values()) >= 0

@@ -1,10 +1,9 @@
-"""`PublishedStep`, and the fine-tuning step of published measurements: LoRA on a frozen decoder of transformers."""
+"""Training steps of published measurements with models of transformers: LoRA, a BERT classifier and GPT-2."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -13,13 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-
-class PublishedStep(NamedTuple):
-    """One step, the modules, optimizers and tensors that live before and after it, and what runs once before."""
-
-    run: Callable[[], object]
-    resident: tuple
-    setup: Callable[[], object] | None = None
+from .step import PublishedStep
+from .training import trained
 
 
 def lora_causal_lm(
@@ -35,13 +29,14 @@ def lora_causal_lm(
     length: int,
     rank: int,
     attention: str,
+    family: str = "llama",
     **fields: Any,
 ) -> PublishedStep:
-    """AdamW on fp32 LoRA adapters of a frozen fp16 Llama, every layer checkpointed by transformers."""
+    """AdamW on fp32 LoRA adapters of a frozen fp16 model, every layer checkpointed by transformers."""
     import peft
     import transformers
 
-    config_class: Any = transformers.LlamaConfig
+    config_class: Any = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[family]
     config = config_class(
         num_hidden_layers=layers,
         hidden_size=dim,
@@ -80,6 +75,52 @@ def lora_causal_lm(
     # The base model is loaded before the adapters exist, in the order of its modules.
     frozen = [parameter for parameter in base.parameters() if not parameter.requires_grad]
     return PublishedStep(run, (*frozen, model, optimizer), setup)
+
+
+def bert_classifier(
+    *,
+    layers: int,
+    dim: int,
+    heads: int,
+    vocabulary: int,
+    batch: int,
+    length: int,
+    accumulation: int = 1,
+    checkpointed: bool = False,
+    mixed: bool = False,
+    optimizer: str = "loop-adamw",
+    only_loaded: bool = False,
+) -> PublishedStep:
+    """A Trainer's step of BERT with two labels, in float32 or with float16 autocast."""
+    import transformers
+
+    sizes = {"num_hidden_layers": layers, "hidden_size": dim, "num_attention_heads": heads, "vocab_size": vocabulary}
+    config_class: Any = transformers.BertConfig
+    config = config_class(**sizes, intermediate_size=4 * dim, attn_implementation="eager")
+    model: Any = transformers.BertForSequenceClassification(config)
+    if only_loaded:
+        return PublishedStep(lambda: None, (model,))
+    model.train()
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tokens, labels = torch.empty(batch, length, dtype=torch.int64), torch.empty(batch, dtype=torch.int64)
+
+    def loss() -> Tensor:
+        scores = model(input_ids=tokens).logits
+        return F.cross_entropy(scores.view(-1, 2), labels)
+
+    autocast = torch.float16 if mixed else None
+    return trained(model, loss, optimizer, (tokens, labels), accumulation, autocast, 1.0, keeps_gradients=True)
+
+
+def gpt2_trainer(*, batch: int, length: int) -> PublishedStep:
+    """A Trainer's step of GPT-2 small in float32, by AdamW."""
+    import transformers
+
+    model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False))
+    model.train()
+    tokens, labels = (torch.empty(batch, length, dtype=torch.int64) for _ in range(2))
+    return trained(model, lambda: model(input_ids=tokens, labels=labels).loss, "adamw", (tokens, labels), clip=1.0)
 
 
 @contextlib.contextmanager

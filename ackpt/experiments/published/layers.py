@@ -1,0 +1,231 @@
+"""Layers of published measurements, built from their sizes on fake tensors.
+
+They follow the shapes that the benchmark scripts of Liger-Kernel describe: every tensor that lives during the measured
+call is resident, and a step that passes ``retain_graph=True`` there does so here.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .step import PublishedStep, given_gradient, in_mode
+
+
+def gated_mlp(
+    *, batch: int, length: int, dim: int, ff: int, activation: str, dtype: str, mode: str = "full"
+) -> PublishedStep:
+    """A SwiGLU or GeGLU layer; the gradient of its output is drawn after the forward."""
+    kind = getattr(torch, dtype)
+    x = torch.empty(batch, length, dim, dtype=kind, requires_grad=True)
+    gate, up = (nn.Linear(dim, ff, bias=False, dtype=kind) for _ in range(2))
+    down = nn.Linear(ff, dim, bias=False, dtype=kind)
+
+    def forward() -> Tensor:
+        hidden = F.silu(gate(x)) if activation == "silu" else F.gelu(gate(x), approximate="tanh")
+        return down(hidden * up(x))
+
+    return in_mode(mode, forward, x, gate, up, down)
+
+
+def softmax(*, elements: int, dtype: str) -> PublishedStep:
+    x = torch.empty(elements, dtype=getattr(torch, dtype), requires_grad=True)
+    return in_mode("full", lambda: torch.softmax(x, -1), x, fill=torch.ones_like)
+
+
+def relu_squared(*, elements: int, dtype: str) -> PublishedStep:
+    x = torch.empty(elements, dtype=getattr(torch, dtype), requires_grad=True)
+    return in_mode("full", lambda: torch.square(F.relu(x)), x, fill=torch.ones_like)
+
+
+def sparsemax(*, rows: int, dim: int, dtype: str) -> PublishedStep:
+    """The projection onto the simplex by sorting."""
+    x = torch.empty(rows, dim, dtype=getattr(torch, dtype), requires_grad=True)
+
+    def project(x: Tensor) -> Tensor:
+        ordered, _ = torch.sort(x, dim=-1, descending=True)
+        sums = torch.cumsum(ordered, dim=-1)
+        counts = torch.arange(1, dim + 1, dtype=x.dtype).view(1, dim)
+        bound = 1 + counts * ordered
+        inside = bound > sums
+        size = inside.sum(dim=-1, keepdim=True).clamp(min=1)
+        total = (ordered * inside).sum(dim=-1, keepdim=True)
+        threshold = (total - 1) / size
+        return torch.clamp(x - threshold, min=0)
+
+    return given_gradient(_Function(project), x)
+
+
+def group_norm(*, batch: int, channels: int, length: int, group: int) -> PublishedStep:
+    norms = [nn.GroupNorm(channels // group, channels, eps=1e-6) for _ in range(2)]
+    return given_gradient(norms[0], torch.empty(batch, channels, length, requires_grad=True), norms[1])
+
+
+def neighborhood_attention(*, batch: int, length: int, dim: int, heads: int) -> PublishedStep:
+    """Attention with a mask of neighbors on the whole matrix of scores; the fused layer lives during the step, too."""
+    query, key, value, out, *others = (nn.Linear(dim, dim) for _ in range(8))
+    x = torch.empty(batch, length, dim, requires_grad=True)
+
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = query(x), key(x), value(x)
+        q, k, v = (each.view(batch, length, heads, dim // heads).transpose(1, 2) for each in (q, k, v))
+        scores = torch.matmul(q, k.transpose(-2, -1)) * (dim // heads) ** -0.5
+        mask = torch.zeros(length, length, dtype=torch.bool)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        weights = torch.softmax(scores, dim=-1)
+        mixed = torch.matmul(weights, v)
+        mixed = mixed.transpose(1, 2).contiguous().view(batch, length, dim)
+        return out(mixed)
+
+    return given_gradient(_Function(attend, query, key, value, out), x, *others)
+
+
+class _Function(nn.Module):
+    """A function as a module that owns `parts`."""
+
+    def __init__(self, function, *parts: nn.Module):
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def complex_rope(*, length: int, dim: int, heads: int, kv_heads: int, dtype: str) -> PublishedStep:
+    """Rotary embeddings as products of complex numbers, as in transformers' Llama 4, and the gradients of both."""
+    width, kind = dim // heads, getattr(torch, dtype)
+    query, key = (torch.empty(1, length, n, width, dtype=kind, requires_grad=True) for n in (heads, kv_heads))
+    grads = torch.empty_like(query), torch.empty_like(key)
+    frequencies, positions = torch.empty(1, width // 2, 1), torch.empty(1, length, dtype=torch.int64)
+    turns = torch.empty(1, length, width // 2, dtype=torch.complex64)
+
+    def turned() -> tuple[Tensor, Tensor]:
+        q, k = (torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) for x in (query, key))
+        q_turned, k_turned = (torch.view_as_real(x * turns[:, :, None, :]).flatten(3) for x in (q, k))
+        return q_turned.type_as(query), k_turned.type_as(key)
+
+    def run():
+        torch.autograd.grad(turned(), (query, key), grads, retain_graph=True)
+
+    def setup() -> Tensor:  # the angles are this product
+        return frequencies @ positions[:, None].float()
+
+    return PublishedStep(run, (query, key, *grads, frequencies, positions, turns), setup)
+
+
+def rope(*, length: int, dim: int, heads: int, kv_heads: int, dtype: str) -> PublishedStep:
+    """Rotary embeddings of queries and keys as in transformers, and the gradients of both."""
+    width, kind = dim // heads, getattr(torch, dtype)
+    query = torch.empty(1, length, heads, width, dtype=kind, requires_grad=True).transpose(1, 2)
+    key = torch.empty(1, length, kv_heads, width, dtype=kind, requires_grad=True).transpose(1, 2)
+    query_grad, key_grad = torch.empty_like(query), torch.empty_like(key)
+    frequencies, positions = torch.empty(1, width // 2, 1), torch.empty(1, length, dtype=torch.int64)
+    cos, sin = torch.empty(1, length, width, dtype=kind), torch.empty(1, length, width, dtype=kind)
+
+    def half_turned(x: Tensor) -> Tensor:
+        first, second = x[..., : width // 2], x[..., width // 2 :]
+        return torch.cat((-second, first), dim=-1)
+
+    def run():
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        turned = (query * c) + (half_turned(query) * s), (key * c) + (half_turned(key) * s)
+        torch.autograd.grad(turned, (query, key), (query_grad, key_grad), retain_graph=True)
+
+    def setup() -> Tensor:  # cos and sin are computed from this product
+        return frequencies @ positions[:, None].float()
+
+    return PublishedStep(run, (query, key, query_grad, key_grad, frequencies, positions, cos, sin), setup)
+
+
+def layer_norm(*, rows: int, dim: int, dtype: str) -> PublishedStep:
+    x, norm = torch.empty(rows, dim, dtype=getattr(torch, dtype), requires_grad=True), nn.LayerNorm(dim)
+    return given_gradient(norm, x, nn.LayerNorm(dim))
+
+
+class LlamaRMSNorm(nn.Module):
+    """RMSNorm as in transformers' Llama: in float32, then cast; with `residual`, of their sum, which it returns too."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None):
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        if residual is not None:
+            x = residual = x + residual.to(torch.float32)
+        variance = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + 1e-6)
+        y = self.weight * x.to(dtype)
+        return y if residual is None else (y, residual.to(dtype))
+
+
+def llama_rms_norm(*, rows: int, dim: int, dtype: str) -> PublishedStep:
+    x = torch.empty(rows, dim, dtype=getattr(torch, dtype), requires_grad=True)
+    return given_gradient(LlamaRMSNorm(dim), x, LlamaRMSNorm(dim))
+
+
+def add_rms_norm(*, rows: int, dim: int, dtype: str) -> PublishedStep:
+    kind, norm = getattr(torch, dtype), LlamaRMSNorm(dim)
+    x, residual = (torch.empty(rows, dim, dtype=kind, requires_grad=True) for _ in range(2))
+    grads, others = (torch.empty_like(x), torch.empty_like(x)), tuple(LlamaRMSNorm(dim) for _ in range(3))
+
+    def run():
+        y, summed = norm(x, residual)
+        torch.autograd.backward((y, summed), grads)
+
+    return PublishedStep(run, (norm, x, residual, *grads, *others))
+
+
+def torch_rms_norm(*, length: int, batch: int, dim: int, dtype: str) -> PublishedStep:
+    kind = getattr(torch, dtype)
+    norm, x = nn.RMSNorm(dim, eps=1e-6, dtype=kind), torch.empty(length, batch, dim, dtype=kind, requires_grad=True)
+
+    def run():
+        y = norm(x)
+        y.sum().backward()
+
+    return PublishedStep(run, (norm, x))
+
+
+def split_swiglu(*, length: int, batch: int, ff: int, dtype: str) -> PublishedStep:
+    x = torch.empty(length, batch, 2 * ff, dtype=getattr(torch, dtype), requires_grad=True)
+
+    def run():
+        x.grad = None
+        gate, up = torch.chunk(x, 2, -1)
+        y = F.silu(gate) * up
+        y.sum().backward()
+
+    return PublishedStep(run, (x,))
+
+
+def mixture_of_experts(
+    *, tokens: int, experts: int, dim: int, ff: int, top: int, dtype: str, mode: str = "full"
+) -> PublishedStep:
+    """SwiGLU experts in a loop; every expert gets the same number of tokens, as it does on average."""
+    kind = getattr(torch, dtype)
+    x = torch.empty(tokens, dim, dtype=kind, requires_grad=True)
+    up_leaf = torch.empty(experts, 2 * ff, dim, dtype=kind, requires_grad=True)
+    down_leaf = torch.empty(experts, dim, ff, dtype=kind, requires_grad=True)
+    up, down = up_leaf * 0.02, down_leaf * 0.02
+    index, weights = torch.empty(tokens, top, dtype=torch.int32), torch.empty(tokens, top, dtype=kind)
+    weights.requires_grad_()
+
+    def forward():
+        final = torch.zeros_like(x)
+        with torch.no_grad():
+            mask = F.one_hot(index.long(), num_classes=experts).permute(2, 1, 0)
+            torch.greater(mask.sum(dim=(-1, -2)), 0)
+        for expert in range(experts):
+            position, token = torch.empty(2, tokens * top // experts, dtype=torch.int64).unbind()
+            current = x[token]
+            gate, value = F.linear(current, up[expert]).chunk(2, dim=-1)
+            current = F.silu(gate) * value
+            current = F.linear(current, down[expert])
+            current = current * weights[token, position, None]
+            final.index_add_(0, token, current.to(final.dtype))
+        return final
+
+    return in_mode(mode, forward, x, up_leaf, down_leaf, up, down, index, weights)
