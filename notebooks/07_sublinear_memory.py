@@ -93,9 +93,11 @@ print("saved:", *saved.values())
 #
 # Chen et al. 2016 ([arXiv:1604.06174](https://arxiv.org/abs/1604.06174)) cut the chain into $k$ segments and save the
 # $k - 1$ tensors between them, the *boundaries*. Backward recomputes one segment after another, starting from the end.
-# Only the last segment is not recomputed: its activations are still live.
+# Only the last segment is not recomputed: its activations are still live. In PyTorch, `checkpoint` saves the input of a
+# segment and drops the rest:
 
 # %%
+# The blocks draw no random numbers, so there is no RNG state to save.
 save_input = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
