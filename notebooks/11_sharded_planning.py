@@ -64,7 +64,7 @@ GIB = 2**30
 # %%
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 options = {"dim_feedforward": 128, "dropout": 0.0, "batch_first": True}
-model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, **options) for _ in range(3)), nn.Linear(64, 64))
+model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, **options) for _ in range(3)), nn.LayerNorm(64))
 
 mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 for block in model[:3]:  # one group of parameters per block

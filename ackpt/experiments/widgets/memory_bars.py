@@ -55,7 +55,7 @@ class Bars:
 _BLOCKS = {"layers": 4, "dim": 256, "ff_dim": 1024, "head_dim": 64}
 MODELS = (
     Bars("transformer", "the Transformer of this chapter", "seq_len", (1024, 4096), 4, _BLOCKS),
-    Bars("lm", "the same blocks as a language model", "seq_len", (1024,), 4, {**_BLOCKS, "vocab_size": 8192}),
+    Bars("lm", "the same blocks as a language model", "seq_len", (1024,), 4, {**_BLOCKS, "vocab_size": 4096}),
     Bars("resnet18", "ResNet-18", "image_size", (224,), 16),
 )
 
