@@ -74,7 +74,7 @@ def step():
 # %%
 P_block = 4 * d**2 + 2 * d * f + 2 * d + 2 * (d // h)
 P = L * P_block + d  # plus the norm after the last block
-P, sum(p.numel() for p in model.parameters())
+print(f"P = {P:,}, counted {sum(p.numel() for p in model.parameters()):,}")
 
 # %% [markdown]
 # Every parameter needs three more tensors of its size: its gradient and AdamW's two running averages. That makes $4 P$
@@ -333,9 +333,9 @@ print(f"checkpointed / baseline = {checkpointed.flops / measured.flops:.4f} in F
 # ## Other models, other lengths
 #
 # Counting the bytes of a step does not require running it: shapes are enough. The explorer below covers more steps,
-# none of which runs, under four policies that Part II derives. `none` is the baseline, and `full` is per-block
-# checkpointing. `auto` recomputes as little as a budget allows; it is shown with two budgets, one of them the smallest
-# feasible one.
+# none of which runs. A *policy* decides which activations are saved and which are recomputed; Part II derives those
+# shown here. `none` is the baseline, and `full` is per-block checkpointing. `auto` recomputes as little as a budget
+# allows; it is shown with two budgets, one of them the smallest feasible one.
 
 # %% tags=["hide-input"]
 data = memory_bars.memory_bars()
