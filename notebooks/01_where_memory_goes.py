@@ -24,7 +24,9 @@
 # | $A$ | elements that one block saves per token, from its forward to its backward |
 #
 # All tensors are fp32 here: 4 bytes per element. A *storage* is the memory that a tensor refers to. Several tensors
-# (views) can share one storage, so we count the bytes of storages.
+# (views) can share one storage, so we count the bytes of storages. Memory that is allocated before and after a step is
+# *resident*; what the step allocates is *dynamic*. The *peak* is the largest number of bytes allocated at one time, and
+# the *dynamic peak* the largest number of dynamic bytes.
 
 # %%
 import torch
@@ -33,7 +35,7 @@ import torch.nn.functional as F
 import ackpt
 from ackpt import plots
 from ackpt.experiments.widgets import explorer, memory_bars
-from ackpt.metering.meter import measure, memory_format
+from ackpt.metering.meter import memory_format
 from ackpt.models import PUBLISHED, Block, Transformer, TransformerConfig
 from ackpt.results import Record, environment, markdown_table, write_text_atomic
 
@@ -41,18 +43,19 @@ torch.set_num_threads(2)
 generator = torch.manual_seed(0)
 
 # %% [markdown]
-# In this chapter's training step, a small Transformer learns to reproduce its input: four sequences of 256 tokens.
+# In this chapter's training step, a small Transformer learns to reproduce its input: four sequences of 256 tokens. The
+# sequences are *packed*: their tokens are concatenated into one tensor of $T$ rows, without padding, and `sequences`
+# says where each one starts.
 
 # %%
-config = TransformerConfig(dim=256, ff_dim=1024, layers=6, head_dim=64)
+config = TransformerConfig(dim=256, ff_dim=1024, layers=4, head_dim=64)
 T, L, d, f, h = 1024, config.layers, config.dim, config.ff_dim, config.heads
 model = Transformer(config)
 optimizer = torch.optim.AdamW(model.parameters())
 x = torch.randn(T, d)
-sequences = torch.arange(0, T + 1, 256, dtype=torch.int32)  # start of each sequence
+sequences = torch.arange(0, T + 1, 256, dtype=torch.int32)
 
 
-# %%
 def step():
     optimizer.zero_grad()
     loss = F.mse_loss(model(x, sequences, max_seqlen=256), x)
@@ -71,26 +74,27 @@ def step():
 # %%
 P_block = 4 * d**2 + 2 * d * f + 2 * d + 2 * (d // h)
 P = L * P_block + d  # plus the norm after the last block
-P, sum(p.numel() for p in model.parameters())
+print(f"P = {P:,}, counted {sum(p.numel() for p in model.parameters()):,}")
 
 # %% [markdown]
 # Every parameter needs three more tensors of its size: its gradient and AdamW's two running averages. That makes $4 P$
-# elements, or $16 P$ bytes in fp32, independent of the batch.
+# elements, or $16 P$ bytes in fp32, independent of the batch. Of these 16 bytes per parameter, 12 are resident: the
+# parameter itself and the two averages persist from step to step. The other 4, the gradient, are dynamic here, because
+# `zero_grad` frees the gradients and backward allocates them again. (With `zero_grad(set_to_none=False)` they would be
+# resident, too.)
 #
-# Parameters, inputs and optimizer state persist from step to step: they are *resident*. `measure` runs the step a few
-# times and reads the allocator's events.
+# `ackpt.measure` runs the step a few times and reads the allocator's events. It counts the inputs as resident, too.
 
 # %%
-measured = measure(step, resident=[model, optimizer, x], repeats=0)
+measured = ackpt.measure(step, resident=[model, optimizer, x], repeats=0)
 resident = {"parameters": 4 * P, "optimizer": 8 * P, "inputs": 4 * T * d}
 for name, size in resident.items():
     print(f"{name:10}  predicted {size:>10,}  measured {measured.categories[name]:>10,}")
+counters = 4 * len(list(model.parameters()))
+assert measured.categories["optimizer"] == 8 * P + counters
 
 # %% [markdown]
 # The optimizer holds a few more bytes than predicted: AdamW stores a 4-byte step counter for each parameter tensor.
-
-# %%
-measured.categories["optimizer"] - 8 * P, 4 * len(list(model.parameters()))
 
 # %% [markdown]
 # ## What the forward saves
@@ -130,7 +134,7 @@ measured.categories["optimizer"] - 8 * P, 4 * len(list(model.parameters()))
 # %%
 A = 10 * d + 2 * f + 3 * h + 2
 block = Block(config)
-alone = measure(lambda: block(x, sequences, 256).backward(x), resident=[block, x], repeats=0)
+alone = ackpt.measure(lambda: block(x, sequences, 256).backward(x), resident=[block, x], repeats=0)
 counted = alone.timeline.at(alone.timeline.boundary)["activations"]
 print(f"predicted {4 * T * A:,}  measured {counted:,}")
 
@@ -160,16 +164,14 @@ print(f"predicted {predicted:,}  measured {counted:,}  missing {counted - predic
 
 # %%
 loss = F.mse_loss(model(x, sequences, max_seqlen=256), x)
-loss.numel(), loss.untyped_storage().nbytes()
-
-# %%
-counted - predicted - loss.untyped_storage().nbytes()
+loss_bytes = loss.untyped_storage().nbytes()
+print(f"{loss.numel()} element in {loss_bytes:,} bytes; still missing: {counted - predicted - loss_bytes}")
 
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# A step allocates $16 P$ bytes for parameters, gradients and optimizer state, and $4 T (L A + d + 1)$ bytes for the
-# activations that the forward saves. The first part does not depend on the batch, the second not on the optimizer.
+# A step needs $16 P$ bytes for parameters, gradients and optimizer state, of which $12 P$ are resident. The activations
+# that the forward saves need $4 T (L A + d + 1)$ bytes. The first part does not depend on the batch, the second not on the optimizer.
 # :::
 
 # %% [markdown]
@@ -177,7 +179,7 @@ counted - predicted - loss.untyped_storage().nbytes()
 #
 # The two parts never peak together. The figure shows one step from left to right, one allocation or free at a time.
 
-# %% alt="Stacked live memory over the allocations of one training step: resident bytes are a constant band, activations rise in a straight line until backward begins and then fall, gradients grow from zero; the peak is at the start of backward."
+# %% tags=["hide-input"] alt="Stacked live memory over the allocations of one training step: resident bytes are a constant band, activations rise in a straight line until backward begins and then fall, gradients grow from zero; the peak is at the start of backward."
 figure = plots.timeline_plot(
     measured.timeline.thinned(1000),
     "The step peaks when backward begins: all activations are live, the gradients are not",
@@ -215,11 +217,10 @@ T_star = 4 * P_block / A
 print(f"T* = {T_star:.0f} tokens; 8 d / 3 = {8 * d / 3:.0f}")
 
 
-# %%
-def kept_by(tokens):
-    rows = x.repeat(2, 1)[:tokens]
+def saved_by(tokens):
+    rows = x[:tokens]
     offsets = torch.tensor([0, tokens], dtype=torch.int32)
-    run = measure(
+    run = ackpt.measure(
         lambda: model(rows, offsets, tokens).backward(rows),
         resident=[model, rows],
         warmup=0,
@@ -228,19 +229,15 @@ def kept_by(tokens):
     return run.timeline.at(run.timeline.boundary)["activations"]
 
 
-# %% [markdown]
-# Measured minus predicted bytes, from 128 to 2048 tokens:
-
-# %%
-tokens = [128, 256, 512, 1024, 2048]
-kept = [kept_by(n) for n in tokens]
+tokens = [128, 512, 1024]
+saved = [saved_by(n) for n in tokens]
 formula = [4 * n * (L * A + d + 1) for n in tokens]
-[a - b for a, b in zip(kept, formula)]
+print("measured minus predicted bytes:", [a - b for a, b in zip(saved, formula)])
 
-# %% alt="Memory over the number of tokens: the saved activations lie on the straight line of the formula and cross the constant 16 bytes per parameter near 680 tokens."
+# %% tags=["hide-input"] alt="Memory over the number of tokens: the saved activations lie on the straight line of the formula and cross the constant 16 bytes per parameter near 680 tokens."
 figure = plots.line_plot(
     tokens,
-    measured={"saved by the forward": kept},
+    measured={"saved by the forward": saved},
     predicted={"saved by the forward": formula, "16 bytes per parameter": [16 * P] * len(tokens)},
     title=f"From {T_star:.0f} tokens on, activations outweigh parameters, gradients and optimizer",
     xlabel="tokens",
@@ -262,16 +259,21 @@ figure
 #
 # Each token costs $L A$ elements because the activations of all blocks are live at once. But a block can be recomputed
 # from its input, which has only $d$ elements per token. Activation checkpointing saves the inputs, drops the rest, and
-# recomputes each block just before its backward. The next chapters build it.
+# recomputes each block just before its backward. In plain PyTorch, the loop over the blocks becomes
+#
+# ```python
+# for block in model.blocks:
+#     x = torch.utils.checkpoint.checkpoint(block, x, sequences, 256, use_reentrant=False)
+# ```
+#
+# `ackpt.apply_activation_checkpointing` does this in place; the next chapters build it.
 
 # %%
 ackpt.apply_activation_checkpointing(model, Block)
-
-# %%
-checkpointed = measure(step, resident=[model, optimizer, x], repeats=0)
+checkpointed = ackpt.measure(step, resident=[model, optimizer, x], repeats=0)
 print("peak", memory_format(measured.peak_bytes), "->", memory_format(checkpointed.peak_bytes))
 
-# %% alt="Live memory of the same step with checkpointed blocks: activations grow by a small step per block, and during backward the memory rises and falls once per block, a row of teeth instead of one triangle."
+# %% tags=["hide-input"] alt="Live memory of the same step with checkpointed blocks: activations grow by a small step per block, and during backward the memory rises and falls once per block, a row of teeth instead of one triangle."
 figure = plots.timeline_plot(
     checkpointed.timeline.thinned(1000),
     "With checkpointing, at most one block's activations are live: teeth instead of a triangle",
@@ -287,10 +289,10 @@ figure
 
 # %%
 counted = checkpointed.timeline.at(checkpointed.timeline.boundary)["activations"]
-counted, 4 * T * ((L + 1) * d + 1) + loss.untyped_storage().nbytes() + 4
+print(f"predicted {4 * T * ((L + 1) * d + 1) + loss_bytes + 4:,}  measured {counted:,}")
 
 # %% tags=["hide-input"]
-runs = {"plain": measured, "checkpointed": checkpointed}
+runs = {"baseline": measured, "checkpointed": checkpointed}
 names = [name for name, size in measured.categories.items() if size]
 
 
@@ -300,7 +302,7 @@ def table_row(name, sizes):
 
 rows = [table_row(n, {label: run.categories[n] for label, run in runs.items()}) for n in names]
 rows += [table_row("**peak**", {label: run.peak_bytes for label, run in runs.items()})]
-columns = {"what": "at the peak", "plain": "baseline, MiB", "checkpointed": "checkpointed, MiB"}
+columns = {"what": "at the peak", "baseline": "baseline, MiB", "checkpointed": "checkpointed, MiB"}
 caption = "Memory at the peak of one training step, by category, without and with checkpointed blocks."
 table = markdown_table(rows, columns, caption, "tab-one-step")
 path = write_text_atomic("results/tables/01_one_step.md", table)
@@ -309,7 +311,7 @@ path = write_text_atomic("results/tables/01_one_step.md", table)
 # ```{include} ../../results/tables/01_one_step.md
 # ```
 
-# %% alt="Memory at the peak by category, for the baseline and the checkpointed step: parameters, inputs and optimizer are equal; with checkpointing, activations nearly vanish, and gradients and temporaries are larger."
+# %% tags=["hide-input"] alt="Memory at the peak by category, for the baseline and the checkpointed step: parameters, inputs and optimizer are equal; with checkpointing, activations nearly vanish, and gradients and temporaries are larger."
 saving = 1 - checkpointed.peak_bytes / measured.peak_bytes
 figure = plots.bar_plot(
     names,
@@ -331,19 +333,17 @@ print(f"checkpointed / baseline = {checkpointed.flops / measured.flops:.4f} in F
 # ## Other models, other lengths
 #
 # Counting the bytes of a step does not require running it: shapes are enough. The explorer below covers more steps,
-# none of which runs, under four policies that Part II derives. `none` is the baseline, and `full` is per-block
-# checkpointing. `auto` recomputes as little as a budget allows; it is shown with two budgets, one of them the smallest
-# feasible one.
+# none of which runs. A *policy* decides which activations are saved and which are recomputed; Part II derives those
+# shown here. `none` is the baseline, and `full` is per-block checkpointing. `auto` recomputes as little as a budget
+# allows; it is shown with two budgets, one of them the smallest feasible one.
 
-# %%
+# %% tags=["hide-input"]
 data = memory_bars.memory_bars()
 path = explorer.save(data, "results/explorer/01_memory_bars.json")
 steps = [each for one in data["models"] for each in one["steps"]]
-exact = all(each["kept"]["bytes"] == each["plans"]["none"]["kept"]["bytes"] for each in steps)
-print(f"{len(steps)} steps; the saved bytes match the formula in all of them: {exact}")
-
-# %% tags=["hide-input"]
-bars = data["models"][0]["steps"][1]
+assert all(each["kept"]["bytes"] == each["plans"]["none"]["kept"]["bytes"] for each in steps)
+print(f"{len(steps)} steps; the saved bytes match the formula in all of them")
+bars = data["models"][0]["steps"][0]
 shown = {data["policies"][name][0]: found["at_peak"] for name, found in bars["plans"].items() if found}
 names = [name for name in data["categories"] if any(found.get(name) for found in shown.values())]
 figure = plots.bar_plot(
@@ -366,12 +366,9 @@ path = plots.save(figure, "results/figures/01_memory_bars.png")
 #
 # Things to try:
 #
-# - The Transformer from 256 to 4096 tokens: which parts of the bar grow, and which do not?
+# - The Transformer from 1024 to 4096 tokens: which parts of the bar grow, and which do not?
 # - The language model at half of its peak: why does it recompute a larger share of its FLOPs than the Transformer?
 # - ResNet-18: which part saves most, and why is half of the baseline refused?
-
-# %% [markdown]
-# The measurements go into records, together with the environment they were made in.
 
 # %% tags=["hide-input"]
 where = environment("cpu", "notebooks/01_where_memory_goes.py")
@@ -381,6 +378,9 @@ for label, run in runs.items():
     metrics = run.to_json() | {"kept_bytes": kept}
     record = Record("one_step", setting | {"method": label}, metrics, where)
     path = record.save(f"results/cpu/01_one_step_{label}.json")
+
+# %% [markdown]
+# The numbers on this page were measured here:
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 where
@@ -420,9 +420,9 @@ print("activations of 8192 tokens:", memory_format(4 * 8192 * (L1 * A1 + d1 + 1)
 # %% tags=["solution"]
 switched_off = ackpt.remove_activation_checkpointing(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-sgd = measure(step, resident=[model, optimizer, x], repeats=0)
-print("predicted: 8 P + 196 =", 8 * P + 196, "bytes, AdamW's averages and step counts")
-print("measured:             ", measured.peak_bytes - sgd.peak_bytes, "bytes")
+sgd = ackpt.measure(step, resident=[model, optimizer, x], repeats=0)
+print("predicted:", 8 * P + counters, "bytes, AdamW's averages and step counters")
+print("measured: ", measured.peak_bytes - sgd.peak_bytes, "bytes")
 
 # %% [markdown]
 # :::{admonition} Exercise 3: a cheaper nonlinearity
@@ -436,7 +436,7 @@ print("measured:             ", measured.peak_bytes - sgd.peak_bytes, "bytes")
 def kept_per_token(nonlinearity):
     up, down = torch.nn.Linear(d, f, bias=False), torch.nn.Linear(f, d, bias=False)
     mlp = torch.nn.Sequential(up, nonlinearity, down)
-    run = measure(lambda: mlp(x).backward(x), resident=[mlp, x], repeats=0)
+    run = ackpt.measure(lambda: mlp(x).backward(x), resident=[mlp, x], repeats=0)
     return run.timeline.at(run.timeline.boundary)["activations"] // (4 * T)
 
 
@@ -450,8 +450,8 @@ print("ReLU:", kept_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 # %% [markdown]
 # ## What we have seen
 #
-# - A training step needs 16 bytes per parameter (fp32, AdamW) and $4 A$ bytes per token and block, with
-#   $A = 10 d + 2 f + 3 h + 2$. We derived both on paper and measured them to the byte.
+# - A training step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and $4 A$ bytes per token and
+#   block, with $A = 10 d + 2 f + 3 h + 2$. We derived both on paper and measured them to the byte.
 # - Activations rise until backward begins and fall while the gradients rise. The peak is at the start of backward.
 # - From $\tfrac{8}{3} d$ tokens on, activations outweigh everything else. They are saved only to be read once more, and
 #   they can be recomputed: that is the subject of the next chapters.

@@ -9,9 +9,7 @@
 #
 # - Write rematerialization as an integer program, and relax it to a lower bound that holds for graphs of any size.
 # - Measure how far each policy is from the optimum where it is known, and from the lower bound elsewhere.
-# - Draw the Pareto frontier of all policies and of PyTorch's own tools on one model: measured peak against recomputed
-#   FLOPs.
-# - Vary the budget of a plan, and watch its memory, its cost and the fate of every activation.
+# - Draw the Pareto frontier of all policies and of PyTorch's own tools on one model.
 # - Read from the frontier which method to use when, and from a plan the reasons for its decisions.
 #
 # ## Notation
@@ -20,21 +18,23 @@
 # |:--:|---|
 # | $B$ | the budget: bytes live at one time on top of the resident memory |
 # | $b_s$ | bytes of the storage $s$ |
-# | $c_i$ | cost of the operation $i$: its FLOPs plus its weighted traffic |
-# | $R_{t,i}$, $S_{t,i}$ | 1 if stage $t$ computes $i$; 1 if $i$ is saved into it; it ends with the first run of $t$ |
+# | $c_i$ | cost of the operation $i$: its FLOPs, plus ten FLOPs for each byte that it reads or writes |
+# | $R_{t,i}$, $S_{t,i}$ | 1 if stage $t$ computes $i$; 1 if the result of $i$ is saved into stage $t$ |
 # | $p(s)$ | the operation that computes the storage $s$ |
 # | $u_s$, $v_i$ | the fraction of $s$ saved from forward to backward, and of $i$ recomputed, between 0 and 1 |
 # | $a$ | bytes live at an instant whatever is saved |
-# | *frontier* | the plans that no other plan beats in both peak and cost |
 #
-# Costs are fractions of the baseline's cost, peaks are fractions of its dynamic peak.
+# The *frontier* consists of the plans that no other plan beats in both peak and cost. Costs are fractions of the
+# baseline's cost, peaks are fractions of its dynamic peak.
 
 # %%
 import warnings
-from collections import Counter
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ackpt
 from ackpt import models, plots
@@ -69,28 +69,29 @@ SOURCE = "notebooks/09_frontier.py"
 # and where at most $B$ bytes are live during each computation. As an example, take six layers whose results are all
 # read in backward. Every result has one byte; a forward costs 1, a backward 2:
 
+
 # %%
-n = 6
-edges = [(i, i + 1) for i in range(n)]  # forward, then into the last layer's backward
-for layer in range(n):
-    backward = 2 * n - 1 - layer
-    reads = [layer, layer - 1, backward - 1]  # its result, its input, the gradient
-    edges += [(i, backward) for i in reads if i >= 0]
-dag = ilp.Dag([1] * n + [2] * n, [1] * (2 * n), sorted(set(edges)))
+def line(n):
+    edges = {(i, i + 1) for i in range(n)}  # forward, then into the last layer's backward
+    for layer in range(n):
+        backward = 2 * n - 1 - layer
+        reads = [layer, layer - 1, backward - 1]  # its result, its input, the gradient
+        edges |= {(i, backward) for i in reads if i >= 0}
+    return ilp.Dag([1] * n + [2] * n, [1] * (2 * n), sorted(edges))
+
+
 for budget in (7, 6, 5, 4, 3):
     try:
-        found = ilp.solve(dag, budget)
-        print(f"{budget} bytes: cost {found.cost}, proved {found.optimal}")
+        best = ilp.solve(line(6), budget)
+        print(f"{budget} bytes: cost {best.cost}, proved {best.optimal}")
     except ackpt.BudgetError as error:
         print(error)
 
 # %% [markdown]
-# With seven bytes, nothing is recomputed. Below four bytes no schedule exists, and the solver proves that, too. An
-# exact solver rarely finds a better plan than `auto`, but it proves that no better plan exists.
+# With seven bytes, nothing is recomputed. Below four bytes no schedule exists, and the solver proves that, too.
 #
-# It does not scale. The number of unknowns grows with the square of the number of operations, and the solution time
-# with a high power of it. The policy `ilp` accepts graphs of at most 160 operations, which is a few layers. For larger
-# graphs we compute a lower bound.
+# An exact solver does not scale: the number of unknowns grows with the square of the number of operations. The policy
+# `ilp` accepts graphs of at most 160 operations, which is a few layers. For larger graphs we compute a lower bound.
 #
 # ## A lower bound
 #
@@ -105,55 +106,62 @@ for budget in (7, 6, 5, 4, 3):
 # & \textstyle\sum b_s u_s \le B - a && \text{at every instant of backward.}
 # \end{aligned} $$
 #
-# $p(s)$ is the operation that computes $s$. The sum covers all storages that backward reads later. The bytes $a$ are
-# live at that instant whatever is saved: gradients, and the inputs and outputs of the current operation.
+# The sum covers all storages that backward reads later. The bytes $a$ are live at that instant whatever is saved:
+# gradients, and the inputs and outputs of the current operation.
 #
-# A plan that runs each backward operation once, in the graph's order, satisfies these conditions with zeros and ones.
-# All plans of this package do. So no such plan costs less than the optimum of this program. For the graphs of this book
-# it is solved in a moment, and each plan with a budget carries the result:
+# All plans of this package run each backward operation once, in the graph's order. They satisfy these conditions with
+# zeros and ones, so none of them costs less than the optimum of the linear program. Each plan with a budget carries
+# this lower bound, and its *optimality gap*, which says how much more the step costs than the lower bound requires:
 #
-# $$ \texttt{plan.lower\_bound} \;\le\; \text{optimum} \;\le\; \texttt{plan.cost} , $$
-#
-# $$ \texttt{plan.gap} = \frac{1 + \texttt{plan.cost}}{1 + \texttt{plan.lower\_bound}} - 1 . $$
-#
-# The optimality gap says how much more the step costs than the lower bound requires.
+# $$ \texttt{plan.lower\_bound} \;\le\; \text{optimum} \;\le\; \texttt{plan.cost} , \qquad
+# \texttt{plan.gap} = \frac{1 + \texttt{plan.cost}}{1 + \texttt{plan.lower\_bound}} - 1 . $$
 #
 # ## How far policies are from the optimum
 #
-# Three graphs are small enough for the integer program: a chain of four blocks as in chapter 7; three residual MLP
-# blocks, in which one tensor is four times as large as another; and a small U-Net, whose skip connections span its
-# middle.
+# Three residual MLP blocks are small enough for the integer program. We capture their step once, and plan it by several
+# policies within half of the baseline's dynamic peak:
 
 # %%
-chain = sublinear.Chain(*(sublinear.Block(4) for _ in range(4)))
 mlps = nn.Sequential(*(optimum.MLPBlock(16) for _ in range(3)))
+x = torch.randn(1024, 16)
+graph = ackpt.trace(mlps, x)
+profile = ackpt.profile(graph, workspace="measured")
+for policy in ("ilp", "auto", "rotor", "full"):
+    plan = ackpt.plan(graph, 0.5, policy, profile=profile)
+    print(f"{policy:5}  cost {plan.cost:.2%}, lower bound {plan.lower_bound:.2%}, gap {plan.gap:.2%}")
+
+# %% [markdown]
+# We repeat this at other budgets and on two more graphs: a chain of four blocks as in chapter 7, and a small U-Net,
+# whose skip connections span its middle.
+
+# %% tags=["hide-input"]
+chain = sublinear.Chain(*(sublinear.Block(4) for _ in range(4)))
+unet, pictures = optimum.SmallUNet(), torch.randn(2, 3, 32, 32)
 cases = {
-    "4 equal blocks": (chain, torch.randn(4096, 4), (0.9, 0.8, 0.7)),
-    "3 MLP blocks": (mlps, torch.randn(1024, 16), (0.8, 0.7, 0.6, 0.5)),
-    "U-Net": (optimum.SmallUNet(), torch.randn(2, 3, 32, 32), (0.8,)),
+    "4 equal blocks": (chain, torch.randn(4096, 4), (0.9, 0.8)),
+    "3 MLP blocks": (mlps, x, (0.7, 0.6, 0.5)),
+    "U-Net": (unet, pictures, (0.8,)),
 }
-POLICIES = "auto", "mu-two", "rotor", "chen-sqrt", "full"
+POLICIES = "auto", "mu-two", "rotor"
 exact = []
-for name, (model, x, budgets) in cases.items():
-    graph = ackpt.trace(model, x)
+for name, (model, example, budgets) in cases.items():
+    graph = ackpt.trace(model, example)
     profile = ackpt.profile(graph, workspace="measured")
     rows = optimum.distances(graph, profile, budgets, POLICIES, exact=True)
     exact += [{"model": name, **row} for row in rows]
 
 
-# %% tags=["hide-input"]
-def shown(row, names):
-    """Costs in per cent of the baseline's."""
-    row = {"budget": row["budget"], "model": row.get("model")} | {
-        name: "infeasible" if row[name] is None else f"{100 * row[name]:.2f}" for name in names
-    }
-    return row
+def percent(row, names):
+    return {name: "infeasible" if row[name] is None else f"{100 * row[name]:.2f}" for name in names}
 
 
-columns = {"model": "model", "budget": "$B$", "bound": "lower bound", "ilp": "`ilp`"}
-columns |= {policy: f"`{policy}`" for policy in POLICIES}
-caption = "Cost of recomputation in % of the baseline's cost: lower bound, proved optimum (`ilp`), and policies."
-table = markdown_table([shown(row, [*columns][2:]) for row in exact], columns, caption, "tab-frontier-exact")
+columns = {"bound": "lower bound", "ilp": "`ilp`"} | {policy: f"`{policy}`" for policy in POLICIES}
+table = markdown_table(
+    [{"case": f"{row['model']}, {row['budget']}"} | percent(row, columns) for row in exact],
+    {"case": "model, $B$"} | columns,
+    "Cost of recomputation in % of the baseline's cost: lower bound, proved optimum (`ilp`), and policies.",
+    "tab-frontier-exact",
+)
 path = write_text_atomic("results/tables/09_exact.md", table)
 
 # %% [markdown]
@@ -165,46 +173,38 @@ path = write_text_atomic("results/tables/09_exact.md", table)
 
 # %%
 for row in exact:
-    assert row["ilp"] == row["ilp_bound"]
-    assert row["bound"] <= row["ilp"] + 1e-9
-    paid = [row[policy] for policy in POLICIES if row[policy] is not None]
-    assert row["ilp"] <= min(paid) + 1e-9
-met = [row for row in exact if abs(row["auto"] - row["ilp"]) < 1e-9]
-assert {row["model"] for row in exact if row not in met} <= {"U-Net"}
-print(f"auto reaches the optimum in {len(met)} of {len(exact)} cases")
-for row in exact:
-    if row not in met:
-        longer = (1 + row["auto"]) / (1 + row["ilp"]) - 1
-        print(f"{row['model']} at {row['budget']}: the step costs {longer:.1%} more than the optimum")
+    assert row["ilp"] == row["ilp_bound"] and row["bound"] <= row["ilp"] + 1e-9
+    assert all(row["ilp"] <= row[policy] + 1e-9 for policy in POLICIES)
+missed = [row for row in exact if row["auto"] > row["ilp"] + 1e-9]
+assert {row["model"] for row in missed} <= {"U-Net"}
+print(f"auto reaches the optimum in {len(exact) - len(missed)} of {len(exact)} cases")
+for row in missed:
+    longer = (1 + row["auto"]) / (1 + row["ilp"]) - 1
+    print(f"{row['model']} at {row['budget']}: the step costs {longer:.1%} more than the optimum")
 
 # %% [markdown]
-# The solution of the integer program is an ordinary plan. We run it where `auto` is furthest from the optimum, and
-# check its peak and its gradients. Without `profile=`, the plan's cost is calibrated time.
+# The solution of the integer program is an ordinary plan. We run it on the U-Net, where `auto` is not optimal, and
+# check its gradients and its peak.
 
 # %%
-worst = max(exact, key=lambda row: row["auto"] - row["ilp"])
-model, x, _ = cases[worst["model"]]
-step = ackpt.compile(model, x, budget=worst["budget"], policy="ilp")
+step = ackpt.compile(unet, pictures, budget=0.8, policy="ilp")
 
 
 def gradients(run):
-    model.zero_grad()
-    run(x).sum().backward()
-    return [parameter.grad for parameter in model.parameters()]
+    unet.zero_grad()
+    run(pictures).backward()
+    return [parameter.grad for parameter in unet.parameters()]
 
 
-equal = all(a.equal(b) for a, b in zip(gradients(model), gradients(step), strict=True))
-found = sublinear.measured(model, step, (x,))
-assert equal and found.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
-plan = step.plan
-print(f"{worst['model']} at {worst['budget']}, by ilp: cost {plan.cost:.1%}")
-print(f"gradients bit-equal: {equal}")
-print(f"measured {found.dynamic_peak_bytes} bytes, predicted {plan.dynamic_peak_bytes}")
+assert all(a.equal(b) for a, b in zip(gradients(unet), gradients(step), strict=True))
+run = ackpt.measure(lambda: gradients(step), resident=[unet, pictures], repeats=0)
+assert run.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
+print(f"gradients bit-equal; measured {run.dynamic_peak_bytes} bytes, predicted {step.plan.dynamic_peak_bytes}")
 
 # %% [markdown]
 # On the smallest graphs the lower bound is far from the optimum. With four blocks, one tensor more or less decides
-# everything, but the linear program may save half a tensor. The more tensors there are, the less a fraction of one
-# matters, and the closer the lower bound is to the optimum, as the MLP blocks show.
+# everything, but the linear program may save half a tensor. The more tensors there are, the closer the lower bound is
+# to the optimum, as the MLP blocks show.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -216,30 +216,26 @@ print(f"measured {found.dynamic_peak_bytes} bytes, predicted {plan.dynamic_peak_
 #
 # The rest of this chapter uses one model: a language model of three layers, written as a user would write it, with 4
 # sequences of 256 tokens. Its graph is too large for the integer program, so we compare with the lower bound.
+
 # %%
 SIZES = {"layers": 3, "dim": 64, "heads": 4, "ff_dim": 256, "vocab_size": 256}
 SIZES |= {"batch_size": 4, "seq_len": 256}
-config = FrontierConfig(
-    sizes=SIZES,
-    policies=tuple(policy for policy in PLANNED if policy != "ilp"),
-    budgets=(0.6, 0.4, 0.3),
-    settings=(1.0, 0.6, 0.4, 0.2, 0.0),
-)
-work = workload(config.model, config.sizes, config.seed)
-graph = ackpt.trace(work.model, *work.args)
+work = workload("transformer", SIZES, seed=0)
+model, (tokens, targets) = work.model, work.args
+graph = ackpt.trace(model, tokens, targets)
 profile = ackpt.profile(graph, workspace="measured")
-BUDGETS = 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.27, 0.24
-rows = optimum.distances(graph, profile, BUDGETS, POLICIES)
-len(graph.nodes)
+print(f"{len(graph.nodes)} operations")
 
 # %% tags=["hide-input"]
-gaps = [(1 + row["auto"]) / (1 + row["bound"]) - 1 for row in rows]
-columns = {"budget": "$B$", "bound": "lower bound", "auto": "`auto`", "gap": "gap of `auto`"}
-columns |= {policy: f"`{policy}`" for policy in POLICIES[1:]}
-names = [name for name in columns if name not in ("budget", "gap")]
-table_rows = [shown(row, names) | {"gap": f"{100 * gap:.2f}"} for row, gap in zip(rows, gaps, strict=True)]
-caption = "A Transformer of three layers: lower bound and cost of each policy, in % of the baseline's cost."
-table = markdown_table(table_rows, columns, caption, "tab-frontier-bound")
+POLICIES = "auto", "mu-two", "rotor", "full"
+rows = optimum.distances(graph, profile, (0.8, 0.6, 0.5, 0.4, 0.3, 0.24), POLICIES)
+columns = {"bound": "lower bound"} | {policy: f"`{policy}`" for policy in POLICIES}
+table = markdown_table(
+    [{"budget": row["budget"]} | percent(row, columns) for row in rows],
+    {"budget": "$B$"} | columns,
+    "A Transformer of three layers: lower bound and cost of each policy, in % of the baseline's cost.",
+    "tab-frontier-bound",
+)
 path = write_text_atomic("results/tables/09_bound.md", table)
 
 # %% [markdown]
@@ -247,97 +243,123 @@ path = write_text_atomic("results/tables/09_bound.md", table)
 # ```
 
 # %%
+gaps = {row["budget"]: (1 + row["auto"]) / (1 + row["bound"]) - 1 for row in rows}
 for row in rows:
-    assert row["bound"] <= row["auto"]
-    others = [row[policy] for policy in POLICIES[1:]]
-    assert all(row["auto"] <= other for other in others if other is not None)
-near = [row["budget"] for row, gap in zip(rows, gaps, strict=True) if gap <= 0.02]
-furthest = rows[gaps.index(max(gaps))]
-print(f"auto is within 2 % of the lower bound at {near}")
-print(f"worst gap: {max(gaps):.0%}, at {furthest['budget']}")
+    others = [row[policy] for policy in POLICIES[1:] if row[policy] is not None]
+    assert row["bound"] <= row["auto"] <= min(others)
+assert max(gap for budget, gap in gaps.items() if budget >= 0.4) < 0.02
+print("gap of auto:", {budget: f"{gap:.1%}" for budget, gap in gaps.items()})
 
 # %% [markdown]
-# Down to about a third of the peak, no other algorithm for such plans can beat `auto` by more than two per cent. Below,
-# its cost rises steeply and the lower bound does not. Part of this gap comes from the lower bound: it assigns no bytes
-# to recomputed results, and at such budgets they need most of the memory. We cannot separate the two effects.
+# Down to 40 per cent of the peak, no algorithm for such plans can beat `auto` by more than two per cent. At small
+# budgets, its cost rises steeply and the lower bound does not. Part of this gap comes from the lower bound: it assigns
+# no bytes to recomputed results, and at such budgets they need most of the memory. We cannot separate the two effects.
 
 # %% [markdown]
 # ## The frontier
 #
-# Now we run everything: eight policies at several budgets, and at their smallest feasible budgets, and three tools that
-# come with PyTorch:
-#
-# - **checkpoint**: `torch.utils.checkpoint` around every layer;
-# - **selective**: the same, saving the results of matrix products and attention;
-# - **memory budget**: `activation_memory_budget` of `torch._functorch.config`, under `torch.compile`, at five settings.
-#
-# Every step starts from the same parameters and the same batch. Bytes are measured by the allocator, and FLOPs are
-# counted during execution. The command `ackpt frontier` does the same; without options its model has six layers of four
-# times the width.
+# Now we compare with the tools that come with PyTorch. The first two wrap every layer in a checkpoint, *checkpoint*
+# as it is, and *selective* so that it saves the results of matrix products and attention:
 
 # %%
+aten = torch.ops.aten
+PRODUCTS = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
+selected = partial(create_selective_checkpoint_contexts, PRODUCTS)
+TOOLS = {
+    "baseline": lambda block, x: block(x),
+    "checkpoint": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "selective": lambda block, x: checkpoint(block, x, use_reentrant=False, context_fn=selected),
+}
+
+
+def loss(call):
+    x = model.embedding(tokens)
+    for block in model.blocks:
+        x = call(block, x)
+    return F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def train(call):
+    model.zero_grad()
+    loss(call).backward()
+
+
+tools = {}
+for name, call in TOOLS.items():
+    run = tools[name] = ackpt.measure(partial(train, call), resident=[model, tokens, targets], repeats=0)
+    print(f"{name:10}  dynamic peak {run.dynamic_peak_bytes / MIB:4.1f} MiB, {run.flops / 1e9:.2f} GFLOP")
+
+# %% [markdown]
+# The third tool is a setting of `torch.compile` between 0 and 1, the *memory budget*:
+#
+# ```python
+# with torch._functorch.config.patch(activation_memory_budget=0.6):
+#     compiled = torch.compile(model, backend="aot_eager_decomp_partition")  # runs operations one by one
+# ```
+#
+# We run these tools and seven policies, each policy at three budgets and at its smallest feasible one. Every step
+# starts from the same parameters and the same batch. Bytes are measured by the allocator, and FLOPs are counted during
+# execution. In a terminal, `ackpt frontier` does the same.
+
+# %% tags=["hide-input"]
+config = FrontierConfig(
+    sizes=SIZES,
+    policies=tuple(policy for policy in PLANNED if policy not in ("ilp", "chen-log")),
+    budgets=(0.6, 0.4, 0.3),
+    settings=(1.0, 0.6, 0.4, 0.0),
+)
 record = run_frontier(config, SOURCE)
 path = record.save("results/cpu/09_frontier-transformer.json")
-metrics = record.metrics
+metrics, points = record.metrics, frontier_report.measured(record)
+for row in metrics["peers"]:  # the same as in the cell above
+    if row["peer"] in tools:
+        assert row["measured_peak_bytes"] == tools[row["peer"]].dynamic_peak_bytes
 
 # %% [markdown]
 # We check every planned step: its peak is the predicted one, to the byte, and within its budget; its FLOPs are the
 # predicted ones; its gradients equal those of the baseline, bit for bit.
 
 # %%
-points = frontier_report.measured(record)
 assert frontier_report.broken_promises(record) == []
 for point in points:
     peak = point["measured_peak_bytes"]
     assert peak == point["predicted_peak_bytes"] <= point["limit_bytes"]
     assert point["recompute_flops"] == point["predicted_recompute_flops"]
     assert frontier_report.is_equal(point)
-refused = [point for point in metrics["points"] if "least_bytes" in point]
 different = {point["measured_peak_bytes"] for point in points}
 print(f"{len(points)} plans with {len(different)} different peaks match their predictions")
-print(f"infeasible: {Counter(point['policy'] for point in refused)}")
 
-# %% alt="Recomputed FLOPs over the measured dynamic peak, as fractions of the baseline. A blue staircase, policy auto, runs along the bottom from a peak of 1 to 0.6, rises slowly to 0.3, and then steeply. All other policies and PyTorch's tools are on it or above it, to the right. The points of PyTorch's memory budget move to the right as its setting falls, beyond 1. A dashed line, the lower bound, runs close below the staircase."
+# %% tags=["hide-input"] alt="Recomputed FLOPs over the measured dynamic peak, as fractions of the baseline. A blue staircase, policy auto, runs along the bottom from a peak of 1 to 0.6, rises slowly to 0.3, and then steeply. All other policies and PyTorch's tools are on it or above it, to the right. The points of PyTorch's memory budget move to the right as its setting falls, beyond 1. A dashed line, the lower bound, runs close below the staircase."
 figure = frontier_report.frontier_plot(record)
 path = plots.save(figure, "results/figures/09_frontier.png")
 figure
 
 # %% [markdown]
 # The line is the whole frontier of `auto`: all plans that it chooses from. Its dots and all other marks are measured.
-# The dashed line is the lower bound with FLOPs as the cost. Operations without FLOPs are free in it, so it is lower
-# than the lower bound of the table. Is any point below the line of `auto`? For every measured point we look for a plan
-# of `auto` with no higher peak and no more FLOPs:
+# The dashed line is the lower bound with FLOPs as the cost. Is any point below the line of `auto`? For every measured
+# point we look for a plan of `auto` with no higher peak and no more FLOPs:
 
-# %%
+# %% tags=["hide-input"]
 standings = frontier_methods.standings(record)
-ahead = [row["method"] for row in standings if row["ahead"]]
 comparison = frontier_report.comparison(record)
-assert ahead == comparison["ahead"] == []
-print(f"points below the line of auto: {len(ahead)}")
+assert [row["method"] for row in standings if row["ahead"]] == comparison["ahead"] == []
+print(f"points below the line of auto: {len(comparison['ahead'])}")
 print(f"smallest peak of auto: {comparison['least']:.3f}")
 print(f"smallest peak of PyTorch's tools: {comparison['peer_least']:.3f}")
-share = comparison["at_checkpoint"]
-print(f"at the peak of checkpoint, auto recomputes {share:.2f} of its FLOPs")
-print(f"with wrong gradients: {comparison['wrong'] or 'none'}")
+print(f"at the peak of checkpoint, auto recomputes {comparison['at_checkpoint']:.2f} of its FLOPs")
+baseline = metrics["baseline"]
+for row in metrics["peers"]:
+    name = row["peer"] if row["setting"] is None else f"{row['peer']} {row['setting']}"
+    peak = row["measured_peak_bytes"] / baseline["measured_peak_bytes"]
+    print(f"{name:17} peak {peak:.2f}, recomputed {row['recompute_flops'] / baseline['flops']:6.1%}")
 
 # %% [markdown]
 # The frontier of `auto` dominates. Against the other policies, this is nearly by construction: on graphs of this size
 # the plans of `full`, `rotor` and `mu-two` are among its candidates. Against PyTorch's tools, it is not.
 #
 # Look at the red squares, the memory budget. From one to the next the setting falls, from 1 to 0, which should trade
-# more FLOPs for less memory:
-
-# %%
-baseline = metrics["baseline"]
-for row in metrics["peers"]:
-    name = row["peer"] if row["setting"] is None else f"{row['peer']} {row['setting']}"
-    peak = row["measured_peak_bytes"] / baseline["measured_peak_bytes"]
-    again = row["recompute_flops"] / baseline["flops"]
-    print(f"{name:17} peak {peak:.2f}, recomputed {again:6.1%}")
-
-# %% [markdown]
-# The setting bounds the *saved* bytes, not the live bytes. When backward recomputes everything at its start, fewer
-# bytes are saved and the peak rises; chapter 6 analyzes such a schedule.
+# more FLOPs for less memory. But the setting bounds the *saved* bytes, not the live bytes. When backward recomputes
+# everything at its start, fewer bytes are saved and the peak rises.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -349,31 +371,28 @@ for row in metrics["peers"]:
 #
 # FLOPs are exact, but they are not time. The next experiment measures the time of every step, in turns with the
 # baseline's step and as a ratio to it. The model is a BERT with dropout. `auto` plans it twice. With *counted* costs it
-# minimizes FLOPs plus ten FLOPs for each byte of traffic, as above. With *rates*, the default of `ackpt.compile`, it
-# minimizes seconds at the calibrated rates of this CPU, where drawing a dropout mask is expensive. In a terminal:
+# minimizes the cost used so far. With *rates*, the default of `ackpt.compile`, it minimizes seconds at the calibrated
+# rates of this CPU, where drawing a dropout mask is expensive. In a terminal:
 #
 # ```bash
-# ackpt frontier --model bert --layers 4 --policy auto full --budget 0.8 0.6 0.5 0.4 \
-#     --setting 1 0.5 --costs counted rates --times 9 --out results
+# ackpt frontier --model bert --layers 3 --policy auto --budget 0.8 0.6 0.4 \
+#     --setting 0.5 --costs counted rates --times 7 --out results
 # ```
 
-# %%
-timed = run_frontier(
-    FrontierConfig(
-        "bert",
-        {"layers": 4},
-        policies=("auto", "full"),
-        budgets=(0.8, 0.6, 0.5, 0.4),
-        settings=(1.0, 0.5),
-        costs=("counted", "rates"),
-    ),
-    SOURCE,
-    timed_rounds=9,
+# %% tags=["hide-input"]
+timed_config = FrontierConfig(
+    "bert",
+    {"layers": 3},
+    policies=("auto",),
+    budgets=(0.8, 0.6, 0.4),
+    settings=(0.5,),
+    costs=("counted", "rates"),
 )
+timed = run_frontier(timed_config, SOURCE, timed_rounds=7)
 assert frontier_report.broken_promises(timed) == []
 path = timed.save("results/cpu/09_frontier-bert.json")
 
-# %% tags=["measured-time", "nbval-ignore-output"] alt="Added time over the measured dynamic peak, as fractions of the baseline, for a BERT with dropout. The plans of auto form two curves that rise slowly from a peak of 0.8 down to 0.4, and steeply below. PyTorch's tools lie far above both curves."
+# %% tags=["hide-input", "measured-time", "nbval-ignore-output"] alt="Added time over the measured dynamic peak, as fractions of the baseline, for a BERT with dropout. The plans of auto form two curves that rise slowly from a peak of 0.8 down to 0.4, and steeply below. PyTorch's tools lie far above both curves."
 figure = frontier_report.time_plot(timed)
 path = plots.save(figure, "results/figures/09_time.png")
 figure
@@ -382,7 +401,7 @@ figure
 # Marks are medians, bars are quartiles. The practical question is: at the peak of per-block checkpointing, how much
 # time does a plan add?
 
-# %% tags=["measured-time", "nbval-ignore-output"]
+# %% tags=["hide-input", "measured-time", "nbval-ignore-output"]
 blocks, planned = frontier_report.at_the_peak_of_blocks(timed)
 print(f"torch's checkpoint around every block: {blocks:+.0%}")
 print(f"a plan within the same peak: {planned:+.0%}")
@@ -390,8 +409,7 @@ print(f"a plan within the same peak: {planned:+.0%}")
 # %% [markdown]
 # A tool may recompute few FLOPs and still add much time. Selective checkpointing recomputes no matrix product here, but
 # it handles every operation in Python, which costs more than the operations of a model of this size. The memory budget
-# runs under `torch.compile`, with a backend that runs operations one by one. It decomposes dropout and draws other
-# masks than the baseline, so its gradients cannot be compared.
+# decomposes dropout and draws other masks than the baseline, so its gradients cannot be compared.
 #
 # ## Exploring the frontier
 #
@@ -399,20 +417,16 @@ print(f"a plan within the same peak: {planned:+.0%}")
 # on the frontier, its cost, the lower bound, and the fate of every activation. With the slider in focus, the arrow keys
 # move it.
 
-# %%
+# %% tags=["hide-input"]
 data = explorer.explorer(graph, profile, record)
 path = explorer.save(data, "results/explorer/09_frontier.json")
 kept = [row for row in data["budgets"] if row["plan"] is not None]
 print(f"{len(kept)} budgets, {len(data['plans'])} different plans")
-
-# %% tags=["hide-input"]
 three = {
     f"{budget:.0%}": ackpt.plan(graph, budget, profile=profile).timeline.thinned(400) for budget in (0.8, 0.5, 0.3)
 }
 figure = graph_profile.orders_plot(
-    three,
-    "The lower the budget, the longer the backward",
-    record.metrics["baseline"]["resident_bytes"],
+    three, "The lower the budget, the longer the backward", metrics["baseline"]["resident_bytes"]
 )
 path = plots.save(figure, "results/figures/09_explorer.png")
 
@@ -430,7 +444,7 @@ path = plots.save(figure, "results/figures/09_explorer.png")
 # ## Which method when
 #
 # From the measured points and the frontier of `auto`, we find the methods with the fewest recomputed FLOPs at each
-# budget.
+# budget. A second table lists each method's smallest peak, and the FLOPs that it and `auto` recompute within that peak.
 
 # %% tags=["hide-input"]
 choices = []
@@ -443,7 +457,7 @@ for row in frontier_methods.by_budget(record):
             "best": ", ".join(row["best"]),
             "again": " to ".join(again),
             "torch": ", ".join(name.removeprefix("torch: ") for name in row["torch"]) or "nothing fits",
-            "torch_again": "" if row["torch_again"] is None else f"{100 * row['torch_again']:.1f}",
+            "torch_again": "–" if row["torch_again"] is None else f"{100 * row['torch_again']:.1f}",
         }
     )
 columns = {"budget": "budget, fraction of the baseline's peak", "best": "best method", "again": "recomputed FLOPs, %"}
@@ -451,98 +465,37 @@ columns |= {"torch": "best PyTorch tool", "torch_again": "its recomputed FLOPs, 
 caption = "Which method when: the methods that fit and recompute the fewest FLOPs, by range of budgets."
 table = markdown_table(choices, columns, caption, "tab-frontier-which-method")
 path = write_text_atomic("results/tables/09_which_method.md", table)
+columns = {"method": "method", "peak": "smallest peak", "again": "recomputed FLOPs there, %", "auto": "`auto` there, %"}
+table_rows = [
+    {"method": row["method"], "peak": f"{row['peak']:.2f}"}
+    | {name: f"{100 * row[name]:.1f}" for name in ("again", "auto")}
+    for row in standings
+]
+caption = "Smallest peak of each method on this model, and the FLOPs recomputed within it, by the method and by `auto`."
+table = markdown_table(table_rows, columns, caption, "tab-frontier-standings")
+path = write_text_atomic("results/tables/09_standings.md", table)
 
 # %% [markdown]
 # ```{include} ../../results/tables/09_which_method.md
 # ```
 #
-# The next table lists each method's smallest peak, the FLOPs that it and `auto` recompute within that peak, and how its
-# points compare with the frontier of `auto`.
-
-# %% tags=["hide-input"]
-columns = {"method": "method", "peak": "smallest peak", "again": "recomputed FLOPs there, %", "auto": "`auto` there, %"}
-columns |= {"points": "points", "level": "equal to `auto`", "ahead": "better"}
-table_rows = [
-    row | {"peak": f"{row['peak']:.3f}"} | {name: f"{100 * row[name]:.1f}" for name in ("again", "auto")}
-    for row in standings
-]
-caption = "Smallest peak of each method on this model, and how many of its points equal or beat the frontier of `auto`."
-table = markdown_table(table_rows, columns, caption, "tab-frontier-standings")
-path = write_text_atomic("results/tables/09_standings.md", table)
-for row in standings:
-    if not row["level"] and not row["ahead"]:
-        print(f"never best on this model: {row['method']}")
-
-# %% [markdown]
 # ```{include} ../../results/tables/09_standings.md
 # ```
 #
-# Why are some methods never best, and others only where nothing needs to be recomputed?
+# Why are most methods never best on this model, or only where nothing needs to be recomputed?
 #
-# - **full**, **chen-sqrt**, **chen-log** save a tensor between blocks and recompute whole blocks, with their matrix
-#   products. Much of a block is nearly free to recompute: norms, activation functions, sums. These policies recompute
-#   all of it.
-# - **revolve** saves states only; it makes no use of spare memory.
-# - **rotor** saves a block as a whole, or not at all.
-# - **mu-two** evicts one tensor at a time. It equals `auto` at one of its points, between 0.58 and 0.60. The more
-#   tensors it evicts, the more often each is recomputed again for other evicted tensors.
+# - **full** and **chen-sqrt** save a tensor between blocks and recompute whole blocks, with their matrix products. Much
+#   of a block is nearly free to recompute: norms, activation functions, sums.
+# - **revolve** saves states only; it makes no use of spare memory. **rotor** saves a block as a whole, or not at all.
+# - **mu-two** evicts one tensor at a time. The more tensors it evicts, the more often each is recomputed again for
+#   other evicted tensors.
 # - **checkpoint** is *full* without a planner: one point, whatever the budget.
 # - **min-cut** and the **memory budget** choose well what to save, but they count saved bytes. Below some budget
-#   neither lowers the peak, and the memory budget raises it.
+#   neither lowers the peak.
 #
 # None of this makes them bad. *checkpoint* and *selective* need no graph and no budget, and work where a model cannot
-# be captured. If the model fits with *selective*, which recomputes no matrix product, use it. The formulas of Chen and
-# of Revolve need no profile. Use `auto` when the peak must stay within a given number of bytes.
-
-# %% [markdown]
-# ## How auto searches
-#
-# The policy computes its frontier once per graph; a budget then selects a plan from it. The search has six parts. To
-# see what each adds, we list the lowest cost within some budgets, with all parts up to and including it:
-
-# %%
-parts = optimum.parts_of_auto(graph, profile)
-within = (0.7, 0.6, 0.5, 0.4, 0.3, 0.24)
-costs = {}
-for name, front in parts.items():
-    costs[name] = optimum.least_costs(graph, profile, front, within)
-
-# %% tags=["hide-input"]
-WHAT = {
-    "segments": "segments, recomputed as a whole or tensor by tensor",
-    "blocks": "the best options of each block, combined over the chain",
-    "levels": "blocks that save a part when they are recomputed for a later block",
-    "instead": "smaller tensors saved instead: a product for a sum, nothing for a dropout mask",
-    "policies": "the plans of `rotor` and `mu-two`",
-    "refined": "plans between two neighbors, with more activations saved",
-}
-table_rows = []
-for name, front in parts.items():
-    row = {"part": WHAT[name], "plans": len(front)}
-    for budget, cost in costs[name].items():
-        row[str(budget)] = "none" if cost is None else f"{100 * cost:.2f}"
-    table_rows.append(row)
-columns = {"part": "added", "plans": "plans on the frontier"} | {str(budget): f"$B = {budget}$" for budget in within}
-caption = "The search of `auto`, part by part: lowest cost within a budget, in % of the baseline's cost."
-table = markdown_table(table_rows, columns, caption, "tab-frontier-parts")
-path = write_text_atomic("results/tables/09_parts.md", table)
-
-# %% [markdown]
-# ```{include} ../../results/tables/09_parts.md
-# ```
-#
-# Looking *into* the blocks gains most. The search cuts the graph where a single tensor separates earlier from later
-# operations. For each block, it finds the useful sets of tensors to save: no other set saves fewer bytes, peaks lower
-# and costs less. Equal blocks are solved once. Then the recursion of rotor (chapter 7) combines them over the chain for
-# every amount of memory, with one difference. A block that is recomputed only to reach a later one may save a *part* of
-# its activations, at several levels, so that it need not be recomputed again for its own backward. Each solution
-# becomes a schedule and is simulated; schedules that are beaten in both peak and cost are dropped.
-#
-# The recursion saves the tensors between blocks. For a wide model in mixed precision, these are too large: a residual
-# sum is float32, the product that it adds is bfloat16, and the addition is cheap to recompute. Here everything is
-# float32, so saving the product instead of the sum gains nothing. Where the profile has a link to the host, the search
-# has a seventh part: it offloads what the link can copy while the forward computes, beginning with the tensors that
-# stay unused longest (chapter 8).
+# be captured. If the model fits with *selective*, which recomputes no matrix product, use it. Use `auto` when the peak
+# must stay within a given number of bytes.
 #
 # A plan explains its decisions. At 0.4:
 
@@ -555,7 +508,7 @@ print(plan.table())
 # that peak, the policy `manual` accepts fates by name: we pass those of this plan, with one changed.
 
 # %%
-for decision in plan.decisions[:4]:
+for decision in plan.decisions[:2]:
     fates = {**plan.fates, decision.name: "saved"}
     other = ackpt.plan(graph, policy="manual", fates=fates, profile=profile)
     assert other.dynamic_peak_bytes == decision.peak_if_kept_bytes
@@ -568,14 +521,7 @@ for decision in plan.decisions[:4]:
 # Choose between saving and recomputing for each tensor, not for each block. A plan gives a cost and a reason for each
 # choice, and both can be checked.
 # :::
-
-# %% [markdown]
-# The numbers of this page were measured here:
-
-# %% tags=["measured-time", "nbval-ignore-output"]
-record.environment
-
-# %% [markdown]
+#
 # ## Exercises
 #
 # :::{admonition} Exercise 1: by hand
@@ -584,22 +530,10 @@ record.environment
 # its peak. What does the optimum cost with four bytes, and why is it impossible with three?
 # :::
 
-
 # %% tags=["solution"]
-def line(n):
-    edges = {(i, i + 1) for i in range(n)}
-    for layer in range(n):
-        backward = 2 * n - 1 - layer
-        edges |= {(i, backward) for i in (layer, layer - 1, backward - 1) if i >= 0}
-    return ilp.Dag([1] * n + [2] * n, [1] * (2 * n), sorted(edges))
-
-
 for budget in (5, 4, 3):
     try:
-        found = ilp.solve(line(4), budget)
-        runs = Counter(i for kind, i in found.schedule if kind == "compute")
-        again = [i for i, times in runs.items() if times > 1]
-        print(f"{budget} bytes: cost {found.cost}, recomputed: {again}")
+        print(f"{budget} bytes: cost {ilp.solve(line(4), budget).cost}")
     except ackpt.BudgetError as error:
         print(error)
 
@@ -619,46 +553,24 @@ pairs = list(zip(from_small, from_small[1:], strict=False))
 peaks = all(a["peak_bytes"] <= b["peak_bytes"] for a, b in pairs)
 costs = all(a["cost"] >= b["cost"] for a, b in pairs)
 print(f"peaks in order: {peaks}, costs in order: {costs}")
-flops = [row["recompute_flops"] for row in metrics["front"]]
-falls = sum(a > b for a, b in zip(flops, flops[1:], strict=False))
-print(f"on the whole frontier FLOPs fall with the peak {falls} times")
 
 # %% [markdown]
 # All plans come from one frontier, which does not depend on the budget, and on a frontier the peak falls as the cost
 # rises. A new search for every budget could not guarantee that. The *cost*, FLOPs plus weighted traffic, is monotone;
 # FLOPs alone need not be.
 #
-# :::{admonition} Exercise 3: splitting the gap
+# :::{admonition} Exercise 3: a ResNet
 # :class: note
-# For the small graphs the optimum is known. Split each gap of `auto` into two: from the lower bound to the optimum, and
-# from the optimum to `auto`. Which is larger?
+# Take a small ResNet. What are the lower bound and the costs of `auto` and `full` at 0.8 and 0.6 of its peak? What is
+# its smallest feasible budget, and why does it save less memory than the Transformer?
 # :::
 
 # %% tags=["solution"]
-for row in exact:
-    of_bound = (1 + row["ilp"]) / (1 + row["bound"]) - 1
-    of_auto = (1 + row["auto"]) / (1 + row["ilp"]) - 1
-    print(f"{row['model']:14} {row['budget']}: lower bound {of_bound:6.1%}, auto {of_auto:6.1%}")
-
-# %% [markdown]
-# Where the blocks form a chain, the whole gap comes from the lower bound: it saves fractions of tensors, which matters
-# when there are only four. The U-Net is no chain, its skip connections span the middle, and there `auto` is also above
-# the optimum.
-#
-# :::{admonition} Exercise 4: a ResNet
-# :class: note
-# Take a small ResNet. What are the lower bound and the costs of `auto`, `full` and `rotor` at 0.8 and 0.6 of its peak?
-# What is its smallest feasible budget, and why does it save less memory than the Transformer?
-# :::
-
-# %% tags=["solution"]
-config = models.ResNetConfig("bottleneck", (1, 1, 1, 1), width=8, num_classes=10)
-resnet = models.ResNet(config)
-pictures, labels = torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
-resnet_graph = ackpt.trace(resnet, pictures, labels)
-resnet_profile = ackpt.profile(resnet_graph, workspace="measured")
-names = "auto", "full", "rotor"
-for row in optimum.distances(resnet_graph, resnet_profile, (0.8, 0.6), names):
+resnet = models.ResNet(models.ResNetConfig("bottleneck", (1, 1, 1, 1), width=8, num_classes=10))
+images, labels = torch.randn(4, 3, 64, 64), torch.randint(10, (4,))
+resnet_graph = ackpt.trace(resnet, images, labels)
+resnet_profile = ackpt.profile(resnet_graph)
+for row in optimum.distances(resnet_graph, resnet_profile, (0.8, 0.6), ("auto", "full")):
     print({name: value and round(value, 4) for name, value in row.items()})
 try:
     ackpt.plan(resnet_graph, 0.01, profile=resnet_profile)
@@ -675,11 +587,56 @@ except ackpt.BudgetError as error:
 #   from below for any graph, and every plan with a budget carries that lower bound and its gap.
 # - Where the optimum is known, `auto` reaches it on chains, and costs a little more on a U-Net. On the Transformer it
 #   is within two per cent of the lower bound until the budget gets very small, where the gap is large.
-# - We measured all policies and PyTorch's tools on one model: no point is below the frontier of `auto`. PyTorch's
-#   memory budget bounds the saved bytes, and its peak can rise as its setting falls.
+# - We measured policies and PyTorch's tools on one model: no point is below the frontier of `auto`. PyTorch's memory
+#   budget bounds the saved bytes, and its peak can rise as its setting falls.
 # - The frontier shows which method to use when: *selective* or nothing while the model nearly fits, a plan below that.
-# - A plan states the cost of each decision and the peak that it avoids, and both can be checked.
 #
+# ## Appendix: how auto searches
+#
+# The policy computes its frontier once per graph; a budget then selects a plan from it. The table shows what each part
+# of the search adds on the Transformer: the lowest cost with all parts up to and including it.
+
+# %% tags=["hide-input"]
+WHAT = {
+    "segments": "segments, recomputed as a whole or tensor by tensor",
+    "blocks": "the best options of each block, combined over the chain",
+    "levels": "blocks that save a part when they are recomputed for a later block",
+    "instead": "smaller tensors saved instead: a product for a sum, nothing for a dropout mask",
+    "policies": "the plans of `rotor` and `mu-two`",
+    "refined": "plans between two neighbors, with more activations saved",
+}
+within = (0.6, 0.4, 0.3, 0.24)
+table_rows = []
+for name, found in optimum.parts_of_auto(graph, profile).items():
+    row = {"part": WHAT[name], "plans": len(found)}
+    for budget, cost in optimum.least_costs(graph, profile, found, within).items():
+        row[str(budget)] = "none" if cost is None else f"{100 * cost:.2f}"
+    table_rows.append(row)
+columns = {"part": "added", "plans": "plans"} | {str(budget): f"$B = {budget}$" for budget in within}
+caption = "The search of `auto`, part by part: plans on the frontier, and lowest cost in % of the baseline's cost."
+table = markdown_table(table_rows, columns, caption, "tab-frontier-parts")
+path = write_text_atomic("results/tables/09_parts.md", table)
+
+# %% [markdown]
+# ```{include} ../../results/tables/09_parts.md
+# ```
+#
+# Looking *into* the blocks gains most. The search cuts the graph where a single tensor separates earlier from later
+# operations. For each block, it finds the useful sets of tensors to save: no other set saves fewer bytes, peaks lower
+# and costs less. Then the recursion of rotor (chapter 7) combines them over the chain, with one difference. A block
+# that is recomputed only to reach a later one may save a *part* of its activations, so that it need not be recomputed
+# again for its own backward. Each solution becomes a schedule and is simulated.
+#
+# Saving a product instead of a sum pays in mixed precision, where the sum is float32 and the product is bfloat16. Where
+# the profile has a link to the host, the search also offloads what the link can copy while the forward computes
+# (chapter 8).
+#
+# The numbers of this page were measured here:
+
+# %% tags=["measured-time", "nbval-ignore-output"]
+record.environment
+
+# %% [markdown]
 # ## Sources
 #
 # - {cite:t}`jain2020`: the integer program.

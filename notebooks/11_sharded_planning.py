@@ -27,6 +27,8 @@
 import warnings
 
 import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ackpt import plots
 from ackpt.experiments import sharded_llama
@@ -56,9 +58,34 @@ GIB = 2**30
 # $$ \underbrace{s P / N}_\text{parameters} + \underbrace{s P / N}_\text{gradients} + \underbrace{2 s P / N}_\text{AdamW}
 #    \;=\; 16 P / N \text{ bytes for } s = 4 . $$
 #
+# In PyTorch this is FSDP2. Every process runs the same lines; here a single process is the only rank, so its shards are
+# whole tensors:
+
+# %%
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+options = {"dim_feedforward": 128, "dropout": 0.0, "batch_first": True}
+model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, **options) for _ in range(3)), nn.LayerNorm(64))
+
+mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+for block in model[:3]:  # one group of parameters per block
+    fully_shard(block, mp_policy=mixed)
+fully_shard(model, mp_policy=mixed)  # the root: all parameters outside the blocks
+optimizer = torch.optim.AdamW(model.parameters())
+
+loss = model(torch.randn(4, 16, 64)).float().square().mean()
+loss.backward()
+optimizer.step()
+parameter = next(model.parameters())
+print(type(parameter).__name__, parameter.to_local().shape, parameter.dtype)
+distributed.destroy_process_group()
+
+# %% [markdown]
 # `fully_shard` on each block and then on the model divides the parameters into groups: one for each block, and one, the
-# *root*, for the embedding, the last norm and the head. Our models are Llama 3 in its published sizes (Grattafiori et
-# al. 2024, {cite}`grattafiori2024`), on the meta device, where tensors have shapes but no data.
+# *root*, for the embedding, the last norm and the head. For per-block checkpointing, every block is wrapped in
+# `checkpoint_wrapper` before it is sharded.
+#
+# Our models are Llama 3 in its published sizes (Grattafiori et al. 2024, {cite}`grattafiori2024`), on the meta device,
+# where tensors have shapes but no data.
 
 # %%
 large = {size: sharded_llama.llama(size) for size in ("8B", "70B")}
@@ -68,15 +95,8 @@ for size, model in large.items():
 
 # %% [markdown]
 # FSDP2 splits a tensor along its first dimension and pads it, so that all shards have the same size. If $N$ does not
-# divide that dimension, the padding costs a few bytes:
-
-# %%
-for ranks in (8, 64, 512):
-    shards = sum(GroupBytes(group, sharded_llama.mixed(ranks)).shards for group in large["8B"].groups)
-    exact = 4 * large["8B"].step.parameters / ranks
-    print(f"{ranks:>3} ranks: {shards:,} bytes of parameters, {shards / exact - 1:.2%} more than s P / N")
-
-# %% [markdown]
+# divide that dimension, the padding costs a few bytes.
+#
 # ## What a rank allocates temporarily
 #
 # A rank cannot compute with $1/N$ of a block. So FSDP2 adds allocations of its own to those of the step; the code is in
@@ -116,21 +136,22 @@ for size, model in large.items():
 # process measures its own step with `ackpt.measure`. The prediction needs only shapes: it takes the captured graph, as
 # in {doc}`06_graph_profiler`, and inserts the events listed above.
 
-# %%
+# %% tags=["hide-input"]
 tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
 tiny |= {"num_key_value_heads": 2, "vocab_size": 101, "max_position_embeddings": 64}
 request = StepRequest("hf:LlamaConfig", 4, 64, None, tiny)
 checked = check(request, Sharding(2, gloo=True))
-
-# %% tags=["hide-input"]
+for found in checked:
+    assert set(found.measured_bytes) == {found.predicted_bytes}
+    assert set(found.resident_bytes) == {found.predicted_resident_bytes}
 rows = [
     {
         "method": {"none": "baseline", "full": "per-block checkpointing"}[found.method],
-        "resident": found.resident_bytes[0],
-        "predicted_resident": found.predicted_resident_bytes,
-        "first": found.measured_bytes[0],
-        "second": found.measured_bytes[1],
-        "predicted": found.predicted_bytes,
+        "resident": f"{found.resident_bytes[0]:,}",
+        "predicted_resident": f"{found.predicted_resident_bytes:,}",
+        "first": f"{found.measured_bytes[0]:,}",
+        "second": f"{found.measured_bytes[1]:,}",
+        "predicted": f"{found.predicted_bytes:,}",
     }
     for found in checked
 ]
@@ -143,18 +164,12 @@ path = write_text_atomic("results/tables/11_check.md", table)
 # %% [markdown]
 # ```{include} ../../results/tables/11_check.md
 # ```
-
-# %%
-for found in checked:
-    assert set(found.measured_bytes) == {found.predicted_bytes}
-    assert set(found.resident_bytes) == {found.predicted_resident_bytes}
-
-# %% [markdown]
+#
 # Prediction and measurement agree to the byte, on both ranks. Three details matter for that:
 #
 # - *gloo makes copies.* It gathers into memory of its own and reduces a copy; each is as large as the buffer. NCCL does
-#   neither, so the prediction counts these copies here (`gloo=True`) and nowhere below. Some of them are freed by
-#   gloo's own threads, at an unpredictable moment, so each process reports the lowest peak of several steps.
+#   neither, so the prediction counts these copies here (`gloo=True`) and nowhere below. gloo's own threads free some of
+#   them at an unpredictable moment, so each process reports the lowest peak of several steps.
 # - *Autograd frees saved tensors per function.* What a backward function reads is freed when the whole function is
 #   done, not after each of its operations. The prediction treats eager blocks in the same way.
 # - *A checkpointed block saves its arguments.* One of them is `position_ids`, 8 bytes per position, which the block
@@ -164,11 +179,11 @@ for found in checked:
 # the buffers of the collectives:
 
 # %%
-deep = ShardedModel(PlanConfig(StepRequest("hf:LlamaConfig", 4, 64, None, tiny | {"num_hidden_layers": 8})))
+deep = ShardedModel(PlanConfig(StepRequest("hf:LlamaConfig", 4, 64, None, tiny | {"num_hidden_layers": 6})))
 plans = {policy: deep.plan(Sharding(4), policy=policy) for policy in ("none", "full")}
 plans["auto"] = deep.plan(Sharding(4), budget=plans["full"].peak_bytes)
 
-# %% alt="Live memory of one rank in three steps side by side. None: activations rise in a steep ramp in the forward and fall in backward. Full: a nearly flat forward, then eight nearly equal teeth in backward. Auto: the same height, with a low ramp in the forward and slightly smaller teeth. In all three, the buffers are a band of equal height that dips between blocks."
+# %% tags=["hide-input"] alt="Live memory of one rank in three steps side by side. None: activations rise in a steep ramp in the forward and fall in backward. Full: a nearly flat forward, then six nearly equal teeth in backward. Auto: the same height, with a low ramp in the forward and slightly smaller teeth. In all three, the buffers are a band of equal height that dips between blocks."
 figure = orders_plot(
     {name: sharded_llama.drawn(plan.timeline) for name, plan in plans.items()},
     f"Within the peak of per-block checkpointing, a plan recomputes {sharded_llama.again(plans['auto']):.0f} % of the "
@@ -186,7 +201,7 @@ figure
 # anyway. The step is then a sequence of *windows*: the root, one block after another, and back again. The events of a
 # window depend only on what its own block saves, and equal blocks have equal windows. So `ackpt` captures only four
 # blocks: the first, the last, and two in between, whose windows must agree event by event. To check that four blocks
-# predict eight, we capture all eight:
+# predict six, we capture all six:
 
 # %%
 whole = ShardedModel(deep.config, whole=True)
@@ -194,7 +209,7 @@ for policy, plan in plans.items():
     budget = plans["full"].peak_bytes if policy == "auto" else None
     found = whole.plan(Sharding(4), budget, policy)
     same = found.timeline == plan.timeline and found.runs == plan.runs
-    peaks = f"from {CAPTURED} blocks: {plan.peak_bytes:,}   from all 8: {found.peak_bytes:,}"
+    peaks = f"from {CAPTURED} blocks: {plan.peak_bytes:,}   from all 6: {found.peak_bytes:,}"
     print(f"{policy:4}  {peaks}   every event equal: {same}")
 
 # %% [markdown]
@@ -221,24 +236,21 @@ for policy, plan in plans.items():
 # :::
 #
 # Each rank trains on one sequence of 8192 tokens with AdamW. Shards and reductions are in float32, the computation is
-# in bf16. *Resident* memory is the rank's shards and optimizer state. Recomputed FLOPs are in percent of the
-# baseline's. The last two columns are for a plan within 80 GiB.
+# in bf16. *Resident* memory is the rank's shards and optimizer state. The last two columns are for a plan within
+# 80 GiB; its recomputed FLOPs are in percent of the baseline's.
 
-# %%
+# %% tags=["hide-input"]
 BUDGET = "80GiB"
 rows = {
     size: [sharded_llama.rank_row(large[size], ranks, BUDGET) for ranks in numbers]
-    for size, numbers in {"8B": (8, 64), "70B": (16, 32, 64, 512)}.items()
+    for size, numbers in {"8B": (8,), "70B": (16, 32, 512)}.items()
 }
-
-# %% tags=["hide-input"]
-columns = {"size": "Llama 3", "ranks": "ranks", "resident": "resident, GiB", "plain": "baseline: peak, GiB"}
-columns |= {"full": "per block: peak, GiB", "full_flops": "per block: recomputed FLOPs, %"}
-columns |= {"auto": "plan: peak, GiB", "auto_flops": "plan: recomputed FLOPs, %"}
+columns = {"size": "model, ranks", "resident": "resident, GiB", "plain": "baseline: peak, GiB"}
+columns |= {"full": "per block: peak, GiB", "auto": "plan: peak, GiB", "auto_flops": "plan: recomputed FLOPs, %"}
 table = markdown_table(
-    [{"size": size, **row} for size, own in rows.items() for row in own],
+    [row | {"size": f"{size}, {row['ranks']}"} for size, own in rows.items() for row in own],
     columns,
-    f"The step of one rank with 8192 tokens, by the number of ranks; plans within {BUDGET}. Simulated, not measured.",
+    f"Llama 3: the step of one rank with 8192 tokens; plans within {BUDGET}. Simulated, not measured.",
     "tab-sharded-llama",
 )
 path = write_text_atomic("results/tables/11_llama.md", table)
@@ -247,17 +259,17 @@ path = write_text_atomic("results/tables/11_llama.md", table)
 # ```{include} ../../results/tables/11_llama.md
 # ```
 #
-# With one sequence per rank, 8B needs no plan: the baseline fits from 8 GPUs on, although on 8 only just. The baseline
-# of 70B fits on no number of GPUs, because its activations are not sharded. Per-block checkpointing fits from 32 GPUs
-# on, but recomputes about a third of the FLOPs however much memory remains unused. A plan recomputes only as much as
-# the budget requires:
+# With one sequence per rank, 8B needs no plan: the baseline fits on 8 GPUs, although only just. The baseline of 70B fits
+# on no number of GPUs, because its activations are not sharded. Per-block checkpointing fits on 32 GPUs, but recomputes
+# about a third of the FLOPs however much memory remains unused. A plan recomputes only as much as the budget requires,
+# here on 64 GPUs:
 
 # %%
 plan = large["70B"].plan(sharded_llama.mixed(64), BUDGET)
 for run in plan.runs:
     print(f"{run.count} blocks save {run.kept_bytes / GIB:.2f} GiB each: {', '.join(dict.fromkeys(run.names))}")
 
-# %% alt="Stacked bars of the memory at the peak of one rank of Llama 3 70B on 64 GPUs. The baseline is far above 200 GiB, nearly all of it activations. With per-block checkpointing, the activations are a small part of that and still the largest layer, and the peak is half of the budget. The plan is in between, just below a dashed line, the budget of 80 GiB. The layers of shards, optimizer state, gathered parameters and temporaries are equal in all three."
+# %% tags=["hide-input"] alt="Stacked bars of the memory at the peak of one rank of Llama 3 70B on 64 GPUs. The baseline is far above 200 GiB, nearly all of it activations. With per-block checkpointing, the activations are a small part of that and still the largest layer, and the peak is half of the budget. The plan is in between, just below a dashed line, the budget of 80 GiB. The layers of shards, optimizer state, gathered parameters and temporaries are equal in all three."
 at_64 = {"baseline": "none", "per block": "full"}
 chosen = {name: large["70B"].plan(sharded_llama.mixed(64), policy=policy) for name, policy in at_64.items()}
 chosen["planned"] = plan
@@ -290,13 +302,12 @@ figure
 # Recomputation adds nothing, because it happens while the block is gathered. The counts below include the padding:
 
 # %%
-for size, ranks in (("8B", 64), ("70B", 64)):
-    model, sharding = large[size], sharded_llama.mixed(ranks)
-    links = model.plan(sharding).communication
-    root, block = (sum(torch.Size(w.shape).numel() for w in group.weights) for group in model.groups[:2])
-    by_hand = (ranks - 1) * 2 * (2 * model.stands_for * block + root) // ranks
-    print(f"{size:>3}: {links.gathers} gathers receive {links.gathered_bytes:,} bytes, by hand {by_hand:,};")
-    print(f"     {links.reduces} reductions send {links.reduced_bytes:,}")
+ranks, model = 64, large["70B"]
+root, block = (sum(torch.Size(w.shape).numel() for w in group.weights) for group in model.groups[:2])
+by_hand = (ranks - 1) * 2 * (2 * model.stands_for * block + root) // ranks
+links = plan.communication
+print(f"{links.gathers} gathers receive {links.gathered_bytes:,} bytes, by hand {by_hand:,}")
+print(f"{links.reduces} reductions send {links.reduced_bytes:,} bytes")
 
 # %% [markdown]
 # The volume does not shrink with $N$: it is the price of not storing all $P$ parameters on every GPU. Nor does it

@@ -1,36 +1,25 @@
-"""The experiment ``sublinear``: chains of equal blocks by the methods of Chen et al. 2016 and by Revolve; real models.
+"""Chains of equal and of unequal blocks, and the policies for chains on them and on any model.
 
-`run` measures one chain by one method and records the prediction of theory (`predicted`) with it; `within` compares the
-policies for chains on any model.
+`run` measures a chain of equal blocks by one policy; `within` and `lowest` plan any model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from math import isqrt, log2
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ackpt.checkpointing.reentrant import checkpoint
-from ackpt.checkpointing.sequential import checkpoint_sequential, segment_lengths
 from ackpt.costs.profiles import profile as profiled
 from ackpt.errors import BudgetError
-from ackpt.experiments.steps.settings import record_metrics, require_positive
 from ackpt.metering.meter import Measurement, measure
 from ackpt.planner import plan
 from ackpt.planning.plan import Plan
-from ackpt.policies import chen, revolve, revolve_chain
-from ackpt.results import Record, environment
+from ackpt.policies import revolve_chain
 from ackpt.running.planned_step import PlannedStep
-
-EXPERIMENT = "sublinear"
-WRAPPED = ("plain", "sqrt", "falling", "halves")  # the model's own step, its blocks in checkpoints
-PLANNED = ("chen-sqrt", "chen-log", "revolve")  # policies on the step's graph
 
 
 class Block(nn.Module):
@@ -75,118 +64,34 @@ def pyramid(stages: int, blocks: int, width: int) -> Chain:
     return Chain(*layers)
 
 
-@dataclass(frozen=True)
-class ChainConfig:
-    """``blocks`` equal blocks on fp32 [rows, width], at least 16: in fewer, tensors outside theory set the peak.
+class Run(NamedTuple):
+    """A planned step of a chain.
 
-    ``method``: ``"plain"``, the baseline; ``"sqrt"`` and ``"falling"``, checkpoints of sqrt(n) equal segments and of
-    those of `ackpt.checkpointing.sequential.segment_lengths`; ``"halves"``, checkpoints of halves within halves; or one
-    of the policies in `PLANNED`, of which ``"revolve"`` takes `snapshots`. Square roots need square numbers of blocks,
-    halves powers of two.
-
-    Raises:
-        ValueError: for sizes that are too small, an unknown method, and numbers that the method cannot take.
+    ``live``: the number of activations that the peak has room for, apart from gradients of parameters; ``rest_bytes``:
+    the rest of the peak; ``recomputed_blocks``: the matrix products that were recomputed.
     """
 
-    blocks: int
-    method: str
-    snapshots: int | None = None
-    rows: int = 4096
-    width: int = 4
-    seed: int = 0
-
-    def __post_init__(self):
-        require_positive(self, "rows", "width")
-        if self.blocks < 16:
-            raise ValueError(f"blocks must be at least 16, got {self.blocks}")
-        if self.method not in (*WRAPPED, *PLANNED):
-            raise ValueError(f"method {self.method!r} is not known; there are {', '.join((*WRAPPED, *PLANNED))}")
-        if self.method in ("sqrt", "chen-sqrt") and isqrt(self.blocks) ** 2 != self.blocks:
-            raise ValueError(f"{self.method} needs a square number of blocks, got {self.blocks}")
-        if self.method in ("halves", "chen-log") and self.blocks & (self.blocks - 1):
-            raise ValueError(f"{self.method} needs a power of two, got {self.blocks} blocks")
-        if (self.method == "revolve") != (self.snapshots is not None):
-            raise ValueError("snapshots are for the method revolve, which needs a number of them")
-        if self.snapshots is not None and not 1 <= self.snapshots <= self.blocks:
-            raise ValueError(f"snapshots must be from 1 to {self.blocks}, the number of blocks, got {self.snapshots}")
-
-    @property
-    def activation_bytes(self) -> int:
-        return 4 * self.rows * self.width
-
-    @property
-    def block_flops(self) -> int:
-        """FLOPs of a block's forward, which is one matrix product."""
-        return 2 * self.rows * self.width**2
+    live: int
+    rest_bytes: int
+    recomputed_blocks: int
 
 
-class Predicted(NamedTuple):
-    """``live``: saved outputs at the peak, None if theory counts snapshots only; ``runs_again``: matrix products.
+def run(blocks: int, policy: str, snapshots: int | None = None, *, rows: int = 4096, width: int = 4) -> Run:
+    """Measure a step of a chain of equal blocks on fp32 [rows, width] by a policy for chains.
 
-    ``beside``: tensors of the same size at the peak that theory does not count: gradients, the result of the running
-    operation, in checkpoints also the output of the recomputed segment. Their number was measured, not derived.
+    Args:
+        snapshots: of the policy ``"revolve"``; None takes the policy's plan without a budget.
     """
-
-    live: int | None
-    beside: int | None
-    runs_again: int
-
-
-def predicted(config: ChainConfig) -> Predicted:
-    """The prediction of theory for a chain.
-
-    The backward of a block reads tanh(x) and not the product: a planned step does not recompute the last product of a
-    segment, checkpoints recompute whole segments. The inputs of the chain belong to the caller.
-    """
-    n = config.blocks
-    if config.method == "plain":
-        return Predicted(n, 3, 0)
-    if config.method == "sqrt":
-        counts = chen.sqrt_counts(n)
-        return Predicted(counts.peak, 3, counts.extra_forwards + counts.boundaries)
-    if config.method == "falling":
-        lengths = segment_lengths(n)
-        return Predicted(max(before + length for before, length in enumerate(lengths)), 4, n - lengths[-1])
-    if config.method == "halves":
-        levels = int(log2(n))
-        return Predicted(levels, levels + 2, n // 2 * levels)
-    if config.method == "chen-sqrt":
-        counts = chen.sqrt_counts(n)
-        return Predicted(counts.peak, 2, counts.extra_forwards)
-    if config.method == "chen-log":
-        return Predicted(chen.recursive_peak(n), 2, chen.recursive_extra_forwards(n))
-    assert config.snapshots is not None
-    return Predicted(None, None, revolve.advances(n, config.snapshots) - (n - 1))
-
-
-def run(config: ChainConfig, command: str = "", points: int = 0) -> Record:
-    """Measure one step of a chain on the CPU; the Record keeps about `points` events of its timeline.
-
-    Metrics in addition to the measured ones: ``activation_bytes`` of one tensor between blocks; ``gradient_bytes`` of
-    parameters at the peak; ``live``, the number of activations that fit into the rest of the peak, and ``rest_bytes``,
-    what is left then; ``runs_again``, the recomputed matrix products; ``predicted``, see `Predicted`.
-    """
-    torch.manual_seed(config.seed)
-    chain = Chain(*(Block(config.width) for _ in range(config.blocks)))
-    x = torch.randn(config.rows, config.width)
-    measurement = measured(chain, _step(chain, config), (x,))
-    peak = measurement.timeline.at(measurement.timeline.peak_index)
-    gradients = peak.get("gradients", 0)
-    live, rest = divmod(measurement.dynamic_peak_bytes - gradients, config.activation_bytes)
+    torch.manual_seed(0)
+    chain, x = Chain(*(Block(width) for _ in range(blocks))), torch.randn(rows, width)
+    measurement = measured(chain, PlannedStep(chain, partial(_planned, policy, snapshots)), (x,))
+    gradients = measurement.timeline.at(measurement.timeline.peak_index).get("gradients", 0)
+    live, rest = divmod(measurement.dynamic_peak_bytes - gradients, x.nbytes)
     assert measurement.flops is not None
-    again, left = divmod(measurement.flops - (3 * config.blocks - 1) * config.block_flops, config.block_flops)
+    product = 2 * rows * width**2  # FLOPs of a block's forward; the first block's backward has one product
+    again, left = divmod(measurement.flops - (3 * blocks - 1) * product, product)
     assert left == 0, "only matrix products of blocks count"
-    metrics = record_metrics(measurement) | {
-        "activation_bytes": config.activation_bytes,
-        "gradient_bytes": gradients,
-        "live": live,
-        "rest_bytes": rest,
-        "runs_again": again,
-        "predicted": predicted(config)._asdict(),
-    }
-    if points:
-        metrics["timeline"] = measurement.timeline.thinned(points).to_json()
-    return Record(EXPERIMENT, asdict(config), metrics, environment("cpu", command))
+    return Run(live, rest, again)
 
 
 def measured(model: nn.Module, step, args=(), kwargs=None) -> Measurement:
@@ -201,31 +106,11 @@ def measured(model: nn.Module, step, args=(), kwargs=None) -> Measurement:
     return measure(once, "cpu", resident=(model, *tensors), repeats=0)
 
 
-def _step(chain: Chain, config: ChainConfig):
-    if config.method in PLANNED:
-        return PlannedStep(chain, partial(_planned, config))
-    segments = {"plain": 1, "sqrt": isqrt(config.blocks), "falling": None}
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        if config.method == "halves":
-            return _halves(list(chain.blocks), x).sum()
-        return checkpoint_sequential(chain.blocks, segments[config.method], x).sum()  # pyright: ignore
-
-    return step
-
-
-def _planned(config: ChainConfig, graph) -> Any:  # whatever has a schedule
+def _planned(policy: str, snapshots: int | None, graph) -> Any:  # whatever has a schedule
     profile = profiled(graph)
-    if config.snapshots is None:
-        return plan(graph, policy=config.method, profile=profile)
-    return SimpleNamespace(schedule=revolve_chain.candidates(graph, profile)[config.snapshots - 1])
-
-
-def _halves(blocks: list, x):
-    if len(blocks) == 1:
-        return blocks[0](x)
-    half = len(blocks) // 2
-    return _halves(blocks[half:], checkpoint(_halves, blocks[:half], x))
+    if snapshots is None:
+        return plan(graph, policy=policy, profile=profile)
+    return SimpleNamespace(schedule=revolve_chain.candidates(graph, profile)[snapshots - 1])
 
 
 def within(graph, profile, budgets: Sequence[float], policies: Sequence[str]) -> list[dict]:

@@ -62,7 +62,9 @@ def curves_plot(measured: dict, predicted: dict, title: str, *, xlabel: str, yla
             axes.plot(list(points), list(points.values()), color=color, linestyle="none", marker=marker, markersize=6.5)
             handles.append(Line2D([], [], color=color, marker=marker, markersize=6, linewidth=1.6, label=name))
         handles.append(Line2D([], [], color=plots.TEXT, linestyle=plots.DASHES, linewidth=1.6, label="predicted"))
-        handles.append(Line2D([], [], color=plots.TEXT, linestyle="none", marker="o", markersize=6, label="measured"))
+        if measured:
+            marks = {"linestyle": "none", "marker": "o", "markersize": 6}
+            handles.append(Line2D([], [], color=plots.TEXT, label="measured", **marks))
         if "x" in logs:
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(FixedLocator(sorted({x for points in measured.values() for x in points})))

@@ -52,11 +52,11 @@ class Bars:
         return f"{self.batch_size} {items}"
 
 
-_BLOCKS = {"layers": 6, "dim": 256, "ff_dim": 1024, "head_dim": 64}
+_BLOCKS = {"layers": 4, "dim": 256, "ff_dim": 1024, "head_dim": 64}
 MODELS = (
-    Bars("transformer", "the Transformer of this chapter", "seq_len", (256, 1024, 4096), 4, _BLOCKS),
-    Bars("lm", "the same blocks as a language model", "seq_len", (1024, 4096), 4, {**_BLOCKS, "vocab_size": 8192}),
-    Bars("resnet18", "ResNet-18", "image_size", (128, 224), 16),
+    Bars("transformer", "the Transformer of this chapter", "seq_len", (1024, 4096), 4, _BLOCKS),
+    Bars("lm", "the same blocks as a language model", "seq_len", (1024,), 4, {**_BLOCKS, "vocab_size": 4096}),
+    Bars("resnet18", "ResNet-18", "image_size", (224,), 16),
 )
 
 
