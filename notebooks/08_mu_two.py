@@ -390,9 +390,9 @@ assert max(size, planned_size) <= limit
 print(f"per-block {size / MIB:.2f} MiB, mu-two {planned_size / MIB:.2f} MiB for {plan.cost:.0%} added time")
 
 # %% [markdown]
-# Both steps keep the limit, and the published claims for a Transformer hold on this small model: a batch up to three
-# times as large, for 20 % to 30 % of added time. The factor cannot exceed the ratio of the slopes. With little memory,
-# $m_0$ dominates and no method gains much.
+# Both steps keep the limit. On this small model the result agrees with a published claim for Transformers: batches up to
+# three times as large, for 20 % to 30 % of added time. (The added time is planned with calibrated rates.) As memory
+# grows, the factor approaches the ratio of the slopes. With little memory $m_0$ dominates, and no method gains much.
 #
 # (`ackpt batch-size --model resnet50 --batches 4,8,16 --methods plain,per-block,mu-two` compares other models.)
 #
