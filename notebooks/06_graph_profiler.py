@@ -22,8 +22,7 @@
 # | $w_i$ | bytes that $i$ allocates only while it runs, its *workspace* |
 # | $m_i$ | dynamic bytes that are live after $i$ |
 # | $S$, $n$, $k$ | bytes of one activation of a chain; number of its activations; every $k$-th is saved |
-# | $T$, $V$ | tokens; size of the vocabulary |
-# | $d$, $f$, $h$ | width of the model; width inside the MLP; heads |
+# | $T$, $V$; $d$, $f$, $h$ | tokens, size of the vocabulary; width of the model, width inside the MLP, heads |
 #
 # Part I measured steps from outside and chose by hand what to recompute. Part II looks inside: a planner must know
 # every operation before it can decide about any of them.
@@ -31,7 +30,6 @@
 # %%
 import collections
 import copy
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -92,8 +90,8 @@ for node in joint.nodes:
 #
 # ## Live bytes and the peak
 #
-# Memory is allocated and freed per *storage*, not per node. `t` computes nothing: it is a *view*, a tensor in the
-# storage of another one. A storage is allocated by its first node and freed after the last node that reads it or a view
+# Memory is allocated and freed per *storage*, not per node. `t` and `detach` compute nothing: their results are *views*,
+# tensors in the storage of another one. A storage is allocated by its first node and freed after the last node that reads it or a view
 # of it. Before operation $i$, $m_{i-1}$ bytes are live, so
 #
 # $$ m_i = m_{i-1} + b_i - r_i , \qquad \text{peak} = \max_i \, (m_{i-1} + b_i + w_i) . $$
@@ -151,7 +149,6 @@ def measured(forward, model, *args, **kwargs):
 predicted = max(live + freed for _, _, freed, live in rows)
 tiny_step = measured(tiny, tiny, x, labels)
 print(f"predicted {predicted} bytes, measured {tiny_step.dynamic_peak_bytes}")
-assert predicted == tiny_step.dynamic_peak_bytes
 
 # %% [markdown]
 # The prediction is exact to the byte. (In this model the peak comes late, because the gradients are larger than the
@@ -161,10 +158,9 @@ assert predicted == tiny_step.dynamic_peak_bytes
 
 # %%
 tiny_graph = ackpt.trace(tiny, x, labels)
-nodes, boundary = tiny_graph.nodes, tiny_graph.boundary
 for s in tiny_graph.storages:
-    if s.category in ("activation", "temporary") and s.producer < boundary:
-        names = ", ".join(nodes[i].name for i in s.nodes)
+    if s.category in ("activation", "temporary") and s.producer < tiny_graph.boundary:
+        names = ", ".join(tiny_graph.nodes[i].name for i in s.nodes)
         fate = f"saved until node {s.last_bw_access}" if s.first_bw_access else "not needed by backward"
         print(f"{s.bytes:4} B  {fate:22}  {names}")
 ackpt.plan(tiny_graph, policy="none").saved_bytes
@@ -197,6 +193,7 @@ baseline = ackpt.plan(lm_graph, policy="none", profile=lm_profile).schedule
 predicted = simulate(lm_graph, lm_profile, baseline).peak_bytes
 lm_step = measured(lm, lm, *call, **targets)
 print(f"predicted peak {predicted:,} B, measured {lm_step.dynamic_peak_bytes:,} B")
+assert predicted == lm_step.dynamic_peak_bytes
 
 # %% [markdown]
 # :::{admonition} Takeaway
@@ -289,21 +286,23 @@ def activations(graph):
 
 short = ackpt.trace(Chain(4, 2**18))
 a1, a2, a3, a4 = activations(short)
-producer = {s.id: short.nodes[s.producer].name for s in short.storages}
 for one in lower(short, [a1, a3, a4]).backward:
-    if one.kind == "compute" and short.nodes[one.id].target.startswith("aten.tanh"):
+    if one.kind == "compute" and "tanh" in short.nodes[one.id].target:
         print("compute", short.nodes[one.id].name)
     elif one.kind == "free" and one.id in (a1, a2, a3, a4):
-        print("free   ", producer[one.id])
+        print("free   ", short.nodes[short.storages[one.id].producer].name)
+for saved in ([a1, a2, a3, a4], [a1, a3, a4]):
+    peak = simulate(short, ackpt.profile(short, workspace="measured"), lower(short, saved)).peak_bytes
+    print(f"{len(saved)} activations saved: peak {peak / 2**20:.1f} activations")
 
 # %% [markdown]
-# Recomputing one activation adds one line to backward, `compute tanh_1`, right before its only reader. From the end of
-# forward until there, its bytes are not live.
+# Recomputing one activation adds one line to backward, `compute tanh_1`, right before its only reader. Its bytes are not
+# live at the peak, where backward begins.
 #
 # ## A plan is an order, not a set
 #
-# "Save these, recompute the others" sounds like a plan, but it does not say when to recompute. Take a chain of $n = 16$
-# activations of $S$ bytes, save every $k$-th with $k = 4$, and recompute the others in three orders:
+# "Save these, recompute the others" does not say *when* to recompute. Take a chain of $n = 16$ activations of $S$ bytes,
+# save every $k$-th with $k = 4$, and recompute the others in three orders:
 #
 # - **Early**: recompute all missing activations when backward begins. Then all $n$ are live, together with the first
 #   gradient.
@@ -413,10 +412,10 @@ weights.hash == tiny_graph.hash, rows.hash == tiny_graph.hash
 # ## Random numbers, and what must not happen twice
 #
 # Two kinds of operations must not simply run a second time. Dropout would draw another mask, and BatchNorm in training
-# updates its running statistics, which must happen once per step. The planned step *replays* dropout: forward saves the
-# RNG state, and recomputation restores it. It recomputes BatchNorm by an operation that does not update the statistics.
-# We train for three steps with nothing saved, and compare all parameters and statistics bit for bit with the
-# baseline's; then the same with PyTorch's checkpoint:
+# updates its running statistics, which must happen once per step. A planned step *replays* dropout: forward saves the RNG
+# state, and recomputation restores it. It recomputes BatchNorm by an operation that does not update the statistics. We
+# train for three steps, first planned with nothing saved, then with PyTorch's checkpoint. All parameters and statistics
+# are compared bit for bit with the baseline's:
 
 
 # %%
@@ -437,7 +436,7 @@ def train(way):
 ways = {
     "baseline": lambda model: model,
     "planned": lambda model: PlannedStep(model, lambda graph: SimpleNamespace(schedule=lower(graph, ()))),
-    "checkpoint": lambda model: partial(checkpoint, model, use_reentrant=False),
+    "checkpoint": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
 }
 states = {name: train(way) for name, way in ways.items()}
 for name, state in states.items():
@@ -445,8 +444,7 @@ for name, state in states.items():
     print(f"{name:10} {state['1.num_batches_tracked']} batches, wrong: {', '.join(wrong) or 'nothing'}")
 
 # %% [markdown]
-# Operations that change their arguments, and collectives, cannot be recomputed at all. `ackpt` refuses with an error
-# that names the operation.
+# Operations that change their arguments, and collectives, cannot be recomputed: `ackpt` raises an error that names them.
 #
 # ## Predicted peaks equal measured peaks
 #
@@ -538,8 +536,7 @@ def save_products(graph):
 
 
 frugal = measured(PlannedStep(lm, save_products), lm, *call, **targets)
-share = frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes
-print(f"{share:.2f} of the baseline's peak, {frugal.flops - lm_step.flops} recomputed FLOPs")
+print(f"{frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes:.2f} of the baseline's peak, {frugal.flops - lm_step.flops} recomputed FLOPs")
 
 # %% [markdown]
 # More than a third of the peak, without recomputing a FLOP. It still costs time, because the recomputed elementwise
@@ -547,18 +544,15 @@ print(f"{share:.2f} of the baseline's peak, {frugal.flops - lm_step.flops} recom
 #
 # ## What we have seen
 #
-# - A training step is one graph. Memory is saved and freed per storage.
-# - $m_i = m_{i-1} + b_i - r_i$ gives the peak of a step. The allocator agrees to the byte, for the baseline and for
-#   planned steps.
-# - Without checkpointing, the peak of a language model comes where backward begins: all activations are live, and the
-#   first gradients of the loss.
+# - A training step is one graph. Memory is allocated and freed per storage, and $m_i = m_{i-1} + b_i - r_i$ gives the
+#   peak. The allocator agrees to the byte, for the baseline and for planned steps.
+# - Without checkpointing, the peak of a language model comes where backward begins.
 # - A plan is an order: one set of saved activations has three peaks in three orders.
-# - Random operations are replayed, and statistics are updated once.
 #
 # ## Appendix: names, places, shapes
 #
-# A planning tool profiles, decides and rewrites. If each part captures the model in its own form, it has to look up
-# what the others found, and most keys fail without an error:
+# If profiler, planner and rewriter each capture the model in their own form, they need a key to look up operations. Most
+# keys fail without an error:
 #
 # - **Names** differ between captures, and a rewritten graph contains one operation under several names, as above.
 # - **Positions** shift as soon as operations are recomputed.

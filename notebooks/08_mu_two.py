@@ -31,7 +31,6 @@
 # paper trains several models on one GPU; this chapter applies its algorithms to a single model.
 
 # %%
-from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -103,9 +102,7 @@ for linear, tanh in zip(net[0:10:2], net[1:10:2]):
 # frees. Swapping frees 8 GB/s, since the link has 16 GB/s in one direction and every byte moves twice. So all five
 # recomputations are faster than the copies. But copies can overlap with compute, and then they cost nothing. Swapping
 # therefore ranks activations by their *inactive time*: the run time of the operations between the last use in forward
-# and the first use in backward.
-#
-# `ackpt` computes both for every activation of a graph ({doc}`06_graph_profiler`):
+# and the first use in backward. `ackpt` computes both for every activation of a graph ({doc}`06_graph_profiler`):
 
 # %%
 graph = ackpt.trace(net, x)
@@ -117,15 +114,16 @@ for i in intermediates:
 assert all(abs(i.recompute_ratio / by_hand - 1) < 1e-6 for i, by_hand in zip(intermediates, ratios))
 
 # %% [markdown]
-# The first five lines agree with our ratios. The last one is the output of the network, which the loss reads.
-#
-# A language model of three blocks shows the two orders on more activations:
+# The first five ratios are ours. The last line is the output of the network, which the loss reads. Here are the same two
+# quantities for a language model of three blocks:
 
-# %% alt="Scatter of the activations of the language model: inactive milliseconds to the right, gigabytes freed per second of recomputation upwards, logarithmic. Outputs of products and elementwise operations lie between ten and two hundred, above the dashed line of the link at eight gigabytes per second; the small outputs of norms and sums lie below it, the loss lowest."
+# %%
 sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
 lm = models.LanguageModel(models.TransformerConfig(**sizes, layers=3))
 tokens = torch.randint(256, (512,))
 words = tokens, torch.tensor([0, 512], dtype=torch.int32), 512, tokens.roll(-1)
+
+# %% alt="Scatter of the activations of the language model: inactive milliseconds to the right, gigabytes freed per second of recomputation upwards, logarithmic. Outputs of products and elementwise operations lie between ten and two hundred, above the dashed line of the link at eight gigabytes per second; the small outputs of norms and sums lie below it, the loss lowest."
 lm_graph = ackpt.trace(lm, *words)
 lm_profile = ackpt.profile(lm_graph, t4)
 kinds = {"products and attention": [], "sums and norms": [], "other elementwise": []}
@@ -140,11 +138,10 @@ path = plots.save(figure, "results/figures/08_ratios.png")
 figure
 
 # %% [markdown]
-# *Inactive time and recompute ratio of the activations of a language model, with the rates of a T4. Most activations
-# can be recomputed faster than the link moves them out and back.*
+# *Inactive time and recompute ratio of the activations of a language model, with the rates of a T4. The device recomputes
+# those above the dashed line faster than the link moves them out and back.*
 #
-# Recomputation pays least for the outputs of norms and sums: they have few bytes, but recomputing them reads a whole
-# tensor.
+# Sums and norms have the lowest ratios: their outputs have few bytes, but recomputing them reads a whole tensor.
 #
 # ## The algorithm
 #
@@ -232,9 +229,8 @@ assert plans["ilp"].cost <= plans["mu-two"].cost
 
 # %% [markdown]
 # The optimum recomputes only `tanh`. mu-TWO also recomputes `tanh_4`, which it dropped first for its high ratio. This
-# gains nothing: the peak comes where backward begins, and backward begins with `tanh_4`, so it must be live at the peak
-# in any case. A ratio knows bytes and time, but not *when* the bytes are live. A greedy algorithm never takes back a
-# choice.
+# gains nothing: the peak comes where backward begins, and there backward needs `tanh_4` at once. A ratio knows bytes and
+# time, but not *when* the bytes are live, and a greedy algorithm never takes back a choice.
 #
 # ## One step, before and after
 #
@@ -253,9 +249,7 @@ def measured(forward):
 planned = ackpt.compile(lm, *words, budget=0.4, policy="mu-two")
 before, after = measured(lm), measured(planned)
 assert after.dynamic_peak_bytes == planned.plan.dynamic_peak_bytes <= planned.plan.limit_bytes
-again = [a.name.rstrip("_0123456789") for a in planned.plan.activations if a.fate == "recomputed"]
 print(f"added time {planned.plan.cost:.1%} by calibrated rates, {after.flops / before.flops - 1:.1%} more FLOPs")
-print(", ".join(f"{count} {kind}" for kind, count in Counter(again).most_common(5)))
 
 # %% alt="Live memory of two training steps of the language model side by side. Before: activations rise in three equal stretches to a peak of temporaries at the boundary. After: a flat ramp of saved activations, and waves of temporaries, the recomputed activations, in backward while gradients grow."
 timelines = {"before": before.timeline, "mu-two": after.timeline}
@@ -267,8 +261,7 @@ figure
 # *Measured live memory of one step of the language model, without a plan and with a mu-TWO plan for 40 % of the
 # baseline's dynamic peak.*
 #
-# The measured peak equals the planned one to the byte (the cell asserts it). The plan recomputes mostly operations that
-# move many bytes for few FLOPs.
+# The measured peak equals the planned one to the byte (the cell asserts it).
 #
 # ## When a copy is free
 #
@@ -333,8 +326,7 @@ for name in ("t4", "h200"):
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# Swap where layers are wide and the device is slow. Recompute elementwise operations first, products last. Three rates
-# decide: FLOPs, memory and link.
+# Three rates decide: FLOPs, memory and link. Swap where layers are wide and the device is slow.
 # :::
 #
 # ## The largest batch
