@@ -147,8 +147,9 @@ figure
 #
 # mu-TWO compares two candidates: the activation that stays inactive longest, for swapping, and the one with the highest
 # ratio, for recomputation. It takes the one with less overhead, and repeats. The overhead of a swap is the part of its
-# copies that does not overlap with compute. Each operation can hide only one copy at a time, so `Link` remembers how
-# much run time is left. `drop` removes an activation and updates the prices of the others.
+# copies that does not overlap with compute. Each operation can hide only one copy at a time, so `Link` takes the run
+# time of every operation (`costs`) and remembers what is left of it. `drop` removes an activation and updates the prices
+# of the others.
 
 # %%
 hiding, kept, dropped, moved = Link(costs(graph, profile), graph.boundary), list(intermediates), [], []
