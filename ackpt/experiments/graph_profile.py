@@ -1,4 +1,4 @@
-"""What the graph of a step says, by category and by part of the model, and whether that is what is measured."""
+"""What the graph of a step says, by category, and whether that is what is measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ackpt.costs.profiles import profile as profiled
 from ackpt.metering.meter import measure
 from ackpt.metering.timeline import Timeline
 from ackpt.planner import plan
-from ackpt.planning.plan import RECOMPUTED, SAVED, Plan
+from ackpt.planning.plan import RECOMPUTED, Plan
 from ackpt.planning.simulator import simulate
 from ackpt.running.captured_step import CapturedStep
 
@@ -26,26 +26,6 @@ def breakdown(graph, planned: Plan) -> Timeline:
     categories = {name: (sizes[kind],) * events for name, kind in _BELOW.items() if sizes[kind]}
     live = tuple(planned.resident_bytes + size for size in planned.timeline.live)
     return Timeline(live, {**categories, **planned.timeline.categories}, planned.timeline.boundary)
-
-
-def by_part(graph, profile, planned: Plan, part) -> dict[str, dict[str, int]]:
-    """Bytes that every part of the model saves for backward, and FLOPs of its forward.
-
-    Args:
-        part: maps a module's qualified name (``""``: the model itself) to the name of its part.
-
-    Returns:
-        ``{part: {"bytes": saved for backward, "flops": of its forward}}``, in the order of the forward.
-    """
-    parts: dict[str, dict[str, int]] = {}
-    for node in graph.nodes[: graph.boundary]:
-        if node.inputs:
-            row = parts.setdefault(part(node.module), {"bytes": 0, "flops": 0})
-            row["flops"] += profile.flops[node.id]
-    for activation in planned.activations:
-        if activation.fate == SAVED:
-            parts[part(activation.module)]["bytes"] += activation.bytes
-    return parts
 
 
 def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int):

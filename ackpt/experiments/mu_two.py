@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.planning.offload_steps import offloadable, offloaded
-from ackpt.planning.schedule import Schedule, everything, lower
+from ackpt.planning.schedule import everything
 from ackpt.planning.simulator import peak_of, step_peaks
 from ackpt.policies.mu_two import State, schedules_of, states
-from ackpt.policies.search.intermediates import Intermediate, Link, drop, intermediates
+from ackpt.policies.search.intermediates import Intermediate, intermediates
 from ackpt.policies.search.recompute_costs import costs
 
 
@@ -32,21 +31,19 @@ def intermediates_of(graph: JointGraph, profile) -> list[Intermediate]:
 class Choice:
     """One choice of algorithm B and its effects.
 
-    ``chosen``: name, None before the first choice; ``recompute_ratio``, ``total_recomp_time``: of every intermediate
-    that is neither dropped nor swapped, by name, after the choice; ``recomp_time``: of those that are dropped;
-    ``saved_bytes``: saved on the device for backward. Dynamic peaks: ``printed_bytes`` as the printed algorithm G
-    estimates them, ``blind_bytes`` as it does with its start corrected, ``once_bytes`` and ``each_bytes`` simulated:
-    the former with every recomputation shared, the latter with each intermediate recomputed for itself.
+    ``chosen``: name, None before the first choice; ``total_recomp_time``: of every intermediate that is neither dropped
+    nor swapped, by name, after the choice; ``recomp_time``: of those that are dropped; ``saved_bytes``: saved on the
+    device for backward. Dynamic peaks: ``printed_bytes`` as the printed algorithm G estimates them, ``once_bytes`` and
+    ``each_bytes`` simulated: the former with every recomputation shared, the latter with each intermediate recomputed
+    for itself.
     """
 
     chosen: str | None
     is_swap: bool
-    recompute_ratio: dict[str, float]
     total_recomp_time: dict[str, float]
     recomp_time: dict[str, float]
     saved_bytes: int
     printed_bytes: int
-    blind_bytes: int
     once_bytes: int
     each_bytes: int
 
@@ -71,25 +68,21 @@ def _choice(graph: JointGraph, profile, state: State, every: list[Intermediate])
     return Choice(
         chosen=None if state.chosen is None else name_of(graph, state.chosen),
         is_swap=state.is_swap,
-        recompute_ratio={name_of(graph, i): i.recompute_ratio for i in here},
         total_recomp_time={name_of(graph, i): i.total_recomp_time for i in here},
         recomp_time={name_of(graph, i): i.recomp_time for i in every if i not in state.kept},
         saved_bytes=sum(bytes_of[storage] for i in here for storage in i.storages),
-        printed_bytes=estimated(graph, profile, every, here, from_all=True),
-        blind_bytes=estimated(graph, profile, every, here, from_all=False),
+        printed_bytes=printed_peak(graph, profile, every, here),
         once_bytes=once,
         each_bytes=each,
     )
 
 
-def estimated(
-    graph: JointGraph, profile, every: list[Intermediate], kept: list[Intermediate], *, from_all: bool
-) -> int:
-    """The dynamic peak by algorithm G: the live bytes of the baseline, less the storages that are away at each node.
+def printed_peak(graph: JointGraph, profile, every: list[Intermediate], kept: list[Intermediate]) -> int:
+    """The dynamic peak by algorithm G as printed: never lower than the baseline's.
 
-    Intermediates that are not `kept` are away from their last access in the forward to their first in backward. The
-    estimate leaves out that other operations must run, and other storages live, to bring them back. With `from_all`, as
-    printed, backward begins with all of `every`; what comes back is added to that and deleted once.
+    Intermediates that are not `kept` are away from their last access in the forward to its end. But backward begins
+    with all of `every`, and what comes back is added to that and deleted once. The estimate leaves out that other
+    operations must run, and other storages live, to bring them back.
     """
     plain = everything(graph)
     orders = [[step.id for step in steps if step.kind == "compute"] for steps in (plain.forward, plain.backward)]
@@ -106,10 +99,8 @@ def estimated(
                 if node < graph.boundary:
                     begins = storage.producer if storage.last_fw_access is None else storage.last_fw_access
                     size -= storage.bytes if node > begins else 0
-                elif from_all:
-                    size += storage.bytes if node >= first else 0
                 else:
-                    size -= storage.bytes if node < first else 0
+                    size += storage.bytes if node >= first else 0
             most = max(most, size)
     return most
 
@@ -134,43 +125,3 @@ def along_paths(every: list[Intermediate], wanted: Intermediate) -> float:
     for each in sorted(every, key=lambda i: i.rank):
         seconds[each.rank] = each.recomp_time + sum(seconds[source] for source in each.recomp_srcs)
     return seconds[wanted.rank]
-
-
-@dataclass(frozen=True)
-class Decided:
-    """The result of algorithm B for a budget: its schedule, and how many intermediates it swaps and drops."""
-
-    schedule: Schedule
-    swapped: int
-    dropped: int
-
-
-def decided(graph: JointGraph, profile, limit_bytes: int, *, as_printed: bool = False) -> Decided | None:
-    """Algorithm B until the simulated peak fits, by the paper's loop; None if the candidates run out before.
-
-    With `as_printed` it evicts once before it looks at the peak, and when it recomputes, it removes from the candidates
-    the one it would have swapped. The profile must have times of copies.
-    """
-    analysis, kept, link = graph.analysis, intermediates_of(graph, profile), Link(costs(graph, profile), graph.boundary)
-    recomps: list[Intermediate] = []
-    swaps: list[Intermediate] = []
-    evicted = not as_printed
-    while True:
-        saved = analysis.must_be_saved.union(*(i.storages for i in kept))
-        schedule = lower(graph, saved)
-        away = {storage for i in swaps for storage in i.storages}
-        schedule = offloaded(graph, schedule, away.intersection(offloadable(graph, schedule)), profile, limit_bytes)
-        if evicted and peak_of(graph, schedule, profile.workspace_bytes) <= limit_bytes:
-            return Decided(schedule, len(swaps), len(recomps))
-        candidates = [i for i in kept if i not in swaps and i.can_recompute]
-        if not candidates:
-            return None
-        swap = max(candidates, key=lambda i: i.inactive_time)
-        recompute = max(candidates, key=lambda i: i.recompute_ratio)
-        if recompute.total_recomp_time < link.overhead(swap):
-            drop(swap if as_printed else recompute, recomps, kept)
-        else:
-            link.overhead(swap, spend=True)
-            swaps.append(swap)
-        swaps = [i for i in swaps if i in kept]
-        evicted = True

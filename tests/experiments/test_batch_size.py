@@ -89,17 +89,6 @@ def test_tables_say_what_was_measured_and_stand_beside_the_published_figures(rec
     assert report.file_name(records[2]) == "batch-size-transformer-B4-auto-0.7.json"
 
 
-def test_peaks_by_method_keep_measured_and_predicted_apart(records):
-    config = {**records[0].config, "batch_size": 2}
-    other = Record("batch-size-predicted", config, {"peak_bytes": 7}, records[0].environment)
-    sizes, measured, predicted = report.peaks([*records, other])
-    found = steps(records)
-    assert sizes == [2, 4, 8] and list(measured) == list(predicted) == ["plain", "per-block", "auto@0.7"]
-    assert measured["plain"] == [None, *(found[batch, "plain"]["peak_bytes"] for batch in (4, 8))]
-    assert predicted["plain"] == [7, *(found[batch, "plain"]["predicted_peak_bytes"] for batch in (4, 8))]
-    assert predicted["auto@0.7"][0] is None
-
-
 def test_a_measured_figure_is_never_compared_with_a_predicted_one(records):
     plain, planned = records[0], records[2]
     other = Record("batch-size-predicted", planned.config, planned.metrics, planned.environment)

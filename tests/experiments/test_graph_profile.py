@@ -1,11 +1,10 @@
-"""The account of a step by category and part, and its comparison with what the allocator hands out."""
+"""The account of a step by category, and its comparison with what the allocator hands out."""
 
 import pytest
 import torch
-from torch import nn
 
 import ackpt
-from ackpt.experiments.graph_profile import breakdown, by_part, compare, orders_plot, random_fates
+from ackpt.experiments.graph_profile import breakdown, compare, orders_plot, random_fates
 from ackpt.metering.timeline import Timeline
 from ackpt.models import LanguageModel, ResNet, ResNetConfig, TransformerConfig
 
@@ -38,29 +37,6 @@ def test_breakdown_adds_up_to_every_byte():
     assert found.categories["buffers"][0] == sum(b.nbytes for b in model.buffers())
     assert found.categories["inputs"][0] == sum(t.nbytes for t in (*args, *kwargs.values()))
     assert found.categories["optimizer"][0] == graph.optimizer_bytes > 0
-
-
-def test_parts_share_out_what_is_saved_and_computed():
-    model, args, kwargs = language_model()
-    graph = ackpt.trace(model, *args, **kwargs)
-    profile = ackpt.profile(graph)
-    planned = ackpt.plan(graph, profile=profile)
-    found = by_part(graph, profile, planned, lambda module: ".".join(module.split(".")[:2]))
-    assert list(found) == ["embedding", "blocks.0", "blocks.1", "norm", "head", ""]
-    assert sum(row["bytes"] for row in found.values()) == planned.saved_bytes
-    assert sum(row["flops"] for row in found.values()) == sum(profile.flops[: graph.boundary])
-    assert found["embedding"] == {"bytes": 4 * 12 * 8, "flops": 0}  # what it returns is the first block's input
-    assert found["head"]["flops"] == 2 * 12 * 8 * 7
-    assert found["blocks.0"] == found["blocks.1"]
-
-
-def test_parts_without_what_is_recomputed():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    graph = ackpt.trace(model, torch.ones(2, 4))
-    profile = ackpt.profile(graph)
-    fates = dict.fromkeys(("addmm", "tanh"), "recomputed")
-    planned = ackpt.plan(graph, policy="manual", profile=profile, fates=fates)
-    assert by_part(graph, profile, planned, lambda module: module)["1"] == {"bytes": 0, "flops": 0}
 
 
 def test_orders_plot_marks_every_peak():

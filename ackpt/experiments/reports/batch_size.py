@@ -7,7 +7,7 @@ from ackpt.experiments.batch_size import EXPERIMENT, LARGEST
 from ackpt.experiments.steps.named_steps import PLAIN, needs_limit
 from ackpt.metering.meter import memory_format
 
-from .tables import PERCENT, is_predicted, machine, mib, milliseconds, not_run, percent_change, published, ran, table
+from .tables import PERCENT, is_predicted, machine, mib, milliseconds, not_run, percent_change, published, table
 
 COLUMNS = {
     "batch_size": "batch",
@@ -85,20 +85,6 @@ def compared(record, baseline) -> dict:
         if other is not None and metrics["seconds_ratio"]["reference"] == PLAIN:
             figures["time"] = round(100 * (metrics["seconds_ratio"]["median"] - 1), 1)
     return figures
-
-
-def peaks(records) -> tuple[list[int], dict[str, list], dict[str, list]]:
-    """Batch sizes in order, and at each of them the measured and the predicted peaks by method; None if missing."""
-    steps = [r for r in ran(records) if r.experiment.startswith(EXPERIMENT)]
-    sizes = sorted({r.config["batch_size"] for r in steps})
-    measured: dict[str, list] = {r.config["method"]: [None] * len(sizes) for r in steps}
-    predicted: dict[str, list] = {method: [None] * len(sizes) for method in measured}
-    for record in steps:
-        method, index = record.config["method"], sizes.index(record.config["batch_size"])
-        if how(record) == "measured":
-            measured[method][index] = record.metrics["peak_bytes"]
-        predicted[method][index] = record.metrics.get("predicted_peak_bytes", record.metrics["peak_bytes"])
-    return sizes, measured, predicted
 
 
 def largest_rows(records) -> list[dict]:

@@ -159,7 +159,22 @@ def drop(chosen: Intermediate, recomps: list[Intermediate], kept: list[Intermedi
 
 
 class Link:
-    """The link to the host: run time that copies can still overlap with, by node (algorithm C)."""
+    """The link to the host: run time that copies can still overlap with, by node (algorithm C).
+
+    Args:
+        run_time: seconds by node.
+        boundary: the first node of the backward.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.policies import mu_two
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> graph = ackpt.trace(model, torch.ones(4, 8))
+        >>> profile = ackpt.profile(graph, "t4")
+        >>> (tanh,) = next(mu_two.states(graph, profile)).candidates
+        >>> 0 < Link(profile.seconds, graph.boundary).overhead(tanh) <= 2 * tanh.swap_time
+        True
+    """
 
     def __init__(self, run_time, boundary: int):
         self.left = list(run_time)
