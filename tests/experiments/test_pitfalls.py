@@ -1,0 +1,29 @@
+"""Do the pitfalls tell a wrong checkpoint from a correct one?"""
+
+from functools import partial
+
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import ackpt
+from ackpt.experiments.pitfalls.checkpoints import STEPS, plain, verdicts
+
+RAISES = {
+    "create_graph=True",
+    "parameter changed before backward",
+    "input overwritten",
+    "recomputation returns another shape",
+    "plain Python value changed",
+}
+NOT_DETECTED = {"constant tensor from a changed value"}
+
+
+def test_checkpoints():
+    reentrant = partial(torch_checkpoint, use_reentrant=True)
+    rows = verdicts({"plain": plain, "ackpt": ackpt.checkpoint, "reentrant": reentrant})
+    assert [row["pitfall"] for row in rows] == list(STEPS)
+    expected = {name: "error" if name in RAISES else "wrong" if name in NOT_DETECTED else "right" for name in STEPS}
+    assert {row["pitfall"]: row["ackpt"] for row in rows} == expected
+    assert {row["pitfall"] for row in rows if row["plain"] != "right"} == {"parameter changed before backward"}
+    assert sum(row["reentrant"] == "wrong" for row in rows) > 8
+
+
