@@ -9,9 +9,8 @@
 #
 # - Write a checkpoint in ten lines, and derive what it saves, what it recomputes and what that costs.
 # - Predict the peak of a chain of $n$ layers in $k$ regions, and check it to the byte.
-# - See where ten lines silently give wrong gradients, and fix them in thirty.
-# - Know what `ackpt.checkpoint` adds, and what it costs.
-# - Nest regions, and checkpoint a whole model without changing its code.
+# - See where ten lines silently give wrong gradients, and fix them in thirty. Know what `ackpt.checkpoint` adds.
+# - Nest regions, checkpoint a whole model without changing its code, and measure what a region costs.
 #
 # ## Notation
 #
@@ -192,7 +191,7 @@ figure
 
 # %% [markdown]
 # The timeline of the step in 8 regions shows the mechanism. The teeth on the left are first forwards: each region
-# drops its activations when it ends, and leaves its output as a boundary. The teeth on the right are recomputations.
+# drops its activations when it ends, and its output becomes a boundary. The teeth on the right are recomputations.
 
 # %% alt="Live memory of a chain of 64 layers in 8 regions: eight teeth that rise step by step during the forward and, after the start of backward, eight teeth that are a little higher and step down."
 figure = plots.timeline_plot(runs[3].timeline, "")
@@ -200,7 +199,7 @@ path = plots.save(figure, "results/figures/02_timeline.png")
 figure
 
 # %% [markdown]
-# *The forward of a chain in 8 regions leaves eight boundaries. The recomputation of each region needs a little more
+# *The forward of a chain in 8 regions leaves seven boundaries. The recomputation of each region needs a little more
 # memory than its first forward.*
 #
 # :::{admonition} Takeaway
@@ -375,15 +374,6 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # - **Both runs are compared**, operation by operation, with their numeric arguments. A branch that is taken differently
 #   and a changed setting raise an error.
 #
-# The node of a region shows the second half of the first point. The input requires no grad, but the weight and the bias
-# are inputs of the node:
-
-# %%
-y = ackpt.checkpoint(nn.Linear(2, 3), torch.ones(1, 2))
-leaves = [node.variable.shape for node, _ in y.grad_fn.next_functions if node is not None]
-y.grad_fn.name(), leaves
-
-# %% [markdown]
 # ### A case that no checkpoint detects
 #
 # The last row of the table remains: a setting that changes before backward and reaches the operations only as the
@@ -600,7 +590,6 @@ print(f"wide:   {saved_by(wide):,} = 4 x {4 * size:,}")
 #   too.
 # - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, with the exception above. The code is
 #   in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
-# - The guarantees cost microseconds per region; the recomputation costs a forward.
 #
 # ## Sources
 #

@@ -1,10 +1,11 @@
-"""Do the pitfalls tell a wrong checkpoint from a correct one?"""
+"""Do the pitfalls tell a wrong checkpoint, and a wrong copy, from a correct one?"""
 
 from functools import partial
 
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ackpt
+from ackpt.experiments.pitfalls import copies
 from ackpt.experiments.pitfalls.checkpoints import STEPS, plain, verdicts
 
 RAISES = {
@@ -27,3 +28,7 @@ def test_checkpoints():
     assert sum(row["reentrant"] == "wrong" for row in rows) > 8
 
 
+def test_copies():
+    *races, pinned = copies.outcomes()
+    assert [(row["with the bug"], row["with the fix"]) for row in races] == [("wrong bytes", "correct")] * 4
+    assert (pinned["with the bug"], pinned["with the fix"]) == ("48 allocations", "8 allocations")
