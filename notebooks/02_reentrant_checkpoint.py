@@ -339,7 +339,8 @@ for run in (model, functools.partial(checkpoint, model)):
 # The table runs 19 steps like those above, each in a few lines, with five checkpoints:
 # `ackpt.experiments.pitfalls.checkpoints` has their code, and {doc}`../pitfalls` explains them. PyTorch's reentrant form
 # is a full version of the ten lines. Its non-reentrant form is another design: it intercepts every tensor that autograd
-# would save, drops it, and recomputes the region when backward first reads one.
+# would save, drops it, and recomputes the region when backward first reads one. Without a checkpoint, the third step
+# raises an error, so *error* is the correct outcome there.
 
 # %% tags=["hide-input"]
 torch_checkpoints = {
