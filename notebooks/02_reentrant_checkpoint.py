@@ -144,7 +144,7 @@ ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward()) / baseli
 #
 # A single region around all layers gains nothing: its recomputation holds all $n$ activations again. One region per
 # layer saves all $n$ inputs. The optimum is in between. Cut a chain of $n$ layers, each of which saves its input, into
-# $k$ regions. During the backward of region $i$, these tensors are live:
+# $k$ regions (Chen et al. call them segments). During the backward of region $i$, these tensors are live:
 #
 # - the $i - 1$ *boundaries*, which are the inputs of the regions 2 to $i$ (the input of the first is $x$);
 # - the $\ell_i$ activations that the region has just recomputed;
@@ -224,7 +224,7 @@ y = TenLines.apply(linear, data)
 y.requires_grad
 
 # %% [markdown]
-# The output does not require grad, because no input of the `autograd.Function` does. This layer never learns, and
+# The output does not require grad, because no input of the `autograd.Function` does. The layer never learns, and
 # nothing warns. The fix: make the parameters inputs of the function, too. Then they get their gradients through the
 # outer graph. (PyTorch's reentrant checkpoint calls `backward` inside the region instead, so it still needs an input
 # that requires grad.)
@@ -466,9 +466,9 @@ saved_bytes - 4 * (T * ((L - 1) * d + d + 1 + d) + T * d + 1)
 # %% [markdown]
 # ## What a region costs
 #
-# The additions of `ackpt.checkpoint` take some microseconds per region, whatever the region computes. To make this time
+# The additions of `ackpt.checkpoint` take a fixed time per region, whatever the region computes. To make this time
 # visible, the next cell times a tiny region, two linear layers of width 8, and a Transformer block with 512 tokens. All
-# contenders take turns. Compare the *ratios*; the times depend on the machine.
+# contenders take turns. Compare the *ratios*; the times depend on the machine and its load.
 
 # %% tags=["measured-time", "nbval-ignore-output", "hide-input"]
 tiny, few = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
@@ -482,9 +482,9 @@ def repeated(times, call, *arguments):
         call(*arguments).sum().backward()
 
 
-for name, times, arguments in (("tiny region", 50, (tiny, few)), ("Transformer block", 1, (block, *inputs))):
+for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer block", 1, (block, *inputs))):
     steps = {label: functools.partial(repeated, times, call, *arguments) for label, call in contenders.items()}
-    compared = compare_seconds(steps, repeats=10)
+    compared = compare_seconds(steps, repeats=7)
     print(f"{name}: one forward and backward")
     for label, ratio in compared.ratios.items():
         microseconds = compared.seconds[label].median / times * 1e6
@@ -495,7 +495,7 @@ for name, times, arguments in (("tiny region", 50, (tiny, few)), ("Transformer b
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The guarantees cost microseconds per region, and the recomputation costs a forward per region. For regions as large as
+# The guarantees cost a fixed time per region, and the recomputation costs a forward per region. For regions as large as
 # a Transformer block only the second matters: make regions large, and leave the guarantees on.
 # :::
 

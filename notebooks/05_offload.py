@@ -91,8 +91,9 @@ all(map(torch.equal, expected, train(save_on_cpu())))
 
 # %% [markdown]
 # `save_on_cpu` installs a pair of functions, *pack* and *unpack*. Autograd calls pack for each tensor that it saves, and
-# unpack when backward reads the tensor. Our own pair takes ten lines. (On a GPU, `host` would be
-# `torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)`.)
+# unpack when backward reads the tensor. Tensors that are on the CPU already are not copied, so here the context changes
+# nothing. Our own pair copies them. (On a GPU, `host` would be `torch.empty(tensor.shape, dtype=tensor.dtype,
+# pin_memory=True)`.)
 
 
 # %%
@@ -163,9 +164,9 @@ all(map(torch.equal, expected, train(saved_tensors_hooks(pack_async, unpack_asyn
 # %% [markdown]
 # ## Five rules for copies
 #
-# Work no longer runs in the order of the lines, and that makes offload hard. In `pack_async`, the submitted
-# work refers to `tensor` until the copy has run. Otherwise, the allocator could give the memory to the next tensor. The
-# next cell shows that *race*. To make it fail every time, the copy is delayed until the next tensor has been written.
+# Work no longer runs in the order of the lines, and that makes offload hard. In `pack_async`, the submitted work refers
+# to `tensor` until the copy has run. Otherwise, the allocator could give the memory to the next tensor. The next cell
+# shows that *race*. To make it fail every time, the copy is delayed until the next tensor has been written.
 
 
 # %%
@@ -414,8 +415,8 @@ path = write_text_atomic("results/tables/05_ways.md", markdown_table(way_rows, c
 # ```{include} ../../results/tables/05_ways.md
 # ```
 #
-# All gradients are bit-identical. Offloading the inputs lowers the checkpointed peak by $(n - 1 - h) \, S$, here ten
-# inputs of 0.125 MiB. Without recomputation, the peak is lowest: one *operation* at a time needs its tensors on the
+# All gradients are bit-identical. Offloading the inputs lowers the checkpointed peak by $(n - 1 - h) \, S$, here by ten
+# inputs. Without recomputation, the peak is lowest: one *operation* at a time needs its tensors on the
 # device, not one region. The price is the last column: all activations must be copied out and back, many times the
 # bytes of the inputs alone.
 
