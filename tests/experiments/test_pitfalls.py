@@ -1,0 +1,34 @@
+"""Do the pitfalls tell a wrong checkpoint, and a wrong copy, from a correct one?"""
+
+from functools import partial
+
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import ackpt
+from ackpt.experiments.pitfalls import copies
+from ackpt.experiments.pitfalls.checkpoints import STEPS, plain, verdicts
+
+RAISES = {
+    "create_graph=True",
+    "parameter changed before backward",
+    "input overwritten",
+    "recomputation returns another shape",
+    "plain Python value changed",
+}
+NOT_DETECTED = {"constant tensor from a changed value"}
+
+
+def test_checkpoints():
+    reentrant = partial(torch_checkpoint, use_reentrant=True)
+    rows = verdicts({"plain": plain, "ackpt": ackpt.checkpoint, "reentrant": reentrant})
+    assert [row["pitfall"] for row in rows] == list(STEPS)
+    expected = {name: "error" if name in RAISES else "wrong" if name in NOT_DETECTED else "right" for name in STEPS}
+    assert {row["pitfall"]: row["ackpt"] for row in rows} == expected
+    assert {row["pitfall"] for row in rows if row["plain"] != "right"} == {"parameter changed before backward"}
+    assert sum(row["reentrant"] == "wrong" for row in rows) > 8
+
+
+def test_copies():
+    *races, pinned = copies.outcomes()
+    assert [(row["with the bug"], row["with the fix"]) for row in races] == [("wrong bytes", "correct")] * 4
+    assert (pinned["with the bug"], pinned["with the fix"]) == ("48 allocations", "8 allocations")
