@@ -143,6 +143,21 @@ print(f"predicted {4 * T * A:,}  measured {counted:,}")
 # %%
 ackpt.print_saved(block, x, sequences, 256)
 
+# %% tags=["hide-input"]
+from ackpt.experiments.reports import schematics
+from ackpt.experiments.widgets.block_stack import block_stack
+
+schematics.publish(block_stack(), "01_stack")
+
+# %% [markdown]
+# The animation stacks these tensors, and the input of the block, in the order in which the forward saves them; together
+# they have $A$ elements per token, and backward frees them from the top.
+#
+# ```{schematic-explorer} ../../results/explorer/01_stack.json
+# :image: ../../results/figures/01_stack.png
+# :alt: A stack of the 15 tensors that one Transformer block saves, each as high as it has elements per token. The forward builds the stack from the input of the block at the bottom to the output of GELU at the top, and backward removes it from the top. The output of the up-projection and the output of GELU are nearly half of it.
+# ```
+
 # %% [markdown]
 # **The whole model.** $L$ blocks save $A$ elements per token each, but the first block's input is resident. The last
 # norm saves its input and one scale per token, and the loss saves the norm's output: $L A + d + 1$ elements per token
@@ -200,6 +215,20 @@ figure
 for name, size in measured.categories.items():
     print(f"{name:12} {memory_format(size):>10}")
 print(f"{'peak':12} {memory_format(measured.peak_bytes):>10}")
+
+# %% tags=["hide-input"]
+from ackpt.experiments.widgets.chain_steps import chain_steps
+
+schematics.publish(chain_steps(["baseline"]), "01_chain")
+
+# %% [markdown]
+# The animation shows the same triangle for a smaller model, operation by operation: a chain of 12 layers, each a linear
+# operation and a GELU.
+#
+# ```{schematic-explorer} ../../results/explorer/01_chain.json
+# :image: ../../results/figures/01_chain.png
+# :alt: The forward of a chain as a row of circles and its backward as a row of squares below, with live memory over the operations of one step. The forward fills circle after circle, and all stay filled until backward begins. Backward runs from the last square to the first and empties the circle that each square has read. Live memory is a triangle whose tip is where backward begins.
+# ```
 
 # %% [markdown]
 # ## Tokens or parameters?

@@ -43,11 +43,11 @@ const memory = (svg, width, { categories, live, highest, frame, ends, peak, refe
     below = above;
   });
   if (line) parts.push(`<path class="line" d="M${line.map((bytes, i) => `${fixed(x(i))} ${fixed(y(bytes))}H${fixed(x(i + 1))}`).join("L")}"/>`);
-  if (reference) parts.push(`<path class="reference" d="M${left} ${fixed(y(reference))}H${right}"/>`);
+  parts.push(`<path class="reference" d="M${left} ${fixed(y(reference))}H${right}"/>`);
   parts.push(`<path class="peak-line" d="M${left} ${fixed(y(peak))}H${right}"/>`);
   if (boundary !== undefined) parts.push(`<path class="broken" d="M${fixed(x(boundary))} ${top}V${bottom}"/>`);
   parts.push(`<path class="now-line" d="M${fixed(x(frame))} ${top}V${bottom}"/>`);
-  parts.push(`<text x="${left}" y="${top - 5}">peak ${mib(peak)} (dashed)${referenceName ? `, ${referenceName} ${mib(reference)} (dotted)` : ""}</text>`);
+  parts.push(`<text x="${left}" y="${top - 5}">peak ${mib(peak)} (dashed), ${referenceName} ${mib(reference)} (dotted)</text>`);
   for (const [at, anchor, text] of ends) parts.push(`<text x="${fixed(x(at))}" y="${bottom + 15}" text-anchor="${anchor}">${text}</text>`);
   parts.push(`<text transform="translate(11 ${(top + bottom) / 2}) rotate(-90)" text-anchor="middle">live MiB</text>`);
   parts.push(`<text x="${(left + right) / 2}" y="${bottom + 30}" text-anchor="middle">${xTitle}</text>`);
@@ -152,7 +152,7 @@ const buildGraph = (root, data, id) => {
       parts.push(`<path class="edge${back}" d="M${fixed(x(to) - r)} ${backward}H${fixed(x(from) + r)}"/>`);
     }
     for (const [reader, read] of data.reads) {
-      const now = reader === at && phase === "b" ? " now" : "";
+      const now = reader === at && phase === "b" && NODES[states[read]] ? " now" : "";
       parts.push(`<path class="edge${now}" d="M${fixed(x(read))} ${forward + r}L${fixed(x(reader))} ${backward - r}"/>`);
     }
     data.columns.forEach((_, column) => {
@@ -278,7 +278,6 @@ const buildLanes = (root, data, id) => {
   const about = element("p", root, "", { class: "about" });
   const lanes = canvas(root), plot = canvas(root);
   const variant = () => data.variants[choice.selectedIndex];
-  const highest = Math.max(data.without.peak_bytes, ...data.variants.map((one) => Math.max(one.peak_bytes, one.host_bytes)));
   const ms = (seconds) => `${(1000 * seconds).toFixed(2)} ms`;
 
   const draw = (one, frame) => {
@@ -290,7 +289,7 @@ const buildLanes = (root, data, id) => {
         const until = Math.min(end, Math.max(start, now)), rect = (from, to, name) =>
           to > from ? `<rect${name} fill="${LANE_COLORS[what]}" x="${fixed(x(from))}" y="${y}" width="${Math.max(0.6, x(to) - x(from)).toFixed(2)}" height="${height}"/>` : "";
         parts.push(rect(start, until, ""), rect(until, end, ' class="still"'));
-        if (block && x(end) - x(start) > 13 && start <= now) numbers.push(`<text class="on-color" x="${fixed((x(start) + x(end)) / 2)}" y="${y + height / 2 + 4}" text-anchor="middle">${block}</text>`);
+        if (block && x(end) - x(start) > 17 && start <= now) numbers.push(`<text class="on-color" x="${fixed((x(start) + x(end)) / 2)}" y="${y + height / 2 + 4}" text-anchor="middle">${block}</text>`);
       }
     };
     bars(one.compute, 20, 34);
@@ -302,8 +301,9 @@ const buildLanes = (root, data, id) => {
     parts.push(`<path class="now-line" d="M${fixed(x(now))} 18V98"/>`);
     paint(lanes, width, 104, [...parts, ...numbers]);
     memory(plot, width, {
-      categories: ["device"], live: [one.device], line: one.host, highest: 1.05 * highest, frame, peak: one.peak_bytes,
-      reference: data.without.peak_bytes, referenceName: "without offload", colors: { device: COLORS.activations },
+      categories: ["device"], live: [one.device], line: one.host,
+      highest: 1.05 * Math.max(data.without.peak_bytes, one.peak_bytes, one.host_bytes), frame, peak: one.peak_bytes,
+      reference: data.without.peak_bytes, referenceName: width < 480 ? "without" : "without offload", colors: { device: "#8b8d98" },
       xTitle: "time of one step",
       ends: [[0, "start", "0"], [one.device.length, "end", ms(one.seconds)]],
     });
@@ -327,7 +327,7 @@ const buildLanes = (root, data, id) => {
   key(legend, "copy out", color("out"));
   key(legend, "copy in", color("in"));
   key(legend, "compute waits", { class: "key wait" });
-  key(legend, "device memory", { style: `background:${COLORS.activations}` });
+  key(legend, "device memory", { style: "background:#8b8d98" });
   key(legend, "host memory", { class: "key rule" });
   const chosen = () => {
     const one = variant();

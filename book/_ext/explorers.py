@@ -1,7 +1,7 @@
 """The directives ``frontier-explorer``, ``memory-explorer`` and ``schematic-explorer``: interactive figures of a page.
 
-Data, script and style are part of the page, so it works from a file, and no other page loads any of it. Without scripts,
-and in other formats than HTML, the picture is shown. ``start`` names the schedule that a schematic shows first.
+Data, script and style are part of the page, so it works from a file, and no other page loads any of it. Readers without
+scripts, and formats other than HTML, get the picture. ``start`` names the schedule that a schematic shows first.
 
     ```{memory-explorer} ../../results/explorer/01_memory_bars.json
     :image: ../../results/figures/01_memory_bars.png
@@ -39,7 +39,8 @@ class Explorer(SphinxDirective):
         own = self.name.removesuffix("-explorer")
         css, js = ("".join(self._read(SOURCES / f"{name}.{end}") for name in ("common", own)) for end in ("css", "js"))
         image = nodes.image(uri=self.options["image"], alt=self.options["alt"], classes=["dark-light"])
-        about = f'role="group" aria-label="{escape(self.options["alt"])}" data-start="{escape(self.options.get("start", ""))}"'
+        alt, first = (escape(self.options.get(name, "")) for name in ("alt", "start"))
+        about = f'role="group" aria-label="{alt}" data-start="{first}"'
         return [
             nodes.raw("", f'<div class="explorer {self.name}" {about}></div>\n<noscript>', format="html"),
             nodes.paragraph("", "", image),

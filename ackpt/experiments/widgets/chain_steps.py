@@ -70,9 +70,8 @@ def _plans(graph: JointGraph, profile: Profile, variants) -> dict[str, Plan]:
         return ackpt.plan(graph, profile=profile, **how)
 
     plans = {"baseline": planned(policy="none")}
-    saved = plans["baseline"].activations
-    ends = {activation.module.split(".")[0]: activation.name for activation in saved}  # the last of every layer
-    fates = {activation.name: SAVED if activation.name in ends.values() else RECOMPUTED for activation in saved}
+    # The last operation of a layer, its GELU, computes the layer's output.
+    fates = {a.name: SAVED if a.module.endswith(".1") else RECOMPUTED for a in plans["baseline"].activations}
     if "per-block" in variants:
         plans["per-block"] = planned(policy="manual", fates=fates)
     if {"sqrt", "plan"} & {*variants}:
