@@ -145,14 +145,15 @@ const buildGraph = (root, data, id) => {
     const at = one.at[frame - 1], phase = one.phases[frame - 1], states = one.states[frame - 1] ?? "";
     const done = new Set(one.at.slice(0, frame).filter((_, i) => one.phases[i] === "b"));
     const parts = [];
-    for (const [from, to] of data.chain) {
-      const now = to === at && (phase === "f" || phase === "r") ? " now" : "";
+    const inputs = one.inputs[frame - 1] ?? [];
+    for (const [to, from] of data.chain) {
+      const now = to === at && phase !== "b" && inputs.includes(from) ? " now" : "";
       parts.push(`<path class="edge${now}" d="M${fixed(x(from) + r)} ${forward}H${fixed(x(to) - r)}"/>`);
       const back = from === at && phase === "b" ? " now" : "";
       parts.push(`<path class="edge${back}" d="M${fixed(x(to) - r)} ${backward}H${fixed(x(from) + r)}"/>`);
     }
     for (const [reader, read] of data.reads) {
-      const now = reader === at && phase === "b" && NODES[states[read]] ? " now" : "";
+      const now = reader === at && phase === "b" && inputs.includes(read) ? " now" : "";
       parts.push(`<path class="edge${now}" d="M${fixed(x(read))} ${forward + r}L${fixed(x(reader))} ${backward - r}"/>`);
     }
     data.columns.forEach((_, column) => {

@@ -38,10 +38,11 @@ def chain_steps(variants=tuple(VARIANTS)) -> dict:
 
     Returns:
         Plain JSON. ``columns``: the operations of the forward in order; each has a node in the forward and one in the
-        backward. ``chain`` and ``reads``: pairs of columns, for inputs of forward nodes, and for the activations that
-        backward nodes read. Each of ``variants`` has its peak, and per frame the phase (f: forward, r: recomputation,
-        b: backward, g: the gradient of the output arrives), the column, the ``states`` of all activations (``.`` not
-        computed yet, s saved, t live for a moment, d dropped, r recomputed, ``-`` freed) and the live bytes.
+        backward. ``chain`` and ``reads``: pairs of columns, a forward or a backward node and an activation that it
+        reads. Each of ``variants`` has its peak, and per frame the phase (f: forward, r: recomputation, b: backward,
+        g: the gradient of the output arrives), the column, the columns of its ``inputs``, the ``states`` of all
+        activations (``.`` not computed yet, s saved, t live for a moment, d dropped, r recomputed, ``-`` freed) and the
+        live bytes.
     """
     layers = (torch.nn.Sequential(torch.nn.Linear(DIM, DIM, bias=False), torch.nn.GELU()) for _ in range(LAYERS))
     with torch.device("meta"):
@@ -54,7 +55,7 @@ def chain_steps(variants=tuple(VARIANTS)) -> dict:
         **SCHEMA,
         "kind": "graph",
         "columns": [_column(graph, node) for node in chain.columns],
-        "chain": chain.inputs,
+        "chain": chain.chain,
         "reads": chain.reads,
         "categories": list(CATEGORIES),
         "baseline": {"peak_bytes": plans["baseline"].dynamic_peak_bytes, "flops": plans["baseline"].flops},
@@ -101,16 +102,20 @@ class _Chain:
         ]
         # Autograd numbers the operations of the forward; those of the backward have the number of their forward.
         numbers = {analysis.fx[node].meta["seq_nr"]: column for column, node in enumerate(self.columns)}
-        of_node = {node: column for column, node in enumerate(self.columns)}
-        inputs, reads, self.column_of = set(), set(), dict(of_node)
+        self.column_of = {node: column for column, node in enumerate(self.columns)}
+        self.inputs_of: dict[int, set[int]] = {}  # columns of the activations that a node reads
+        chain, reads = set(), set()
+        bases = dict(self.column_of)
         for node in graph.nodes:
-            found = {of_node[base] for i in node.inputs for base in self._bases(i) if base in of_node}
-            if node.phase == FORWARD and node.id in of_node:
-                inputs |= {(column, of_node[node.id]) for column in found}
-            elif node.phase != FORWARD and node.id not in analysis.tangents and analysis.allocated.get(node.id):
+            if node.id in analysis.sources or not analysis.allocated.get(node.id):
+                continue
+            inputs = {bases[base] for i in node.inputs for base in self._bases(i) if base in bases}
+            self.inputs_of[node.id] = inputs
+            if node.phase != FORWARD:
                 self.column_of[node.id] = numbers[analysis.fx[node.id].meta["seq_nr"]]
-                reads |= {(self.column_of[node.id], column) for column in found}
-        self.inputs, self.reads = ([list(pair) for pair in sorted(pairs)] for pairs in (inputs, reads))
+            pairs = chain if node.phase == FORWARD else reads
+            pairs |= {(self.column_of[node.id], column) for column in inputs}
+        self.chain, self.reads = ([list(pair) for pair in sorted(pairs)] for pairs in (chain, reads))
 
     def _bases(self, node: int) -> set[int]:
         return {self.graph.analysis.base_of[storage] for storage in self.graph.nodes[node].storages}
@@ -123,6 +128,7 @@ class _Chain:
         # A frame is one operation, or several of one column in a row, at the moment when most is live.
         events = [(*self._frame(owner, i > live.boundary), i) for i, owner in enumerate(live.owner, 1)]
         runs = [(key, [event for *_, event in run]) for key, run in groupby(events, key=lambda event: event[:2])]
+        owners = [{live.owner[event - 1] for event in run} for _, run in runs]
         moments = [max(run, key=total.__getitem__) for _, run in runs]
         return {
             "peak_bytes": plan.dynamic_peak_bytes,
@@ -130,6 +136,7 @@ class _Chain:
             "recompute_flops": plan.recompute_flops,
             "phases": "".join(phase for (phase, _), _ in runs),
             "at": [column for (_, column), _ in runs],
+            "inputs": [sorted({c for node in nodes for c in self.inputs_of.get(node, ())}) for nodes in owners],
             "states": [self._states(blocks, moment) for moment in moments],
             "live": {
                 name: [sum(b.bytes for b in blocks if _category(b) == name and b.is_live(i)) for i in moments]
