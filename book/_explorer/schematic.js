@@ -47,7 +47,7 @@ const memory = (svg, width, { categories, live, highest, frame, ends, peak, refe
   parts.push(`<path class="peak-line" d="M${left} ${fixed(y(peak))}H${right}"/>`);
   if (boundary !== undefined) parts.push(`<path class="broken" d="M${fixed(x(boundary))} ${top}V${bottom}"/>`);
   parts.push(`<path class="now-line" d="M${fixed(x(frame))} ${top}V${bottom}"/>`);
-  parts.push(`<text x="${left}" y="${top - 5}">peak ${mib(peak)} (dashed), ${referenceName} ${mib(reference)} (dotted)</text>`);
+  parts.push(`<text x="${left}" y="${top - 5}">peak ${mib(peak)} (dashed)${peak < reference ? `, ${referenceName} ${mib(reference)} (dotted)` : ""}</text>`);
   for (const [at, anchor, text] of ends) parts.push(`<text x="${fixed(x(at))}" y="${bottom + 15}" text-anchor="${anchor}">${text}</text>`);
   parts.push(`<text transform="translate(11 ${(top + bottom) / 2}) rotate(-90)" text-anchor="middle">live MiB</text>`);
   parts.push(`<text x="${(left + right) / 2}" y="${bottom + 30}" text-anchor="middle">${xTitle}</text>`);
@@ -136,7 +136,8 @@ const buildGraph = (root, data, id) => {
   const choice = data.variants.length > 1 ? select(controls, data.variants, id, root.dataset.start) : null;
   const about = element("p", root, "", { class: "about" });
   const graph = canvas(root), plot = canvas(root);
-  const variant = () => data.variants[choice ? choice.selectedIndex : 0];
+  let current = data.variants[0];
+  const variant = () => current;
   const total = (one, i) => data.categories.reduce((sum, name) => sum + one.live[name][i], 0);
 
   const draw = (one, frame) => {
@@ -206,13 +207,14 @@ const buildGraph = (root, data, id) => {
   key(legend, "live for a moment", round("temporaries"));
   key(legend, "gradient", { style: `background:${COLORS.gradients}` });
   const chosen = () => {
-    const one = variant();
+    const one = (current = data.variants[choice?.selectedIndex ?? 0]);
     about.textContent = `${one.label}: ${one.about}`;
+    const share = one.peak_bytes / data.baseline.peak_bytes;
     facts(numbers, [
-      ["peak", `${mib(one.peak_bytes)}, ${percent(one.peak_bytes / data.baseline.peak_bytes, 0)} of the baseline's`],
+      ["peak", mib(one.peak_bytes) + (share < 1 ? `, ${percent(share, 0)} of the baseline's` : "")],
       ["saved for backward", mib(one.saved_bytes)],
       ["recomputed operations", [...one.phases].filter((phase) => phase === "r").length],
-      ["recomputed FLOPs", `${percent(one.recompute_flops / data.baseline.flops, 0)} of the baseline's`],
+      ["recomputed FLOPs", one.recompute_flops ? `${percent(one.recompute_flops / data.baseline.flops, 0)} of the baseline's` : "none"],
     ]);
     widget.rest();
   };
@@ -278,7 +280,8 @@ const buildLanes = (root, data, id) => {
   const choice = select(controls, data.variants, id, root.dataset.start);
   const about = element("p", root, "", { class: "about" });
   const lanes = canvas(root), plot = canvas(root);
-  const variant = () => data.variants[choice.selectedIndex];
+  let current = data.variants[0];
+  const variant = () => current;
   const ms = (seconds) => `${(1000 * seconds).toFixed(2)} ms`;
 
   const draw = (one, frame) => {
@@ -290,7 +293,7 @@ const buildLanes = (root, data, id) => {
         const until = Math.min(end, Math.max(start, now)), rect = (from, to, name) =>
           to > from ? `<rect${name} fill="${LANE_COLORS[what]}" x="${fixed(x(from))}" y="${y}" width="${Math.max(0.6, x(to) - x(from)).toFixed(2)}" height="${height}"/>` : "";
         parts.push(rect(start, until, ""), rect(until, end, ' class="still"'));
-        if (block && x(end) - x(start) > 17 && start <= now) numbers.push(`<text class="on-color" x="${fixed((x(start) + x(end)) / 2)}" y="${y + height / 2 + 4}" text-anchor="middle">${block}</text>`);
+        if (block && x(end) - x(start) > 17 && start <= now) numbers.push(`<text class="${what === "b" ? "on-pink" : "on-color"}" x="${fixed((x(start) + x(end)) / 2)}" y="${y + height / 2 + 4}" text-anchor="middle">${block}</text>`);
       }
     };
     bars(one.compute, 20, 34);
@@ -331,7 +334,7 @@ const buildLanes = (root, data, id) => {
   key(legend, "device memory", { style: "background:#8b8d98" });
   key(legend, "host memory", { class: "key rule" });
   const chosen = () => {
-    const one = variant();
+    const one = (current = data.variants[choice.selectedIndex]);
     about.textContent = `${one.label}: ${one.about}`;
     facts(numbers, [
       ["peak on the device", `${mib(one.peak_bytes)}, without offload ${mib(data.without.peak_bytes)}`],
