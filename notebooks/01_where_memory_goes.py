@@ -311,7 +311,7 @@ figure
 
 # %% [markdown]
 # The forward now saves the input of every block (the first is resident), the input of the last norm with its scale, the
-# norm's output, and the loss. The teeth count as temporaries, since backward both allocates and frees them. The peak
+# norm's output, and the loss. The teeth are *recomputed* activations, which backward both allocates and frees. The peak
 # has moved to the last tooth, where the gradients are nearly complete.
 
 # %%
@@ -320,7 +320,7 @@ counted, 4 * T * ((L + 1) * d + 1) + loss.untyped_storage().nbytes() + 4
 
 # %% tags=["hide-input"]
 runs = {"plain": measured, "checkpointed": checkpointed}
-names = [name for name, size in measured.categories.items() if size]
+names = [name for name in measured.categories if any(run.categories[name] for run in runs.values())]
 
 
 def table_row(name, sizes):
@@ -338,12 +338,12 @@ path = write_text_atomic("results/tables/01_one_step.md", table)
 # ```{include} ../../results/tables/01_one_step.md
 # ```
 
-# %% alt="Memory at the peak by category, for the baseline and the checkpointed step: parameters, inputs and optimizer are equal; with checkpointing, activations nearly vanish, and gradients and temporaries are larger."
+# %% alt="Memory at the peak by category, for the baseline and the checkpointed step: parameters, inputs and optimizer are equal; with checkpointing, saved activations nearly vanish, recomputed ones appear, and gradients are larger."
 saving = 1 - checkpointed.peak_bytes / measured.peak_bytes
 figure = plots.bar_plot(
     names,
     {label: [run.categories[name] for name in names] for label, run in runs.items()},
-    f"Checkpointing lowers the peak by {saving:.0%}: activations nearly vanish",
+    f"Checkpointing lowers the peak by {saving:.0%}: one block's activations are recomputed at a time",
     ylabel="memory at the peak (MiB)",
 )
 path = plots.save(figure, "results/figures/01_at_the_peak.png")
@@ -378,7 +378,7 @@ names = [name for name in data["categories"] if any(found.get(name) for found in
 figure = plots.bar_plot(
     names,
     {label: [found.get(name, 0) for name in names] for label, found in shown.items()},
-    "At the peak, policies differ in activations and temporaries",
+    "At the peak, policies differ in activations, saved and recomputed",
     ylabel="memory at the peak (MiB)",
 )
 path = plots.save(figure, "results/figures/01_memory_bars.png")

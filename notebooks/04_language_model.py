@@ -328,8 +328,8 @@ path = write_text_atomic("results/tables/04_lm.md", table)
 # ```{include} ../../results/tables/04_lm.md
 # ```
 #
-# What is live at the peak of each method? The allocator distinguishes activations and temporaries. The formulas above
-# give the part that is logits:
+# What is live at the peak of each method? The meter distinguishes activations, recomputed ones and temporaries. The
+# formulas above give the part that is logits:
 
 # %%
 r = math.ceil(T / k)
@@ -338,8 +338,8 @@ for m in methods:
     size, peak = logits.get(m, 0), runs[m, T]["peak_bytes"]
     print(f"{m:24} logits {size:>10,} of {peak:>10,} bytes: {size / peak:.0%}")
 
-# %% alt="Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both."
-names = ("parameters", "inputs", "optimizer", "gradients", "activations", "temporaries")
+# %% alt="Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, recomputed activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both."
+names = ("parameters", "inputs", "optimizer", "gradients", "activations", "recomputed", "temporaries")
 parts = {name: [runs[m, T]["categories"][name] for m in methods] for name in names}
 parts["logits"] = [logits.get(m, 0) for m in methods]
 for place, m in enumerate(methods):

@@ -495,11 +495,12 @@ for name, (before, after, _) in measurements.items():
     for label, found in (("before", before), ("mu-two", after)):
         peak = found.timeline.at(found.timeline.peak_index)
         row = {"model": name, "step": label, "resident": round(found.resident_bytes / MIB, 2)}
-        row |= {kind: round(peak.get(kind, 0) / MIB, 2) for kind in ("gradients", "activations", "temporaries")}
+        kinds = ("gradients", "activations", "recomputed", "temporaries")
+        row |= {kind: round(peak.get(kind, 0) / MIB, 2) for kind in kinds}
         row |= {"peak": round(found.peak_bytes / MIB, 2)}
         rows.append(row)
 columns = {"model": "model", "step": "step", "resident": "resident", "gradients": "gradients"}
-columns |= {"activations": "activations", "temporaries": "temporaries", "peak": "total"}
+columns |= {"activations": "activations", "recomputed": "recomputed", "temporaries": "temporaries", "peak": "total"}
 caption = "Live memory at the measured peak before and after planning, in MiB; no optimizer state."
 table = markdown_table(rows, columns, caption, "tab-before-after")
 path = write_text_atomic("results/tables/08_before_after.md", table)

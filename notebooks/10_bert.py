@@ -168,8 +168,8 @@ for name, metrics in runs.items():
         assert metrics["peak_bytes"] == metrics["predicted_peak_bytes"]
         print(name, metrics["peak_bytes"], metrics["predicted_peak_bytes"])
 
-# %% alt="Stacked bars of memory at the peak, one bar per method. The baseline is by far the highest and consists mostly of activations. Per-block checkpointing has hardly any activations at its peak, but temporaries and gradients. The plans have fewer activations than the baseline, fewer at the lower budget. Parameters and optimizer are the same thin layers in all bars."
-kinds = ("parameters", "optimizer", "gradients", "activations", "temporaries")
+# %% alt="Stacked bars of memory at the peak, one bar per method. The baseline is by far the highest and consists mostly of activations. Per-block checkpointing has hardly any saved activations at its peak, but recomputed ones, temporaries and gradients. The plans have fewer activations than the baseline, fewer at the lower budget. Parameters and optimizer are the same thin layers in all bars."
+kinds = ("parameters", "optimizer", "gradients", "activations", "recomputed", "temporaries")
 figure = stacked_plot(
     list(runs),
     {kind: [metrics["categories"].get(kind, 0) for metrics in runs.values()] for kind in kinds},
@@ -180,9 +180,9 @@ path = plots.save(figure, "results/figures/10_at_the_peak.png")
 figure
 
 # %% [markdown]
-# The breakdown shows how the two differ. Per-block checkpointing reaches its peak while it recomputes a block. The
-# recomputed tensors count as temporaries, so there are hardly any activations at this peak. A plan's peak contains the
-# activations that the budget left room to save.
+# The breakdown shows how the two differ. Per-block checkpointing reaches its peak in the backward of a block that it has
+# just recomputed, so recomputed tensors take the place of saved ones. A plan's peak contains the activations that the
+# budget left room to save.
 #
 # FLOPs are not time. On a CPU, operations without FLOPs, above all the generation of dropout masks, take a considerable
 # part of a step. The methods took turns in one process. We print the median time, and the ratio to the baseline:

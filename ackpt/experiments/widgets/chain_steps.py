@@ -6,7 +6,7 @@ page draws what is here and computes nothing else.
 
 from __future__ import annotations
 
-from itertools import accumulate, groupby
+from itertools import groupby
 
 import torch
 
@@ -14,12 +14,10 @@ import ackpt
 from ackpt.capture.joint_graph import FORWARD, JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.planning.allocations import RESIDENT, Allocation, allocations
-from ackpt.planning.live_bytes import follow
+from ackpt.planning.live_bytes import CATEGORIES, follow
 from ackpt.planning.plan import RECOMPUTED, SAVED, Plan
 
 SCHEMA = {"schema": "ackpt.schematic", "version": 1}
-CATEGORIES = ("gradients", "activations", "recomputed", "temporaries")
-_OF_KIND = {"saved": "activations", "outputs": "activations"}
 _LETTERS = {"saved": "s", "outputs": "s", "recomputed": "r", "temporaries": "t"}
 _NAMES = {"aten.mm.default": "linear", "aten.gelu.default": "GELU"}
 VARIANTS = {
@@ -123,7 +121,7 @@ class _Chain:
     def shown(self, profile: Profile, plan: Plan) -> dict:
         graph, schedule = self.graph, plan.schedule
         live = follow(graph, schedule, profile.workspace_bytes)
-        total = [0, *accumulate(size for size, _ in live.events)]
+        total, series, nothing = plan.timeline.live, plan.timeline.categories, (0,) * len(plan.timeline.live)
         blocks = [b for b in allocations(graph, schedule, profile.workspace_bytes) if b.kind not in RESIDENT]
         # A frame is one operation, or several of one column in a row, at the moment when most is live.
         events = [(*self._frame(owner, i > live.boundary), i) for i, owner in enumerate(live.owner, 1)]
@@ -138,10 +136,7 @@ class _Chain:
             "at": [column for (_, column), _ in runs],
             "inputs": [sorted({c for node in nodes for c in self.inputs_of.get(node, ())}) for nodes in owners],
             "states": [self._states(blocks, moment) for moment in moments],
-            "live": {
-                name: [sum(b.bytes for b in blocks if _category(b) == name and b.is_live(i)) for i in moments]
-                for name in CATEGORIES
-            },
+            "live": {name: [series.get(name, nothing)[i] for i in moments] for name in CATEGORIES},
         }
 
     def _frame(self, owner: int | None, in_backward: bool) -> tuple[str, int]:
@@ -161,7 +156,3 @@ class _Chain:
             else:
                 letters.append("d" if any(block.begin > moment for block in own) else "-")
         return "".join(letters)
-
-
-def _category(block: Allocation) -> str:
-    return _OF_KIND.get(block.kind, block.kind)
