@@ -5,6 +5,8 @@ The block is captured from shapes; the order and the bytes are those of the base
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import ackpt
@@ -64,7 +66,8 @@ def _saved_tensor(graph: JointGraph, block: Allocation) -> str:
         return "input of the block"
     node = graph.nodes[block.node]
     if node.target == "getitem":
-        return {0: "output of attention", 1: "attention: one sum per head"}[graph.analysis.fx[node.id].args[1]]  # pyright: ignore
+        place: Any = graph.analysis.fx[node.id].args[1]
+        return {0: "output of attention", 1: "attention: one sum per head"}[place]
     words = {
         "aten.rsqrt.default": f"{node.module}: its scales",
         "aten.mul.Tensor": f"output of {node.module}",

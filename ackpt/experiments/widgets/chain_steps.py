@@ -126,7 +126,7 @@ class _Chain:
         # A frame is one operation, or several of one column in a row, at the moment when most is live.
         events = [(*self._frame(owner, i > live.boundary), i) for i, owner in enumerate(live.owner, 1)]
         runs = [(key, [event for *_, event in run]) for key, run in groupby(events, key=lambda event: event[:2])]
-        owners = [{live.owner[event - 1] for event in run} for _, run in runs]
+        owners = [{node for event in run if (node := live.owner[event - 1]) is not None} for _, run in runs]
         moments = [max(run, key=total.__getitem__) for _, run in runs]
         return {
             "peak_bytes": plan.dynamic_peak_bytes,
