@@ -49,11 +49,8 @@ def block_stack(config: TransformerConfig = CONFIG, tokens: int = TOKENS) -> dic
 
 def _layer(graph: JointGraph, config: TransformerConfig, tokens: int, block: Allocation) -> dict:
     assert block.node is not None
-    elements, rest = divmod(block.bytes, 4 * tokens)
+    elements = block.bytes // (4 * tokens)
     names = {1: "1", config.heads: "h", config.dim: "d", 3 * config.dim: "3 d", config.ff_dim: "f"}
-    if rest or elements not in names:
-        name = graph.nodes[block.node].name
-        raise ValueError(f"{name} has {block.bytes} bytes: its elements per token are none of {[*names]}")
     category = "inputs" if block.kind == "inputs" else "activations"
     what = {"label": _saved_tensor(graph, block), "category": category}
     return {**what, "bytes": block.bytes, "elements": elements, "symbol": names[elements]}
