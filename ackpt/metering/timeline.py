@@ -16,7 +16,7 @@ from typing import Any
 from ackpt import autograd_state
 from ackpt.offloading import counters
 
-#: The categories of live bytes.
+#: The categories of live bytes. ``recomputed``: by regions and plans of this package, not by torch's own checkpoint.
 CATEGORIES = ("parameters", "buffers", "inputs", "optimizer", "gradients", "activations", "recomputed", "temporaries")
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import ackpt
+from ackpt.metering import cuda_meter
 from ackpt.metering.timeline import build_timeline
 
 S = 4 * 64 * 32  # bytes of an activation
@@ -34,6 +35,14 @@ def test_what_outlives_a_recomputation_is_recomputed():
     assert timeline.categories["activations"] == (0, 10, 10, 10, 10, 10, 10, 10, 10)
     assert timeline.categories["recomputed"] == (0, 0, 0, 0, 0, 40, 40, 90, 50)
     assert timeline.categories["temporaries"] == (0, 0, 20, 50, 20, 20, 0, 0, 0)
+
+
+def test_marks_between_two_events_of_a_gpu_keep_their_order():
+    history = [{"action": "alloc", "addr": 1, "size": 512}, {"action": "free_requested", "addr": 1}]
+    marks = [(0, ("recompute",)), (1, ("recomputed",)), (1, ("recompute",)), (1, ("recomputed",))]
+    events = [*cuda_meter.actions(history, marks)]
+    assert events == [("recompute",), ("alloc", 1, 512), *(mark for _, mark in marks[1:]), ("free", 1)]
+    assert build_timeline(events).categories == {"recomputed": (0, 512, 0)}
 
 
 def test_a_gradient_in_a_recomputation_stays_a_gradient():
