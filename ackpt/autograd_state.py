@@ -1,8 +1,9 @@
-"""State that regions and offload share: whether this thread runs a forward or a recomputation; versions of tensors."""
+"""State that regions, plans, offload and the meters share: whether this thread recomputes; versions of tensors."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,23 @@ def is_recomputing() -> bool:
         False
     """
     return phase.recomputing
+
+
+# Each observer is called with ("recompute",) when a recomputation begins, and with ("recomputed",) when one ends: after
+# a region's, and after each operation that a plan recomputes.
+observers: list[Callable[[tuple[str]], object]] = []
+
+
+def recomputation_begins() -> None:
+    """Tell the observers; generated code calls this before operations that are recomputed."""
+    for observer in observers:
+        observer(("recompute",))
+
+
+def recomputation_ends() -> None:
+    """Tell the observers: what was allocated since the last call of either function, and is live, is recomputed."""
+    for observer in observers:
+        observer(("recomputed",))
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -147,6 +147,21 @@ print(f"predicted {4 * T * A:,}  measured {counted:,}")
 # %%
 ackpt.print_saved(block, x, sequences, 256)
 
+# %% tags=["hide-input"]
+from ackpt.experiments.reports import schematics
+from ackpt.experiments.widgets.block_stack import block_stack
+
+schematics.publish(block_stack(), "01_stack")
+
+# %% [markdown]
+# The animation stacks these tensors, and the input of the block, in the order in which the forward saves them; together
+# they have $A$ elements per token, and backward frees them from the top.
+#
+# ```{schematic-explorer} ../../results/explorer/01_stack.json
+# :image: ../../results/figures/01_stack.png
+# :alt: A stack of the 15 tensors that one Transformer block saves, each as high as it has elements per token. The forward builds the stack from the input of the block at the bottom to the output of GELU at the top, and backward removes it from the top. The output of the up-projection and the output of GELU are nearly half of it.
+# ```
+
 # %% [markdown]
 # **The whole model.** $L$ blocks save $A$ elements per token each, but the first block's input is resident. The last
 # norm saves its input and one scale per token, and the loss saves the norm's output: $L A + d + 1$ elements per token
@@ -202,6 +217,20 @@ figure
 for name, size in measured.categories.items():
     print(f"{name:12} {memory_format(size):>10}")
 print(f"{'peak':12} {memory_format(measured.peak_bytes):>10}")
+
+# %% tags=["hide-input"]
+from ackpt.experiments.widgets.chain_steps import chain_steps
+
+schematics.publish(chain_steps(["baseline"]), "01_chain")
+
+# %% [markdown]
+# The animation shows the same triangle for a smaller model, operation by operation: a chain of 12 layers, each a linear
+# operation and a GELU.
+#
+# ```{schematic-explorer} ../../results/explorer/01_chain.json
+# :image: ../../results/figures/01_chain.png
+# :alt: The forward of a chain as a row of circles and its backward as a row of squares below, with live memory over the operations of one step. The forward fills circle after circle, and all stay filled until backward begins. Backward runs from the last square to the first and empties the circle that each square has read. Live memory is a triangle whose tip is where backward begins.
+# ```
 
 # %% [markdown]
 # ## Tokens or parameters?
@@ -284,7 +313,7 @@ figure
 
 # %% [markdown]
 # The forward now saves the input of every block (the first is resident), the input of the last norm with its scale, the
-# norm's output, and the loss. The teeth count as temporaries, since backward both allocates and frees them. The peak
+# norm's output, and the loss. The teeth are *recomputed* activations, which backward both allocates and frees. The peak
 # has moved to the last tooth, where the gradients are nearly complete.
 
 # %%
@@ -293,7 +322,7 @@ print(f"predicted {4 * T * ((L + 1) * d + 1) + loss_bytes + 4:,}  measured {coun
 
 # %% tags=["hide-input"]
 runs = {"baseline": measured, "checkpointed": checkpointed}
-names = [name for name, size in measured.categories.items() if size]
+names = [name for name in measured.categories if any(run.categories[name] for run in runs.values())]
 
 
 def table_row(name, sizes):
@@ -311,12 +340,12 @@ path = write_text_atomic("results/tables/01_one_step.md", table)
 # ```{include} ../../results/tables/01_one_step.md
 # ```
 
-# %% tags=["hide-input"] alt="Memory at the peak by category, for the baseline and the checkpointed step: parameters, inputs and optimizer are equal; with checkpointing, activations nearly vanish, and gradients and temporaries are larger."
+# %% tags=["hide-input"] alt="Memory at the peak by category, for the baseline and the checkpointed step: parameters, inputs and optimizer are equal; with checkpointing, saved activations nearly vanish, recomputed ones appear, and gradients are larger."
 saving = 1 - checkpointed.peak_bytes / measured.peak_bytes
 figure = plots.bar_plot(
     names,
     {label: [run.categories[name] for name in names] for label, run in runs.items()},
-    f"Checkpointing lowers the peak by {saving:.0%}: activations nearly vanish",
+    f"Checkpointing lowers the peak by {saving:.0%}: one block's activations are recomputed at a time",
     ylabel="memory at the peak (MiB)",
 )
 path = plots.save(figure, "results/figures/01_at_the_peak.png")
@@ -349,7 +378,7 @@ names = [name for name in data["categories"] if any(found.get(name) for found in
 figure = plots.bar_plot(
     names,
     {label: [found.get(name, 0) for name in names] for label, found in shown.items()},
-    "At the peak, policies differ in activations and temporaries",
+    "At the peak, policies differ in activations, saved and recomputed",
     ylabel="memory at the peak (MiB)",
 )
 path = plots.save(figure, "results/figures/01_memory_bars.png")

@@ -139,6 +139,22 @@ ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward()) / baseli
 # arithmetic for the checkpointed part of the step.
 # :::
 
+# %% tags=["hide-input"]
+from ackpt.experiments.reports import schematics
+from ackpt.experiments.widgets.chain_steps import chain_steps
+
+schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
+
+# %% [markdown]
+# The animation compares the baseline with per-block checkpointing on a chain of 12 layers: each layer's inside is
+# dropped in the forward and recomputed just before its backward.
+#
+# ```{schematic-explorer} ../../results/explorer/02_chain.json
+# :image: ../../results/figures/02_chain.png
+# :alt: The forward of a chain as a row of circles and its backward as a row of squares below, with live memory over the operations of one step, for two schedules. The baseline saves every circle. Per-block checkpointing saves every second circle and recomputes each of the others just before the square that reads it. Its peak is a little more than half of the baseline's.
+# :start: per-block
+# ```
+
 # %% [markdown]
 # ## The peak of a chain
 #

@@ -289,12 +289,12 @@ path = write_text_atomic("results/tables/04_lm.md", markdown_table(rows, columns
 # ```{include} ../../results/tables/04_lm.md
 # ```
 #
-# What is live at the peak of each method? The allocator distinguishes activations and temporaries. The formulas give
-# the part that is logits.
+# What is live at the peak of each method? The meter distinguishes activations, recomputed ones and temporaries. The
+# formulas give the part that is logits.
 
-# %% tags=["hide-input"] alt="Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both."
+# %% tags=["hide-input"] alt="Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, recomputed activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both."
 logits = {"baseline": 12 * T * V, "checkpoint": 12 * T * V, "chunked-loss": 8 * math.ceil(T / k) * V}
-names = ("parameters", "inputs", "optimizer", "gradients", "activations", "temporaries")
+names = ("parameters", "inputs", "optimizer", "gradients", "activations", "recomputed", "temporaries")
 parts = {name: [runs[m].categories[name] for m in methods] for name in names}
 parts["logits"] = [logits.get(m, 0) for m in methods]
 for place, m in enumerate(methods):

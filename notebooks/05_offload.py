@@ -136,6 +136,21 @@ compute.submit(lambda: (order.append("computing"), passed.set()))
 compute.submit(order.append, "computing after the copy", after=[copied]).wait()
 order
 
+# %% tags=["hide-input"]
+from ackpt.experiments.reports import schematics
+from ackpt.experiments.widgets.offload_lanes import offload_lanes
+
+schematics.publish(offload_lanes(), "05_lanes")
+
+# %% [markdown]
+# The animation shows both lanes for a Transformer of 12 checkpointed blocks, with the times that the planner of Part II
+# computes for an H200: copies of block inputs overlap with compute, and copies of all activations do not.
+#
+# ```{schematic-explorer} ../../results/explorer/05_lanes.json
+# :image: ../../results/figures/05_lanes.png
+# :alt: Two lanes over the time of one training step, compute above copies, with live memory below, for three schedules. If the inputs of the blocks are copied out during the forward and back ahead of their use, compute has no gaps. If they are copied back only when they are needed, compute pauses before every block. If all activations are copied, the lane of copies is full and the step takes more than twice as long.
+# ```
+
 # %% [markdown]
 # With `torch.cuda`, `copies.submit(f, after=[event])` is `copies.wait_event(event)`, then `f()` in the context
 # `torch.cuda.stream(copies)`, then `copies.record_event()`, which returns the new event. An asynchronous pair submits

@@ -51,6 +51,22 @@ torch.set_num_threads(2)
 generator = torch.manual_seed(0)
 MIB = 2**20
 
+# %% tags=["hide-input"]
+from ackpt.experiments.reports import schematics
+from ackpt.experiments.widgets.chain_steps import chain_steps
+
+schematics.publish(chain_steps(), "07_chain")
+
+# %% [markdown]
+# The animation runs a chain of 12 layers under the schedules of this chapter, and under a plan of `ackpt` within the
+# same peak as $\sqrt n$ segments.
+#
+# ```{schematic-explorer} ../../results/explorer/07_chain.json
+# :image: ../../results/figures/07_chain.png
+# :alt: The forward of a chain as a row of circles and its backward as a row of squares below, with live memory over the operations of one step, for five schedules. The baseline's memory is a triangle. Per-block checkpointing, sqrt(n) segments, Revolve and a plan save fewer circles, and recompute the others before backward reads them. Sqrt(n) and the plan have the same peak, and the plan recomputes less. Revolve has the lowest peak and recomputes most.
+# :start: sqrt
+# ```
+
 # %% [markdown]
 # ## A chain of equal blocks
 #

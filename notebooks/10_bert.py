@@ -182,8 +182,8 @@ figure
 # %% [markdown]
 # *One step with three methods. At the same peak, a plan recomputes about half as many FLOPs as per-block checkpointing.*
 #
-# Per-block checkpointing reaches its peak while it recomputes a block, so hardly any activations are saved at that
-# moment. A plan's peak contains the activations that the budget left room to save.
+# Per-block checkpointing reaches its peak in the backward of a block that it has just recomputed, so recomputed tensors
+# take the place of saved ones. A plan's peak contains the activations that the budget left room to save.
 #
 # FLOPs are not time. On a CPU, operations without FLOPs, above all the generation of dropout masks, take a considerable
 # part of a step. The methods take turns in one process, and we print the ratio to the baseline: median, lowest and

@@ -1,6 +1,7 @@
 """Do the interactive figures react to keyboard and mouse, and is there a picture where scripts are off?"""
 
 import re
+from typing import Literal
 
 import built_pages
 import pytest
@@ -114,3 +115,69 @@ def test_the_memory_bars_follow_each_choice_and_their_formula_adds_up(bars, choi
 
 def number(text: str) -> int:
     return int(text.replace(",", ""))
+
+
+CALM = "matchMedia('(prefers-reduced-motion: reduce)').matches"
+
+
+@pytest.fixture
+def schematic(new_page, base):
+    """Opens the first schematic of a page, for a reader who prefers less motion or not."""
+
+    def opened(path: str, motion: Literal["reduce", "no-preference"] = "reduce") -> Locator:
+        page = new_page()
+        page.emulate_media(reduced_motion=motion)
+        page.goto(base + path)
+        schematic = page.locator(".schematic-explorer").first
+        schematic.scroll_into_view_if_needed()
+        return schematic
+
+    return opened
+
+
+def test_a_schematic_rests_at_its_peak_for_readers_who_prefer_less_motion(schematic):
+    found = schematic("notebooks/07_sublinear_memory.html")
+    assert found.page.evaluate(CALM)
+    before = found.inner_html()
+    found.page.wait_for_timeout(1500)
+    assert found.inner_html() == before and found.locator("button").inner_text() == "Play"
+    peak = found.locator("dt", has_text="peak").locator("+ dd").inner_text().split(",")[0]
+    expect(found.locator(".answer")).to_have_text(re.compile(f"{re.escape(peak)} live"))
+
+
+def test_a_schematic_plays_when_it_is_seen_and_stops_by_the_keyboard(schematic):
+    found = schematic("notebooks/07_sublinear_memory.html", "no-preference")
+    button, slider = found.locator("button"), found.locator("input")
+    expect(button).to_have_text("Pause")
+    button.press("Space")
+    expect(button).to_have_text("Play")
+    frame = slider.input_value()
+    found.page.wait_for_timeout(1000)
+    assert slider.input_value() == frame
+    button.press("Enter")
+    expect(slider).not_to_have_value(frame)
+    slider.press("Home")
+    expect(button).to_have_text("Play")
+    expect(found.locator(".answer")).to_have_text("Before the step: nothing is live.")
+
+
+def test_a_schematic_is_a_still_in_print(schematic):
+    found = schematic("notebooks/07_sublinear_memory.html", "no-preference")
+    expect(found.locator("button")).to_have_text("Pause")
+    found.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    found.page.emulate_media(media="print")
+    expect(found.locator(".controls")).to_be_hidden()
+    still = found.inner_html()
+    found.page.wait_for_timeout(1000)
+    assert found.inner_html() == still
+    expect(found.locator("svg").first).to_be_visible()
+
+
+def test_the_schedules_of_a_schematic_differ_in_peak_and_in_recomputation(schematic):
+    found = schematic("index.html")
+    seen = set()
+    for label in found.locator("option").all_inner_texts():
+        found.locator("select").select_option(label=label)
+        seen.add(tuple(found.locator("dd").all_inner_texts()))
+        expect(found.locator(".about")).to_contain_text(label)
+    assert len(seen) == 5

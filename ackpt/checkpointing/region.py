@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ackpt.autograd_state import phase
+from ackpt.autograd_state import phase, recomputation_begins, recomputation_ends
 
 from . import guards, refusals, rng
 from .autocast import OFF, Autocast, any_enabled
@@ -237,6 +237,7 @@ class Region:
         recorder = None if self.recorder is None else Recorder(self.recorder.calls)
         if recorder is not None:
             recorder.record_inputs(inputs)
+        recomputation_begins()
         try:
             with detached or _NOTHING, recorder or _NOTHING:
                 result = self._repeat_call(inputs)
@@ -244,6 +245,7 @@ class Region:
             if object_arguments and tensors_in(object_arguments).keys() != before.keys():
                 raise refusals.changes_argument(self.function, object_arguments) from error
             raise
+        recomputation_ends()
         if object_arguments and tensors_in(object_arguments).keys() != before.keys():
             raise refusals.changes_argument(self.function, object_arguments)
         outputs, _ = strip_result(result)

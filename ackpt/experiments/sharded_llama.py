@@ -77,7 +77,7 @@ def layers(plan: ShardedPlan) -> dict[str, int]:
     gathered = sizes.pop(GATHERED, 0) + sizes.pop(COMMUNICATION, 0)
     gradients = sizes.pop(REDUCED, 0) + sizes.pop(UNREDUCED, 0)
     resident = {name: sizes.get(name, 0) for name in ("parameters", "optimizer")}
-    dynamic = {name: sizes.get(name, 0) for name in ("activations", "temporaries")}
+    dynamic = {name: sizes.get(name, 0) for name in ("activations", "recomputed", "temporaries")}
     return {**resident, "gradients": gradients, "gathered, collectives": gathered, **dynamic}
 
 

@@ -42,7 +42,7 @@ def trace(step_fn, warm_up, owned, device):
             gc.collect()
         resident_bytes = owned.bytes(_ON_CPU)
         existing = {storage.data_ptr(): storage for _, storage in owned.gradients(_ON_CPU)}
-        with store_watched(_mark_copy) as store, _marks(owned), no_collection():
+        with store_watched(_mark_action) as store, _marks(owned), no_collection():
             _mark("step")
             step_fn()
             _mark("end")
@@ -95,6 +95,8 @@ def _actions(results):
                     inside = mark == "step"
                 elif mark == "gradient":
                     yield "mark", int(argument), "gradients"
+                elif mark in ("recompute", "recomputed"):
+                    yield (mark,)
                 elif mark == "waited":
                     yield "waited", int(argument)
                 elif mark == "copy":
@@ -118,7 +120,7 @@ def _mark(name: str) -> None:
         pass
 
 
-def _mark_copy(action) -> None:
+def _mark_action(action) -> None:
     _mark(":".join(map(str, action)))
 
 

@@ -124,7 +124,7 @@ def actions(history, marks):
 
     Memory counts as freed when the free is requested, as in ``memory_allocated``, even if a stream still uses it.
     """
-    marks = sorted(marks, key=lambda mark: mark[0], reverse=True)
+    marks = sorted(marks, key=lambda mark: mark[0])[::-1]  # those at one event are taken from the end, in their order
     events = 0
     for entry in history:
         if entry["action"] not in ("alloc", "free_requested"):

@@ -2,7 +2,7 @@
 
 The CPU's allocator, the caching allocator and the prediction from shapes report the same kinds of actions in order:
 allocations, frees, and the start of backward. This module assigns a category to every block, for all three.
-`store_watched` reports the copies of offload.
+`store_watched` reports the copies of offload and the recomputations.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from ackpt import autograd_state
 from ackpt.offloading import counters
 
-#: The categories of live bytes.
-CATEGORIES = ("parameters", "buffers", "inputs", "optimizer", "gradients", "activations", "temporaries")
+#: The categories of live bytes. ``recomputed``: by regions and plans of this package, not by torch's own checkpoint.
+CATEGORIES = ("parameters", "buffers", "inputs", "optimizer", "gradients", "activations", "recomputed", "temporaries")
 
 
 class MeterError(ValueError):
@@ -121,11 +122,13 @@ def build_timeline(actions, before=None, after=None) -> Timeline:
 
     Actions are tuples: ``("alloc", key, bytes)``, ``("free", key)``, ``("mark", key, category)`` for the present block
     with this key, ``("backward",)`` at the start of backward, ``("copy", number, way, bytes)`` when offload submits a
-    copy and ``("waited", number)`` when compute waits for it. `before` maps keys of blocks that exist before the step
+    copy and ``("waited", number)`` when compute waits for it, ``("recompute",)`` and ``("recomputed",)`` around what is
+    recomputed (`ackpt.autograd_state.observers`). `before` maps keys of blocks that exist before the step
     to ``(category, bytes)``; `after` maps keys of blocks that exist after the step to their category.
 
     A block has one category. Blocks without a mark are activations if they were allocated in the forward and are live
-    when backward begins, else temporaries. Frees of unknown keys are ignored.
+    when backward begins, recomputed if they were allocated in a recomputation and are live when it ends, else
+    temporaries. Frees of unknown keys are ignored.
     """
     blocks = []  # [bytes, event of allocation, event of free, category]
     by_key = {}
@@ -135,6 +138,7 @@ def build_timeline(actions, before=None, after=None) -> Timeline:
     live = [sum(block[0] for block in blocks)]
     boundary = None
     submitted: dict[int, list] = {}
+    new: list[Any] = []  # keys that were allocated since the last recomputation began or ended
 
     def free(key, event):
         block = by_key.pop(key)
@@ -150,10 +154,16 @@ def build_timeline(actions, before=None, after=None) -> Timeline:
             live.append(live[-1] + size - lost)
             blocks.append([size, event, None, None])
             by_key[key] = blocks[-1]
+            new.append(key)
         elif kind == "free" and rest[0] in by_key:
             live.append(live[-1] - free(rest[0], len(live)))
         elif kind == "mark" and rest[0] in by_key:
             by_key[rest[0]][3] = rest[1]
+        elif kind in ("recompute", "recomputed"):
+            for key in new if kind == "recomputed" else ():
+                if key in by_key and by_key[key][3] is None:
+                    by_key[key][3] = "recomputed"
+            new.clear()
         elif kind == "backward" and boundary is None:
             boundary = len(live) - 1
         elif kind == "copy":
@@ -209,10 +219,15 @@ class StoreWatch:
 
 @contextlib.contextmanager
 def store_watched(note):
-    """A context in which `note` is called with the actions of all offload engines; yields the `StoreWatch`."""
+    """A context in which `note` is called with the actions of all offload engines and recomputations.
+
+    It yields the `StoreWatch`.
+    """
     watch = StoreWatch(note)
     counters.observers.append(watch)
+    autograd_state.observers.append(note)
     try:
         yield watch
     finally:
         counters.observers.remove(watch)
+        autograd_state.observers.remove(note)

@@ -8,6 +8,7 @@ names its storage.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from ackpt.capture.analysis import Analysis
 
@@ -92,16 +93,32 @@ def clock(profile, schedule: Schedule) -> tuple[float, float] | None:
     """
     if profile.seconds is None or (profile.swap_seconds is None and copies(schedule)):
         return None
-    swaps = profile.swap_seconds or ()
     now = exposed = 0.0
+    for kind, _, start, end in timed(profile, schedule):
+        if kind == WAIT:
+            exposed += end - start
+        if kind in (COMPUTE, WAIT):
+            now = end
+    return now, exposed
+
+
+def timed(profile, schedule: Schedule) -> Iterator[tuple[str, int, float, float]]:
+    """Every step but the frees, in order, as (kind, id, start, end) in seconds, with the streams of `clock`.
+
+    A wait starts when computation reaches it; a copy starts in its stream, so computation may be ahead of it.
+    """
+    swaps = profile.swap_seconds or ()
+    now = 0.0
     idle = dict.fromkeys((OFFLOAD, PREFETCH), 0.0)
     done: dict[int, float] = {}
     for kind, number in (*schedule.forward, *schedule.backward):
         if kind in idle:
-            done[number] = idle[kind] = max(now, idle[kind]) + swaps[number]
+            start = max(now, idle[kind])
+            done[number] = idle[kind] = start + swaps[number]
+            yield kind, number, start, done[number]
         elif kind == WAIT:
-            exposed += max(0.0, done[number] - now)
-            now = max(now, done[number])
+            start, now = now, max(now, done[number])
+            yield kind, number, start, now
         elif kind == COMPUTE:
-            now += profile.seconds[number]
-    return now, exposed
+            start, now = now, now + profile.seconds[number]
+            yield kind, number, start, now

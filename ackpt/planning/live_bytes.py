@@ -16,8 +16,8 @@ from ackpt.metering.timeline import Copy, Timeline
 from .host_copies import Host
 from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, Schedule, ScheduleError, Step
 
-_CATEGORIES = ("gradients", "activations", "temporaries")
-_GRADIENT, _ACTIVATION, TEMPORARY, HOST = range(4)
+CATEGORIES = ("gradients", "activations", "recomputed", "temporaries")
+_GRADIENT, _ACTIVATION, _RECOMPUTED, TEMPORARY, HOST = range(5)
 
 
 def follow(graph: JointGraph, schedule: Schedule, workspace_bytes) -> Live:
@@ -108,7 +108,7 @@ class Live:
 
     def timeline(self) -> Timeline:
         live = [0]
-        series: list[list[int]] = [[0], [0], [0]]
+        series: list[list[int]] = [[0] for _ in CATEGORIES]
         for size, category in self.events:
             live.append(live[-1] + (size if category != HOST else 0))
             for index, values in enumerate(series):
@@ -116,7 +116,7 @@ class Live:
         ways = {OFFLOAD: "out", PREFETCH: "in"}
         return Timeline(
             tuple(live),
-            {n: tuple(s) for n, s in zip(_CATEGORIES, series) if any(s)},
+            {n: tuple(s) for n, s in zip(CATEGORIES, series) if any(s)},
             self.boundary,
             tuple(Copy(ways[kind], begin, end, self.analysis.bytes[s]) for kind, s, begin, end in self.copies),
         )
@@ -189,7 +189,7 @@ class Live:
         self.values -= self.members.pop(storage, set())
 
     def _category(self, storage: int) -> int:
-        return TEMPORARY if storage in self.recomputed else self.category.get(storage, TEMPORARY)
+        return _RECOMPUTED if storage in self.recomputed else self.category.get(storage, TEMPORARY)
 
     def _event(self, size: int, category: int, node: int | None, storage: int | None = None):
         if size:

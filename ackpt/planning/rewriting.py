@@ -29,6 +29,7 @@ from .proof import IS_SIZE, RewriteError, live_after
 from .rng_replay import run_again, run_and_save
 from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, Schedule, Step
 
+IS_RECOMPUTED = "ackpt_recomputed"  # in the meta of an operation of the forward that the backward repeats
 _BATCH_NORM_AGAIN = torch.ops.aten._native_batch_norm_legit.no_stats
 
 
@@ -239,9 +240,8 @@ class _Builder:
             self.states[node_id] = self.graph.call_function(operator.getitem, (both, 0))
             node = self.graph.call_function(operator.getitem, (both, 1))
         else:
-            self.env[node_id] = self._copied(node_id)
-            return
-        node.meta = dict(original.meta)
+            node = self._copied(node_id)
+        node.meta = {**original.meta, IS_RECOMPUTED: True} if is_recomputed else dict(original.meta)
         self.env[node_id] = node
 
     def output(self, values):

@@ -2,16 +2,21 @@
 
 Torch's Python bindings parse their arguments in two thirds of the time of an ``OpOverload``, and dispatch the same
 operation with the same arguments. Views that only undo earlier ones are left out. Neither changes a bit or a byte.
+Calls around recomputed operations let a meter tell what was recomputed.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.graph import _BoxedCodeGen
+
+from ackpt.autograd_state import recomputation_begins, recomputation_ends
+from ackpt.planning.rewriting import IS_RECOMPUTED
 
 _ATEN: Any = torch.ops.aten
 _C: Any = torch._C
@@ -61,6 +66,7 @@ FUNCTIONS: dict[Any, Callable] = {
 def boxed(root: nn.Module, graph: fx.Graph):
     """`graph`, of the module `root`, as a function of one list, which it empties; `graph` is changed."""
     _without_undone_views(graph)
+    _mark_recomputed(graph)
     for node in graph.nodes:
         if node.op == "call_function":
             _call_directly(node)
@@ -92,6 +98,22 @@ def _without_undone_views(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and node.op == "call_function" and node.target in (*_VIEWS, _ATEN.detach.default):
             graph.erase_node(node)
+
+
+def _mark_recomputed(graph: fx.Graph) -> None:
+    """Insert calls of `recomputation_begins` before recomputed operations and of `recomputation_ends` after each."""
+    follows_mark = False
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is operator.getitem or node.target in _VIEWS:
+            continue  # allocates nothing
+        is_recomputed = IS_RECOMPUTED in node.meta
+        if is_recomputed:
+            if not follows_mark:
+                with graph.inserting_before(node):
+                    graph.call_function(recomputation_begins)
+            with graph.inserting_after(node):
+                graph.call_function(recomputation_ends)
+        follows_mark = is_recomputed
 
 
 def _bases(node: fx.Node) -> Iterator[fx.Node]:

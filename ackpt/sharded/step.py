@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.metering.timeline import Timeline
-from ackpt.planning.live_bytes import follow
+from ackpt.planning.live_bytes import CATEGORIES, follow
 from ackpt.planning.schedule import Schedule
 
 from .sharding import COMMUNICATION, GATHERED, REDUCED, UNREDUCED, Group, GroupBytes, Sharding
 
 ROOT = 0
-_CATEGORIES = (UNREDUCED, "activations", "temporaries", REDUCED, GATHERED, COMMUNICATION)  # of `Live` the first three
-_UNREDUCED, _ACTIVATION, _TEMPORARY, _REDUCED, _GATHERED, _COMMUNICATION = range(len(_CATEGORIES))
+_CATEGORIES = (UNREDUCED, *CATEGORIES[1:], REDUCED, GATHERED, COMMUNICATION)  # the first are those of `Live`
+_UNREDUCED, _ACTIVATION, _RECOMPUTED, _TEMPORARY, _REDUCED, _GATHERED, _COMMUNICATION = range(len(_CATEGORIES))
 
 
 class ShardingError(ValueError):

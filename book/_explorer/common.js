@@ -1,7 +1,7 @@
 // What the explorers share; each page holds it before the explorer's own script, in one function.
 const COLORS = {
   parameters: "#4a6fc4", buffers: "#8fa8dd", inputs: "#55b3d9", optimizer: "#8e5cc4",
-  gradients: "#d1568f", activations: "#eb9a2d", temporaries: "#2fa58c",
+  gradients: "#d1568f", activations: "#eb9a2d", recomputed: "#a8552a", temporaries: "#2fa58c",
 };
 const MIB = 2 ** 20;
 const mib = (bytes) => `${(bytes / MIB).toFixed(bytes < 10 * MIB ? 2 : 1)} MiB`;

@@ -1,7 +1,7 @@
-"""The directives ``frontier-explorer`` and ``memory-explorer``: interactive figures that a page holds whole.
+"""The directives ``frontier-explorer``, ``memory-explorer`` and ``schematic-explorer``: interactive figures of a page.
 
-Data, script and style stand inside of the page, so that it works from a file, and no other page loads any of it. Where
-scripts are off, and in other formats than HTML, there is a picture.
+Data, script and style are part of the page, so it works from a file, and no other page loads any of it. Readers without
+scripts, and formats other than HTML, get the picture. ``start`` names the schedule that a schematic shows first.
 
     ```{memory-explorer} ../../results/explorer/01_memory_bars.json
     :image: ../../results/figures/01_memory_bars.png
@@ -12,6 +12,7 @@ scripts are off, and in other formats than HTML, there is a picture.
 from __future__ import annotations
 
 import json
+from html import escape
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,14 +22,14 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 SOURCES = Path(__file__).resolve().parent.parent / "_explorer"
-EXPLORERS = ("frontier", "memory")  # each has a style and a script in SOURCES, behind what they share
+EXPLORERS = ("frontier", "memory", "schematic")  # each has a style and a script in SOURCES, behind what they share
 
 
 class Explorer(SphinxDirective):
     """Data by path relative to the page; the image is what readers without scripts, and other formats, see."""
 
     required_arguments = 1
-    option_spec: ClassVar = {"image": directives.unchanged_required, "alt": directives.unchanged_required}
+    option_spec: ClassVar = dict.fromkeys(("image", "alt", "start"), directives.unchanged_required)
 
     def run(self) -> list[nodes.Node]:
         if missing := [name for name in ("image", "alt") if name not in self.options]:
@@ -38,8 +39,10 @@ class Explorer(SphinxDirective):
         own = self.name.removesuffix("-explorer")
         css, js = ("".join(self._read(SOURCES / f"{name}.{end}") for name in ("common", own)) for end in ("css", "js"))
         image = nodes.image(uri=self.options["image"], alt=self.options["alt"], classes=["dark-light"])
+        alt, first = (escape(self.options.get(name, "")) for name in ("alt", "start"))
+        about = f'role="group" aria-label="{alt}" data-start="{first}"'
         return [
-            nodes.raw("", f'<div class="explorer {self.name}"></div>\n<noscript>', format="html"),
+            nodes.raw("", f'<div class="explorer {self.name}" {about}></div>\n<noscript>', format="html"),
             nodes.paragraph("", "", image),
             nodes.raw(
                 "",

@@ -8,7 +8,7 @@ from ackpt.results import load_reference
 from .batch_size import compared, gradients_note, how, named
 from .tables import PERCENT, is_predicted, machine, mib, not_run, percent_change, published, ran, table
 
-PARTS = ("parameters", "optimizer", "gradients", "activations", "temporaries")
+PARTS = ("parameters", "optimizer", "gradients", "activations", "recomputed", "temporaries")
 COLUMNS = {
     "method": "method",
     "how": "",

@@ -101,7 +101,7 @@ def _shown(planned: Plan, activations: list[str], names: list[str], width: int) 
         "cost": planned.cost,
         "fates": "".join(_LETTERS[planned.fates.get(name)] for name in activations),
         "boundary": boundary,
-        "live": {name: [planned.timeline.categories[name][event] for event in events] for name in names},
+        "live": {name: [planned.timeline.at(event).get(name, 0) for event in events] for name in names},
     }
 
 

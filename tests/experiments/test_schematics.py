@@ -1,0 +1,140 @@
+"""The schematics' data: frames, states and bytes are those of the schedules and of the simulator."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ackpt import plots
+from ackpt.experiments.reports import schematics
+from ackpt.experiments.widgets.block_stack import CONFIG, TOKENS, block_stack
+from ackpt.experiments.widgets.chain_steps import DIM, LAYERS, ROWS, VARIANTS, chain_steps
+from ackpt.experiments.widgets.offload_lanes import BUCKETS, offload_lanes
+from ackpt.models import TransformerConfig
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("one_thread")
+S = 4 * ROWS * DIM  # bytes of an activation of the chain
+WEIGHT = 4 * DIM * DIM
+
+
+@pytest.fixture(scope="module")
+def chain():
+    return chain_steps()
+
+
+@pytest.fixture(scope="module")
+def lanes():
+    return offload_lanes(TransformerConfig(dim=64, ff_dim=256, layers=4, head_dim=32), tokens=1024)
+
+
+def by_name(data):
+    return {one["name"]: one for one in data["variants"]}
+
+
+def test_the_graph_is_that_of_the_chain(chain):
+    columns = [(column["name"], column["layer"]) for column in chain["columns"]]
+    assert columns == [(name, layer) for layer in range(1, LAYERS + 1) for name in ("linear", "GELU")]
+    neighbors = [[column, column + 1] for column in range(2 * LAYERS - 1)]
+    # The first operation reads the input of the model, which is resident.
+    assert chain["chain"] == chain["reads"] == [[reader, read] for read, reader in neighbors]
+
+
+def test_the_bytes_of_every_frame_follow_from_its_states(chain):
+    for one in chain["variants"]:
+        saved, recomputed, gradients = (one["live"][name] for name in ("activations", "recomputed", "gradients"))
+        for frame, states in enumerate(one["states"]):
+            assert saved[frame] == S * states.count("s") and recomputed[frame] == S * states.count("r")
+            done = {c for phase, c in zip(one["phases"][: frame + 1], one["at"]) if phase == "b"}
+            weights = sum(column % 2 == 0 for column in done)
+            # The frame shows the moment when most is live: the gradient of its own weight may come later.
+            assert gradients[frame] in (WEIGHT * weights, WEIGHT * (weights - 1))
+        assert max(map(sum, zip(*one["live"].values(), strict=True))) == one["peak_bytes"]
+
+
+def test_every_activation_that_backward_reads_is_live_when_it_is_read(chain):
+    for one in chain["variants"]:
+        frames = [*zip(one["phases"], one["at"], one["inputs"], one["states"], strict=True)]
+        assert all(states[column] == "r" for phase, column, _, states in frames if phase == "r")
+        reads = set()
+        for before, (phase, column, inputs, states) in zip([frames[0], *frames], frames):
+            # A frame shows the moment when most is live; its operation may free what it reads, before or after.
+            assert all("s" in pair or "r" in pair or "t" in pair for i in inputs for pair in [before[3][i] + states[i]])
+            reads |= {(column, i) for i in inputs if phase == "b"}
+        assert sorted(map(list, reads)) == chain["reads"]
+
+
+def test_the_variants_save_and_recompute_what_their_names_say(chain):
+    variants = by_name(chain)
+    assert list(variants) == list(VARIANTS)
+    begins = {name: one["states"][one["phases"].index("g")] for name, one in variants.items()}
+    count = {name: one["phases"].count("r") for name, one in variants.items()}
+    assert begins["baseline"] == "s" * 2 * LAYERS and count["baseline"] == 0
+    assert begins["per-block"] == "ds" * LAYERS and count["per-block"] == LAYERS
+    assert begins["sqrt"] == "ddddds" * 3 + "s" * 6 and count["sqrt"] == 3 * 5
+    # Revolve has the lowest peak and recomputes most; the plan recomputes less than sqrt(n) within the same peak.
+    peaks = {name: one["peak_bytes"] for name, one in variants.items()}
+    assert peaks["revolve"] < peaks["sqrt"] == peaks["plan"] < peaks["per-block"] < peaks["baseline"]
+    assert 3 * peaks["revolve"] <= peaks["baseline"]
+    again = {name: one["recompute_flops"] for name, one in variants.items()}
+    assert again["baseline"] == 0 < again["plan"] < again["sqrt"] < again["per-block"] < again["revolve"]
+    assert again["per-block"] == LAYERS * 2 * ROWS * DIM * DIM
+
+
+def test_the_stack_has_the_elements_of_the_chapters_formula():
+    data = block_stack()
+    d, f, h = CONFIG.dim, CONFIG.ff_dim, CONFIG.heads
+    assert sum(layer["elements"] for layer in data["layers"]) == 10 * d + 2 * f + 3 * h + 2
+    assert all(layer["bytes"] == 4 * TOKENS * layer["elements"] for layer in data["layers"])
+    values = {"d": d, "3 d": 3 * d, "f": f, "h": h, "1": 1}
+    assert all(values[layer["symbol"]] == layer["elements"] for layer in data["layers"])
+    kinds = [kind for kind, _ in data["frames"]]
+    count = len(data["layers"])
+    assert kinds == ["save"] * count + ["free"] * count
+    assert [layer for _, layer in data["frames"][:count]] == [*range(count)]
+    assert sorted(layer for _, layer in data["frames"][count:]) == [*range(count)]
+    assert len({layer["label"] for layer in data["layers"]}) == count
+
+
+def test_the_lanes_add_up_to_the_step(lanes):
+    for one in lanes["variants"]:
+        computing = sum(end - start for *_, start, end in one["compute"])
+        waiting = sum(end - start for start, end in one["waits"])
+        assert waiting == pytest.approx(one["exposed_seconds"], abs=1e-7)
+        assert computing + waiting == pytest.approx(one["seconds"], abs=1e-6)
+        assert max(one["device"]) == one["peak_bytes"] and max(one["host"]) == one["host_bytes"]
+        assert len(one["device"]) == len(one["host"]) == BUCKETS
+        for lane in (one["compute"], [copy for copy in one["copies"] if copy[0] == "out"]):
+            assert all(before[3] <= after[2] + 1e-9 for before, after in zip(lane, lane[1:]))
+
+
+def test_overlap_adds_no_time_and_everything_else_does(lanes):
+    overlap, wait, everything = lanes["variants"]
+    without = lanes["without"]
+    assert overlap["seconds"] <= wait["seconds"] < everything["seconds"]
+    assert max(one["peak_bytes"] for one in lanes["variants"]) <= without["peak_bytes"]
+    page = json.loads((ROOT / "results" / "explorer" / "05_lanes.json").read_text(encoding="utf-8"))
+    overlap, wait, everything = page["variants"]
+    assert overlap["exposed_seconds"] == 0 < wait["exposed_seconds"] < everything["exposed_seconds"]
+    assert overlap["seconds"] == page["without"]["seconds"] and 2 * overlap["seconds"] < everything["seconds"]
+    assert max(one["peak_bytes"] for one in page["variants"]) < 0.8 * page["without"]["peak_bytes"]
+    assert {work[0] for work in everything["compute"]} == {"f", "b"}  # nothing is recomputed
+
+
+@pytest.mark.parametrize("make", ["chain", "stack", "lanes"])
+def test_a_still_is_the_same_each_time(make, chain, lanes):
+    data = {"chain": chain, "stack": block_stack(), "lanes": lanes}[make]
+    draw = {"chain": schematics.chain_figure, "stack": schematics.stack_figure, "lanes": schematics.lanes_figure}[make]
+    assert plots.png(draw(data)) == plots.png(draw(data))
+
+
+def test_the_colors_are_those_of_the_figures():
+    script = (ROOT / "book" / "_explorer" / "common.js").read_text(encoding="utf-8")
+    colors = dict(re.findall(r'(\w+): "(#[0-9a-f]{6})"', script))
+    assert colors == {name: plots.COLORS[name] for name in colors}
+    assert {"activations", "recomputed", "temporaries", "gradients"} <= colors.keys()
+    lanes = (ROOT / "book" / "_explorer" / "schematic.js").read_text(encoding="utf-8")
+    assert all(f'"{color}"' in lanes + script for color in schematics.LANES.values())
