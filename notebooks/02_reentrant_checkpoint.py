@@ -1140,6 +1140,8 @@ print(f"wide:   {kept_by(wide):,} = 4 x {4 * number:,}")
 #   `ackpt/checkpointing/region.py`; every part of it should now be familiar.
 # - The guarantees cost microseconds per region. A loss head needs no recomputation, only chunks.
 #
+# {doc}`12_what_pytorch_offers` measures PyTorch's own tools, and shows more failures.
+#
 # ## Sources
 #
 # - {cite:t}`chen2016` introduce segments and their recursion, and derive the counts that we compare with.
