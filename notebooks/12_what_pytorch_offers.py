@@ -587,8 +587,8 @@ failures = {"baseline": "error", "save_on_cpu": "wrong", "ackpt": "error"}
 assert exhibit("a batch that is filled early", early_fill, tools) == failures
 
 # %% [markdown]
-# The gradient of the batch in the forward is 2. On a GPU, `save_on_cpu` copies the batch and gives 2, so tests on a CPU
-# do not show what happens there.
+# The gradient for the batch of the forward is 2. On a GPU, `save_on_cpu` does copy, so tests on a CPU do not show what
+# happens there.
 #
 # ### A switch that evaluation mode turns off
 #
