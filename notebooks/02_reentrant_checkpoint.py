@@ -608,6 +608,8 @@ print(f"wide:   {saved_by(wide):,} = 4 x {4 * size:,}")
 # - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, with the exception above. The code is
 #   in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
 #
+# {doc}`12_what_pytorch_offers` measures PyTorch's own tools, and shows more failures.
+#
 # ## Sources
 #
 # - {cite:t}`chen2016` introduce segments and their recursion.

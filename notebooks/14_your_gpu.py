@@ -20,7 +20,7 @@ if device == "cpu":
 # peaks are predicted before anything runs.
 
 # %%
-record = run_selftest(SelftestConfig(device), "notebooks/12_your_gpu.py")
+record = run_selftest(SelftestConfig(device), "notebooks/14_your_gpu.py")
 
 # %% [markdown]
 # Every check must pass. Gradients must equal the baseline's, bit for bit. On a CPU, predicted and measured peaks are
