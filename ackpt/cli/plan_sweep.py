@@ -82,9 +82,11 @@ def run(config: PlanConfig, sweep: Sweep) -> Rows:
         return fits(rows[value])
 
     results = {value: fits_with(value) for value in sweep.values}
-    if sweep.step and True in results.values() and False in results.values():
-        below = max(value for value, fit in results.items() if fit) // sweep.step
-        above = min(value for value, fit in results.items() if not fit and value > below * sweep.step) // sweep.step
+    sizes = {value: fit for value, fit in results.items() if isinstance(value, int)}
+    largest = max((value for value, fit in sizes.items() if fit), default=0)
+    too_large = [value for value in sizes if value > largest]
+    if sweep.step and largest and too_large:
+        below, above = largest // sweep.step, -(-min(too_large) // sweep.step)
         while above - below > 1:
             middle = (below + above) // 2
             below, above = (middle, above) if fits_with(middle * sweep.step) else (below, middle)

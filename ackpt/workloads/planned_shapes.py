@@ -224,7 +224,7 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
         on_cpu=False,
     )
     graph = with_loop(graph, step.model, Loop(optimizer, config.accumulation))
-    return _with_eight_bits(graph, optimizer) if config.optimizer == EIGHT_BIT else graph
+    return _with_eight_bits(graph, optimizer) if optimizer and config.optimizer == EIGHT_BIT else graph
 
 
 def _with_eight_bits(graph: JointGraph, optimizer: torch.optim.Optimizer) -> JointGraph:

@@ -4,6 +4,10 @@
 of checkpoints with it.
 """
 
+# The code is shown in the book, without checks that a gradient or a result is there.
+# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import random
