@@ -17,7 +17,7 @@ This code corrects the printed pseudocode in three places:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -176,8 +176,8 @@ class Link:
         True
     """
 
-    def __init__(self, run_time, boundary: int):
-        self.left = list(run_time)
+    def __init__(self, run_time: Iterable[float], boundary: int):
+        self.left: list[float] = list(run_time)
         self.boundary = boundary
 
     def overhead(self, wanted: Intermediate, spend: bool = False) -> float:
