@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
+from unittest import mock
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,8 +21,14 @@ PHASES = ("start", "forward", "optimizer")
 def predicted_bytes(step: str, sizes: dict[str, Any], gpu_name: str | None) -> dict[str, int]:
     """Bytes by metric of one step on a GPU (None: one of compute capability 8.0).
 
-    ``NVML`` has the CUDA context of `ackpt.metering.gpus`.
+    ``NVML`` has the CUDA context of `ackpt.metering.gpus`; the workspaces of cuBLAS have their default size, whatever
+    ``CUBLAS_WORKSPACE_CONFIG`` says in this process.
     """
+    with mock.patch.dict(os.environ, CUBLAS_WORKSPACE_CONFIG=""):
+        return _predicted_bytes(step, sizes, gpu_name)
+
+
+def _predicted_bytes(step: str, sizes: dict[str, Any], gpu_name: str | None) -> dict[str, int]:
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, which peft calls by its old names
         made: PublishedStep = STEPS[step](**sizes)

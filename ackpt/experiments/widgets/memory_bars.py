@@ -55,8 +55,8 @@ class Bars:
 _BLOCKS = {"layers": 4, "dim": 256, "ff_dim": 1024, "head_dim": 64}
 MODELS = (
     Bars("transformer", "the Transformer of this chapter", "seq_len", (1024, 4096), 4, _BLOCKS),
-    Bars("lm", "the same blocks as a language model", "seq_len", (1024,), 4, {**_BLOCKS, "vocab_size": 4096}),
-    Bars("resnet18", "ResNet-18", "image_size", (224,), 16),
+    Bars("lm", "the same blocks as a language model", "seq_len", (1024, 2048), 4, {**_BLOCKS, "vocab_size": 4096}),
+    Bars("resnet18", "ResNet-18", "image_size", (128, 224), 16),
 )
 
 
