@@ -67,8 +67,13 @@ class Blocks:
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
         """Saving all, per-block checkpointing, and what lies between where the blocks form a chain."""
+        return (*self.eager_choices, *self._between())
+
+    @cached_property
+    def eager_choices(self) -> tuple[Choice, Choice]:
+        """Saving all, and per-block checkpointing."""
         nothing = tuple(frozenset() for _ in self.groups)
-        return (Choice(PLAIN, self._saved_plainly), Choice(PER_BLOCK, nothing, again=True), *self._between())
+        return Choice(PLAIN, self._saved_plainly), Choice(PER_BLOCK, nothing, again=True)
 
     def schedule(self, row) -> Schedule:
         """The schedule with the choice ``row[block]`` for every block; ``row[0]``, the root's, is plain."""

@@ -20,8 +20,8 @@ from ackpt.planning.schedule import Schedule
 from .sharding import COMMUNICATION, GATHERED, REDUCED, UNREDUCED, Group, GroupBytes, Sharding
 
 ROOT = 0
-_CATEGORIES = (UNREDUCED, *CATEGORIES[1:], REDUCED, GATHERED, COMMUNICATION)  # the first are those of `Live`
-_UNREDUCED, _ACTIVATION, _RECOMPUTED, _TEMPORARY, _REDUCED, _GATHERED, _COMMUNICATION = range(len(_CATEGORIES))
+CATEGORIES_OF_A_RANK = (UNREDUCED, *CATEGORIES[1:], REDUCED, GATHERED, COMMUNICATION)  # the first are those of `Live`
+_UNREDUCED, _ACTIVATION, _RECOMPUTED, _TEMPORARY, _REDUCED, _GATHERED, _COMMUNICATION = range(len(CATEGORIES_OF_A_RANK))
 
 
 class ShardingError(ValueError):
@@ -60,7 +60,7 @@ def peak_bytes(windows: Iterable[Window]) -> int:
 
 def timeline(windows: Iterable[Window]) -> Timeline:
     """Live dynamic bytes of one rank after every event, by category."""
-    live, series = [0], [[0] for _ in _CATEGORIES]
+    live, series = [0], [[0] for _ in CATEGORIES_OF_A_RANK]
     boundary = None
     for window in windows:
         if window.phase == BACKWARD and boundary is None:
@@ -69,7 +69,7 @@ def timeline(windows: Iterable[Window]) -> Timeline:
             live.append(live[-1] + size)
             for index, values in enumerate(series):
                 values.append(values[-1] + (size if index == category else 0))
-    return Timeline(tuple(live), {n: tuple(s) for n, s in zip(_CATEGORIES, series) if any(s)}, boundary)
+    return Timeline(tuple(live), {n: tuple(s) for n, s in zip(CATEGORIES_OF_A_RANK, series) if any(s)}, boundary)
 
 
 def owners(graph: JointGraph, groups: tuple[Group, ...]) -> list[int]:
