@@ -1,0 +1,136 @@
+"""Exact formulas for the memory of a step in batch size, length, ranks and number of checkpointed blocks.
+
+Every event of a step allocates ``c b^i t^j`` bytes, with batch size b and length t in units of `UNIT` tokens; events of
+collectives depend on the number of ranks instead. The exponents follow from plans of two sizes and must reproduce a
+third to the byte. Live bytes are sums of such terms, and a peak is the largest of several sums. Of these, a row of
+windows keeps those that are the largest for some sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+UNIT = 128  # tokens
+TERMS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))  # exponents of b and t
+BLOCK = 512  # bytes to which CUDA's allocator rounds
+RANKS = (2, 4, 8, 16, 32, 64)
+
+
+class NotExact(ValueError):
+    """Sizes that are not monomials in batch size and length, so that no formula is stored."""
+
+
+class Point(NamedTuple):
+    """A batch size, and a length in units; 1 for images."""
+
+    batch: int
+    length: int = 1
+
+
+class Points(NamedTuple):
+    """Sizes that determine exponents, and one that checks them; with lengths, batches have another ratio."""
+
+    first: Point
+    second: Point
+    check: Point
+
+
+def terms(values: Sequence[Sequence[int]], points: Points) -> np.ndarray:
+    """Coefficients (event, term) of the monomials that have `values` (point, event) at `points`.
+
+    Raises:
+        NotExact: if a value is no such monomial, or if the check differs.
+
+    Example:
+        >>> points = Points(Point(4, 1), Point(12, 4), Point(2, 2))
+        >>> terms([[20, 4], [240, 16], [20, 8]], points).tolist()
+        [[0, 0, 0, 5, 0, 0], [0, 0, 4, 0, 0, 0]]
+    """
+    coefficients = np.zeros((len(values[0]), len(TERMS)), dtype=np.int64)
+    for event, sizes in enumerate(zip(*values, strict=True)):
+        for more in (0, BLOCK, -BLOCK):  # the labels of language models have one more column, which fills one more block
+            if found := _monomial([size - more for size in sizes], points):
+                coefficients[event, TERMS.index(found[1:])] += found[0]
+                coefficients[event, 0] += more
+                break
+        else:
+            raise NotExact(f"event {event} has {sizes} bytes at {', '.join(map(str, points))}")
+    return coefficients
+
+
+def _monomial(sizes: Sequence[int], points: Points) -> tuple[int, int, int] | None:
+    """Coefficient and exponents of the monomial with these values; None if there is none."""
+    batches, lengths = points.second.batch // points.first.batch, points.second.length // points.first.length
+    ratio = sizes[1] / sizes[0] if sizes[0] else 1
+    for i, j in TERMS:
+        if ratio == batches**i * lengths**j:
+            coefficient, part = divmod(sizes[0], points.first.batch**i * points.first.length**j)
+            values = [coefficient * point.batch**i * point.length**j for point in points]
+            return (coefficient, i, j) if not part and values == list(sizes) else None
+    return None
+
+
+class Events(NamedTuple):
+    """Events of one window: ``sizes`` (event, term), and ``category``, one number each."""
+
+    sizes: np.ndarray
+    category: Sequence[int]
+
+    def inside(self, categories: int) -> np.ndarray:
+        """Live bytes (event, category, term) since the window's begin, after every event."""
+        spread = np.zeros((len(self.category), categories, self.sizes.shape[1]), dtype=np.int64)
+        spread[np.arange(len(self.category)), list(self.category)] = self.sizes
+        return spread.cumsum(axis=0)
+
+
+class Run(NamedTuple):
+    """A window that repeats ``fixed + per_m * m`` times, with m checkpointed blocks."""
+
+    events: Events
+    fixed: int = 1
+    per_m: int = 0
+
+
+def instants(runs: Sequence[Run], categories: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Live bytes (instant, category, power of m, term) of a row of windows, and those at its end.
+
+    Of a window that repeats, the first and the last are enough: live bytes are linear in between.
+    """
+    live = np.zeros((categories, 2, width), dtype=np.int64)
+    rows = [live[None].copy()]
+    for run in runs:
+        inside = run.events.inside(categories)
+        if not len(inside):
+            continue
+        net = inside[-1]
+        for fixed, per_m in dict.fromkeys([(0, 0), (run.fixed - 1, run.per_m)]):
+            at = np.repeat(live[None], len(inside), axis=0)
+            at[:, :, 0] += inside + fixed * net
+            at[:, :, 1] += per_m * net
+            rows.append(at)
+        live = live.copy()
+        live[:, 0] += run.fixed * net
+        live[:, 1] += run.per_m * net
+    return np.concatenate(rows), live
+
+
+def features(points: Sequence[Point], ranks: Sequence[int] = ()) -> np.ndarray:
+    """The values of all terms (place, term); with `ranks`, those of every number of ranks follow the others'."""
+    of_sizes = np.array([[p.batch**i * p.length**j for i, j in TERMS] for p in points], dtype=float)
+    if not ranks:
+        return of_sizes
+    columns = np.eye(len(RANKS))[[RANKS.index(n) for n in ranks]]
+    return np.array([[*row, *column] for row in of_sizes for column in columns])
+
+
+def upper(live: np.ndarray, places: np.ndarray, blocks: Sequence[int]) -> np.ndarray:
+    """The rows of `live` that are the first of the largest anywhere among `places` (place, term) and `blocks`."""
+    total = live.sum(axis=1)  # instant, power of m, term
+    chosen: set[int] = set()
+    for m in blocks:
+        values = (total[:, 0] + m * total[:, 1]) @ places.T
+        chosen |= set(values.argmax(axis=0).tolist())
+    return live[sorted(chosen)]

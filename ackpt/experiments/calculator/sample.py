@@ -1,0 +1,53 @@
+"""A sample of settings of the calculator, drawn at random, with what ``ackpt plan`` says about the whole model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import asdict
+
+
+from .grid import FIRST_BLOCKS
+from .settings import Setting, by_formula, by_plan
+
+SEED = 23
+LARGEST_TOKENS = 2**18  # of a batch
+
+
+def drawn(data: dict, seed: int = SEED) -> Iterator[Setting]:
+    """Random settings of the grid, without end: models, GPUs, sizes between those of the grid, ranks and policies."""
+    dice = random.Random(seed)
+    while True:
+        preset = dice.choice(data["presets"])
+        ranks = dice.choice([1, 1, 1, *data["ranks"]]) if preset.get("sharded") else 1
+        mode = dice.choice(list(preset["modes"] if ranks == 1 else preset["sharded"]))
+        gpu = dice.choice(list(data["gpus"]))
+        length = dice.randrange(32, preset["longest"] + 1) if preset["longest"] else 0
+        if dice.random() < 0.5:
+            length = min(preset["longest"], 2 ** dice.randrange(7, 14))
+        largest = min(64, max(1, LARGEST_TOKENS // max(length, 1)))
+        batch = dice.randint(1, largest)
+        formulas = preset["formulas"][(preset["modes"] if ranks == 1 else preset["sharded"])[mode]["formulas"]["8.0"]]
+        policy = dice.choice(list(formulas["peaks"]))
+        blocks = dice.randint(2, formulas["blocks"] - 2) if policy == FIRST_BLOCKS else 0
+        optimizer = dice.choice(data["optimizers"] if ranks == 1 else data["sharded_optimizers"])
+        yield Setting(preset["name"], gpu, mode, optimizer, batch, length, ranks, policy, blocks)
+
+
+def planned(data: dict, count: int) -> Iterator[dict]:
+    """`count` of these with the figures of ``ackpt plan``."""
+    settings = drawn(data)
+    for _ in range(count):
+        setting = next(settings)
+        yield {"setting": asdict(setting), "planned": by_plan(setting)}
+
+
+def difference(data: dict, row: dict) -> float:
+    """The largest difference between the formulas and the plan in a row, as a fraction of the peak or of the FLOPs."""
+    setting = Setting(**row["setting"])
+    formula, plan = by_formula(data, setting), row["planned"]
+    names = {*formula["at_peak"], *plan["at_peak"]}
+    pairs = [(formula["at_peak"].get(name, 0), plan["at_peak"].get(name, 0)) for name in names]
+    sizes = [abs(one - other) / plan["peak_bytes"] for one, other in [*pairs, (formula["peak_bytes"], plan["peak_bytes"])]]
+    flops = [abs(formula[name] - plan[name]) / plan["flops"] for name in ("flops", "recompute_flops")]
+    return max(*sizes, *flops)

@@ -1,0 +1,103 @@
+"""What the root and each block of a step allocate, without recomputation and with per-block checkpointing.
+
+A window is an uninterrupted run of the root or of one block, in the forward or in the backward. Models of equal blocks
+are captured with a few of them: windows of blocks in the middle repeat, see `ackpt.sharded.blocks`. Sharded steps
+have the windows of `ackpt.sharded`; others have those that follow from the schedules of `ackpt.plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import ackpt
+from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
+from ackpt.costs.devices import Device, device
+from ackpt.costs.profiles import Profile, with_gpu_workspace
+from ackpt.planning.live_bytes import follow
+from ackpt.planning.schedule import Schedule, everything, lower
+from ackpt.sharded.blocks import Blocks
+from ackpt.sharded.sharding import Group, Sharding, groups_of
+from ackpt.sharded.step import ROOT, Window, owners, step_windows
+from ackpt.workloads.named_models import training_step
+from ackpt.workloads.planned_shapes import CUDA_BLOCK, PlanConfig, captured
+from ackpt.workloads.step_request import TrainingStep
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A step, captured as its device runs it, and the groups of its parameters: the root's, then each block's."""
+
+    step: TrainingStep
+    graph: JointGraph
+    profile: Profile
+    groups: tuple[Group, ...]
+    owners: list[int]
+    device: Device
+
+    @classmethod
+    def of(cls, config: PlanConfig) -> CapturedStep:
+        """The step of `config`, which names a device, without its optimizer."""
+        assert config.device is not None
+        where = device(config.device)
+        step = training_step(config.step)
+        graph = captured(step, replace(config, optimizer="none"), where)
+        groups = groups_of(step.model)
+        profile = with_gpu_workspace(graph, ackpt.profile(graph, where))
+        return cls(step, graph, profile, groups, owners(graph, groups), where)
+
+    def none(self) -> Schedule:
+        """The schedule that recomputes nothing."""
+        return everything(self.graph)
+
+    def per_block(self, blocks: int | None = None) -> Schedule:
+        """The schedule that saves the inputs of the first `blocks` blocks, all by default, and recomputes the rest."""
+        return lower(self.graph, self.saved(len(self.groups) if blocks is None else blocks))
+
+    def saved(self, blocks: int) -> set[int]:
+        """The storages that are saved if the first `blocks` blocks are recomputed."""
+        analysis, nodes = self.graph.analysis, self.graph.nodes
+        saved = set(analysis.must_be_saved)
+        for storage in everything(self.graph).saved:
+            owner = self.owners[self.graph.storages[storage].producer]
+            if owner == ROOT or owner > blocks:
+                saved.add(storage)
+        for node in nodes[: self.graph.boundary]:
+            for source in node.inputs:
+                if self.owners[source] != self.owners[node.id]:
+                    saved |= set(nodes[source].storages) & analysis.savable
+        return saved
+
+    def windows(self, schedule: Schedule) -> list[Window]:
+        """The windows of `schedule`; the last one belongs to the root and is what the step leaves."""
+        live = follow(self.graph, schedule, self.profile.workspace_bytes)
+        rows: list[Window] = []
+        events: list[tuple[int, int]] = []
+        key = (FORWARD, ROOT)
+        for place, (event, owner) in enumerate(zip(live.events, live.owner)):
+            phase = FORWARD if place < live.boundary else BACKWARD
+            group = key[1] if owner is None and phase == key[0] else ROOT if owner is None else self.owners[owner]
+            if (phase, group) != key:
+                if phase != key[0] and key[1] != ROOT:  # the root ends the forward and begins the backward
+                    rows.append(Window(*key, tuple(events)))
+                    key, events = (key[0], ROOT), []
+                rows.append(Window(*key, tuple(events)))
+                if phase != key[0] and group != ROOT:
+                    rows.append(Window(phase, ROOT, ()))
+                key, events = (phase, group), []
+            events.append(event)
+        rows.append(Window(*key, tuple(events)))
+        return [*rows, Window(BACKWARD, ROOT, ())] if key[1] != ROOT else rows
+
+    def sharded(self, sharding: Sharding) -> list[list[Window]]:
+        """The windows of one rank, without recomputation and with per-block checkpointing."""
+        sharding = replace(sharding, block_bytes=CUDA_BLOCK)
+        blocks, workspace = self._schedules
+        return [step_windows(self.graph, schedule, workspace, self.groups, sharding) for schedule in blocks]
+
+    @cached_property
+    def _schedules(self) -> tuple[list[Schedule], Sequence[int]]:
+        # As `ackpt plan --fsdp` does: without the workspace of a GPU's kernels.
+        blocks = Blocks(self.graph, ackpt.profile(self.graph, self.device), self.groups)
+        return [blocks.uniform(choice) for choice in blocks.eager_choices], blocks.profile.workspace_bytes
