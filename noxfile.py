@@ -209,6 +209,12 @@ def chromium(session: nox.Session) -> str:
 
 
 @shared
+def calculator(session: nox.Session) -> None:
+    """Compute the grid of the memory calculator, in about half an hour of one core (`-- --only gpt2`: one model)."""
+    run(session, "python", "tools/calculator.py", *session.posargs)
+
+
+@shared
 def single(session: nox.Session) -> None:
     """Build the book as one HTML page and, where Chromium is installed, as a PDF; nothing is executed."""
     run(session, "jupyter-book", "build", "book", "--builder", "singlehtml", "--all", "-n", "-W", "--keep-going", "-q")

@@ -1,8 +1,8 @@
 """Compute the grid of the memory calculator, ``results/calculator/grid.json``, and the sample of settings beside it.
 
-    python tools/calculator.py                      all models, and then the sample
+    python tools/calculator.py                        all models, and then the sample
     python tools/calculator.py --only gpt2 t5-small   these models again; the others stay as they are
-    python tools/calculator.py --sample 60          only the sample: so many random settings, planned with the whole model
+    python tools/calculator.py --sample 60            only the sample: so many random settings, planned as a whole
 """
 
 from __future__ import annotations

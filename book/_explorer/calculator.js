@@ -37,7 +37,7 @@ const stepOf = (data, { model, gpu, mode, optimizer, batch, length, ranks }) => 
   const parameters = isSharded ? part.parameters[place] : part.parameters;
   let [state, step, more = 0] = part.optimizers[optimizer];
   if (isSharded) [state, step] = [state * parameters + more, step * parameters];
-  const resident = { parameters, buffers: part.buffers, inputs: value(model.modes[mode].inputs), optimizer: state };
+  const resident = { parameters, buffers: part.buffers, inputs: value(part.inputs), optimizer: state };
   return {
     blocks: formulas.blocks,
     policies: formulas.peaks,
@@ -138,7 +138,11 @@ const build = (root, data) => {
     const index = options.findIndex(([value]) => String(value) === String(wanted));
     select.selectedIndex = Math.max(0, index);
   };
-  const nearest = (values, wanted) => values.reduce((best, one) => (Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best));
+  // The sizes of the menu, and one that an address names.
+  const sizes = (values, wanted, most) => {
+    const all = values.filter((n) => n <= most), n = Math.round(+wanted);
+    return n >= 1 && n <= most && !all.includes(n) ? [...all, n].sort((a, b) => a - b) : all;
+  };
 
   const wanted = { model: "llama-3-8b", gpu: "h100-80g", batch: 1, length: 4096, mode: "half", optimizer: "adamw", ranks: 1, budget: 100 };
   const hash = new URLSearchParams(location.hash.startsWith("#calculator&") ? location.hash.slice(12) : "");
@@ -151,18 +155,20 @@ const build = (root, data) => {
     fill("gpu", Object.entries(data.gpus).filter(([, one]) => kinds.has(one.kind))
       .map(([name, one]) => [name, `${name}, ${(one.memory / 1e9).toFixed(0)} GB`]), wanted.gpu);
     const gpu = data.gpus[selects.gpu.value];
-    fill("batch", BATCHES.map((n) => [n, n]), nearest(BATCHES, +wanted.batch || 1));
-    const lengths = model.longest ? LENGTHS.filter((n) => n <= model.longest) : [0];
-    fill("length", lengths.map((n) => [n, n ? n.toLocaleString("en-GB") : "224 × 224 pixels"]), nearest(lengths, +wanted.length || 0));
-    fill("mode", Object.keys(model.modes).map((name) => [name, data.modes[name].replaceAll("16-bit", gpu.half).replace("16 bits", gpu.half)]), wanted.mode);
+    fill("batch", sizes(BATCHES, wanted.batch, 4096).map((n) => [n, n]), wanted.batch);
+    const lengths = model.longest ? sizes(LENGTHS, Math.min(wanted.length, model.longest), model.longest) : [0];
+    fill("length", lengths.map((n) => [n, n ? n.toLocaleString("en-GB") : "224 × 224 pixels"]), Math.min(wanted.length, model.longest));
+    const modes = Object.keys(data.modes).filter((name) => model.modes[name] ?? model.sharded?.[name]);
+    fill("mode", modes.map((name) => [name, data.modes[name].replaceAll("16-bit", gpu.half).replace("16 bits", gpu.half)]), wanted.mode);
     const mode = selects.mode.value;
     const canShard = model.sharded?.[mode];
-    fill("ranks", (canShard ? [1, ...data.ranks] : [1]).map((n) => [n, n]), wanted.ranks);
+    fill("ranks", [...(model.modes[mode] ? [1] : []), ...(canShard ? data.ranks : [])].map((n) => [n, n]), wanted.ranks);
     const ranks = +selects.ranks.value;
     const optimizers = ranks > 1 ? data.sharded_optimizers : data.optimizers;
     fill("optimizer", optimizers.map((name) => [name, name]), wanted.optimizer);
 
-    const outside = gpu.context + gpu.workspace, most = gpu.memory - outside;
+    const outside = gpu.context + 2 * gpu.workspace; // one for the forward, one for the backward
+    const most = gpu.memory - outside;
     const share = Math.min(100, Math.max(5, Math.round(+wanted.budget) || 100));
     budgetInput.value = share;
     const budget = Math.floor((most * share) / 100 / GIB * 10) / 10 * GIB;
@@ -210,7 +216,7 @@ const build = (root, data) => {
     key(legend, "budget", { style: "height:0;vertical-align:.25rem;border-top:2px dashed var(--pst-color-text-base)" });
 
     code.textContent = pasted(data, { model, mode, optimizer, ranks, batch, length, gpu: selects.gpu.value, half: gpu.half, budget, fitting });
-    for (const name of Object.keys(titles)) wanted[name] = selects[name].value;
+    for (const name of Object.keys(titles)) if (name !== "length" || model.longest) wanted[name] = selects[name].value;
     wanted.budget = share;
   };
   const keep = () => {

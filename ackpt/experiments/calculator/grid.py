@@ -48,8 +48,9 @@ SHARDED_OPTIMIZERS = ("adamw", "adamw-fused", "sgd", "sgd-momentum")
 TOKENS = Points(Point(4, 1), Point(12, 4), Point(2, 2))
 IMAGES = Points(Point(256), Point(512), Point(1024))
 ALIKE = 2e-4  # of what a step allocates in all
-LARGEST_SINGLE = 2 * 10**9  # parameters of models that are also computed in 32 bits without autocast
-LARGEST_OLD = 35 * 10**8  # and for T4 and V100, if their kernels need other memory
+LARGEST = {MIXED: 4 * 10**9, SINGLE: 4 * 10**8}  # parameters of models on one GPU; above, 32 bits fit none
+LARGEST_OLD = 2 * 10**9  # and on T4 and V100, whose kernels may need other memory
+WIDEST = 192  # heads, which every GPU from compute capability 8.0 on takes alike
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
 LENGTHS = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
 
@@ -98,7 +99,7 @@ def entry_of(preset: Preset) -> dict:
     residents = {mode: resident(preset, mode) for mode in (HALF, SINGLE, LORA) if mode != LORA or preset.lora}
     residents[MIXED] = residents[SINGLE]  # autocast changes neither parameters nor optimizer
     count = residents[HALF]["count"]
-    modes = [mode for mode in MODES if mode in residents and (mode != SINGLE or count < LARGEST_SINGLE)]
+    modes = [mode for mode in MODES if mode in residents and count < LARGEST.get(mode, count + 1)]
     entry: dict[str, Any] = {
         "name": preset.name,
         "label": preset.label,
@@ -110,15 +111,13 @@ def entry_of(preset: Preset) -> dict:
         "formulas": formulas,
     }
     first, *others = KINDS
-    alike = {first: _two_blocks(preset, first)}
-    alike |= {kind: _two_blocks(preset, kind) for kind in others}
+    alike = _alike(preset, count)
     for mode in modes:
         measured = {first: Measured.of(preset, mode, first)}
         for kind in others:
-            is_needed = mode != SINGLE and not _same(alike[first], alike[kind])
-            if is_needed and (kind != "7.5" or count < LARGEST_OLD):
+            if kind not in alike and mode != SINGLE and (kind != "7.5" or count < LARGEST_OLD):
                 measured[kind] = Measured.of(preset, mode, kind)
-        kinds = [kind for kind in KINDS if kind in measured or mode == SINGLE or _same(alike[first], alike[kind])]
+        kinds = [kind for kind in KINDS if kind in measured or kind in alike]
         fits = {kind: each.formulas() for kind, each in measured.items()}
         entry["modes"][mode] = {
             **residents[mode],
@@ -130,6 +129,7 @@ def entry_of(preset: Preset) -> dict:
             if sharded[first] is not None:
                 entry.setdefault("sharded", {})[name] = {
                     **sharded_resident(preset, mode, name, residents[name]),
+                    "inputs": measured[first].inputs(),
                     "formulas": {kind: stored(sharded.get(kind) or sharded[first]) for kind in kinds},
                 }
         del measured
@@ -178,7 +178,8 @@ class Measured:
             except ShardingError:
                 layers, first = None, None
         first = first or cls.captured(preset, mode, kind, None, points.first, RANKS)
-        rest = [cls.captured(preset, mode, kind, layers, point, RANKS[:1]) for point in points[1:]]
+        others = points[1:] if mode in (HALF, SINGLE) and kind == "8.0" else points[1:2]
+        rest = [cls.captured(preset, mode, kind, layers, point, RANKS[:1]) for point in others]
         return cls(preset, mode, layers, points, [first, *rest])
 
     @staticmethod
@@ -299,12 +300,8 @@ class Measured:
 def resident(preset: Preset, mode: str) -> dict:
     """Bytes of parameters and buffers, and of state and step of each optimizer; the number of parameters."""
     step = _whole(preset, mode)
-    parameters, found = list(step.model.parameters()), {}
-    for name, kind in OPTIMIZERS.items():
-        if kind is not None:
-            optimizer = kind(step.model.parameters())
-            is_8bit = name == EIGHT_BIT
-            found[name] = [eight_bit_bytes(optimizer, False), 0] if is_8bit else optimizer_bytes(optimizer, False)
+    parameters = list(step.model.parameters())
+    found = {name: _optimizer(name, kind, step.model, preset) for name, kind in OPTIMIZERS.items() if kind is not None}
     return {
         "count": step.parameters,
         "trained": sum(p.numel() for p in parameters if p.requires_grad),
@@ -312,6 +309,20 @@ def resident(preset: Preset, mode: str) -> dict:
         "buffers": _rounded(step.model.buffers()),
         "optimizers": found,
     }
+
+
+def _optimizer(name: str, kind, model, preset: Preset) -> list[int]:
+    """Bytes of an optimizer's state and step; equal blocks add the same bytes each, so that 2 and 3 determine all."""
+    groups, parameters = groups_of(model), dict(model.named_parameters())
+    blocks = len(groups) - 1
+
+    def of(some) -> list[int]:
+        optimizer = kind([parameters[weight.name] for group in some for weight in group.weights])
+        return [eight_bit_bytes(optimizer, False), 0] if name == EIGHT_BIT else [*optimizer_bytes(optimizer, False)]
+
+    if not preset.repeats or blocks < CAPTURED or len({group.shapes() for group in groups[1:]}) > 1:
+        return of(groups)
+    return [two + (blocks - 2) * (three - two) for two, three in zip(of(groups[:3]), of(groups[:4]))]
 
 
 def sharded_resident(preset: Preset, mode: str, name: str, unsharded: dict) -> dict:
@@ -364,9 +375,19 @@ def _two_blocks(preset: Preset, kind: str) -> list[int]:
     return [sum(max(0, size) for window in row for size, _ in window.events) for row in rows]
 
 
-def _same(one: list[int], other: list[int]) -> bool:
-    """Whether both are equal but for a few blocks of 512 bytes."""
-    return all(abs(a - b) <= ALIKE * a for a, b in zip(one, other))
+def _alike(preset: Preset, count: int) -> set[str]:
+    """The kinds of GPUs on which a step allocates the same, but for a few blocks of 512 bytes, as on the first kind.
+
+    Hopper's kernels of attention allocate what Ampere's do, and Ada's, too, up to a width of heads of 192.
+    """
+    first, *others = KINDS
+    is_wide = preset.fields.get("head_dim", 0) > WIDEST
+    alike = {first, "9.0"} | ({"8.9"} if not is_wide else set())
+    compared = [kind for kind in others if kind not in alike and (kind != "7.5" or count < LARGEST_OLD)]
+    one = _two_blocks(preset, first) if compared else []
+    return alike | {
+        kind for kind in compared if all(abs(a - b) <= ALIKE * a for a, b in zip(one, _two_blocks(preset, kind)))
+    }
 
 
 def _whole(preset: Preset, mode: str):

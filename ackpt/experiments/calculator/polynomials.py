@@ -31,7 +31,7 @@ class Point(NamedTuple):
 
 
 class Points(NamedTuple):
-    """Sizes that determine exponents, and one that checks them; with lengths, batches have another ratio."""
+    """Two sizes that determine exponents, since each has another ratio, and one that checks them."""
 
     first: Point
     second: Point
@@ -51,7 +51,7 @@ def terms(values: Sequence[Sequence[int]], points: Points) -> np.ndarray:
     """
     coefficients = np.zeros((len(values[0]), len(TERMS)), dtype=np.int64)
     for event, sizes in enumerate(zip(*values, strict=True)):
-        for more in (0, BLOCK, -BLOCK):  # the labels of language models have one more column, which fills one more block
+        for more in (0, BLOCK, -BLOCK):  # labels of language models have one more column
             if found := _monomial([size - more for size in sizes], points):
                 coefficients[event, TERMS.index(found[1:])] += found[0]
                 coefficients[event, 0] += more
@@ -68,7 +68,7 @@ def _monomial(sizes: Sequence[int], points: Points) -> tuple[int, int, int] | No
     for i, j in TERMS:
         if ratio == batches**i * lengths**j:
             coefficient, part = divmod(sizes[0], points.first.batch**i * points.first.length**j)
-            values = [coefficient * point.batch**i * point.length**j for point in points]
+            values = [coefficient * point.batch**i * point.length**j for point, _ in zip(points, sizes)]
             return (coefficient, i, j) if not part and values == list(sizes) else None
     return None
 

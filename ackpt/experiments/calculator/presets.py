@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 LORA_RANK = 16
@@ -12,8 +12,8 @@ LORA_RANK = 16
 class Preset:
     """A model: `name` in addresses, `label` for readers, `model` and `fields` for ``ackpt plan``.
 
-    ``depth``: the field with the number of equal blocks, if there are any; ``longest``: the most tokens of a sequence, 0 for images; ``lora``:
-    the modules that get adapters.
+    ``depth``: the field with the number of equal blocks, if there are any; ``longest``: the most tokens of a sequence,
+    0 for images; ``lora``: the modules that get adapters.
     """
 
     name: str
@@ -79,14 +79,12 @@ PRESETS = (
     _decoder("llama-3.2-1b", "Llama 3.2 1B", "LlamaConfig", 2048, 8192, 16, 32, 8, 128256, **_TIED),
     _decoder("llama-3.2-3b", "Llama 3.2 3B", "LlamaConfig", 3072, 8192, 28, 24, 8, 128256, **_TIED),
     _decoder("llama-2-7b", "Llama 2 7B", "LlamaConfig", 4096, 11008, 32, 32, 32, 32000),
-    _decoder("tinyllama-1.1b", "TinyLlama 1.1B", "LlamaConfig", 2048, 5632, 22, 32, 4, 32000),
     _decoder("smollm2-135m", "SmolLM2 135M", "LlamaConfig", 576, 1536, 30, 9, 3, 49152, **_TIED),
     _decoder("mistral-7b", "Mistral 7B v0.3", "MistralConfig", 4096, 14336, 32, 32, 8, 32768, sliding_window=None),
     _decoder("qwen2.5-0.5b", "Qwen 2.5 0.5B", "Qwen2Config", 896, 4864, 24, 14, 2, 151936, **_TIED),
     _decoder("qwen2.5-1.5b", "Qwen 2.5 1.5B", "Qwen2Config", 1536, 8960, 28, 12, 2, 151936, **_TIED),
     _decoder("qwen2.5-7b", "Qwen 2.5 7B", "Qwen2Config", 3584, 18944, 28, 28, 4, 152064),
     _decoder("qwen2.5-32b", "Qwen 2.5 32B", "Qwen2Config", 5120, 27648, 64, 40, 8, 152064),
-    _decoder("qwen3-0.6b", "Qwen 3 0.6B", "Qwen3Config", 1024, 3072, 28, 16, 8, 151936, head_dim=128, **_TIED),
     _decoder("qwen3-4b", "Qwen 3 4B", "Qwen3Config", 2560, 9728, 36, 32, 8, 151936, head_dim=128, **_TIED),
     _decoder("qwen3-8b", "Qwen 3 8B", "Qwen3Config", 4096, 12288, 36, 32, 8, 151936, head_dim=128),
     _decoder(

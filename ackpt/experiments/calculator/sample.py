@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict
 
-
 from .grid import FIRST_BLOCKS
 from .settings import Setting, by_formula, by_plan
 
@@ -48,6 +47,7 @@ def difference(data: dict, row: dict) -> float:
     formula, plan = by_formula(data, setting), row["planned"]
     names = {*formula["at_peak"], *plan["at_peak"]}
     pairs = [(formula["at_peak"].get(name, 0), plan["at_peak"].get(name, 0)) for name in names]
-    sizes = [abs(one - other) / plan["peak_bytes"] for one, other in [*pairs, (formula["peak_bytes"], plan["peak_bytes"])]]
+    pairs.append((formula["peak_bytes"], plan["peak_bytes"]))
+    sizes = [abs(one - other) / plan["peak_bytes"] for one, other in pairs]
     flops = [abs(formula[name] - plan[name]) / plan["flops"] for name in ("flops", "recompute_flops")]
     return max(*sizes, *flops)

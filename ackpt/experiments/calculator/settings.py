@@ -1,22 +1,26 @@
-"""One setting of the memory calculator: its peak by the formulas of the grid, as the page computes it, and by a plan."""
+"""One setting of the memory calculator: its peak by the formulas of the grid, as on the page, and by a plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ackpt
+from ackpt.capture.optimizer_state import Loop, eight_bit_bytes, with_loop
+from ackpt.planning.plan import RECOMPUTED, SAVED, Plan
 from ackpt.sharded.planner import ShardedModel
-from ackpt.sharded.sharding import Sharding
-from ackpt.workloads.planned_shapes import OPTIMIZERS, at_peak, captured, with_loop
-from ackpt.capture.optimizer_state import Loop
+from ackpt.workloads.planned_shapes import EIGHT_BIT, OPTIMIZERS, PlanConfig, at_peak, run_plan
 
-from .grid import FIRST_BLOCKS, NONE, PER_BLOCK, plan_config, shardings
+from .grid import FIRST_BLOCKS, HALF, MIXED, NONE, PER_BLOCK, plan_config, shardings
 from .presets import PRESETS
+from .windows import CapturedStep
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a reader chooses; ``length``: 0 for images. ``blocks``: how many are checkpointed, by `policy`."""
+    """What a reader chooses: the `name` of a preset, a GPU, a way of training, an optimizer, sizes, ranks and a policy.
+
+    ``length``: 0 for images. ``blocks``: how many are checkpointed by the policy ``"first blocks"``.
+    """
 
     preset: str
     gpu: str
@@ -28,13 +32,18 @@ class Setting:
     policy: str = NONE
     blocks: int = 0
 
+    def config(self) -> PlanConfig:
+        """What to ask ``ackpt plan`` for."""
+        preset = next(preset for preset in PRESETS if preset.name == self.preset)
+        mode = HALF if self.ranks > 1 and self.mode == MIXED else self.mode  # shards in 32 bits, gathered in 16
+        return plan_config(preset, mode, self.gpu, self.batch, self.length or None, optimizer=self.optimizer)
+
 
 def by_formula(data: dict, setting: Setting) -> dict:
     """Bytes at the peak by category, and FLOPs, as the page computes them from the grid."""
     preset = next(preset for preset in data["presets"] if preset["name"] == setting.preset)
     gpu = data["gpus"][setting.gpu]
-    mode = preset["modes"][setting.mode]
-    part = mode if setting.ranks == 1 else preset["sharded"][setting.mode]
+    part = preset["modes" if setting.ranks == 1 else "sharded"][setting.mode]
     formulas = preset["formulas"][part["formulas"][gpu["kind"]]]
     place = None if setting.ranks == 1 else data["ranks"].index(setting.ranks)
     b, t, m = setting.batch, setting.length / data["unit"] if setting.length else 1, setting.blocks
@@ -62,48 +71,45 @@ def by_formula(data: dict, setting: Setting) -> dict:
     categories = {
         "parameters": parameters,
         "buffers": part["buffers"],
-        "inputs": value(mode["inputs"]),
+        "inputs": value(part["inputs"]),
         "optimizer": state,
         **dynamic,
     }
     flops = value(formulas["flops"])
-    again = {NONE: 0, PER_BLOCK: value(formulas["recomputed"])}
-    if setting.policy == FIRST_BLOCKS:
-        fixed, each = formulas["recomputed_by_m"]
-        again[FIRST_BLOCKS] = value(fixed) + m * value(each)
-    return {"at_peak": categories, "peak_bytes": sum(categories.values()), "flops": flops, "recompute_flops": again[setting.policy]}
+    again = {NONE: lambda: 0, PER_BLOCK: lambda: value(formulas["recomputed"])}
+    again[FIRST_BLOCKS] = lambda: sum(times * value(part) for times, part in zip((1, m), formulas["recomputed_by_m"]))
+    return _figures(categories, flops, again[setting.policy]())
 
 
 def by_plan(setting: Setting) -> dict:
-    """The same from ``ackpt plan``, which captures the whole model."""
-    preset = next(preset for preset in PRESETS if preset.name == setting.preset)
+    """The same from a plan of the whole model, as ``ackpt plan`` makes it."""
     if setting.ranks > 1:
-        sharding = shardings("half" if setting.mode == "mixed" else setting.mode)[setting.mode]
-        mode = "half" if setting.mode == "mixed" else setting.mode
-        config = plan_config(preset, mode, setting.gpu, setting.batch, setting.length or None, optimizer=setting.optimizer)
-        sharded = ShardedModel(config).plan(
-            Sharding(setting.ranks, sharding.parameters, sharding.reduction),
-            policy={NONE: "none", PER_BLOCK: "full"}[setting.policy],
-        )
-        flops = sharded.flops - sharded.recompute_flops
-        return {"at_peak": sharded.at_peak(), "peak_bytes": sharded.peak_bytes, "flops": flops, "recompute_flops": sharded.recompute_flops}
-    from .windows import CapturedStep
-
-    config = plan_config(preset, setting.mode, setting.gpu, setting.batch, setting.length or None, optimizer=setting.optimizer)
-    step = CapturedStep.of(config)
-    kind = OPTIMIZERS[setting.optimizer]
-    graph = with_loop(step.graph, step.step.model, Loop(kind(step.step.model.parameters())))
-    profile = ackpt.profile(graph, step.device)
-    from ackpt.costs.profiles import with_gpu_workspace
-    profile = with_gpu_workspace(graph, profile)
+        mode = HALF if setting.mode == MIXED else setting.mode
+        sharding = replace(shardings(mode)[setting.mode], ranks=setting.ranks)
+        rank = ShardedModel(setting.config()).plan(sharding, policy={NONE: "none", PER_BLOCK: "full"}[setting.policy])
+        return _figures(rank.at_peak(), rank.flops - rank.recompute_flops, rank.recompute_flops)
     if setting.policy == NONE:
-        plan = ackpt.plan(graph, policy="none", profile=profile)
-    else:
-        count = setting.blocks if setting.policy == FIRST_BLOCKS else len(step.groups)
-        saved = step.saved(count)
-        a = graph.analysis
-        names = {graph.nodes[a.base_of[s]].name: s for s in a.savable}
-        base = ackpt.plan(graph, policy="none", profile=profile)
-        fates = {n: "saved" if s in saved else "recomputed" for n, s in names.items() if (s in saved) or n in base.fates}
-        plan = ackpt.plan(graph, policy="manual", profile=profile, fates=fates)
-    return {"at_peak": at_peak(graph, plan), "peak_bytes": plan.peak_bytes, "flops": plan.flops - plan.recompute_flops, "recompute_flops": plan.recompute_flops}
+        planned = run_plan(setting.config())
+        return _figures(planned.at_peak(), planned.plan.flops, 0)
+    graph, plan = _checkpointed(setting)
+    return _figures(at_peak(graph, plan), plan.flops - plan.recompute_flops, plan.recompute_flops)
+
+
+def _checkpointed(setting: Setting):
+    """The graph, and a plan with the fates of checkpointed blocks: their inputs are saved, the rest is recomputed."""
+    step = CapturedStep.of(setting.config())
+    optimizer = OPTIMIZERS[setting.optimizer](step.step.model.parameters())
+    graph = with_loop(step.graph, step.step.model, Loop(optimizer))
+    if setting.optimizer == EIGHT_BIT:
+        graph = replace(graph, optimizer_bytes=eight_bit_bytes(optimizer, False), optimizer_step_bytes=0)
+    saved = step.saved(len(step.groups) if setting.policy == PER_BLOCK else setting.blocks)
+    read = ackpt.plan(graph, policy="none", profile=step.profile).schedule.saved
+    names = {s: graph.nodes[graph.analysis.base_of[s]].name for s in {*saved, *read} & set(graph.analysis.savable)}
+    fates = {name: SAVED if storage in saved else RECOMPUTED for storage, name in names.items()}
+    plan: Plan = ackpt.plan(graph, policy="manual", profile=step.profile, fates=fates)
+    return graph, plan
+
+
+def _figures(categories: dict, flops: float, recompute_flops: float) -> dict:
+    peak = sum(categories.values())
+    return {"at_peak": categories, "peak_bytes": peak, "flops": flops, "recompute_flops": recompute_flops}

@@ -1,0 +1,133 @@
+"""The memory calculator: its formulas against plans of whole models, and what the committed grid holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ackpt.costs.devices import DEVICES
+from ackpt.experiments.calculator import grid as grids
+from ackpt.experiments.calculator import settings
+from ackpt.experiments.calculator.polynomials import NotExact, Point, Points, terms
+from ackpt.experiments.calculator.presets import PRESETS, Preset
+from ackpt.experiments.calculator.sample import difference, drawn
+from ackpt.experiments.calculator.settings import Setting, by_formula, by_plan
+
+FOLDER = Path(__file__).parent.parent.parent / "results" / "calculator"
+POINTS = Points(Point(4, 1), Point(12, 4), Point(2, 2))
+TINY = Preset(
+    "tiny",
+    "a tiny Llama",
+    "hf:LlamaConfig",
+    {
+        "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 9, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 4096,
+    },
+    longest=4096,
+)  # fmt: skip
+
+
+def committed(name: str) -> dict:
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("values", "coefficients"),
+    [
+        ((20, 240, 20), {3: 5}),  # batch and length
+        ((4, 12, 2), {1: 1}),
+        ((7, 112, 28), {4: 7}),  # the square of the length
+        ((512, 512, 512), {0: 512}),
+        ((4608, 49664, 4608), {0: 512, 3: 1024}),  # and one block more
+        ((-4608, -49664, -4608), {0: -512, 3: -1024}),
+    ],
+)
+def test_terms_are_those_of_monomials(values, coefficients):
+    found = terms([[value] for value in values], POINTS)[0]
+    assert {place: value for place, value in enumerate(found.tolist()) if value} == coefficients
+
+
+@pytest.mark.parametrize("values", [(20, 240, 21), (20, 100, 20), (5, 60, 5), (0, 7, 0)])
+def test_sizes_that_no_monomial_reproduces_are_refused(values):
+    with pytest.raises(NotExact, match="event 0 has"):
+        terms([[value] for value in values], POINTS)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """The grid of a tiny model, computed here from two of its nine blocks' kinds of windows."""
+    preset, mode = TINY, grids.SINGLE
+    measured = grids.Measured.of(preset, mode, "8.0")
+    assert measured.layers == 4
+    single, sharded = measured.formulas()
+    resident = grids.resident(preset, mode)
+    of_rank = grids.sharded_resident(preset, mode, mode, resident)
+    entry = {
+        "name": preset.name,
+        "formulas": [single, sharded[mode]],
+        "modes": {mode: {**resident, "inputs": measured.inputs(), "formulas": {"8.0": 0}}},
+        "sharded": {mode: {**of_rank, "inputs": measured.inputs(), "formulas": {"8.0": 1}}},
+    }
+    return {**grids.header(), "presets": [entry]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policy": grids.NONE, "batch": 5, "length": 256},
+        {"policy": grids.NONE, "batch": 1, "length": 1920, "optimizer": "sgd-momentum"},
+        {"policy": grids.FIRST_BLOCKS, "blocks": 2},
+        {"policy": grids.FIRST_BLOCKS, "blocks": 7, "batch": 1},
+        {"policy": grids.PER_BLOCK, "optimizer": "adamw-8bit"},
+        {"policy": grids.NONE, "ranks": 8},
+        {"policy": grids.PER_BLOCK, "ranks": 2, "batch": 6, "length": 512},
+    ],
+    ids=str,
+)
+def test_formulas_equal_plans_of_the_whole_model(tiny, monkeypatch, changes):
+    monkeypatch.setattr(settings, "PRESETS", (TINY,))
+    setting = replace(Setting("tiny", "a100-80g", grids.SINGLE, "adamw", 3, 1024), **changes)
+    formula, plan = by_formula(tiny, setting), by_plan(setting)
+    assert formula["peak_bytes"] == pytest.approx(plan["peak_bytes"], abs=64 * 512)
+    assert (formula["flops"], formula["recompute_flops"]) == (plan["flops"], plan["recompute_flops"])
+    assert difference(tiny, {"setting": vars(setting), "planned": plan}) < 0.001
+
+
+def test_the_grid_has_the_models_and_gpus_that_it_promises():
+    data = committed("grid")
+    assert [entry["name"] for entry in data["presets"]] == [preset.name for preset in PRESETS]
+    counts = [entry["modes"]["half"]["count"] for entry in data["presets"]]
+    assert len(counts) >= 25 and min(counts) < 0.2e9 and max(counts) > 70e9
+    assert set(data["gpus"]) == set(DEVICES)
+    assert {key: data[key] for key in grids.header()} == json.loads(json.dumps(grids.header()))
+    assert (FOLDER / "grid.json").stat().st_size < 700_000
+    assert data["made"]["command"] == "nox -s calculator" and data["made"]["environment"]["torch"]
+
+
+def test_the_grid_is_of_the_presets():
+    for entry, preset in zip(committed("grid")["presets"], PRESETS, strict=True):
+        assert (entry["model"], entry["fields"], entry["longest"]) == (preset.model, preset.fields, preset.longest)
+        assert f"{preset.label}" == entry["label"]
+
+
+def test_the_committed_sample_agrees_with_the_formulas():
+    data, rows = committed("grid"), committed("sample")["rows"]
+    assert max(difference(data, row) for row in rows) < 0.005
+    drawn_again = [next_ for next_, _ in zip(drawn(data), rows)]
+    assert [row["setting"] for row in rows] == [vars(setting) for setting in drawn_again]
+    policies = {row["setting"]["policy"] for row in rows}
+    assert policies == set(grids.POLICIES) and len({row["setting"]["preset"] for row in rows}) >= 15
+    assert {row["setting"]["mode"] for row in rows} == set(grids.MODES)
+    assert any(row["setting"]["ranks"] > 1 for row in rows)
+
+
+def test_cheap_settings_of_the_sample_are_planned_as_committed():
+    rows = [row for row in committed("sample")["rows"] if row["setting"]["preset"] in ("gpt2", "bert-large", "vit-l16")]
+    assert rows
+    for row in rows[:2]:
+        assert by_plan(Setting(**row["setting"])) == row["planned"]
+    assert torch.get_default_dtype() == torch.float32
