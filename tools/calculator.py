@@ -39,11 +39,12 @@ def write_grid(path: Path, only) -> None:
     """Compute the models one by one, and write the file after each, so that nothing is lost."""
     before = json.loads(path.read_text(encoding="utf-8"))["presets"] if path.exists() else []
     entries = {entry["name"]: entry for entry in before}
+    known: dict = {}
     for preset in PRESETS:
         if only is not None and preset.name not in only:
             continue
         start = time.monotonic()
-        entries[preset.name] = grid.entry_of(preset)
+        entries[preset.name] = grid.entry_of(preset, known)
         print(f"{preset.name}: {time.monotonic() - start:.0f} s", flush=True)
         write(path, {**grid.header(), "presets": [entries[p.name] for p in PRESETS if p.name in entries]})
         gc.collect()

@@ -14,16 +14,6 @@ const ORDER = [
 ];
 const BATCHES = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024];
 const LENGTHS = [128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768];
-const MADE_BY = {
-  adamw: "torch.optim.AdamW(model.parameters())",
-  "adamw-fused": "torch.optim.AdamW(model.parameters(), fused=True)",
-  "adamw-for-loop": "torch.optim.AdamW(model.parameters(), foreach=False)",
-  "adamw-8bit": "bitsandbytes.optim.AdamW8bit(model.parameters())",
-  adafactor: "torch.optim.Adafactor(model.parameters())",
-  sgd: "torch.optim.SGD(model.parameters())",
-  "sgd-momentum": "torch.optim.SGD(model.parameters(), momentum=0.9)",
-};
-
 // One step of a model on a GPU: its bytes at the peak and its FLOPs, by policy and number of checkpointed blocks.
 const stepOf = (data, { model, gpu, mode, optimizer, batch, length, ranks }) => {
   const isSharded = ranks > 1, part = isSharded ? model.sharded[mode] : model.modes[mode];
@@ -235,9 +225,7 @@ const build = (root, data) => {
 const pasted = (data, { model, mode, optimizer, ranks, batch, length, gpu, half, budget, fitting }) => {
   const size = (budget / GIB).toFixed(1), lines = [];
   if (ranks === 1 && fitting) {
-    lines.push("# once, before training; batch: one batch on the model's device", "import ackpt", "");
-    lines.push(`optimizer = ${MADE_BY[optimizer]}`);
-    lines.push(`ackpt.apply_budget(model, batch, budget="${size}GiB", optimizer=optimizer)`, "");
+    lines.push(data.call.replace("OPTIMIZER", data.made_by[optimizer]).replace("BUDGET", `${size}GiB`), "");
   }
   const fields = Object.entries(model.fields).map(([name, field]) => `${name}='${JSON.stringify(field)}'`);
   const quoted = fields.map((text) => text.replace(/='("?)([\w.-]+)\1'$/, "=$2"));

@@ -64,6 +64,7 @@ def tiny():
     measured = grids.Measured.of(preset, mode, "8.0")
     assert measured.layers == 4
     single, sharded = measured.formulas()
+    assert measured.formulas() == (single, sharded)
     resident = grids.resident(preset, mode)
     of_rank = grids.sharded_resident(preset, mode, mode, resident)
     entry = {
@@ -106,6 +107,16 @@ def test_the_grid_has_the_models_and_gpus_that_it_promises():
     assert {key: data[key] for key in grids.header()} == json.loads(json.dumps(grids.header()))
     assert (FOLDER / "grid.json").stat().st_size < 700_000
     assert data["made"]["command"] == "nox -s calculator" and data["made"]["environment"]["torch"]
+
+
+@pytest.mark.parametrize("optimizer", [name for name in grids.MADE_BY if name != "adamw-8bit"])
+def test_the_code_to_paste_runs(optimizer):
+    model, batch = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)), torch.ones(4, 8)
+    code = grids.CALL.replace("OPTIMIZER", grids.MADE_BY[optimizer]).replace("BUDGET", "0.5GiB")
+    names = {"torch": torch, "model": model, "batch": batch}
+    exec(code, names)
+    model(batch).sum().backward()
+    names["optimizer"].step()
 
 
 def test_the_grid_is_of_the_presets():

@@ -6,6 +6,7 @@ whose compute capability leads to the same events share formulas.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,21 @@ from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import CUDA_BLOCK, EIGHT_BIT, OPTIMIZERS, PlanConfig
 from ackpt.workloads.step_request import DTYPES, StepRequest
 
-from .polynomials import RANKS, TERMS, UNIT, Events, NotExact, Point, Points, Run, features, instants, terms, upper
+from .polynomials import (
+    RANKS,
+    TERMS,
+    UNIT,
+    Events,
+    NotExact,
+    Point,
+    Points,
+    Run,
+    features,
+    instants,
+    terms,
+    terms_like,
+    upper,
+)
 from .presets import LORA_RANK, Preset
 from .windows import CapturedStep
 
@@ -43,6 +58,22 @@ NONE, FIRST_BLOCKS, PER_BLOCK = "none", "first blocks", "per block"
 POLICIES = (NONE, FIRST_BLOCKS, PER_BLOCK)
 # A GPU of each kind that chooses kernels in its own way; the first is the one whose steps are captured at all sizes.
 KINDS = {"8.0": "a100-80g", "9.0": "h100-80g", "8.9": "l4", "7.5": "t4"}
+# What the page offers to paste: a call, and how each optimizer is made.
+CALL = """import ackpt
+
+# once, before training; batch: one batch on the model's device
+optimizer = OPTIMIZER
+ackpt.apply_budget(model, batch, budget="BUDGET", optimizer=optimizer)
+"""
+MADE_BY = {
+    "adamw": "torch.optim.AdamW(model.parameters())",
+    "adamw-fused": "torch.optim.AdamW(model.parameters(), fused=True)",
+    "adamw-for-loop": "torch.optim.AdamW(model.parameters(), foreach=False)",
+    "adamw-8bit": "bitsandbytes.optim.AdamW8bit(model.parameters())",
+    "adafactor": "torch.optim.Adafactor(model.parameters())",
+    "sgd": "torch.optim.SGD(model.parameters())",
+    "sgd-momentum": "torch.optim.SGD(model.parameters(), momentum=0.9)",
+}
 SHARDED_OPTIMIZERS = ("adamw", "adamw-fused", "sgd", "sgd-momentum")
 # With these, all tensors of batch size times length elements fill multiples of the 512 bytes of an allocator's block.
 TOKENS = Points(Point(4, 1), Point(12, 4), Point(2, 2))
@@ -87,14 +118,22 @@ def shardings(mode: str) -> dict[str, Sharding]:
     return {SINGLE: Sharding(2)} if mode == SINGLE else {}
 
 
-def entry_of(preset: Preset) -> dict:
-    """The data of one model; formulas that several ways of training or kinds of GPUs share are stored once."""
+def entry_of(preset: Preset, known: dict[tuple[str, str], list[Measured]]) -> dict:
+    """The data of one model; formulas that several ways of training or kinds of GPUs share are stored once.
+
+    `known`: steps of other models by mode and kind of GPU, to which those of this one are added.
+    """
     formulas: list[dict] = []
 
     def stored(data: dict) -> int:
         if data not in formulas:
             formulas.append(data)
         return formulas.index(data)
+
+    def measure(mode: str, kind: str) -> Measured:
+        family = known.setdefault((mode, kind), [])
+        family.append(Measured.of(preset, mode, kind, family))
+        return family[-1]
 
     residents = {mode: resident(preset, mode) for mode in (HALF, SINGLE, LORA) if mode != LORA or preset.lora}
     residents[MIXED] = residents[SINGLE]  # autocast changes neither parameters nor optimizer
@@ -113,10 +152,10 @@ def entry_of(preset: Preset) -> dict:
     first, *others = KINDS
     alike = _alike(preset, count)
     for mode in modes:
-        measured = {first: Measured.of(preset, mode, first)}
+        measured = {first: measure(mode, first)}
         for kind in others:
             if kind not in alike and mode != SINGLE and (kind != "7.5" or count < LARGEST_OLD):
-                measured[kind] = Measured.of(preset, mode, kind)
+                measured[kind] = measure(mode, kind)
         kinds = [kind for kind in KINDS if kind in measured or kind in alike]
         fits = {kind: each.formulas() for kind, each in measured.items()}
         entry["modes"][mode] = {
@@ -158,16 +197,27 @@ class At:
                 continue
 
 
-class Measured:
-    """The step of a preset at several sizes, on one kind of GPU; ``layers``: how many of its blocks are captured."""
+    def shape(self) -> list:
+        """Phases, groups and categories of all windows, which models with equal events share."""
+        rows = [*self.rows.values(), *(row for by_ranks in self.sharded.values() for row in by_ranks[RANKS[0]])]
+        windows = [(w.phase, w.group, [category for _, category in w.events]) for row in rows for w in row]
+        return [windows, len(self.flops), self.recomputed]
 
-    def __init__(self, preset: Preset, mode: str, layers: int | None, points: Points, at: list[At]):
-        self.preset, self.layers, self.points, self.at = preset, layers, points, at
+
+class Measured:
+    """The step of a preset at several sizes, on one kind of GPU; ``layers``: how many of its blocks are captured.
+
+    ``like``: the same for a model with equal events but other widths, which has the exponents; then one size is enough.
+    """
+
+    def __init__(self, preset: Preset, mode: str, layers: int | None, points: Points, at: list[At], like=None):
+        self.preset, self.layers, self.points, self.at, self.like = preset, layers, points, at, like
         self.blocks = len(groups_of(_whole(preset, mode).model)) - 1
+        self.found: list[np.ndarray] = []  # coefficients in the order in which they are asked for
 
     @classmethod
-    def of(cls, preset: Preset, mode: str, kind: str) -> Measured:
-        """The step at all sizes; with few blocks if the others' windows repeat."""
+    def of(cls, preset: Preset, mode: str, kind: str, known: Sequence[Measured] = ()) -> Measured:
+        """The step at all sizes; with few blocks if the others' windows repeat. `known`: steps of similar models."""
         points = TOKENS if preset.has_tokens else IMAGES
         layers, first = None, None
         if preset.repeats:
@@ -178,9 +228,24 @@ class Measured:
             except ShardingError:
                 layers, first = None, None
         first = first or cls.captured(preset, mode, kind, None, points.first, RANKS)
+        for like in known:
+            if like.like is None and like.layers == layers and first.shape() == like.at[0].shape():
+                with contextlib.suppress(NotExact):
+                    alone = cls(preset, mode, layers, points, [first], like)
+                    alone.formulas()
+                    return alone
         others = points[1:] if mode in (HALF, SINGLE) and kind == "8.0" else points[1:2]
         rest = [cls.captured(preset, mode, kind, layers, point, RANKS[:1]) for point in others]
         return cls(preset, mode, layers, points, [first, *rest])
+
+    def _terms(self, values: list) -> np.ndarray:
+        """Coefficients of the values of each size, which are asked for in the order of `like`."""
+        if self.like is None:
+            found = terms(values, self.points)
+        else:
+            found = terms_like(values[0], self.like.found[len(self.found)], self.points.first)
+        self.found.append(found)
+        return found
 
     @staticmethod
     def captured(preset: Preset, mode: str, kind: str, layers, point: Point, ranks: Sequence[int] = ()) -> At:
@@ -189,10 +254,12 @@ class Measured:
         return At(CapturedStep.of(config), point, mode, ranks)
 
     def inputs(self) -> list[int]:
-        return _trimmed(terms([[at.inputs] for at in self.at], self.points)[0])
+        return self._inputs
 
     def formulas(self) -> tuple[dict, dict[str, dict]]:
         """The formulas of the step, and of its sharded versions by mode."""
+        self.found.clear()
+        self._inputs = _trimmed(self._terms([[at.inputs] for at in self.at])[0])
         common = {"blocks": self.blocks, **self._flops()}
         runs = {name: self._events([at.rows[name] for at in self.at]) for name in POLICIES}
         single = {**common, **self._policies(runs, CATEGORIES)}
@@ -206,7 +273,7 @@ class Measured:
         return single, sharded
 
     def _flops(self) -> dict:
-        by_node = terms([at.flops for at in self.at], self.points)
+        by_node = self._terms([at.flops for at in self.at])
         first = self.at[0]
         count = 1 + (self.layers or self.blocks)
         flops, again = (np.zeros((count, len(TERMS)), dtype=np.int64) for _ in range(2))
@@ -233,7 +300,7 @@ class Measured:
             for other in windows:
                 if (other.phase, other.group, [c for _, c in other.events]) != (first.phase, first.group, categories):
                     raise NotExact(f"{self.preset.name}: the events of {first.phase} of group {first.group} differ")
-            sizes = terms([[size for size, _ in window.events] for window in windows], self.points)
+            sizes = self._terms([[size for size, _ in window.events] for window in windows])
             events.append((first.phase, first.group, Events(sizes, categories)))
         return self._with_ranks(events, by_ranks) if by_ranks else events
 
@@ -360,7 +427,7 @@ def header() -> dict:
     return {
         **SCHEMA, "unit": UNIT, "terms": TERMS, "ranks": RANKS, "modes": MODES, "gpus": gpus,
         "optimizers": [name for name, kind in OPTIMIZERS.items() if kind is not None],
-        "sharded_optimizers": SHARDED_OPTIMIZERS,
+        "sharded_optimizers": SHARDED_OPTIMIZERS, "call": CALL, "made_by": MADE_BY,
     }  # fmt: skip
 
 

@@ -61,6 +61,29 @@ def terms(values: Sequence[Sequence[int]], points: Points) -> np.ndarray:
     return coefficients
 
 
+def terms_like(values: Sequence[int], reference: np.ndarray, at: Point) -> np.ndarray:
+    """Coefficients (event, term) of `values` at one size, with the exponents of `reference`, those of such a model.
+
+    Raises:
+        NotExact: if there are other events, or values that such terms do not have.
+    """
+    if len(values) != len(reference):
+        raise NotExact(f"{len(values)} events are not {len(reference)}")
+    coefficients = np.zeros_like(reference)
+    for event, (value, row) in enumerate(zip(values, reference.tolist())):
+        used = [term for term, coefficient in enumerate(row) if coefficient]
+        if len(used) == 2:
+            coefficients[event, 0] = row[0]
+            value -= row[0]
+        if not used:
+            used = [0]
+        i, j = TERMS[used[-1]]
+        coefficients[event, used[-1]] += value // (at.batch**i * at.length**j)
+        if value % (at.batch**i * at.length**j) or (not value) != (not any(row)):
+            raise NotExact(f"event {event} has {value} bytes at {at}, which no term with these exponents has")
+    return coefficients
+
+
 def _monomial(sizes: Sequence[int], points: Points) -> tuple[int, int, int] | None:
     """Coefficient and exponents of the monomial with these values; None if there is none."""
     batches, lengths = points.second.batch // points.first.batch, points.second.length // points.first.length
