@@ -185,7 +185,7 @@ class At:
         schedules = {NONE: none, PER_BLOCK: per_block, FIRST_BLOCKS: half}
         self.rows = {name: captured.windows(schedule) for name, schedule in schedules.items()}
         self.flops, self.owners = captured.profile.flops, captured.owners
-        self.recomputed = recomputed(captured.graph, per_block)
+        self.recomputed, self.recomputed_by_ranks = recomputed(captured.graph, per_block), []
         self.inputs = captured.graph.bytes()["input"]
         self.sharded: dict[str, dict[int, list[list[Window]]]] = {}  # by mode and ranks: without and with recomputation
         for name, sharding in shardings(mode).items():
@@ -195,7 +195,7 @@ class At:
                 }
             except ShardingError:
                 continue
-
+            self.recomputed_by_ranks = captured.recomputed_by_ranks()
 
     def shape(self) -> list:
         """Phases, groups and categories of all windows, which models with equal events share."""
@@ -223,8 +223,8 @@ class Measured:
         if preset.repeats:
             layers, first = CAPTURED, cls.captured(preset, mode, kind, CAPTURED, points.first, RANKS)
             try:
-                for row in first.rows.values():
-                    deep(row, CAPTURED + 1)
+                for policy in (NONE, PER_BLOCK):
+                    deep(first.rows[policy], CAPTURED + 1)
             except ShardingError:
                 layers, first = None, None
         first = first or cls.captured(preset, mode, kind, None, points.first, RANKS)
@@ -260,7 +260,8 @@ class Measured:
         """The formulas of the step, and of its sharded versions by mode."""
         self.found.clear()
         self._inputs = _trimmed(self._terms([[at.inputs] for at in self.at])[0])
-        common = {"blocks": self.blocks, **self._flops()}
+        by_node = self._terms([at.flops for at in self.at])
+        common = {"blocks": self.blocks, **self._flops(by_node, self.at[0].recomputed)}
         runs = {name: self._events([at.rows[name] for at in self.at]) for name in POLICIES}
         single = {**common, **self._policies(runs, CATEGORIES)}
         sharded = {}
@@ -269,17 +270,18 @@ class Measured:
             for number, policy in enumerate((NONE, PER_BLOCK)):
                 same = [at.sharded[name][RANKS[0]][number] for at in self.at]
                 runs[policy] = self._events(same, [self.at[0].sharded[name][n][number] for n in RANKS])
-            sharded[name] = {**common, **self._policies(runs, CATEGORIES_OF_A_RANK)}
+            flops = self._flops(by_node, self.at[0].recomputed_by_ranks)
+            sharded[name] = {"blocks": self.blocks, **flops, **self._policies(runs, CATEGORIES_OF_A_RANK)}
         return single, sharded
 
-    def _flops(self) -> dict:
-        by_node = self._terms([at.flops for at in self.at])
+    def _flops(self, by_node: np.ndarray, recomputed: Sequence[int]) -> dict:
+        """FLOPs of the step, of per-block checkpointing, and by number of checkpointed blocks: of none and each."""
         first = self.at[0]
         count = 1 + (self.layers or self.blocks)
         flops, again = (np.zeros((count, len(TERMS)), dtype=np.int64) for _ in range(2))
         for node, owner in enumerate(first.owners):
             flops[owner] += by_node[node]
-        for node in first.recomputed:
+        for node in recomputed:
             again[first.owners[node]] += by_node[node]
         found = {"flops": _trimmed(self._total(flops)), "recomputed": _trimmed(self._total(again))}
         if self.layers is not None:

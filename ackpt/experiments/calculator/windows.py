@@ -16,7 +16,7 @@ from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.costs.devices import Device, device
 from ackpt.costs.profiles import Profile, with_gpu_workspace
 from ackpt.planning.live_bytes import follow
-from ackpt.planning.schedule import Schedule, everything, lower
+from ackpt.planning.schedule import Schedule, everything, lower, recomputed
 from ackpt.sharded.blocks import Blocks
 from ackpt.sharded.sharding import Group, Sharding, groups_of
 from ackpt.sharded.step import ROOT, Window, owners, step_windows
@@ -95,6 +95,10 @@ class CapturedStep:
         sharding = replace(sharding, block_bytes=CUDA_BLOCK)
         blocks, workspace = self._schedules
         return [step_windows(self.graph, schedule, workspace, self.groups, sharding) for schedule in blocks]
+
+    def recomputed_by_ranks(self) -> list[int]:
+        """Nodes that per-block checkpointing of a sharded step recomputes: the whole forward of each block."""
+        return recomputed(self.graph, self._schedules[0][1])
 
     @cached_property
     def _schedules(self) -> tuple[list[Schedule], Sequence[int]]:
