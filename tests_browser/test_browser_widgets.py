@@ -1,7 +1,10 @@
 """Do the interactive figures react to keyboard and mouse, and is there a picture where scripts are off?"""
 
+import json
 import re
+from pathlib import Path
 from typing import Literal
+from urllib.parse import urlencode
 
 import built_pages
 import pytest
@@ -181,3 +184,57 @@ def test_the_schedules_of_a_schematic_differ_in_peak_and_in_recomputation(schema
         seen.add(tuple(found.locator("dd").all_inner_texts()))
         expect(found.locator(".about")).to_contain_text(label)
     assert len(seen) == 5
+
+
+CALCULATOR = Path(__file__).parent.parent / "results" / "calculator"
+NAMES = {"none": "nothing recomputed", "per block": "every block"}
+
+
+@pytest.fixture
+def calculator(new_page, base):
+    """Opens the first page's calculator at an address that names a setting."""
+
+    def opened(**setting) -> Locator:
+        page = new_page()
+        page.goto(f"{base}index.html#calculator&{urlencode(setting)}")
+        return page.locator(".calculator-explorer")
+
+    return opened
+
+
+def test_the_calculator_shows_what_ackpt_plan_says(calculator):
+    grid, sample = (json.loads((CALCULATOR / f"{name}.json").read_text()) for name in ("grid", "sample"))
+    rows = [row for row in sample["rows"] if row["setting"]["policy"] in NAMES][:6]
+    assert len(rows) == 6
+    for row in rows:
+        setting = dict(row["setting"])
+        name = NAMES[setting.pop("policy")]
+        shown = calculator(**{"model" if key == "preset" else key: value for key, value in setting.items()})
+        said = shown.locator("svg").first.get_attribute("aria-label")
+        (size, unit) = re.search(rf"{name} ([\d.]+) ([GM]iB)", said).groups()
+        gpu = grid["gpus"][setting["gpu"]]
+        peak = row["planned"]["peak_bytes"] + gpu["context"] + 2 * gpu["workspace"]
+        assert float(size) * 2 ** (30 if unit == "GiB" else 20) == pytest.approx(peak, rel=0.005, abs=0.05 * 2**30)
+
+
+def test_the_calculator_keeps_its_state_in_the_address(calculator):
+    shown = calculator(model="llama-3-8b", batch=3, gpu="h200", budget=60)
+    assert shown.locator("#calculator-batch").input_value() == "3"
+    shown.locator("#calculator-optimizer").press("End")
+    address = shown.page.url
+    assert "model=llama-3-8b" in address and "gpu=h200" in address and "budget=60" in address
+    before = shown.locator(".answer").inner_text()
+    shown.page.reload()
+    expect(shown.locator(".answer")).to_have_text(before)
+
+
+def test_a_lower_budget_of_the_calculator_recomputes_more_and_then_is_refused(calculator):
+    shown = calculator(model="llama-3-8b", gpu="a100-80g", mode="lora", batch=4, length=4096, budget=100)
+    costs = []
+    for _ in range(20):
+        shown.locator("#calculator-budget").press("ArrowLeft")
+        costs.append(float(shown.locator("dt", has_text="recomputed FLOPs").locator("+ dd").inner_text().split()[0]))
+    assert costs == sorted(costs) and costs[-1] > 0
+    shown.locator("#calculator-budget").press("Home")
+    expect(shown.locator(".answer")).to_contain_text("Nothing on the menu keeps the budget")
+    expect(shown.locator("pre")).not_to_contain_text("apply_budget")

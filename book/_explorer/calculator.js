@@ -1,6 +1,6 @@
 // Evaluates the formulas of the page's data for what the reader chooses; see ackpt/experiments/calculator/settings.py.
 const GIB = 2 ** 30;
-const gib = (bytes) => `${(bytes / GIB).toFixed(bytes < 10 * GIB ? 2 : 1)} GiB`;
+const gib = (bytes) => bytes < GIB / 10 ? mib(bytes) : `${(bytes / GIB).toFixed(bytes < 10 * GIB ? 2 : 1)} GiB`;
 const sum = (row) => Object.values(row).reduce((total, bytes) => total + bytes, 0);
 const OUTSIDE = "context and cuBLAS";
 const GROUPS = { // of the categories that `ackpt plan` prints; the others have a color of their own
@@ -116,11 +116,12 @@ const build = (root, data) => {
   const numbers = element("dl", beside);
   element("h4", root, "To paste");
   const code = element("pre", root, "", { tabindex: 0 });
-  element("p", root, "The bars hold what `ackpt plan` counts as allocated, the CUDA context and the workspace of cuBLAS. "
-    .replaceAll("`", "") + "They do not hold what the allocator reserves beyond that, which ackpt plan prints, nor the "
-    + "memory of communication libraries and of convolution kernels, so leave some room. ackpt.apply_budget searches more plans than "
-    + "this menu. The address of this page keeps your choices.", { class: "note" });
+  element("p", root, "The bars hold what ackpt plan counts as allocated, the CUDA context, and two workspaces of cuBLAS. "
+    + "They do not hold what the allocator reserves beyond that, which ackpt plan prints, nor the memory of communication "
+    + "libraries and of convolution kernels, so leave some room. The menu: nothing recomputed, the first blocks, or every "
+    + "block; ackpt.apply_budget searches more plans. The address of this page keeps your choices.", { class: "note" });
 
+  const presets = [...data.presets].sort((one, other) => one.modes.half.count - other.modes.half.count);
   const fill = (name, options, wanted) => { // keeps the choice if it is still there
     const select = selects[name];
     select.replaceChildren();
@@ -134,13 +135,13 @@ const build = (root, data) => {
     return n >= 1 && n <= most && !all.includes(n) ? [...all, n].sort((a, b) => a - b) : all;
   };
 
-  const wanted = { model: "llama-3-8b", gpu: "h100-80g", batch: 1, length: 4096, mode: "half", optimizer: "adamw", ranks: 1, budget: 100 };
+  const wanted = { model: "llama-3-8b", gpu: "a100-80g", batch: 4, length: 4096, mode: "lora", optimizer: "adamw", ranks: 1, budget: 90 };
   const hash = new URLSearchParams(location.hash.startsWith("#calculator&") ? location.hash.slice(12) : "");
   for (const name of Object.keys(wanted)) if (hash.has(name)) wanted[name] = hash.get(name);
 
-  const show = () => {
-    const model = data.presets.find(({ name }) => name === wanted.model) ?? data.presets[0];
-    fill("model", data.presets.map(({ name, label }) => [name, label]), wanted.model);
+  const show = (changed) => {
+    const model = presets.find(({ name }) => name === wanted.model) ?? presets[0];
+    fill("model", presets.map(({ name, label }) => [name, label]), wanted.model);
     const kinds = new Set(Object.values(model.modes).flatMap(({ formulas }) => Object.keys(formulas)));
     fill("gpu", Object.entries(data.gpus).filter(([, one]) => kinds.has(one.kind))
       .map(([name, one]) => [name, `${name}, ${(one.memory / 1e9).toFixed(0)} GB`]), wanted.gpu);
@@ -149,11 +150,13 @@ const build = (root, data) => {
     const lengths = model.longest ? sizes(LENGTHS, Math.min(wanted.length, model.longest), model.longest) : [0];
     fill("length", lengths.map((n) => [n, n ? n.toLocaleString("en-GB") : "224 × 224 pixels"]), Math.min(wanted.length, model.longest));
     const modes = Object.keys(data.modes).filter((name) => model.modes[name] ?? model.sharded?.[name]);
-    fill("mode", modes.map((name) => [name, data.modes[name].replaceAll("16-bit", gpu.half).replace("16 bits", gpu.half)]), wanted.mode);
-    const mode = selects.mode.value;
-    const canShard = model.sharded?.[mode];
-    fill("ranks", [...(model.modes[mode] ? [1] : []), ...(canShard ? data.ranks : [])].map((n) => [n, n]), wanted.ranks);
-    const ranks = +selects.ranks.value;
+    let mode = modes.includes(wanted.mode) ? wanted.mode : modes[0], ranks = model.sharded ? +wanted.ranks : 1;
+    if (!(ranks > 1 ? model.sharded : model.modes)[mode]) { // the control that was changed last wins
+      if (changed === "ranks") mode = "half";
+      else ranks = ranks > 1 ? 1 : data.ranks[0];
+    }
+    fill("mode", modes.map((name) => [name, data.modes[name].replaceAll("16-bit", gpu.half).replace("16 bits", gpu.half)]), mode);
+    fill("ranks", (model.sharded ? [1, ...data.ranks] : [1]).map((n) => [n, n]), ranks);
     const optimizers = ranks > 1 ? data.sharded_optimizers : data.optimizers;
     fill("optimizer", optimizers.map((name) => [name, name]), wanted.optimizer);
 
@@ -188,7 +191,7 @@ const build = (root, data) => {
         + ` The step takes ${gib(plans[0].bytes)} without recomputation.`
       : `Nothing on the menu keeps the budget of ${gib(budget)}: its smallest peak is ${gib(least.bytes)}, of it `
         + `${largest.map((name) => `${gib(own[name])} ${name}`).join(" and ")}. `
-        + (canShard && ranks < 64 ? "More GPUs, a smaller batch or LoRA need less." : "A smaller batch or a larger GPU would do.");
+        + (model.sharded && ranks < data.ranks.at(-1) ? "More GPUs, a smaller batch or LoRA need less." : "A smaller batch or a larger GPU would do.");
     chosenTitle.textContent = `The bar: ${nameOf(chosen, step.blocks)}`;
     numbers.replaceChildren();
     for (const name of [...parts].reverse()) {
@@ -214,7 +217,7 @@ const build = (root, data) => {
     try { history.replaceState(null, "", `#calculator&${state}`); } catch { /* a page that may not change its address */ }
   };
   for (const [name, select] of Object.entries(selects)) {
-    select.addEventListener("change", () => { wanted[name] = select.value; show(); keep(); });
+    select.addEventListener("change", () => { wanted[name] = select.value; show(name); keep(); });
   }
   budgetInput.addEventListener("input", () => { wanted.budget = budgetInput.value; show(); keep(); });
   show();
@@ -225,7 +228,7 @@ const build = (root, data) => {
 const pasted = (data, { model, mode, optimizer, ranks, batch, length, gpu, half, budget, fitting }) => {
   const size = (budget / GIB).toFixed(1), lines = [];
   if (ranks === 1 && fitting) {
-    lines.push(data.call.replace("OPTIMIZER", data.made_by[optimizer]).replace("BUDGET", `${size}GiB`), "");
+    lines.push(data.call.replace("OPTIMIZER", data.made_by[optimizer]).replace("BUDGET", `${size}GiB`));
   }
   const fields = Object.entries(model.fields).map(([name, field]) => `${name}='${JSON.stringify(field)}'`);
   const quoted = fields.map((text) => text.replace(/='("?)([\w.-]+)\1'$/, "=$2"));

@@ -63,8 +63,7 @@ CALL = """import ackpt
 
 # once, before training; batch: one batch on the model's device
 optimizer = OPTIMIZER
-ackpt.apply_budget(model, batch, budget="BUDGET", optimizer=optimizer)
-"""
+ackpt.apply_budget(model, batch, budget="BUDGET", optimizer=optimizer)"""
 MADE_BY = {
     "adamw": "torch.optim.AdamW(model.parameters())",
     "adamw-fused": "torch.optim.AdamW(model.parameters(), fused=True)",
