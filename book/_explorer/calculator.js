@@ -187,7 +187,7 @@ const build = (root, data) => {
     answer.className = fitting ? "answer" : "answer refused";
     answer.textContent = fitting
       ? `Within the budget: ${gib(chosen.bytes)} allocated at the peak, of ${gib(budget)}. `
-        + (chosen.policy === "none" ? "No checkpointing is needed." : `The cheapest plan of the menu recomputes ${nameOf(chosen, step.blocks)}; ${cost}.`)
+        + (chosen.policy === "none" ? "No checkpointing is needed." : `The cheapest plan of the menu recomputes ${chosen.policy === "per block" ? "" : "the "}${nameOf(chosen, step.blocks)}; ${cost}.`)
         + ` The step takes ${gib(plans[0].bytes)} without recomputation.`
       : `Nothing on the menu keeps the budget of ${gib(budget)}: its smallest peak is ${gib(least.bytes)}, of it `
         + `${largest.map((name) => `${gib(own[name])} ${name}`).join(" and ")}. `

@@ -10,6 +10,7 @@ from .grid import FIRST_BLOCKS
 from .settings import Setting, by_formula, by_plan
 
 SEED = 23
+LARGEST_WHOLE = 2 * 10**9  # parameters; larger models are planned as ranks, which takes a few of their blocks
 LARGEST_TOKENS = 2**18  # of a batch
 
 
@@ -18,15 +19,18 @@ def drawn(data: dict, seed: int = SEED) -> Iterator[Setting]:
     dice = random.Random(seed)
     while True:
         preset = dice.choice(data["presets"])
-        ranks = dice.choice([1, 1, 1, *data["ranks"]]) if preset.get("sharded") else 1
+        is_large = preset["modes"]["half"]["count"] > LARGEST_WHOLE
+        alone = [1] * (0 if is_large else len(data["ranks"]))
+        ranks = dice.choice([*alone, *data["ranks"]]) if preset.get("sharded") else 1
         mode = dice.choice(list(preset["modes"] if ranks == 1 else preset["sharded"]))
-        gpu = dice.choice(list(data["gpus"]))
+        kinds = (preset["modes"] if ranks == 1 else preset["sharded"])[mode]["formulas"]
+        gpu = dice.choice([name for name, on in data["gpus"].items() if on["kind"] in kinds])
         length = dice.randrange(32, preset["longest"] + 1) if preset["longest"] else 0
         if dice.random() < 0.5:
             length = min(preset["longest"], 2 ** dice.randrange(7, 14))
         largest = min(64, max(1, LARGEST_TOKENS // max(length, 1)))
         batch = dice.randint(1, largest)
-        formulas = preset["formulas"][(preset["modes"] if ranks == 1 else preset["sharded"])[mode]["formulas"]["8.0"]]
+        formulas = preset["formulas"][kinds["8.0"]]
         policy = dice.choice(list(formulas["peaks"]))
         blocks = dice.randint(2, formulas["blocks"] - 2) if policy == FIRST_BLOCKS else 0
         optimizer = dice.choice(data["optimizers"] if ranks == 1 else data["sharded_optimizers"])
