@@ -245,10 +245,9 @@ differences = [difference(grid, row) for row in sample["rows"]]
 print(f"{len(grid['presets'])} models, {len(differences)} random settings: formulas and plans differ in no figure by more")
 print(f"than {max(differences):.3%} of the peak or of the FLOPs")
 assert max(differences) < 0.005
-again = [row for row in sample["rows"] if row["setting"]["preset"] == "gpt2" and row["setting"]["ranks"] == 1][:1]
-for row in again:
-    assert by_plan(Setting(**row["setting"])) == row["planned"]
-print(f"{len(again)} of them planned again, with the same figures")
+small = min(sample["rows"], key=lambda row: row["planned"]["flops"])
+assert by_plan(Setting(**small["setting"])) == small["planned"]
+print(f"planned again, with the same figures: {small['setting']['preset']}")
 
 shown = Setting("llama-3-8b", "a100-80g", "lora", "adamw", 4, 4096)
 policies = {

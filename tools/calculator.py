@@ -55,7 +55,8 @@ def write_sample(path: Path, data: dict, count: int) -> None:
     for row in sample.planned(data, count):
         rows.append(row)
         print(f"{len(rows)}/{count}: {row['setting']}", flush=True)
-        write(path, {"schema": "ackpt.calculator-sample", "version": 1, "rows": rows})
+        names = [preset["name"] for preset in data["presets"]]
+        write(path, {"schema": "ackpt.calculator-sample", "version": 1, "presets": names, "rows": rows})
 
 
 def write(path: Path, data: dict) -> None:

@@ -127,9 +127,11 @@ def test_the_grid_is_of_the_presets():
 
 
 def test_the_committed_sample_agrees_with_the_formulas():
-    data, rows = committed("grid"), committed("sample")["rows"]
+    data, sample = committed("grid"), committed("sample")
+    rows = sample["rows"]
+    data["presets"] = [preset for preset in data["presets"] if preset["name"] in sample["presets"]]
     assert max(difference(data, row) for row in rows) < 0.005
-    drawn_again = [next_ for next_, _ in zip(drawn(data), rows)]
+    drawn_again = [setting for setting, _ in zip(drawn(data), rows)]
     assert [row["setting"] for row in rows] == [vars(setting) for setting in drawn_again]
     policies = {row["setting"]["policy"] for row in rows}
     assert policies == set(grids.POLICIES)
@@ -137,8 +139,7 @@ def test_the_committed_sample_agrees_with_the_formulas():
 
 
 def test_cheap_settings_of_the_sample_are_planned_as_committed():
-    rows = [row for row in committed("sample")["rows"] if row["setting"]["preset"] in ("gpt2", "bert-large", "vit-l16")]
-    assert rows
+    rows = sorted(committed("sample")["rows"], key=lambda row: row["planned"]["flops"])
     for row in rows[:2]:
         assert by_plan(Setting(**row["setting"])) == row["planned"]
     assert torch.get_default_dtype() == torch.float32
