@@ -1,4 +1,4 @@
-"""The directives ``calculator-explorer``, ``frontier-explorer``, ``memory-explorer`` and ``schematic-explorer``: interactive figures of a page.
+"""The directives ``calculator-explorer``, ``frontier-explorer``, ``memory-explorer``, ``schematic-explorer``: figures.
 
 Data, script and style are part of the page, so it works from a file, and no other page loads any of it. Readers without
 scripts, and formats other than HTML, get the picture. ``start`` names the schedule that a schematic shows first.
@@ -22,7 +22,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 SOURCES = Path(__file__).resolve().parent.parent / "_explorer"
-EXPLORERS = ("calculator", "frontier", "memory", "schematic")  # each has a style and a script in SOURCES, behind what they share
+# Each has a style and a script in SOURCES, which follow what they share.
+EXPLORERS = ("calculator", "frontier", "memory", "schematic")
 
 
 class Explorer(SphinxDirective):
