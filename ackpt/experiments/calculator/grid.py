@@ -163,12 +163,12 @@ def entry_of(preset: Preset, known: dict[tuple[str, str], list[Measured]]) -> di
             "formulas": {kind: stored(fits.get(kind, fits[first])[0]) for kind in kinds},
         }
         for name in shardings(mode):
-            sharded = {kind: fit[1].get(name) for kind, fit in fits.items()}
-            if sharded[first] is not None:
+            sharded = {kind: fit[1][name] for kind, fit in fits.items() if name in fit[1]}
+            if first in sharded:
                 entry.setdefault("sharded", {})[name] = {
                     **sharded_resident(preset, mode, name, residents[name]),
                     "inputs": measured[first].inputs(),
-                    "formulas": {kind: stored(sharded.get(kind) or sharded[first]) for kind in kinds},
+                    "formulas": {kind: stored(sharded.get(kind, sharded[first])) for kind in kinds},
                 }
         del measured
         gc.collect()
@@ -282,7 +282,7 @@ class Measured:
             flops[owner] += by_node[node]
         for node in recomputed:
             again[first.owners[node]] += by_node[node]
-        found = {"flops": _trimmed(self._total(flops)), "recomputed": _trimmed(self._total(again))}
+        found: dict[str, Any] = {"flops": _trimmed(self._total(flops)), "recomputed": _trimmed(self._total(again))}
         if self.layers is not None:
             found["recomputed_by_m"] = [_trimmed(again[1] - again[2]), _trimmed(again[2])]
         return found

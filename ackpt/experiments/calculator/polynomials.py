@@ -27,7 +27,7 @@ class Point(NamedTuple):
     """A batch size, and a length in units; 1 for images."""
 
     batch: int
-    length: int = 1
+    length: float = 1
 
 
 class Points(NamedTuple):
