@@ -361,7 +361,7 @@ class Measured:
 
     def _places(self, is_sharded: bool) -> np.ndarray:
         lengths = [length / UNIT for length in LENGTHS if length <= self.preset.longest] or [1]
-        points = [Point(batch, length) for batch in BATCHES for length in lengths]
+        points = [(batch, length) for batch in BATCHES for length in lengths]
         return features(points, RANKS if is_sharded else ())
 
 

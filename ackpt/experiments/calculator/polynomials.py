@@ -27,7 +27,7 @@ class Point(NamedTuple):
     """A batch size, and a length in units; 1 for images."""
 
     batch: int
-    length: float = 1
+    length: int = 1
 
 
 class Points(NamedTuple):
@@ -140,9 +140,9 @@ def instants(runs: Sequence[Run], categories: int, width: int) -> tuple[np.ndarr
     return np.concatenate(rows), live
 
 
-def features(points: Sequence[Point], ranks: Sequence[int] = ()) -> np.ndarray:
+def features(points: Sequence[tuple[int, float]], ranks: Sequence[int] = ()) -> np.ndarray:
     """The values of all terms (place, term); with `ranks`, those of every number of ranks follow the others'."""
-    of_sizes = np.array([[p.batch**i * p.length**j for i, j in TERMS] for p in points], dtype=float)
+    of_sizes = np.array([[b**i * t**j for i, j in TERMS] for b, t in points], dtype=float)
     if not ranks:
         return of_sizes
     columns = np.eye(len(RANKS))[[RANKS.index(n) for n in ranks]]
