@@ -23,7 +23,8 @@ IMAGE = re.compile(r'<img\b[^>]*?\ssrc="(?!data:)([^"]+)"')
 FORMULA = re.compile(r'class="math notranslate')
 HEADING = re.compile(r'(<div id="jb-print-docs-body"[^>]*>\s*)<h1>(.*?)</h1>')
 PART = re.compile(
-    r'<span class="caption-text">([^<]*)</span></p>\s*<ul[^>]*>\s*<li[^>]*><a [^>]*href="(?:index\.html)?#(document-[^"]*)"'
+    r'<span class="caption-text">([^<]*)</span></p>\s*<ul[^>]*>\s*<li[^>]*>'
+    r'<a [^>]*href="(?:index\.html)?#(document-[^"]*)"'
 )
 CONFIG = (ROOT / "book" / "_config.yml").read_text(encoding="utf-8")
 PATIENCE = 600  # seconds for Chromium, on a busy machine
