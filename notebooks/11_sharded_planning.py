@@ -33,8 +33,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from ackpt import plots
 from ackpt.experiments import sharded_llama
 from ackpt.experiments.graph_profile import orders_plot
+from ackpt.experiments.reports import schematics
 from ackpt.experiments.reports.figures import stacked_plot
 from ackpt.experiments.sharded_check import check
+from ackpt.experiments.widgets.gather_lanes import gather_lanes
 from ackpt.results import markdown_table, write_text_atomic
 from ackpt.sharded.blocks import CAPTURED
 from ackpt.sharded.planner import ShardedModel
@@ -111,6 +113,18 @@ for size, model in large.items():
 #    bytes for the reduce-scatter, which returns one shard. That buffer stays allocated until the next reduction.
 # 4. *The root* is gathered first, stays gathered for the whole step, and is reduced last. Until then its gradients stay
 #    unreduced.
+#
+# The figure shows these events for a Llama with three checkpointed blocks, as predicted for one rank. When does a rank
+# have the parameters of two blocks at once?
+
+# %% tags=["hide-input"] alt="Bars over the allocations and frees of one step. The top row runs the forward, and after a dashed line recomputation and backward in turn, three times. The parameters of the root are gathered for the whole step. Those of blocks 1, 2 and 3 are gathered one after another in the forward, and in reverse order in backward, each for the recomputation and the backward of its block. The buffer of a block's gather is allocated just before its forward, but one block early in backward. Below, live memory: gathered parameters have the same height in forward and backward, and buffers of collectives are largest in backward."
+figure = schematics.gathers_figure(gather_lanes())
+path = plots.save(figure, "results/figures/11_gathers.png")
+figure
+
+# %% [markdown]
+# *A block's parameters are gathered for its forward, and again for its recomputation and backward. In backward, the next
+# gather is under way meanwhile, so two blocks take memory: one as parameters, one as a buffer.*
 #
 # None of these sizes depends on the batch, and they hardly depend on $N$. For Llama 3, in GiB:
 
