@@ -295,7 +295,8 @@ figure
 #     x = torch.utils.checkpoint.checkpoint(block, x, sequences, 256, use_reentrant=False)
 # ```
 #
-# `ackpt.apply_activation_checkpointing` does this in place; the next chapters build it.
+# `ackpt.apply_activation_checkpointing` does this in place; the next chapters build it. Before you run the cell, estimate
+# the new peak: which bytes vanish, and when are most of the others live?
 
 # %%
 ackpt.apply_activation_checkpointing(model, Block)
