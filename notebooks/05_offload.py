@@ -333,11 +333,10 @@ figure
 # ### Prefetching in backward
 #
 # `sync` copies an input back when backward needs it, and waits. `async` records the order of the forward, and
-# prefetches the inputs in the reverse order.
-#
-# The copy of an input starts when the backward of the following region is half done. `lookahead_bytes`
-# bounds the bytes that are prefetched, by default to one input. It fits into memory that the region has just freed.
-# Prefetching everything at once would only move the ramp from the forward to the beginning of backward.
+# prefetches the inputs in the reverse order. The copy of an input starts when the backward of the following region is
+# half done. `lookahead_bytes` bounds the bytes that are prefetched, by default to one input, which fits into memory that
+# the region has just freed. Prefetching everything at once would only move the ramp from the forward to the beginning
+# of backward.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -621,8 +620,8 @@ for peak, budget in zip(script_peaks.values(), (64, 32, 6), strict=True):
 
 # %% tags=["solution"]
 # A block saves 10 d + 2 f + 3 h + 2 elements per token, as chapter 1 derives; a region saves d. Let the first k blocks
-# be regions: the other blocks are done when recomputation begins, so the peak stays where backward begins. If the last
-# blocks are regions, the recomputation of the last one comes on top of all that is saved.
+# be regions: the other blocks are done when recomputation begins, so the peak stays at the start of backward. If the
+# last blocks are regions, the recomputation of the last one comes on top of all that is saved.
 S, per_token = tokens.nbytes, 10 * config.dim + 2 * config.ff_dim + 3 * config.heads + 2
 freed = 4 * len(tokens) * per_token - S  # by each region
 
