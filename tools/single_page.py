@@ -26,7 +26,6 @@ PART = re.compile(
     r'<span class="caption-text">([^<]*)</span></p>\s*<ul[^>]*>\s*<li[^>]*>'
     r'<a [^>]*href="(?:index\.html)?#(document-[^"]*)"'
 )
-CONFIG = (ROOT / "book" / "_config.yml").read_text(encoding="utf-8")
 PATIENCE = 600  # seconds for Chromium, on a busy machine
 BUDGET = 120_000  # milliseconds of the page's own clock for MathJax
 
@@ -62,10 +61,19 @@ def for_paper(text: str) -> str:
 def title_page(title: str) -> str:
     """The title page; what follows a colon in the title is its second line."""
     first, _, second = title.partition(": ")
-    author, year = (re.search(rf'^{key}: "?([^"\n]*)', CONFIG, re.MULTILINE)[1] for key in ("author", "copyright"))
-    version = re.search(r'^__version__ = "(.*)"', (ROOT / "ackpt" / "__init__.py").read_text(), re.MULTILINE)[1]
+    author, year = (value_of(f"{key}: ", "book/_config.yml") for key in ("author", "copyright"))
+    version = value_of("__version__ = ", "ackpt/__init__.py")
     lines = f'<p class="subtitle">{second}</p><p>{author}</p><p>Version {version}, {year}</p>'
     return f'<div class="title-page"><p class="title">{first}</p>{lines}</div>'
+
+
+def value_of(start: str, path: str) -> str:
+    """What follows `start` on a line of a file of the repository, without quotes."""
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    found = [line.removeprefix(start).strip('"') for line in lines if line.startswith(start)]
+    if len(found) != 1:
+        raise PageError(f"{path} has {len(found)} lines that start with {start!r}, not 1")
+    return found[0]
 
 
 def print_page(folder: Path, browser: str, pdf: Path) -> list[str]:

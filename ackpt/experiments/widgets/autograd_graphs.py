@@ -49,8 +49,7 @@ def _walked(node, x: torch.Tensor, category: str) -> dict:
         categories = {"inputs" if tensor.data_ptr() == x.data_ptr() else category for tensor in tensors}
         saved.append(categories.pop() if categories else None)
         covers.append(OPERATIONS if "Recompute" in names[-1] else 1)
-        if categories or len(node.next_functions) > 1:
-            raise ValueError(f"{names[-1]} saves several kinds of tensors or has several inputs: this is no chain")
+        assert not categories and len(node.next_functions) <= 1, f"{names[-1]} is no node of a chain"
         node = node.next_functions[0][0] if node.next_functions else None
     return {"names": names[::-1], "saved": saved[::-1], "covers": covers[::-1]}
 
