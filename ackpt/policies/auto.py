@@ -22,6 +22,7 @@ from ackpt.policies.chains.chain_table import BACKWARD, ChainTable
 from ackpt.policies.chains.chain_walk import Walk
 from ackpt.policies.chains.cut_points import long_skips
 from ackpt.policies.chains.substitutes import substituted
+from ackpt.policies.search.evictions import evictions
 from ackpt.policies.search.frontier import cheapest, evenly_spaced, pareto
 from ackpt.policies.search.offload_variants import offloads
 from ackpt.policies.search.recompute_costs import costs
@@ -55,7 +56,8 @@ def candidates(graph: JointGraph, profile) -> list[Schedule]:
         schedules += rotor_chain.candidates(graph, profile)
         schedules += mu_two.evictions(graph, replace(profile, swap_seconds=None))
     points = pareto(graph, profile, schedules)
-    schedules = [*(point.schedule for point in points), *refined(graph, points, cost, profile.workspace_bytes)]
+    evicted = evictions(graph, points, cost, profile.workspace_bytes)
+    schedules = [*(point.schedule for point in points), *refined(graph, points, cost, profile.workspace_bytes), *evicted]
     offloading = offloads(graph, profile, schedules)
     return [*schedules, *offloading, *(mu_two.evictions(graph, profile) if offloading and is_small else ())]
 

@@ -7,7 +7,7 @@ concatenation. They are evicted one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ackpt.capture.analysis import once_per_graph
 from ackpt.capture.joint_graph import BACKWARD, JointGraph
@@ -15,24 +15,36 @@ from ackpt.planning.schedule import Schedule, missing_for
 from ackpt.planning.simulator import step_peaks
 from ackpt.progress import counted
 
+from .frontier import Point
 from .refinement import without_runs
 
-_WALKED = 80_000  # nodes of all schedules that are tried for one graph: small graphs get more tries
+_WALKED = 120_000  # nodes of all schedules that are tried for one graph: small graphs get more tries
+_STARTS = (1, 1 / 2, 1 / 4, 3 / 4)  # places on a frontier, from least cost to lowest peak
 _LEAST_SHARE = 1 / 400  # of the peak that an evicted activation takes
 
 
-def evictions(graph: JointGraph, schedule: Schedule, cost, workspace_bytes) -> list[Schedule]:
-    """Schedules with a lower and lower peak, made from `schedule`. Each evicts one more activation than the last."""
+def evictions(graph: JointGraph, points: Sequence[Point], cost, workspace_bytes) -> list[Schedule]:
+    """Schedules with lower peaks than some of `points`, a frontier, each with one eviction more than the one before."""
+    tries = max(1, _WALKED // len(graph.nodes) // len(_STARTS))
+    starts = dict.fromkeys(int(share * (len(points) - 1)) for share in _STARTS)
     schedules = []
-    rank, at = _rank(schedule, graph, workspace_bytes)
-    tries = iter(counted(range(max(1, _WALKED // len(graph.nodes))), "searching: evicting at the peak,"))
+    for start in counted(starts, "searching: evicting at the peak,"):
+        schedules += descent(graph, points[start].schedule, cost, workspace_bytes, tries)
+    return schedules
+
+
+def descent(graph: JointGraph, schedule: Schedule, cost, workspace_bytes, tries: int) -> list[Schedule]:
+    """Schedules with a lower and lower peak, made from `schedule` by evictions; at most `tries` are tried."""
+    schedules = []
+    rank, at = _rank(graph, schedule, workspace_bytes)
     is_lower = True
     while is_lower:
         is_lower = False
         for evicted in _evicted(graph, schedule, cost, at, rank[0]):
-            if next(tries, None) is None:
+            if not tries:
                 return schedules
-            lower, lower_at = _rank(evicted, graph, workspace_bytes)
+            tries -= 1
+            lower, lower_at = _rank(graph, evicted, workspace_bytes)
             if is_lower := lower < rank:
                 schedule, rank, at = evicted, lower, lower_at
                 schedules.append(schedule)
@@ -40,7 +52,7 @@ def evictions(graph: JointGraph, schedule: Schedule, cost, workspace_bytes) -> l
     return schedules
 
 
-def _rank(schedule: Schedule, graph: JointGraph, workspace_bytes) -> tuple[tuple[int, int], int]:
+def _rank(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[tuple[int, int], int]:
     """The peak of `schedule`, in how many steps it is reached, and the first of them: its position in the backward.
 
     The position is -1 in the forward.
