@@ -77,9 +77,8 @@ def unpacked_at_once(graph: JointGraph, order: list[int]) -> list[int]:
     runs[groups] = np.maximum.accumulate(runs[groups])
     moved = np.arange(len(nodes))
     moved[places] = runs - group
-    if (np.diff(moved) >= 0).all():
-        return order
-    return nodes[np.argsort(moved, kind="stable")].tolist()
+    rank = moved * len(graph.nodes) + nodes  # what is taken from one run: by node
+    return order if (np.diff(rank) >= 0).all() else nodes[np.argsort(rank, kind="stable")].tolist()
 
 
 @once_per_graph
