@@ -606,6 +606,7 @@ WHAT = {
     "instead": "smaller tensors saved instead: a product for a sum, nothing for a dropout mask",
     "policies": "the plans of `rotor` and `mu-two`",
     "refined": "plans between two neighbors, with more activations saved",
+    "evicted": "plans that drop what only waits at the peak, and recompute it afterwards",
 }
 within = (0.6, 0.4, 0.3, 0.24)
 table_rows = []

@@ -17,7 +17,7 @@ from ackpt.capture.analysis import Analysis, once_per_graph
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 
 from .late_orders import LateOrders
-from .lifetimes import frees
+from .lifetimes import frees, unpacked_at_once
 
 COMPUTE, FREE = "compute", "free"
 OFFLOAD, PREFETCH, WAIT = "offload", "prefetch", "wait"
@@ -150,7 +150,7 @@ def scheduled(graph: JointGraph, forward: Iterable[int] | None, backward: Iterab
         True
     """
     analysis = graph.analysis
-    backward = list(backward)
+    backward = unpacked_at_once(graph, list(backward))
     not_recomputable = analysis.not_recomputable
     for node_id in backward:
         if node_id not in not_recomputable:
