@@ -9,7 +9,8 @@ import torch
 from ackpt.budget import readable
 from ackpt.explaining.explanation import Explanation, explained
 from ackpt.metering.meter import memory_format
-from ackpt.workloads.planned_shapes import FULL, OPTIMIZERS, Planned
+from ackpt.workloads.optimizers import optimizer_kind
+from ackpt.workloads.planned_shapes import FULL, Planned
 
 LARGEST = 10
 ON_A_GPU = (
@@ -55,7 +56,7 @@ def how_it_runs(planned: Planned, path: str) -> str:
 
 def explanation(planned: Planned) -> Explanation:
     """Where the memory of the planned step goes."""
-    kind, model = OPTIMIZERS[planned.config.optimizer], planned.step.model
+    kind, model = optimizer_kind(planned.config.optimizer), planned.step.model
     optimizer = None if kind is None else kind(model.parameters())
     return explained(planned.graph, planned.profile, planned.plan, model, optimizer)
 
