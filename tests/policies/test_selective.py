@@ -127,7 +127,7 @@ def test_the_step_is_bit_equal_and_its_peak_the_planned_one(given, save):
         return loss, *(parameter.grad.clone() for parameter in model.parameters())
 
     planned = ackpt.compile(model, *batch, policy="selective", options=options)
-    assert_equal(step(planned), step(model))
+    assert_equal(step(planned), step(model), "the step")
 
     def measured():
         model.zero_grad(set_to_none=True)
@@ -164,7 +164,7 @@ def test_blocks_are_the_inner_members_of_lists():
         ({"every_n_layers": 0}, "every_n_layers must be a whole number of at least 1, got 0"),
         ({"every_n_layers": True}, "every_n_layers must be a whole number of at least 1, got True"),
         ({"save": "matmul"}, r"save must be one of inputs, .*, got 'matmul' \(did you mean 'matmuls'\?\)"),
-        ({"offload": True}, "policy 'selective' offloads, but its profile has no times of copies"),
+        ({"offload": True}, "policy 'selective' offloads, but the profile of 'cpu' has no times of copies"),
     ],
 )
 def test_wrong_options(graph, options, message):
@@ -190,12 +190,11 @@ def test_predictions_follow_the_switch_of_transformers(n):
             ids = torch.zeros(2, 16, dtype=torch.int64)
         if not hasattr(model, "activation_checkpointing_enable"):
             pytest.skip("transformers before 5.23 has no every_n_layers")
-        model.activation_checkpointing_enable({"preserve_rng_state": False}, every_n_layers=n)
+        model.activation_checkpointing_enable({"preserve_rng_state": False, "use_reentrant": False}, every_n_layers=n)
 
         def step(model=model, ids=ids):
             model.zero_grad(set_to_none=True)
             model(input_ids=ids, labels=ids).loss.backward()
 
-        step()
         peaks.append(find(step, resident=(model, ids)).peak_bytes)
     assert peaks[0] == peaks[1]

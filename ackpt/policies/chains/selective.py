@@ -13,10 +13,12 @@ torchtitan/distributed/activation_checkpoint.py.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate
 
 from ackpt.capture.analysis import once_per_graph
-from ackpt.capture.joint_graph import FORWARD, JointGraph
+from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.errors import did_you_mean
 from ackpt.metering.kernel_memory import MATMULS
@@ -24,7 +26,8 @@ from ackpt.planning.offload_steps import offloadable, offloaded
 from ackpt.planning.schedule import Schedule, everything, lower, scheduled
 
 SAVE = ("inputs", "matmuls", "every-second-matmul")
-_MEMBER = re.compile(r"^(?:.*?\.)??\d+(?:\.\d+)*(?=\.|$)")
+_NUMBERS = re.compile(r"^(?:.*?\.)??\d+(?:\.\d+)*(?=\.|$)")  # up to the first run of numbers
+_FIRST_NUMBER = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 _CONVOLUTION = "aten.convolution.default"
 _PRODUCTS = {"aten.mm.default", "aten.addmm.default"}  # of linear layers
 _MATMULS = {*map(str, MATMULS), _CONVOLUTION}
@@ -57,17 +60,18 @@ def schedule(
         ...     return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8), torch.nn.Tanh())
         >>> graph = ackpt.trace(torch.nn.Sequential(*(block() for _ in range(4))), torch.ones(4, 8))
         >>> [ackpt.plan(graph, policy="selective", every_n_layers=n).saved_bytes for n in (1, 2, 4)]
-        [384, 1152, 1536]
+        [512, 1024, 1280]
     """
     if isinstance(every_n_layers, bool) or not isinstance(every_n_layers, int) or every_n_layers < 1:
         raise ValueError(f"every_n_layers must be a whole number of at least 1, got {every_n_layers!r}")
     if save not in SAVE:
         raise ValueError(f"save must be one of {', '.join(SAVE)}, got {save!r}{did_you_mean(str(save), SAVE)}")
     chosen = dict.fromkeys(blocks(graph)[::every_n_layers])
-    savable, inputs = graph.analysis.savable, _crossing(graph, chosen)
-    inside = {s for s in savable if _block_of(graph.nodes[graph.storages[s].producer].module) in chosen}
+    owner = _block_of(graph)
+    inputs, outputs = _crossing(graph, chosen)
+    inside = {s for s in graph.analysis.savable if owner[graph.storages[s].producer] in chosen}
     results = _results(graph, chosen, save) | graph.analysis.must_be_saved
-    late = lower(graph, ({*everything(graph).saved} - inside) | inputs | results)
+    late = lower(graph, ({*everything(graph).saved} - inside) | inputs | outputs | results)
     whole = _recomputed_by_block(graph, late, chosen)
     if not offload:
         return whole
@@ -81,42 +85,57 @@ def blocks(graph: JointGraph) -> tuple[str, ...]:
     Raises:
         ValueError: if there is none.
     """
-    members: dict[str, bool] = {}  # whether it has submodules
-    for node in graph.nodes[: graph.boundary]:
-        if name := _block_of(node.module):
-            members[name] = members.get(name, False) or node.module != name
-    lists: dict[str, list[str]] = {}
-    for name, has_submodules in members.items():
-        if has_submodules:
-            lists.setdefault(re.split(r"\.?\d", name)[0], []).append(name)
-    repeated = {name for names in lists.values() if len(names) > 1 for name in names}
+    names = dict.fromkeys(name for name in _block_of(graph)[: graph.boundary] if name)
+    lists = Counter(map(_list_of, names))
+    repeated = tuple(name for name in names if lists[_list_of(name)] > 1)
     if not repeated:
         raise ValueError(
             "policy 'selective' checkpoints repeated blocks, and this model has none: no nn.ModuleList or "
             "nn.Sequential of modules with submodules. Use policy 'full' or 'auto'"
         )
-    return tuple(name for name in members if name in repeated)
+    return repeated
 
 
-def _block_of(module: str) -> str:
-    found = _MEMBER.match(module)
-    return found.group() if found else ""
+@once_per_graph
+def _block_of(graph: JointGraph) -> tuple[str, ...]:
+    """By node, the member of a list of modules that it belongs to; "" for none. A member has submodules."""
+    modules = {node.module for node in graph.nodes}
+    parents = {prefix for module in modules for prefix in _prefixes(module)[:-1]}
+    members = {}
+    for module in modules:
+        found = _NUMBERS.match(module)
+        prefixes = [] if found is None else [each for each in _prefixes(found.group()) if each.rpartition(".")[2].isdigit()]
+        members[module] = next((each for each in reversed(prefixes) if each in parents), "")
+    return tuple(members[node.module] for node in graph.nodes)
 
 
-def _crossing(graph: JointGraph, chosen) -> set[int]:
-    """Storages that a chosen block reads in the forward but did not allocate, or whose backward readers are elsewhere.
+def _prefixes(module: str) -> list[str]:
+    """The names of the modules around a module, from the outermost one on, and its own."""
+    return list(accumulate(module.split("."), "{}.{}".format))
+
+
+def _list_of(name: str) -> str:
+    return _FIRST_NUMBER.split(name)[0]
+
+
+def _crossing(graph: JointGraph, chosen) -> tuple[set[int], set[int]]:
+    """Storages of the forward that chosen blocks read but did not allocate; those they allocate for others' backward.
 
     Parameters and inputs of the model are not among them.
     """
-    savable = graph.analysis.savable
-    owner = [_block_of(node.module) for node in graph.nodes]
-    found: set[int] = set()
+    savable, owner = graph.analysis.savable, _block_of(graph)
+    inputs: set[int] = set()
+    outputs: set[int] = set()
     for node in graph.nodes:
         for storage in {s for i in node.inputs for s in graph.nodes[i].storages} & savable:
             source = owner[graph.storages[storage].producer]
-            if source != owner[node.id] and (owner[node.id] if node.phase == FORWARD else source) in chosen:
-                found.add(storage)
-    return found
+            if source == owner[node.id]:
+                continue
+            if node.phase == FORWARD and owner[node.id] in chosen:
+                inputs.add(storage)
+            elif node.phase == BACKWARD and source in chosen:
+                outputs.add(storage)
+    return inputs, outputs
 
 
 def _results(graph: JointGraph, chosen, save: str) -> set[int]:
@@ -124,7 +143,7 @@ def _results(graph: JointGraph, chosen, save: str) -> set[int]:
     kept: set[int] = set()
     products = dict.fromkeys(chosen, 0)
     for node in graph.nodes[: graph.boundary]:
-        block = _block_of(node.module)
+        block = _block_of(graph)[node.id]
         if block not in products or save == "inputs":
             continue
         is_product = node.target in _PRODUCTS
@@ -142,9 +161,10 @@ def _recomputed_by_block(graph: JointGraph, late: Schedule, chosen) -> Schedule:
     """`late`, but every chosen block is recomputed as a whole when backward first needs one of its activations."""
     order = late.backward_arrays.computed
     again = dict.fromkeys(sorted(node for node in order if graph.nodes[node].phase == FORWARD))
+    owner = _block_of(graph)
     by_block: dict[str, list[int]] = {}
     for node in again:
-        by_block.setdefault(_block_of(graph.nodes[node].module), []).append(node)
+        by_block.setdefault(owner[node], []).append(node)
     done: set[int] = set()
 
     def with_arguments(node: int) -> Iterator[int]:
@@ -157,8 +177,7 @@ def _recomputed_by_block(graph: JointGraph, late: Schedule, chosen) -> Schedule:
 
     result: list[int] = []
     for node in order:
-        block = _block_of(graph.nodes[node].module)
-        together = by_block.get(block, ()) if node in again and block in chosen else ()
+        together = by_block[owner[node]] if node in again and owner[node] in chosen else ()
         for each in (*together, node):
             result.extend(with_arguments(each))
     return scheduled(graph, None, result)
