@@ -109,11 +109,11 @@ class Planned:
         """The least run time of forward and backward at the device's rates; None without a device."""
         return simulate(self.graph, self.profile, self.plan.schedule).seconds
 
-
     def by_phase(self) -> dict[str, int]:
         """The peak of forward, backward and optimizer step in bytes, resident ones included."""
         live, boundary = self.plan.timeline.live, self.plan.timeline.boundary or 0
-        end = len(live) - 1 if self.graph.optimizer_step_bytes else len(live)  # the optimizer's step is the last event
+        # The last two events are the begin and the end of the optimizer's step.
+        end = len(live) - 2 if self.graph.optimizer_step_bytes else len(live)
         parts = {"forward": live[: boundary + 1], "backward": live[boundary:end], "optimizer": live[end:]}
         return {name: self.plan.resident_bytes + max(part) for name, part in parts.items() if part}
 
