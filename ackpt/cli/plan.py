@@ -57,9 +57,9 @@ def add_plan(commands) -> None:
     add(
         "--optimizer",
         default="adamw",
-        help="adamw (default), adamw-fused, adamw-for-loop, adamw-8bit (bitsandbytes), adafactor, sgd, sgd-momentum, or "
-        "a class as module:Class, such as torch.optim:NAdam, whose state and step the peak includes; none for forward "
-        "and backward alone",
+        help="adamw (default), adamw-fused, adamw-for-loop, adamw-8bit (bitsandbytes), adafactor, sgd, sgd-momentum, "
+        "or a class as module:Class, such as torch.optim:NAdam, whose state and step the peak includes; none for "
+        "forward and backward alone",
     )
     add("--clip-gradients", action="store_true", help="torch.nn.utils.clip_grad_norm_ runs before the optimizer's step")
     add(

@@ -1,4 +1,4 @@
-"""``ackpt plan`` with what surrounds a step: clipping, loss scaling, any optimizer; checkpointed blocks; GPUs by name."""
+"""``ackpt plan`` with clipping, loss scaling, any optimizer, checkpointed blocks, and several GPUs."""
 
 import math
 import re
@@ -119,7 +119,8 @@ def test_blocks_are_checkpointed_as_asked_for(capsys):
 def test_fields_that_every_configuration_has(capsys):
     eager, chosen = (planned(capsys, *LLAMA, f"attn_implementation={name}") for name in ("eager", "sdpa"))
     assert eager["saved_bytes"] > chosen["saved_bytes"]
-    classifier = ["hf:BertConfig", "--seq-len", "16", "--set", "hidden_size=32", "intermediate_size=64", "vocab_size=50"]
+    classifier = ["hf:BertConfig", "--seq-len", "16", "--set", "hidden_size=32", "intermediate_size=64"]
+    classifier += ["vocab_size=50"]
     classifier += ["num_hidden_layers=1", "num_attention_heads=2", 'architectures=["BertForSequenceClassification"]']
     three, ten = (planned(capsys, *classifier, f"num_labels={n}") for n in (3, 10))
     assert ten["parameters"] - three["parameters"] == 7 * (32 + 1)

@@ -1,4 +1,4 @@
-"""Policy selective: the peaks of torch's checkpoint around every n-th block, to the byte, and steps that are bit-equal."""
+"""Policy selective: the peaks of torch's checkpoint around every n-th block, to the byte; bit-equal steps."""
 
 from __future__ import annotations
 

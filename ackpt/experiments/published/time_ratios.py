@@ -8,8 +8,10 @@ number. Communication between GPUs and the launch of kernels take no time here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +23,19 @@ from ackpt.costs.fusion import fused
 from ackpt.costs.profiles import Profile
 from ackpt.metering.gpus import gpu
 from ackpt.planning.simulator import simulate
-from ackpt.results import load_reference, markdown_table
+from ackpt.results import REFERENCES, RecordError, load_reference, markdown_table, write_text_atomic
 from ackpt.workloads.cuda_capture import CapturedCudaChoices
 from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import PlanConfig, captured
 from ackpt.workloads.step_request import StepRequest
 
+from .predictions import digest, version_of
 from .time_ratio_models import dense_net, megatron_layers
 
 REFERENCE = "published-ratios"
+FILE = REFERENCES.parent / "predictions" / "time-ratios.json"
+_CODE = ("costs", "planning/simulator.py", "planning/schedule.py", "policies/chains/selective.py", "policies/manual.py")
+_CODE += tuple(f"experiments/published/time_ratio{name}.py" for name in ("s", "_models"))
 FEW, MORE = 2, 4  # blocks of the steps that are captured
 ADAM_PASSES = 7  # reads parameters, gradients and two states; writes parameters and states
 LARGE = 0.15  # an error that needs an explanation
@@ -45,13 +51,78 @@ class Step(NamedTuple):
     rest: float
 
 
-def rows() -> list[dict[str, Any]]:
-    """The published ratios with ``ratio``, ``predicted`` and relative ``error``, in the order of their file."""
-    return [_with_prediction(row) for row in load_reference(REFERENCE)["rows"]]
+class Times:
+    """Predicted times, kept in `file` under keys that depend on the step, the GPU, the method and the code.
+
+    ``predicted``: how many were predicted since the file was read.
+    """
+
+    def __init__(self, file: Path = FILE):
+        self.file, self.predicted = file, 0
+        self.stored: dict[str, float] = self._read() if file.is_file() else {}
+        self.used: set[str] = set()
+        self._code = version_of(_CODE)
+
+    def _read(self) -> dict[str, float]:
+        try:
+            return json.loads(self.file.read_text(encoding="utf-8"))["seconds"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecordError(f"{self.file} cannot be read: delete it, and predict again") from error
+
+    def of(self, row: dict[str, Any], is_second: bool = False, anew: bool = False) -> float:
+        """Seconds of the step of a row by its method; `is_second`: of the step and method that it is compared with."""
+        sizes = {**row["sizes"], **row.get("sizes_against", {})} if is_second else row["sizes"]
+        arguments = (row["step"], row["gpu"], row["against" if is_second else "method"], sizes)
+        key = digest([*arguments, self._code])
+        self.used.add(key)
+        if anew or key not in self.stored:
+            self.stored[key] = float(f"{_seconds(*arguments):.9g}")
+            self.predicted += 1
+        return self.stored[key]
+
+    def save(self) -> None:
+        """Write the predictions that were used."""
+        lines = ",\n".join(f'    "{key}": {self.stored[key]!r}' for key in sorted(self.used))
+        write_text_atomic(self.file, f'{{\n  "seconds": {{\n{lines}\n  }}\n}}\n')
+
+
+def ratios(times: Times | None = None, anew: bool = False) -> list[dict[str, Any]]:
+    """The published ratios with ``ratio``, ``predicted`` and relative ``error``, in the order of their file.
+
+    Times that were not predicted before are stored. `anew`: predict all of them, and store nothing.
+
+    Example:
+        >>> from ackpt.experiments.published.time_ratios import ratios
+        >>> max(ratios(), key=lambda row: row["ratio"])["method"]
+        'checkpointing'
+    """
+    times = times or Times()
+    found = [compared(row, times, anew) for row in load_reference(REFERENCE)["rows"]]
+    if times.predicted and not anew:
+        times.save()
+    return found
+
+
+def compared(row: dict[str, Any], times: Times, anew: bool = False) -> dict[str, Any]:
+    """A row with its ratio, the predicted one and the error."""
+    first, second = row["figures"]
+    ratio = second / first if row["unit"].endswith("/s") else first / second
+    predicted = times.of(row, False, anew) / times.of(row, True, anew)
+    return {**row, "ratio": ratio, "predicted": predicted, "error": predicted / ratio - 1}
+
+
+def shares(row: dict[str, Any], times: Times | None = None) -> tuple[float, float]:
+    """The predicted times of a row as fractions of the published ones; its unit must be a time."""
+    times, unit = times or Times(), {"s": 1.0, "ms": 1e-3}[row["unit"]]
+    first, second = (
+        times.of(row, is_second) * row["batches"] / (unit * figure)
+        for is_second, figure in zip((False, True), row["figures"])
+    )
+    return first, second
 
 
 def table(found: list[dict[str, Any]], caption: str, name: str) -> str:
-    """A table of rows as `rows` gives them; an error of more than `LARGE` is in bold."""
+    """A table of rows as `ratios` gives them; an error of more than `LARGE` is in bold."""
     columns = {"source": "source", "what": "step", "gpu": "GPU", "compared": "times"}
     columns |= {"ratio": "published", "predicted": "predicted", "error": "error (%)"}
     lines = []
@@ -64,17 +135,7 @@ def table(found: list[dict[str, Any]], caption: str, name: str) -> str:
     return markdown_table(lines, columns, caption, name)
 
 
-def _with_prediction(row: dict[str, Any]) -> dict[str, Any]:
-    measured, base = row["figures"]
-    ratio = base / measured if row["unit"].endswith("/s") else measured / base
-    sizes = {**row["sizes"], **row.get("sizes_against", {})}
-    times = [seconds(row["step"], row["gpu"], row["method"], row["sizes"])]
-    times.append(seconds(row["step"], row["gpu"], row["against"], sizes))
-    predicted = times[0] / times[1]
-    return {**row, "ratio": ratio, "predicted": predicted, "error": predicted / ratio - 1}
-
-
-def seconds(step: str, where: str, method: str, sizes: dict[str, Any]) -> float:
+def _seconds(step: str, where: str, method: str, sizes: dict[str, Any]) -> float:
     """The time of one batch: of ``repeats`` steps of the sizes."""
     sizes = dict(sizes)
     repeats, blocks = sizes.pop("repeats", 1), sizes.pop("blocks", None)

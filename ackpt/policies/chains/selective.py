@@ -56,9 +56,10 @@ def schedule(
 
     Example:
         >>> import torch, ackpt
+        >>> from torch import nn
         >>> def block():
-        ...     return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8), torch.nn.Tanh())
-        >>> graph = ackpt.trace(torch.nn.Sequential(*(block() for _ in range(4))), torch.ones(4, 8))
+        ...     return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh())
+        >>> graph = ackpt.trace(nn.Sequential(*(block() for _ in range(4))), torch.ones(4, 8))
         >>> [ackpt.plan(graph, policy="selective", every_n_layers=n).saved_bytes for n in (1, 2, 4)]
         [512, 1024, 1280]
     """
@@ -104,8 +105,9 @@ def _block_of(graph: JointGraph) -> tuple[str, ...]:
     members = {}
     for module in modules:
         found = _NUMBERS.match(module)
-        prefixes = [] if found is None else [each for each in _prefixes(found.group()) if each.rpartition(".")[2].isdigit()]
-        members[module] = next((each for each in reversed(prefixes) if each in parents), "")
+        prefixes = [] if found is None else reversed(_prefixes(found.group()))
+        in_lists = (each for each in prefixes if each in parents and each.rpartition(".")[2].isdigit())
+        members[module] = next(in_lists, "")
     return tuple(members[node.module] for node in graph.nodes)
 
 
