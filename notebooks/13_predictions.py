@@ -254,10 +254,10 @@ for row in compared:
 # kernels are so short that launching them takes a large part of the time. Without a change of the batch, the first row of
 # this source, the prediction is right within a percent.
 #
-# **The offload experiment ran at a seventh of the roofline.** Something other than these operations took most of its
-# baseline: its published time of recomputation is only half of what the operations of a forward are of such a step. We
-# cannot tell what it was. If the time of a step has a large part that the method does not change, all added times are small
-# in relation to it. So the predictions are too high, most of all where copies add time as well.
+# **The offload experiment ran at a seventh of the roofline.** Its published recomputation added 12 % to the baseline, but a
+# forward is a quarter of such a step or more. So about half of the baseline's time went to something that checkpointing
+# does not run again. We cannot tell what it was. Such a part makes every relative cost smaller, and the predictions are
+# too high, most of all where copies add time as well.
 #
 # ## What was left out
 #
