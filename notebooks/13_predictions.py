@@ -122,11 +122,13 @@ _ = write_text_atomic("results/cpu/13_badge.md", report.badge(found, "notebooks/
 # versions of driver and libraries.
 
 # %% alt="Errors of all predictions by source, on a logarithmic axis in both directions. The operators of Liger-Kernel and the fine-tuning steps of FitCheck gather at zero. Reserved bytes scatter by some percent. The reference experiments lie far to the left."
-figure = report.errors_plot(found, "Most predictions of allocated bytes are exact; the others have a reason")
+figure = report.errors_plot(found)
 path = plots.save(figure, "results/figures/13_errors.png")
 figure
 
 # %% [markdown]
+# *Most predictions of allocated bytes are exact; the sections below give the reasons for the others.*
+#
 # ```{include} ../../results/tables/13_by_source.md
 # ```
 #
