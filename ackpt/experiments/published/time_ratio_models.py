@@ -85,7 +85,7 @@ class _DenseLayer(nn.Module):
 
 
 class _DenseNet(nn.Module):
-    """DenseNet-BC with three dense blocks (Huang et al. 2017, arXiv:1608.06993)."""
+    """DenseNet-BC with three dense blocks for small images."""
 
     def __init__(self, depth: int, growth: int):
         super().__init__()
