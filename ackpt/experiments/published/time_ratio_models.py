@@ -106,7 +106,7 @@ class _DenseNet(nn.Module):
         x = self.first(images)
         for number, layers in enumerate(self.dense):
             features = [x]
-            for layer in layers:
+            for layer in layers.children():
                 features.append(layer(features))
             x = torch.cat(features, 1)
             x = self.between[number](x) if number < len(self.between) else x
