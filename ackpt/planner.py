@@ -64,8 +64,8 @@ def plan(
             ``"manual"`` takes fates by the names of nodes: ``fates={"relu": "recomputed", "addmm": "saved"}``, and also
             ``"offloaded"`` if `profile` has times of copies to the host.
 
-            ``"selective"`` checkpoints repeated blocks as transformers and torchtitan do, without a search:
-            ``every_n_layers=2``, ``save="every-second-matmul"``, ``offload=True``; see `ackpt.policies.chains.selective`.
+            ``"selective"`` checkpoints repeated blocks as transformers and torchtitan do, without a search. For its
+            options ``every_n_layers``, ``save`` and ``offload`` see `ackpt.policies.chains.selective`.
 
             Four policies from papers treat the graph as a chain of blocks with single tensors between them:
             ``"chen-sqrt"`` saves the boundaries of segments, ``"chen-log"`` splits the chain recursively in half,

@@ -335,5 +335,5 @@ for device in ("a100-80g", "h100-80g"):
 #
 # ## Sources
 #
-# Each row of `results/reference/published-peaks.json` names the repository, the file and the commit that its figure comes
-# from.
+# Each row of `results/reference/published-peaks.json` and `published-ratios.json` names the repository, the file and the
+# commit, or the paper, that its figures come from.

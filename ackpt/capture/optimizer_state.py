@@ -121,7 +121,11 @@ def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool, clipping: bool
 
 
 def _with_gradients_prepared(optimizer, trained, clipping: bool, scaling: bool) -> Callable[[], object]:
-    """The step of `optimizer` after its gradients were unscaled and clipped, in the order that torch documents."""
+    """The step of `optimizer` after its gradients were unscaled and clipped, in the order that torch documents.
+
+    torch's own scaler runs, so what it allocates is counted: ``inv_scale`` with its two float64 intermediates, and
+    ``found_inf``, which lives until ``update`` (torch/amp/grad_scaler.py:351 and 356).
+    """
     if not (clipping or scaling):
         return optimizer.step
     scaler = torch.amp.GradScaler("cpu", enabled=scaling)

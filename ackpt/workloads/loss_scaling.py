@@ -15,10 +15,10 @@ def scaled_loss(model: nn.Module) -> Iterator[None]:
     """Inside, the model's scalar output is multiplied by a scale that lives in a buffer, like the growth tracker.
 
     Both are scalars, of float32 and int32 (``_lazy_init_scale_growth_tracker`` in torch/amp/grad_scaler.py:173, and
-    ``scale`` in line 193).
+    ``scale`` in line 217).
 
     Raises:
-        ValueError: for parameters in float16, whose gradients torch does not unscale (torch/amp/grad_scaler.py:265).
+        ValueError: for parameters in float16, whose gradients torch does not unscale (torch/amp/grad_scaler.py:275).
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
@@ -41,7 +41,7 @@ _SCALE, _TRACKER = "_loss_scale", "_growth_tracker"
 
 
 def _scale(model: nn.Module, _, output: Any) -> Any:
-    scale = model._buffers[_SCALE]
+    scale = model.get_buffer(_SCALE)
     if isinstance(output, Tensor):
         return output * scale
     if isinstance(output, MutableMapping):  # a ModelOutput of transformers

@@ -1,4 +1,4 @@
-"""Predicted ratios of published times: their rows, blocks that take equal times, and the file that keeps predictions."""
+"""Predicted ratios of published times: their rows, blocks of equal times, and the file that keeps predictions."""
 
 import json
 

@@ -198,3 +198,19 @@ def test_predictions_follow_the_switch_of_transformers(n):
 
         peaks.append(find(step, resident=(model, ids)).peak_bytes)
     assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("save", ["matmuls", "every-second-matmul"])
+def test_predictions_follow_torchs_selective_contexts(save):
+    peaks = []
+    for find in (partial(ackpt.measure, repeats=0), partial(ackpt.predict, round_to=1)):
+        with FakeTensorMode() if find.func is ackpt.predict else torch.device("cpu"):
+            model, ids = Model(), torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+        model.chosen, model.options = range(BLOCKS), {"context_fn": CONTEXTS[save]}
+
+        def step(model=model, ids=ids):
+            model.zero_grad(set_to_none=True)
+            model(ids, ids).backward()
+
+        peaks.append(find(step, resident=(model, ids)).peak_bytes)
+    assert peaks[0] == peaks[1]

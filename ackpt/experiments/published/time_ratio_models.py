@@ -85,7 +85,7 @@ class _DenseLayer(nn.Module):
 
 
 class _DenseNet(nn.Module):
-    """DenseNet-BC with three dense blocks (Huang et al. 2017, arXiv:1608.06993)."""
+    """DenseNet-BC with three dense blocks for small images."""
 
     def __init__(self, depth: int, growth: int):
         super().__init__()
@@ -106,7 +106,7 @@ class _DenseNet(nn.Module):
         x = self.first(images)
         for number, layers in enumerate(self.dense):
             features = [x]
-            for layer in layers:
+            for layer in layers.children():
                 features.append(layer(features))
             x = torch.cat(features, 1)
             x = self.between[number](x) if number < len(self.between) else x

@@ -67,7 +67,7 @@ class Times:
         try:
             return json.loads(self.file.read_text(encoding="utf-8"))["seconds"]
         except (ValueError, KeyError, TypeError) as error:
-            raise RecordError(f"{self.file} cannot be read: delete it, and predict again") from error
+            raise RecordError(f"{self.file} cannot be read: delete it and predict again") from error
 
     def of(self, row: dict[str, Any], is_second: bool = False, anew: bool = False) -> float:
         """Seconds of the step of a row by its method; `is_second`: of the step and method that it is compared with."""
@@ -123,7 +123,7 @@ def shares(row: dict[str, Any], times: Times | None = None) -> tuple[float, floa
 
 def table(found: list[dict[str, Any]], caption: str, name: str) -> str:
     """A table of rows as `ratios` gives them; an error of more than `LARGE` is in bold."""
-    columns = {"source": "source", "what": "step", "gpu": "GPU", "compared": "times"}
+    columns = {"source": "source", "what": "step", "gpu": "device", "compared": "times"}
     columns |= {"ratio": "published", "predicted": "predicted", "error": "error (%)"}
     lines = []
     for row in found:
