@@ -49,6 +49,7 @@ class DynamicPlans:
         self.step, self.budget, self.policy, self.options, self.folder = step, budget, policy, options, folder
         self.device = device
         self._points: list[Point] = []
+        self._described: tuple[tuple, tuple[JointGraph, Profile]] | None = None
         self._everything = everything(step.reference)
         self._eager_schedule = eager_schedule(step.reference)
         in_place = eager_graph(step.reference)
@@ -128,7 +129,9 @@ class DynamicPlans:
     def _at(self, values: tuple[int, ...], baseline_bytes: int | None) -> tuple[JointGraph, Profile]:
         if self.device == MEASURED:  # at the sizes of the first search; others use its rates
             self.device = resolved(self.step.graph(values), MEASURED)
-        return described(self.step, values, baseline_bytes, self.device)
+        if self._described is None or self._described[0] != (values, baseline_bytes):
+            self._described = (values, baseline_bytes), described(self.step, values, baseline_bytes, self.device)
+        return self._described[1]  # of the same graph, so that one search serves all who ask
 
     def _choice(self, schedule: Schedule, values: tuple[int, ...], baseline_bytes: int | None) -> Choice:
         def make_plan() -> Plan:

@@ -64,6 +64,9 @@ def plan(
             ``"manual"`` takes fates by the names of nodes: ``fates={"relu": "recomputed", "addmm": "saved"}``, and also
             ``"offloaded"`` if `profile` has times of copies to the host.
 
+            ``"selective"`` checkpoints repeated blocks as transformers and torchtitan do, without a search. For its
+            options ``every_n_layers``, ``save`` and ``offload`` see `ackpt.policies.chains.selective`.
+
             Four policies from papers treat the graph as a chain of blocks with single tensors between them:
             ``"chen-sqrt"`` saves the boundaries of segments, ``"chen-log"`` splits the chain recursively in half,
             ``"revolve"`` follows binomial coefficients, and ``"rotor"`` uses dynamic programming.

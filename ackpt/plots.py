@@ -1,7 +1,7 @@
 """All figures (timelines, bars, lines) and the colors of the categories, for light and dark pages.
 
-Backgrounds are transparent; text and lines have middle tones. The caller passes a title that states the finding.
-Sizes are given in bytes and drawn in MiB.
+The ground is white on both: no gray has a contrast of 4.5 on a white page and on a dark one. The caller passes a title
+that states the finding, or "" where a caption does. Sizes are given in bytes and drawn in MiB.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ except ImportError as error:
 
 MIB = 2**20
 DPI = 144
-TEXT = "#767b84"  # as far from white as from #121212
+GROUND = "#ffffff"
+TEXT = "#4d535c"  # its contrast on the ground is above 7
 COLORS = {
     "resident": "#4a6fc4",
     "parameters": "#4a6fc4",
@@ -78,7 +79,13 @@ def timeline_plot(timeline: Timeline, title: str, resident_bytes: int = 0) -> Fi
         axes.set_xlim(0, max(1, len(timeline.live) - 1))
         axes.set_ylim(0, (resident_bytes + timeline.peak_bytes) / MIB * 1.2 or 1)
         handles = draw_step(axes, timeline, resident_bytes, len(timeline.live))
-        return _finished(figure, [*handles.values()][::-1], [*handles][::-1])
+        shown = as_stacked(handles)
+        return _finished(figure, [*shown.values()], [*shown])
+
+
+def as_stacked(handles: Mapping[str, object]) -> dict:
+    """The handles of stacks in the order in which the categories are stacked, from the top to the bottom."""
+    return {name: handles[name] for name in (*reversed(CATEGORIES), "resident") if name in handles}
 
 
 def draw_step(axes, timeline: Timeline, resident_bytes: int, width: int, start: int = 0) -> dict:
@@ -88,7 +95,8 @@ def draw_step(axes, timeline: Timeline, resident_bytes: int, width: int, start: 
         ``{category: handle}`` of its stack, from the bottom to the top.
     """
     handles = stack(axes, start, timeline, resident_bytes)
-    _mark_peak(axes, start + timeline.peak_index, (resident_bytes + timeline.peak_bytes) / MIB, width)
+    at = start + timeline.peak_index
+    _mark_peak(axes, at, (resident_bytes + timeline.peak_bytes) / MIB, "right" if at > width / 2 else "left")
     if timeline.boundary is not None:
         _mark_backward(axes, start + timeline.boundary, width)
     return handles
@@ -234,10 +242,10 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def png(figure: Figure) -> bytes:
-    """The PNG of a figure: transparent, fixed resolution, no date and no version inside."""
+    """The PNG of a figure: fixed resolution, no date and no version inside."""
     buffer = io.BytesIO()
     with style.context("default"):
-        figure.savefig(buffer, format="png", dpi=DPI, transparent=True, metadata={"Software": None})
+        figure.savefig(buffer, format="png", dpi=DPI, facecolor=GROUND, metadata={"Software": None})
     return buffer.getvalue()
 
 
@@ -274,18 +282,19 @@ def _finished(figure, handles, labels):
     return figure
 
 
-def _mark_peak(axes, index: int, peak: float, events: int):
-    right = index > events / 2
+def _mark_peak(axes, index: int, peak: float, side: str):
+    """Mark a peak; its label is aligned at the `side` that faces the mark, or with "center" above it."""
     axes.plot([index], [peak], marker="v", markersize=6, color=TEXT, clip_on=False, zorder=5)
     axes.annotate(
         f"peak {_number(peak, peak)} MiB",
         (index, peak),
-        xytext=(-8 if right else 8, 7),
+        xytext=({"right": -8, "center": 0, "left": 8}[side], 7),
         textcoords="offset points",
-        ha="right" if right else "left",
+        ha=side,
         fontsize=9,
         fontweight="bold",
         color=TEXT,
+        bbox={"facecolor": GROUND, "edgecolor": "none", "pad": 1},
     )
 
 

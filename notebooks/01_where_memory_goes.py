@@ -195,15 +195,13 @@ print(f"{loss.numel()} element in {loss_bytes:,} bytes; still missing: {counted 
 # The two parts never peak together. The figure shows one step from left to right, one allocation or free at a time.
 
 # %% tags=["hide-input"] alt="Stacked live memory over the allocations of one training step: resident bytes are a constant band, activations rise in a straight line until backward begins and then fall, gradients grow from zero; the peak is at the start of backward."
-figure = plots.timeline_plot(
-    measured.timeline.thinned(1000),
-    "The step peaks when backward begins: all activations are live, the gradients are not",
-    measured.resident_bytes,
-)
+figure = plots.timeline_plot(measured.timeline.thinned(1000), "", measured.resident_bytes)
 path = plots.save(figure, "results/figures/01_one_step.png")
 figure
 
 # %% [markdown]
+# *The step peaks when backward begins: all activations are live, most gradients are not.*
+#
 # - At the far left, `zero_grad` frees the gradients of the previous step.
 # - During the forward, every operation saves what its backward will read, and nothing is freed.
 # - Right of the dashed line, backward reads the activations in reverse order and frees them, while the gradients grow
@@ -268,7 +266,7 @@ figure = plots.line_plot(
     tokens,
     measured={"saved by the forward": saved},
     predicted={"saved by the forward": formula, "16 bytes per parameter": [16 * P] * len(tokens)},
-    title=f"From {T_star:.0f} tokens on, activations outweigh parameters, gradients and optimizer",
+    title="",
     xlabel="tokens",
     ylabel="memory (MiB)",
 )
@@ -276,6 +274,8 @@ path = plots.save(figure, "results/figures/01_tokens.png")
 figure
 
 # %% [markdown]
+# *From $T^*$ tokens on, the activations need more memory than parameters, gradients and optimizer state together.*
+#
 # :::{admonition} Takeaway
 # :class: tip
 # Parameters set a fixed cost, and every token adds to it. Beyond $\tfrac{8}{3} d$ tokens the activations are the larger
@@ -295,7 +295,8 @@ figure
 #     x = torch.utils.checkpoint.checkpoint(block, x, sequences, 256, use_reentrant=False)
 # ```
 #
-# `ackpt.apply_activation_checkpointing` does this in place; the next chapters build it.
+# `ackpt.apply_activation_checkpointing` does this in place; the next chapters build it. Before you run the cell, estimate
+# the new peak: which bytes vanish, and when are most of the others live?
 
 # %%
 ackpt.apply_activation_checkpointing(model, Block)
@@ -303,15 +304,13 @@ checkpointed = ackpt.measure(step, resident=[model, optimizer, x], repeats=0)
 print("peak", memory_format(measured.peak_bytes), "->", memory_format(checkpointed.peak_bytes))
 
 # %% tags=["hide-input"] alt="Live memory of the same step with checkpointed blocks: activations grow by a small step per block, and during backward the memory rises and falls once per block, a row of teeth instead of one triangle."
-figure = plots.timeline_plot(
-    checkpointed.timeline.thinned(1000),
-    "With checkpointing, at most one block's activations are live: teeth instead of a triangle",
-    checkpointed.resident_bytes,
-)
+figure = plots.timeline_plot(checkpointed.timeline.thinned(1000), "", checkpointed.resident_bytes)
 path = plots.save(figure, "results/figures/01_one_step_checkpointed.png")
 figure
 
 # %% [markdown]
+# *With checkpointing, the activations of at most one block are live at a time: teeth instead of a triangle.*
+#
 # The forward now saves the input of every block (the first is resident), the input of the last norm with its scale, the
 # norm's output, and the loss. The teeth are *recomputed* activations, which backward both allocates and frees. The peak
 # has moved to the last tooth, where the gradients are nearly complete.
@@ -341,17 +340,18 @@ path = write_text_atomic("results/tables/01_one_step.md", table)
 # ```
 
 # %% tags=["hide-input"] alt="Memory at the peak by category, for the baseline and the checkpointed step: parameters, inputs and optimizer are equal; with checkpointing, saved activations nearly vanish, recomputed ones appear, and gradients are larger."
-saving = 1 - checkpointed.peak_bytes / measured.peak_bytes
 figure = plots.bar_plot(
     names,
     {label: [run.categories[name] for name in names] for label, run in runs.items()},
-    f"Checkpointing lowers the peak by {saving:.0%}: one block's activations are recomputed at a time",
+    "",
     ylabel="memory at the peak (MiB)",
 )
 path = plots.save(figure, "results/figures/01_at_the_peak.png")
 figure
 
 # %% [markdown]
+# *Checkpointing lowers the peak because the activations of one block at a time are live, recomputed in backward.*
+#
 # The price is arithmetic: every block runs its forward twice. A backward costs about two forwards, so the step grows
 # from the cost of three forwards to that of four.
 
@@ -378,7 +378,7 @@ names = [name for name in data["categories"] if any(found.get(name) for found in
 figure = plots.bar_plot(
     names,
     {label: [found.get(name, 0) for name in names] for label, found in shown.items()},
-    "At the peak, policies differ in activations, saved and recomputed",
+    "",
     ylabel="memory at the peak (MiB)",
 )
 path = plots.save(figure, "results/figures/01_memory_bars.png")

@@ -91,8 +91,7 @@ class TenLines(torch.autograd.Function):
 # %% [markdown]
 # The forward runs without a graph, so it saves no intermediate tensor. The backward turns the saved input into a new
 # leaf, reruns the function with a graph, and backpropagates the gradient through it. That second backward runs *inside*
-# the first one and enters the autograd engine again: the checkpoint is *reentrant*. The idea is that of Chen et al.
-# 2016 ([arXiv:1604.06174](https://arxiv.org/abs/1604.06174)).
+# the first one and enters the autograd engine again: the checkpoint is *reentrant* (Chen et al. 2016).
 #
 # Compare four sines in a row with and without a checkpoint:
 
@@ -111,9 +110,23 @@ gradients = [torch.autograd.grad(run(x).sum(), x)[0] for run in (four_sines, che
 torch.equal(*gradients)
 
 # %% [markdown]
-# The gradients are bit-identical. Next, compare the saved bytes when backward begins. A sine saves its input. The first
-# input is $x$, which is allocated anyway, so the baseline saves three activations of $S$ bytes and the checkpoint none.
-# The other 8 bytes are the loss and its gradient, the 1 with which backward begins.
+# The gradients are bit-identical. What has changed is autograd's graph, the chain of nodes from the loss back to $x$:
+
+# %% tags=["hide-input"] alt="Three rows of boxes, the nodes of autograd's graph for four sines and a sum, with arrows from the loss to the leaf. Without a region, each of four sine nodes has a tensor below it: the first the input x, the others saved activations. With a region, after the forward, one wide node replaces the four and saves x alone. In its backward, a graph of four sine nodes exists again, with x and three recomputed activations."
+from ackpt.experiments.reports import schematics
+from ackpt.experiments.widgets.autograd_graphs import autograd_graphs
+
+figure = schematics.autograd_figure(autograd_graphs())
+path = plots.save(figure, "results/figures/02_autograd.png")
+figure
+
+# %% [markdown]
+# *Autograd's graph without a region, and with a region of `ackpt.checkpoint`. The region is a single node that saves its
+# input; its backward builds the inner graph and frees it at the end.*
+#
+# Predict the saved bytes when backward begins. A sine saves its input. The first input is $x$, which is allocated
+# anyway, so the baseline saves three activations of $S$ bytes and the checkpoint none. The other 8 bytes are the loss
+# and its gradient, the 1 with which backward begins.
 
 # %%
 S = x.nbytes
@@ -140,7 +153,6 @@ ackpt.count_flops(lambda: ackpt.checkpoint(mlp, rows).sum().backward()) / baseli
 # :::
 
 # %% tags=["hide-input"]
-from ackpt.experiments.reports import schematics
 from ackpt.experiments.widgets.chain_steps import chain_steps
 
 schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
@@ -507,8 +519,6 @@ for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer b
         print(f"  {label:20} {microseconds:8,.0f} µs, {ratio.median:.2f} times the baseline")
 
 # %% [markdown]
-# `ackpt.guarantees` switches the additions off one by one, for regions as small as the tiny one.
-#
 # :::{admonition} Takeaway
 # :class: tip
 # The guarantees cost a fixed time per region, and the recomputation costs a forward per region. For regions as large as

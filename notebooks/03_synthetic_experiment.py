@@ -225,7 +225,8 @@ figure
 # %% [markdown]
 # ## The two steps side by side
 #
-# The same step at the longest sequence, with both methods on one memory axis:
+# The same step at the longest sequence, with both methods on one memory axis. Before you look, sketch the second one:
+# how many teeth, and do they rise or fall?
 
 # %% tags=["hide-input"] alt="Live memory of two training steps side by side. Baseline: activations rise in a ramp to the peak, where backward begins, and fall. Checkpoint: a low staircase of boundaries in the forward, then one tooth per block in backward, each as high as one block. Its peak is a quarter of the baseline's."
 longest = {method: runs[method, lengths[-1]] for method in methods}

@@ -270,6 +270,9 @@ def by_hand(method, T):
 for method in methods:
     print(f"{method:24} measured - by hand: {runs[method].peak_bytes - by_hand(method, T)} bytes")
 
+# %% [markdown]
+# Which of the two lowers the peak more if it is used alone? Decide with the formulas, then look at the table:
+
 # %% tags=["hide-input"]
 base = runs["baseline"]
 rows = [

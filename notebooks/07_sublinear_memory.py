@@ -254,7 +254,7 @@ found["decreasing segments"][1024] = deep_live
 figure = figures.curves_plot(
     found,
     {method: {n: predicted(n, method)[0] for n in (16, 64, 256, 1024)} for method in METHODS},
-    f"1,024 blocks fit into {deep_live} activations with less than one extra forward",
+    "",
     xlabel="blocks n",
     ylabel="peak, in activations of S bytes",
     logs=("x", "y"),
@@ -262,17 +262,23 @@ figure = figures.curves_plot(
 path = plots.save(figure, "results/figures/07_peaks.png")
 figure
 
+# %% [markdown]
+# *On both axes each step is a factor: segments need about the square root of $n$, recursive halving about its logarithm.*
+
 # %% tags=["hide-input"] alt="Live memory of three training steps side by side. The baseline is a tall triangle. With equal segments the memory stays below a third of its height: a low ramp in the forward, and one tooth per segment in backward. With recursive halving it is lower still, with many small teeth."
 drawn = "baseline", "equal segments", "recursive halving"
 figure = graph_profile.orders_plot(
     {method: runs[method, 64].timeline.thinned(300) for method in drawn},
-    "64 blocks: segments have one tooth each, recursive halving has many small ones",
+    "",
     runs["baseline", 64].resident_bytes,
 )
 path = plots.save(figure, "results/figures/07_timelines.png")
 figure
 
 # %% [markdown]
+# *A step of 64 blocks. Each segment has one tooth; recursive halving has many small ones. What PyTorch's checkpoint
+# recomputes counts as temporaries here: the meter distinguishes only the recomputations of `ackpt`.*
+#
 # :::{admonition} Takeaway
 # :class: tip
 # $\sqrt n$ segments need $2 \sqrt n - 1$ activations for less than one extra forward. Recursive halving needs about
@@ -316,17 +322,15 @@ path = write_text_atomic("results/tables/07_revolve.md", table)
 
 # %% tags=["hide-input"] alt="State of the chain over the steps that were run, a zigzag. A long line rises from state 0 almost to 16; then short rises and falls alternate and descend. Thin horizontal lines show the snapshots: at most three at any time, the one of state 0 from beginning to end."
 steps, snapshots = 16, 3
-most = next(r for r in range(steps) if revolve.beta(snapshots, r) >= steps)
-figure = figures.schedule_plot(
-    revolve.schedule(steps, snapshots),
-    steps,
-    f"{steps} steps, {snapshots} snapshots: {revolve.advances(steps, snapshots)} advances, no step more than "
-    f"{most} times",
-)
+figure = figures.schedule_plot(revolve.schedule(steps, snapshots), steps, "")
 path = plots.save(figure, "results/figures/07_revolve.png")
+most = next(r for r in range(steps) if revolve.beta(snapshots, r) >= steps)
+print(f"{revolve.advances(steps, snapshots)} advances; no step runs more than {most} times")
 figure
 
 # %% [markdown]
+# *Revolve's schedule for 16 steps with 3 snapshots.*
+#
 # The policy `revolve` runs such schedules. The first $n - 1$ of the $P$ advances belong to the forward that every
 # training step runs, so $P - (n - 1)$ products are recomputed. We check this on 16 blocks with 2 and 8 snapshots:
 
@@ -428,7 +432,7 @@ assert all(costs["rotor"] == min(costs.values()) for costs in by_budget.values()
 figure = figures.curves_plot(
     {},
     lines,
-    "On unequal blocks no policy beats rotor, which also reaches the lowest peak",
+    "",
     xlabel="dynamic peak, % of the baseline's",
     ylabel="cost, % of the baseline step",
     logs=(),
@@ -437,6 +441,8 @@ path = plots.save(figure, "results/figures/07_pyramid.png")
 figure
 
 # %% [markdown]
+# *On unequal blocks, no policy is cheaper than `rotor`, which also reaches the lowest peak.*
+#
 # This holds by construction: the candidates of our policy `rotor` include the schedules of the other policies, and the
 # simulator picks the cheapest one that fits. The others lose because they count blocks. They do not know that a
 # boundary in the first stage takes eight times as much memory as one in the last.
@@ -483,12 +489,11 @@ weights = sum(parameter.nbytes for parameter in blocks.parameters())
 with_c = {
     k: max((j + c * n / k) * h.nbytes + (k - 1 - j) / k * weights for j in range(k)) / MIB for k in segments
 }
-least_unit = min(segments, key=lambda k: k - 1 + n / k)
-least_found = min(segments, key=measured_mib.get)
+assert min(segments, key=lambda k: k - 1 + n / k) < min(segments, key=measured_mib.get)
 figure = figures.curves_plot(
     {"16 Transformer blocks": measured_mib},
     {"16 Transformer blocks": with_c},
-    f"The best number of segments is {least_unit} for unit blocks, but {least_found} for Transformer blocks",
+    "",
     xlabel="segments k",
     ylabel="dynamic peak (MiB)",
 )
@@ -496,6 +501,8 @@ path = plots.save(figure, "results/figures/07_transformer.png")
 figure
 
 # %% [markdown]
+# *Transformer blocks need more segments than the formula for unit blocks suggests: the lowest peak is not at $\sqrt n$.*
+#
 # The measured points lie above the line by a nearly constant amount: the temporaries of one block's backward.
 #
 # **Blocks differ, and the graph may have more or fewer blocks than the model.** The next table compares the peaks that

@@ -330,11 +330,13 @@ different = {point["measured_peak_bytes"] for point in points}
 print(f"{len(points)} plans with {len(different)} different peaks match their predictions")
 
 # %% tags=["hide-input"] alt="Recomputed FLOPs over the measured dynamic peak, as fractions of the baseline. A blue staircase, policy auto, runs along the bottom from a peak of 1 to 0.6, rises slowly to 0.3, and then steeply. All other policies and PyTorch's tools are on it or above it, to the right. The points of PyTorch's memory budget move to the right as its setting falls, beyond 1. A dashed line, the lower bound, runs close below the staircase."
-figure = frontier_report.frontier_plot(record)
+figure = frontier_report.frontier_plot(record, "")
 path = plots.save(figure, "results/figures/09_frontier.png")
 figure
 
 # %% [markdown]
+# *`auto` reaches lower peaks than PyTorch's own tools, and recomputes no more FLOPs at any peak that they reach.*
+#
 # The line is the whole frontier of `auto`: all plans that it chooses from. Its dots and all other marks are measured.
 # The dashed line is the lower bound with FLOPs as the cost. Is any point below the line of `auto`? For every measured
 # point we look for a plan of `auto` with no higher peak and no more FLOPs:
@@ -393,12 +395,14 @@ assert frontier_report.broken_promises(timed) == []
 path = timed.save("results/cpu/09_frontier-bert.json")
 
 # %% tags=["hide-input", "measured-time", "nbval-ignore-output"] alt="Added time over the measured dynamic peak, as fractions of the baseline, for a BERT with dropout. The plans of auto form two curves that rise slowly from a peak of 0.8 down to 0.4, and steeply below. PyTorch's tools lie far above both curves."
-figure = frontier_report.time_plot(timed)
+figure = frontier_report.time_plot(timed, "")
 path = plots.save(figure, "results/figures/09_time.png")
 figure
 
 # %% [markdown]
-# Marks are medians, bars are quartiles. The practical question is: at the peak of per-block checkpointing, how much
+# *Added time, measured on the CPU. Marks are medians, bars are quartiles.*
+#
+# The practical question is: at the peak of per-block checkpointing, how much
 # time does a plan add?
 
 # %% tags=["hide-input", "measured-time", "nbval-ignore-output"]
@@ -425,9 +429,7 @@ print(f"{len(kept)} budgets, {len(data['plans'])} different plans")
 three = {
     f"{budget:.0%}": ackpt.plan(graph, budget, profile=profile).timeline.thinned(400) for budget in (0.8, 0.5, 0.3)
 }
-figure = graph_profile.orders_plot(
-    three, "The lower the budget, the longer the backward", metrics["baseline"]["resident_bytes"]
-)
+figure = graph_profile.orders_plot(three, "", metrics["baseline"]["resident_bytes"])
 path = plots.save(figure, "results/figures/09_explorer.png")
 
 # %% [markdown]
@@ -604,6 +606,7 @@ WHAT = {
     "instead": "smaller tensors saved instead: a product for a sum, nothing for a dropout mask",
     "policies": "the plans of `rotor` and `mu-two`",
     "refined": "plans between two neighbors, with more activations saved",
+    "evicted": "plans that drop what only waits at the peak, and recompute it afterwards",
 }
 within = (0.6, 0.4, 0.3, 0.24)
 table_rows = []

@@ -186,8 +186,8 @@ figure
 # take the place of saved ones. A plan's peak contains the activations that the budget left room to save.
 #
 # FLOPs are not time. On a CPU, operations without FLOPs, above all the generation of dropout masks, take a considerable
-# part of a step. The methods take turns in one process, and we print the ratio to the baseline: median, lowest and
-# highest.
+# part of a step. Guess both ratios to the baseline's time before you look. The methods take turns in one process; we
+# print the median, the lowest and the highest ratio.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 times = ackpt.compare_seconds({name: partial(step, name) for name in runs}, repeats=3)

@@ -33,8 +33,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from ackpt import plots
 from ackpt.experiments import sharded_llama
 from ackpt.experiments.graph_profile import orders_plot
+from ackpt.experiments.reports import schematics
 from ackpt.experiments.reports.figures import stacked_plot
 from ackpt.experiments.sharded_check import check
+from ackpt.experiments.widgets.gather_lanes import gather_lanes
 from ackpt.results import markdown_table, write_text_atomic
 from ackpt.sharded.blocks import CAPTURED
 from ackpt.sharded.planner import ShardedModel
@@ -112,6 +114,18 @@ for size, model in large.items():
 # 4. *The root* is gathered first, stays gathered for the whole step, and is reduced last. Until then its gradients stay
 #    unreduced.
 #
+# The figure shows these events for a Llama with three checkpointed blocks, as predicted for one rank. When does a rank
+# have the parameters of two blocks at once?
+
+# %% tags=["hide-input"] alt="Bars over the allocations and frees of one step. The top row runs the forward, and after a dashed line recomputation and backward in turn, three times. The parameters of the root are gathered for the whole step. Those of blocks 1, 2 and 3 are gathered one after another in the forward, and in reverse order in backward, each for the recomputation and the backward of its block. The buffer of a block's gather is allocated just before its forward, but one block early in backward. Below, live memory: gathered parameters have the same height in forward and backward, and buffers of collectives are largest in backward."
+figure = schematics.gathers_figure(gather_lanes())
+path = plots.save(figure, "results/figures/11_gathers.png")
+figure
+
+# %% [markdown]
+# *A block's parameters are gathered for its forward, and again for its recomputation and backward. In backward, the next
+# gather is under way meanwhile, so two blocks take memory: one as parameters, one as a buffer.*
+#
 # None of these sizes depends on the batch, and they hardly depend on $N$. For Llama 3, in GiB:
 
 # %%
@@ -183,17 +197,19 @@ deep = ShardedModel(PlanConfig(StepRequest("hf:LlamaConfig", 4, 64, None, tiny |
 plans = {policy: deep.plan(Sharding(4), policy=policy) for policy in ("none", "full")}
 plans["auto"] = deep.plan(Sharding(4), budget=plans["full"].peak_bytes)
 
-# %% tags=["hide-input"] alt="Live memory of one rank in three steps side by side. None: activations rise in a steep ramp in the forward and fall in backward. Full: a nearly flat forward, then six nearly equal teeth in backward. Auto: the same height, with a low ramp in the forward and slightly smaller teeth. In all three, the buffers are a band of equal height that dips between blocks."
-figure = orders_plot(
-    {name: sharded_llama.drawn(plan.timeline) for name, plan in plans.items()},
-    f"Within the peak of per-block checkpointing, a plan recomputes {sharded_llama.again(plans['auto']):.0f} % of the "
-    f"FLOPs instead of {sharded_llama.again(plans['full']):.0f} %",
-    plans["none"].resident_bytes,
-)
+# %% tags=["hide-input"] alt="Live memory of one rank in three steps side by side. Baseline: activations rise in a steep ramp in the forward and fall in backward. Per block: a nearly flat forward, then six nearly equal teeth in backward. Plan: the same height, with a low ramp in the forward and slightly smaller teeth. In all three, the buffers are a band of equal height that dips between blocks."
+names = {"none": "baseline", "full": "per block", "auto": "plan"}
+timelines = {names[policy]: sharded_llama.drawn(plan.timeline) for policy, plan in plans.items()}
+figure = orders_plot(timelines, "", plans["none"].resident_bytes)
 path = plots.save(figure, "results/figures/11_timelines.png")
+for policy, plan in plans.items():
+    print(f"{names[policy]:9} recomputes {sharded_llama.again(plan):4.1f} % of the FLOPs")
 figure
 
 # %% [markdown]
+# *Predicted live memory of one rank. The plan has the peak of per-block checkpointing as its budget, and recomputes
+# less.*
+#
 # ## A plan per block
 #
 # A plan must not recompute an operation while the parameters of its block are sharded: that would need a third gather.
@@ -277,14 +293,18 @@ parts = [sharded_llama.layers(each) for each in chosen.values()]
 figure = stacked_plot(
     list(chosen),
     {name: [part[name] for part in parts] for name in parts[0]},
-    f"Llama 3 70B on 64 GPUs, simulated: within {BUDGET} a plan recomputes {sharded_llama.again(plan):.0f} % of the "
-    f"FLOPs, per-block checkpointing {sharded_llama.again(chosen['per block']):.0f} %",
+    "",
     limit=int(BUDGET.removesuffix("GiB")) * GIB,
 )
 path = plots.save(figure, "results/figures/11_at_the_peak.png")
+for name in ("per block", "planned"):
+    print(f"{name:9} recomputes {sharded_llama.again(chosen[name]):4.1f} % of the FLOPs")
 figure
 
 # %% [markdown]
+# *Simulated memory at the peak of one rank of Llama 3 70B on 64 GPUs. The plan uses the memory that per-block
+# checkpointing leaves free, so it recomputes less.*
+#
 # :::{admonition} Takeaway
 # :class: tip
 # Sharding and checkpointing reduce different parts of the memory. More GPUs divide the resident memory; a plan reduces

@@ -41,10 +41,11 @@ class TestEveryFigure:
         assert first == png(one) == one._repr_png_() == save(two, tmp_path / "b.png").read_bytes()
         assert b"matplotlib" not in first.lower() and b"tEXt" not in first
 
-    def test_transparent(self, name):
+    def test_its_ground_is_white_on_every_page(self, name):
         image = Image.open(io.BytesIO(png(figures()[name]))).convert("RGBA")
+        assert image.getchannel("A").getextrema() == (255, 255)
         corners = [(0, image.height - 1), (image.width - 1, image.height - 1), (image.width - 1, 0)]
-        assert {image.getpixel(corner)[3] for corner in corners} == {0}
+        assert {image.getpixel(corner) for corner in corners} == {(255, 255, 255, 255)}
 
     def test_nothing_overlaps_or_leaves_the_page(self, name):
         figure = figures()[name]
@@ -63,14 +64,19 @@ class TestEveryFigure:
         assert figure._suptitle.get_text()
 
 
-def test_text_is_readable_on_white_and_on_dark():
+def test_text_is_readable_on_its_ground():
     def luminance(color):
         parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
 
-    text, dark = luminance(plots.TEXT), luminance("#121212")
-    assert 1.05 / (text + 0.05) > 4 and (text + 0.05) / (dark + 0.05) > 4
+    assert (luminance(plots.GROUND) + 0.05) / (luminance(plots.TEXT) + 0.05) > 4.5
+
+
+def test_stacks_have_one_order_everywhere():
+    stacked = {name: name for name in ("recomputed", "resident", "temporaries", "activations", "gradients")}
+    order = ["temporaries", "recomputed", "activations", "gradients", "resident"]
+    assert [*plots.as_stacked(stacked)] == order
 
 
 def test_timeline_marks():

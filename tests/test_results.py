@@ -162,7 +162,7 @@ class TestTable:
 class TestReferences:
     def test_all_of_them(self):
         names = sorted(file.stem for file in results.REFERENCES.glob("*.json"))
-        assert names == ["bert", "lm", "mu-two-resnet", "offload", "published-peaks", "synthetic"]
+        assert names == ["bert", "lm", "mu-two-resnet", "offload", "published-peaks", "published-ratios", "synthetic"]
         for name in names:
             reference = load_reference(name)
             assert reference["name"] == name and reference["source"].startswith("published figures")

@@ -149,7 +149,7 @@ def _add_page_metadata(cell: NotebookNode) -> None:
         if "solution" not in tags:
             cell.metadata["tags"] = [*tags, "hide-input"]
             page.update(DRAWING_PROMPTS)
-        # Figures are drawn for both page colours: without this class the dark page gives them a white ground.
+        # The class keeps the theme from changing the colors of figures on the dark page.
         page["image"] = {"alt": cell.metadata["alt"], "classes": "dark-light"}
     if page:
         cell.metadata["mystnb"] = page

@@ -21,6 +21,11 @@ FOLDER = ROOT / "book" / "_build" / "singlehtml"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 IMAGE = re.compile(r'<img\b[^>]*?\ssrc="(?!data:)([^"]+)"')
 FORMULA = re.compile(r'class="math notranslate')
+HEADING = re.compile(r'(<div id="jb-print-docs-body"[^>]*>\s*)<h1>(.*?)</h1>')
+PART = re.compile(
+    r'<span class="caption-text">([^<]*)</span></p>\s*<ul[^>]*>\s*<li[^>]*>'
+    r'<a [^>]*href="(?:index\.html)?#(document-[^"]*)"'
+)
 PATIENCE = 600  # seconds for Chromium, on a busy machine
 BUDGET = 120_000  # milliseconds of the page's own clock for MathJax
 
@@ -45,8 +50,30 @@ def problems_of_formulas(source: str, typeset: str) -> list[str]:
 
 
 def for_paper(text: str) -> str:
-    """The page with every folded cell open, as paper cannot be clicked on, and with links that stay within it."""
+    """The page as a book: with a title page, the names of the parts, every folded cell open, and links within it."""
+    text = HEADING.sub(lambda found: found[1] + title_page(found[2]), text)
+    for name, target in dict.fromkeys(PART.findall(text)):
+        start = f'<span id="{target}"></span>'
+        text = text.replace(start, f'<p class="part">{name}</p>{start}', 1)
     return re.sub(r"<details(?! open)\b", "<details open", text).replace('href="index.html#', 'href="#')
+
+
+def title_page(title: str) -> str:
+    """The title page; what follows a colon in the title is its second line."""
+    first, _, second = title.partition(": ")
+    author, year = (value_of(f"{key}: ", "book/_config.yml") for key in ("author", "copyright"))
+    version = value_of("__version__ = ", "ackpt/__init__.py")
+    lines = f'<p class="subtitle">{second}</p><p>{author}</p><p>Version {version}, {year}</p>'
+    return f'<div class="title-page"><p class="title">{first}</p>{lines}</div>'
+
+
+def value_of(start: str, path: str) -> str:
+    """What follows `start` on a line of a file of the repository, without quotes."""
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    found = [line.removeprefix(start).strip('"') for line in lines if line.startswith(start)]
+    if len(found) != 1:
+        raise PageError(f"{path} has {len(found)} lines that start with {start!r}, not 1")
+    return found[0]
 
 
 def print_page(folder: Path, browser: str, pdf: Path) -> list[str]:
@@ -57,7 +84,7 @@ def print_page(folder: Path, browser: str, pdf: Path) -> list[str]:
     try:
         wrong = problems_of_formulas(source, chromium(browser, page, "--dump-dom"))
         pdf.parent.mkdir(parents=True, exist_ok=True)
-        chromium(browser, page, "--no-pdf-header-footer", f"--print-to-pdf={pdf}")
+        chromium(browser, page, "--no-pdf-header-footer", "--generate-pdf-document-outline", f"--print-to-pdf={pdf}")
     finally:
         page.unlink()
     if not pdf.is_file():

@@ -243,6 +243,13 @@ class Analysis:
         return {node: frozenset(storages) for node, storages in by_producer.items()}
 
     @cached_property
+    def taken_from(self) -> dict[int, int]:
+        """``{node: operation}`` for every node that takes one of the results of an operation with several storages."""
+        takes = {node for node, fx in self.fx.items() if is_getitem(fx) and len(self.graph.nodes[node].inputs) == 1}
+        operations = {node: self.graph.nodes[node].inputs[0] for node in takes}
+        return {node: op for node, op in operations.items() if len(self.allocated.get(op, ())) > 1}
+
+    @cached_property
     def allocated_bytes(self) -> list[int]:
         """By node, the bytes that it allocates for its results."""
         return [sum(self.bytes[s] for s in self.allocated.get(node, ())) for node in range(len(self.graph.nodes))]

@@ -32,11 +32,14 @@ class Loop(NamedTuple):
     """What the loop around a step holds.
 
     ``optimizer``: of the model's parameters, or the name of one in ``torch.optim``; None to leave it out.
-    ``accumulation``: whether gradients of earlier steps exist.
+    ``accumulation``: whether gradients of earlier steps exist. ``clipping``: ``torch.nn.utils.clip_grad_norm_`` runs
+    before the optimizer's step. ``scaling``: a ``torch.amp.GradScaler`` unscales the gradients.
     """
 
     optimizer: torch.optim.Optimizer | str | None = None
     accumulation: bool = False
+    clipping: bool = False
+    scaling: bool = False
 
 
 NO_LOOP = Loop()
@@ -66,18 +69,21 @@ def check_optimizer(model: torch.nn.Module, optimizer) -> None:
         )
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> tuple[int, int]:
+def optimizer_bytes(
+    optimizer: torch.optim.Optimizer, on_cpu: bool = True, clipping: bool = False, scaling: bool = False
+) -> tuple[int, int]:
     """Bytes of the optimizer's state after its first step, and the peak of its step beyond gradients and state.
 
     Args:
         optimizer: its parameters may be real, fake or meta.
         on_cpu: whether the step runs on the CPU. On a GPU blocks are multiples of 512 bytes, counts of steps are in
             host memory, and torch updates all parameters at once (``foreach``) unless the optimizer says otherwise.
+        clipping, scaling: as in `Loop`; what they allocate counts as part of the optimizer's step.
 
     Raises:
         TraceError: if its step needs the values of tensors or more than gradients, as LBFGS does.
     """
-    stand_in, trained, prediction = _after_a_step(optimizer, on_cpu)
+    stand_in, trained, prediction = _after_a_step(optimizer, on_cpu, clipping, scaling)
     block = 1 if on_cpu else _CUDA_BLOCK
     gradients = sum(rounded(p.grad.numel() * p.grad.element_size(), block) for p in trained)
     return _state_bytes(optimizer, stand_in, prediction, on_cpu), prediction.dynamic_peak_bytes - gradients
@@ -94,7 +100,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, stand_in, prediction, on_cpu:
     return state + untrained_bytes
 
 
-def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool):
+def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool, clipping: bool = False, scaling: bool = False):
     """A copy of the optimizer without data after one step, its trained parameters, and the prediction of that step."""
     stand_in = copy.copy(optimizer)
     try:
@@ -103,7 +109,8 @@ def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool):
             stand_in.state = defaultdict(dict, _states_without_data(optimizer, stand_in))
             trained = [p for group in stand_in.param_groups for p in group["params"] if p.grad is not None]
             device, block = ("cpu", 1) if on_cpu else ("cuda", _CUDA_BLOCK)
-            prediction = predict(stand_in.step, resident=(stand_in, *trained), device=device, round_to=block)
+            step = _with_gradients_prepared(stand_in, trained, clipping, scaling)
+            prediction = predict(step, resident=(stand_in, *trained), device=device, round_to=block)
     except (RuntimeError, TypeError, AttributeError, ValueError, AssertionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TraceError(
@@ -111,6 +118,28 @@ def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool):
             "give a budget that leaves room for its state."
         ) from error
     return stand_in, trained, prediction
+
+
+def _with_gradients_prepared(optimizer, trained, clipping: bool, scaling: bool) -> Callable[[], object]:
+    """The step of `optimizer` after its gradients were unscaled and clipped, in the order that torch documents.
+
+    torch's own scaler runs, so what it allocates is counted: ``inv_scale`` with its two float64 intermediates, and
+    ``found_inf``, which lives until ``update`` (torch/amp/grad_scaler.py:351 and 356).
+    """
+    if not (clipping or scaling):
+        return optimizer.step
+    scaler = torch.amp.GradScaler("cpu", enabled=scaling)
+    if scaling:
+        scaler.scale(torch.empty(()))  # allocates the scale
+
+    def step():
+        if clipping:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
 
 
 def eight_bit_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> int:
@@ -156,7 +185,7 @@ def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: 
     `gradient_bytes`: of the gradients of one step, for a loop that accumulates them.
     """
     optimizer = optimizer_of(model, loop.optimizer)
-    state, step = (0, 0) if optimizer is None else optimizer_bytes(optimizer, on_cpu)
+    state, step = (0, 0) if optimizer is None else optimizer_bytes(optimizer, on_cpu, loop.clipping, loop.scaling)
     if not loop.accumulation:
         return state, step, 0
     # When the optimizer's step runs, the step's own gradients have been added to the accumulated ones, and are free.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from ackpt.costs.devices import DEVICES
 
@@ -56,8 +57,15 @@ def add_plan(commands) -> None:
     add(
         "--optimizer",
         default="adamw",
-        help="adamw (default), adamw-fused, adamw-for-loop, adamw-8bit (bitsandbytes), adafactor, sgd or sgd-momentum, "
-        "whose state and step the peak includes, or none for forward and backward alone",
+        help="adamw (default), adamw-fused, adamw-for-loop, adamw-8bit (bitsandbytes), adafactor, sgd, sgd-momentum, "
+        "or a class as module:Class, such as torch.optim:NAdam, whose state and step the peak includes; none for "
+        "forward and backward alone",
+    )
+    add("--clip-gradients", action="store_true", help="torch.nn.utils.clip_grad_norm_ runs before the optimizer's step")
+    add(
+        "--grad-scaler",
+        action="store_true",
+        help="torch.amp.GradScaler scales the loss and unscales the gradients, as under --autocast float16",
     )
     add(
         "--accumulation",
@@ -67,7 +75,8 @@ def add_plan(commands) -> None:
     add(
         "--device-profile",
         metavar="DEVICE",
-        help=f"plan the step as on a GPU and say whether it fits its memory: {', '.join(DEVICES)}",
+        help="plan the step as on a GPU and say whether it fits its memory; one line for each of several, as in t4,l4: "
+        f"{', '.join(DEVICES)}",
     )
     add(
         "--context-mib",
@@ -84,7 +93,25 @@ def add_plan(commands) -> None:
     add(
         "--policy",
         help="one of ackpt.plan: none saves all that backward needs, full recomputes each block, auto recomputes as "
-        "little as the budget allows; default: none without a budget, auto with one",
+        "little as the budget allows, selective is what the next three options choose; default: none without a budget, "
+        "auto with one",
+    )
+    add(
+        "--every-n-layers",
+        type=int,
+        metavar="N",
+        help="checkpoint every N-th repeated block, as transformers and torchtitan do (policy selective)",
+    )
+    add(
+        "--save",
+        metavar="RESULTS",
+        help="what checkpointed blocks save besides their inputs (policy selective): inputs (nothing, the default), "
+        "matmuls (results of matrix products, convolutions and attention) or every-second-matmul (torchtitan's choice)",
+    )
+    add(
+        "--offload-blocks",
+        action="store_true",
+        help="offload the inputs of checkpointed blocks to the host (policy selective; needs --device-profile)",
     )
     add(
         "--fsdp",
@@ -128,6 +155,8 @@ def run_plan_command(arguments, command: str) -> int:
 
     from . import plan_fsdp, plan_sweep, plan_text
 
+    if arguments.sweep is None and "," in (arguments.device_profile or ""):
+        arguments.sweep, arguments.device_profile = f"{plan_sweep.DEVICE}={arguments.device_profile}", None
     if arguments.sweep is not None:
         _require_alone("--sweep prints one line per plan", arguments, *_OF_ONE_PLAN, "fsdp")
         sweep = plan_sweep.Sweep.parsed(arguments.sweep)
@@ -175,6 +204,7 @@ def configuration(arguments, **changes):
     arguments = argparse.Namespace(**{**vars(arguments), **changes})
     if arguments.dtype not in DTYPES:
         raise ValueError(f"{arguments.dtype!r} is not a dtype: choose from {', '.join(DTYPES)}")
+    options = _options_of_selective(arguments)
     return PlanConfig(
         step=StepRequest(
             model=arguments.model,
@@ -189,10 +219,31 @@ def configuration(arguments, **changes):
         optimizer=arguments.optimizer,
         device=arguments.device_profile,
         budget=arguments.budget,
-        policy=arguments.policy,
+        policy=arguments.policy or (SELECTIVE if options else None),
         context_mib=arguments.context_mib,
         accumulation=arguments.accumulation,
+        clipping=arguments.clip_gradients,
+        scaling=arguments.grad_scaler,
+        options=options,
     )
+
+
+SELECTIVE = "selective"
+
+
+def _options_of_selective(arguments) -> dict[str, Any]:
+    given = {
+        "every_n_layers": arguments.every_n_layers,
+        "save": arguments.save,
+        "offload": arguments.offload_blocks or None,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    if options and arguments.policy not in (None, SELECTIVE):
+        raise UsageError(
+            f"--every-n-layers, --save and --offload-blocks are options of policy {SELECTIVE}: leave out --policy "
+            f"{arguments.policy}"
+        )
+    return options
 
 
 _OF_ONE_PLAN = "output", "explain", "html", "memory_viz"
@@ -227,6 +278,8 @@ def _shardings(arguments) -> list:
         raise UsageError(
             "--fsdp plans allocated bytes of a step without earlier gradients: leave out --accumulation and 'reserved'"
         )
+    if arguments.clip_gradients or arguments.grad_scaler:
+        raise UsageError("--fsdp plans a step without clipping and scaling: leave out --clip-gradients, --grad-scaler")
     parameters, reduction = (None if name is None else DTYPES[name] for name in names.values())
     return [Sharding(ranks, parameters, reduction) for ranks in arguments.fsdp]
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
 from ackpt.errors import BudgetError
 from ackpt.metering.meter import memory_format
 from ackpt.sharded.planner import ShardedModel, ShardedPlan
 from ackpt.sharded.sharding import Sharding
 from ackpt.workloads.planned_shapes import PlanConfig
 
-from .plan_text import dtype_name, sizes_text
+from .plan_text import dtype_name, plan_step, refused, sizes_text
 
 NOTE = (
     "each block and then the model given to fully_shard, parameters freed after the forward; simulated, not run; "
@@ -68,48 +66,54 @@ def fits(model: ShardedModel, plan: ShardedPlan) -> bool:
 
 
 def to_json(model: ShardedModel, shardings: list[Sharding], plans) -> dict:
-    """The same as plain data; sizes in bytes."""
-    config = model.config
-    return {
-        "model": config.step.model,
-        "class": type(model.step.model).__name__,
-        "parameters": model.step.parameters,
-        "blocks": model.stands_for,
-        "fields": config.step.fields,
-        "batch_size": config.step.batch_size,
-        "seq_len": config.step.seq_len,
-        "dtype": dtype_name(config.step.dtype),
-        "optimizer": config.optimizer,
-        "note": NOTE,
-        "torch": torch.__version__,
-        "budget": config.budget,
-        "device": None if model.device is None else model.device.name,
-        "ranks": [_data(model, sharding, plan) for sharding, plan in zip(shardings, plans)],
-    }
+    """The same as plain data, sizes in bytes: the format of `plan_text.to_json`; for several numbers of ranks, a sweep.
+
+    What a sharded plan does not have is None.
+    """
+    data = [{"ranks": sharding.ranks, **_data(model, sharding, plan)} for sharding, plan in zip(shardings, plans)]
+    if len(data) == 1:
+        return {name: value for name, value in data[0].items() if name != "ranks"}
+    fit = [each["ranks"] for each, plan in zip(data, plans) if isinstance(plan, ShardedPlan) and fits(model, plan)]
+    return {"sweep": "fsdp", "plans": data, "fewest": min(fit, default=None)}
 
 
 def _data(model: ShardedModel, sharding: Sharding, plan) -> dict:
     if isinstance(plan, BudgetError):
-        return {"ranks": sharding.ranks, "refused": str(plan), "smallest_budget": plan.least_bytes}
+        return refused(plan)
+    step, sent = plan_step(model.config, model.step), plan.communication
+    device = None
+    if model.device is not None:
+        unknown = dict.fromkeys(("modelled_seconds", "memory", "smallest_budget_of_full"))
+        device = {"name": model.device.name, "memory_bytes": model.device.memory_bytes, "fits": fits(model, plan)}
+        device |= unknown
     return {
-        "ranks": sharding.ranks,
+        **step,
+        "note": NOTE,
+        "graph": None,
         "policy": plan.policy,
         "peak_bytes": plan.peak_bytes,
         "resident_bytes": plan.resident_bytes,
         "dynamic_peak_bytes": plan.dynamic_peak_bytes,
         "baseline_peak_bytes": plan.resident_bytes + plan.baseline_bytes,
-        "at_peak": plan.at_peak(),
+        "saved_bytes": None,
         "flops": plan.flops,
         "recompute_flops": plan.recompute_flops,
-        "all_gathers": plan.communication.gathers,
-        "received_bytes": plan.communication.gathered_bytes,
-        "reduce_scatters": plan.communication.reduces,
-        "sent_bytes": plan.communication.reduced_bytes,
-        "blocks": [
-            {"count": run.count, "kept_bytes": run.kept_bytes, "recompute_flops": run.flops, "kept": list(run.names)}
-            for run in plan.runs
-        ],
-        "fits": None if model.device is None else fits(model, plan),
+        "peak_node": None,
+        "at_peak": plan.at_peak(),
+        "by_phase": None,
+        "largest": None,
+        "device": device,
+        "fsdp": {
+            "ranks": sharding.ranks,
+            "all_gathers": sent.gathers,
+            "received_bytes": sent.gathered_bytes,
+            "reduce_scatters": sent.reduces,
+            "sent_bytes": sent.reduced_bytes,
+            "blocks": [
+                {"count": run.count, "kept_bytes": run.kept_bytes, "recompute_flops": run.flops, "kept": [*run.names]}
+                for run in plan.runs
+            ],
+        },
     }
 
 

@@ -131,12 +131,9 @@ def to_json(sweep: Sweep, rows: Rows) -> dict:
     plans = [
         {
             sweep.option: value,
-            **(plan_text.to_json(row) if isinstance(row, Planned) else _refused(row)),
+            **(plan_text.to_json(row) if isinstance(row, Planned) else plan_text.refused(row)),
         }
         for value, row in rows.items()
     ]
     return {"sweep": sweep.option, "plans": plans, "largest": _largest(sweep, rows)}
 
-
-def _refused(error: BudgetError) -> dict:
-    return {"refused": str(error), "smallest_budget": error.least_bytes}

@@ -7,9 +7,12 @@ import dataclasses
 import torch
 
 from ackpt.budget import readable
+from ackpt.errors import BudgetError
 from ackpt.explaining.explanation import Explanation, explained
 from ackpt.metering.meter import memory_format
-from ackpt.workloads.planned_shapes import FULL, OPTIMIZERS, Planned
+from ackpt.workloads.optimizers import optimizer_kind
+from ackpt.workloads.planned_shapes import FULL, PlanConfig, Planned
+from ackpt.workloads.step_request import TrainingStep
 
 LARGEST = 10
 ON_A_GPU = (
@@ -25,11 +28,13 @@ def text(planned: Planned) -> str:
     dtype = dtype_name(config.step.dtype)
     mixed = "" if config.autocast == "float32" else f", autocast to {config.autocast}"
     optimizer = "" if config.optimizer == "none" else f" and {config.optimizer}"
+    optimizer += ", clipped gradients" if config.clipping else ""
+    optimizer += ", a scaled loss" if config.scaling else ""
     optimizer += ", earlier gradients exist" if config.accumulation else ""
     lines = [
         f"model             {config.step.model}: {type(planned.step.model).__name__.removeprefix('_')}, "
         f"{planned.step.parameters:,} parameters in {dtype}{mixed}",
-        f"inputs            {', '.join(f'{name} {shape}' for name, shape in _inputs(planned).items())}",
+        f"inputs            {', '.join(f'{name} {shape}' for name, shape in _inputs(planned.step).items())}",
         f"step              forward, backward{optimizer}, {note(planned)}",
         f"at the peak       {sizes_text(planned.at_peak())}",
         f"peak by phase     {sizes_text(planned.by_phase())}",
@@ -55,7 +60,7 @@ def how_it_runs(planned: Planned, path: str) -> str:
 
 def explanation(planned: Planned) -> Explanation:
     """Where the memory of the planned step goes."""
-    kind, model = OPTIMIZERS[planned.config.optimizer], planned.step.model
+    kind, model = optimizer_kind(planned.config.optimizer), planned.step.model
     optimizer = None if kind is None else kind(model.parameters())
     return explained(planned.graph, planned.profile, planned.plan, model, optimizer)
 
@@ -65,19 +70,9 @@ def to_json(planned: Planned, shown: Explanation | None = None) -> dict:
     config, plan = planned.config, planned.plan
     largest = sorted(plan.activations, key=lambda activation: -activation.bytes)[:LARGEST]
     data = {
-        "model": config.step.model,
-        "class": type(planned.step.model).__name__.removeprefix("_"),
-        "parameters": planned.step.parameters,
-        "inputs": _inputs(planned),
-        "fields": config.step.fields,
-        "dtype": dtype_name(config.step.dtype),
-        "autocast": config.autocast,
-        "optimizer": config.optimizer,
-        "accumulation": config.accumulation,
+        **plan_step(config, planned.step),
         "note": note(planned),
         "graph": planned.graph.hash,
-        "torch": torch.__version__,
-        "budget": config.budget,
         "policy": plan.policy,
         "peak_bytes": plan.peak_bytes,
         "resident_bytes": plan.resident_bytes,
@@ -91,6 +86,7 @@ def to_json(planned: Planned, shown: Explanation | None = None) -> dict:
         "by_phase": planned.by_phase(),
         "largest": [dataclasses.asdict(activation) for activation in largest],
         "device": None,
+        "fsdp": None,
     }
     if shown is not None:
         data["live_at_peak"] = shown.at_peak
@@ -107,6 +103,31 @@ def to_json(planned: Planned, shown: Explanation | None = None) -> dict:
             "smallest_budget_of_full": planned.least_bytes,
         }
     return data
+
+
+def plan_step(config: PlanConfig, step: TrainingStep) -> dict:
+    """What was planned, as plain data: the step and the options of its plan."""
+    return {
+        "model": config.step.model,
+        "class": type(step.model).__name__.removeprefix("_"),
+        "parameters": step.parameters,
+        "inputs": _inputs(step),
+        "fields": config.step.fields,
+        "dtype": dtype_name(config.step.dtype),
+        "autocast": config.autocast,
+        "optimizer": config.optimizer,
+        "accumulation": config.accumulation,
+        "clipping": config.clipping,
+        "scaling": config.scaling,
+        "options": config.options,
+        "budget": config.budget,
+        "torch": torch.__version__,
+    }
+
+
+def refused(error: BudgetError) -> dict:
+    """A budget that was refused, as plain data."""
+    return {"refused": str(error), "smallest_budget": error.least_bytes}
 
 
 def note(planned: Planned) -> str:
@@ -149,8 +170,8 @@ def _verdict(planned: Planned) -> list[str]:
     ]
 
 
-def _inputs(planned: Planned) -> dict[str, str]:
-    tensors = {name: value for name, value in planned.step.inputs.items() if isinstance(value, torch.Tensor)}
+def _inputs(step: TrainingStep) -> dict[str, str]:
+    tensors = {name: value for name, value in step.inputs.items() if isinstance(value, torch.Tensor)}
     return {name: f"{list(tensor.shape)} {dtype_name(tensor.dtype)}" for name, tensor in tensors.items()}
 
 

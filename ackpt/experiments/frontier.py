@@ -32,7 +32,7 @@ from ackpt.results import Record, environment
 
 EXPERIMENT = "frontier"
 OURS = "auto"
-PLANNED = tuple(policy for policy in POLICIES if policy not in ("none", "manual"))
+PLANNED = tuple(policy for policy in POLICIES if policy not in ("none", "manual", "selective"))
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 SETTINGS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 COSTS = {

@@ -16,6 +16,7 @@ from ackpt.planning.plan import RECOMPUTED, Plan
 from ackpt.planning.simulator import simulate
 from ackpt.running.captured_step import CapturedStep
 
+LABEL = 0.21  # width of a label of a peak, relative to the axis
 _BELOW = {"parameters": "parameter", "buffers": "buffer", "inputs": "input", "optimizer": "optimizer state"}
 
 
@@ -49,11 +50,13 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int):
             start, width = pitch * index, pitch * len(steps)
             handles |= plots.stack(axes, start, step, resident_bytes)
             peak, at = (resident_bytes + step.peak_bytes) / plots.MIB, start + step.peak_index
-            plots._mark_peak(axes, at, peak, width if at > 0.8 * width else 2 * width)  # the legend is on the right
+            label = LABEL * width
+            fits = "left" if at + label <= start + pitch else "right" if at - label >= start else "center"
+            plots._mark_peak(axes, at, peak, fits)
             axes.axvline(start + (step.boundary or 0), **dashed)
         axes.set_xticks([pitch * index + len(step.live) / 2 for index, step in enumerate(steps.values())], [*steps])
         axes.tick_params(axis="x", length=0)
-        shown = {"backward begins": Line2D([], [], **dashed), **dict(reversed(handles.items()))}
+        shown = {"backward begins": Line2D([], [], **dashed), **plots.as_stacked(handles)}
         return plots._finished(figure, [*shown.values()], [*shown])
 
 

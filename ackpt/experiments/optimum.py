@@ -22,6 +22,7 @@ from ackpt.policies.chains.cut_points import long_skips
 from ackpt.policies.chains.substitutes import substituted
 from ackpt.policies.search.frontier import Point, frontier, pareto
 from ackpt.policies.search.recompute_costs import costs, step_cost
+from ackpt.policies.search.refinement import refined
 
 
 class MLPBlock(nn.Module):
@@ -97,7 +98,8 @@ def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
     ``segments``: the baseline, and segments run again as a whole or value by value; ``blocks``: every block by the
     best of its own options, and dynamic programming over the chain; ``levels``: the same with blocks of which a part
     stays when they are run for a later one; ``instead``: and smaller values saved instead, such as a product instead of
-    a sum; ``policies``: and the plans of rotor and mu-TWO; ``refined``: and what lies between two neighbours.
+    a sum; ``policies``: and the plans of rotor and mu-TWO; ``refined``: and what lies between two neighbours;
+    ``evicted``: and plans without the activations that only wait at a peak.
     """
     candidates = [everything(graph), full.schedule(graph, profile, None), *auto.segments(graph)]
     fronts = {"segments": pareto(graph, profile, candidates)}
@@ -112,7 +114,11 @@ def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
         *mu_two.evictions(graph, replace(profile, swap_seconds=None)),
     ]
     fronts["policies"] = pareto(graph, profile, candidates)
-    fronts["refined"] = frontier(graph, profile, auto.candidates)
+    points = fronts["policies"]
+    candidates = [point.schedule for point in points]
+    candidates += refined(graph, points, costs(graph, profile), profile.workspace_bytes)
+    fronts["refined"] = pareto(graph, profile, candidates)
+    fronts["evicted"] = frontier(graph, profile, auto.candidates)
     return fronts
 
 

@@ -21,7 +21,7 @@ class LateOrders:
 
     def __init__(self, analysis: Analysis, readers: Sequence[int]):
         self._readers = np.array(readers, dtype=np.int64)
-        self._reads = analysis.backward_reads
+        self._reads, self._taken_from = analysis.backward_reads, analysis.taken_from
         own = set(readers)
         self._first: dict[int, int] = {}  # by node, the position of its first reader among the readers
         for position, reader in enumerate(readers):
@@ -63,6 +63,8 @@ class LateOrders:
                     heapq.heappush(latest, -source)
                 if before is None or position < before:
                     first[source] = position
+        for node in first.keys() & self._taken_from.keys():
+            first[node] = first.get(self._taken_from[node], first[node])  # right after the operation
         nodes = np.fromiter(first, np.int64, len(first))
         positions = np.fromiter(first.values(), np.int64, len(first))
         by_position = np.lexsort((nodes, positions))

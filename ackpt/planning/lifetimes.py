@@ -61,6 +61,35 @@ def frees(graph: JointGraph, order, phase: str) -> Frees:
     return Frees(uses.positions[is_last], uses.storages[is_last], grouped[changes[:-1] & ~allocates])
 
 
+def unpacked_at_once(graph: JointGraph, order: list[int]) -> list[int]:
+    """`order` with every result of an operation that has several taken right after the operation has run.
+
+    The operation returns a tuple, which holds all of its results until the last of them is taken from it: a recomputed
+    batch norm's output, for example, until backward reads the mean.
+    """
+    nodes = np.asarray(order, dtype=np.int64)
+    operations = _operations(graph)[nodes]
+    places = np.flatnonzero(operations >= 0)  # of the operations with several results, and of what is taken from them
+    operations = operations[places]
+    # Every group begins with a run of its operation.
+    group, groups = operations * len(nodes), np.argsort(operations, kind="stable")
+    runs = np.where(nodes[places] == operations, group + places, -1)
+    runs[groups] = np.maximum.accumulate(runs[groups])
+    moved = np.arange(len(nodes))
+    moved[places] = runs - group
+    rank = moved * len(graph.nodes) + nodes  # what is taken from one run: by node
+    return order if (np.diff(rank) >= 0).all() else nodes[np.argsort(rank, kind="stable")].tolist()
+
+
+@once_per_graph
+def _operations(graph: JointGraph) -> np.ndarray:
+    """By node: the operation with several results that it is or whose result it takes, else -1."""
+    operations = np.full(len(graph.nodes), -1, dtype=np.int64)
+    for node, operation in graph.analysis.taken_from.items():
+        operations[[node, operation]] = operation
+    return operations
+
+
 @once_per_graph
 def _table(graph: JointGraph, phase: str):
     """The entries of all nodes: by node, where they start and how many they are; and the columns of `Uses`."""

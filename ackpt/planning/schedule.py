@@ -17,7 +17,7 @@ from ackpt.capture.analysis import Analysis, once_per_graph
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 
 from .late_orders import LateOrders
-from .lifetimes import frees
+from .lifetimes import frees, unpacked_at_once
 
 COMPUTE, FREE = "compute", "free"
 OFFLOAD, PREFETCH, WAIT = "offload", "prefetch", "wait"
@@ -75,8 +75,7 @@ def _arrays(steps) -> StepArrays:
     kinds, ids = zip(*steps) if steps else ((), ())
     numbers = {kind: number for number, kind in enumerate(KINDS)}
     kinds = np.fromiter(map(numbers.__getitem__, kinds), np.int8, len(steps))
-    places = tuple(np.flatnonzero(kinds == number).astype(np.int32) for number in range(len(KINDS)))
-    return StepArrays(kinds, np.fromiter(ids, np.int32, len(steps)), places)
+    return StepArrays(kinds, np.fromiter(ids, np.int32, len(steps)), _places(kinds))
 
 
 @dataclass(frozen=True)
@@ -117,6 +116,8 @@ class Schedule:
     @functools.cached_property
     def last_replays(self) -> tuple[int, ...]:
         """The places in the backward of the last runs of the random nodes that are recomputed."""
+        if not self.replayed:
+            return ()
         computes = self.backward_arrays.places[KINDS.index(COMPUTE)]
         ids = self.backward_arrays.ids[computes]
         runs = np.flatnonzero(np.isin(ids, list(self.replayed)))
@@ -149,7 +150,7 @@ def scheduled(graph: JointGraph, forward: Iterable[int] | None, backward: Iterab
         True
     """
     analysis = graph.analysis
-    backward = list(backward)
+    backward = unpacked_at_once(graph, list(backward))
     not_recomputable = analysis.not_recomputable
     for node_id in backward:
         if node_id not in not_recomputable:
@@ -163,9 +164,13 @@ def scheduled(graph: JointGraph, forward: Iterable[int] | None, backward: Iterab
     saved = tuple(sorted(needed - analysis.resident - {s for t in analysis.tangents for s in graph.nodes[t].storages}))
     forward = needed_forward(analysis, saved) if forward is None else list(forward)
     fw, _ = _with_frees(graph, forward, analysis.live_to_end | analysis.dropped | set(saved), FORWARD)
-    fw += tuple(Step(FREE, storage) for storage in sorted(analysis.dropped - set(saved)))
+    unsaved = np.array(sorted(analysis.dropped - set(saved)), dtype=np.int64)
+    fw = np.concatenate([fw, unsaved + len(graph.nodes)])
     random = analysis.random_forward.intersection(backward)
-    return Schedule(graph.hash, fw, bw, saved, tuple(sorted(random)))
+    schedule = Schedule(graph.hash, _steps(graph, fw), _steps(graph, bw), saved, tuple(sorted(random)))
+    # The arrays are at hand here; the properties would make them from the steps.
+    schedule.__dict__.update(forward_arrays=_numbered_arrays(graph, fw), backward_arrays=_numbered_arrays(graph, bw))
+    return schedule
 
 
 def lower(graph: JointGraph, saved: Iterable[int]) -> Schedule:
@@ -289,24 +294,41 @@ def needed_forward(analysis: Analysis, saved) -> list[int]:
     return sorted([*analysis.always_computed, *others])
 
 
-def _with_frees(graph: JointGraph, order, kept, phase: str) -> tuple[tuple[Step, ...], set[int]]:
-    """The steps of `order` with every free as early as possible, and the storages that must be live before it."""
-    freed = frees(graph, order, phase)
+def _with_frees(graph: JointGraph, order, kept, phase: str) -> tuple[np.ndarray, set[int]]:
+    """The steps of `order` with every free as early as possible, and the storages that must be live before it.
+
+    A step is a number: that of its node, or that of the storage it frees plus the number of nodes.
+    """
+    last_uses = frees(graph, order, phase)
     is_freed = np.ones(len(graph.storages), dtype=bool)
     is_freed[list(kept)] = False
-    is_freed = is_freed[freed.storages]
-    positions, storages = freed.positions[is_freed], freed.storages[is_freed]
+    is_freed = is_freed[last_uses.storages]
+    positions, storages = last_uses.positions[is_freed], last_uses.storages[is_freed]
     before = np.cumsum(np.bincount(positions, minlength=len(order)))  # frees up to every position
     is_compute = np.zeros(len(order) + len(positions), dtype=bool)
     is_compute[np.arange(len(order)) + np.concatenate([[0], before[:-1]])[: len(order)]] = True
     numbers = np.empty(len(is_compute), dtype=np.int64)
     numbers[is_compute] = order
     numbers[~is_compute] = storages.astype(np.int64) + len(graph.nodes)
-    return tuple(_steps(len(graph.nodes), len(graph.storages))[numbers].tolist()), set(freed.needed.tolist())
+    return numbers, set(last_uses.needed.tolist())
+
+
+def _steps(graph: JointGraph, numbers: np.ndarray) -> tuple[Step, ...]:
+    return tuple(_all_steps(len(graph.nodes), len(graph.storages))[numbers].tolist())
+
+
+def _numbered_arrays(graph: JointGraph, numbers: np.ndarray) -> StepArrays:
+    is_free = numbers >= len(graph.nodes)
+    kinds = np.where(is_free, KINDS.index(FREE), KINDS.index(COMPUTE)).astype(np.int8)
+    return StepArrays(kinds, (numbers - is_free * len(graph.nodes)).astype(np.int32), _places(kinds))
+
+
+def _places(kinds: np.ndarray) -> tuple[np.ndarray, ...]:
+    return tuple(np.flatnonzero(kinds == number).astype(np.int32) for number in range(len(KINDS)))
 
 
 @functools.cache
-def _steps(nodes: int, storages: int) -> np.ndarray:
+def _all_steps(nodes: int, storages: int) -> np.ndarray:
     """The compute steps of so many nodes, then the frees of so many storages; planning shares these objects."""
     steps = np.empty(nodes + storages, dtype=object)
     for number in range(len(steps)):

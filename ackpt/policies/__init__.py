@@ -19,4 +19,5 @@ POLICIES = {
     "min-cut": "min_cut",
     "ilp": "ilp_graph",
     "mu-two": "mu_two",
+    "selective": "chains.selective",
 }

@@ -3,8 +3,9 @@
 The options of a block are found once for all blocks of one structure. Dynamic programming over the chain of blocks
 solves every amount of memory at once, and the simulator measures every solution. The frontier consists of the solutions
 that no other beats in both peak and cost; a budget takes the cheapest one that fits. So a smaller budget never gives a
-higher peak or a lower cost. On a device with a link to the host, activations are offloaded if their copies overlap with
-compute. For the recursion see `chains.chain_table`, for the options of a block `chains.block_options`.
+higher peak or a lower cost. Between its points, recomputed activations are saved; at a peak, waiting activations are
+evicted. On a device with a link to the host, activations are offloaded if their copies overlap with compute. For the
+recursion see `chains.chain_table`, for the options of a block `chains.block_options`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ackpt.policies.chains.chain_table import BACKWARD, ChainTable
 from ackpt.policies.chains.chain_walk import Walk
 from ackpt.policies.chains.cut_points import long_skips
 from ackpt.policies.chains.substitutes import substituted
+from ackpt.policies.search.evictions import evictions
 from ackpt.policies.search.frontier import cheapest, evenly_spaced, pareto
 from ackpt.policies.search.offload_variants import offloads
 from ackpt.policies.search.recompute_costs import costs
@@ -42,7 +44,7 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
 
 
 def candidates(graph: JointGraph, profile) -> list[Schedule]:
-    """The chain's solutions for every amount of memory, those of simpler policies, and refinements between both."""
+    """The chain's solutions for every amount of memory, those of simpler policies, and what improves on both."""
     cost, baseline = costs(graph, profile), everything(graph)
     schedules = [baseline, full.schedule(graph, profile, None), *segments(graph)]
     memory_bytes = peak_of(graph, baseline, profile.workspace_bytes)
@@ -55,7 +57,9 @@ def candidates(graph: JointGraph, profile) -> list[Schedule]:
         schedules += rotor_chain.candidates(graph, profile)
         schedules += mu_two.evictions(graph, replace(profile, swap_seconds=None))
     points = pareto(graph, profile, schedules)
-    schedules = [*(point.schedule for point in points), *refined(graph, points, cost, profile.workspace_bytes)]
+    schedules = [point.schedule for point in points]
+    schedules += refined(graph, points, cost, profile.workspace_bytes)
+    schedules += evictions(graph, points, cost, profile.workspace_bytes)
     offloading = offloads(graph, profile, schedules)
     return [*schedules, *offloading, *(mu_two.evictions(graph, profile) if offloading and is_small else ())]
 

@@ -21,6 +21,7 @@ from ackpt.capture.as_compiled import measured_baseline
 from ackpt.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout
 from ackpt.capture.inspection.attributes import changed_attribute
 from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes
+from ackpt.capture.inspection.model_checks import warn_of_hooks
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.optimizer_state import Loop
 from ackpt.capture.outputs import dropped_before_backward, gradient_strides, gradients_before_backward
@@ -174,7 +175,10 @@ class Variants:
         made_for = described(self.model, call.args, call.kwargs, self.differentiate)
         cause, group_of_causes = self._cause(call, made_for)
         try:
-            variant = self._served(group, call, cause) or self._captured(group, call, cause, group_of_causes)
+            variant = self._served(group, call, cause)
+            if variant is None:
+                variant = self._captured(group, call, cause, group_of_causes)
+                warn_of_hooks(self.model)
         except (BudgetError, PlanError) as error:
             if self._last is None:
                 raise

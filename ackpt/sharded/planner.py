@@ -17,7 +17,8 @@ from ackpt.errors import BudgetError, did_you_mean
 from ackpt.metering.meter import memory_format
 from ackpt.metering.timeline import Timeline
 from ackpt.workloads.named_models import training_step
-from ackpt.workloads.planned_shapes import CUDA_BLOCK, OPTIMIZERS, PlanConfig, captured
+from ackpt.workloads.optimizers import optimizer_kind
+from ackpt.workloads.planned_shapes import CUDA_BLOCK, PlanConfig, captured
 from ackpt.workloads.step_request import StepRequest, TrainingStep
 
 from .blocks import CAPTURED, Blocks, deep, stand_in_for
@@ -150,7 +151,7 @@ class _Table:
     def __init__(self, model: ShardedModel, sharding: Sharding):
         self.model, self.sharding, self.blocks = model, sharding, model.blocks
         self.count = model.stands_for
-        kind = OPTIMIZERS[model.config.optimizer]
+        kind = optimizer_kind(model.config.optimizer)
         state, step = sharded_optimizer(kind, model.groups, sharding, on_cpu=model.device is None)
         graph = replace(self.blocks.graph, optimizer_step_bytes=step)
         shards = sum(GroupBytes(group, sharding).shards for group in model.groups)

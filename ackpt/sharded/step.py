@@ -24,6 +24,11 @@ CATEGORIES_OF_A_RANK = (UNREDUCED, *CATEGORIES[1:], REDUCED, GATHERED, COMMUNICA
 _UNREDUCED, _ACTIVATION, _RECOMPUTED, _TEMPORARY, _REDUCED, _GATHERED, _COMMUNICATION = range(len(CATEGORIES_OF_A_RANK))
 
 
+def number_of(category: str) -> int:
+    """The number that stands for a category in the events of windows."""
+    return _CATEGORIES.index(category)
+
+
 class ShardingError(ValueError):
     """A step that FSDP2 would run differently from the account here."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,35 +31,12 @@ from ackpt.policies import POLICIES
 
 from .cuda_capture import CapturedCudaChoices
 from .device_memory import DeviceMemory, device_memory
+from .loss_scaling import scaled_loss
 from .named_models import training_step
+from .optimizers import EIGHT_BIT, optimizer_kind
 from .step_request import DTYPES, StepRequest, TrainingStep, autocast
 
 CUDA_BLOCK = 512  # bytes; CUDA's allocator rounds every block up to a multiple
-EIGHT_BIT = "adamw-8bit"
-
-
-def _adamw(**settings):
-    """AdamW with settings that its constructor accepts for some devices only, of which meta is none."""
-
-    def make(parameters) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(parameters)
-        for group in optimizer.param_groups:
-            group.update(settings)
-        return optimizer
-
-    return make
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": torch.optim.AdamW,
-    "adamw-fused": _adamw(fused=True),
-    "adamw-for-loop": _adamw(foreach=False),
-    EIGHT_BIT: torch.optim.AdamW,
-    "adafactor": torch.optim.Adafactor,
-    "sgd": torch.optim.SGD,
-    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
-    "none": None,
-}
 NEEDS_FATES = "manual"
 FULL = "full"
 
@@ -70,7 +47,8 @@ class PlanConfig:
 
     The policy is none without a budget, auto with one, unless another is named. A budget such as "15GiB reserved"
     bounds what the device's caching allocator reserves. `context_mib` replaces the size of the CUDA context that is
-    known for the device. `accumulation`: gradients of earlier batches exist.
+    known for the device. `accumulation`: gradients of earlier batches exist. `clipping`: their norm is clipped.
+    `scaling`: a ``torch.amp.GradScaler`` scales the loss. `options`: of the policy.
     """
 
     step: StepRequest
@@ -81,6 +59,9 @@ class PlanConfig:
     policy: str | None = None
     context_mib: int | None = None
     accumulation: bool = False
+    clipping: bool = False
+    scaling: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         bound, is_reserved = split_budget(self.budget)
@@ -94,7 +75,12 @@ class PlanConfig:
         if self.policy is not None:
             _require("policy", self.policy, [policy for policy in POLICIES if policy != NEEDS_FATES])
         _require("dtype", self.autocast, DTYPES)
-        _require("optimizer", self.optimizer, OPTIMIZERS)
+        if optimizer_kind(self.optimizer) is None and (self.clipping or self.scaling):
+            raise ValueError("--clip-gradients and --grad-scaler belong to an optimizer's step: give --optimizer")
+        if self.optimizer == EIGHT_BIT and (self.clipping or self.scaling):
+            raise ValueError(f"--optimizer {EIGHT_BIT} is known without --clip-gradients and --grad-scaler only")
+        if self.options.get("offload") and self.device is None:
+            raise ValueError("--offload-blocks copies from a GPU to the host: give --device-profile")
         if self.device is not None:
             for dtype in (str(self.step.dtype).removeprefix("torch."), self.autocast):
                 _require(f"dtype of {self.device}", dtype, device(self.device).flops_per_second)
@@ -123,11 +109,11 @@ class Planned:
         """The least run time of forward and backward at the device's rates; None without a device."""
         return simulate(self.graph, self.profile, self.plan.schedule).seconds
 
-
     def by_phase(self) -> dict[str, int]:
         """The peak of forward, backward and optimizer step in bytes, resident ones included."""
         live, boundary = self.plan.timeline.live, self.plan.timeline.boundary or 0
-        end = len(live) - 1 if self.graph.optimizer_step_bytes else len(live)  # the optimizer's step is the last event
+        # The last two events are the begin and the end of the optimizer's step.
+        end = len(live) - 2 if self.graph.optimizer_step_bytes else len(live)
         parts = {"forward": live[: boundary + 1], "backward": live[boundary:end], "optimizer": live[end:]}
         return {name: self.plan.resident_bytes + max(part) for name, part in parts.items() if part}
 
@@ -165,7 +151,7 @@ def run_plan(config: PlanConfig) -> Planned:
     profile = ackpt.profile(graph, where)
     profile = profile if where is None else with_gpu_workspace(graph, profile)
     policy = config.policy or ("none" if config.budget is None else "auto")
-    plan_within = partial(ackpt.plan, graph, policy=policy, profile=profile)
+    plan_within = partial(ackpt.plan, graph, policy=policy, profile=profile, **config.options)
 
     def memory_of(plan: Plan) -> DeviceMemory | None:
         context = None if config.context_mib is None else config.context_mib * MIB
@@ -205,25 +191,20 @@ def _within_reserved(budget, plan_within: Callable[..., Plan], memory_of: Callab
 
 def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
     """The graph of the step, as `where` would run it; sizes as its allocator hands them out."""
-    kind = OPTIMIZERS[config.optimizer]
+    kind = optimizer_kind(config.optimizer)
     optimizer = None if kind is None else kind(step.model.parameters())
     choices = contextlib.nullcontext() if where is None else CapturedCudaChoices(gpu(where.name).capability)
-    with autocast("cpu", config.autocast), choices:
-        graph = ackpt.trace(
-            step.model,
-            optimizer=optimizer if where is None else None,
-            accumulation=config.accumulation and where is None,
-            **step.inputs,
+    scaled = scaled_loss(step.model) if config.scaling else contextlib.nullcontext()
+    with autocast("cpu", config.autocast), choices, scaled:
+        graph = ackpt.trace(step.model, **step.inputs)
+    if where is not None:
+        graph = dataclasses.replace(
+            graph,
+            made_for={**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"},
+            storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, CUDA_BLOCK)) for s in graph.storages),
+            on_cpu=False,
         )
-    if where is None:
-        return _with_eight_bits(graph, optimizer) if optimizer and config.optimizer == EIGHT_BIT else graph
-    graph = dataclasses.replace(
-        graph,
-        made_for={**(graph.made_for or {}), MACHINE: f"{where.name} by its data sheet (--device-profile)"},
-        storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, CUDA_BLOCK)) for s in graph.storages),
-        on_cpu=False,
-    )
-    graph = with_loop(graph, step.model, Loop(optimizer, config.accumulation))
+    graph = with_loop(graph, step.model, Loop(optimizer, config.accumulation, config.clipping, config.scaling))
     return _with_eight_bits(graph, optimizer) if optimizer and config.optimizer == EIGHT_BIT else graph
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,9 @@ def _config(transformers, request: StepRequest):
                 "file: write hf:GPT2Config, hf:LlamaConfig or hf:path/to/config.json"
             )
     config = _made(name, lambda: config_class.from_dict(given))
-    require_known(request.fields, {*config.to_dict(), *config_class.attribute_map}, name)
+    settable = {key for key, value in inspect.getmembers(config_class) if isinstance(value, property) and value.fset}
+    known = {*config.to_dict(), *config_class.attribute_map, *settable, "attn_implementation"}
+    require_known(request.fields, {key for key in known if not key.startswith("_")}, name)
     fields = {config_class.attribute_map.get(field, field): value for field, value in request.fields.items()}
     if request.image_size is not None and hasattr(config, "image_size"):
         fields["image_size"] = request.image_size

@@ -355,7 +355,7 @@ def test_what_fits_nowhere_is_planned_here(capsys):
         ([*BERT, "--autocast", "int8"], "'int8' is not a known dtype"),
         (
             [*BERT, "--optimizer", "lion"],
-            "'lion' is not a known optimizer: choose from adamw, adamw-fused, adamw-for-loop, adamw-8bit, adafactor",
+            "the state of optimizer 'lion' is not known: choose from adamw, adamw-fused, adamw-for-loop, adamw-8bit",
         ),
         (["bert-bse", "--seq-len", "8"], "unknown model 'bert-bse' (did you mean 'bert-base'?)"),
         ([*BERT, "--policy", "magic"], "'magic' is not a known policy: choose from none, full"),

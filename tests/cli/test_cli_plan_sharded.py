@@ -13,14 +13,16 @@ def test_a_rank_of_many_has_its_share(capsys):
     options = ["--fsdp", "2", "8", "--dtype", "bfloat16", "--shard-dtype", "float32", "--json"]
     assert main(["plan", *LM, *options]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["blocks"], [own["ranks"] for own in found["ranks"]]) == (2, [2, 8])
-    two, eight = (own["at_peak"] for own in found["ranks"])
-    assert two["parameters"] == 2 * found["parameters"]
-    assert 8 * eight["parameters"] > 4 * found["parameters"]  # padded: eight do not divide a hundred words
-    for own in found["ranks"]:
+    assert (found["sweep"], [own["ranks"] for own in found["plans"]]) == ("fsdp", [2, 8])
+    two, eight = (own["at_peak"] for own in found["plans"])
+    parameters = found["plans"][0]["parameters"]
+    assert two["parameters"] == 2 * parameters
+    assert 8 * eight["parameters"] > 4 * parameters  # padded: eight do not divide a hundred words
+    for own in found["plans"]:
         assert own["peak_bytes"] == sum(own["at_peak"].values()) == own["resident_bytes"] + own["dynamic_peak_bytes"]
-        assert (own["all_gathers"], own["reduce_scatters"], own["recompute_flops"]) == (5, 3, 0)
-        assert own["blocks"][0]["count"] == 2 and own["fits"] is None
+        shards = own["fsdp"]
+        assert (shards["all_gathers"], shards["reduce_scatters"], own["recompute_flops"]) == (5, 3, 0)
+        assert shards["blocks"][0]["count"] == 2 and own["device"] is None
 
 
 def test_what_a_sharded_plan_says(capsys):

@@ -223,10 +223,10 @@ def test_figures_of_one_run(records, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["peak", "timelines"])
-def test_figures_are_transparent_and_the_same_every_time(records, name):
+def test_figures_have_a_ground_and_are_the_same_every_time(records, name):
     first, second = (png(report.figures(records)[name]) for _ in range(2))
     assert first == second
-    assert Image.open(io.BytesIO(first)).convert("RGBA").getpixel((0, 0))[3] == 0
+    assert Image.open(io.BytesIO(first)).convert("RGBA").getpixel((0, 0)) == (255, 255, 255, 255)
 
 
 def test_nothing_to_draw_is_an_error(records):

@@ -70,8 +70,8 @@ def test_stacked_bars_add_up():
 
 
 @pytest.mark.parametrize("name", ["timelines", "stacked"])
-def test_figures_are_transparent_and_the_same_every_time(name):
+def test_figures_have_a_ground_and_are_the_same_every_time(name):
     first, second = png(plots()[name]), png(plots()[name])
     assert first == second
     image = Image.open(io.BytesIO(first)).convert("RGBA")
-    assert image.getpixel((0, image.height - 1))[3] == 0
+    assert image.getpixel((0, image.height - 1)) == (255, 255, 255, 255)

@@ -10,8 +10,10 @@ import pytest
 
 from ackpt import plots
 from ackpt.experiments.reports import schematics
+from ackpt.experiments.widgets.autograd_graphs import OPERATIONS, autograd_graphs
 from ackpt.experiments.widgets.block_stack import CONFIG, TOKENS, block_stack
 from ackpt.experiments.widgets.chain_steps import DIM, LAYERS, ROWS, VARIANTS, chain_steps
+from ackpt.experiments.widgets.gather_lanes import BLOCKS, gather_lanes
 from ackpt.experiments.widgets.offload_lanes import BUCKETS, offload_lanes
 from ackpt.models import TransformerConfig
 
@@ -29,6 +31,11 @@ def chain():
 @pytest.fixture(scope="module")
 def lanes():
     return offload_lanes(TransformerConfig(dim=64, ff_dim=256, layers=4, head_dim=32), tokens=1024)
+
+
+@pytest.fixture(scope="module")
+def gathers():
+    return gather_lanes()
 
 
 def by_name(data):
@@ -124,10 +131,44 @@ def test_overlap_adds_no_time_and_everything_else_does(lanes):
     assert {work[0] for work in everything["compute"]} == {"f", "b"}  # nothing is recomputed
 
 
-@pytest.mark.parametrize("make", ["chain", "stack", "lanes"])
-def test_a_still_is_the_same_each_time(make, chain, lanes):
-    data = {"chain": chain, "stack": block_stack(), "lanes": lanes}[make]
-    draw = {"chain": schematics.chain_figure, "stack": schematics.stack_figure, "lanes": schematics.lanes_figure}[make]
+def test_a_region_is_one_node_that_saves_its_input():
+    without, within, inner = autograd_graphs()["graphs"]
+    rest = OPERATIONS - 1
+    assert without["names"] == ["AccumulateGrad", *["SinBackward0"] * OPERATIONS, "SumBackward0"]
+    assert without["saved"] == [None, "inputs", *["activations"] * rest, None]
+    assert within["names"] == ["AccumulateGrad", "RecomputeBackward", "SumBackward0"]
+    assert within["saved"] == [None, "inputs", None] and within["covers"] == [1, OPERATIONS, 1]
+    assert inner["names"] == without["names"][:-1]
+    assert inner["saved"] == [None, "inputs", *["recomputed"] * rest]
+
+
+def test_blocks_are_gathered_when_they_run_and_one_block_early_in_backward(gathers):
+    numbers = [*range(1, BLOCKS + 1)]
+    order = [*numbers, *reversed(numbers)]
+    *blocks, root = gathers["gathered"]
+    assert [group for group, *_ in blocks] == order and root[0] == 0
+    assert root[1] < blocks[0][1] and root[2] > blocks[-1][2]
+    # Nothing of a block runs while its parameters are not there.
+    runs = {(what, group): (begin, end) for what, group, begin, end in gathers["runs"] if group}
+    for group, begin, end in blocks[BLOCKS:]:
+        # The gather ends at the first event of the window, and the reduction follows the free.
+        assert runs["r", group][0] + 1 == begin and begin < runs["b", group][0] < end < runs["b", group][1]
+    buffers = gathers["buffers"][1:]
+    assert [group for group, *_ in buffers] == order
+    # The parameters are copied out of the buffer, which the forward keeps until the next gather.
+    pairs = [*zip(blocks, buffers, strict=True)]
+    assert all(allocated < begin < end <= freed for (_, begin, end), (_, allocated, freed) in pairs[:BLOCKS])
+    assert all(allocated < begin and freed == begin + 1 for (_, begin, _), (_, allocated, freed) in pairs[BLOCKS:])
+    early = {group: allocated for group, allocated, _ in buffers[BLOCKS:]}
+    assert all(runs["r", group + 1][0] < early[group] < runs["r", group][0] for group in numbers[:-1])
+    assert [what for what, *_ in gathers["runs"]].count("r") == BLOCKS
+    assert gathers["runs"][-1][-1] == gathers["events"]
+
+
+@pytest.mark.parametrize("make", ["chain", "stack", "lanes", "autograd", "gathers"])
+def test_a_still_is_the_same_each_time(make, chain, lanes, gathers):
+    made = {"chain": chain, "stack": block_stack(), "lanes": lanes, "autograd": autograd_graphs(), "gathers": gathers}
+    data, draw = made[make], getattr(schematics, f"{make}_figure")
     assert plots.png(draw(data)) == plots.png(draw(data))
 
 

@@ -8,7 +8,7 @@ import torch
 import ackpt
 from ackpt.capture.joint_graph import BACKWARD
 from ackpt.planning.late_orders import LateOrders
-from ackpt.planning.lifetimes import frees
+from ackpt.planning.lifetimes import frees, unpacked_at_once
 from ackpt.planning.schedule import live_before_backward, recompute_late
 
 
@@ -53,7 +53,8 @@ def test_late_orders_and_frees_are_those_found_one_by_one(graph, seed):
     saved = {s for s in sorted(analysis.savable) if chooser.random() < share}
     readers = analysis.needed_backward
     order = LateOrders(analysis, readers).order(live_before_backward(analysis, saved))
-    assert order == recompute_late(analysis, readers, live_before_backward(analysis, saved))
+    late = recompute_late(analysis, readers, live_before_backward(analysis, saved))
+    assert order == unpacked_at_once(graph, late)
     freed = frees(graph, order, BACKWARD)
     assert (list(zip(freed.positions.tolist(), freed.storages.tolist())), set(freed.needed.tolist())) == one_by_one(
         graph, order
@@ -69,10 +70,31 @@ def test_remembered_orders_are_given_only_to_live_values_that_lead_to_them(graph
         saved = set(chooser.sample(savable, number % 3)) if number % 2 else set(savable[number % 7 :])
         live = live_before_backward(analysis, saved)
         order = orders.order(live)
-        assert order == recompute_late(analysis, readers, set(live))
+        assert order == unpacked_at_once(graph, recompute_late(analysis, readers, set(live)))
         assert orders.order(live) is order
         seen.add(tuple(order))
     assert len(seen) > 16  # more than are remembered
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_results_are_taken_right_after_their_operation_so_nothing_is_freed_later(graph, seed):
+    analysis, chooser = graph.analysis, random.Random(seed)
+    live = live_before_backward(analysis, {s for s in sorted(analysis.savable) if chooser.random() < 0.2})
+    order = recompute_late(analysis, analysis.needed_backward, live)
+    unpacked = unpacked_at_once(graph, order)
+    assert sorted(unpacked) == sorted(order) and unpacked_at_once(graph, unpacked) == unpacked
+    for position, node in enumerate(unpacked):
+        if node in analysis.taken_from:
+            before = unpacked[position - 1]
+            assert analysis.taken_from.get(before, before) == analysis.taken_from[node]
+
+    def last_users(nodes):  # by storage
+        freed = frees(graph, nodes, BACKWARD)
+        return dict(zip(freed.storages.tolist(), (nodes[at] for at in freed.positions.tolist())))
+
+    before, after = last_users(order), last_users(unpacked)
+    place = {node: position for position, node in enumerate(order)}
+    assert all(place[after[s]] <= place[before[s]] for s in before)
 
 
 def test_an_empty_order_frees_nothing(graph):

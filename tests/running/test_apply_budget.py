@@ -65,6 +65,7 @@ def test_training_runs_as_planned(model):
     assert step.plan.recompute_flops > 0
 
 
+@pytest.mark.filterwarnings("ignore:the model has a hook")
 def test_the_model_stays_what_it_is(model):
     hooked = []
     model.register_forward_hook(lambda *_: hooked.append(1))

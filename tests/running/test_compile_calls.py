@@ -235,6 +235,7 @@ def test_a_recomputation_whose_argument_has_changed_is_refused():
         loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*has a hook")
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
 def test_hooks_that_come_and_go_are_followed(kind):
     torch.manual_seed(0)
@@ -252,6 +253,7 @@ def test_hooks_that_come_and_go_are_followed(kind):
         assert torch.equal(step(x()), plain)
 
 
+@pytest.mark.filterwarnings("ignore:.*has a hook")
 def test_backward_hooks_that_come_later_are_followed():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
@@ -264,6 +266,17 @@ def test_backward_hooks_that_come_later_are_followed():
     model.zero_grad()
     step(x()).sum().backward()
     assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), expected))
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_a_hook_that_comes_later_is_warned_of(kind):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    step = ackpt.compile(model, x(), policy="full")
+    getattr(model[1], kind)(lambda *_: None)
+    with pytest.warns(UserWarning, match="module '1' has a hook, <lambda>.. at .*test_compile_calls.py:") as warned:
+        step(x())
+    assert len(warned) == 1
+    step(x())  # and not again
 
 
 @pytest.mark.parametrize("make", [lambda scale: {"scale": scale}, lambda scale: SimpleNamespace(scale=scale)])

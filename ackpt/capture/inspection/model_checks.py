@@ -1,4 +1,4 @@
-"""Refuse models that cannot be captured, such as scripted or compiled modules."""
+"""Refuse models that cannot be captured, such as scripted or compiled modules, and warn of hooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ackpt.errors import check_misspelt
+from ackpt.errors import check_misspelt, warn
+
+from .attributes import HOOKS
+from .value_walk import is_installed, is_of_model, said
 
 _INDUCTOR = "or use torch.compile(model, backend='ackpt', options={'compiler': 'inductor'}), which plans and compiles"
 _DDP = "DistributedDataParallel(ackpt.compile(model, ...))"
@@ -107,3 +110,20 @@ def check_model(model, except_opaque: bool = False) -> None:
         if reason is not None:
             where = f"module {name!r}" if name else "the model"
             raise TypeError(f"{where} ({type(module).__name__}) cannot be planned: {reason}")
+
+
+def warn_of_hooks(model: nn.Module) -> None:
+    """Warn of hooks of the user's own on modules, which a planned step does not call.
+
+    Hooks of installed libraries are left out: what they do to tensors is part of the captured step.
+    """
+    for name, module in model.named_modules():
+        for hook in (hook for hooks in HOOKS for hook in getattr(module, hooks).values()):
+            code = getattr(hook, "__code__", None)
+            if code is not None and is_of_model(code.co_filename) and not is_installed(code.co_filename):
+                where = f"module {name!r}" if name else "the model"
+                warn(
+                    f"{where} has a hook, {said(code)}. A planned step repeats what the hook does to tensors, but does "
+                    "not call it. If it prints, counts or collects, remove it, or use "
+                    "ackpt.apply_activation_checkpointing, which runs all hooks."
+                )

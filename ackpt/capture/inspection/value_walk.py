@@ -251,8 +251,13 @@ def closes_over(code: types.CodeType) -> bool:
 
 def is_of_model(path: str) -> bool:
     """Whether the file `path` may be the model's code: it is not torch's, sympy's, ackpt's or Python's own."""
-    is_standard = path.startswith(_STANDARD) and not any(part in path for part in _INSTALLED)
+    is_standard = path.startswith(_STANDARD) and not is_installed(path)
     return bool(path) and is_users(path) and not is_standard and not path.startswith((*_SYMBOLIC, "<frozen"))
+
+
+def is_installed(path: str) -> bool:
+    """Whether the file `path` belongs to an installed library."""
+    return any(part in path for part in _INSTALLED)
 
 
 def _is_class_of_model(kind: type) -> bool:

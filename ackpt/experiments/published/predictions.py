@@ -54,9 +54,13 @@ def excluded() -> list[dict[str, Any]]:
 
 def code_version(step: str) -> str:
     """A hash of the files that predict `step`, without comments and docstrings."""
-    places = (*_ALWAYS, *_ALSO.get(step, ()))
-    files = {inspect.getfile(STEPS[step]), *(str(file) for place in places for file in _files(PACKAGE / place))}
-    return _digest([_code(Path(file)) for file in sorted(files)])
+    return version_of((*_ALWAYS, *_ALSO.get(step, ())), inspect.getfile(STEPS[step]))
+
+
+def version_of(places: Iterable[str], *more_files: str) -> str:
+    """A hash of the files in these places of the package, and of more, without comments and docstrings."""
+    files = {*more_files, *(str(file) for place in places for file in _files(PACKAGE / place))}
+    return digest([_code(Path(file)) for file in sorted(files)])
 
 
 def _files(place: Path) -> Iterable[Path]:
@@ -75,7 +79,8 @@ def _code(file: Path) -> str:
     return "\n".join(line for line in lines if line and not line.startswith("#"))
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """A short hash of plain data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -107,7 +112,7 @@ class Predictions:
 
     def key(self, row: dict[str, Any]) -> str:
         """Changes with the row's step, sizes and GPU, and with the code that predicts them."""
-        return _digest([*group(row), self._code(row["step"])])
+        return digest([*group(row), self._code(row["step"])])
 
     def of(self, row: dict[str, Any], anew: bool = False) -> dict[str, Any]:
         """The row with ``predicted`` bytes and relative ``error``; predicted now if its key has no entry, or `anew`."""

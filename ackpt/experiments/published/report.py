@@ -110,7 +110,7 @@ def text_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def errors_plot(rows: list[dict[str, Any]], title: str):
+def errors_plot(rows: list[dict[str, Any]]):
     """The error of every figure by source, with a color for each metric, on an axis that is linear within 0.1 %."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
@@ -118,7 +118,7 @@ def errors_plot(rows: list[dict[str, Any]], title: str):
 
     sources = list(dict.fromkeys(row["source"] for row in rows))[::-1]
     with plots.style.context("default"):
-        figure, axes = plots._axes(title, "prediction relative to the published figure, %", "")
+        figure, axes = plots._axes("", "prediction relative to the published figure, %", "")
         figure.set_size_inches(7.2, 0.3 * len(sources) + 1.3)
         for metric, color, marker in zip(METRICS, plots.SERIES, plots.MARKERS, strict=False):
             chosen = [row for row in rows if metric_of(row) == metric]

@@ -201,7 +201,9 @@ def frontier_plot(record, title: str | None = None):
     policies = sorted({point["policy"]: None for point in measured(record)}, key=lambda name: name != OURS)
     with plots.style.context("default"):
         figure, axes = plots._axes(
-            title or finding(record), "dynamic peak, fraction of the baseline's", "recomputed FLOPs"
+            finding(record) if title is None else title,
+            "dynamic peak, fraction of the baseline's",
+            "recomputed FLOPs",
         )
 
         def draw(rows_, label, peak="measured_peak_bytes", **looks):
@@ -257,7 +259,7 @@ def time_plot(record, title: str | None = None):
     theirs = [{"color": "#b5402f", "marker": marker, "markerfacecolor": "none"} for marker in "D^s"]
     looks: list[dict[str, Any]] = [*ours[: len(policies)], *theirs]
     with plots.style.context("default"):
-        title = title or _time_finding(record)
+        title = _time_finding(record) if title is None else title
         figure, axes = plots._axes(title, "dynamic peak, fraction of the baseline's", "added time, measured")
         for (name, rows_), look in zip(series.items(), looks, strict=True):
             rows_ = sorted(rows_, key=lambda row: row["measured_peak_bytes"])

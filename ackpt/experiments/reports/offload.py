@@ -6,7 +6,7 @@ A method that was not run has a record with the reason, and a row in every table
 from __future__ import annotations
 
 from ackpt.experiments.steps.offload_methods import STORES_IN_TORCH
-from ackpt.metering.timeline import CATEGORIES, Timeline
+from ackpt.metering.timeline import Timeline
 
 from .tables import (
     MIB,
@@ -196,8 +196,9 @@ def timelines_plot(records, title: str, methods=STACKED):
             if index < len(shown) - 1:
                 axes.tick_params(labelbottom=False)
         axes.set_xlabel("allocations and frees of one step, in order", color=plots.TEXT, fontsize=9)
-        order = [name for name in ("copy out", "copy in", *reversed(CATEGORIES), "resident") if name in handles]
-        return plots._finished(figure, [handles[name] for name in order], order)
+        copies = {name: handles[name] for name in ("copy out", "copy in") if name in handles}
+        shown = {**copies, **plots.as_stacked(handles)}
+        return plots._finished(figure, [*shown.values()], [*shown])
 
 
 LANES = {"out": (0.05, "#c8553f"), "in": (0.14, "#4f9a63")}

@@ -1,9 +1,14 @@
-"""Stills of the animated schematics, for readers without scripts: each shows the frame on which its animation rests."""
+"""Schematics as figures: the stills of the animated ones, for readers without scripts, and two that do not move.
+
+A still shows the frame on which its animation rests.
+"""
 
 from __future__ import annotations
 
+import re
+
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
 from ackpt import plots
 from ackpt.experiments.widgets import explorer
@@ -14,6 +19,8 @@ _STATES = {"s": ("activations", "saved activation"), "r": ("recomputed", "recomp
 _STATES |= {"t": ("temporaries", "live for a moment")}
 LANES = {"f": plots.COLORS["resident"], "r": plots.COLORS["recomputed"], "b": plots.COLORS["gradients"]}
 LANES |= {"out": "#2b7d6a", "in": plots.COLORS["optimizer"]}
+_LINE = {"color": plots.TEXT, "linewidth": 1}
+_DASHED = {**_LINE, "linestyle": (0, (4, 3))}
 
 
 def chain_figure(data: dict):
@@ -143,14 +150,78 @@ def lanes_figure(data: dict):
         return _with_legend(figure, handles)
 
 
+def autograd_figure(data: dict):
+    """The nodes of each graph in a row, from the leaf to the loss, over what they save, of `autograd_graphs`' data."""
+    colors = {name: plots.COLORS[name] for name in ("inputs", "activations", "recomputed")}
+    with plots.style.context("default"):
+        figure = plots._Figure(figsize=(6.2, 1.5 * len(data["graphs"]) + 0.3), layout="constrained")
+        for axes, graph in zip(figure.subplots(len(data["graphs"]), 1), data["graphs"], strict=True):
+            axes.set_axis_off()
+            axes.set_xlim(-0.1, max(sum(each["covers"]) for each in data["graphs"]) + 0.1)
+            axes.set_ylim(-0.75, 1.1)
+            axes.set_title(graph["label"], loc="left", fontsize=10.5, fontweight="bold", color=plots.TEXT)
+            left = 0
+            for name, saved, covers in zip(graph["names"], graph["saved"], graph["covers"], strict=True):
+                if left:  # backward goes from the loss to the leaf
+                    axes.annotate("", (left - 0.08, 0.6), (left + 0.08, 0.6), arrowprops={"arrowstyle": "-|>", **_LINE})
+                box = {"facecolor": "none", "edgecolor": plots.TEXT, "linewidth": 1}
+                axes.add_patch(Rectangle((left + 0.08, 0.2), covers - 0.16, 0.8, **box))
+                text = "\n".join(re.split(r"(?<=[a-z])(?=Grad|Backward)", name))
+                axes.text(left + covers / 2, 0.6, text, ha="center", va="center", fontsize=9, color=plots.TEXT)
+                if saved:
+                    at = left + covers / 2
+                    axes.plot([at, at], [0.2, -0.4], color=plots.TEXT, linewidth=0.8, zorder=1)
+                    axes.scatter(at, -0.4, 90, colors[saved], edgecolors=plots.TEXT, linewidths=1, zorder=2)
+                left += covers
+        labels = {"inputs": "input x, saved", "activations": "saved activation", "recomputed": "recomputed activation"}
+        return _with_legend(figure, [_dot(colors[name], label) for name, label in labels.items()], columns=3)
+
+
+def gathers_figure(data: dict):
+    """What runs, below it the parameters that are gathered, and their bytes, of `gather_lanes`' data."""
+    groups = range(data["blocks"] + 1)
+    runs = LANES | {"f": plots.COLORS["other"]}  # parameters have the color of the forward's lane
+    with plots.style.context("default"):
+        figure = plots._Figure(figsize=(6.2, 4.4), layout="constrained")
+        lanes, memory = figure.subplots(2, 1, height_ratios=[5, 3])
+        for what, _, begin, end in data["runs"]:
+            lanes.broken_barh([(begin, end - begin)], (-0.4, 0.8), color=runs[what], linewidth=0)
+        for what, color, y in (("buffers", "buffers", 1.02), ("gathered", "parameters", 0.6)):
+            for group, begin, end in data[what]:
+                bar = [(begin, end - begin)], (group + y, 0.4)
+                lanes.broken_barh(*bar, color=plots.COLORS[color], linewidth=0)
+        for axes in (lanes, memory):
+            plots._style(axes)
+            axes.tick_params(labelsize=9)
+            axes.set_xlim(0, data["events"])
+            axes.set_xticks([])
+            axes.axvline(next(begin for what, _, begin, _ in data["runs"] if what == "b"), **_DASHED)
+        lanes.grid(False)
+        lanes.set_ylim(len(groups) + 0.6, -0.6)
+        lanes.set_yticks([0, *(group + 1 for group in groups)], ["runs", "root", *(f"block {g}" for g in groups[1:])])
+        bottom = [0.0] * len(data["live"]["gathered parameters"])
+        for name, color in (("gathered parameters", "parameters"), ("buffers of collectives", "buffers")):
+            top = [low + size / 1024 for low, size in zip(bottom, data["live"][name], strict=True)]
+            memory.fill_between(range(len(top)), bottom, top, step="post", color=plots.COLORS[color], linewidth=0)
+            bottom = top
+        memory.set_ylabel("live KiB", color=plots.TEXT, fontsize=9)
+        memory.set_xlabel("allocations and frees of one step, in order", color=plots.TEXT, fontsize=9)
+        labels = {"f": "forward", "r": "recomputation", "b": "backward"}
+        handles = [Patch(color=runs[name], label=label) for name, label in labels.items()]
+        handles += [Patch(color=plots.COLORS["parameters"], label="gathered parameters")]
+        handles += [Patch(color=plots.COLORS["buffers"], label="buffers of collectives")]
+        handles += [Line2D([], [], **_DASHED, label="backward begins")]
+        return _with_legend(figure, handles, columns=3)
+
+
 def _dot(color: str, label: str) -> Line2D:
     look = {"markerfacecolor": color, "markeredgecolor": plots.TEXT, "markersize": 7}
     return Line2D([], [], linestyle="none", marker="o", label=label, **look)
 
 
-def _with_legend(figure, handles):
+def _with_legend(figure, handles, columns: int = 4):
     look = {"frameon": False, "labelcolor": plots.TEXT, "fontsize": 8.5}
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, **look)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, **look)
     figure.set_dpi(plots.DPI)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")

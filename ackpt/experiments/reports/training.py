@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ackpt.metering.timeline import CATEGORIES, Timeline
+from ackpt.metering.timeline import Timeline
 
 from .tables import MIB, PERCENT, is_predicted, mib, origin, percent_change, table
 
@@ -108,8 +108,8 @@ def timelines_plot(records, title: str):
         centres = [pitch * index + len(step.live) / 2 for index, step in enumerate(steps)]
         axes.set_xticks(centres, [record.config["method"] for record in records])
         axes.tick_params(axis="x", length=0)
-        names = [name for name in ("resident", *CATEGORIES) if name in handles][::-1]
-        return plots._finished(figure, [handles[name] for name in names], names)
+        shown = plots.as_stacked(handles)
+        return plots._finished(figure, [*shown.values()], [*shown])
 
 
 def text_table(records) -> str:

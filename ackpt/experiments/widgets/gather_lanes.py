@@ -1,0 +1,94 @@
+"""The book's still of FSDP2's gathers: when a rank has which parameters, against forward, recomputation and backward.
+
+The events are those that `ackpt.sharded` predicts for a small Llama with checkpointed blocks.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from ackpt.capture.joint_graph import FORWARD
+from ackpt.sharded.planner import ShardedModel
+from ackpt.sharded.sharding import COMMUNICATION, GATHERED, GroupBytes, Sharding
+from ackpt.sharded.step import ROOT, Window, number_of, timeline
+from ackpt.workloads.planned_shapes import PlanConfig
+from ackpt.workloads.step_request import StepRequest
+
+from .chain_steps import SCHEMA
+
+BLOCKS = 3
+SHARDING = Sharding(4, torch.float32, torch.float32)
+FIELDS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+FIELDS |= {"num_hidden_layers": BLOCKS, "vocab_size": 101, "max_position_embeddings": 64}
+
+
+def gather_lanes() -> dict:
+    """One rank's step, event by event.
+
+    Returns:
+        Plain JSON. ``events``: their number. ``runs``: [what, group, begin, end], in events; what is f (forward), r
+        (recomputation) or b (backward); the groups are the root, 0, and the blocks. ``gathered``: [group, begin, end],
+        from the allocation of a group's parameters to their free; ``buffers``: the same for the buffers of the gathers.
+        ``live``: the bytes of both, and of the buffers of the reductions, after every event.
+    """
+    request = StepRequest("hf:LlamaConfig", 4, 64, None, FIELDS, torch.bfloat16)
+    model = ShardedModel(PlanConfig(request, optimizer="none"), whole=True)
+    blocks = model.blocks
+    windows = blocks.windows(blocks.uniform(blocks.choices[1]), SHARDING)  # per-block checkpointing
+    live = timeline(windows)
+    assert live.live == model.plan(SHARDING, policy="full").timeline.live
+    names = {GATHERED: "gathered parameters", COMMUNICATION: "buffers of collectives"}
+    return {
+        **SCHEMA,
+        "kind": "gathers",
+        "blocks": BLOCKS,
+        "events": len(live.live) - 1,
+        "runs": _runs(windows),
+        "gathered": _gathered(windows),
+        "buffers": _buffers(windows, [GroupBytes(group, SHARDING).gather for group in blocks.groups]),
+        "live": {label: list(live.categories[name]) for name, label in names.items()},
+    }
+
+
+def _starts(windows: list[Window]) -> list[int]:
+    return [0, *accumulate(len(window.events) for window in windows)]
+
+
+def _runs(windows: list[Window]) -> list[list]:
+    """Windows by what they do; a recomputation ends with the last allocation of a recomputed activation."""
+    recomputed = number_of("recomputed")
+    runs = []
+    for window, start in zip(windows, _starts(windows)):
+        end = start + len(window.events)
+        again = [i for i, (size, kind) in enumerate(window.events, start + 1) if kind == recomputed and size > 0]
+        middle = again[-1] if again else start
+        if middle > start:
+            runs.append(["r", window.group, start, middle])
+        if end > middle:
+            runs.append(["f" if window.phase == FORWARD else "b", window.group, middle, end])
+    return runs
+
+
+def _gathered(windows: list[Window]) -> list[list[int]]:
+    """FSDP2 allocates and frees a group's parameters in the group's own windows."""
+    found, since = [], {}
+    for window, start in zip(windows, _starts(windows)):
+        for event, (size, kind) in enumerate(window.events, start + 1):
+            if kind == number_of(GATHERED):
+                if size > 0:
+                    since[window.group] = event
+                else:
+                    found.append([window.group, since.pop(window.group), event])
+    return found
+
+
+def _buffers(windows: list[Window], sizes: list[int]) -> list[list[int]]:
+    """Gathers run in the order root, blocks, blocks in reverse; each buffer is known by its size."""
+    numbers = range(1, BLOCKS + 1)
+    order = [ROOT, *numbers, *reversed(numbers)]
+    events = [event for window in windows for event in window.events]
+    begins = [i for i, (size, kind) in enumerate(events, 1) if kind == number_of(COMMUNICATION) and size in sizes]
+    ends = [i for i, (size, kind) in enumerate(events, 1) if kind == number_of(COMMUNICATION) and -size in sizes]
+    return [[group, begin, end] for group, begin, end in zip(order, begins, ends, strict=True)]

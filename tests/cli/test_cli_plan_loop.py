@@ -1,0 +1,168 @@
+"""``ackpt plan`` with clipping, loss scaling, any optimizer, checkpointed blocks, and several GPUs."""
+
+import math
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from test_cli_plan import BERT, GPT2, SMALL, planned
+
+import ackpt
+from ackpt.cli.command_line import main
+from ackpt.workloads.optimizers import optimizer_kind
+from ackpt.workloads.planned_shapes import PlanConfig, run_plan
+from ackpt.workloads.step_request import StepRequest
+
+LLAMA = ["hf:LlamaConfig", "--seq-len", "16", "--set", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=4"]
+LLAMA += ["num_attention_heads=4", "num_key_value_heads=4", "vocab_size=100"]
+
+
+def measured_peak(config: PlanConfig) -> int:
+    """The second step of the planned model with real tensors on the CPU."""
+    step = run_plan(config).step
+    model = step.model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    ids = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in step.inputs.items()}
+    optimizer = optimizer_kind(config.optimizer)(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=config.scaling)
+
+    def run():
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.float16, enabled=config.autocast == "float16"):
+            loss = model(**ids)
+        loss = scaler.scale(loss)
+        loss.backward()
+        del loss
+        if config.clipping:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    run()
+    resident = [model, optimizer, *ids.values(), *((scaler._scale, scaler._growth_tracker) if config.scaling else ())]
+    return ackpt.measure(run, resident=resident, repeats=0).peak_bytes
+
+
+@pytest.mark.parametrize(("clipping", "scaling"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("optimizer", ["adamw-for-loop", "sgd"])
+def test_clipping_and_scaling_take_the_measured_bytes(optimizer, clipping, scaling):
+    step = StepRequest("bert-base", 2, 64, fields={**SMALL["bert"].fields, "vocab_size": 50})
+    config = PlanConfig(step, optimizer=optimizer, clipping=clipping, scaling=scaling)  # the peak is in backward
+    assert run_plan(config).plan.peak_bytes == measured_peak(config)
+    # Here it is in the optimizer's step, whose own temporaries on a CPU include scalars that no prediction has.
+    short = replace(config, step=replace(step, seq_len=2))
+    alone = replace(short, clipping=False, scaling=False)
+    predicted, measured = (find(short) - find(alone) for find in (lambda c: run_plan(c).plan.peak_bytes, measured_peak))
+    assert predicted == measured
+
+
+def test_the_phase_of_the_optimizer_includes_its_temporaries(capsys):
+    found = planned(capsys, *BERT, "--batch-size", "1", "--optimizer", "adamw")
+    assert "optimizer" in found["peak_node"]
+    assert found["by_phase"]["optimizer"] == found["peak_bytes"] > found["by_phase"]["backward"]
+
+
+def test_a_scaler_adds_its_scalars(capsys):
+    without, scaled = (planned(capsys, *BERT, "--autocast", "float16", *o) for o in ([], ["--grad-scaler"]))
+    assert (scaled["scaling"], without["scaling"]) == (True, False)
+    assert scaled["resident_bytes"] - without["resident_bytes"] == 8  # scale and growth tracker
+    assert scaled["peak_bytes"] - without["peak_bytes"] == 8 + 4  # while the optimizer runs: found_inf
+    on_gpu = [planned(capsys, *BERT, "--device-profile", "t4", *o) for o in ([], ["--grad-scaler"])]
+    assert on_gpu[1]["resident_bytes"] - on_gpu[0]["resident_bytes"] == 2 * 512
+
+
+def test_the_loss_of_a_model_of_transformers_is_scaled(capsys):
+    found = planned(capsys, *GPT2, "--grad-scaler", "--optimizer", "sgd")
+    assert found["resident_bytes"] - planned(capsys, *GPT2, "--optimizer", "sgd")["resident_bytes"] == 8
+
+
+def test_any_optimizer_class(tmp_path, monkeypatch, capsys):
+    (tmp_path / "lions.py").write_text(
+        "import torch\n\n\n"
+        "class Lion(torch.optim.Optimizer):\n"
+        "    def __init__(self, params, lr=1e-4):\n"
+        "        super().__init__(params, {'lr': lr})\n\n"
+        "    @torch.no_grad()\n"
+        "    def step(self):\n"
+        "        for parameter in self.param_groups[0]['params']:\n"
+        "            state = self.state[parameter]\n"
+        "            momentum = state.setdefault('momentum', torch.zeros_like(parameter))\n"
+        "            parameter.add_(momentum.mul_(0.9).add_(parameter.grad, alpha=0.1).sign(), alpha=-1e-4)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    found = planned(capsys, *BERT, "--optimizer", "lions:Lion")
+    assert sys.path == before
+    adamw = planned(capsys, *BERT)
+    assert found["at_peak"]["optimizer"] == found["at_peak"]["parameters"]
+    assert found["at_peak"]["parameters"] == adamw["at_peak"]["parameters"]
+    assert planned(capsys, *BERT, "--optimizer", "torch.optim:NAdam")["resident_bytes"] > found["resident_bytes"]
+
+
+def test_blocks_are_checkpointed_as_asked_for(capsys):
+    asked = [[], ["--every-n-layers", "2"], ["--every-n-layers", "1"], ["--save", "matmuls"]]
+    none, second, every, matmuls = (planned(capsys, *LLAMA, "--optimizer", "none", *options) for options in asked)
+    assert [each["policy"] for each in (none, second, every, matmuls)] == ["none", *["selective"] * 3]
+    assert none["saved_bytes"] > second["saved_bytes"] > every["saved_bytes"]
+    assert 0 == none["recompute_flops"] == matmuls["recompute_flops"]
+    assert every["recompute_flops"] == 2 * second["recompute_flops"]
+    assert second["options"] == {"every_n_layers": 2}
+    offloaded = planned(capsys, *LLAMA, "--offload-blocks", "--device-profile", "h200")
+    assert offloaded["saved_bytes"] < every["saved_bytes"]
+
+
+def test_fields_that_every_configuration_has(capsys):
+    eager, chosen = (planned(capsys, *LLAMA, f"attn_implementation={name}") for name in ("eager", "sdpa"))
+    assert eager["saved_bytes"] > chosen["saved_bytes"]
+    classifier = ["hf:BertConfig", "--seq-len", "16", "--set", "hidden_size=32", "intermediate_size=64"]
+    classifier += ["vocab_size=50"]
+    classifier += ["num_hidden_layers=1", "num_attention_heads=2", 'architectures=["BertForSequenceClassification"]']
+    three, ten = (planned(capsys, *classifier, f"num_labels={n}") for n in (3, 10))
+    assert ten["parameters"] - three["parameters"] == 7 * (32 + 1)
+
+
+def test_several_gpus_by_name(capsys):
+    found = planned(capsys, *BERT, "--device-profile", "t4,l4")
+    assert (found["sweep"], [plan["device"]["name"] for plan in found["plans"]]) == ("device_profile", ["t4", "l4"])
+
+
+def test_json_has_one_format(capsys):
+    (alone, sharded) = (planned(capsys, *LLAMA, *options) for options in ([], ["--fsdp", "2"]))
+    assert set(alone) == set(sharded)
+    assert (alone["fsdp"], sharded["fsdp"]["ranks"]) == (None, 2)
+    both = planned(capsys, *LLAMA, "--fsdp", "2", "4", "--budget", "1MiB")
+    assert (both["sweep"], both["fewest"], set(both["plans"][1])) == ("fsdp", 2, {"ranks", *alone})
+    assert math.isclose(both["plans"][0]["at_peak"]["parameters"], 2 * both["plans"][1]["at_peak"]["parameters"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--optimizer", "lion"], "the state of optimizer 'lion' is not known: choose from adamw, .*module:Class"),
+        (["--optimizer", "adam"], r"'adam' is not known \(did you mean 'adamw'\?\)"),
+        (["--optimizer", "nowhere:Lion"], r"the module nowhere cannot be imported \(No module named 'nowhere'\)"),
+        (["--optimizer", "torch.nn:Linear"], "torch.nn has no class Linear that is a torch.optim.Optimizer"),
+        (["--optimizer", "torch.optim:Optimizer"], "cannot be created from parameters alone"),
+        (["--optimizer", "torch.optim:LBFGS"], "the step of LBFGS cannot be simulated without data"),
+        (["--optimizer", "none", "--grad-scaler"], "belong to an optimizer's step: give --optimizer"),
+        (["--optimizer", "adamw-8bit", "--clip-gradients"], "adamw-8bit is known without --clip-gradients"),
+        (["--grad-scaler", "--dtype", "float16"], "torch does not unscale the gradient of .*, which is float16"),
+        (["--every-n-layers", "0"], "every_n_layers must be a whole number of at least 1, got 0"),
+        (["--save", "matmul"], r"got 'matmul' \(did you mean 'matmuls'\?\)"),
+        (["--offload-blocks"], "--offload-blocks copies from a GPU to the host: give --device-profile"),
+        (["--every-n-layers", "2", "--policy", "full"], "are options of policy selective: leave out --policy full"),
+        (["--device-profile", "t5"], "no rates are known for device 't5'"),
+        (["--fsdp", "2", "--grad-scaler"], "leave out --clip-gradients, --grad-scaler"),
+        (["--fsdp", "2", "--every-n-layers", "2"], "policy 'selective' does not plan shards"),
+    ],
+)
+def test_bad_input_is_one_clear_line(options, message, capsys):
+    assert main(["plan", *LLAMA, *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert re.search(message, err), err
