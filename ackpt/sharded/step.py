@@ -26,7 +26,7 @@ _UNREDUCED, _ACTIVATION, _RECOMPUTED, _TEMPORARY, _REDUCED, _GATHERED, _COMMUNIC
 
 def number_of(category: str) -> int:
     """The number that stands for a category in the events of windows."""
-    return _CATEGORIES.index(category)
+    return CATEGORIES_OF_A_RANK.index(category)
 
 
 class ShardingError(ValueError):

@@ -25,7 +25,8 @@ from ackpt.sharded.sharding import GroupBytes, Sharding, groups_of
 from ackpt.sharded.step import CATEGORIES_OF_A_RANK, ROOT, ShardingError, Window
 from ackpt.workloads.adapters import Lora
 from ackpt.workloads.named_models import training_step
-from ackpt.workloads.planned_shapes import CUDA_BLOCK, EIGHT_BIT, OPTIMIZERS, PlanConfig
+from ackpt.workloads.optimizers import EIGHT_BIT, OPTIMIZERS
+from ackpt.workloads.planned_shapes import CUDA_BLOCK, PlanConfig
 from ackpt.workloads.step_request import DTYPES, StepRequest
 
 from .polynomials import (

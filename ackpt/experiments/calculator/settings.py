@@ -8,7 +8,8 @@ import ackpt
 from ackpt.capture.optimizer_state import Loop, eight_bit_bytes, with_loop
 from ackpt.planning.plan import RECOMPUTED, SAVED, Plan
 from ackpt.sharded.planner import ShardedModel
-from ackpt.workloads.planned_shapes import EIGHT_BIT, OPTIMIZERS, PlanConfig, at_peak, run_plan
+from ackpt.workloads.optimizers import EIGHT_BIT, OPTIMIZERS
+from ackpt.workloads.planned_shapes import PlanConfig, at_peak, run_plan
 
 from .grid import FIRST_BLOCKS, HALF, MIXED, NONE, PER_BLOCK, plan_config, shardings
 from .presets import PRESETS
