@@ -187,7 +187,7 @@ def test_the_schedules_of_a_schematic_differ_in_peak_and_in_recomputation(schema
 
 
 CALCULATOR = Path(__file__).parent.parent / "results" / "calculator"
-NAMES = {"none": "nothing recomputed", "per block": "every block"}
+NAMES = {"none": "nothing recomputed", "per block": "every block recomputed"}
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ const drawPlans = (svg, bars, outside, budget, memory) => {
   parts.push(`<path class="limit" d="M${LEFT} ${y(memory).toFixed(1)}H${RIGHT}"/>`);
   parts.push(`<path class="broken" d="M${LEFT} ${y(budget + outside).toFixed(1)}H${RIGHT}"/>`);
   const ticks = steps(highest / GIB, 5).map((at) => [y(at * GIB), +at.toFixed(2)]);
-  svg.innerHTML = frame([], ticks, "plan", "memory at the peak (GiB)") + parts.join("");
+  svg.innerHTML = frame([], ticks, "recomputed in backward", "memory at the peak (GiB)") + parts.join("");
   bars.forEach((plan, place) => { // text of the data, so no markup
     const label = document.createElementNS("http://www.w3.org/2000/svg", "text");
     label.setAttribute("x", LEFT + (place + 0.5) * wide);
@@ -83,12 +83,12 @@ const drawPlans = (svg, bars, outside, budget, memory) => {
     label.textContent = plan.name;
     svg.append(label);
   });
-  const said = bars.map((plan) => `${plan.name} ${gib(plan.bytes + outside)}`).join(", ");
+  const said = bars.map((plan) => `${plan.name} recomputed ${gib(plan.bytes + outside)}`).join(", ");
   svg.setAttribute("aria-label", `Memory at the peak: ${said}. The GPU has ${gib(memory)}.`);
 };
 
 const nameOf = ({ policy, m }, blocks) =>
-  policy === "none" ? "nothing recomputed" : policy === "per block" ? "every block" : `first ${m} of ${blocks} blocks`;
+  policy === "none" ? "nothing" : policy === "per block" ? "every block" : `first ${m} of ${blocks} blocks`;
 
 const build = (root, data) => {
   const choices = element("div", root, "", { class: "choices" });
@@ -192,7 +192,7 @@ const build = (root, data) => {
       : `Nothing on the menu keeps the budget of ${gib(budget)}: its smallest peak is ${gib(least.bytes)}, of it `
         + `${largest.map((name) => `${gib(own[name])} ${name}`).join(" and ")}. `
         + (model.sharded && ranks < data.ranks.at(-1) ? "More GPUs, a smaller batch or LoRA need less." : "A smaller batch or a larger GPU would do.");
-    chosenTitle.textContent = `The bar: ${nameOf(chosen, step.blocks)}`;
+    chosenTitle.textContent = `The plan recomputes ${chosen.policy === "first blocks" ? "the " : ""}${nameOf(chosen, step.blocks)}`;
     numbers.replaceChildren();
     for (const name of [...parts].reverse()) {
       const box = element("div", numbers);

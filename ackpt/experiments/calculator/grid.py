@@ -60,7 +60,7 @@ POLICIES = (NONE, FIRST_BLOCKS, PER_BLOCK)
 # A GPU of each kind that chooses kernels in its own way; the first is the one whose steps are captured at all sizes.
 KINDS = {"8.0": "a100-80g", "9.0": "h100-80g", "8.9": "l4", "7.5": "t4"}
 # What the page offers to paste: a call, and how each optimizer is made.
-CALL = """import ackpt
+CALL = """import ackpt, torch
 
 # once, before training; batch: one batch on the model's device
 optimizer = OPTIMIZER
