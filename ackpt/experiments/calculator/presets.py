@@ -34,7 +34,10 @@ class Preset:
         return self.longest > 0
 
 
-def _decoder(name, label, model, hidden, inner, layers, heads, groups, vocabulary, longest=32768, **fields) -> Preset:
+def _decoder(
+    name, label, model, hidden, inner, layers, heads, groups, vocabulary,
+    longest=32768, lora=("q_proj", "v_proj"), **fields,
+) -> Preset:  # fmt: skip
     """A decoder with the names of fields that Llama introduced."""
     return Preset(
         name,
@@ -51,6 +54,7 @@ def _decoder(name, label, model, hidden, inner, layers, heads, groups, vocabular
             **fields,
         },
         longest=longest,
+        lora=lora,
     )
 
 
@@ -84,6 +88,7 @@ PRESETS = (
     _decoder("qwen2.5-0.5b", "Qwen 2.5 0.5B", "Qwen2Config", 896, 4864, 24, 14, 2, 151936, **_TIED),
     _decoder("qwen2.5-1.5b", "Qwen 2.5 1.5B", "Qwen2Config", 1536, 8960, 28, 12, 2, 151936, **_TIED),
     _decoder("qwen2.5-7b", "Qwen 2.5 7B", "Qwen2Config", 3584, 18944, 28, 28, 4, 152064),
+    _decoder("qwen2.5-14b", "Qwen 2.5 14B", "Qwen2Config", 5120, 13824, 48, 40, 8, 152064),
     _decoder("qwen2.5-32b", "Qwen 2.5 32B", "Qwen2Config", 5120, 27648, 64, 40, 8, 152064),
     _decoder("qwen3-4b", "Qwen 3 4B", "Qwen3Config", 2560, 9728, 36, 32, 8, 151936, head_dim=128, **_TIED),
     _decoder("qwen3-8b", "Qwen 3 8B", "Qwen3Config", 4096, 12288, 36, 32, 8, 151936, head_dim=128),
@@ -95,7 +100,7 @@ PRESETS = (
     _decoder("gemma-7b", "Gemma 7B", "GemmaConfig", 3072, 24576, 28, 16, 16, 256000, 8192, **_GEMMA),
     _decoder(
         "phi-3-mini", "Phi-3 mini 3.8B", "Phi3Config", 3072, 8192, 32, 32, 32, 32064,
-        pad_token_id=None, sliding_window=None,
+        lora=("qkv_proj",), pad_token_id=None, sliding_window=None,
     ),
     Preset(
         "phi-2", "Phi-2 2.7B", "hf:PhiConfig",
@@ -118,10 +123,6 @@ PRESETS = (
     _gpt2("gpt2-medium", "GPT-2 medium 355M", 1024, 24, 16),
     _gpt2("gpt2-xl", "GPT-2 XL 1.6B", 1600, 48, 25),
     _bert("bert-large", "BERT large 335M", 1024, 24, 16),
-    Preset(
-        "t5-small", "T5 small 61M", "hf:T5Config",
-        {"d_model": 512, "d_ff": 2048, "num_layers": 6, "num_heads": 8}, "", 2048, ("q", "v"),
-    ),
     _vit("vit-l16", "ViT-L/16 303M", 1024, 24, 16),
     Preset("resnet50", "ResNet-50", "resnet50", {}, "", 0, ()),
 )  # fmt: skip
