@@ -342,6 +342,7 @@ class HooksLate(nn.Module):
         return self.layer(x).sum()
 
 
+@pytest.mark.filterwarnings("ignore:.*has a hook")
 @pytest.mark.parametrize("remembers", [True, False])
 def test_a_refused_capture_leaves_no_hooks_behind(remembers):
     model, x = HooksLate(remembers), torch.ones(2, 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -123,7 +125,9 @@ def test_a_fraction_is_relative_to_the_models_own_step_as_measured():
             with pytest.raises(ackpt.BudgetError):
                 ackpt.plan(graph, budget=budget)
         else:
-            assert ackpt.plan(graph, budget=budget) == step.plan
+            again = ackpt.plan(graph, budget=budget)
+            # The note says how far rounding errors moved a gradient, which differs between runs.
+            assert replace(again, note=None) == replace(step.plan, note=None)
             assert measured(model, step) == step.plan.dynamic_peak_bytes <= budget * baseline
     with pytest.raises(ackpt.BudgetError):
         ackpt.plan(graph, budget=1.0, policy="none")

@@ -99,7 +99,9 @@ def by_plan(setting: Setting) -> dict:
 def _checkpointed(setting: Setting):
     """The graph, and a plan with the fates of checkpointed blocks: their inputs are saved, the rest is recomputed."""
     step = CapturedStep.of(setting.config())
-    optimizer = OPTIMIZERS[setting.optimizer](step.step.model.parameters())
+    kind = OPTIMIZERS[setting.optimizer]
+    assert kind is not None
+    optimizer = kind(step.step.model.parameters())
     graph = with_loop(step.graph, step.step.model, Loop(optimizer))
     if setting.optimizer == EIGHT_BIT:
         graph = replace(graph, optimizer_bytes=eight_bit_bytes(optimizer, False), optimizer_step_bytes=0)
