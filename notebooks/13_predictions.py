@@ -263,8 +263,8 @@ for row in compared:
 #
 # **The offload experiment ran at a seventh of the roofline.** Its published recomputation added 12 % to the baseline, but a
 # forward is a quarter of such a step or more. So about half of the baseline's time went to something that checkpointing
-# does not run again. We cannot tell what it was. Such a part makes every relative cost smaller, and the predictions are
-# too high, most of all where copies add time as well.
+# does not run again. What that was is unknown. Such a part makes every relative cost smaller, and the
+# predictions are too high, most of all where copies add time as well.
 #
 # ## What was left out
 #
@@ -339,7 +339,7 @@ for row in found:
         print(f"{sizes.get('mode', 'full'):8} published {row['bytes']:,}, predicted {row['predicted']:,}")
 
 # %% [markdown] tags=["solution"]
-# The peak is in the backward pass, while gradients are there next to the saved activations. A backward step begins with
+# The peak is in the backward pass, while gradients are live next to the saved activations. A backward step begins with
 # these activations allocated. The forward step ends before the first gradient.
 #
 # :::{admonition} Exercise 2: another GPU

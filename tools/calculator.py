@@ -1,7 +1,7 @@
 """Compute the grid of the memory calculator, ``results/calculator/grid.json``, and the sample of settings beside it.
 
     python tools/calculator.py                        all models, and then the sample
-    python tools/calculator.py --only gpt2 t5-small   these models again; the others stay as they are
+    python tools/calculator.py --only gpt2 vit-l16    these models again; the others stay as they are
     python tools/calculator.py --sample 60            only the sample: so many random settings, planned as a whole
 """
 

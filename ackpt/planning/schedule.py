@@ -168,7 +168,7 @@ def scheduled(graph: JointGraph, forward: Iterable[int] | None, backward: Iterab
     fw = np.concatenate([fw, unsaved + len(graph.nodes)])
     random = analysis.random_forward.intersection(backward)
     schedule = Schedule(graph.hash, _steps(graph, fw), _steps(graph, bw), saved, tuple(sorted(random)))
-    # The arrays are at hand here; the properties would make them from the steps.
+    # The properties would make the same arrays from the steps, which takes longer.
     schedule.__dict__.update(forward_arrays=_numbered_arrays(graph, fw), backward_arrays=_numbered_arrays(graph, bw))
     return schedule
 

@@ -20,13 +20,9 @@ from ackpt.planning.schedule import Schedule
 from .sharding import COMMUNICATION, GATHERED, REDUCED, UNREDUCED, Group, GroupBytes, Sharding
 
 ROOT = 0
+# An event of a window has the place of its category in this tuple.
 CATEGORIES_OF_A_RANK = (UNREDUCED, *CATEGORIES[1:], REDUCED, GATHERED, COMMUNICATION)  # the first are those of `Live`
 _UNREDUCED, _ACTIVATION, _RECOMPUTED, _TEMPORARY, _REDUCED, _GATHERED, _COMMUNICATION = range(len(CATEGORIES_OF_A_RANK))
-
-
-def number_of(category: str) -> int:
-    """The number that stands for a category in the events of windows."""
-    return CATEGORIES_OF_A_RANK.index(category)
 
 
 class ShardingError(ValueError):

@@ -19,7 +19,7 @@ OptimizerKind = Callable[[Any], torch.optim.Optimizer]
 
 
 def _adamw(**settings):
-    """AdamW with settings that its constructor accepts for some devices only, of which meta is none."""
+    """AdamW with settings that its constructor refuses for parameters on the meta device."""
 
     def make(parameters) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(parameters)

@@ -191,8 +191,6 @@ def _within_reserved(budget, plan_within: Callable[..., Plan], memory_of: Callab
 
 def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
     """The graph of the step, as `where` would run it; sizes as its allocator hands them out."""
-    kind = optimizer_kind(config.optimizer)
-    optimizer = None if kind is None else kind(step.model.parameters())
     choices = contextlib.nullcontext() if where is None else CapturedCudaChoices(gpu(where.name).capability)
     scaled = scaled_loss(step.model) if config.scaling else contextlib.nullcontext()
     with autocast("cpu", config.autocast), choices, scaled:
@@ -204,15 +202,19 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
             storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, CUDA_BLOCK)) for s in graph.storages),
             on_cpu=False,
         )
-    graph = with_loop(graph, step.model, Loop(optimizer, config.accumulation, config.clipping, config.scaling))
-    return _with_eight_bits(graph, optimizer) if optimizer and config.optimizer == EIGHT_BIT else graph
+    return with_optimizer(graph, step.model, config)
 
 
-def _with_eight_bits(graph: JointGraph, optimizer: torch.optim.Optimizer) -> JointGraph:
-    """`graph` with an optimizer as of bitsandbytes, whose kernels update parameters and state in place."""
-    return dataclasses.replace(
-        graph, optimizer_bytes=eight_bit_bytes(optimizer, graph.on_cpu), optimizer_step_bytes=0
-    )
+def with_optimizer(graph: JointGraph, model: torch.nn.Module, config: PlanConfig) -> JointGraph:
+    """`graph`, of a step without an optimizer, with that of `config` and what else its training loop holds."""
+    kind = optimizer_kind(config.optimizer)
+    optimizer = None if kind is None else kind(model.parameters())
+    graph = with_loop(graph, model, Loop(optimizer, config.accumulation, config.clipping, config.scaling))
+    if optimizer is None or config.optimizer != EIGHT_BIT:
+        return graph
+    # The kernels of bitsandbytes update parameters and state in place.
+    state_bytes = eight_bit_bytes(optimizer, graph.on_cpu)
+    return dataclasses.replace(graph, optimizer_bytes=state_bytes, optimizer_step_bytes=0)
 
 
 def _require(option: str, value: str, choices) -> None:

@@ -62,27 +62,15 @@ const drawPlans = (svg, bars, outside, budget, memory) => {
   const parts = [];
   bars.forEach((plan, place) => {
     const left = LEFT + place * wide + (wide - bar) / 2;
-    let below = 0;
-    for (const name of ORDER) {
-      const bytes = plan.groups[name] ?? 0, height = y(below) - y(below + bytes);
-      parts.push(`<rect fill="${SHADES[name]}" x="${left.toFixed(1)}" y="${y(below + bytes).toFixed(1)}" width="${bar.toFixed(1)}" height="${height.toFixed(1)}"/>`);
-      below += bytes;
-    }
-    parts.push(`<text x="${(left + bar / 2).toFixed(1)}" y="${(y(below) - 4).toFixed(1)}" text-anchor="middle">${(below / GIB).toFixed(1)}</text>`);
+    const { markup, bytes } = stacked(ORDER.map((name) => [SHADES[name], plan.groups[name] ?? 0]), left, bar, y);
+    parts.push(markup);
+    parts.push(`<text x="${(left + bar / 2).toFixed(1)}" y="${(y(bytes) - 4).toFixed(1)}" text-anchor="middle">${(bytes / GIB).toFixed(1)}</text>`);
   });
   parts.push(`<path class="limit" d="M${LEFT} ${y(memory).toFixed(1)}H${RIGHT}"/>`);
   parts.push(`<path class="broken" d="M${LEFT} ${y(budget + outside).toFixed(1)}H${RIGHT}"/>`);
   const ticks = steps(highest / GIB, 5).map((at) => [y(at * GIB), +at.toFixed(2)]);
   svg.innerHTML = frame([], ticks, "recomputed in backward", "memory at the peak (GiB)") + parts.join("");
-  bars.forEach((plan, place) => { // text of the data, so no markup
-    const label = document.createElementNS("http://www.w3.org/2000/svg", "text");
-    label.setAttribute("x", LEFT + (place + 0.5) * wide);
-    label.setAttribute("y", BOTTOM + 14);
-    label.setAttribute("text-anchor", "middle");
-    if (plan.isChosen) label.setAttribute("class", "chosen-name");
-    label.textContent = plan.name;
-    svg.append(label);
-  });
+  nameBars(svg, bars.map((plan) => plan.name), bars.findIndex((plan) => plan.isChosen));
   const said = bars.map((plan) => `${plan.name} recomputed ${gib(plan.bytes + outside)}`).join(", ");
   svg.setAttribute("aria-label", `Memory at the peak: ${said}. The GPU has ${gib(memory)}.`);
 };

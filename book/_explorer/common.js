@@ -47,6 +47,28 @@ const steps = (highest, count) => {
   return Array.from({ length: Math.floor(highest / step) + 1 }, (_, i) => i * step);
 };
 
+// A bar of parts, [color, bytes] each, from the bottom to the top: its markup, and its bytes in all.
+const stacked = (parts, left, wide, y) => {
+  let bytes = 0;
+  const markup = parts.map(([color, size]) => {
+    const top = y(bytes + size), height = y(bytes) - top;
+    bytes += size;
+    return `<rect fill="${color}" x="${left.toFixed(1)}" y="${top.toFixed(1)}" width="${wide.toFixed(1)}" height="${height.toFixed(1)}"/>`;
+  });
+  return { markup: markup.join(""), bytes };
+};
+
+// The names below bars of equal width; they are text of the data, so no markup.
+const nameBars = (svg, names, chosen) => names.forEach((name, place) => {
+  const label = document.createElementNS("http://www.w3.org/2000/svg", "text");
+  label.setAttribute("x", LEFT + (place + 0.5) * (RIGHT - LEFT) / names.length);
+  label.setAttribute("y", BOTTOM + 14);
+  label.setAttribute("text-anchor", "middle");
+  if (place === chosen) label.setAttribute("class", "chosen-name");
+  label.textContent = name;
+  svg.append(label);
+});
+
 // One after the other, each with the data that follow it.
 const start = (name, build) => {
   const sources = document.querySelectorAll(`.${name}-data`);

@@ -17,14 +17,9 @@ const drawBars = (svg, data, step, chosen) => {
       said.push(`${short} is refused`);
       return;
     }
-    let below = 0;
-    for (const category of data.categories) {
-      const bytes = plan.at_peak[category] ?? 0;
-      const top = y(below + bytes), height = y(below) - top;
-      parts.push(`<rect fill="${COLORS[category]}" x="${left.toFixed(1)}" y="${top.toFixed(1)}" width="${bar.toFixed(1)}" height="${height.toFixed(1)}"/>`);
-      below += bytes;
-    }
-    const top = y(below);
+    const stack = data.categories.map((category) => [COLORS[category], plan.at_peak[category] ?? 0]);
+    const { markup, bytes } = stacked(stack, left, bar, y), top = y(bytes);
+    parts.push(markup);
     if (name === chosen) {
       parts.push(`<rect class="chosen" x="${(left - 2).toFixed(1)}" y="${(top - 2).toFixed(1)}" width="${(bar + 4).toFixed(1)}" height="${(BOTTOM - top + 2).toFixed(1)}"/>`);
     }
@@ -33,15 +28,7 @@ const drawBars = (svg, data, step, chosen) => {
   });
   const ticks = steps(highest / MIB, 5).map((at) => [y(at * MIB), +at.toFixed(3)]);
   svg.innerHTML = frame([], ticks, "policy", "memory at the peak (MiB)") + parts.join("");
-  names.forEach((name, place) => { // text of the data, so no markup
-    const label = document.createElementNS("http://www.w3.org/2000/svg", "text");
-    label.setAttribute("x", LEFT + (place + 0.5) * wide);
-    label.setAttribute("y", BOTTOM + 14);
-    label.setAttribute("text-anchor", "middle");
-    if (name === chosen) label.setAttribute("class", "chosen-name");
-    label.textContent = data.policies[name][0];
-    svg.append(label);
-  });
+  nameBars(svg, names.map((name) => data.policies[name][0]), names.indexOf(chosen));
   svg.setAttribute("aria-label", `Memory at the peak by policy: ${said.join(", ")}.`);
 };
 

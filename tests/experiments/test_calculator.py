@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ackpt.costs.devices import DEVICES
+from ackpt.experiments.calculator import choices, settings
 from ackpt.experiments.calculator import grid as grids
-from ackpt.experiments.calculator import settings
+from ackpt.experiments.calculator.measured import Measured
 from ackpt.experiments.calculator.polynomials import NotExact, Point, Points, terms
 from ackpt.experiments.calculator.presets import PRESETS, Preset
 from ackpt.experiments.calculator.sample import difference, drawn
@@ -60,8 +61,8 @@ def test_sizes_that_no_monomial_reproduces_are_refused(values):
 @pytest.fixture(scope="module")
 def tiny():
     """The grid of a tiny model, computed here from two of its nine blocks' kinds of windows."""
-    preset, mode = TINY, grids.SINGLE
-    measured = grids.Measured.of(preset, mode, "8.0")
+    preset, mode = TINY, choices.SINGLE
+    measured = Measured.of(preset, mode, "8.0")
     assert measured.layers == 4
     single, sharded = measured.formulas()
     assert measured.formulas() == (single, sharded)
@@ -79,19 +80,19 @@ def tiny():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"policy": grids.NONE, "batch": 5, "length": 256},
-        {"policy": grids.NONE, "batch": 1, "length": 1920, "optimizer": "sgd-momentum"},
-        {"policy": grids.FIRST_BLOCKS, "blocks": 2},
-        {"policy": grids.FIRST_BLOCKS, "blocks": 7, "batch": 1},
-        {"policy": grids.PER_BLOCK, "optimizer": "adamw-8bit"},
-        {"policy": grids.NONE, "ranks": 8},
-        {"policy": grids.PER_BLOCK, "ranks": 2, "batch": 6, "length": 512},
+        {"policy": choices.NONE, "batch": 5, "length": 256},
+        {"policy": choices.NONE, "batch": 1, "length": 1920, "optimizer": "sgd-momentum"},
+        {"policy": choices.FIRST_BLOCKS, "blocks": 2},
+        {"policy": choices.FIRST_BLOCKS, "blocks": 7, "batch": 1},
+        {"policy": choices.PER_BLOCK, "optimizer": "adamw-8bit"},
+        {"policy": choices.NONE, "ranks": 8},
+        {"policy": choices.PER_BLOCK, "ranks": 2, "batch": 6, "length": 512},
     ],
     ids=str,
 )
 def test_formulas_equal_plans_of_the_whole_model(tiny, monkeypatch, changes):
     monkeypatch.setattr(settings, "PRESETS", (TINY,))
-    setting = replace(Setting("tiny", "a100-80g", grids.SINGLE, "adamw", 3, 1024), **changes)
+    setting = replace(Setting("tiny", "a100-80g", choices.SINGLE, "adamw", 3, 1024), **changes)
     formula, plan = by_formula(tiny, setting), by_plan(setting)
     assert formula["peak_bytes"] == pytest.approx(plan["peak_bytes"], abs=64 * 512)
     assert (formula["flops"], formula["recompute_flops"]) == (plan["flops"], plan["recompute_flops"])
@@ -114,8 +115,10 @@ def test_the_code_to_paste_runs(optimizer):
     code = grids.CALL.replace("OPTIMIZER", grids.MADE_BY[optimizer]).replace("BUDGET", "0.5GiB")
     names = {"torch": torch, "model": model, "batch": batch}
     exec(code, names)
+    before = model[0].weight.detach().clone()
     model(batch).sum().backward()
     names["optimizer"].step()
+    assert not torch.equal(model[0].weight, before)
 
 
 def test_the_grid_is_of_the_presets():
@@ -134,7 +137,7 @@ def test_the_committed_sample_agrees_with_the_formulas():
     drawn_again = [setting for setting, _ in zip(drawn(data), rows)]
     assert [row["setting"] for row in rows] == [vars(setting) for setting in drawn_again]
     policies = {row["setting"]["policy"] for row in rows}
-    assert {grids.NONE, grids.PER_BLOCK} <= policies <= set(grids.POLICIES)
+    assert {choices.NONE, choices.PER_BLOCK} <= policies <= set(choices.POLICIES)
     assert {1} < {row["setting"]["ranks"] for row in rows}
 
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from ackpt.errors import check_misspelt, warn
 
 from .attributes import HOOKS
-from .value_walk import is_installed, is_of_model, said
+from .value_walk import is_installed, is_of_model, module_label, said
 
 _INDUCTOR = "or use torch.compile(model, backend='ackpt', options={'compiler': 'inductor'}), which plans and compiles"
 _DDP = "DistributedDataParallel(ackpt.compile(model, ...))"
@@ -108,8 +108,7 @@ def check_model(model, except_opaque: bool = False) -> None:
         elif reason is None and any(is_lazy(p) for p in module.parameters(recurse=False)):
             reason = "its parameters have no shape yet. Call the model once on a batch to initialize them."
         if reason is not None:
-            where = f"module {name!r}" if name else "the model"
-            raise TypeError(f"{where} ({type(module).__name__}) cannot be planned: {reason}")
+            raise TypeError(f"{module_label(name)} ({type(module).__name__}) cannot be planned: {reason}")
 
 
 def warn_of_hooks(model: nn.Module) -> None:
@@ -121,9 +120,8 @@ def warn_of_hooks(model: nn.Module) -> None:
         for hook in (hook for hooks in HOOKS for hook in getattr(module, hooks).values()):
             code = getattr(hook, "__code__", None)
             if code is not None and is_of_model(code.co_filename) and not is_installed(code.co_filename):
-                where = f"module {name!r}" if name else "the model"
                 warn(
-                    f"{where} has a hook, {said(code)}. A planned step repeats what the hook does to tensors, but does "
-                    "not call it. If it prints, counts or collects, remove it, or use "
+                    f"{module_label(name)} has a hook, {said(code)}. A planned step repeats what the hook does to "
+                    "tensors, but does not call it. If it prints, counts or collects, remove it, or use "
                     "ackpt.apply_activation_checkpointing, which runs all hooks."
                 )

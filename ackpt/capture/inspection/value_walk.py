@@ -80,7 +80,7 @@ class Walk:
         self._classes: dict[type, _Class] = {}
         self._modules = {id(module) for module in model.modules()}
         for path, module in model.named_modules():
-            label = f"module {path!r}" if path else "the model"
+            label = module_label(path)
             self.add(type(module), f"the class of {label}")
             for name, value in vars(module).items():
                 if name not in OF_EVERY_MODULE and self._has_attributes(value):
@@ -247,6 +247,11 @@ def _reference(value):
 def closes_over(code: types.CodeType) -> bool:
     """Whether functions with this code close over variables of other functions."""
     return bool(set(code.co_freevars) - {"__class__"})
+
+
+def module_label(path: str) -> str:
+    """The module at `path` in words."""
+    return f"module {path!r}" if path else "the model"
 
 
 def is_of_model(path: str) -> bool:

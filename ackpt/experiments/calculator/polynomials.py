@@ -85,7 +85,7 @@ def terms_like(values: Sequence[int], reference: np.ndarray, at: Point) -> np.nd
 
 
 def _monomial(sizes: Sequence[int], points: Points) -> tuple[int, int, int] | None:
-    """Coefficient and exponents of the monomial with these values; None if there is none."""
+    """Coefficient and exponents of the monomial with these values; None if no monomial has them."""
     batches, lengths = points.second.batch // points.first.batch, points.second.length // points.first.length
     ratio = sizes[1] / sizes[0] if sizes[0] else 1
     for i, j in TERMS:

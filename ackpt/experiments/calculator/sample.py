@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from .grid import FIRST_BLOCKS
+from .choices import FIRST_BLOCKS
 from .settings import Setting, by_formula, by_plan
 
 SEED = 23

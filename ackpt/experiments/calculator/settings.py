@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import ackpt
-from ackpt.capture.optimizer_state import Loop, eight_bit_bytes, with_loop
 from ackpt.planning.plan import RECOMPUTED, SAVED, Plan
 from ackpt.sharded.planner import ShardedModel
-from ackpt.workloads.optimizers import EIGHT_BIT, OPTIMIZERS
-from ackpt.workloads.planned_shapes import PlanConfig, at_peak, run_plan
+from ackpt.workloads.planned_shapes import PlanConfig, at_peak, run_plan, with_optimizer
 
-from .grid import FIRST_BLOCKS, HALF, MIXED, NONE, PER_BLOCK, plan_config, shardings
+from .choices import FIRST_BLOCKS, HALF, MIXED, NONE, PER_BLOCK, plan_config, shardings
 from .presets import PRESETS
 from .windows import CapturedStep
 
@@ -33,11 +31,16 @@ class Setting:
     policy: str = NONE
     blocks: int = 0
 
+    @property
+    def computed_as(self) -> str:
+        """The mode in which blocks compute: ranks with 32-bit shards gather 16-bit parameters."""
+        return HALF if self.ranks > 1 and self.mode == MIXED else self.mode
+
     def config(self) -> PlanConfig:
         """What to ask ``ackpt plan`` for."""
         preset = next(preset for preset in PRESETS if preset.name == self.preset)
-        mode = HALF if self.ranks > 1 and self.mode == MIXED else self.mode  # shards in 32 bits, gathered in 16
-        return plan_config(preset, mode, self.gpu, self.batch, self.length or None, optimizer=self.optimizer)
+        sizes = self.batch, self.length or None
+        return plan_config(preset, self.computed_as, self.gpu, *sizes, optimizer=self.optimizer)
 
 
 def by_formula(data: dict, setting: Setting) -> dict:
@@ -85,8 +88,7 @@ def by_formula(data: dict, setting: Setting) -> dict:
 def by_plan(setting: Setting) -> dict:
     """The same from a plan of the whole model, as ``ackpt plan`` makes it."""
     if setting.ranks > 1:
-        mode = HALF if setting.mode == MIXED else setting.mode
-        sharding = replace(shardings(mode)[setting.mode], ranks=setting.ranks)
+        sharding = replace(shardings(setting.computed_as)[setting.mode], ranks=setting.ranks)
         rank = ShardedModel(setting.config()).plan(sharding, policy={NONE: "none", PER_BLOCK: "full"}[setting.policy])
         return _figures(rank.at_peak(), rank.flops - rank.recompute_flops, rank.recompute_flops)
     if setting.policy == NONE:
@@ -98,13 +100,9 @@ def by_plan(setting: Setting) -> dict:
 
 def _checkpointed(setting: Setting):
     """The graph, and a plan with the fates of checkpointed blocks: their inputs are saved, the rest is recomputed."""
-    step = CapturedStep.of(setting.config())
-    kind = OPTIMIZERS[setting.optimizer]
-    assert kind is not None
-    optimizer = kind(step.step.model.parameters())
-    graph = with_loop(step.graph, step.step.model, Loop(optimizer))
-    if setting.optimizer == EIGHT_BIT:
-        graph = replace(graph, optimizer_bytes=eight_bit_bytes(optimizer, False), optimizer_step_bytes=0)
+    config = setting.config()
+    step = CapturedStep.of(config)
+    graph = with_optimizer(step.graph, step.step.model, config)
     saved = step.saved(len(step.groups) if setting.policy == PER_BLOCK else setting.blocks)
     read = ackpt.plan(graph, policy="none", profile=step.profile).schedule.saved
     names = {s: graph.nodes[graph.analysis.base_of[s]].name for s in {*saved, *read} & set(graph.analysis.savable)}

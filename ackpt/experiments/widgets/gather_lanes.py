@@ -12,12 +12,13 @@ import torch
 from ackpt.capture.joint_graph import FORWARD
 from ackpt.sharded.planner import ShardedModel
 from ackpt.sharded.sharding import COMMUNICATION, GATHERED, GroupBytes, Sharding
-from ackpt.sharded.step import ROOT, Window, number_of, timeline
+from ackpt.sharded.step import CATEGORIES_OF_A_RANK, ROOT, Window, timeline
 from ackpt.workloads.planned_shapes import PlanConfig
 from ackpt.workloads.step_request import StepRequest
 
 from .chain_steps import SCHEMA
 
+_RECOMPUTED, _GATHERED, _COMMUNICATION = map(CATEGORIES_OF_A_RANK.index, ("recomputed", GATHERED, COMMUNICATION))
 BLOCKS = 3
 SHARDING = Sharding(4, torch.float32, torch.float32)
 FIELDS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -58,11 +59,10 @@ def _starts(windows: list[Window]) -> list[int]:
 
 def _runs(windows: list[Window]) -> list[list]:
     """Windows by what they do; a recomputation ends with the last allocation of a recomputed activation."""
-    recomputed = number_of("recomputed")
     runs = []
     for window, start in zip(windows, _starts(windows)):
         end = start + len(window.events)
-        again = [i for i, (size, kind) in enumerate(window.events, start + 1) if kind == recomputed and size > 0]
+        again = [i for i, (size, kind) in enumerate(window.events, start + 1) if kind == _RECOMPUTED and size > 0]
         middle = again[-1] if again else start
         if middle > start:
             runs.append(["r", window.group, start, middle])
@@ -76,7 +76,7 @@ def _gathered(windows: list[Window]) -> list[list[int]]:
     found, since = [], {}
     for window, start in zip(windows, _starts(windows)):
         for event, (size, kind) in enumerate(window.events, start + 1):
-            if kind == number_of(GATHERED):
+            if kind == _GATHERED:
                 if size > 0:
                     since[window.group] = event
                 else:
@@ -89,6 +89,6 @@ def _buffers(windows: list[Window], sizes: list[int]) -> list[list[int]]:
     numbers = range(1, BLOCKS + 1)
     order = [ROOT, *numbers, *reversed(numbers)]
     events = [event for window in windows for event in window.events]
-    begins = [i for i, (size, kind) in enumerate(events, 1) if kind == number_of(COMMUNICATION) and size in sizes]
-    ends = [i for i, (size, kind) in enumerate(events, 1) if kind == number_of(COMMUNICATION) and -size in sizes]
+    begins = [i for i, (size, kind) in enumerate(events, 1) if kind == _COMMUNICATION and size in sizes]
+    ends = [i for i, (size, kind) in enumerate(events, 1) if kind == _COMMUNICATION and -size in sizes]
     return [[group, begin, end] for group, begin, end in zip(order, begins, ends, strict=True)]

@@ -84,7 +84,7 @@ def blocks(graph: JointGraph) -> tuple[str, ...]:
     """The qualified names of the repeated blocks, in the order of their first operation.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if the model has no repeated blocks.
     """
     names = dict.fromkeys(name for name in _block_of(graph)[: graph.boundary] if name)
     lists = Counter(map(_list_of, names))
@@ -143,9 +143,9 @@ def _crossing(graph: JointGraph, chosen) -> tuple[set[int], set[int]]:
 def _results(graph: JointGraph, chosen, save: str) -> set[int]:
     """The storages of the operations whose results the `chosen` blocks save."""
     kept: set[int] = set()
-    products = dict.fromkeys(chosen, 0)
+    products, owner = dict.fromkeys(chosen, 0), _block_of(graph)
     for node in graph.nodes[: graph.boundary]:
-        block = _block_of(graph)[node.id]
+        block = owner[node.id]
         if block not in products or save == "inputs":
             continue
         is_product = node.target in _PRODUCTS
