@@ -34,7 +34,6 @@ import torch.nn.functional as F
 
 import ackpt
 from ackpt import plots
-from ackpt.experiments.widgets import explorer, memory_bars
 from ackpt.metering.meter import memory_format
 from ackpt.models import PUBLISHED, Block, Transformer, TransformerConfig
 from ackpt.results import Record, environment, markdown_table, write_text_atomic
@@ -361,43 +360,13 @@ print(f"checkpointed / baseline = {checkpointed.flops / measured.flops:.4f} in F
 # %% [markdown]
 # ## Other models, other lengths
 #
-# Counting the bytes of a step does not require running it: shapes are enough. The explorer below covers more steps,
-# none of which runs. A *policy* decides which activations are saved and which are recomputed; Part II derives those
-# shown here. `none` is the baseline, and `full` is per-block checkpointing. `auto` recomputes as little as a budget
-# allows; it is shown with two budgets, one of them the smallest feasible one.
-
-# %% tags=["hide-input"]
-data = memory_bars.memory_bars()
-path = explorer.save(data, "results/explorer/01_memory_bars.json")
-steps = [each for one in data["models"] for each in one["steps"]]
-assert all(each["kept"]["bytes"] == each["plans"]["none"]["kept"]["bytes"] for each in steps)
-print(f"{len(steps)} steps; the saved bytes match the formula in all of them")
-bars = data["models"][0]["steps"][0]
-shown = {data["policies"][name][0]: found["at_peak"] for name, found in bars["plans"].items() if found}
-names = [name for name in data["categories"] if any(found.get(name) for found in shown.values())]
-figure = plots.bar_plot(
-    names,
-    {label: [found.get(name, 0) for name in names] for label, found in shown.items()},
-    "",
-    ylabel="memory at the peak (MiB)",
-)
-path = plots.save(figure, "results/figures/01_memory_bars.png")
-
-# %% [markdown]
-# Choose a model, a size and a policy; the arrow keys work on a focused selector. $T$ is the number of tokens in the
-# whole batch, $V$ the size of the vocabulary, and $n$ the number of parameter tensors, for each of which AdamW counts
-# steps.
+# Counting the bytes of a step does not require running it: shapes are enough. The memory calculator on the
+# [first page](../index.md#calculator) shows bars like these for models of up to 70 billion parameters, none of which
+# runs. Try there:
 #
-# ```{memory-explorer} ../../results/explorer/01_memory_bars.json
-# :image: ../../results/figures/01_memory_bars.png
-# :alt: Memory at the peak by category, for the Transformer of this chapter at 1024 tokens per sequence, under four policies. Parameters, inputs and optimizer are equal; activations are largest with none, smaller with auto at half, and smallest with full and with auto at its smallest feasible budget.
-# ```
-#
-# Things to try:
-#
-# - The Transformer from 1024 to 4096 tokens: which parts of the bar grow, and which do not?
-# - The language model at half of its peak: why does it recompute a larger share of its FLOPs than the Transformer?
-# - ResNet-18: which part saves most, and why is half of the baseline refused?
+# - Llama 3 8B from 1024 to 8192 tokens: which parts of the bar grow, and which do not?
+# - The same model with LoRA: which parts disappear?
+# - A budget between the smallest bar and the largest: how many of the step's FLOPs does the plan recompute?
 
 # %% tags=["hide-input"]
 where = environment("cpu", "notebooks/01_where_memory_goes.py")

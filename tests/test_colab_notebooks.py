@@ -131,7 +131,7 @@ def test_tables_and_figures_come_from_the_results_of_the_same_run(tmp_path):
     address = f"{ADDRESS}/raw/main/results/figures/x.png"
     figure = "```{figure} ../../results/figures/x.png\n:alt: Bars\nThe caption.\n```"
     assert translated(figure, tmp_path) == f"![Bars]({address})\n\nThe caption."
-    explorer = "```{memory-explorer} x.json\n:image: ../../results/figures/x.png\n:alt: Bars.\n```"
+    explorer = "```{frontier-explorer} x.json\n:image: ../../results/figures/x.png\n:alt: Bars.\n```"
     assert translated(explorer, tmp_path) == f"![Bars.]({address})\n\n*Bars. In the book, this figure is interactive.*"
 
 

@@ -97,29 +97,6 @@ def test_a_budget_that_no_plan_keeps_is_refused(explorer):
     expect(explorer.locator(".answer")).to_contain_text("Refused: the smallest dynamic peak")
 
 
-@pytest.fixture
-def bars(new_page, base):
-    page = new_page()
-    page.goto(base + "notebooks/01_where_memory_goes.html")
-    return page.locator(".memory-explorer")
-
-
-@pytest.mark.parametrize("choice", ["model", "size", "policy"])
-def test_the_memory_bars_follow_each_choice_and_their_formula_adds_up(bars, choice):
-    seen = []
-    for key in ("Home", "End"):
-        bars.locator(f"#memory-explorer-{choice}").press(key)
-        sums = bars.locator("dl.formula dd").last.locator("span").all_inner_texts()
-        terms, total = (re.findall("[0-9,]+", text.split("bytes")[0]) for text in sums[-2:])
-        assert sum(map(number, terms)) == number(*total)
-        seen.append((bars.locator("svg").inner_html(), sums))
-    assert seen[0] != seen[1]
-
-
-def number(text: str) -> int:
-    return int(text.replace(",", ""))
-
-
 CALM = "matchMedia('(prefers-reduced-motion: reduce)').matches"
 
 

@@ -126,7 +126,7 @@ class Translation:
         if name in ("figure", "image"):
             picture = f"![{options.get('alt', '')}]({self.address(argument, 'raw')})"
             return f"{picture}\n\n{self.markdown(text)}"
-        if name in ("frontier-explorer", "memory-explorer", "schematic-explorer") and {"image", "alt"} <= set(options):
+        if name in ("frontier-explorer", "schematic-explorer") and {"image", "alt"} <= set(options):
             picture = f"![{options['alt']}]({self.address(options['image'], 'raw')})"
             return f"{picture}\n\n*{options['alt']} In the book, this figure is interactive.*"
         raise self.error(f"tools/colab.py cannot translate the directive {{{name}}} with the options {options}")

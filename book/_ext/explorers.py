@@ -1,10 +1,10 @@
-"""The directives ``calculator-explorer``, ``frontier-explorer``, ``memory-explorer``, ``schematic-explorer``: figures.
+"""The directives ``calculator-explorer``, ``frontier-explorer``, ``schematic-explorer``: figures.
 
 Data, script and style are part of the page, so it works from a file, and no other page loads any of it. Readers without
 scripts, and formats other than HTML, get the picture. ``start`` names the schedule that a schematic shows first.
 
-    ```{memory-explorer} ../../results/explorer/01_memory_bars.json
-    :image: ../../results/figures/01_memory_bars.png
+    ```{frontier-explorer} ../../results/explorer/09_frontier.json
+    :image: ../../results/figures/09_frontier.png
     :alt: what the picture shows
     ```
 """
@@ -23,7 +23,7 @@ from sphinx.util.docutils import SphinxDirective
 
 SOURCES = Path(__file__).resolve().parent.parent / "_explorer"
 # Each has a style and a script in SOURCES, which follow what they share.
-EXPLORERS = ("calculator", "frontier", "memory", "schematic")
+EXPLORERS = ("calculator", "frontier", "schematic")
 
 
 class Explorer(SphinxDirective):
