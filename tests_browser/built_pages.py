@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import cache
 from html.parser import HTMLParser
@@ -12,6 +13,7 @@ from address import BRANCH, COLAB_FOLDER, colab_address, repository_address
 
 LINKS = {"a": "href", "link": "href", "img": "src", "script": "src", "source": "src", "iframe": "src"}
 COLAB = "https://colab.research.google.com/"
+CODE = re.compile(r'<span class="(?P<kind>[a-z0-9]{1,3})">[^<]+</span>')
 
 
 @dataclass
@@ -52,6 +54,26 @@ def pages(site: Path) -> list[str]:
     """The pages that a reader can open, relative to the site."""
     paths = (path.relative_to(site) for path in site.rglob("*.html"))
     return sorted(path.as_posix() for path in paths if path.parts[0] != "_static")
+
+
+def is_source(path: str) -> bool:
+    """Whether this is a page of source code. Such pages differ in the code that they show, and in nothing else."""
+    return path.startswith("_modules/") and path != "_modules/index.html"
+
+
+def unlike(paths: list[str]) -> list[str]:
+    """The pages, but of those with source code only the first: it stands for all if it shows all kinds of code."""
+    sources = [path for path in paths if is_source(path)]
+    return [path for path in paths if path not in sources[1:]]
+
+
+def kinds_of_code(site: Path) -> str:
+    """One example of every kind of marked-up code on the pages of source code: keywords, strings, comments, ..."""
+    examples: dict[str, str] = {}
+    for path in filter(is_source, pages(site)):
+        for example in CODE.finditer((site / path).read_text(encoding="utf-8")):
+            examples.setdefault(example["kind"], example[0])
+    return " ".join(examples.values())
 
 
 def broken_links(site: Path, path: str) -> list[str]:

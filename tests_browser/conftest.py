@@ -36,6 +36,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     paths = built_pages.pages(site)
     if "path" in metafunc.fixturenames:
         metafunc.parametrize("path", paths)
+    if "opened_page" in metafunc.fixturenames:
+        metafunc.parametrize("opened_page", built_pages.unlike(paths))
     if "with_widgets" in metafunc.fixturenames:
         metafunc.parametrize("with_widgets", [path for path in paths if built_pages.read(site / path).widgets])
 

@@ -1,12 +1,17 @@
 """Every page, light and dark, wide and narrow: no error, nothing from elsewhere, nothing that axe-core finds."""
 
 from browser_checks import darken, too_wide, unfold, violations, wrong_ground
+from built_pages import is_source, kinds_of_code
+
+SHOW = "code => document.querySelector('article div.highlight pre').insertAdjacentHTML('beforeend', code)"
 
 
-def test_page(reading, base, path, pytestconfig):
-    pictures = pytestconfig.getoption("pictures")
+def test_page(reading, base, site, opened_page, pytestconfig):
+    pictures, path = pytestconfig.getoption("pictures"), opened_page
     page, problems = reading
     page.goto(base + path)
+    if is_source(path):
+        page.evaluate(SHOW, kinds_of_code(site))
     unfold(page)
     found = wrong_ground(page, "light") + violations(page)
     keep(page, path, pictures, "light-1440")
@@ -18,7 +23,7 @@ def test_page(reading, base, path, pytestconfig):
 
 
 def keep(page, path: str, folder, name: str) -> None:
-    """Keep a picture of the page, for eyes to look at; pages of source code all look the same."""
-    if folder is not None and not path.startswith("_modules/"):
+    """Keep a picture of the page, for eyes to look at; code looks the same everywhere."""
+    if folder is not None and not is_source(path):
         name = f"{path.removesuffix('.html').replace('/', '-')}-{name}.jpeg"
         page.screenshot(path=folder / name, full_page=True, quality=80)
