@@ -213,7 +213,7 @@ figure
 
 # %% [markdown]
 # *Peak over the sequence length: measured (markers) and by the formulas (lines). With checkpointing, a token costs a
-# fraction of the baseline's bytes; the slope increases a little at the bend, at 770 tokens.*
+# fraction of the baseline's bytes; the slope increases a little at the bend near 770 tokens.*
 #
 # :::{admonition} Takeaway
 # :class: tip

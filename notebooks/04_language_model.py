@@ -408,7 +408,7 @@ print(f"with checkpointed blocks, logits / boundaries = {10 * W / (layers * 4 * 
 # :class: note
 # Current models have vocabularies of 128 000 entries and more. With $V = 128\,256$ and 8192 tokens, how many GiB do the
 # weights, gradients and Adam states of the published model need, and how many do its logits, at 10 bytes each? Predict
-# the peaks of `checkpoint` and `checkpoint+chunked-loss`: which bytes are live where backward begins, and at its end?
+# the peaks of `checkpoint` and `checkpoint+chunked-loss`: which bytes are live in the head, and at the end of backward?
 # :::
 
 # %% tags=["solution"]

@@ -180,8 +180,9 @@ all(map(torch.equal, expected, train(saved_tensors_hooks(pack_async, unpack_asyn
 # ## Five rules for copies
 #
 # Work no longer runs in the order of the lines, and that makes offload hard. In `pack_async`, the submitted work refers
-# to `tensor` until the copy has run. Otherwise, the allocator could give the memory to the next tensor. The next cell
-# shows that *race*. To make it fail every time, the copy is delayed until the next tensor has been written.
+# to `tensor` until the copy has run, which keeps the memory of the tensor allocated. Without this reference, the
+# allocator could give the memory to the next tensor before it is copied. The next cell shows that *race*. To make it
+# fail every time, the copy is delayed until the next tensor has been written.
 
 
 # %%
@@ -209,7 +210,7 @@ path = write_text_atomic("results/tables/05_copies.md", table)
 # ```{include} ../../results/tables/05_copies.md
 # ```
 #
-# `ackpt.experiments.pitfalls.copies` has the code of each.
+# {doc}`../pitfalls` has the code of each.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -221,9 +222,8 @@ path = write_text_atomic("results/tables/05_copies.md", table)
 # %% [markdown]
 # ## The engine
 #
-# `ackpt.offload_saved_tensors` installs such a pair of hooks, with an engine that keeps these rules. (For GPUs,
-# `ackpt/offloading/cuda_transport.py` states them at its top.) The mode `sync` waits for every copy. The mode `async`,
-# the default, overlaps the copies and prefetches for backward:
+# `ackpt.offload_saved_tensors` installs such a pair of hooks, with an engine that keeps these rules. The mode `sync`
+# waits for every copy. The mode `async`, the default, overlaps the copies and prefetches for backward:
 
 # %%
 {mode: all(map(torch.equal, expected, train(ackpt.offload_saved_tensors(mode)))) for mode in ("sync", "async")}
@@ -242,6 +242,7 @@ with ackpt.offload_saved_tensors(keep_last=0) as engine:
     q, k, v = (2 * x).chunk(3, dim=1)
     loss = (q * k * v).sum()
 counts = engine.stats()
+del loss  # and with its graph, the bytes in the store
 {name: counts[name] for name in ("copies_out", "shared", "bytes_out")}, (3 + 1) * 256 * 256 * 4
 
 # %% [markdown]
@@ -333,10 +334,9 @@ figure
 # ### Prefetching in backward
 #
 # `sync` copies an input back when backward needs it, and waits. `async` records the order of the forward, and
-# prefetches the inputs in the reverse order. The copy of an input starts when the backward of the following region is
-# half done. `lookahead_bytes` bounds the bytes that are prefetched, by default to one input, which fits into memory that
-# the region has just freed. Prefetching everything at once would only move the ramp from the forward to the beginning
-# of backward.
+# prefetches the inputs in the reverse order. `lookahead_bytes` bounds the bytes that are prefetched, by default to one
+# input, which fits into memory that the region has just freed. Prefetching everything at once would only move the ramp
+# from the forward to the beginning of backward.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -347,8 +347,9 @@ figure
 # %% [markdown]
 # ## With and without recomputation
 #
-# Both kinds of offload in one training loop, for a model of 12 Transformer blocks. Which of the five ways has the lowest
-# peak, and which needs the most host memory? Decide before you look at the table:
+# One training loop for 12 Transformer blocks, in five ways: the baseline, offload of all activations, checkpointing, and
+# checkpointing with offload of the inputs in both modes. Which way has the lowest peak, and which needs the most host
+# memory? Decide before you look at the table:
 
 # %%
 config = TransformerConfig(dim=64, ff_dim=256, layers=12, head_dim=16)
@@ -397,9 +398,9 @@ path = write_text_atomic("results/tables/05_ways.md", markdown_table(way_rows, c
 # ```
 #
 # All gradients are bit-identical. Offloading the inputs lowers the checkpointed peak by $(n - 1 - h) \, S$, here by ten
-# inputs. Without recomputation, the peak is lowest: one *operation* at a time needs its tensors on the
-# device, not one region. The price is the last column: all activations must be copied out and back, many times the
-# bytes of the inputs alone.
+# inputs. (The store holds eleven: the batch is copied, too, although that frees nothing.) Offloading all activations
+# gives the lowest peak: one *operation* at a time needs its tensors on the device, not one region. The price is the last
+# column: many times the bytes of the inputs must be copied out and back.
 
 # %% alt="Three memory timelines, one above the other: checkpointing without offload, with sync and with async offload. Without offload, the boundaries rise like a ramp through the forward and step down in backward; the other two have no ramp. Thin bars below each timeline are copies: with sync each ends at once, with async they overlap with compute."
 figure = offload_report.timelines_plot(records, "", [*ways][2:])
@@ -418,8 +419,8 @@ figure
 #
 # A copy adds no time if it ends while the device computes. How much time is there?
 #
-# - **Out.** The copy of a region's input starts when the region's forward begins. It must end before the copy of the
-#   next region's input starts, one forward later: it has $F$.
+# - **Out.** In the forward, the copies of two consecutive inputs start one forward apart. A copy must end before the next
+#   one starts, so it has $F$.
 # - **In.** The copy back starts halfway through the backward of the following region: it has $R / 2$. A backward takes
 #   about two forwards, since each matrix product of the forward has two in backward. So this is $F$ again.
 #
@@ -524,17 +525,17 @@ plots.line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", yl
 # between its last use in the forward and its first use in the backward. Its *swap time* is that of its copies out and
 # in. A copy can overlap only with the inactive time, and all copies in one direction share the link. So mu-TWO
 # (Purandare et al. 2023) swaps the activation with the longest inactive time first, and only while a swap adds less
-# time than the recomputation of another activation. In a
-# chain, the inactive time falls from the first activation to the last. So the engine, which copies in the order of the
-# forward and keeps the last storages, makes the same choice. {doc}`08_mu_two` decides for each activation.
+# time than the recomputation of another activation. In a chain, the inactive time falls from the first activation to the
+# last. So the engine, which copies in the order of the forward and keeps the last storages, makes the same choice.
+# {doc}`08_mu_two` decides for each activation.
 
 # %% [markdown]
 # ## Exercises
 #
 # :::{admonition} Exercise 1: no input has another owner
 # :class: note
-# In the chain above, the first region's input is $x$, which belongs to the caller. Change the chain so that $h = 0$.
-# Predict by how much offload then lowers the peak, and measure it.
+# In the chain of SiLU regions, the first region's input is $x$, which belongs to the caller. Change the chain so that
+# $h = 0$. Predict by how much offload then lowers the peak, and measure it.
 # :::
 
 # %% tags=["solution"]
@@ -564,8 +565,9 @@ print(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 #
 # :::{admonition} Exercise 3: fix a script that exceeds its budget
 # :class: note
-# This step of the 12 blocks above also computes a validation loss. Predict its dynamic peak from the table, then measure
-# it. First fit it into 32 MiB without recomputing or copying anything. Then fit it into 6 MiB.
+# This step of the 12 blocks above also computes a validation loss on a second batch of the same size, `others`. Predict
+# its dynamic peak from the table, then measure it. First fit it into 32 MiB without recomputing or copying anything. Then
+# fit it into 6 MiB.
 #
 # ```python
 # def loss_of(a):
@@ -646,12 +648,10 @@ own_peaks
 # ## What we have seen
 #
 # - Offload is a pair of hooks and a copy. If copies overlap with compute, four rules about order make them correct, and
-#   a pool makes them fast.
-# - The engine copies storages, each one once, however many views of it are saved. Parameters, small tensors and the
-#   last storages stay.
+#   a pool of buffers makes them fast.
+# - The engine copies each storage once, however many views of it are saved.
 # - Offloading inputs lowers the peak of a checkpointed model by $(n - 1 - h) \, S$, to the byte, with `sync` and
 #   `async`.
-# - Backward prefetches the inputs in the reverse order of the forward, one input ahead.
 # - Copies overlap completely with compute if $S / \lambda \le F$. Attention's quadratic part makes that true for every
 #   sequence that is long enough.
 #
