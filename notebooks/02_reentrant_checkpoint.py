@@ -346,8 +346,8 @@ def checkpoint(function, x):
 
 
 # %% [markdown]
-# (On a GPU, the state of its generator and its autocast settings must be saved, too.) All gradients of a small model
-# with dropout under autocast now equal the baseline's, although its input is data:
+# (On a GPU, save the state of its generator and its autocast settings, too.) All gradients of a small model with dropout
+# under autocast now equal the baseline's, although its input is data:
 
 # %%
 model, data = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64)), torch.randn(8, 64)
@@ -478,9 +478,8 @@ per_block = measure(step, resident=[model, data, offsets], warmup=0, repeats=0)
 all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), expected))
 
 # %% [markdown]
-# What a checkpointed model saves can be predicted. The blocks save their inputs, except that of the first block, which
-# is the data. The last norm saves its input, a scale for each token, and its output. The loss is stored in a tensor as
-# large as its input, with its gradient:
+# As in {doc}`01_where_memory_goes`, the saved bytes follow from the inputs of the blocks, the last norm and the loss; the
+# first block's input is the data. The last line subtracts this prediction from the measurement:
 
 # %%
 for name, run in {"baseline": baseline, "checkpointed": per_block}.items():
@@ -616,9 +615,8 @@ print(f"wide:   {saved_by(wide):,} = 4 x {4 * size:,}")
 #   updates, torch's random numbers and autocast. Most of the remaining errors are silent, in PyTorch's own checkpoint,
 #   too.
 # - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, with the exception above. The code is
-#   in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
-#
-# {doc}`12_what_pytorch_offers` measures PyTorch's own tools, and shows more failures.
+#   in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`. {doc}`12_what_pytorch_offers` shows more
+#   failures of PyTorch's own tools.
 #
 # ## Sources
 #

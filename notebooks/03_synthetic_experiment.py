@@ -434,7 +434,7 @@ for name, peak in {"published": theirs, "predicted": ours}.items():
 
 # %% [markdown]
 # (The predicted slope also contains the input and the temporaries at the peak.) The published model saves about half as
-# much again. The difference is that of five fp32 copies of the block's input. A sequence of separate fp32 operations,
+# much again. The difference is about five fp32 copies of the block's input. A sequence of separate fp32 operations,
 # such as an unfused norm, saves such copies, and a fused kernel does not. The figures do not tell which operations they
 # were.
 #

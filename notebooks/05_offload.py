@@ -116,10 +116,9 @@ for context in (contextlib.nullcontext(), saved_tensors_hooks(pack, unpack)):
 # The peak drops to what one layer needs at a time. Three flaws remain, in `save_on_cpu`, too:
 #
 # 1. **It waits.** Every copy runs between two operations, and compute stops for it.
-# 2. **It copies weights.** A linear layer saves not only its input but also its weight, as the view `w.t()`. The weight
-#    stays on the device during the step, so copying it frees nothing.
+# 2. **It copies weights.** A linear layer also saves its weight, as the view `w.t()`. Copying it frees nothing.
 # 3. **It allocates memory for each tensor.** A GPU can copy while it computes only if the host memory is page-locked,
-#    or *pinned*. Pinning can take longer than the copy.
+#    or *pinned*, and pinning can take longer than the copy.
 #
 # ## Overlapping copies with compute
 #
@@ -250,8 +249,7 @@ del loss  # and with its graph, the bytes in the store
 #
 # - **Parameters and buffers**, and views of them such as `w.t()`. The engine recognizes them by their storage.
 # - **Small tensors**, below `min_bytes`. Every copy has a fixed overhead, and a small tensor frees almost nothing.
-# - **The last storages.** Backward first reads what was saved last, so it would need these storages before their copies
-#   out have ended. The last `keep_last` storages stay.
+# - **The last `keep_last` storages.** Backward reads them first, before their copies out could have ended.
 #
 # In the multilayer perceptron above, 8 linear layers save their inputs, the first of which is `rows`. The 8 GELUs save
 # their inputs, too, and the loss saves the last output. That makes 17 activations of $S$ bytes.
@@ -340,14 +338,14 @@ figure
 #
 # :::{admonition} Takeaway
 # :class: tip
-# With offloaded inputs, the device needs memory for one region at a time, however deep the model is: the ramp of the
-# forward disappears. The peak falls by $(n - 1 - h) \, S$, to the byte.
+# With offloaded inputs, the device needs memory for one region at a time, however deep the model is. The peak falls by
+# $(n - 1 - h) \, S$.
 # :::
 
 # %% [markdown]
 # ## With and without recomputation
 #
-# One training loop for 12 Transformer blocks, in five ways: the baseline, offload of all activations, checkpointing, and
+# We train 12 Transformer blocks in five ways: the baseline, offload of all activations, checkpointing, and
 # checkpointing with offload of the inputs in both modes. Which way has the lowest peak, and which needs the most host
 # memory? Decide before you look at the table:
 
