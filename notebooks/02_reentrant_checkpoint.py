@@ -416,8 +416,8 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # ## Nested regions
 #
 # The recomputation of a region holds all of its activations, unless the region contains regions itself. Cut the chain
-# into $k$ outer regions of $m$ inner regions with $\ell$ layers each. During backward, the boundaries of both levels,
-# one *inner* region and two gradients are live:
+# into $k$ outer regions of $m$ inner regions with $\ell$ layers each. The peak comes in the last outer region. Live are
+# the boundaries of both levels, one *inner* region, the recomputed output of the outer region, and one gradient:
 #
 # $$ (k - 1) + (m - 1) + \ell + 2 = k + m + \ell, \qquad n = k \, m \, \ell , $$
 #
