@@ -10,7 +10,7 @@
 # - Split the memory of a step into a part fixed by the parameters and a part that grows with the batch.
 # - Derive both from the sizes of the model: 16 bytes per parameter, and a sum of widths per token.
 # - Measure both to the byte, and find the moment of the peak.
-# - Decide which part to reduce, and from how many tokens on the activations dominate.
+# - Decide which part to reduce, and above how many tokens the activations dominate.
 #
 # ## Notation
 #
@@ -83,7 +83,7 @@ print(f"P = {P:,}, counted {sum(p.numel() for p in model.parameters()):,}")
 # `zero_grad` frees the gradients and backward allocates them again. (With `zero_grad(set_to_none=False)` they would be
 # resident, too.)
 #
-# `ackpt.measure` runs the step a few times and reads the allocator's events. It counts the inputs as resident, too.
+# `ackpt.measure` runs the step a few times and reads the allocator's events. Inputs also count as resident.
 
 # %%
 measured = ackpt.measure(step, resident=[model, optimizer, x], repeats=0)
@@ -282,7 +282,7 @@ path = plots.save(figure, "results/figures/01_tokens.png")
 figure
 
 # %% [markdown]
-# *From $T^*$ tokens on, the activations need more memory than parameters, gradients and optimizer state together.*
+# *Above $T^*$ tokens, the activations need more memory than parameters, gradients and optimizer state together.*
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -491,7 +491,7 @@ print("ReLU:", kept_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 # - A training step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and $4 A$ bytes per token and
 #   block, with $A = 10 d + 2 f + 3 h + 2$. We derived both on paper and measured them to the byte.
 # - Activations rise until backward begins and fall while the gradients rise. The peak is at the start of backward.
-# - From $\tfrac{8}{3} d$ tokens on, activations outweigh everything else. They are saved only to be read once more, and
+# - Above $\tfrac{8}{3} d$ tokens, activations outweigh everything else. They are saved only to be read once more, and
 #   they can be recomputed: that is the subject of the next chapters.
 # - A byte count that does not add up has a cause that can be found; here it was a loss in a storage as large as its
 #   input.

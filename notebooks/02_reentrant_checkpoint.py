@@ -251,7 +251,7 @@ y.requires_grad
 
 # %% [markdown]
 # The output does not require grad, because no input of the `autograd.Function` does. The layer never learns, and
-# nothing warns. The fix: make the parameters inputs of the function, too. Then they get their gradients through the
+# nothing warns. The fix: also make the parameters inputs of the function. Then they get their gradients through the
 # outer graph. (PyTorch's reentrant checkpoint instead calls `backward` on the recomputed output, which adds to the
 # `.grad` of the parameters directly. Its own backward runs only if an input requires grad.)
 #
@@ -271,8 +271,8 @@ data.grad.item() / weight_in_forward
 
 # %% [markdown]
 # The recomputation uses the new weight. Without a checkpoint, autograd raises an error: each tensor counts its in-place
-# changes, and autograd compares that count for every saved tensor. The fix: save the parameters with
-# `save_for_backward`, too. This needs no memory, since they are allocated anyway.
+# changes, and autograd compares that count for every saved tensor. The fix: also save the parameters
+# with `save_for_backward`. This needs no memory, since they are allocated anyway.
 #
 # ### Random numbers
 #
@@ -310,7 +310,7 @@ y.backward()
 dtypes
 
 # %% [markdown]
-# The recomputation runs in fp32, so it computes a different function. The fix: save the autocast settings, too.
+# The recomputation runs in fp32, so it computes a different function. The fix: save the autocast settings as well.
 #
 # ## Thirty lines
 #
@@ -346,7 +346,7 @@ def checkpoint(function, x):
 
 
 # %% [markdown]
-# (On a GPU, save the state of its generator and its autocast settings, too.) All gradients of a small model with dropout
+# (On a GPU, also save the state of its generator and its autocast settings.) All gradients of a small model with dropout
 # under autocast now equal the baseline's, although its input is data:
 
 # %%
@@ -394,7 +394,7 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # - **Every random number stream** that the region draws from is replayed: torch's, Python's, NumPy's, and your own
 #   generators. A region that draws no random numbers saves no state.
 # - **State changes once per step.** For the recomputation, buffers such as BatchNorm's statistics get their old values
-#   back, and afterwards the new ones. The mode of each module is restored, too.
+#   back, and afterwards the new ones. The mode of each module is also restored.
 # - **A closure's variables** are saved with the region, so a lambda in a loop calls the layer that it called in the
 #   forward.
 # - **Tensors in dicts, lists, tuples, dataclasses and keyword arguments** are inputs of the autograd node.
@@ -493,8 +493,8 @@ saved_bytes - 4 * (T * ((L - 1) * d + d + 1 + d) + T * d + 1)
 #
 # The additions of `ackpt.checkpoint` take a fixed time per region, whatever the region computes. To make this time
 # visible, the next cell times a tiny region, two linear layers of width 8, and a Transformer block with 512 tokens. All
-# contenders take turns. Compare the *ratios*; the times depend on the machine and its load. On a busy machine the
-# ratios of the block vary, too: only a large difference means anything.
+# contenders take turns. Compare the *ratios*; the times depend on the machine and its load. On a busy machine even
+# the ratios of the block vary, so only a large difference means anything.
 
 # %% tags=["measured-time", "nbval-ignore-output", "hide-input"]
 tiny, few = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)

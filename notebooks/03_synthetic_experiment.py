@@ -9,7 +9,7 @@
 #
 # - Repeat a published experiment, scaled down to run on two CPU cores.
 # - Derive the peak of both methods: a slope in bytes per token above a fixed floor.
-# - Find the sequence length from which the boundaries, not the gradients, decide the checkpointed peak.
+# - Find the sequence length above which the boundaries, not the gradients, decide the checkpointed peak.
 # - Count the cost in floating-point operations, and measure it in time.
 # - Predict the peaks at the published sizes from shapes alone.
 #
@@ -74,7 +74,7 @@ def forward(model, x, offsets, longest, method):
 
 
 # %% [markdown]
-# The training step is plain PyTorch, too:
+# The training step is also plain PyTorch:
 
 
 # %%
@@ -286,7 +286,7 @@ for T in lengths:
 # and the ratio approaches $9 / 7$: the more expensive the backward, the smaller the share of recomputation.
 #
 # Time must be measured. Both methods take turns, and each round gives one ratio. We print the median of five rounds,
-# with the lowest and the highest. Expect ratios above those in FLOPs: operations without FLOPs take time, too, and every
+# with the lowest and the highest. Expect ratios above those in FLOPs: operations without FLOPs also take time, and every
 # region adds a fixed time ({doc}`02_reentrant_checkpoint`), which weighs most in short sequences.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
@@ -382,7 +382,7 @@ for method, formula in zip(methods, (baseline_peak, checkpoint_peak)):
     print(f"{method:10} {run.peak_bytes - formula(768):,} bytes above the formula")
 
 # %% [markdown]
-# From 768 tokens on, the CPU's attention kernel uses tiles of 256 queries instead of 64, against 512 keys each. Its
+# At 768 tokens or more, the CPU's attention kernel uses tiles of 256 queries instead of 64, against 512 keys each. Its
 # backward allocates two tiles in fp32 for each of two threads: $2 \cdot 2 \cdot 256 \cdot 512 \cdot 4$ bytes, or 2 MiB.
 # At 768 tokens, this lifts the attention of a block above its down-projection, where our formula expects the peak. At
 # 1024 tokens the MLP is larger again.
@@ -412,7 +412,7 @@ for method in methods:
 #   $4 d$ bytes, for each further layer. Both were measured to the byte.
 # - Per-block checkpointing costs at most a third more FLOPs, and less for longer sequences. The losses are equal to the
 #   last bit.
-# - Shapes alone give the peak, also for models and GPUs that are not available. The prediction is exact except for
+# - Shapes alone give the peak, even for models and GPUs that are not available. The prediction is exact except for
 #   memory that kernels allocate internally.
 
 # %% [markdown]

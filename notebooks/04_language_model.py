@@ -423,7 +423,7 @@ for record in answers:
 # %% [markdown]
 # :::{admonition} Exercise 2: how many chunks?
 # :class: note
-# For the published model at 8192 tokens with checkpointed blocks: from how many chunks on does the peak stop falling,
+# For the published model at 8192 tokens with checkpointed blocks: at how many chunks does the peak stop falling,
 # and why? Predict the peak for 2, 4, 8 and 16 chunks.
 # :::
 

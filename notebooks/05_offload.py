@@ -113,7 +113,7 @@ for context in (contextlib.nullcontext(), saved_tensors_hooks(pack, unpack)):
     print(f"dynamic peak {peak:,} bytes = {peak / S:.1f} S")
 
 # %% [markdown]
-# The peak drops to what one layer needs at a time. Three flaws remain, in `save_on_cpu`, too:
+# The peak drops to what one layer needs at a time. Three flaws remain, and `save_on_cpu` has them as well:
 #
 # 1. **It waits.** Every copy runs between two operations, and compute stops for it.
 # 2. **It copies weights.** A linear layer also saves its weight, as the view `w.t()`. Copying it frees nothing.
@@ -251,8 +251,8 @@ del loss  # and with its graph, the bytes in the store
 # - **Small tensors**, below `min_bytes`. Every copy has a fixed overhead, and a small tensor frees almost nothing.
 # - **The last `keep_last` storages.** Backward reads them first, before their copies out could have ended.
 #
-# In the multilayer perceptron above, 8 linear layers save their inputs, the first of which is `rows`. The 8 GELUs save
-# their inputs, too, and the loss saves the last output. That makes 17 activations of $S$ bytes.
+# In the multilayer perceptron above, 8 linear layers save their inputs, the first of which is `rows`. The 8 GELUs also
+# save their inputs, and the loss saves the last output. That makes 17 activations of $S$ bytes.
 
 # %%
 for options in {"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes": S + 1}:
@@ -396,7 +396,7 @@ path = write_text_atomic("results/tables/05_ways.md", markdown_table(way_rows, c
 # ```
 #
 # All gradients are bit-identical. Offloading the inputs lowers the checkpointed peak by $(n - 1 - h) \, S$, here by ten
-# inputs. (The store holds eleven: the batch is copied, too, although that frees nothing.) Offloading all activations
+# inputs. (The store holds eleven: the batch is also copied, although that frees nothing.) Offloading all activations
 # gives the lowest peak: one *operation* at a time needs its tensors on the device, not one region. The price is the last
 # column: many times the bytes of the inputs must be copied out and back.
 
@@ -409,7 +409,7 @@ figure
 # *Offload of the inputs removes the ramp of the checkpointed step. With `sync`, each copy ends before compute goes on;
 # with `async`, the copies overlap with compute.*
 #
-# The store can be a disk, too, with `store="disk"`. Its buffers are memory-mapped files without a name, so the system
+# The store can also be a disk, with `store="disk"`. Its buffers are memory-mapped files without a name, so the system
 # reclaims the space when the process ends, even after a crash.
 
 # %% [markdown]
@@ -508,7 +508,7 @@ curves["half of backward"] = [fit.backward_seconds / 2 for fit in fits]
 plots.line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="one region (ms)", unit=1e-3)
 
 # %% [markdown]
-# *Attention is quadratic in the tokens, the copy linear: from about 1024 tokens on, compute takes longer than the
+# *Attention is quadratic in the tokens, the copy linear: above about 1024 tokens, compute takes longer than the
 # copies.* The measured shares follow the predicted ones only roughly, because they are times of threads on a busy CPU.
 #
 # :::{admonition} Takeaway
@@ -544,8 +544,8 @@ print(f"{(pair[0] - pair[1]) / S:.0f} S; n - 1 = {8 - 1}")
 # %% [markdown]
 # :::{admonition} Exercise 2: how wide must a model be?
 # :class: note
-# A GPU computes $4 \cdot 10^{14}$ FLOPs per second in bf16, and its link carries 25 GB/s. From which width $d$ on do
-# the copies of block inputs overlap completely at any length? And at $d = 1024$, from which length on? Derive both from
+# A GPU computes $4 \cdot 10^{14}$ FLOPs per second in bf16, and its link carries 25 GB/s. Above which width $d$
+# do the copies of block inputs overlap completely at any length? And at $d = 1024$, above which length? Derive both from
 # $T^*$, then ask `offload_pays`.
 # :::
 
@@ -556,7 +556,7 @@ seconds = {T: (24 * d**2 * T + 4 * d * T**2) / rate for T in (1024, 2048, 4096)}
 print(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 
 # %% [markdown]
-# From $d = \rho / (12 \lambda)$ on, the matrix products alone take at least as long as the copies. These are peak
+# For $d \ge \rho / (12 \lambda)$, the matrix products alone take at least as long as the copies. These are peak
 # rates. A real GPU computes more slowly, which makes complete overlap easier.
 #
 # The next two exercises close Part I.
@@ -663,7 +663,7 @@ own_peaks
 #
 # A published experiment trains 12 Transformer blocks on a T4: the baseline, per-block checkpointing (`ckpt_classic`),
 # and per-block checkpointing with the inputs offloaded, in both modes. The table compares its figures with the peaks of
-# our model, predicted from shapes alone at the same sizes. In a terminal, `ackpt offload` runs the experiment, also with
+# our model, predicted from shapes alone at the same sizes. In a terminal, `ackpt offload` runs the experiment, including
 # the offload of other tools.
 
 # %% tags=["hide-input"]

@@ -153,7 +153,7 @@ print(f"predicted {predicted} bytes, measured {tiny_step.dynamic_peak_bytes}")
 
 # %% [markdown]
 # The prediction is exact to the byte. (In this model the peak comes late, because the gradients are larger than the
-# activations.) `ackpt.trace` captures the same graph from any model, also if it is too large for this machine, and
+# activations.) `ackpt.trace` captures the same graph from any model, even if it is too large for this machine, and
 # `ackpt.graph.simulate` is the same simulator for any schedule. Which storages must be *saved*? Those that a forward
 # operation allocates and a backward operation accesses:
 
@@ -383,7 +383,7 @@ figure
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The saved set alone does not determine the peak: the order matters, too. Recompute late and free at once. If that is
+# The saved set alone does not determine the peak: the order also matters. Recompute late and free at once. If that is
 # not enough, recompute more than once. A planner that chooses only sets leaves the peak to chance.
 # :::
 #

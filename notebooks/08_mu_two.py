@@ -435,8 +435,8 @@ path = write_text_atomic("results/tables/08_published.md", table)
 #
 # - **Largest batch.** The table supports a factor of about 2, the lower end of the claim for the ResNet.
 # - **Peak.** No row is in the claimed range of -45 % to -60 %.
-# - **Time.** From batch 8 on, the step with recomputation is reported as *faster*, although it computes everything that
-#   the baseline computes, and more. Recomputation cannot explain this, and no other cause was given.
+# - **Time.** For batches of 8 and more, the step with recomputation is reported as *faster*, although it computes
+#   everything that the baseline computes, and more. Recomputation cannot explain this, and no other cause was given.
 #
 # For fixed fates, memory is linear in the batch size. We compute the growth from row to row:
 
@@ -489,7 +489,7 @@ for name in ("sin", "exp"):
 #
 # :::{admonition} Exercise 2: 16-bit products
 # :class: note
-# From which width on does a layer hide the copy of its output in 16 bits? Compare a T4 (`float16`) and an H200
+# Above which width does a layer hide the copy of its output in 16 bits? Compare a T4 (`float16`) and an H200
 # (`bfloat16`) with their results in fp32.
 # :::
 

@@ -53,8 +53,8 @@ GIB = 2**30
 # ## What a rank stores
 #
 # In the chapters so far, one machine held all parameters, gradients and optimizer state. In mixed precision with AdamW
-# these need 16 bytes per parameter, so from about five billion parameters on they do not fit on one GPU of 80 GiB. But
-# a rank needs a parameter only while its block runs. Fully sharded training (Rajbhandari et al. 2020,
+# these need 16 bytes per parameter, so those of more than about five billion parameters do not fit on one GPU of 80
+# GiB. But a rank needs a parameter only while its block runs. Fully sharded training (Rajbhandari et al. 2020,
 # {cite}`rajbhandari2020`; Zhao et al. 2023, {cite}`zhao2023fsdp`) stores $1/N$ of each tensor on each rank:
 #
 # $$ \underbrace{s P / N}_\text{parameters} + \underbrace{s P / N}_\text{gradients} + \underbrace{2 s P / N}_\text{AdamW}
