@@ -10,7 +10,7 @@
 # - Split the memory of a step into a part fixed by the parameters and a part that grows with the batch.
 # - Derive both from the sizes of the model: 16 bytes per parameter, and a sum of widths per token.
 # - Measure both to the byte, and find the moment of the peak.
-# - Decide which part to reduce, and from how many tokens on the activations dominate.
+# - Decide which part to reduce, and above how many tokens the activations dominate.
 #
 # ## Notation
 #
@@ -82,7 +82,7 @@ print(f"P = {P:,}, counted {sum(p.numel() for p in model.parameters()):,}")
 # `zero_grad` frees the gradients and backward allocates them again. (With `zero_grad(set_to_none=False)` they would be
 # resident, too.)
 #
-# `ackpt.measure` runs the step a few times and reads the allocator's events. It counts the inputs as resident, too.
+# `ackpt.measure` runs the step a few times and reads the allocator's events. Inputs also count as resident.
 
 # %%
 measured = ackpt.measure(step, resident=[model, optimizer, x], repeats=0)
@@ -127,8 +127,12 @@ assert measured.categories["optimizer"] == 8 * P + counters
 #
 # $$ A = 10 d + 2 f + 3 h + 2 $$
 #
-# Attention computes a score for every pair of tokens, yet the formula has no $T^2$ term: the flash kernel saves one
-# number per query and head and recomputes the scores in backward. It is a checkpoint in miniature.
+# Attention computes a score for every pair of tokens, yet the formula has no $T^2$ term. PyTorch's fused attention
+# kernel (FlashAttention) saves one element per query and head, and recomputes the scores in backward. It is a
+# checkpoint in miniature.
+#
+# The next cell measures one block. `timeline.boundary` is the moment between forward and backward, and `.at` gives the
+# live bytes of each category. `backward(x)` passes `x` as the gradient of the output, so no memory is allocated for it.
 
 # %%
 A = 10 * d + 2 * f + 3 * h + 2
@@ -138,10 +142,12 @@ counted = alone.timeline.at(alone.timeline.boundary)["activations"]
 print(f"predicted {4 * T * A:,}  measured {counted:,}")
 
 # %% [markdown]
-# (The input of this block is resident, but its output, which would be the next block's input, is live. The two cancel.)
+# (The formula counts the block's input, which is resident here. The measurement counts the block's output instead,
+# which has the same size.)
 #
 # `ackpt.print_saved` lists what autograd saves, tensor by tensor, with the operation, the module and the source line.
-# Compare it with the table above: each row of the table appears here with 4 bytes per element.
+# Compare it with the table above: each row appears here with 4 bytes per element. The list also contains what costs no
+# further memory: parameters, the input, and views of storages that are already listed.
 
 # %%
 ackpt.print_saved(block, x, sequences, 256)
@@ -185,13 +191,15 @@ print(f"{loss.numel()} element in {loss_bytes:,} bytes; still missing: {counted 
 # :::{admonition} Takeaway
 # :class: tip
 # A step needs $16 P$ bytes for parameters, gradients and optimizer state, of which $12 P$ are resident. The activations
-# that the forward saves need $4 T (L A + d + 1)$ bytes. The first part does not depend on the batch, the second not on the optimizer.
+# that the forward saves need $4 T (L A + d + 1)$ bytes. The first part does not depend on the batch, the second not on
+# the optimizer.
 # :::
 
 # %% [markdown]
 # ## When each byte is live
 #
-# The two parts never peak together. The figure shows one step from left to right, one allocation or free at a time.
+# Activations and gradients never peak together. The figure shows one step from left to right, one allocation or free at
+# a time.
 
 # %% tags=["hide-input"] alt="Stacked live memory over the allocations of one training step: resident bytes are a constant band, activations rise in a straight line until backward begins and then fall, gradients grow from zero; the peak is at the start of backward."
 figure = plots.timeline_plot(measured.timeline.thinned(1000), "", measured.resident_bytes)
@@ -273,7 +281,7 @@ path = plots.save(figure, "results/figures/01_tokens.png")
 figure
 
 # %% [markdown]
-# *From $T^*$ tokens on, the activations need more memory than parameters, gradients and optimizer state together.*
+# *Above $T^*$ tokens, the activations need more memory than parameters, gradients and optimizer state together.*
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -294,8 +302,8 @@ figure
 #     x = torch.utils.checkpoint.checkpoint(block, x, sequences, 256, use_reentrant=False)
 # ```
 #
-# `ackpt.apply_activation_checkpointing` does this in place; the next chapters build it. Before you run the cell, estimate
-# the new peak: which bytes vanish, and when are most of the others live?
+# `ackpt.apply_activation_checkpointing` does this in place; the next chapters build it. Before you run the cell,
+# estimate the new peak: which bytes vanish, and when are most of the others live?
 
 # %%
 ackpt.apply_activation_checkpointing(model, Block)
@@ -351,8 +359,9 @@ figure
 # %% [markdown]
 # *Checkpointing lowers the peak because the activations of one block at a time are live, recomputed in backward.*
 #
-# The price is arithmetic: every block runs its forward twice. A backward costs about two forwards, so the step grows
-# from the cost of three forwards to that of four.
+# The price is arithmetic: every block runs its forward twice. A backward costs about two forwards, because each matrix
+# product of the forward has two in backward, as in the formulas above. So the step grows from the cost of three
+# forwards to that of four, by a factor of at most $4 / 3$.
 
 # %%
 print(f"checkpointed / baseline = {checkpointed.flops / measured.flops:.4f} in FLOPs")
@@ -451,7 +460,7 @@ print("ReLU:", kept_per_token(torch.nn.ReLU()), "= d + f   =", d + f)
 # - A training step needs 16 bytes per parameter (fp32, AdamW), 12 of them resident, and $4 A$ bytes per token and
 #   block, with $A = 10 d + 2 f + 3 h + 2$. We derived both on paper and measured them to the byte.
 # - Activations rise until backward begins and fall while the gradients rise. The peak is at the start of backward.
-# - From $\tfrac{8}{3} d$ tokens on, activations outweigh everything else. They are saved only to be read once more, and
+# - Above $\tfrac{8}{3} d$ tokens, activations outweigh everything else. They are saved only to be read once more, and
 #   they can be recomputed: that is the subject of the next chapters.
 # - A byte count that does not add up has a cause that can be found; here it was a loss in a storage as large as its
 #   input.

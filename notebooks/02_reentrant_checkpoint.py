@@ -61,14 +61,9 @@ def measured(function, *resident):
 # ## Ten lines
 #
 # Backward through $y = f(x)$ computes $\bar x = J^\top \bar y$, where $J$ is the derivative of $f$ at $x$. PyTorch
-# never forms $J$: every operation inside $f$ saves what its own factor needs. But everything saved is a function of
-# $x$, so it can be recomputed from $x$ when $\bar y$ arrives:
-#
-# - **saved:** $x$ and nothing else;
-# - **recomputed:** everything inside $f$, just before it is needed;
-# - **the price:** one more forward of $f$.
-#
-# An `autograd.Function` implements this rule:
+# never forms $J$. It multiplies by the derivative of one operation after another, and each operation inside $f$ saves
+# the tensors that its own derivative needs. But all of them are functions of $x$. A checkpoint therefore saves $x$ and
+# nothing else, and recomputes everything inside $f$ when $\bar y$ arrives. An `autograd.Function` implements this rule:
 
 
 # %%
@@ -91,7 +86,7 @@ class TenLines(torch.autograd.Function):
 # %% [markdown]
 # The forward runs without a graph, so it saves no intermediate tensor. The backward turns the saved input into a new
 # leaf, reruns the function with a graph, and backpropagates the gradient through it. That second backward runs *inside*
-# the first one and enters the autograd engine again: the checkpoint is *reentrant* (Chen et al. 2016).
+# the first one and enters the autograd engine again, so the checkpoint is called *reentrant*.
 #
 # Compare four sines in a row with and without a checkpoint:
 
@@ -121,8 +116,8 @@ path = plots.save(figure, "results/figures/02_autograd.png")
 figure
 
 # %% [markdown]
-# *Autograd's graph without a region, and with a region of `ackpt.checkpoint`. The region is a single node that saves its
-# input; its backward builds the inner graph and frees it at the end.*
+# *Autograd's graph without a region, and with a region of `ackpt.checkpoint`. The region is a single node that saves
+# its input; its backward builds the inner graph and frees it at the end.*
 #
 # Predict the saved bytes when backward begins. A sine saves its input. The first input is $x$, which is allocated
 # anyway, so the baseline saves three activations of $S$ bytes and the checkpoint none. The other 8 bytes are the loss
@@ -172,19 +167,20 @@ schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 #
 # A single region around all layers gains nothing: its recomputation holds all $n$ activations again. One region per
 # layer saves all $n$ inputs. The optimum is in between. Cut a chain of $n$ layers, each of which saves its input, into
-# $k$ regions (Chen et al. call them segments). During the backward of region $i$, these tensors are live:
+# $k$ regions ({cite:t}`chen2016` call them segments). During the backward of region $i$, these tensors are live:
 #
 # - the $i - 1$ *boundaries*, which are the inputs of the regions 2 to $i$ (the input of the first is $x$);
 # - the $\ell_i$ activations that the region has just recomputed;
 # - two gradients, of the current layer's output and of its input.
 #
-# In the last region, backward begins with the gradient of a sum, which is a single number. So
+# In the last region there is one gradient less: backward begins with the gradient of a sum, which is one element,
+# expanded to the shape of the output without memory for it. The loss and its gradient add 8 bytes. So
 #
 # $$ \text{peak} = S \cdot \max\Bigl( \max_{i < k} \, (i - 1 + \ell_i + 2),\; k - 1 + \ell_k + 1 \Bigr) + 8 \text{ bytes}.
 #    $$
 #
 # For $k \ge 2$ equal regions this is $k + n / k$ activations, smallest at $k = \sqrt n$, where it is $2 \sqrt n$: a
-# chain of $n$ layers needs the memory of $2 \sqrt n$ of them, for less than one more forward of the chain.
+# chain of $n$ layers needs the memory of $2 \sqrt n$ of them, for one more forward of the chain.
 
 
 # %%
@@ -219,7 +215,9 @@ figure
 
 # %% [markdown]
 # The timeline of the step in 8 regions shows the mechanism. The teeth on the left are first forwards: each region
-# drops its activations when it ends, and its output becomes a boundary. The teeth on the right are recomputations.
+# drops its activations when it ends, and its output becomes a boundary. (The ten lines would not show these teeth:
+# `ackpt.checkpoint` runs the first forward with a graph, for reasons given below.) The teeth on the right are
+# recomputations.
 
 # %% alt="Live memory of a chain of 64 layers in 8 regions: eight teeth that rise step by step during the forward and, after the start of backward, eight teeth that are a little higher and step down."
 figure = plots.timeline_plot(runs[3].timeline, "")
@@ -232,8 +230,8 @@ figure
 #
 # :::{admonition} Takeaway
 # :class: tip
-# With $\sqrt n$ regions, the memory of $n$ layers falls from $n$ activations to $2 \sqrt n$. Boundaries, one region and
-# two gradients give the peak to the byte.
+# With $\sqrt n$ regions, the memory of $n$ layers falls from $n$ activations to $2 \sqrt n$: boundaries, one region and
+# two gradients.
 # :::
 
 # %% [markdown]
@@ -253,9 +251,9 @@ y.requires_grad
 
 # %% [markdown]
 # The output does not require grad, because no input of the `autograd.Function` does. The layer never learns, and
-# nothing warns. The fix: make the parameters inputs of the function, too. Then they get their gradients through the
-# outer graph. (PyTorch's reentrant checkpoint calls `backward` inside the region instead, so it still needs an input
-# that requires grad.)
+# nothing warns. The fix: also make the parameters inputs of the function. Then they get their gradients through the
+# outer graph. (PyTorch's reentrant checkpoint instead calls `backward` on the recomputed output, which adds to the
+# `.grad` of the parameters directly. Its own backward runs only if an input requires grad.)
 #
 # ### In-place updates before backward
 #
@@ -273,8 +271,8 @@ data.grad.item() / weight_in_forward
 
 # %% [markdown]
 # The recomputation uses the new weight. Without a checkpoint, autograd raises an error: each tensor counts its in-place
-# changes, and autograd compares that count for every saved tensor. The fix: save the parameters with
-# `save_for_backward`, which needs no memory, since they are allocated anyway.
+# changes, and autograd compares that count for every saved tensor. The fix: also save the parameters
+# with `save_for_backward`. This needs no memory, since they are allocated anyway.
 #
 # ### Random numbers
 #
@@ -312,7 +310,7 @@ y.backward()
 dtypes
 
 # %% [markdown]
-# The recomputation runs in fp32, so it computes a different function. The fix: save the autocast settings, too.
+# The recomputation runs in fp32, so it computes a different function. The fix: save the autocast settings as well.
 #
 # ## Thirty lines
 #
@@ -348,8 +346,8 @@ def checkpoint(function, x):
 
 
 # %% [markdown]
-# (On a GPU, the state of its generator and its autocast settings must be saved, too.) All gradients of a small model
-# with dropout under autocast now equal the baseline's, although its input is data:
+# (On a GPU, also save the state of its generator and its autocast settings.) All gradients of a small model with dropout
+# under autocast now equal the baseline's, although its input is data:
 
 # %%
 model, data = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64)), torch.randn(8, 64)
@@ -364,11 +362,10 @@ for run in (model, functools.partial(checkpoint, model)):
 # %% [markdown]
 # ## What thirty lines still miss
 #
-# The table runs 19 steps like those above, each in a few lines, with five checkpoints:
-# `ackpt.experiments.pitfalls.checkpoints` has their code, and {doc}`../pitfalls` explains them. PyTorch's reentrant form
-# is a full version of the ten lines. Its non-reentrant form is another design: it intercepts every tensor that autograd
-# would save, drops it, and recomputes the region when backward first reads one. Without a checkpoint, the third step
-# raises an error, so *error* is the correct outcome there.
+# The table shows the results of 19 steps like those above with five checkpoints. {doc}`../pitfalls` explains the steps
+# and has their code. PyTorch's reentrant form is a full version of the ten lines. Its non-reentrant form is another
+# design: it intercepts every tensor that autograd would save, drops it, and recomputes the region when backward first
+# reads one. Without a checkpoint, the third step raises an error, so *error* is the correct outcome there.
 
 # %% tags=["hide-input"]
 torch_checkpoints = {
@@ -388,15 +385,16 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # ```{include} ../../results/tables/02_pitfalls.md
 # ```
 #
-# A recomputation is correct only if it repeats the forward. `ackpt.checkpoint` is the thirty lines with these additions:
+# A recomputation is correct only if it repeats the forward. `ackpt.checkpoint` is the thirty lines with these
+# additions:
 #
 # - **The first forward runs in grad mode**, and its graph is dropped when the region ends. So code that checks the grad
-#   mode takes the same path as without a checkpoint, and the graph shows which outputs require grad and which
-#   parameters the region uses, however it reaches them.
+#   mode takes the same path as without a checkpoint. The graph also shows which outputs require grad and which
+#   parameters the region uses, even those that it reaches through a closure.
 # - **Every random number stream** that the region draws from is replayed: torch's, Python's, NumPy's, and your own
 #   generators. A region that draws no random numbers saves no state.
 # - **State changes once per step.** For the recomputation, buffers such as BatchNorm's statistics get their old values
-#   back, and afterwards the new ones. The mode of each module is restored, too.
+#   back, and afterwards the new ones. The mode of each module is also restored.
 # - **A closure's variables** are saved with the region, so a lambda in a loop calls the layer that it called in the
 #   forward.
 # - **Tensors in dicts, lists, tuples, dataclasses and keyword arguments** are inputs of the autograd node.
@@ -418,13 +416,13 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # ## Nested regions
 #
 # The recomputation of a region holds all of its activations, unless the region contains regions itself. Cut the chain
-# into $k$ outer regions of $m$ inner regions with $\ell$ layers each. During backward, the boundaries of both levels,
-# one *inner* region and two gradients are live:
+# into $k$ outer regions of $m$ inner regions with $\ell$ layers each. The peak comes in the last outer region. Live are
+# the boundaries of both levels, one *inner* region, the recomputed output of the outer region, and one gradient:
 #
 # $$ (k - 1) + (m - 1) + \ell + 2 = k + m + \ell, \qquad n = k \, m \, \ell , $$
 #
-# smallest at $k = m = \ell = \sqrt[3] n$. The price: every layer runs once in the forward, once for its outer region and
-# once for its inner region.
+# smallest at $k = m = \ell = \sqrt[3] n$. The price: every layer runs once in the forward, once for its outer region
+# and once for its inner region.
 
 # %%
 calls = []
@@ -480,9 +478,8 @@ per_block = measure(step, resident=[model, data, offsets], warmup=0, repeats=0)
 all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), expected))
 
 # %% [markdown]
-# What a checkpointed model saves can be predicted. The blocks save their inputs, except that of the first block, which
-# is the data. The last norm saves its input, a scale for each token, and its output. The loss is stored in a tensor as
-# large as its input, with its gradient:
+# As in {doc}`01_where_memory_goes`, the saved bytes follow from the inputs of the blocks, the last norm and the loss; the
+# first block's input is the data. The last line subtracts this prediction from the measurement:
 
 # %%
 for name, run in {"baseline": baseline, "checkpointed": per_block}.items():
@@ -496,7 +493,8 @@ saved_bytes - 4 * (T * ((L - 1) * d + d + 1 + d) + T * d + 1)
 #
 # The additions of `ackpt.checkpoint` take a fixed time per region, whatever the region computes. To make this time
 # visible, the next cell times a tiny region, two linear layers of width 8, and a Transformer block with 512 tokens. All
-# contenders take turns. Compare the *ratios*; the times depend on the machine and its load.
+# contenders take turns. Compare the *ratios*; the times depend on the machine and its load. On a busy machine even
+# the ratios of the block vary, so only a large difference means anything.
 
 # %% tags=["measured-time", "nbval-ignore-output", "hide-input"]
 tiny, few = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
@@ -557,7 +555,8 @@ for lengths in ([4, 4, 4, 4], [5, 4, 3, 2, 2]):
 # :::{admonition} Exercise 2: halves of halves
 # :class: note
 # Checkpoint the first half of a chain, then treat both halves in the same way, down to one layer. How do the peak and
-# the number of forwards grow with $n$? Chen et al. prove $O(\log n)$ and $O(n \log n)$.
+# the number of forwards grow with $n$? Chen et al. prove $O(\log n)$ and $O(n \log n)$. Hint: every backward of a
+# region keeps the gradient of the region's output until it ends, so each level of nesting holds one gradient more.
 # :::
 
 
@@ -610,15 +609,14 @@ print(f"wide:   {saved_by(wide):,} = 4 x {4 * size:,}")
 # ## What we have seen
 #
 # - A reentrant checkpoint is ten lines: save the input, run without a graph, and rerun with a graph in backward.
-# - A chain of $n$ layers then needs $2 \sqrt n$ activations, and $3 \sqrt[3] n$ with two levels of regions. Boundaries,
-#   one region and two gradients give the peak to the byte.
+# - A chain of $n$ layers then needs $2 \sqrt n$ activations, and $3 \sqrt[3] n$ with two levels of regions. The
+#   formulas give the peaks to the byte.
 # - The ten lines are wrong wherever the second run differs from the first. Thirty lines fix parameters, in-place
 #   updates, torch's random numbers and autocast. Most of the remaining errors are silent, in PyTorch's own checkpoint,
 #   too.
 # - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, with the exception above. The code is
-#   in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
-#
-# {doc}`12_what_pytorch_offers` measures PyTorch's own tools, and shows more failures.
+#   in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`. {doc}`12_what_pytorch_offers` shows more
+#   failures of PyTorch's own tools.
 #
 # ## Sources
 #

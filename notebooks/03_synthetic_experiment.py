@@ -9,7 +9,7 @@
 #
 # - Repeat a published experiment, scaled down to run on two CPU cores.
 # - Derive the peak of both methods: a slope in bytes per token above a fixed floor.
-# - Find the sequence length from which the boundaries, not the gradients, decide the checkpointed peak.
+# - Find the sequence length above which the boundaries, not the gradients, decide the checkpointed peak.
 # - Count the cost in floating-point operations, and measure it in time.
 # - Predict the peaks at the published sizes from shapes alone.
 #
@@ -56,8 +56,8 @@ SOURCE = "notebooks/03_synthetic_experiment.py"
 # head is 16 wide, an eighth of the published width: narrower heads are slow on a CPU.)
 #
 # The sequences of a batch are *packed*: they follow each other in one matrix of $T$ rows without padding, and `offsets`
-# says where each begins. A block takes the matrix, the offsets and the length of the longest sequence. The region is
-# one line: it computes the block without saving its activations, and recomputes them in backward
+# says where each begins. A block takes the matrix, the offsets and the length of the longest sequence. With
+# `ackpt.checkpoint`, each block is a region: its activations are dropped in the forward and recomputed in backward
 # ({doc}`02_reentrant_checkpoint`).
 
 # %%
@@ -74,7 +74,7 @@ def forward(model, x, offsets, longest, method):
 
 
 # %% [markdown]
-# The training step is plain PyTorch, too:
+# The training step is also plain PyTorch:
 
 
 # %%
@@ -119,10 +119,10 @@ for T in lengths:
 # **Without checkpointing.** {doc}`01_where_memory_goes` found that one block saves $A = 10 d + 2 f + 3 h + 2$ elements
 # per token, including its own input, and that the peak comes soon after backward begins. To predict the peak to the
 # byte, we need the exact moment: the backward of the last block's down-projection. By then the backward of the loss and
-# of the last norm has freed what these saved, and the live elements per token are
+# of the last norm has freed the tensors that they saved. The live elements per token are
 #
 # - $L A$ that the blocks saved, including the model's input,
-# - $d$ for the incoming gradient and $f$ for the outgoing gradient,
+# - $d$ for the gradient of the down-projection's output and $f$ for that of its input,
 # - $d$ for the loss, whose storage on the CPU is as large as its input.
 #
 # $$ s_\text{baseline} = 4 \, (L A + 2 d + f) \text{ bytes per token} $$
@@ -213,7 +213,7 @@ figure
 
 # %% [markdown]
 # *Peak over the sequence length: measured (markers) and by the formulas (lines). With checkpointing, a token costs a
-# small part of its bytes; the slope increases a little at the bend.*
+# fraction of the baseline's bytes; the slope increases a little at the bend near 770 tokens.*
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -286,7 +286,8 @@ for T in lengths:
 # and the ratio approaches $9 / 7$: the more expensive the backward, the smaller the share of recomputation.
 #
 # Time must be measured. Both methods take turns, and each round gives one ratio. We print the median of five rounds,
-# with the lowest and the highest.
+# with the lowest and the highest. Expect ratios above those in FLOPs: operations without FLOPs also take time, and every
+# region adds a fixed time ({doc}`02_reentrant_checkpoint`), which weighs most in short sequences.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for T in (lengths[0], lengths[-1]):
@@ -298,8 +299,7 @@ for T in (lengths[0], lengths[-1]):
 #
 # A peak depends on shapes alone, so predicting it requires no real step. `ackpt.predict` runs the same step on *fake
 # tensors*, which have shapes but no data, and follows their allocations and frees. The prediction equals the
-# measurement to the byte. It even includes the storage of the loss, which is one element but has a storage of $T d$
-# elements on the CPU.
+# measurement to the byte. It even includes the loss, one element in a storage of $T d$ elements.
 
 # %%
 T = lengths[-1]
@@ -312,8 +312,8 @@ for method in methods:
     assert predicted.peak_bytes == runs[method, T].peak_bytes
 
 # %% [markdown]
-# In the same way we predict the published sizes, as on a GPU: fp32 weights, and matrix products in bf16. A prediction
-# cannot see memory that a kernel allocates internally.
+# In the same way we predict the published sizes with the dtypes of a GPU run: weights in fp32, matrix products in bf16. A
+# prediction cannot see memory that a kernel allocates internally.
 
 # %% tags=["hide-input"]
 published = replace(synthetic.GPU, seq_lens=(2048, 8192, 16384))
@@ -382,7 +382,7 @@ for method, formula in zip(methods, (baseline_peak, checkpoint_peak)):
     print(f"{method:10} {run.peak_bytes - formula(768):,} bytes above the formula")
 
 # %% [markdown]
-# From 768 tokens on, the CPU's attention kernel uses tiles of 256 queries instead of 64, against 512 keys each. Its
+# At 768 tokens or more, the CPU's attention kernel uses tiles of 256 queries instead of 64, against 512 keys each. Its
 # backward allocates two tiles in fp32 for each of two threads: $2 \cdot 2 \cdot 256 \cdot 512 \cdot 4$ bytes, or 2 MiB.
 # At 768 tokens, this lifts the attention of a block above its down-projection, where our formula expects the peak. At
 # 1024 tokens the MLP is larger again.
@@ -390,7 +390,8 @@ for method, formula in zip(methods, (baseline_peak, checkpoint_peak)):
 # :::{admonition} Exercise 3: what fits
 # :class: note
 # A GPU has 24 GiB. On how many tokens of one sequence can you train the published model, without and with checkpointed
-# blocks? Estimate both from the table and the slopes, then check with `predict_experiment`.
+# blocks? Estimate both from the table and the slopes, then check with `predict_experiment`. Mind the bend: for this
+# model, it lies between the last two lengths of the table.
 # :::
 
 # %% tags=["solution"]
@@ -411,7 +412,7 @@ for method in methods:
 #   $4 d$ bytes, for each further layer. Both were measured to the byte.
 # - Per-block checkpointing costs at most a third more FLOPs, and less for longer sequences. The losses are equal to the
 #   last bit.
-# - Shapes alone give the peak, also for models and GPUs that are not available. The prediction is exact except for
+# - Shapes alone give the peak, even for models and GPUs that are not available. The prediction is exact except for
 #   memory that kernels allocate internally.
 
 # %% [markdown]
@@ -433,8 +434,9 @@ for name, peak in {"published": theirs, "predicted": ours}.items():
 
 # %% [markdown]
 # (The predicted slope also contains the input and the temporaries at the peak.) The published model saves about half as
-# much again, as much as five fp32 copies of the block's input. A sequence of separate fp32 operations, such as an
-# unfused norm, saves such copies, and a fused kernel does not. The figures do not tell which operations they were.
+# much again. The difference is about five fp32 copies of the block's input. A sequence of separate fp32 operations,
+# such as an unfused norm, saves such copies, and a fused kernel does not. The figures do not tell which operations they
+# were.
 #
 # **The floor of the checkpointed peak.** $16 P$ bytes are the weights, gradients and Adam states:
 

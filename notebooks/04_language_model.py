@@ -75,7 +75,7 @@ print(f"and predicts {batches[0].targets[:4].tolist()}...")
 #
 # The model is that of {doc}`03_synthetic_experiment` with causal attention, an embedding before the blocks, and a head
 # of $V \times d$ weights after them. The head computes the *logits*, one score per token and entry of the vocabulary.
-# Embedding and head are not tied.
+# Embedding and head are not tied. (`cu_seqlens` are the offsets of the packed sequences.)
 
 
 # %%
@@ -336,7 +336,8 @@ for method, ratio in times.ratios.items():
 # %% [markdown]
 # ## The published sizes
 #
-# The published model has GPT-2's vocabulary and 12 blocks of width 1024. We count its parameters:
+# The published model has GPT-2's vocabulary and 12 blocks of width 1024. Our chunked loss again has 8 chunks. We count
+# the parameters:
 
 # %%
 published = replace(lm.GPU, seq_lens=(2048, 8192))
@@ -406,8 +407,8 @@ print(f"with checkpointed blocks, logits / boundaries = {10 * W / (layers * 4 * 
 # :::{admonition} Exercise 1: a larger vocabulary
 # :class: note
 # Current models have vocabularies of 128 000 entries and more. With $V = 128\,256$ and 8192 tokens, how many GiB do the
-# weights, gradients and Adam states of the published model need, and how many do its logits? Predict the peaks of
-# `checkpoint` and `checkpoint+chunked-loss`.
+# weights, gradients and Adam states of the published model need, and how many do its logits, at 10 bytes each? Predict
+# the peaks of `checkpoint` and `checkpoint+chunked-loss`: which bytes are live in the head, and at the end of backward?
 # :::
 
 # %% tags=["solution"]
@@ -422,7 +423,7 @@ for record in answers:
 # %% [markdown]
 # :::{admonition} Exercise 2: how many chunks?
 # :class: note
-# For the published model at 8192 tokens with checkpointed blocks: from how many chunks on does the peak stop falling,
+# For the published model at 8192 tokens with checkpointed blocks: at how many chunks does the peak stop falling,
 # and why? Predict the peak for 2, 4, 8 and 16 chunks.
 # :::
 

@@ -113,13 +113,12 @@ for context in (contextlib.nullcontext(), saved_tensors_hooks(pack, unpack)):
     print(f"dynamic peak {peak:,} bytes = {peak / S:.1f} S")
 
 # %% [markdown]
-# The peak drops to what one layer needs at a time. Three flaws remain, in `save_on_cpu`, too:
+# The peak drops to what one layer needs at a time. Three flaws remain, and `save_on_cpu` has them as well:
 #
 # 1. **It waits.** Every copy runs between two operations, and compute stops for it.
-# 2. **It copies weights.** A linear layer saves not only its input but also its weight, as the view `w.t()`. The weight
-#    stays on the device during the step, so copying it frees nothing.
+# 2. **It copies weights.** A linear layer also saves its weight, as the view `w.t()`. Copying it frees nothing.
 # 3. **It allocates memory for each tensor.** A GPU can copy while it computes only if the host memory is page-locked,
-#    or *pinned*. Pinning can take longer than the copy.
+#    or *pinned*, and pinning can take longer than the copy.
 #
 # ## Overlapping copies with compute
 #
@@ -180,8 +179,9 @@ all(map(torch.equal, expected, train(saved_tensors_hooks(pack_async, unpack_asyn
 # ## Five rules for copies
 #
 # Work no longer runs in the order of the lines, and that makes offload hard. In `pack_async`, the submitted work refers
-# to `tensor` until the copy has run. Otherwise, the allocator could give the memory to the next tensor. The next cell
-# shows that *race*. To make it fail every time, the copy is delayed until the next tensor has been written.
+# to `tensor` until the copy has run, which keeps the memory of the tensor allocated. Without this reference, the
+# allocator could give the memory to the next tensor before it is copied. The next cell shows that *race*. To make it
+# fail every time, the copy is delayed until the next tensor has been written.
 
 
 # %%
@@ -209,7 +209,7 @@ path = write_text_atomic("results/tables/05_copies.md", table)
 # ```{include} ../../results/tables/05_copies.md
 # ```
 #
-# `ackpt.experiments.pitfalls.copies` has the code of each.
+# {doc}`../pitfalls` has the code of each.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -221,9 +221,8 @@ path = write_text_atomic("results/tables/05_copies.md", table)
 # %% [markdown]
 # ## The engine
 #
-# `ackpt.offload_saved_tensors` installs such a pair of hooks, with an engine that keeps these rules. (For GPUs,
-# `ackpt/offloading/cuda_transport.py` states them at its top.) The mode `sync` waits for every copy. The mode `async`,
-# the default, overlaps the copies and prefetches for backward:
+# `ackpt.offload_saved_tensors` installs such a pair of hooks, with an engine that keeps these rules. The mode `sync`
+# waits for every copy. The mode `async`, the default, overlaps the copies and prefetches for backward:
 
 # %%
 {mode: all(map(torch.equal, expected, train(ackpt.offload_saved_tensors(mode)))) for mode in ("sync", "async")}
@@ -242,6 +241,7 @@ with ackpt.offload_saved_tensors(keep_last=0) as engine:
     q, k, v = (2 * x).chunk(3, dim=1)
     loss = (q * k * v).sum()
 counts = engine.stats()
+del loss  # and with its graph, the bytes in the store
 {name: counts[name] for name in ("copies_out", "shared", "bytes_out")}, (3 + 1) * 256 * 256 * 4
 
 # %% [markdown]
@@ -249,11 +249,10 @@ counts = engine.stats()
 #
 # - **Parameters and buffers**, and views of them such as `w.t()`. The engine recognizes them by their storage.
 # - **Small tensors**, below `min_bytes`. Every copy has a fixed overhead, and a small tensor frees almost nothing.
-# - **The last storages.** Backward first reads what was saved last, so it would need these storages before their copies
-#   out have ended. The last `keep_last` storages stay.
+# - **The last `keep_last` storages.** Backward reads them first, before their copies out could have ended.
 #
-# In the multilayer perceptron above, 8 linear layers save their inputs, the first of which is `rows`. The 8 GELUs save
-# their inputs, too, and the loss saves the last output. That makes 17 activations of $S$ bytes.
+# In the multilayer perceptron above, 8 linear layers save their inputs, the first of which is `rows`. The 8 GELUs also
+# save their inputs, and the loss saves the last output. That makes 17 activations of $S$ bytes.
 
 # %%
 for options in {"keep_last": 0}, {"keep_last": 1}, {"keep_last": 4}, {"min_bytes": S + 1}:
@@ -333,22 +332,22 @@ figure
 # ### Prefetching in backward
 #
 # `sync` copies an input back when backward needs it, and waits. `async` records the order of the forward, and
-# prefetches the inputs in the reverse order. The copy of an input starts when the backward of the following region is
-# half done. `lookahead_bytes` bounds the bytes that are prefetched, by default to one input, which fits into memory that
-# the region has just freed. Prefetching everything at once would only move the ramp from the forward to the beginning
-# of backward.
+# prefetches the inputs in the reverse order. `lookahead_bytes` bounds the bytes that are prefetched, by default to one
+# input, which fits into memory that the region has just freed. Prefetching everything at once would only move the ramp
+# from the forward to the beginning of backward.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# With offloaded inputs, the device needs memory for one region at a time, however deep the model is: the ramp of the
-# forward disappears. The peak falls by $(n - 1 - h) \, S$, to the byte.
+# With offloaded inputs, the device needs memory for one region at a time, however deep the model is. The peak falls by
+# $(n - 1 - h) \, S$.
 # :::
 
 # %% [markdown]
 # ## With and without recomputation
 #
-# Both kinds of offload in one training loop, for a model of 12 Transformer blocks. Which of the five ways has the lowest
-# peak, and which needs the most host memory? Decide before you look at the table:
+# We train 12 Transformer blocks in five ways: the baseline, offload of all activations, checkpointing, and
+# checkpointing with offload of the inputs in both modes. Which way has the lowest peak, and which needs the most host
+# memory? Decide before you look at the table:
 
 # %%
 config = TransformerConfig(dim=64, ff_dim=256, layers=12, head_dim=16)
@@ -397,9 +396,9 @@ path = write_text_atomic("results/tables/05_ways.md", markdown_table(way_rows, c
 # ```
 #
 # All gradients are bit-identical. Offloading the inputs lowers the checkpointed peak by $(n - 1 - h) \, S$, here by ten
-# inputs. Without recomputation, the peak is lowest: one *operation* at a time needs its tensors on the
-# device, not one region. The price is the last column: all activations must be copied out and back, many times the
-# bytes of the inputs alone.
+# inputs. (The store holds eleven: the batch is also copied, although that frees nothing.) Offloading all activations
+# gives the lowest peak: one *operation* at a time needs its tensors on the device, not one region. The price is the last
+# column: many times the bytes of the inputs must be copied out and back.
 
 # %% alt="Three memory timelines, one above the other: checkpointing without offload, with sync and with async offload. Without offload, the boundaries rise like a ramp through the forward and step down in backward; the other two have no ramp. Thin bars below each timeline are copies: with sync each ends at once, with async they overlap with compute."
 figure = offload_report.timelines_plot(records, "", [*ways][2:])
@@ -410,7 +409,7 @@ figure
 # *Offload of the inputs removes the ramp of the checkpointed step. With `sync`, each copy ends before compute goes on;
 # with `async`, the copies overlap with compute.*
 #
-# The store can be a disk, too, with `store="disk"`. Its buffers are memory-mapped files without a name, so the system
+# The store can also be a disk, with `store="disk"`. Its buffers are memory-mapped files without a name, so the system
 # reclaims the space when the process ends, even after a crash.
 
 # %% [markdown]
@@ -418,8 +417,8 @@ figure
 #
 # A copy adds no time if it ends while the device computes. How much time is there?
 #
-# - **Out.** The copy of a region's input starts when the region's forward begins. It must end before the copy of the
-#   next region's input starts, one forward later: it has $F$.
+# - **Out.** In the forward, the copies of two consecutive inputs start one forward apart. A copy must end before the next
+#   one starts, so it has $F$.
 # - **In.** The copy back starts halfway through the backward of the following region: it has $R / 2$. A backward takes
 #   about two forwards, since each matrix product of the forward has two in backward. So this is $F$ again.
 #
@@ -509,7 +508,7 @@ curves["half of backward"] = [fit.backward_seconds / 2 for fit in fits]
 plots.line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="one region (ms)", unit=1e-3)
 
 # %% [markdown]
-# *Attention is quadratic in the tokens, the copy linear: from about 1024 tokens on, compute takes longer than the
+# *Attention is quadratic in the tokens, the copy linear: above about 1024 tokens, compute takes longer than the
 # copies.* The measured shares follow the predicted ones only roughly, because they are times of threads on a busy CPU.
 #
 # :::{admonition} Takeaway
@@ -524,17 +523,17 @@ plots.line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", yl
 # between its last use in the forward and its first use in the backward. Its *swap time* is that of its copies out and
 # in. A copy can overlap only with the inactive time, and all copies in one direction share the link. So mu-TWO
 # (Purandare et al. 2023) swaps the activation with the longest inactive time first, and only while a swap adds less
-# time than the recomputation of another activation. In a
-# chain, the inactive time falls from the first activation to the last. So the engine, which copies in the order of the
-# forward and keeps the last storages, makes the same choice. {doc}`08_mu_two` decides for each activation.
+# time than the recomputation of another activation. In a chain, the inactive time falls from the first activation to the
+# last. So the engine, which copies in the order of the forward and keeps the last storages, makes the same choice.
+# {doc}`08_mu_two` decides for each activation.
 
 # %% [markdown]
 # ## Exercises
 #
 # :::{admonition} Exercise 1: no input has another owner
 # :class: note
-# In the chain above, the first region's input is $x$, which belongs to the caller. Change the chain so that $h = 0$.
-# Predict by how much offload then lowers the peak, and measure it.
+# In the chain of SiLU regions, the first region's input is $x$, which belongs to the caller. Change the chain so that
+# $h = 0$. Predict by how much offload then lowers the peak, and measure it.
 # :::
 
 # %% tags=["solution"]
@@ -545,8 +544,8 @@ print(f"{(pair[0] - pair[1]) / S:.0f} S; n - 1 = {8 - 1}")
 # %% [markdown]
 # :::{admonition} Exercise 2: how wide must a model be?
 # :class: note
-# A GPU computes $4 \cdot 10^{14}$ FLOPs per second in bf16, and its link carries 25 GB/s. From which width $d$ on do
-# the copies of block inputs overlap completely at any length? And at $d = 1024$, from which length on? Derive both from
+# A GPU computes $4 \cdot 10^{14}$ FLOPs per second in bf16, and its link carries 25 GB/s. Above which width $d$
+# do the copies of block inputs overlap completely at any length? And at $d = 1024$, above which length? Derive both from
 # $T^*$, then ask `offload_pays`.
 # :::
 
@@ -557,15 +556,16 @@ seconds = {T: (24 * d**2 * T + 4 * d * T**2) / rate for T in (1024, 2048, 4096)}
 print(ackpt.offload_pays(2 * d, seconds, bandwidth=bandwidth))
 
 # %% [markdown]
-# From $d = \rho / (12 \lambda)$ on, the matrix products alone take at least as long as the copies. These are peak
+# For $d \ge \rho / (12 \lambda)$, the matrix products alone take at least as long as the copies. These are peak
 # rates. A real GPU computes more slowly, which makes complete overlap easier.
 #
 # The next two exercises close Part I.
 #
 # :::{admonition} Exercise 3: fix a script that exceeds its budget
 # :class: note
-# This step of the 12 blocks above also computes a validation loss. Predict its dynamic peak from the table, then measure
-# it. First fit it into 32 MiB without recomputing or copying anything. Then fit it into 6 MiB.
+# This step of the 12 blocks above also computes a validation loss on a second batch of the same size, `others`. Predict
+# its dynamic peak from the table, then measure it. First fit it into 32 MiB without recomputing or copying anything. Then
+# fit it into 6 MiB.
 #
 # ```python
 # def loss_of(a):
@@ -646,12 +646,10 @@ own_peaks
 # ## What we have seen
 #
 # - Offload is a pair of hooks and a copy. If copies overlap with compute, four rules about order make them correct, and
-#   a pool makes them fast.
-# - The engine copies storages, each one once, however many views of it are saved. Parameters, small tensors and the
-#   last storages stay.
+#   a pool of buffers makes them fast.
+# - The engine copies each storage once, however many views of it are saved.
 # - Offloading inputs lowers the peak of a checkpointed model by $(n - 1 - h) \, S$, to the byte, with `sync` and
 #   `async`.
-# - Backward prefetches the inputs in the reverse order of the forward, one input ahead.
 # - Copies overlap completely with compute if $S / \lambda \le F$. Attention's quadratic part makes that true for every
 #   sequence that is long enough.
 #
@@ -665,7 +663,7 @@ own_peaks
 #
 # A published experiment trains 12 Transformer blocks on a T4: the baseline, per-block checkpointing (`ckpt_classic`),
 # and per-block checkpointing with the inputs offloaded, in both modes. The table compares its figures with the peaks of
-# our model, predicted from shapes alone at the same sizes. In a terminal, `ackpt offload` runs the experiment, also with
+# our model, predicted from shapes alone at the same sizes. In a terminal, `ackpt offload` runs the experiment, including
 # the offload of other tools.
 
 # %% tags=["hide-input"]

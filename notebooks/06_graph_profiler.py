@@ -91,8 +91,9 @@ for node in joint.nodes:
 # ## Live bytes and the peak
 #
 # Memory is allocated and freed per *storage*, not per node. `t` and `detach` compute nothing: their results are *views*,
-# tensors in the storage of another one. A storage is allocated by its first node and freed after the last node that reads it or a view
-# of it. Before operation $i$, $m_{i-1}$ bytes are live, so
+# tensors in the storage of another one. A storage is allocated by its first node and freed after the last node that
+# reads it or a view of it. Before operation $i$, $m_{i-1}$ bytes are live. The results and the workspace of $i$ are
+# allocated before anything is freed, so
 #
 # $$ m_i = m_{i-1} + b_i - r_i , \qquad \text{peak} = \max_i \, (m_{i-1} + b_i + w_i) . $$
 #
@@ -152,7 +153,7 @@ print(f"predicted {predicted} bytes, measured {tiny_step.dynamic_peak_bytes}")
 
 # %% [markdown]
 # The prediction is exact to the byte. (In this model the peak comes late, because the gradients are larger than the
-# activations.) `ackpt.trace` captures the same graph from any model, also if it is too large for this machine, and
+# activations.) `ackpt.trace` captures the same graph from any model, even if it is too large for this machine, and
 # `ackpt.graph.simulate` is the same simulator for any schedule. Which storages must be *saved*? Those that a forward
 # operation allocates and a backward operation accesses:
 
@@ -306,10 +307,11 @@ for saved in ([a1, a2, a3, a4], [a1, a3, a4]):
 #
 # - **Early**: recompute all missing activations when backward begins. Then all $n$ are live, together with the first
 #   gradient.
-# - **Late**: recompute a segment of $k - 1$ activations when backward reaches it. At the first segment, $n / k - 1$
-#   saved activations are still live, and two gradients: the one that a tanh's backward reads and the one it computes.
+# - **Late**: recompute a segment of $k - 1$ activations when backward reaches it. At the first segment that backward
+#   reaches, the last of the $n / k$ saved activations is already freed, and the other $n / k - 1$ are live. So are two
+#   gradients: the one that a tanh's backward reads and the one it computes.
 # - **Again**: recompute one activation at a time, starting from the nearest saved one before it, and free the
-#   intermediate ones.
+#   intermediate ones. In place of $k - 1$ recomputed activations, only one is live.
 #
 # In units of $S$, and without the loss and its gradient, the peaks are
 #
@@ -381,7 +383,7 @@ figure
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The saved set alone does not determine the peak: the order matters, too. Recompute late and free at once. If that is
+# The saved set alone does not determine the peak: the order also matters. Recompute late and free at once. If that is
 # not enough, recompute more than once. A planner that chooses only sets leaves the peak to chance.
 # :::
 #
@@ -400,9 +402,9 @@ often = max(names, key=lambda i: len(names[i]))
 print(f"node {often}, {graph.nodes[often].name} in the capture, runs as {names[often]}")
 
 # %% [markdown]
-# A plan also carries the *hash* of its graph: operations and arguments with all shapes, dtypes and devices. Other
-# weights do not change the hash, but another number of rows does. Applying a plan to another graph raises an error, or
-# `ackpt.compile` simulates it for the new sizes first.
+# A plan also carries the *hash* of its graph: a digest of operations and arguments with all shapes, dtypes and devices.
+# Other weights do not change the hash, but another number of rows does. Applying a plan to another graph raises an error,
+# or `ackpt.compile` simulates it for the new sizes first.
 
 # %%
 weights, rows = ackpt.trace(Tiny(), x, labels), ackpt.trace(tiny, x[:2], labels[:2])
@@ -501,7 +503,7 @@ print({a.name: a.bytes for a in gelu_plan.activations}, gelu_plan.saved_bytes)
 
 # %% [markdown]
 # GELU saves 256 bytes more: backward needs the input of GELU for its derivative, and the output for the gradient of the
-# next weight. With ReLU, one storage serves both purposes.
+# next weight. With ReLU, one storage is enough for both.
 #
 # :::{admonition} Exercise 2: the best distance
 # :class: note
@@ -524,7 +526,8 @@ for distance in (2, 4, 8, 16, 32):
 # :::{admonition} Exercise 3: a policy of your own
 # :class: note
 # Write a policy that recomputes no FLOPs: save the outputs of matrix products and attention, and recompute the rest. By
-# how much does it lower the dynamic peak of the two-block language model?
+# how much does it lower the dynamic peak of the two-block language model? Hint: a policy is a function from a graph to an
+# object with a `schedule`, `PlannedStep(lm, policy)` runs it, and `ackpt.profile(graph).flops` lists the FLOPs by node.
 # :::
 
 
@@ -574,7 +577,7 @@ print(f"nodes of storage {widest.id}:", ", ".join(lm_graph.nodes[i].name for i i
 # %% [markdown]
 # ## Appendix: proof of a rewrite
 #
-# Before the rewritten modules run, `ackpt` proves their memory: it runs both once on fake tensors. After every operation,
+# Before the rewritten modules run, `ackpt` checks their memory: it runs both once on fake tensors. After every operation,
 # the live bytes must equal the simulated ones, with lifetimes derived from the modules and not from the schedule. Here
 # we replace ReLU by its in-place form after planning:
 
@@ -589,4 +592,4 @@ except ackpt.graph.RewriteError as error:
     print(str(error).split(". This")[0])
 
 # %% [markdown]
-# The proof covers bytes, not values. Tests compare the values: they run random programs with random fates.
+# This check covers bytes, not values. Tests compare the values: they run random programs with random fates.

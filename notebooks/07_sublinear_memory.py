@@ -263,7 +263,7 @@ path = plots.save(figure, "results/figures/07_peaks.png")
 figure
 
 # %% [markdown]
-# *On both axes each step is a factor: segments need about the square root of $n$, recursive halving about its logarithm.*
+# *Both axes are logarithmic: segments need about the square root of $n$, recursive halving about its logarithm.*
 
 # %% tags=["hide-input"] alt="Live memory of three training steps side by side. The baseline is a tall triangle. With equal segments the memory stays below a third of its height: a low ramp in the forward, and one tooth per segment in backward. With recursive halving it is lower still, with many small teeth."
 drawn = "baseline", "equal segments", "recursive halving"
@@ -291,16 +291,16 @@ figure
 #
 # A whole family of schedules lies between these two, and its optimum is known. Revolve (Griewank and Walther 2000,
 # [doi:10.1145/347837.347846](https://doi.org/10.1145/347837.347846)) saves at most $s$ states at any time, including
-# the first. Here a block is a *step* and its output a *state*. To reverse a step, it runs the step from the state
-# before it, and then its backward immediately. A run that only moves on to a later state is an *advance*. Revolve saves
-# its first snapshot after $j$ steps. The part after the snapshot is reversed with one snapshot less; the part before it
-# follows with all $s$ snapshots:
+# the first. Here a block is a *step* and its output a *state*. To *reverse* a step, it runs the step from the state
+# before it, and then its backward immediately; this run counts as part of the reversal. A run that only moves on to a
+# later state is an *advance*. After $j$ advances, Revolve saves its second snapshot. The part after it is reversed with
+# one snapshot less, because the first one stays saved; the part before it follows with all $s$ snapshots:
 #
 # $$ P(n, s) = \min_{1 \le j < n} \; j + P(n - j, s - 1) + P(j, s) , \qquad
 # P(n, 1) = \frac{n (n - 1)}{2} , \quad P(1, s) = 0 . $$
 #
-# The recursion has a closed form. With $s$ snapshots and at most $r$ runs of each step, one can reverse
-# $\beta(s, r) = \binom{s + r}{s}$ steps. For the smallest $r$ with $\beta(s, r) \ge n$,
+# The recursion has a closed form. With $s$ snapshots and at most $r$ runs of each step before its reversal, one can
+# reverse $\beta(s, r) = \binom{s + r}{s}$ steps. For the smallest $r$ with $\beta(s, r) \ge n$,
 # $P(n, s) = r \, n - \beta(s + 1, r - 1)$.
 
 # %% tags=["hide-input"]
@@ -394,8 +394,9 @@ for budget in (16, 13, 11, 9, 8):
     print(f"{budget:2} bytes, time {best.time}: {', '.join(ways)}")
 
 # %% [markdown]
-# The baseline takes 30, and no schedule fits into 7 bytes. Smaller budgets repeat forwards, the cheap ones first: stage
-# 1, which saves 5 bytes and takes 1, before stage 0, which saves 2 bytes and takes 2.
+# A stage that is listed twice runs twice. The baseline takes 30, and no schedule fits into 7 bytes. Smaller budgets
+# repeat forwards, the cheap ones first: stage 1, which saves 5 bytes and takes 1, before stage 0, which saves 2 bytes and
+# takes 2.
 #
 # A realistic chain of this kind narrows from front to back, like a convolutional network. Ours has four stages of eight
 # blocks. From one stage to the next the activations halve, while the FLOPs of a block stay the same. We run rotor's plan
@@ -480,8 +481,9 @@ c = inside / h.nbytes
 print(f"c = {c:.1f}, sqrt(n) = {isqrt(n)}, sqrt(c n) = {(c * n) ** 0.5:.1f}")
 
 # %% [markdown]
-# The measured peak also contains gradients of parameters. When backward recomputes a segment, $j$ boundaries are left,
-# and the gradients of the segments after it exist. The prediction is the largest sum over all $j$:
+# The measured peak also contains gradients of parameters. When backward recomputes a segment with $j$ boundaries before
+# it, these are live, and so are the gradients of the $k - 1 - j$ segments after it. The prediction is the largest sum of
+# boundaries, segment and gradients over all $j$:
 
 # %% tags=["hide-input"] alt="Peak memory over the number of segments for 16 Transformer blocks. Measured points fall all the way from one segment to sixteen. The predicted line falls in the same way and runs close below them."
 measured_mib = {k: run.dynamic_peak_bytes / MIB for k, run in transformer.items()}
@@ -575,7 +577,7 @@ where
 # :::{admonition} Exercise 1: another activation
 # :class: note
 # With GELU in place of tanh, a block saves two tensors, GELU's input and its output. Into how many equal segments
-# should you cut 32 such blocks? Predict with $c$, then measure.
+# should you cut 32 such blocks? Predict with $c$, then measure with `in_segments`.
 # :::
 
 
@@ -622,7 +624,8 @@ fewest, decreasing, [revolve.beta(s, 2) == (s + 1) * (s + 2) // 2 for s in (1, 1
 # :::{admonition} Exercise 3: save or recompute
 # :class: note
 # Take eight equal stages, with all sizes and times equal to 1. How long do rotor's schedules take for budgets from 3 to
-# 10, and Revolve's for 1 to 8 snapshots? Count every forward and every backward. Why is rotor faster?
+# 10, and Revolve's for 1 to 8 snapshots? Count every forward and every backward; `rotor.solve` and `revolve.advances`
+# do the rest. Why is rotor faster?
 # :::
 
 # %% tags=["solution"]

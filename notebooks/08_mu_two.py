@@ -147,9 +147,10 @@ figure
 #
 # mu-TWO compares two candidates: the activation that stays inactive longest, for swapping, and the one with the highest
 # ratio, for recomputation. It takes the one with less overhead, and repeats. The overhead of a swap is the part of its
-# copies that does not overlap with compute. Each operation can hide only one copy at a time, so `Link` takes the run
-# time of every operation (`costs`) and remembers what is left of it. `drop` removes an activation and updates the prices
-# of the others.
+# copies that does not overlap with compute. The copy out may begin as soon as the activation is computed, while the next
+# operation still reads it, so a little more than the inactive time is available. Each operation can hide only one copy
+# at a time, so `Link` takes the run time of every operation (`costs`) and remembers what is left of it. `drop`
+# removes an activation and updates the prices of the others.
 
 # %%
 hiding, kept, dropped, moved = Link(costs(graph, profile), graph.boundary), list(intermediates), [], []
@@ -190,12 +191,13 @@ for state in states(graph, no_link):
 # %% [markdown]
 # - `tanh_4` has the highest ratio and is dropped first. It is computed from `tanh_3`. If `tanh_3` were dropped, too, it
 #   would be recomputed twice: once for itself and once on the way to `tanh_4`. Its ratio halves. `addmm_5` has lost its
-#   source and would now take two layers.
+#   source: recomputing it would now take two layers.
 # - `tanh` is dropped. `tanh_1` has lost its source: recomputing it now takes two layers, and its ratio falls.
 # - `tanh_2` is dropped. Both effects apply to `tanh_1` and `tanh_3`, its neighbors.
 #
-# The order of recomputation is still open. A chain of dropped activations can be recomputed *once*, and each member
-# saved until its last use. Or it is recomputed for *each* of its members, as in the paper. With everything dropped:
+# The choices do not yet fix the order of recomputation. A chain of dropped activations can be recomputed *once*, with
+# each member saved until its last use. Or it is recomputed for *each* of its members, as in the paper. With everything
+# dropped:
 
 # %%
 for name, schedule in zip(("once", "each"), schedules_of(graph, no_link, state)):
@@ -252,7 +254,7 @@ before, after = measured(lm), measured(planned)
 assert after.dynamic_peak_bytes == planned.plan.dynamic_peak_bytes <= planned.plan.limit_bytes
 print(f"added time {planned.plan.cost:.1%} by calibrated rates, {after.flops / before.flops - 1:.1%} more FLOPs")
 
-# %% alt="Live memory of two training steps of the language model side by side. Before: activations rise in three equal stretches to a peak of temporaries at the boundary. After: a flat ramp of saved activations, and waves of temporaries, the recomputed activations, in backward while gradients grow."
+# %% alt="Live memory of two training steps of the language model side by side. Before: activations rise in three equal stretches to a peak of temporaries at the boundary. After: a flat ramp of saved activations, and waves of recomputed activations and temporaries in backward while gradients grow."
 timelines = {"before": before.timeline, "mu-two": after.timeline}
 figure = graph_profile.orders_plot(timelines, "", before.resident_bytes)
 path = plots.save(figure, "results/figures/08_language_model.png")
@@ -433,8 +435,8 @@ path = write_text_atomic("results/tables/08_published.md", table)
 #
 # - **Largest batch.** The table supports a factor of about 2, the lower end of the claim for the ResNet.
 # - **Peak.** No row is in the claimed range of -45 % to -60 %.
-# - **Time.** From batch 8 on, the step with recomputation is reported as *faster*, although it computes everything that
-#   the baseline computes, and more. Recomputation cannot explain this, and no other cause was given.
+# - **Time.** For batches of 8 and more, the step with recomputation is reported as *faster*, although it computes
+#   everything that the baseline computes, and more. Recomputation cannot explain this, and no other cause was given.
 #
 # For fixed fates, memory is linear in the batch size. We compute the growth from row to row:
 
@@ -487,8 +489,8 @@ for name in ("sin", "exp"):
 #
 # :::{admonition} Exercise 2: 16-bit products
 # :class: note
-# From which width on does a layer hide the copy of its output in 16 bits? Compare a T4 (fp16) and an H200 (bf16) with
-# their results in fp32.
+# Above which width does a layer hide the copy of its output in 16 bits? Compare a T4 (`float16`) and an H200
+# (`bfloat16`) with their results in fp32.
 # :::
 
 # %% tags=["solution"]

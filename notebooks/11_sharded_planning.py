@@ -53,9 +53,9 @@ GIB = 2**30
 # ## What a rank stores
 #
 # In the chapters so far, one machine held all parameters, gradients and optimizer state. In mixed precision with AdamW
-# these need 16 bytes per parameter, so from five billion parameters on they do not fit on one GPU. But a rank needs a
-# parameter only while its block runs. Fully sharded training (Rajbhandari et al. 2020, {cite}`rajbhandari2020`;
-# Zhao et al. 2023, {cite}`zhao2023fsdp`) stores $1/N$ of each tensor on each rank:
+# these need 16 bytes per parameter, so those of more than about five billion parameters do not fit on one GPU of 80
+# GiB. But a rank needs a parameter only while its block runs. Fully sharded training (Rajbhandari et al. 2020,
+# {cite}`rajbhandari2020`; Zhao et al. 2023, {cite}`zhao2023fsdp`) stores $1/N$ of each tensor on each rank:
 #
 # $$ \underbrace{s P / N}_\text{parameters} + \underbrace{s P / N}_\text{gradients} + \underbrace{2 s P / N}_\text{AdamW}
 #    \;=\; 16 P / N \text{ bytes for } s = 4 . $$
@@ -349,7 +349,7 @@ print(f"{links.reduces} reductions send {links.reduced_bytes:,} bytes")
 # :::{admonition} Exercise 1: the floor
 # :class: note
 # How much memory does a rank of Llama 3 8B need in the limit of many GPUs, with per-block checkpointing? What takes
-# most of it?
+# most of it? Estimate first; `sharded_llama.layers(plan)` lists the parts of a plan's peak.
 # :::
 
 # %% tags=["solution"]
@@ -361,13 +361,14 @@ logits = 8192 * 128256 / GIB
 print(f"{'logits in bf16':22} {2 * logits:5.2f} GiB, in float32 {4 * logits:.2f} GiB")
 
 # %% [markdown]
-# The loss: logits in bf16 and in float32, and their gradients. The remedy is a loss in chunks, as in
-# {doc}`04_language_model`.
+# The loss: at the peak, three tensors with one float32 element per logit are live, the log-probabilities among the
+# activations and two gradients among the temporaries. (The logits in bf16 are freed by then.) The remedy is a loss in
+# chunks, as in {doc}`04_language_model`.
 #
 # :::{admonition} Exercise 2: reduction in bf16
 # :class: note
-# Reduce gradients in bf16 instead of float32. How much memory does this save on a rank of 70B, and how much
-# communication?
+# Reduce gradients in bf16 instead of float32. How much smaller is the reduction buffer of a block on a rank of 70B, and
+# how many bytes less does a rank send?
 # :::
 
 # %% tags=["solution"]
