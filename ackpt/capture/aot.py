@@ -284,8 +284,8 @@ def capture(
                 if str(again) == str(error):
                     raise
                 both = TraceError(
-                    f"{error} Many models do not look at values if torch.compiler.is_compiling() is True, but capturing "
-                    f"this one that way fails, too: {again}"
+                    f"{error} Many models do not look at values while torch.compiler.is_compiling() is True, but "
+                    f"capturing this one that way fails, too: {again}"
                 )
                 both.reason, both.module, both.can_split = error.reason, error.module, error.can_split
                 raise both from error
