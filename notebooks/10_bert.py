@@ -242,7 +242,7 @@ print(f"{(2 * h * T + f + 4 * d) / A:.0%} of what a block saves")
 
 # %% [markdown]
 # A budget can also be a fraction of the baseline's dynamic peak, or a string such as `"50MiB"`. We plan for every
-# feasible budget, in steps of five per cent. An infeasible budget is refused, and the error names the smallest feasible
+# feasible budget, in steps of five percent. An infeasible budget is refused, and the error names the smallest feasible
 # one:
 
 # %%
@@ -311,7 +311,7 @@ for decision in tight.decisions[:4]:
     place = f"{decision.module}: {decision.name}"
     print(f"{decision.cost:6.2%}  {place:28} if saved: peak {over:.1f} MiB above the budget")
 
-# %% tags=["hide-input"] alt="Recomputed FLOPs over the dynamic peak, both in per cent of the baseline. The line of the plans is at zero from a hundred down to little more than fifty per cent of the peak, rises slowly until forty and steeply below thirty. The measured plan lies close to it. Per-block checkpointing is a single point far above the line."
+# %% tags=["hide-input"] alt="Recomputed FLOPs over the dynamic peak, both in percent of the baseline. The line of the plans is at zero from a hundred down to little more than fifty percent of the peak, rises slowly until forty and steeply below thirty. The measured plan lies close to it. Per-block checkpointing is a single point far above the line."
 line = {}
 for plan in (*plans.values(), lowest):
     line[100 * plan.dynamic_peak_bytes / plan.baseline_dynamic_peak_bytes] = 100 * more_flops(plan)
