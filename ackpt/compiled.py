@@ -62,7 +62,7 @@ def compile(
         model: an ``nn.Module``; its parameters and buffers are shared, not copied.
         args, kwargs: example inputs. They are planned for at once, before anything runs. A later call with other
             shapes, or in another mode with gradients enabled, replans under the same budget; a fraction is then
-            relative to the baseline of that call. Where the baseline keeps the budget, the model itself runs.
+            relative to the baseline of that call. On a CPU, the model itself runs if its own step keeps the budget.
         budget, policy: as in `ackpt.plan`; a budget is, for example, ``0.5``, ``"50%"`` or ``"6GiB"``. On a GPU, policy
             ``"auto"`` also offloads activations whose copies overlap with compute.
         options: the options of the policy, a dict such as ``{"fates": {"relu": "recomputed"}}`` for ``"manual"``.

@@ -247,7 +247,8 @@ def _eager_peak(graph: JointGraph, workspace_bytes: tuple[int, ...]) -> int:
 def _as_compiled(graph: JointGraph) -> str:
     if graph.as_compiled is None:
         return ""
-    return f" The model was captured as torch.compile runs it ({graph.as_compiled}), which may take more than its own."
+    why = f"The model was captured as torch.compile runs it ({graph.as_compiled})"
+    return f" {why}, which may use more memory than its own step."
 
 
 def check_runs(graph: JointGraph, plan: Plan) -> Plan:

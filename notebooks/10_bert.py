@@ -234,7 +234,7 @@ runs["per-block"].flops - base.flops, L * F_block
 #
 # A planner looks at single operations, and an operation with a large output need not be expensive.
 # Dropout masks can be drawn again. The weights after dropout are an elementwise product of the weights and the mask.
-# The outputs of GELU and of the norms follow from their inputs. None of these takes a matrix product, and together they
+# The outputs of GELU and of the norms follow from their inputs. None of these needs a matrix product, and together they
 # are $2 h T + f + 4 d$ elements per token:
 
 # %%
@@ -242,7 +242,7 @@ print(f"{(2 * h * T + f + 4 * d) / A:.0%} of what a block saves")
 
 # %% [markdown]
 # A budget can also be a fraction of the baseline's dynamic peak, or a string such as `"50MiB"`. We plan for every
-# feasible budget, in steps of five per cent. An infeasible budget is refused, and the error names the smallest feasible
+# feasible budget, in steps of five percent. An infeasible budget is refused, and the error names the smallest feasible
 # one:
 
 # %%
@@ -282,8 +282,8 @@ path = write_text_atomic("results/tables/10_block.md", markdown_table(rows, colu
 # ```
 #
 # The dropout mask of the attention weights, the weights after dropout and the output of GELU are the first to be
-# recomputed: they are large and take no matrix product. The attention weights follow, whose recomputation multiplies
-# $q$ and $k$ again. The outputs of projections, such as the up-projection, come last.
+# recomputed: they are large and need no matrix product. The attention weights follow: to recompute them, $q$ and $k$ are
+# multiplied again. The outputs of projections, such as the up-projection, come last.
 #
 # The *cost* of a plan is the added time as a fraction of the baseline step, as modeled from FLOPs and moved bytes: an
 # operation without FLOPs still reads and writes memory. A plan also reports a lower bound: no schedule within the
@@ -311,7 +311,7 @@ for decision in tight.decisions[:4]:
     place = f"{decision.module}: {decision.name}"
     print(f"{decision.cost:6.2%}  {place:28} if saved: peak {over:.1f} MiB above the budget")
 
-# %% tags=["hide-input"] alt="Recomputed FLOPs over the dynamic peak, both in per cent of the baseline. The line of the plans is at zero from a hundred down to little more than fifty per cent of the peak, rises slowly until forty and steeply below thirty. The measured plan lies close to it. Per-block checkpointing is a single point far above the line."
+# %% tags=["hide-input"] alt="Recomputed FLOPs over the dynamic peak, both in percent of the baseline. The line of the plans is at zero from a hundred down to little more than fifty percent of the peak, rises slowly until forty and steeply below thirty. The measured plan lies close to it. Per-block checkpointing is a single point far above the line."
 line = {}
 for plan in (*plans.values(), lowest):
     line[100 * plan.dynamic_peak_bytes / plan.baseline_dynamic_peak_bytes] = 100 * more_flops(plan)
@@ -355,8 +355,8 @@ print(f"the same schedule: {loaded.schedule == lowest.schedule}")
 # ## Batches of different lengths
 #
 # Each batch is padded to its longest sequence, so the length changes from step to step, and the baseline's peak changes
-# with it. We run forward and backward of four lengths within 30 MiB. Two blocks are enough to show this. The plan is set
-# up once, with the first batch.
+# with it. We run forward and backward on batches of four lengths within 30 MiB. Two blocks are enough to show this.
+# `ackpt.compile` is called once, with the first batch.
 
 # %%
 lengths = (64, 112, 32, 128)
@@ -428,8 +428,9 @@ figure
 # %% [markdown]
 # ## BERT-large
 #
-# Now we predict the published size, 8 sequences of 512 tokens, from shapes alone: nothing below was run. On the *CPU* no kernel fuses attention with dropout, so the attention matrices are materialized, as
-# above. On a *GPU*, in bf16, a fused kernel saves neither weights nor dropout masks (Dao et al. 2022,
+# Now we predict the published size, 8 sequences of 512 tokens, from shapes alone: nothing below was run. On the *CPU*
+# no kernel fuses attention with dropout, so the attention matrices are materialized, as above. On a *GPU*, in bf16, a
+# fused kernel saves neither weights nor dropout masks (Dao et al. 2022,
 # [arXiv:2205.14135](https://arxiv.org/abs/2205.14135)). Its backward recomputes both from $q$, $k$ and one sum per row:
 # the kernel is a checkpoint inside an operation.
 
@@ -477,14 +478,14 @@ print(f"ours, predicted, per-block against plain: peak {rows[1]['vs_plain']:+.1f
 # cheap attention matrices. The fused kernel already recomputes these, and most of the remaining activations are outputs
 # of matrix products. So the same fraction costs more, but it is relative to a smaller peak.
 #
-# How far are the published figures comparable?
+# How comparable are the published figures?
 #
 # - *Time.* An extra forward of the blocks adds a little less than a third of the FLOPs, and the published time grows by
 #   a third. The two agree on the cost of per-block checkpointing.
 # - *Memory.* The published figure is an average over a run, ours is the peak of one step. The source states neither the
-#   precision nor the size of its MB, so the similar first row may be chance.
+#   precision nor the size of its MB, so the similar figures in the first row may be a coincidence.
 # - *The method.* There are no published figures for plans. The plan for a budget of 0.3 comes close to the peak of
-#   per-block checkpointing, for three fifths of the recomputation.
+#   per-block checkpointing, with three fifths of its recomputation.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -504,7 +505,7 @@ environment("cpu", SOURCE)
 # :::{admonition} Exercise 1: without dropout
 # :class: note
 # What does a block save when dropout is 0? On the CPU, attention is then a fused kernel. Count first, then ask the
-# graph. What does half the memory cost in this case?
+# graph. What does it cost to halve the dynamic peak in this case?
 # :::
 
 # %% tags=["solution"]
@@ -521,7 +522,8 @@ print(f"half the dynamic peak: {more_flops(ackpt.plan(dry_graph, 0.5)):.1%} more
 #
 # :::{admonition} Exercise 2: when attention dominates
 # :class: note
-# From which length on do materialized matrices take more than everything else in a block, for BERT-large and for ours?
+# From which length on do materialized attention matrices take more than everything else in a block, for BERT-large and
+# for ours?
 # :::
 
 # %% tags=["solution"]
@@ -548,7 +550,7 @@ for (a, cost_a), (b, cost_b) in zip(pairs, pairs[1:]):
 #
 # ## What we have seen
 #
-# - Per-block checkpointing saves a block's input and recomputes its whole forward. A plan first recomputes what takes
+# - Per-block checkpointing saves a block's input and recomputes its whole forward. A plan first recomputes what needs
 #   no matrix product, and matrix products only when the budget leaves no other way.
 # - A block of BERT saves $10 d + 2 f + 3 h T + 4$ elements per token where attention is materialized. More than half of
 #   them can be recomputed without a matrix product.

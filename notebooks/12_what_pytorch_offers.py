@@ -7,7 +7,7 @@
 # %% [markdown]
 # ## Goals
 #
-# - Rebuild non-reentrant and selective checkpointing, `save_on_cpu`, and the switches of `transformers`; understand
+# - Rebuild non-reentrant and selective checkpointing, `save_on_cpu`, and the checkpointing of `transformers`; understand
 #   the min-cut partitioner of `torch.compile` and its memory budget.
 # - Compare all of them on one model: saved bytes, peak, recomputed FLOPs.
 # - Watch each tool fail in a few lines, and see what `ackpt` does instead.
@@ -21,7 +21,7 @@
 # | $L$, $d$, $h$ | blocks, width of the model, attention heads |
 # | $V$ | words of the vocabulary |
 #
-# All tensors are in fp32, 4 bytes per element. Every result, and every failure, is that of this version of torch:
+# All tensors are in fp32, 4 bytes per element. All results and failures come from this version of torch:
 
 # %% tags=["hide-input"]
 import contextlib
@@ -95,10 +95,11 @@ baseline = gradients(step)
 # ## Checkpointing a block, in two designs
 #
 # Both designs save a block's input and recompute the rest in backward. The *reentrant* one, `use_reentrant=True`, runs
-# the block without a graph, and a backward inside the backward: {doc}`02_reentrant_checkpoint` writes it in ten lines.
-# The *non-reentrant* one, `use_reentrant=False`, runs the block with a graph, but saves a number in place of each
-# tensor. When backward asks for the tensor with that number, the block is recomputed, and the tensors that it saves
-# this time are numbered in the same order:
+# the forward of the block without a graph. In backward, it runs the block again with a graph, and then a second
+# backward inside the first: {doc}`02_reentrant_checkpoint` writes it in ten lines. The *non-reentrant* one,
+# `use_reentrant=False`, runs the block with a graph, but saves a number in place of each tensor. When backward asks for
+# the tensor with that number, the block is recomputed, and the tensors that it saves this time are numbered in the same
+# order:
 
 
 # %%
@@ -165,7 +166,7 @@ for run in (partial(non_reentrant, context_fn=two_modes), torch_selective):
 # ## Saving to the CPU
 #
 # `save_on_cpu` recomputes nothing. Its hooks copy each saved tensor to host memory, and back when backward reads it.
-# Here, NumPy's memory plays the host, because our meter counts only torch's allocator:
+# Here, NumPy arrays stand in for host memory, because our meter counts only torch's allocator:
 
 # %%
 to_host = saved_tensors_hooks(lambda tensor: tensor.numpy(force=True).copy(), torch.tensor)
@@ -223,7 +224,7 @@ def compiled(budget):
 
 
 # %% [markdown]
-# ## The switches of transformers
+# ## Checkpointing in transformers
 #
 # `model.activation_checkpointing_enable()` of `transformers` (before version 5.23: `gradient_checkpointing_enable`)
 # makes every layer call its forward through torch's non-reentrant checkpoint. `every_n_layers=2` selects every second
@@ -263,10 +264,10 @@ peaks
 #
 # ## What each tool saves and costs
 #
-# Now one step of this chapter's model with each of them. *Saved* bytes are the activations that are live when backward
-# begins. FLOPs count matrix products and attention. The last rows are `ackpt`: a region around every block, and plans
-# for 0.75 and 0.45 of the baseline's peak. Gradients equal the baseline's to the last bit, and up to rounding in the
-# rows of `torch.compile`.
+# We run one step of this chapter's model with each of these tools. *Saved* bytes are the activations that are live when
+# backward begins. FLOPs count matrix products and attention. The last rows are `ackpt`: a region around every block,
+# and plans for 0.75 and 0.45 of the baseline's peak. Gradients equal the baseline's to the last bit; in the rows of
+# `torch.compile` (min-cut and memory budget), they are equal up to rounding.
 
 
 # %% tags=["hide-input"]
@@ -328,7 +329,7 @@ assert measured["non-reentrant"].flops < measured["reentrant"].flops == measured
 # Live memory of four of these steps: the memory budget saves little in the forward, but in backward it holds many
 # recomputed tensors at a time.
 
-# %% alt="Live memory of one step in four orders, side by side. The baseline rises to one peak and falls. Per-block checkpointing stays low in the forward and has a tooth per block in backward. The memory budget of 0.2 saves little in the forward, then climbs steeply to more than twice of that in backward. The plan stays low in both halves and has the lowest peak."
+# %% alt="Live memory of one step with four methods, side by side. The baseline rises to one peak and falls. Per-block checkpointing stays low in the forward and has a spike per block in backward. The memory budget of 0.2 saves little in the forward, then climbs steeply to more than twice that in backward. The plan stays low in both halves and has the lowest peak."
 drawn = {"baseline": "baseline", "non-reentrant": "per block", "memory budget 0.2": "budget 0.2"}
 drawn["`ackpt` plan, 0.45"] = "plan, 0.45"
 timelines = {label: measured[name].timeline for name, label in drawn.items()}
@@ -407,7 +408,8 @@ assert exhibit("a shared block under DDP", sent_and_seen) == {"reentrant": "wron
 # %% [markdown]
 # The first number was sent; the optimizer sees the second. A reentrant backward delivers the gradient in two parts.
 # After the first part, DDP has a gradient for every parameter and ends its work. The second part is never averaged, so
-# the processes drift apart. If another layer still waits for its gradient, DDP notices the second part and raises:
+# the processes drift apart. If another layer still waits for its gradient, DDP notices the second part and raises an
+# error:
 
 # %%
 with_layer_below = partial(sent_and_seen, below=partial(nn.Linear, 4, 4))
@@ -435,7 +437,7 @@ assert exhibit("a frozen embedding", frozen_embedding) == {"reentrant": "wrong"}
 
 # %% [markdown]
 # Only the head learns, and PyTorch only warns. `transformers` avoids this case by a hook that makes the embedding's
-# output require a gradient.
+# output require grad.
 #
 # ### A mask that changes before backward
 #
@@ -497,8 +499,8 @@ assert exhibit("a mixture of experts", router_gradient) == {"reentrant": "wrong"
 
 # %% [markdown]
 # In the reentrant form, the router learns from choices that it did not make, and the second update of the bias cancels
-# the first. The non-reentrant form raises because the numbers of tokens differ. `ackpt` restores the bias for the
-# recomputation and updates it once.
+# the first. The non-reentrant form raises an error because the numbers of tokens differ. `ackpt` restores the bias for
+# the recomputation and updates it once.
 #
 # ### Dropout under a memory budget
 #
@@ -540,7 +542,7 @@ assert exhibit("dropout", zeros_agree, tools) == {"memory budget 0.9": "wrong", 
 # ### A choice that has no effect
 #
 # Selective checkpointing sees the operations below autograd, where `linear` has become `addmm` or `mm`. So what does the
-# list `[linear]` save, and what does the decision `MUST_CPU_OFFLOAD`? Do the peak and the FLOPs of the step change?
+# list `[linear]` save, and what does the decision `MUST_CPU_OFFLOAD` do? Do the peak and the FLOPs of the step change?
 
 
 # %%
@@ -564,12 +566,12 @@ assert exhibit("a choice that has no effect", some_effect, tools) == failures
 
 # %% [markdown]
 # Both recompute everything, without a warning. The names also depend on the device: attention is another operation on a
-# GPU. A manual plan of `ackpt` raises if a name does not exist.
+# GPU. A manual plan of `ackpt` raises an error if a name does not exist.
 #
 # ### A change that hooks hide
 #
 # A loop fills its batch buffer with the next batch before backward. Autograd compares the versions of saved tensors, and
-# raises. Under hooks it does not compare them, and on a CPU `save_on_cpu` makes no copy:
+# raises an error. Under hooks it does not compare them, and on a CPU `save_on_cpu` makes no copy:
 
 
 # %%
@@ -590,9 +592,9 @@ assert exhibit("a batch that is filled early", early_fill, tools) == failures
 # The gradient for the batch of the forward is 2. On a GPU, `save_on_cpu` does copy, so tests on a CPU do not show what
 # happens there.
 #
-# ### A switch that evaluation mode turns off
+# ### Checkpointing that evaluation mode turns off
 #
-# `from_pretrained` returns a model in evaluation mode, and a loop of your own may not call `train()`:
+# `from_pretrained` returns a model in evaluation mode, and your own loop may forget to call `train()`:
 
 # %%
 llama.eval()
@@ -607,7 +609,7 @@ assert peaks["ackpt"] < peaks["transformers"] == peaks["baseline"]
 peaks
 
 # %% [markdown]
-# In evaluation mode, the layers of `transformers` ignore the switch without a warning. The whole museum:
+# In evaluation mode, the layers of `transformers` do not checkpoint, and no warning says so. The whole museum:
 
 # %% tags=["hide-input"]
 museum += [["evaluation mode", "transformers", "no effect"], ["evaluation mode", "ackpt", "right"]]
@@ -713,7 +715,8 @@ assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(llama.pa
 # %% [markdown]
 # ## What we have seen
 #
-# - PyTorch's tools are short: hooks on saved tensors, a dispatch mode, a minimum cut. None takes a peak in bytes.
+# - PyTorch's tools are short: hooks on saved tensors, a dispatch mode, a minimum cut. None accepts a limit on the peak
+#   in bytes.
 # - They fail where the recomputation differs from the forward, where gradients arrive in parts, and where a choice
 #   applies to nothing. Most of these failures are silent.
-# - `ackpt` repeats the forward or raises an error, and a budget in bytes bounds the measured peak.
+# - `ackpt` repeats the forward exactly or raises an error, and a budget in bytes bounds the measured peak.

@@ -2,7 +2,7 @@
 # # Predictions against the world
 #
 # After this chapter you can say how close a prediction from shapes alone comes to the memory that other people measured
-# on GPUs, which of its three figures you can trust how far, and what makes a prediction fail.
+# on GPUs, how far you can trust each of its three figures, and what makes a prediction fail.
 
 # %% [markdown]
 # ## Goals
@@ -19,7 +19,7 @@
 # |---|---|
 # | allocated | `torch.cuda.max_memory_allocated`: bytes of the blocks that tensors and workspaces occupied at the peak |
 # | reserved | `torch.cuda.max_memory_reserved`: bytes of all segments that the caching allocator holds, free blocks included |
-# | NVML | what the driver reports: reserved bytes, the CUDA context, and what libraries allocate by themselves |
+# | NVML | what the driver reports through NVIDIA's management library: reserved bytes, the CUDA context, and what libraries allocate by themselves |
 # | error | predicted / published − 1 |
 # | exact | the prediction differs by no more than the rounding of the published figure |
 
@@ -49,9 +49,10 @@ torch.set_num_threads(2)
 # %% [markdown]
 # ## One figure by hand
 #
-# The first row comes from the benchmarks of Liger-Kernel: the cross-entropy of logits for 16384 tokens and 4096 words in
-# float32, forward and backward, on an A100. We write the same step on fake tensors, which have shapes but no data. It
-# runs on any machine. `ackpt.predict` follows every allocation as PyTorch's caching allocator on an A100 would serve it.
+# The first figure of our list comes from the benchmarks of Liger-Kernel: the cross-entropy of logits for 16384 tokens
+# and 4096 words in float32, forward and backward, on an A100. We write the same step on fake tensors, which have shapes
+# but no data. It runs on any machine. `ackpt.predict` follows every allocation as PyTorch's caching allocator on an
+# A100 would serve it.
 
 # %%
 fake = FakeTensorMode()
@@ -71,16 +72,17 @@ print(f"published {published['bytes']:,}, predicted {peak:,} bytes")
 assert abs(peak - published["bytes"]) <= published["rounding"]
 
 # %% [markdown]
-# The logits, their gradient, the log-softmax and its gradient have 256 MiB each. The fifth 256 MiB belong to the gradient
+# The logits, their gradient, the log-softmax and its gradient have 256 MiB each. A fifth block of 256 MiB is the gradient
 # of the previous step, to which backward adds. The rest are the targets and a few blocks of 512 bytes.
 #
 # ## All figures
 #
-# The file `results/reference/published-peaks.json` lists published figures: their source, the GPU, the sizes of the step,
-# the metric and the bytes. We did not copy anyone's code: we wrote each step from its description, in
+# The file `results/reference/published-peaks.json` lists published figures: their source, the GPU, the sizes of the
+# step, the metric and the bytes. We did not copy anyone's code: we wrote each step from its description, in
 # `ackpt/experiments/published/`. No constant of the predictor comes from these rows. Where a prediction is wrong, this
-# chapter says so. Some first comparisons showed that our *description* was wrong: which modes a script runs in one
-# process, which intermediate tensors a function holds. We corrected these from the scripts.
+# chapter says so. Some first comparisons showed that our *description* of a step was wrong: it named other modes than a
+# script runs in one process, or other intermediate tensors than a function holds. We corrected these descriptions from
+# the scripts.
 #
 # Units follow from the sources' code: a GB of MONeT has $2^{30}$ bytes, and a GB of Cut Cross-Entropy 1000 MiB. Chapter 3
 # shows that a MB of the reference experiments is a MiB. The documentation of transformers states the size of its CUDA
@@ -126,7 +128,7 @@ _ = write_text_atomic("results/cpu/13_badge.md", report.badge(found, "notebooks/
 # the allocator placed every earlier block. NVML adds what no allocator sees: the CUDA context, which depends on the
 # versions of driver and libraries.
 
-# %% alt="Errors of all predictions by source, on a logarithmic axis in both directions. The operators of Liger-Kernel and the fine-tuning steps of FitCheck gather at zero. Reserved bytes scatter by some percent. The reference experiments lie far to the left."
+# %% alt="Errors of all predictions by source, on a logarithmic axis in both directions. The operators of Liger-Kernel and the fine-tuning steps of FitCheck gather at zero. Reserved bytes scatter by a few percent. The reference experiments lie far to the left."
 figure = report.errors_plot(found)
 path = plots.save(figure, "results/figures/13_errors.png")
 figure
@@ -139,7 +141,7 @@ figure
 #
 # ## Are these the predictions of this package?
 #
-# Stored numbers could be old. We predict the smallest figure of every step anew, and require the stored bytes. Steps
+# Stored numbers could be old. We predict the smallest figure of every step again, and require the stored bytes. Steps
 # of whole language models are left out, except for one fine-tuning step: they take ten seconds each.
 
 # %%
@@ -154,14 +156,14 @@ print(f"{len(smallest)} predictions made again, all equal to the stored ones")
 # %% [markdown]
 # ## The largest errors
 #
-# The list has the largest error of every step, by source and metric, from 2 % on.
+# The list shows the largest error of every step, by source and metric, if it is at least 2 %.
 
 # %%
 for row in report.worst(found, 0.02):
     print(f"{row['error']:+7.1%}  {row['metric']:10} {row['step']:24} {row['source']}")
 
 # %% [markdown]
-# Each of them has a reason that we can name, or at least confine.
+# Each of them has a reason that we can name, or at least narrow down.
 #
 # **The step ran on another version of torch.** MONeT measured MobileNet V2 with torch 1.5, where backward read the
 # *result* of an in-place ReLU6. Today backward reads its *input*, which torch must copy before it is overwritten:
@@ -188,15 +190,15 @@ size = bert[0]["sizes"]
 print(f"one matrix of attention has {4 * size['heads'] * size['length'] ** 2 / 2**20:.2f} MiB")
 
 # %% [markdown]
-# The repository pytorch-memory-optim used a nightly build of torch 2.1, whose Adam for lists of tensors had larger temporaries than
-# today's. Its only step with SGD, which has none, is also the closest. The repository does not say how much of the rest
-# is due to free blocks, since it states reserved bytes only.
+# The repository pytorch-memory-optim used a nightly build of torch 2.1, whose Adam for lists of tensors had larger
+# temporaries than today's. Its only step with SGD, which has none, is also the closest. The repository does not say how
+# much of the rest is due to free blocks, since it states reserved bytes only.
 #
 # **The reference experiments used another model.** Chapters 3 and 4 show from the slopes of their tables that the
 # published blocks save more per token, and that their optimizer has a temporary as large as the parameters.
 #
-# **Kernels and libraries allocate by themselves.** cuDNN chooses fast convolutions with large workspaces for VGG-16. The
-# backward of group normalization has five temporaries (`GroupNormBackwardKernelImplInternal` in torch's
+# **Kernels and libraries allocate memory of their own.** cuDNN chooses fast convolutions with large workspaces for
+# VGG-16. The backward of group normalization has five temporaries (`GroupNormBackwardKernelImplInternal` in torch's
 # `group_norm_kernel.cu`). Sorting more than 4096 elements on a GPU needs scratch memory. The predictor does not know
 # them: `ackpt/metering/kernel_memory.py` lists what it leaves out.
 #
@@ -207,21 +209,24 @@ print(f"one matrix of attention has {4 * size['heads'] * size['length'] ** 2 / 2
 # **Values decide.** A router sends tokens to experts. We assume that every expert gets the same number of tokens, which is
 # true only on average.
 #
-# **Free blocks differ.** Allocated bytes of FitCheck's steps are exact, but with eager attention some percent of the
-# reserved bytes are missing, often just one matrix of attention. The measured allocator once could not reuse a free
-# block of that size. The archive repeats a quantized run three times, and its reserved bytes differ from run to run.
+# **Free blocks differ.** Allocated bytes of FitCheck's steps are exact, but with eager attention the predictions lack a
+# few percent of the reserved bytes, often just one matrix of attention. There, the real allocator once could not reuse
+# a free block of that size. FitCheck repeats a quantized run three times, and its reserved bytes differ from run to
+# run.
 
 # %% [markdown]
 # ## Times: how much slower is checkpointing?
 #
-# The rates of a data sheet also predict times, but only as if every kernel ran at the peak. A *ratio* of two times of one
-# step needs less: the kernels must miss their peak by the same factor with checkpointing as without. The file
-# `results/reference/published-ratios.json` lists published pairs of times. For each we capture the step from shapes, make
-# the schedule of the method that was measured, and divide the times of both schedules. Nothing was fitted. We leave out
-# communication between GPUs and the launch of kernels. The policy `selective` gives the schedules of torchtitan,
-# torchtune and transformers; the fates of the attention core and of DenseNet's concatenations are set by name.
+# The rates of a data sheet also predict times, but only as if every kernel ran at these rates. Such a time is called
+# the *roofline*: for each operation, the larger of its FLOPs over the compute rate and its bytes over the bandwidth. A
+# *ratio* of two times of one step needs less: the kernels must fall short of the rates by the same factor with
+# checkpointing as without. The file `results/reference/published-ratios.json` lists published pairs of times. For each
+# we capture the step from shapes, make the schedule of the method that was measured, and divide the times of both
+# schedules. Nothing was fitted. We leave out communication between GPUs and the launch of kernels. The policy
+# `selective` gives the schedules of torchtitan, torchtune and transformers; the fates of the attention core and of
+# DenseNet's concatenations are set by name.
 #
-# These predictions are stored like those of memory. We make the cheapest ones again.
+# These predictions are stored like those of memory. We predict the cheapest ones again.
 
 # %%
 compared = time_ratios.ratios()
@@ -256,14 +261,14 @@ for row in compared:
         print(f"{row['error']:+.1%}  {row['method']:34} {first:.0%} of the roofline, {row['against']} {second:.0%}")
 
 # %% [markdown]
-# **Batches of one sequence do not fill a V100.** The documentation of transformers compares four batches of one sequence
-# with one batch of four. The small batches reach a lower share of the roofline, most of all in float16, where
-# kernels are so short that launching them takes a large part of the time. Without a change of the batch, the first row of
-# this source, the prediction is right within a percent.
+# **Batches of one sequence do not fill a V100.** The documentation of transformers compares four batches
+# of one sequence with one batch of four. The small batches reach a lower share of the roofline, most of all in float16,
+# where kernels are so short that launching them takes a large part of the time. In the first row of this source, where
+# the batch does not change, the prediction is within one percent.
 #
 # **The offload experiment ran at a seventh of the roofline.** Its published recomputation added 12 % to the baseline, but a
 # forward is a quarter of such a step or more. So about half of the baseline's time went to something that checkpointing
-# does not run again. What that was is unknown. Such a part makes every relative cost smaller, and the
+# does not repeat. What that was is unknown. Such a part makes every relative cost smaller, and the
 # predictions are too high, most of all where copies add time as well.
 #
 # ## What was left out
@@ -284,9 +289,9 @@ print(sum(line["n"] for line in left_out), "figures are left out")
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The allocated peak of a step in plain PyTorch can be known before the step runs, mostly to the byte. Leave some percent
+# The allocated peak of a step in plain PyTorch can be known before the step runs, mostly to the byte. Leave a few percent
 # for reserved bytes, and ask the driver for the size of the CUDA context. A larger error means that the description of
-# the step is incomplete, or that a library allocates something which shapes do not show.
+# the step is incomplete, or that a library allocates something that shapes do not show.
 # :::
 #
 # ## The calculator on the first page
@@ -300,8 +305,8 @@ print(sum(line["n"] for line in left_out), "figures are left out")
 # %% tags=["hide-input"]
 grid, sample = (json.loads(Path("results", "calculator", f"{name}.json").read_text()) for name in ("grid", "sample"))
 differences = [difference(grid, row) for row in sample["rows"]]
-print(f"{len(grid['presets'])} models, {len(differences)} random settings: formulas and plans differ in no figure by more")
-print(f"than {max(differences):.3%} of the peak or of the FLOPs")
+print(f"{len(grid['presets'])} models, {len(differences)} random settings: in every figure, formula and plan differ")
+print(f"by at most {max(differences):.3%} of the peak or of the FLOPs")
 assert max(differences) < 0.005
 small = min(sample["rows"], key=lambda row: row["planned"]["flops"])
 assert by_plan(Setting(**small["setting"])) == small["planned"]
@@ -368,8 +373,9 @@ for device in ("a100-80g", "h100-80g"):
 #
 # ## What we have seen
 #
-# - Predictions that were fitted to nothing agree with most published figures of allocated bytes exactly.
-# - Errors point at facts: temporaries within kernels, the order of a benchmark's modes, a sort's scratch memory.
+# - Predictions that were not fitted to any measurement agree with most published figures of allocated bytes exactly.
+# - Errors reveal what a description lacks: temporaries within kernels, a sort's scratch memory, the order of a
+#   benchmark's modes.
 # - Reserved bytes and the driver's figure depend on more than the step, and their errors are larger.
 # - Ratios of times follow from data sheets within a few percent, unless the step runs far below the roofline.
 #

@@ -284,8 +284,8 @@ def capture(
                 if str(again) == str(error):
                     raise
                 both = TraceError(
-                    f"{error} Many models look at values only unless torch.compiler.is_compiling(); captured with that "
-                    f"this one fails, too: {again}"
+                    f"{error} Many models do not look at values while torch.compiler.is_compiling() is True, but "
+                    f"capturing this one that way fails, too: {again}"
                 )
                 both.reason, both.module, both.can_split = error.reason, error.module, error.can_split
                 raise both from error
@@ -329,8 +329,8 @@ def _captured(stack, model, leaves, spec, about) -> Capture:
         except _HoldsTensors as error:
             _, line = error.found[0]
             raise TraceError(
-                f"a tensor is made anew in every forward{line}, of data that a captured step cannot follow, such as a "
-                "numpy array. Make it once and register it as a buffer, or pass it as an argument."
+                f"every forward creates a tensor{line} from data that a captured step cannot follow, such as a NumPy "
+                "array. Create it once and register it as a buffer, or pass it as an argument."
             ) from error
 
 

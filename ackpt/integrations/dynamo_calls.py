@@ -151,8 +151,8 @@ def check_compiled_here(compiler: str) -> None:
     """Refuse to compile unless this module checks the later calls of the compiled model."""
     if not _calls() or compiler != "inductor":
         raise TraceError(
-            'Dynamo uses this backend by another way than torch.compile(model, backend="ackpt", options=...), so that '
-            "a step could run without a plan unnoticed. Call torch.compile with the name of the backend."
+            'this backend was not called through torch.compile(model, backend="ackpt", options=...), so a step could '
+            "run without a plan unnoticed. Call torch.compile with the name of the backend."
         )
 
 

@@ -142,7 +142,7 @@ REFUSED = {
     "unregistered": (lambda self, x: self.first(x) @ self.list[0], r"shape \(4, 4\) that requires grad is used at .*"),
     "numpy array": (
         lambda self, x: self.first(x) * torch.from_numpy(np.ones(4)),
-        "is made anew in every forward at .*test_capture.py",
+        "every forward creates a tensor at .*test_capture.py",
     ),
     "own checkpoint": (lambda self, x: ackpt.checkpoint(self.first, x), "remove_activation_checkpointing"),
     "fails": (lambda self, x: self.first(x) + 1 // 0, "fails when it is called like this at .*test_capture.py"),

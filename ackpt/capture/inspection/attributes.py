@@ -219,7 +219,7 @@ def _with_unregistered(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def repeated_draws(source: str) -> TraceError:
     error = TraceError(
-        f"the forward draws random numbers from {source}, and a captured step would reuse the same numbers for ever. "
+        f"the forward draws random numbers from {source}, and a captured step would reuse the same numbers forever. "
         "Draw them with torch, as in torch.rand(()), or outside of the model and pass them as tensors."
     )
     error.reason, error.can_split = f"the forward draws random numbers from {source}", True

@@ -34,7 +34,7 @@ def _checked(forward):
         if _takes_fused_kernel(self, (*args, *kwargs.values())):
             raise TraceError(
                 f"a torch.nn.{type(self).__name__} runs in evaluation mode without gradients, where eager PyTorch uses "
-                "a fused kernel that cannot be captured and rounds in another way. Call "
+                "a fused kernel that cannot be captured and rounds differently. Call "
                 "torch.backends.mha.set_fastpath_enabled(False): then the model and its plan compute the same."
             )
         return forward(self, *args, **kwargs)
