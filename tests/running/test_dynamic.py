@@ -66,11 +66,11 @@ class Two(nn.Module):
 def test_one_capture_serves_all_lengths_and_batches():
     model = Blocks()
     step = ackpt.compile(model, ids(8, 20), budget=0.6)
-    for batch, length in ((8, 20), (8, 32), (8, 13), (8, 64), (5, 32), (3, 47), (8, 20)):
+    for batch, length in ((8, 20), (8, 32), (8, 13), (5, 32), (3, 47)):
         check(step, model, ids(batch, length))
         assert step.plan.dynamic_peak_bytes <= 0.6 * step.plan.baseline_dynamic_peak_bytes
     # A second length, and a second batch: each is the first change of its dimension.
-    assert kinds(step) == ["capture", "dynamic capture", "plan", "plan", "dynamic capture", "plan"]
+    assert kinds(step) == ["capture", "dynamic capture", "plan", "dynamic capture", "plan"]
 
 
 def test_a_plan_for_other_sizes_is_that_of_a_capture_of_these_sizes_alone():
@@ -125,8 +125,8 @@ def test_autocast():
 
 
 def test_the_model_itself_runs_where_the_baseline_keeps_the_budget():
-    model = Blocks()
-    step = ackpt.compile(model, ids(8, 40), budget="1.5MB")
+    model = Words()
+    step = ackpt.compile(model, ids(8, 40), budget="700kB")
     for length in (50, 4, 6):
         check(step, model, ids(8, length))
     call = step._ackpt_planned
@@ -155,7 +155,7 @@ def test_the_model_itself_runs_only_if_its_measured_peak_is_the_simulated_one(mo
 
 
 def test_parts_of_larger_tensors_are_captured_for_themselves(caplog):
-    model, whole = Blocks(1), ids(4, 20)
+    model, whole = Words(), ids(4, 20)
     step = ackpt.compile(model, whole[:, :12], budget="10MiB")
     for length in (13, 16):
         check(step, model, whole[:, :length])
@@ -170,8 +170,8 @@ def test_parts_of_larger_tensors_are_captured_for_themselves(caplog):
 
 
 def test_no_batch_is_kept():
-    model = Blocks()
-    step = ackpt.compile(model, ids(8, 20), budget="1.2MB")
+    model = Words()
+    step = ackpt.compile(model, ids(8, 20), budget="500kB")
     for length in (24, 31, 6):
         batch = ids(8, length)
         reference = weakref.ref(batch)
@@ -183,12 +183,12 @@ def test_no_batch_is_kept():
 
 
 def test_a_length_for_which_no_known_schedule_fits_is_searched_for():
-    model = Blocks(layers=2)
-    step = ackpt.compile(model, ids(8, 20), budget="1.3MB")
+    model = Words(4)
+    step = ackpt.compile(model, ids(8, 20), budget="700kB")
     step.prepare(ids(8, 24))
     for length in (40, 44):
         step.prepare(ids(8, length))
-        assert step.plan.peak_bytes <= 1_300_000
+        assert step.plan.peak_bytes <= 700_000
     with pytest.raises(ackpt.BudgetError, match="smallest feasible budget"):
         step.prepare(ids(8, 400))
     check(step, model, ids(8, 22))
@@ -245,8 +245,8 @@ def test_dynamic_false_never_shares_a_capture():
 
 
 def test_declared_bounds_are_searched_at_the_largest_size():
-    model = Blocks()
-    step = ackpt.compile(model, ids(6, 20), budget="2.5MB", dynamic={"ids": {1: (4, 80)}})
+    model = Words()
+    step = ackpt.compile(model, ids(6, 20), budget="800kB", dynamic={"ids": {1: (4, 80)}})
     (dynamic,) = next(iter(step._ackpt_planned._groups.values())).dynamic
     assert dynamic[0].search_at[:2] == [(20,), (80,)]
     for length in (70, 80, 5):
@@ -318,18 +318,18 @@ def test_captures_are_logged_once_with_their_cause(caplog):
 
 
 def test_an_attribute_that_changes_at_every_step_is_warned_of():
-    model = Blocks(layers=1, dropout=0.5)
+    model = Words()
     step = ackpt.compile(model, ids(2, 8))
-    with pytest.warns(UserWarning, match=r"captured and planned 4 times because p of blocks\.0\.dropout changed"):
-        for share in (0.4, 0.3, 0.2, 0.1):
-            model.blocks[0].dropout.p = share
+    with pytest.warns(UserWarning, match=r"captured and planned 4 times because p of blocks\.2 changed"):
+        for share in (0.4, 0.3, 0.2, 0.6):
+            model.blocks[2].p = share
             step.prepare(ids(2, 8))
-    cause = "p of blocks.0.dropout changed from 0.5 to 0.4; to avoid replanning, change it once per epoch, or hold it"
+    cause = "p of blocks.2 changed from 0.1 to 0.4; to avoid replanning, change it once per epoch, or hold it"
     assert step.history[1].cause.startswith(cause)
-    model.blocks[0].linear1.note = 1
+    model.blocks[0].note = 1
     step.prepare(ids(2, 8))
     assert step.history[-1].cause == (
-        "note of blocks.0.linear1 changed; hold it in a buffer that changes in place to avoid replanning"
+        "note of blocks.0 changed; hold it in a buffer that changes in place to avoid replanning"
     )
 
 
@@ -356,8 +356,8 @@ def test_a_dropout_with_its_probability_in_a_buffer_is_planned_once():
 
 
 def test_an_error_in_planning_leaves_the_step_usable():
-    model = Blocks()
-    step = ackpt.compile(model, ids(8, 20), budget="800kB")
+    model = Words()
+    step = ackpt.compile(model, ids(8, 20), budget="350kB")
     with pytest.raises(ackpt.BudgetError):
         step.prepare(ids(8, 200))
     check(step, model, ids(8, 20))

@@ -58,10 +58,15 @@ class Reads:
         seen: dict[int, types.CodeType] = {}
         closing: set[int] = set()
         seeds: list[tuple[str, torch.Tensor]] = []  # saved on demand: an earlier copy would be measured
-        collectors = {getattr(callback, "__code__", None) for callback in gc.callbacks} - {None}
+        # The garbage collector may call these at any moment; what runs inside them is not the model's.
+        collectors = {id(callback.__code__) for callback in gc.callbacks if hasattr(callback, "__code__")}
+        collecting = 0
 
         def called(frame, event, _):
-            if event != "call":
+            nonlocal collecting
+            if collectors and event in ("call", "return") and id(frame.f_code) in collectors:
+                collecting += 1 if event == "call" else -1
+            if event != "call" or collecting > 0:
                 return
             if id(code := frame.f_code) in closing and self._closures is not None:
                 self._closures.add(frame)
@@ -71,8 +76,6 @@ class Reads:
                 if _is_by_model(frame):
                     seeds.append((code.co_name, torch.default_generator.get_state()))
                 return  # every call of these counts
-            if _is_of_collector(frame, collectors):
-                return
             seen[id(code)] = code  # kept alive, so that its id is not reused
             if is_of_model(code.co_filename) and code.co_name != "<module>":
                 self._codes[id(code)] = code, frame.f_globals
@@ -201,15 +204,6 @@ def warn_of_checkpoints() -> None:
         "The model calls torch.utils.checkpoint itself. The plan alone decides what is recomputed, and a fractional "
         "budget is relative to the peak without torch's checkpointing, which differs from the model's own peak.",
     )
-
-
-def _is_of_collector(frame, collectors) -> bool:
-    """Whether `frame` runs inside one of ``gc.callbacks``, which the garbage collector may call at any moment."""
-    while collectors and frame is not None:
-        if frame.f_code in collectors:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _is_by_model(frame) -> bool:
