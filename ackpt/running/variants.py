@@ -6,6 +6,7 @@ if sizes differ from earlier ones in some dimensions, the step is captured once 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -268,6 +269,7 @@ class Variants:
         except RewriteError:
             group.dynamic.pop(0)
             raise
+        gc.collect()  # what the capture and the search left, which would otherwise take time in a later step
         self.history.add("dynamic capture", cause, time.perf_counter() - start)
         return variants[values]
 
