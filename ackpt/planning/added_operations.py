@@ -1,9 +1,10 @@
 """The operations that a planned step adds to the captured ones: copies of storages, and replays of random operations.
 
-Storages move between the device and pinned host memory. A copy moves a whole storage; views of it are recomputed afterwards. On a GPU each direction has its own stream, by the
-rules of `ackpt.offloading.cuda_transport`. On the CPU a copy is complete when it returns, and the "host" is the same
-memory. The start of a copy returns its event together with the tensor and passes both to the wait. These are plain
-Python functions since operations registered with torch can return tensors only.
+Storages move between the device and pinned host memory. A copy moves a whole storage; views of it are recomputed
+afterwards. On a GPU each direction has its own stream, by the rules of `ackpt.offloading.cuda_transport`. On the CPU a
+copy is complete when it returns, and the "host" is the same memory. The start of a copy returns its event together with
+the tensor and passes both to the wait. These are plain Python functions since operations registered with torch can
+return tensors only.
 
 A random operation is replayed by saving and restoring the generator's state. Torch has higher-order operators for this,
 but they cannot run under dispatch modes such as a FLOP counter's.

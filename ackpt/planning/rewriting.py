@@ -1,8 +1,8 @@
 """Turn a schedule into the two modules that run it, and prove that they allocate the simulated bytes.
 
 Every step except a free becomes one line of a `Listing`, in the schedule's order, which reads the latest run of its
-arguments. The modules drop each value after its last use, so frees need no code. Both modules are then run on fake tensors (`proof`):
-the live bytes after every operation must equal the simulated ones.
+arguments. The modules drop each value after its last use, so frees need no code. Both listings are then run on fake
+tensors (`proof`): the live bytes after every operation must equal the simulated ones.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ackpt.capture.aot import Capture
 from ackpt.capture.dynamic_sizes import DynamicModule
@@ -81,7 +82,7 @@ def dropped_places(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
 
 
 def _outline(listing: Listing) -> fx.GraphModule:
-    """The inputs and outputs of `listing`, all that AOTAutograd looks at."""
+    """The inputs and outputs of `listing`, all that AOTAutograd looks at; it never runs, so it needs no code."""
     made: dict[Line, Line] = {}
 
     def value(line: Line) -> Line:
@@ -92,7 +93,7 @@ def _outline(listing: Listing) -> fx.GraphModule:
     outputs = mapped(listing.output.args, value)
     inputs = listing.placeholders
     others = (line for line in made.values() if line.op != "placeholder")
-    return fx.GraphModule({}, Listing([*inputs, *others, Line("output", "output", outputs)]).graph())
+    return _LazyGraphModule({}, Listing([*inputs, *others, Line("output", "output", outputs)]).graph())
 
 
 def _fresh(joint):

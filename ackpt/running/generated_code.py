@@ -105,7 +105,7 @@ def _without_undone_views(listing: Listing) -> list[Line]:
 
 
 def _with_marks(lines: list[Line]) -> Iterator[Line]:
-    """`lines` with calls of `recomputation_begins` before recomputed operations and of `recomputation_ends` after each."""
+    """`lines` with `recomputation_begins` before recomputed operations and `recomputation_ends` after each."""
     follows_mark = False
     for line in lines:
         allocates = line.op == "call_function" and line.target is not operator.getitem and line.target not in _VIEWS
@@ -126,12 +126,11 @@ def _bases(line: Line) -> Iterator[Line]:
 
 def _is_same(line: Line, base: Line) -> bool:
     one, other = line.meta.get("val"), base.meta.get("val")
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.dim() != other.dim():
         return False
-    numbers = *one.shape, *one.stride(), *other.shape, *other.stride()
-    if not all(isinstance(number, int) for number in numbers):
-        return False
-    return one.shape == other.shape and one.stride() == other.stride()
+    numbers = *one.shape, *one.stride()
+    others = *other.shape, *other.stride()
+    return all(type(a) is type(b) is int and a == b for a, b in zip(numbers, others))
 
 
 def direct(line: Line) -> tuple[Any, tuple[Any, ...]]:
@@ -171,9 +170,10 @@ def _function(root: nn.Module, listing: Listing) -> Any:
     dropped = _dropped(listing)
     for line in listing.lines:
         if line.op in CALLS:
-            lines.append(f" {code.name(line)} = {code.call(line)}")
-            if names := [code.name(each) for each in dropped[line]]:
-                lines.append(f" {' = '.join(names)} = None")
+            is_read = line not in dropped[line]
+            lines.append(f" {code.name(line)} = {code.call(line)}" if is_read else f" {code.call(line)}")
+            if names := [code.name(each) for each in dropped[line] if each is not line]:
+                lines.append(f" del {','.join(names)}")
     lines.append(f" return {code.text(listing.output.args[0])}")
     exec("\n".join(lines), code.globals)  # noqa: S102
     return code.globals["call"]
