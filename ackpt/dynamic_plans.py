@@ -86,7 +86,7 @@ class DynamicPlans:
     def _cheapest(self, graph: JointGraph, workspace, limit: int) -> Point | None:
         """The cheapest known schedule within the limit, or one of nearly the same cost that is compiled already."""
         workspace = np.array(workspace)
-        fitting = (each for each in self._points if peak_of(graph, each.schedule, workspace) <= limit)
+        fitting = (each for each in self._points if _fits(graph, each.schedule, workspace, limit))
         cheapest = next(fitting, None)
         if cheapest is None or self.step.is_compiled(cheapest.schedule):
             return cheapest
@@ -95,7 +95,7 @@ class DynamicPlans:
             for each in self._points
             if cheapest.cost <= each.cost <= cheapest.cost + _SAME_COST and self.step.is_compiled(each.schedule)
         )
-        return next((each for each in compiled if peak_of(graph, each.schedule, workspace) <= limit), cheapest)
+        return next((each for each in compiled if _fits(graph, each.schedule, workspace, limit)), cheapest)
 
     def _own_peak(self, graph: JointGraph, workspace, peak_bytes: int, baseline_bytes: int | None) -> int:
         """The dynamic peak of the model's own step, which may write in place what the graph computes out of place."""
@@ -154,6 +154,12 @@ class DynamicPlans:
         )
         found = replace(found, dynamic=dynamic_of(self.step))
         return Choice(self._own(found.schedule), lambda: found)
+
+
+def _fits(graph: JointGraph, schedule: Schedule, workspace, limit: int) -> bool:
+    """Whether the peak of `schedule` is within the limit; what it saves alone decides in most cases."""
+    sizes = graph.analysis.bytes
+    return sum(sizes[storage] for storage in schedule.saved) <= limit and peak_of(graph, schedule, workspace) <= limit
 
 
 def described(

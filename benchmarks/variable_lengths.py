@@ -3,7 +3,8 @@
     python benchmarks/variable_lengths.py --budget 110MiB
 
 Prints, per length, the plan, the seconds of a step, and what the first step of that length takes beyond the second, and
-where the time of all first steps goes, relative to eager training. Eager and planned steps are interleaved, length by
+where the time of all first steps goes, relative to eager training. Of the recomputation, the lower bounds of all
+lengths are the part that the budget forces on every schedule. Eager and planned steps are interleaved, length by
 length. Results are bit-equal, which is checked. Seconds are those of the processor (`time.process_time`), which other
 processes disturb less; use one thread (``OMP_NUM_THREADS=1``), because the threads of a process add up.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import random
+import statistics
 import time
 import warnings
 
@@ -20,6 +22,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import ackpt
+from ackpt.dynamic_plans import DynamicPlans
 from ackpt.running import dynamic_step, variants
 
 
@@ -46,7 +49,10 @@ def main() -> None:
     print(f"first two lengths captured and planned in {time.process_time() - start:.1f} s")
     compiled = timed_calls(dynamic_step, "compiled_schedule")
     measured = timed_calls(variants, "measured_baseline")
-    eager = again = recomputed = first = 0.0
+    searched = timed_calls(DynamicPlans, "_search")
+    eager = again = recomputed = forced = first = 0.0
+    lines: dict[int, tuple[float, str]] = {}
+    beyond: dict[bool, list[float]] = {False: [], True: []}  # by whether a schedule was compiled
     for length in lengths:
         inputs = batch(length, given.mask)
         events, schedules = len(step.history), len(compiled)
@@ -57,29 +63,42 @@ def main() -> None:
             for call, earlier in ((step, new_seconds), (model, model_seconds))
         )
         eager, again, first = eager + model_seconds, again + known_seconds, first + new_seconds
-        recomputed += step.plan.cost * model_seconds
+        if len(step.history) > events:
+            beyond[len(compiled) > schedules].append(new_seconds - known_seconds)
         kinds = [event.kind for event in step.history[events:]] + ["compiled"] * (len(compiled) - schedules)
-        print(
-            f"length {length:4}: {', '.join(kinds) or 'known':14}  cost {step.plan.cost:6.1%}, "
-            f"peak {step.plan.peak_bytes:,}, same {all(map(torch.equal, expected, gradients))}, "
+        lines[length] = (
+            model_seconds,
+            f"length {length:4}: {', '.join(kinds) or 'known':14}  same {all(map(torch.equal, expected, gradients))}, "
             f"eager {model_seconds:.3f} s, planned {known_seconds:.3f} s, "
-            f"first time +{1000 * (new_seconds - known_seconds):.0f} ms"
+            f"first time +{1000 * (new_seconds - known_seconds):.0f} ms",
         )
+    for length, (model_seconds, line) in lines.items():  # afterwards, because a description in full takes time
+        plan = step.prepare(**batch(length, given.mask))
+        bound = plan.lower_bound or 0.0
+        recomputed, forced = recomputed + plan.cost * model_seconds, forced + bound * model_seconds
+        print(f"{line}, cost {plan.cost:.1%}, lower bound {bound:.1%}, peak {plan.peak_bytes:,}")
     rows = {
         "eager steps": eager,
-        f"recomputation (by the plans: {recomputed / eager:.3f})": again - eager,
+        "recomputation": again - eager,
+        "- by the plans": recomputed,
+        "- lower bound of any schedule": forced,
         f"compiling {len(compiled)} schedules": sum(compiled),
         "measuring the model's own step once": sum(measured),
-        "choosing schedules, other": first - again - sum(compiled) - sum(measured),
+        f"searching {len(searched)} times": sum(searched),
+        "choosing schedules, other": first - again - sum(compiled) - sum(measured) - sum(searched),
         "all first steps": first,
     }
     for name, seconds in rows.items():
         print(f"{name:40} {seconds:6.2f} s {seconds / eager:6.3f}")
+    for is_compiled, seconds in beyond.items():
+        if seconds:
+            schedule = "newly compiled" if is_compiled else "known"
+            print(f"a new length, {schedule} schedule: median {1000 * statistics.median(seconds):.0f} ms")
 
 
-def timed_calls(module, name: str) -> list[float]:
-    """The seconds of every later call of a function of `module`."""
-    function, seconds = getattr(module, name), []
+def timed_calls(owner, name: str) -> list[float]:
+    """The seconds of every later call of a function of a module or class."""
+    function, seconds = getattr(owner, name), []
 
     def call(*args, **kwargs):
         start = time.process_time()
@@ -88,7 +107,7 @@ def timed_calls(module, name: str) -> list[float]:
         finally:
             seconds.append(time.process_time() - start)
 
-    setattr(module, name, call)
+    setattr(owner, name, call)
     return seconds
 
 

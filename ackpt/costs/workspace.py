@@ -141,17 +141,20 @@ def value_of(graph: JointGraph, node: torch.fx.Node):
 
 
 def allocation_of(node, target, call) -> Allocations:
-    """What one operation allocates, called with tensors without data as arguments: ``call`` is (args, kwargs)."""
-    return _run(node, target, call)[0]
+    """What one operation allocates that ran at other sizes before, called with tensors without data as arguments.
+
+    ``call`` is (args, kwargs).
+    """
+    return _run(node, target, call, runs=1)[0]
 
 
-def _run(node, target, call) -> tuple[Allocations, Any]:
-    """What an operation allocates, and its result without data."""
+def _run(node, target, call, runs: int = 2) -> tuple[Allocations, Any]:
+    """What an operation allocates, and its result without data; the first of all runs may fill caches that stay."""
     leaves, spec = tree_flatten(call)
     reasons = []
     for fill in _FILLS:
         try:
-            for _ in range(2):  # the first call may fill caches that stay
+            for _ in range(runs):
                 args, kwargs = tree_unflatten([_made(leaf, fill) for leaf in leaves], spec)
                 result, taken = count_allocations(lambda: target(*args, **kwargs))  # noqa: B023
             return taken, tree_map(_shape_only, result)

@@ -31,7 +31,8 @@ def trace(step_fn, warm_up, owned, device):
     """Run `warm_up`, if given, then `step_fn` once with its allocations recorded; see ``meter.measure``."""
     if _profiler_enabled():
         raise MeterError("a torch profiler is running, and measure() needs it for itself: measure outside of it")
-    gc.collect()
+    if warm_up is not None:  # the step itself runs without collections
+        gc.collect()
     # Keep the storages of earlier gradients: the allocator warns about frees of blocks allocated before the profile.
     earlier = [storage for _, storage in owned.gradients(_ON_CPU)]
     with contextlib.ExitStack() as stack:

@@ -13,10 +13,8 @@ from torch import fx
 
 from ackpt.capture.fake_results import FakeResults, Value, storages_in
 
-from .copy_operations import offload
-from .rng_replay import run_again, run_and_save
-
-IS_SIZE = "ackpt_is_size"  # in the meta of nodes that compute sizes, not tensors
+from .added_operations import offload, run_again, run_and_save
+from .listing import Line, Listing, mapped
 
 
 class RewriteError(RuntimeError):
@@ -30,7 +28,7 @@ class RewriteError(RuntimeError):
 
 def live_after(
     root: fx.GraphModule,
-    graph: fx.Graph,
+    listing: Listing,
     results: FakeResults,
     arguments,
     uncounted,
@@ -38,24 +36,24 @@ def live_after(
     state_bytes: int,
     hosted: set[int],
 ) -> tuple[list[tuple[int, int]], list]:
-    """Live bytes on the device and in host memory right after every operation of `graph`, before its arguments are
+    """Live bytes on the device and in host memory right after every operation of `listing`, before its arguments are
     freed, and the outputs.
 
     Args:
-        root: the module that `graph` belongs to.
-        graph: one half of a rewritten step.
+        root: the module that has the constants of `listing`.
+        listing: one half of a rewritten step.
         results: of the operations of its graph.
         arguments: values for its placeholders, and values of `results` for those that are tensors.
         uncounted: storages that belong to the caller.
         held: bytes that the caller keeps all the time, besides the arguments.
         state_bytes: of the generator's state that is saved while an operation replays another one.
-        hosted: storages in host memory; those that `graph` returns are added.
+        hosted: storages in host memory; those that `listing` returns are added.
     """
     live: list[tuple[int, int]] = []
-    values: dict[fx.Node, Any] = {}
+    values: dict[Line, Any] = {}
     users: dict[int, int] = {}  # storage -> how many values use it
     total, in_host = held, 0
-    last = _last_uses(graph)
+    last = _last_uses(listing)
     given = iter(arguments)
 
     def change(value, by: int):
@@ -74,53 +72,53 @@ def live_after(
             if not users[storage]:
                 hosted.discard(storage)
 
-    for node in graph.nodes:
-        if node.op == "output":
-            return live, [None if a is None else values[a] for a in node.args[0]]
-        if node.op == "placeholder":
-            values[node] = next(given)
-        elif node.op == "get_attr":
-            values[node] = results.given(node.target, getattr(root, node.target))
+    for line in listing.lines:
+        if line.op == "output":
+            return live, [None if a is None else values[a] for a in line.args[0]]
+        if line.op == "placeholder":
+            values[line] = next(given)
+        elif line.op == "get_attr":
+            values[line] = results.given(line.target, getattr(root, line.target))
             continue
         else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = _result(node, results, args, kwargs)
-            if node.target is offload:
-                hosted.update(storages_in(values[node]))
-        change(values[node], +1)
-        if node.op != "placeholder" and not node.meta.get(IS_SIZE) and not _unpacks_state(node):
-            live.append((total + (state_bytes if node.target is run_again else 0), in_host))
-        for used in last.get(node, ()):
+            args, kwargs = mapped((line.args, line.kwargs), values.__getitem__)
+            values[line] = _result(line, results, args, kwargs)
+            if line.target is offload:
+                hosted.update(storages_in(values[line]))
+        change(values[line], +1)
+        if line.op != "placeholder" and not line.is_size and not _unpacks_state(line):
+            live.append((total + (state_bytes if line.target is run_again else 0), in_host))
+        for used in last.get(line, ()):
             change(values.pop(used), -1)
     raise RewriteError("a rewritten module has no output")
 
 
-def _result(node: fx.Node, results: FakeResults, args, kwargs) -> Any:
-    operation: Any = node.target
+def _result(line: Line, results: FakeResults, args, kwargs) -> Any:
+    operation: Any = line.target
     if operation is operator.getitem:
         return args[0][args[1]]
-    if node.meta.get(IS_SIZE):
+    if line.is_size:
         return operation(*(each.layout.example if isinstance(each, Value) else each for each in args))
     return results.run(operation, args, kwargs)
 
 
-def _unpacks_state(node: fx.Node) -> bool:
-    """Whether a node only unpacks the pair of a random operation's result and its generator's state."""
-    source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and source.target is run_and_save
+def _unpacks_state(line: Line) -> bool:
+    """Whether a line only unpacks the pair of a random operation's result and its generator's state."""
+    source = line.args[0] if line.target is operator.getitem else None
+    return isinstance(source, Line) and source.target is run_and_save
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """By node, the values that the module's code drops after it."""
-    last: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
+def _last_uses(listing: Listing) -> dict[Line, list[Line]]:
+    """By line, the values that the module's code drops after it."""
+    last: dict[Line, list[Line]] = {}
+    seen: set[Line] = set()
+    for line in reversed(listing.lines):
         # Constants belong to the module; arguments that nothing reads live until the end.
-        if not node.users and node.op not in ("placeholder", "output", "get_attr"):
-            last.setdefault(node, []).append(node)
-        for used in node.all_input_nodes:
+        if line not in seen and line.op not in ("placeholder", "output", "get_attr"):
+            last.setdefault(line, []).append(line)
+        for used in line.inputs:
             if used not in seen and used.op != "get_attr":
                 seen.add(used)
-                if node.op != "output":
-                    last.setdefault(node, []).append(used)
+                if line.op != "output":
+                    last.setdefault(line, []).append(used)
     return last

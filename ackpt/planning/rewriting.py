@@ -1,8 +1,8 @@
 """Turn a schedule into the two modules that run it, and prove that they allocate the simulated bytes.
 
-Every step except a free becomes one node, in the schedule's order, which reads the latest run of its arguments. The
-modules drop each value after its last use, so frees need no code. Both modules are then run on fake tensors (`proof`):
-the live bytes after every operation must equal the simulated ones.
+Every step except a free becomes one line of a `Listing`, in the schedule's order, which reads the latest run of its
+arguments. The modules drop each value after its last use, so frees need no code. Both listings are then run on fake
+tensors (`proof`): the live bytes after every operation must equal the simulated ones.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ackpt.capture.fake_results import fake_results, storages_in
 from ackpt.capture.joint_graph import FORWARD, JointGraph
 from ackpt.capture.patches.kernels import true_results
 
-from . import copy_operations
+from . import added_operations
+from .added_operations import run_again, run_and_save
+from .listing import Line, Listing, mapped
 from .live_bytes import follow, rng_state_bytes
-from .proof import IS_SIZE, RewriteError, live_after
-from .rng_replay import run_again, run_and_save
+from .proof import RewriteError, live_after
 from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, Schedule, Step
 
-IS_RECOMPUTED = "ackpt_recomputed"  # in the meta of an operation of the forward that the backward repeats
 _BATCH_NORM_AGAIN = torch.ops.aten._native_batch_norm_legit.no_stats
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The modules that run a schedule, made of their graphs on first use: code for them takes time to generate.
+    """The modules that run a schedule, made of their listings on first use, which takes time.
 
     ``forward`` takes the inputs of the graph and returns the model's outputs, followed by what it saves for backward;
     ``backward`` takes the latter and the gradients of the outputs, and returns the gradients. Both take one list and
@@ -52,18 +52,18 @@ class Rewritten:
     """
 
     root: fx.GraphModule
-    forward_graph: fx.Graph
-    backward_graph: fx.Graph
+    forward_listing: Listing
+    backward_listing: Listing
     num_outputs: int
     num_sizes: int = 0
 
     @cached_property
     def forward(self) -> fx.GraphModule:
-        return fx.GraphModule(self.root, self.forward_graph)
+        return fx.GraphModule(self.root, self.forward_listing.graph())
 
     @cached_property
     def backward(self) -> fx.GraphModule:
-        return fx.GraphModule(self.root, self.backward_graph)
+        return fx.GraphModule(self.root, self.backward_listing.graph())
 
 
 def rewrite(graph: JointGraph, schedule: Schedule) -> Rewritten:
@@ -104,7 +104,7 @@ def _rewritten(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | N
         if node_id not in analysis.tangents:
             fw.placeholder(node_id)
     given = [] if dynamic is None else [fw.size_of(node_id, dim) for node_id, dim in dynamic.sources]
-    fw.sizes = None if dynamic is None else _Sizes(fw.graph, dynamic.symbols, given)
+    fw.sizes = None if dynamic is None else _Sizes(fw.listing, dynamic.symbols, given)
     replayed = set(schedule.replayed)
     for step in schedule.forward:
         fw.run(step, saves_state=step.kind == COMPUTE and step.id in replayed)
@@ -121,14 +121,12 @@ def _rewritten(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | N
     for node_id in passed:
         bw.placeholder(node_id)
     for storage in schedule.offloaded:
-        bw.hosts[storage] = bw.graph.placeholder(f"host_{analysis.fx[analysis.base_of[storage]].name}")
-        bw.hosts[storage].meta["val"] = None
+        bw.hosts[storage] = bw.given(f"host_{analysis.fx[analysis.base_of[storage]].name}", {"val": None})
     for node_id in schedule.replayed:
-        bw.states[node_id] = bw.graph.placeholder(f"rng_state_{analysis.fx[node_id].name}")
-        bw.states[node_id].meta["val"] = fw.states[node_id].meta.get("val")
+        bw.states[node_id] = bw.given(f"rng_state_{analysis.fx[node_id].name}", {"val": None})
     for node_id in analysis.tangents:
         bw.placeholder(node_id)
-    bw.sizes = None if dynamic is None else _Sizes(bw.graph, dynamic.symbols, received)
+    bw.sizes = None if dynamic is None else _Sizes(bw.listing, dynamic.symbols, received)
     for step in schedule.backward:
         bw.run(step)
     bw.output([None if node_id is None else bw.value(node_id) for node_id in analysis.bw_outputs])
@@ -146,7 +144,7 @@ def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, in
     def values(node_ids):
         return [results.given(node_id, analysis.fx[node_id].meta["val"]) for node_id in node_ids]
 
-    forward, backward = ((rewritten.root, half) for half in (rewritten.forward_graph, rewritten.backward_graph))
+    forward, backward = ((rewritten.root, half) for half in (rewritten.forward_listing, rewritten.backward_listing))
     with fake_mode or contextlib.nullcontext(), true_results(fake_mode):
         inputs = values(node_id for node_id in analysis.placeholders if node_id not in analysis.tangents)
         input_storages = storages_in(inputs)
@@ -183,8 +181,8 @@ def _inputs_needed(analysis, schedule) -> list[int]:
 
 
 class _Builder:
-    """Builds one fx graph. ``env``: the latest run of every node; ``hosts``: copies of storages in host memory;
-    ``moving``: by storage, the node that started its copy and the node that is copied; ``sizes``: the nodes of sizes
+    """Builds one listing. ``env``: the latest run of every node; ``hosts``: copies of storages in host memory;
+    ``moving``: by storage, the line that started its copy and the line that is copied; ``sizes``: the lines of sizes
     that are expressions."""
 
     def __init__(self, analysis, fx_nodes, again: bool):
@@ -192,29 +190,31 @@ class _Builder:
         self.fx = fx_nodes
         self.sizes: Any = None
         self.again = again
-        self.graph = fx.Graph()
-        self.env: dict[int, fx.Node] = {}
-        self.states: dict[int, fx.Node] = {}
-        self.hosts: dict[int, fx.Node] = {}
-        self.moving: dict[int, tuple[fx.Node, fx.Node]] = {}
+        self.listing = Listing()
+        self.env: dict[int, Line] = {}
+        self.states: dict[int, Line] = {}
+        self.hosts: dict[int, Line] = {}
+        self.moving: dict[int, tuple[Line, Line]] = {}
 
     def placeholder(self, node_id: int):
-        node = self.graph.placeholder(self.fx[node_id].name)
-        node.meta = dict(self.fx[node_id].meta)
-        self.env[node_id] = node
+        self.env[node_id] = self.given(self.fx[node_id].name, self.fx[node_id].meta)
 
-    def size_of(self, node_id: int, dim: int) -> fx.Node:
-        """A dimension of an input, as a node."""
-        node = self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[node_id], dim))
-        node.meta = {"val": self.fx[node_id].meta["val"].shape[dim], IS_SIZE: True}
-        return node
+    def given(self, name: str, meta) -> Line:
+        return self.listing.add("placeholder", name, name=name, meta=meta)
 
-    def size_input(self, size: fx.Node) -> fx.Node:
-        node = self.graph.placeholder(size.name)
-        node.meta = dict(size.meta)
-        return node
+    def size_of(self, node_id: int, dim: int) -> Line:
+        """A dimension of an input, as a line."""
+        meta = {"val": self.fx[node_id].meta["val"].shape[dim]}
+        line = self._added(torch.ops.aten.sym_size.int, (self.env[node_id], dim), meta=meta)
+        line.name, line.is_size = f"size_{node_id}_{dim}", True
+        return line
 
-    def value(self, node_id: int) -> fx.Node:
+    def size_input(self, size: Line) -> Line:
+        line = self.given(size.name, size.meta)
+        line.is_size = True
+        return line
+
+    def value(self, node_id: int) -> Line:
         if node_id not in self.env and self.fx[node_id].op == "get_attr":
             self.env[node_id] = self._copied(node_id)
         return self.env[node_id]
@@ -230,80 +230,85 @@ class _Builder:
         is_recomputed = self.again and self.analysis.graph.nodes[node_id].phase == FORWARD
         if is_recomputed and is_training_batch_norm(original):
             args, kwargs = self._mapped((*original.args[:3], *original.args[5:]), original.kwargs)
-            node = self.graph.call_function(_BATCH_NORM_AGAIN, args, kwargs)
+            line = self._added(_BATCH_NORM_AGAIN, args, kwargs, original.meta)
         elif is_recomputed and node_id in self.states:
             args, kwargs = self._mapped(original.args, original.kwargs)
-            node = self.graph.call_function(run_again, (self.states[node_id], original.target, *args), kwargs)
+            line = self._added(run_again, (self.states[node_id], original.target, *args), kwargs, original.meta)
         elif saves_state:
             args, kwargs = self._mapped(original.args, original.kwargs)
-            both = self.graph.call_function(run_and_save, (original.target, *args), kwargs)
-            self.states[node_id] = self.graph.call_function(operator.getitem, (both, 0))
-            node = self.graph.call_function(operator.getitem, (both, 1))
+            both = self._added(run_and_save, (original.target, *args), kwargs)
+            self.states[node_id] = self._added(operator.getitem, (both, 0))
+            line = self._added(operator.getitem, (both, 1), meta=original.meta)
         else:
-            node = self._copied(node_id)
-        node.meta = {**original.meta, IS_RECOMPUTED: True} if is_recomputed else dict(original.meta)
-        self.env[node_id] = node
+            line = self._copied(node_id)
+        line.is_recomputed = is_recomputed
+        self.env[node_id] = line
 
     def output(self, values):
-        self.graph.output(tuple(values))
+        self.listing.add("output", "output", (tuple(values),))
 
-    def finished(self) -> fx.Graph:
-        if self.sizes is not None and not self.sizes.expressions:
-            self.graph.erase_node(self.sizes.all)
-        self.graph.lint()
-        return self.graph
+    def finished(self) -> Listing:
+        if self.sizes is not None:
+            self.sizes.insert()
+        return self.listing
+
+    def _added(self, target, args, kwargs=None, meta=None) -> Line:
+        return self.listing.add("call_function", target, args, kwargs, meta=meta)
 
     def _copy(self, kind: str, storage: int):
         base = self.analysis.base_of[storage]
         if kind == OFFLOAD:
             source = self.value(base)
-            self.moving[storage] = self.graph.call_function(copy_operations.offload, (source,)), source
+            self.moving[storage] = self._added(added_operations.offload, (source,)), source
         elif kind == PREFETCH:
             source, like = self.hosts[storage], self.fx[base].meta["val"]
             shape, strides, (offset,) = map(self._numbers, (like.shape, like.stride(), (like.storage_offset(),)))
             layout = (like.device, like.dtype, shape, strides, offset)
-            self.moving[storage] = self.graph.call_function(copy_operations.prefetch, (source, *layout)), source
+            self.moving[storage] = self._added(added_operations.prefetch, (source, *layout)), source
         else:
             moved, source = self.moving.pop(storage)
-            arrived = self.graph.call_function(copy_operations.wait, (moved, source))
-            if moved.target is copy_operations.offload:
-                self.hosts[storage] = arrived
+            if moved.target is added_operations.offload:
+                self.hosts[storage] = self._added(added_operations.wait, (moved, source))
             else:
-                arrived.meta = dict(self.fx[base].meta)
-                self.env[base] = arrived
+                self.env[base] = self._added(added_operations.wait, (moved, source), meta=self.fx[base].meta)
 
-    def _copied(self, node_id: int) -> fx.Node:
-        return self.graph.node_copy(self.fx[node_id], self._argument)
+    def _copied(self, node_id: int) -> Line:
+        return self.listing.copy(self.fx[node_id], self._argument)
 
     def _mapped(self, args, kwargs):
-        return fx.map_arg((tuple(args), dict(kwargs)), self._argument)
+        return mapped((tuple(args), dict(kwargs)), self._argument)
 
     def _argument(self, node: fx.Node) -> Any:
         if not is_size(node):
             return self.value(node.meta["ackpt_id"])
         size = node.meta["val"]
-        return int(size) if self.sizes is None else self.sizes.node(size)
+        return int(size) if self.sizes is None else self.sizes.line(size)
 
     def _numbers(self, sizes) -> tuple[Any, ...]:
-        return tuple(size if isinstance(size, int) else self.sizes.node(size) for size in sizes)
+        return tuple(size if isinstance(size, int) else self.sizes.line(size) for size in sizes)
 
 
 class _Sizes:
-    """The nodes of the sizes that are expressions, in one module: one node computes all from the dynamic dimensions."""
+    """The lines of the sizes that are expressions, in one listing: one line computes all from the dynamic
+    dimensions."""
 
-    def __init__(self, graph: fx.Graph, symbols: Symbols, given: list[fx.Node]):
-        self.graph, self.symbols = graph, symbols
-        self.expressions: dict[Any, fx.Node] = {}
-        self.all = graph.call_function(print, tuple(given))
-        self.all.meta[IS_SIZE] = True
+    def __init__(self, listing: Listing, symbols: Symbols, given: list[Line]):
+        self.listing, self.symbols, self.place = listing, symbols, len(listing.lines)
+        self.expressions: dict[Any, Line] = {}
+        self.all = Line("call_function", None, tuple(given))
+        self.all.is_size = True
 
-    def node(self, size) -> fx.Node:
-        """The node of a size, such as a SymInt."""
+    def line(self, size) -> Line:
+        """The line of a size, such as a SymInt."""
         key = expression(size)
         if key not in self.expressions:
-            with self.graph.inserting_after(self.all):
-                node = self.graph.call_function(operator.getitem, (self.all, len(self.expressions)))
-            node.meta = {"val": size, IS_SIZE: True}
-            self.expressions[key] = node
-            self.all.target = self.symbols.function(tuple(self.expressions))
+            line = Line("call_function", operator.getitem, (self.all, len(self.expressions)), meta={"val": size})
+            line.is_size = True
+            self.expressions[key] = line
         return self.expressions[key]
+
+    def insert(self) -> None:
+        """Insert the lines, once all sizes are known, where this object was made."""
+        if self.expressions:
+            self.all.target = self.symbols.function(tuple(self.expressions))
+            self.listing.lines[self.place : self.place] = [self.all, *self.expressions.values()]

@@ -4,7 +4,7 @@ From Purandare et al., mu-TWO, MLSys 2023. The candidate for swapping is the one
 candidate for recomputation the one that frees most bytes per time. Where the paper's algorithms are: A, the profile, in
 ``ackpt.profile``, also for graphs that do not fit on the device; B, the choice, here; C to F, overheads and what a
 choice changes for the other intermediates, in `intermediates`; G, the memory of a choice, in `ackpt.graph.simulate`; H,
-execution on three streams, in `ackpt.planning.copy_operations`.
+execution on three streams, in `ackpt.planning.added_operations`.
 
 The printed B has two errors: its branch for recomputation takes the candidate for swapping, and it evicts once before
 it checks the budget. The printed G starts with all intermediates in memory although it adds the dropped ones again when

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ackpt.capture.aot import Capture
 from ackpt.capture.dynamic_sizes import DynamicModule
@@ -23,6 +24,7 @@ from ackpt.capture.outputs import (
 )
 from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.errors import TraceError
+from ackpt.planning.listing import Line, Listing, mapped
 from ackpt.planning.rewriting import Rewritten, rewrite_dynamic
 from ackpt.planning.schedule import COMPUTE, Schedule
 from ackpt.progress import stage
@@ -47,7 +49,7 @@ def compiled_schedule(
 
     def partition(joint, inputs, *, num_fwd_outputs, **_):
         step = _rewritten(graph, schedule, num_fwd_outputs, dynamic)
-        halves = step.forward_graph, step.backward_graph
+        halves = step.forward_listing, step.backward_listing
         outlines = [_outline(half) for half in halves]
         functions.extend(boxed(step.root, half) for half in halves)
         return outlines
@@ -79,19 +81,19 @@ def dropped_places(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
     return tuple(place for place, storages in graph.analysis.dropped_outputs.items() if not storages & saved)
 
 
-def _outline(graph: fx.Graph) -> fx.GraphModule:
-    """The inputs and outputs of `graph`, all that AOTAutograd looks at."""
-    outline = fx.Graph()
-    made = {node: outline.node_copy(node) for node in graph.find_nodes(op="placeholder")}
+def _outline(listing: Listing) -> fx.GraphModule:
+    """The inputs and outputs of `listing`, all that AOTAutograd looks at; it never runs, so it needs no code."""
+    made: dict[Line, Line] = {}
 
-    def value(node: fx.Node) -> fx.Node:
-        if node not in made:
-            made[node] = outline.call_function(print)
-            made[node].meta = dict(node.meta)
-        return made[node]
+    def value(line: Line) -> Line:
+        if line not in made:
+            made[line] = line if line.op == "placeholder" else Line("call_function", print, meta=line.meta)
+        return made[line]
 
-    outline.output(fx.map_arg(graph.output_node().args[0], value))
-    return fx.GraphModule({}, outline)
+    outputs = mapped(listing.output.args, value)
+    inputs = listing.placeholders
+    others = (line for line in made.values() if line.op != "placeholder")
+    return _LazyGraphModule({}, Listing([*inputs, *others, Line("output", "output", outputs)]).graph())
 
 
 def _fresh(joint):
@@ -129,7 +131,7 @@ def _rewritten(
 
 def run_boxed(gm: fx.GraphModule, example_inputs):
     """A compiler for AOTAutograd: the module's operations one by one, arguments freed after their last use."""
-    return boxed(gm, gm.graph)
+    return boxed(gm, Listing.of(gm.graph))
 
 
 def _read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str], ...]:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.fx.graph import _BoxedCodeGen
+from torch import nn
 
 from ackpt.autograd_state import recomputation_begins, recomputation_ends
-from ackpt.planning.rewriting import IS_RECOMPUTED
+from ackpt.planning.listing import CALLS, Line, Listing, mapped
 
 _ATEN: Any = torch.ops.aten
 _C: Any = torch._C
@@ -29,6 +28,7 @@ _VIEWS = {
     _ATEN.unsqueeze.default,
     _ATEN.squeeze.dim,
 }
+_LEFT_OUT = {*_VIEWS, _ATEN.detach.default}  # if nothing reads the result
 # By overload, the method that dispatches it. The sizes of the second group are given one by one.
 METHODS = {
     _ATEN.t.default: "t",
@@ -63,97 +63,181 @@ FUNCTIONS: dict[Any, Callable] = {
 }
 
 
-def boxed(root: nn.Module, graph: fx.Graph):
-    """`graph`, of the module `root`, as a function of one list, which it empties; `graph` is changed."""
-    _without_undone_views(graph)
-    _mark_recomputed(graph)
-    for node in graph.nodes:
-        if node.op == "call_function":
-            _call_directly(node)
-    graph.set_codegen(_BoxedCodeGen())
-    run = fx.GraphModule(root, graph).forward
-
-    def call(args):
-        return run(args)
-
+def boxed(root: nn.Module, listing: Listing):
+    """`listing`, of the module `root`, as a function of one list, which it empties."""
+    call = _function(root, simplified(listing))
     call._boxed_call = True
     return call
 
 
-def _without_undone_views(graph: fx.Graph) -> None:
+def simplified(listing: Listing) -> Listing:
+    """`listing` without views that undo others, and with marks around recomputed operations."""
+    return Listing(_with_marks(_without_undone_views(listing)))
+
+
+def _without_undone_views(listing: Listing) -> list[Line]:
     """Use an earlier tensor for a view that has its sizes and strides, and for a detach: here no value has a gradient.
 
     A view keeps the storage of its base, so nothing lives longer. Returned values stay: torch tells them apart.
     """
-    returned = set(graph.output_node().all_input_nodes)
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node in returned:
+    returned = set(listing.output.inputs)
+    renamed: dict[Line, Line] = {}
+    lines: list[Line] = []
+    for line in listing.lines:
+        original = line
+        if any(each in renamed for each in line.inputs):
+            args, kwargs = mapped((line.args, line.kwargs), lambda each: renamed.get(each, each))
+            line = renamed[original] = line.reading(args, kwargs)
+        lines.append(line)
+        if line.op != "call_function" or original in returned:
             continue
-        if node.target is _ATEN.detach.default:
-            same = node.args[0]
-        else:
-            same = next((base for base in _bases(node) if _is_same(node, base)), None)
-        if same is not None:
-            node.replace_all_uses_with(same)
-    for node in reversed(graph.nodes):
-        if not node.users and node.op == "call_function" and node.target in (*_VIEWS, _ATEN.detach.default):
-            graph.erase_node(node)
+        if line.target is _ATEN.detach.default:
+            renamed[original] = line.args[0]
+        elif (same := next((base for base in _bases(line) if _is_same(line, base)), None)) is not None:
+            renamed[original] = same
+    read: set[Line] = set()
+    needed: list[Line] = []
+    for line in reversed(lines):
+        if line in read or line.op != "call_function" or line.target not in _LEFT_OUT:
+            read.update(line.inputs)
+            needed.append(line)
+    return needed[::-1]
 
 
-def _mark_recomputed(graph: fx.Graph) -> None:
-    """Insert calls of `recomputation_begins` before recomputed operations and of `recomputation_ends` after each."""
+def _with_marks(lines: list[Line]) -> Iterator[Line]:
+    """`lines` with `recomputation_begins` before recomputed operations and `recomputation_ends` after each."""
     follows_mark = False
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is operator.getitem or node.target in _VIEWS:
-            continue  # allocates nothing
-        is_recomputed = IS_RECOMPUTED in node.meta
-        if is_recomputed:
-            if not follows_mark:
-                with graph.inserting_before(node):
-                    graph.call_function(recomputation_begins)
-            with graph.inserting_after(node):
-                graph.call_function(recomputation_ends)
-        follows_mark = is_recomputed
+    for line in lines:
+        allocates = line.op == "call_function" and line.target is not operator.getitem and line.target not in _VIEWS
+        if allocates and line.is_recomputed and not follows_mark:
+            yield Line("call_function", recomputation_begins)
+        yield line
+        if allocates and line.is_recomputed:
+            yield Line("call_function", recomputation_ends)
+        follows_mark = line.is_recomputed if allocates else follows_mark
 
 
-def _bases(node: fx.Node) -> Iterator[fx.Node]:
-    """The tensors that `node` is a view of, the nearest first."""
-    base: Any = node
-    while base.op == "call_function" and base.target in _VIEWS:
-        base = base.args[0]
-        yield base
+def _bases(line: Line) -> Iterator[Line]:
+    """The tensors that `line` is a view of, the nearest first."""
+    while line.op == "call_function" and line.target in _VIEWS:
+        line = line.args[0]
+        yield line
 
 
-def _is_same(node: fx.Node, base: fx.Node) -> bool:
-    one, other = node.meta.get("val"), base.meta.get("val")
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+def _is_same(line: Line, base: Line) -> bool:
+    one, other = line.meta.get("val"), base.meta.get("val")
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.dim() != other.dim():
         return False
-    numbers = *one.shape, *one.stride(), *other.shape, *other.stride()
-    if not all(isinstance(number, int) for number in numbers):
-        return False
-    return one.shape == other.shape and one.stride() == other.stride()
+    numbers = *one.shape, *one.stride()
+    others = *other.shape, *other.stride()
+    return all(type(a) is type(b) is int and a == b for a, b in zip(numbers, others))
 
 
-def _call_directly(node: fx.Node) -> None:
-    target: Any = node.target
+def direct(line: Line) -> tuple[Any, tuple[Any, ...]]:
+    """What to call for `line`, a function or the name of a method, and its positional arguments."""
+    target, args = line.target, line.args
+    if line.op != "call_function":
+        return target, args
     if target in METHODS:
-        node.op, node.target = "call_method", METHODS[target]
-    elif target in SIZES and len(node.args) == 2 and not node.kwargs:
-        source, sizes = node.args
-        if isinstance(sizes, (list, tuple)) and sizes:
-            node.args = source, *sizes
-            node.op, node.target = "call_method", SIZES[target]
-    elif target in FUNCTIONS and _has_tensors(node):
-        node.target = FUNCTIONS[target]
+        return METHODS[target], args
+    if target in SIZES and len(args) == 2 and not line.kwargs and isinstance(args[1], (list, tuple)) and args[1]:
+        return SIZES[target], (args[0], *args[1])
+    if target in FUNCTIONS and _has_tensors(line):
+        return FUNCTIONS[target], args
+    return target, args
 
 
-def _has_tensors(node: fx.Node) -> bool:
+def _has_tensors(line: Line) -> bool:
     """Whether every argument that its schema calls a tensor is one: a number may be another overload's."""
-    target: Any = node.target
-    schema = target._schema.arguments
-    values = [*zip(schema, node.args), *((each, node.kwargs[each.name]) for each in schema if each.name in node.kwargs)]
+    schema = line.target._schema.arguments
+    values = [*zip(schema, line.args), *((each, line.kwargs[each.name]) for each in schema if each.name in line.kwargs)]
     return all(
-        isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+        isinstance(value, Line) and isinstance(value.meta.get("val"), torch.Tensor)
         for each, value in values
         if each.type.kind() == "TensorType"
     )
+
+
+def _function(root: nn.Module, listing: Listing) -> Any:
+    """`listing` as a function of one list, which it empties, that drops every value after its last use.
+
+    The generator of code in torch.fx does the same in several times the time.
+    """
+    code = _Code(root)
+    lines = ["def call(args):"]
+    if inputs := listing.placeholders:
+        lines += [f" {''.join(f'{code.name(line)},' for line in inputs)} = args", " args.clear()"]
+    dropped = _dropped(listing)
+    for line in listing.lines:
+        if line.op in CALLS:
+            is_read = line not in dropped[line]
+            lines.append(f" {code.name(line)} = {code.call(line)}" if is_read else f" {code.call(line)}")
+            if names := [code.name(each) for each in dropped[line] if each is not line]:
+                lines.append(f" del {','.join(names)}")
+    lines.append(f" return {code.text(listing.output.args[0])}")
+    exec("\n".join(lines), code.globals)  # noqa: S102
+    return code.globals["call"]
+
+
+def _dropped(listing: Listing) -> dict[Line, list[Line]]:
+    """By line, the values that nothing reads after it. Arguments that nothing reads live until the end."""
+    dropped: dict[Line, list[Line]] = {}
+    seen = set(listing.output.inputs)
+    for line in reversed(listing.lines):
+        if line.op in CALLS:
+            dropped[line] = [each for each in (line, *line.inputs) if each not in seen and each.op != "get_attr"]
+            seen.update(dropped[line])
+    return dropped
+
+
+class _Code:
+    """The text of lines and constants. ``globals``: what the text names, apart from the values of lines."""
+
+    def __init__(self, root: nn.Module):
+        self.root = root
+        self.globals: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
+        self._constants: dict[int, str] = {}
+        self._names: dict[Line, str] = {}
+
+    def name(self, line: Line) -> str:
+        if line not in self._names:
+            is_constant = line.op == "get_attr"
+            name = self._constant(_attribute(self.root, line.target)) if is_constant else f"v{len(self._names)}"
+            self._names[line] = name
+        return self._names[line]
+
+    def call(self, line: Line) -> str:
+        target, args = direct(line)
+        args = [self.text(each) for each in args]
+        named = [f"{name}={self.text(value)}" for name, value in line.kwargs.items()]
+        if isinstance(target, str):
+            return f"{args[0]}.{target}({', '.join([*args[1:], *named])})"
+        if target is operator.getitem:
+            return f"{args[0]}[{args[1]}]"
+        return f"{self._constant(target)}({', '.join([*args, *named])})"
+
+    def text(self, value: Any) -> str:
+        if isinstance(value, Line):
+            return self.name(value)
+        if type(value) in (int, float, bool, str) or value is None:
+            return repr(value)
+        if type(value) is slice:
+            return f"slice({self.text(value.start)}, {self.text(value.stop)}, {self.text(value.step)})"
+        if isinstance(value, (list, tuple)):  # those of fx, too
+            items = "".join(f"{self.text(each)}, " for each in value)
+            return f"[{items}]" if isinstance(value, list) else f"({items})"
+        if isinstance(value, dict):
+            return f"{{{''.join(f'{key!r}: {self.text(each)}, ' for key, each in value.items())}}}"
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        """The name of a global; `globals` keeps the object, so that its address stays its own."""
+        if id(value) not in self._constants:
+            self._constants[id(value)] = f"c{len(self._constants)}"
+            self.globals[self._constants[id(value)]] = value
+        return self._constants[id(value)]
+
+
+def _attribute(root: nn.Module, path: str) -> Any:
+    """An attribute of `root` by its path, such as a constant of the captured graph."""
+    return operator.attrgetter(path)(root)

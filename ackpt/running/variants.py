@@ -6,6 +6,7 @@ if sizes differ from earlier ones in some dimensions, the step is captured once 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -268,6 +269,7 @@ class Variants:
         except RewriteError:
             group.dynamic.pop(0)
             raise
+        gc.collect()  # what the capture and the search left, which would otherwise take time in a later step
         self.history.add("dynamic capture", cause, time.perf_counter() - start)
         return variants[values]
 
@@ -344,13 +346,13 @@ class Variants:
         was, words, variant = self._last
         changes = differences(words, made_for)
         attribute = changed_attribute(call.modules, was.model.attributes, call.facts.model.attributes)
+        if label := "" if attribute else variant.captured.reads.first_change():
+            return "; ".join([f"{label} changed", *changes]), label  # a capture for all sizes is not valid then
         if changes:
             names = ", ".join(change.partition(" then ")[0] for change in changes)
             return "; ".join([*changes, *(attribute or ())[:1]]), names
         if attribute:
             return attribute
-        if label := variant.captured.reads.first_change():
-            return f"{label} changed", label
         return "the layout of a tensor changed", "the layout of a tensor"
 
     def _drop_oldest(self) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 
 import ackpt
 from ackpt.graph import PlannedStep, RewriteError, lower, rewrite
-from ackpt.planning.rng_replay import run_again, run_and_save
+from ackpt.planning.added_operations import run_again, run_and_save
+from ackpt.planning.listing import Line
 from ackpt.planning.schedule import missing, scheduled
 
 
@@ -70,12 +71,10 @@ def test_rewritten_steps_are_bit_equal_to_eager(policy):
         assert torch.equal(expected, found)
 
 
-def longer_lived(module):
+def longer_lived(listing):
     """Hold the result of the first product to the end, by using it again in the last operation."""
-    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
-    first = next(node for node in nodes if node.target is torch.ops.aten.addmm.default)
-    with module.graph.inserting_after(nodes[-1]):
-        module.graph.call_function(torch.ops.aten.alias.default, (first,))
+    first = next(line for line in listing.lines if line.target is torch.ops.aten.addmm.default)
+    listing.lines.insert(-1, Line("call_function", torch.ops.aten.alias.default, (first,)))
 
 
 def test_a_module_that_takes_other_bytes_is_found(graph, monkeypatch):
@@ -84,7 +83,7 @@ def test_a_module_that_takes_other_bytes_is_found(graph, monkeypatch):
 
     def tampered(*args):
         rewritten = build(*args)
-        longer_lived(rewritten.forward)
+        longer_lived(rewritten.forward_listing)
         return rewritten
 
     monkeypatch.setattr(implementation, "_rewritten", tampered)

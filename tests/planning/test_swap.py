@@ -27,7 +27,8 @@ from ackpt.graph import (
     simulate,
 )
 from ackpt.planner import check_runs, default_profile
-from ackpt.planning.copy_operations import offload, prefetch, wait
+from ackpt.planning.added_operations import offload, prefetch, wait
+from ackpt.planning.listing import Line
 from ackpt.planning.offload_steps import offloadable, offloaded
 from ackpt.planning.schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, everything
 from ackpt.running.planners import Choice, Planner
@@ -228,12 +229,10 @@ def test_operations_of_copies_move_whole_storages():
     assert back.untyped_storage()._cdata not in (host.untyped_storage()._cdata, whole.untyped_storage()._cdata)
 
 
-def without_wait(module):
+def without_wait(listing):
     """Use what the first copy out was made of once more, at the end."""
-    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
-    started = next(node for node in nodes if node.target is offload)
-    with module.graph.inserting_after(nodes[-1]):
-        module.graph.call_function(torch.ops.aten.alias.default, (started.args[0],))
+    started = next(line for line in listing.lines if line.target is offload)
+    listing.lines.insert(-1, Line("call_function", torch.ops.aten.alias.default, started.args))
 
 
 def test_a_module_that_keeps_what_is_offloaded_is_found(graph, tanhs, monkeypatch):
@@ -242,7 +241,7 @@ def test_a_module_that_keeps_what_is_offloaded_is_found(graph, tanhs, monkeypatc
 
     def tampered(*args):
         rewritten = build(*args)
-        without_wait(rewritten.forward)
+        without_wait(rewritten.forward_listing)
         return rewritten
 
     schedule = offloaded(graph, everything(graph), tanhs, profile(graph))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from simulated_cuda import EventBeforeTheCopy, Machine, SimulatedTransport, Span
 
-from ackpt.planning import copy_operations as copies
+from ackpt.planning import added_operations as copies
 
 SHAPE = (4, 8)
 LAYOUT = (torch.device("cpu"), torch.float32, SHAPE, (8, 1), 0)  # where the machine's memory really lies

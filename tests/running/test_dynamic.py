@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import weakref
 
 import pytest
@@ -315,6 +316,30 @@ def test_captures_are_logged_once_with_their_cause(caplog):
             step.prepare(ids(6, length))
     assert len(caplog.records) == len(step.history) == 2
     assert step.history[1].cause == "argument 0 then int64 [6, 20], now int64 [6, 26]"
+
+
+SCALE = 2.0
+
+
+class Scaled(nn.Module):
+    """Reads a value outside of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return (self.layer(x) * SCALE).tanh()
+
+
+def test_a_value_that_changes_is_the_cause_of_a_capture_at_a_new_size(monkeypatch):
+    step = ackpt.compile(Scaled(), torch.ones(4, 8), dynamic={"x": {0: None}})
+    step.prepare(torch.ones(6, 8))
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
+    step.prepare(torch.ones(5, 8))
+    assert kinds(step) == ["dynamic capture", "plan", "dynamic capture"]
+    sizes = "argument 0 then float32 [6, 8], now float32 [5, 8]"
+    assert step.history[-1].cause == f"global 'SCALE' of {__name__} changed; {sizes}"
 
 
 def test_an_attribute_that_changes_at_every_step_is_warned_of():

@@ -9,7 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
-from ackpt.running.generated_code import FUNCTIONS, METHODS, SIZES, boxed
+from ackpt.planning.listing import CALLS, Listing
+from ackpt.running.generated_code import FUNCTIONS, METHODS, SIZES, boxed, direct, simplified
 
 _ATEN = torch.ops.aten
 _ROWS, _COLUMN = torch.randn(4, 6), torch.randn(4, 1)
@@ -95,8 +96,8 @@ def _captured(function, *args) -> fx.GraphModule:
     return make_fx(function, tracing_mode="fake")(*args)
 
 
-def _targets(module: fx.GraphModule) -> list[str]:
-    return [str(node.target) for node in module.graph.nodes if node.op in ("call_function", "call_method")]
+def _targets(listing: Listing) -> list[str]:
+    return [str(direct(line)[0]) for line in simplified(listing).lines if line.op in CALLS]
 
 
 def test_a_view_that_undoes_others_is_left_out():
@@ -105,11 +106,12 @@ def test_a_view_that_undoes_others_is_left_out():
 
     x = torch.randn(4, 6)
     module = _captured(function, x)
-    run = boxed(module, module.graph)
+    listing = Listing.of(module.graph)
+    run = boxed(module, listing)
     given = [x]
     results = run(given)
     assert given == []
-    assert _targets(module) == ["aten.add.Tensor", "aten.mul.Tensor"]  # with numbers, which are no tensors
+    assert _targets(listing) == ["aten.add.Tensor", "aten.mul.Tensor"]  # with numbers, which are no tensors
     assert all(map(torch.equal, results, function(x)))
 
 
@@ -120,17 +122,18 @@ def test_a_view_with_other_strides_or_that_is_returned_stays():
 
     x = torch.randn(4, 4)
     module = _captured(function, x)
-    first, second = boxed(module, module.graph)([x])
+    listing = Listing.of(module.graph)
+    first, second = boxed(module, listing)([x])
     assert first.stride() == function(x)[0].stride() and second.stride() == function(x)[1].stride()
     assert first is not second and torch.equal(first, x.t().relu())
-    assert _targets(module).count("t") == 4
+    assert _targets(listing).count("t") == 4
 
 
 def test_an_operation_on_a_number_keeps_its_overload():
     module = _captured(lambda x: torch.add(x, 2.5) + x, torch.ones(3))
-    (result,) = (boxed(module, module.graph)([torch.ones(3)]),)
-    assert torch.equal(result, torch.full((3,), 4.5))
-    targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    listing = Listing.of(module.graph)
+    assert torch.equal(boxed(module, listing)([torch.ones(3)]), torch.full((3,), 4.5))
+    targets = [direct(line)[0] for line in simplified(listing).lines if line.op in CALLS]
     assert targets == [_ATEN.add.Tensor, torch.add]
 
 

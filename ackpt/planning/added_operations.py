@@ -1,9 +1,13 @@
-"""Copy storages of a planned step between the device and pinned host memory.
+"""The operations that a planned step adds to the captured ones: copies of storages, and replays of random operations.
 
-A copy moves a whole storage; views of it are recomputed afterwards. On a GPU each direction has its own stream, by the
-rules of `ackpt.offloading.cuda_transport`. On the CPU a copy is complete when it returns, and the "host" is the same
-memory. The start of a copy returns its event together with the tensor and passes both to the wait. These are plain
-Python functions since operations registered with torch can return tensors only.
+Storages move between the device and pinned host memory. A copy moves a whole storage; views of it are recomputed
+afterwards. On a GPU each direction has its own stream, by the rules of `ackpt.offloading.cuda_transport`. On the CPU a
+copy is complete when it returns, and the "host" is the same memory. The start of a copy returns its event together with
+the tensor and passes both to the wait. These are plain Python functions since operations registered with torch can
+return tensors only.
+
+A random operation is replayed by saving and restoring the generator's state. Torch has higher-order operators for this,
+but they cannot run under dispatch modes such as a FLOP counter's.
 """
 
 from __future__ import annotations
@@ -99,3 +103,32 @@ def _warn(cause: str) -> None:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The storage of a tensor, uint8[bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def run_and_save(operation, *args, **kwargs):
+    """``(state of the generator before, operation(*args, **kwargs))``; the state is a uint8 tensor in host memory."""
+    return _generator(args, kwargs).get_state(), operation(*args, **kwargs)
+
+
+def run_again(state, operation, *args, **kwargs):
+    """``operation(*args, **kwargs)`` with the generator in `state`; afterwards its own state is restored."""
+    if isinstance(state, FakeTensor):
+        return operation(*args, **kwargs)
+    generator = _generator(args, kwargs)
+    now = generator.get_state()
+    try:
+        generator.set_state(state)
+        return operation(*args, **kwargs)
+    finally:
+        generator.set_state(now)
+
+
+def _generator(args, kwargs) -> torch.Generator:
+    """The default generator of the device that the operation draws on."""
+    device = kwargs.get("device")
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    device = torch.device(device) if device is not None else tensors[0].device if tensors else torch.device("cpu")
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
