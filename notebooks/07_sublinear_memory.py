@@ -400,7 +400,7 @@ for budget in (16, 13, 11, 9, 8):
 #
 # A realistic chain of this kind narrows from front to back, like a convolutional network. Ours has four stages of eight
 # blocks. From one stage to the next the activations halve, while the FLOPs of a block stay the same. We run rotor's plan
-# for a budget of 60 per cent of the baseline's dynamic peak:
+# for a budget of 60 percent of the baseline's dynamic peak:
 
 # %%
 pyramid, pyramid_x = sublinear.pyramid(4, 8, 8), torch.randn(4096, 8)
@@ -420,7 +420,7 @@ print(f"planned {plan.dynamic_peak_bytes:,} bytes, measured {run.dynamic_peak_by
 # The next figure shows the plans of three policies within several budgets. The *cost* of a plan is its added time as a
 # fraction of the baseline step, modeled from FLOPs and moved bytes.
 
-# %% tags=["hide-input"] alt="Cost over the dynamic peak, both in per cent of the baseline. Three lines fall to the right and end at no cost at 100 per cent. The line of rotor is nowhere above the others and extends furthest to the left."
+# %% tags=["hide-input"] alt="Cost over the dynamic peak, both in percent of the baseline. Three lines fall to the right and end at no cost at 100 percent. The line of rotor is nowhere above the others and extends furthest to the left."
 graph = ackpt.trace(pyramid, pyramid_x)
 profile = ackpt.profile(graph, workspace="measured")
 rows = sublinear.within(graph, profile, [budget / 100 for budget in range(100, 40, -6)], ("rotor", "revolve", "chen-sqrt"))
@@ -539,7 +539,7 @@ assert sublinear.measured(resnet, step, (pictures,), {"labels": labels}).dynamic
 columns = {"model": "model", "blocks": "blocks $n$", "sqrt": "equal segments", "log": "recursive halving"}
 columns |= {"chen-sqrt": "`chen-sqrt`", "rotor": "`rotor`"}
 caption = (
-    "Lowest dynamic peaks in per cent of the baseline's: promised by the formulas for $n$ unit blocks "
+    "Lowest dynamic peaks in percent of the baseline's: promised by the formulas for $n$ unit blocks "
     "($\\sqrt n$ equal segments, recursive halving), and simulated for two policies."
 )
 table = markdown_table(rows, columns, caption, "tab-models")

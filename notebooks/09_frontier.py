@@ -251,7 +251,7 @@ assert max(gap for budget, gap in gaps.items() if budget >= 0.4) < 0.02
 print("gap of auto:", {budget: f"{gap:.1%}" for budget, gap in gaps.items()})
 
 # %% [markdown]
-# Down to 40 per cent of the peak, no algorithm for such plans can beat `auto` by more than two per cent. At small
+# Down to 40 percent of the peak, no algorithm for such plans can beat `auto` by more than two percent. At small
 # budgets, its cost rises steeply and the lower bound does not. Part of this gap comes from the lower bound: it assigns
 # no bytes to recomputed results, and at such budgets they need most of the memory. We cannot separate the two effects.
 
@@ -435,7 +435,7 @@ path = plots.save(figure, "results/figures/09_explorer.png")
 # %% [markdown]
 # ```{frontier-explorer} ../../results/explorer/09_frontier.json
 # :image: ../../results/figures/09_explorer.png
-# :alt: Live memory of the planned step for budgets of 80, 50 and 30 per cent of the baseline's peak. As the budget falls, the rising forward and the falling backward stay lower, and the backward gets longer.
+# :alt: Live memory of the planned step for budgets of 80, 50 and 30 percent of the baseline's peak. As the budget falls, the rising forward and the falling backward stay lower, and the backward gets longer.
 # ```
 #
 # Things to try. From 100 % down to 60 %: which activations are recomputed first? They are those that cost little but
@@ -588,7 +588,7 @@ except ackpt.BudgetError as error:
 # - The cheapest plan is the solution of an integer program, feasible for a few layers. A linear program bounds its cost
 #   from below for any graph, and every plan with a budget carries that lower bound and its gap.
 # - Where the optimum is known, `auto` reaches it on chains, and costs a little more on a U-Net. On the Transformer it
-#   is within two per cent of the lower bound until the budget gets very small, where the gap is large.
+#   is within two percent of the lower bound until the budget gets very small, where the gap is large.
 # - We measured policies and PyTorch's tools on one model: no point is below the frontier of `auto`. PyTorch's memory
 #   budget bounds the saved bytes, and its peak can rise as its setting falls.
 # - The frontier shows which method to use when: *selective* or nothing while the model nearly fits, a plan below that.

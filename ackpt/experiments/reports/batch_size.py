@@ -48,7 +48,7 @@ def how(record) -> str:
 def rows(records, published=None) -> list[dict]:
     """One row per record of a batch size, with the keys of `COLUMNS`; a missing figure is None.
 
-    Differences are relative to the method ``plain`` at the same batch size, in per cent, if both were measured or both
+    Differences are relative to the method ``plain`` at the same batch size, in percent, if both were measured or both
     predicted. `published` comes from ``results.load_reference("mu-two-resnet")``: its figures "without" are in the rows
     of ``plain``, its figures "with" in those of every other method.
     """
@@ -69,7 +69,7 @@ def _row(record, baseline, printed) -> dict:
 
 
 def compared(record, baseline) -> dict:
-    """Peak (MiB), FLOPs and time (ms) of a step that was run or predicted, and differences from `baseline` in per cent.
+    """Peak (MiB), FLOPs and time (ms) of a step that was run or predicted, and differences from `baseline` in percent.
 
     The keys are ``peak``, and if there is such a figure ``vs_plain``, ``flops``, ``ms`` and ``time``.
     """

@@ -33,7 +33,7 @@ def file_name(record) -> str:
 def rows(records) -> list[dict]:
     """One row per record of one size, with the keys of `COLUMNS`; a missing figure is None.
 
-    Sizes are in MiB, differences from the method ``plain`` in per cent; the last columns are the parts of the peak.
+    Sizes are in MiB, differences from the method ``plain`` in percent; the last columns are the parts of the peak.
     """
     baseline = next((record for record in ran(records) if record.config["method"] == PLAIN), None)
     return [_row(record, baseline) for record in records]
@@ -63,7 +63,7 @@ def published_rows(predicted, measured=()) -> list[dict]:
     Returns:
         Rows with the keys method, ``published`` and ``published_memory`` (as printed, and compared with plain),
         ``published_time``, ``peak`` and ``vs_plain`` (predicted), ``flops``, ``measured`` and ``measured_time``; MiB
-        and per cent. A figure that was not published is "", one that was not measured None.
+        and percent. A figure that was not published is "", one that was not measured None.
     """
     printed = {row["method"]: row for row in load_reference("bert")["rows"]}
     theirs = {PLAIN: printed["without"], PER_BLOCK: printed["with"]}

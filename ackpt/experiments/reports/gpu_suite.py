@@ -28,7 +28,7 @@ DIFFERENCES = ("memory", "time", "off")
 def rows(job: str, records: list[Record]) -> list[dict]:
     """One row per run of a job, with the keys of `COLUMNS`; a missing figure is None.
 
-    Sizes are in MiB. ``memory`` and ``time`` are the differences from the baseline in per cent, ``off`` is that of the
+    Sizes are in MiB. ``memory`` and ``time`` are the differences from the baseline in percent, ``off`` is that of the
     predicted peak from the measured one. The peaks of the frontier are dynamic, all others are of the whole memory.
     """
     runs = [run for record in records for run in _runs(record)]

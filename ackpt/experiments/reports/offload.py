@@ -48,7 +48,7 @@ def file_name(record) -> str:
 def rows(records, published=None) -> list[dict]:
     """One row per record, with the keys of `COLUMNS`; a missing figure is None.
 
-    Sizes are in MiB, times in ms, differences and shares in per cent; ``store`` is None where a peer's store is not
+    Sizes are in MiB, times in ms, differences and shares in percent; ``store`` is None where a peer's store is not
     known. `published` comes from ``results.load_reference("offload")``; its figures are not converted. The row of a
     method that was not run has a key ``not_run``, the reason.
     """

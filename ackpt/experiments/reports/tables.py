@@ -1,4 +1,4 @@
-"""What the reports share: tables as text, sizes in MiB, differences in per cent, and notes on where figures come from.
+"""What the reports share: tables as text, sizes in MiB, differences in percent, and notes on where figures come from.
 
 Each report next to this file adds what is its own: the columns, the notes below its table, its figures.
 """
@@ -57,7 +57,7 @@ def aligned(cells, left: int = 0) -> list[str]:
 
 
 def percent_change(value, reference) -> float:
-    """The difference of `value` from `reference` in per cent of it, with one decimal."""
+    """The difference of `value` from `reference` in percent of it, with one decimal."""
     return round(100 * (value / reference - 1), 1)
 
 

@@ -19,7 +19,7 @@ from ackpt.results import write_text_atomic
 
 SCHEMA = {"schema": "ackpt.explorer", "version": 1}
 _LETTERS = {SAVED: "s", RECOMPUTED: "r", None: "-"}
-STEP = 2  # per cent of the baseline's dynamic peak between two budgets
+STEP = 2  # percent of the baseline's dynamic peak between two budgets
 BUCKETS = 160  # of events, of which each keeps the one with most live bytes
 
 
@@ -31,7 +31,7 @@ def explorer(graph, profile, record) -> dict:
         record: of `frontier.run_frontier` on the same model and sizes.
 
     Returns:
-        Plain JSON. ``budgets``: in per cent of the baseline's dynamic peak, with ``plan``, an index into ``plans``,
+        Plain JSON. ``budgets``: in percent of the baseline's dynamic peak, with ``plan``, an index into ``plans``,
         None where the budget is refused, and ``lower_bound``, the least cost within that budget. A plan's ``fates`` has
         a letter for each of ``activations``, s for saved, r for recomputed, - for what neither this plan's backward nor
         the baseline's needs; its ``live`` has bytes by category for each bucket of ``events_in_bucket`` allocations
