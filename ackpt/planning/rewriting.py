@@ -27,9 +27,10 @@ from . import copy_operations
 from .live_bytes import follow, rng_state_bytes
 from .proof import IS_SIZE, RewriteError, live_after
 from .rng_replay import run_again, run_and_save
-from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, Schedule, Step
+from .schedule import COMPUTE, FREE, OFFLOAD, PACK, PREFETCH, UNPACK, Schedule, Step
 
 IS_RECOMPUTED = "ackpt_recomputed"  # in the meta of an operation of the forward that the backward repeats
+_PACK, _UNPACK = torch.ops.ackpt_graph.pack_bits.default, torch.ops.ackpt_graph.unpack_bits.default
 _BATCH_NORM_AGAIN = torch.ops.aten._native_batch_norm_legit.no_stats
 
 
@@ -113,7 +114,8 @@ def _rewritten(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | N
     outputs = [None if node_id is None else fw.value(node_id) for node_id in analysis.outputs]
     states = [fw.states[node_id] for node_id in schedule.replayed]
     hosts = [fw.hosts[storage] for storage in schedule.offloaded]
-    fw.output([*outputs, *(fw.value(node_id) for node_id in passed), *hosts, *states, *given])
+    bits = [fw.bits[storage] for storage in schedule.packed]
+    fw.output([*outputs, *(fw.value(node_id) for node_id in passed), *hosts, *bits, *states, *given])
 
     bw = _Builder(analysis, fx_nodes, again=True)
     # AOTAutograd's convention: the forward returns sizes last, the backward receives them first.
@@ -123,6 +125,9 @@ def _rewritten(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | N
     for storage in schedule.offloaded:
         bw.hosts[storage] = bw.graph.placeholder(f"host_{analysis.fx[analysis.base_of[storage]].name}")
         bw.hosts[storage].meta["val"] = None
+    for storage in schedule.packed:
+        bw.bits[storage] = bw.graph.placeholder(f"bits_{analysis.fx[analysis.base_of[storage]].name}")
+        bw.bits[storage].meta["val"] = None
     for node_id in schedule.replayed:
         bw.states[node_id] = bw.graph.placeholder(f"rng_state_{analysis.fx[node_id].name}")
         bw.states[node_id].meta["val"] = fw.states[node_id].meta.get("val")
@@ -184,8 +189,8 @@ def _inputs_needed(analysis, schedule) -> list[int]:
 
 class _Builder:
     """Builds one fx graph. ``env``: the latest run of every node; ``hosts``: copies of storages in host memory;
-    ``moving``: by storage, the node that started its copy and the node that is copied; ``sizes``: the nodes of sizes
-    that are expressions."""
+    ``bits``: of packed storages; ``moving``: by storage, the node that started its copy and the node that is copied;
+    ``sizes``: the nodes of sizes that are expressions."""
 
     def __init__(self, analysis, fx_nodes, again: bool):
         self.analysis = analysis
@@ -196,6 +201,7 @@ class _Builder:
         self.env: dict[int, fx.Node] = {}
         self.states: dict[int, fx.Node] = {}
         self.hosts: dict[int, fx.Node] = {}
+        self.bits: dict[int, fx.Node] = {}
         self.moving: dict[int, tuple[fx.Node, fx.Node]] = {}
 
     def placeholder(self, node_id: int):
@@ -222,6 +228,10 @@ class _Builder:
     def run(self, step: Step, saves_state: bool = False):
         if step.kind == COMPUTE:
             self.compute(step.id, saves_state)
+        elif step.kind == PACK:
+            self.bits[step.id] = self.graph.call_function(_PACK, (self.value(self.analysis.base_of[step.id]),))
+        elif step.kind == UNPACK:
+            self._unpack(step.id)
         elif step.kind != FREE:
             self._copy(*step)
 
@@ -271,6 +281,14 @@ class _Builder:
             else:
                 arrived.meta = dict(self.fx[base].meta)
                 self.env[base] = arrived
+
+    def _unpack(self, storage: int):
+        base, mask = self.analysis.base_of[storage], self.analysis.masks[storage]
+        value = self.fx[base].meta["val"]
+        layout = self._numbers(value.shape), self._numbers(value.stride()), mask.dtype, mask.one
+        node = self.graph.call_function(_UNPACK, (self.bits[storage], *layout))
+        node.meta = dict(self.fx[base].meta)
+        self.env[base] = node
 
     def _copied(self, node_id: int) -> fx.Node:
         return self.graph.node_copy(self.fx[node_id], self._argument)
