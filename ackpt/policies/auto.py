@@ -25,7 +25,7 @@ from ackpt.policies.chains.cut_points import long_skips
 from ackpt.policies.chains.substitutes import substituted
 from ackpt.policies.search.evictions import evictions
 from ackpt.policies.search.frontier import cheapest, evenly_spaced, pareto
-from ackpt.policies.search.mask_packing import as_packed, packings
+from ackpt.policies.search.mask_packing import packings
 from ackpt.policies.search.offload_variants import offloads
 from ackpt.policies.search.recompute_costs import costs
 from ackpt.policies.search.refinement import refined
@@ -46,10 +46,8 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
 
 def candidates(graph: JointGraph, profile) -> list[Schedule]:
     """The schedules of `recomputing`, those that pack dropout masks, and those that offload."""
-    as_if = as_packed(graph, profile)
-    schedules = recomputing(graph, as_if)
-    if as_if is not profile:
-        schedules += packings(graph, [point.schedule for point in pareto(graph, as_if, schedules)])
+    schedules = recomputing(graph, profile)
+    schedules += packings(graph, profile, schedules, recomputing)
     offloading = offloads(graph, profile, schedules)
     is_small = len(graph.nodes) <= _SMALL
     return [*schedules, *offloading, *(mu_two.evictions(graph, profile) if offloading and is_small else ())]

@@ -1,44 +1,72 @@
-"""Pack dropout masks in the schedules of a frontier, where drawing them again costs more.
+"""Add schedules that pack dropout masks instead of saving them or drawing them again.
 
 On a CPU, drawing a mask takes as long as tens of elementwise operations, and packing it about as long as one or two. So
-the search for schedules counts a recomputed mask as packed, and its schedules then pack what they recompute.
+the search runs a second time on a graph whose masks take a bit per element, and its schedules then pack them. Drawing
+on a GPU is cheap, and there it also gives the dropout's result; only masks that a schedule saves are packed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from ackpt.capture.joint_graph import JointGraph
+from ackpt.capture.joint_graph import FORWARD, JointGraph
 from ackpt.costs.profiles import Profile
 from ackpt.planning.offload_steps import packed
 from ackpt.planning.schedule import Schedule
 
+from .frontier import pareto
 from .refinement import without_runs
 
+_SHARES = (0, 1 / 4, 1 / 2, 3 / 4, 1)  # of the masks that are packed
 
-def as_packed(graph: JointGraph, profile: Profile) -> Profile:
-    """`profile` with the times of drawing masks replaced by those of packing and unpacking them, if these are shorter.
 
-    It is `profile` itself for a graph without masks, without times, or if the graph's compiler does not pack.
+def packings(graph: JointGraph, profile: Profile, schedules: list[Schedule], search: Callable) -> list[Schedule]:
+    """The frontier of `schedules` and that of ``search(graph, profile)`` with tiny masks, all with masks packed.
+
+    Empty for a graph without masks, without times in the profile, or if the graph's compiler does not pack.
     """
     if profile.pack_seconds is None or profile.seconds is None or not graph.replays_random:
-        return profile
-    seconds = list(profile.seconds)
-    for storage in graph.analysis.masks:
-        draw = graph.analysis.base_of[storage]
-        seconds[draw] = min(seconds[draw], 2 * profile.pack_seconds[storage])
-    return replace(profile, seconds=tuple(seconds))
+        return []
+    variants = [
+        packed(graph, point.schedule, masks)
+        for point in pareto(graph, profile, schedules)
+        if (masks := graph.analysis.masks.keys() & point.schedule.saved)
+    ]
+    if drawn := _drawn(graph):
+        tiny, costs = _tiny(graph, profile, drawn)
+        for point in pareto(tiny, costs, search(tiny, costs)):
+            variants += _with_shares(graph, point.schedule)
+    return variants
 
 
-def packings(graph: JointGraph, schedules: list[Schedule]) -> list[Schedule]:
-    """By schedule, one that packs the masks that it draws again, and one that also packs those that it saves."""
-    variants = []
-    for schedule in schedules:
-        masks, saved = graph.analysis.masks, set(schedule.saved)
-        bases = {graph.analysis.base_of[storage] for storage in masks}
-        order = schedule.backward_arrays.computed
-        drawn = {at for at, node in enumerate(order) if node in bases and node in graph.analysis.allocated}
-        saving = without_runs(graph, order, drawn) if drawn else schedule
-        every = masks.keys() & saving.saved
-        variants += [packed(graph, saving, some) for some in (every - saved, every) if some]
-    return list(dict.fromkeys(variants))
+def _drawn(graph: JointGraph) -> set[int]:
+    """The masks that are the only result of the operation that draws them."""
+    producers = {storage: graph.storages[storage].producer for storage in graph.analysis.masks}
+    return {storage for storage, producer in producers.items() if graph.analysis.base_of[storage] == producer}
+
+
+def _tiny(graph: JointGraph, profile: Profile, masks: set[int]) -> tuple[JointGraph, Profile]:
+    """The graph and profile for a search: `masks` take a bit per element, and are always saved.
+
+    An operation that draws or reads a mask has the whole mask as workspace, and its recomputation unpacks it.
+    """
+    analysis, seconds, workspace = graph.analysis, list(profile.seconds or ()), list(profile.workspace_bytes)
+    storages = list(graph.storages)
+    for storage in masks:
+        storages[storage] = replace(storages[storage], bytes=analysis.masks[storage].packed_bytes)
+    for node in graph.nodes:
+        for storage in masks.intersection(analysis.accessed[node.phase][node.id]):
+            if node.id in analysis.allocated:
+                workspace[node.id] += graph.storages[storage].bytes - storages[storage].bytes
+                seconds[node.id] += profile.pack_seconds[storage] if node.phase == FORWARD else 0.0
+    tiny = replace(graph, storages=tuple(storages), replays_random=False)
+    return tiny, replace(profile, seconds=tuple(seconds), workspace_bytes=tuple(workspace), pack_seconds=None)
+
+
+def _with_shares(graph: JointGraph, schedule: Schedule) -> list[Schedule]:
+    """`schedule`, whose masks are saved, with each share of them packed, the largest first."""
+    saving = without_runs(graph, schedule.backward_arrays.computed)
+    masks = sorted(graph.analysis.masks.keys() & saving.saved, key=lambda s: (-graph.storages[s].bytes, s))
+    counts = dict.fromkeys(round(share * len(masks)) for share in _SHARES)
+    return [packed(graph, saving, masks[:count]) if count else saving for count in counts]
