@@ -163,7 +163,8 @@ def packed(graph: JointGraph, schedule: Schedule, storages: Iterable[int]) -> Sc
     Each is unpacked before its first reader, and again before a reader that follows more than `_SOON` operations later.
 
     Raises:
-        ScheduleError: for storages that `schedule` does not save or that are no dropout masks.
+        ScheduleError: for storages that `schedule` does not save, that it also computes again, or that are no dropout
+            masks.
 
     Example:
         >>> import torch, ackpt
@@ -177,8 +178,11 @@ def packed(graph: JointGraph, schedule: Schedule, storages: Iterable[int]) -> Sc
         [32768, 16896]
     """
     analysis, storages = graph.analysis, set(storages)
-    if wrong := sorted(storages.difference(schedule.saved) | storages.difference(analysis.masks)):
-        raise ScheduleError(f"storages {wrong} are not saved, or hold no dropout mask: they cannot be packed")
+    drawn = {s for node in schedule.backward_arrays.computed for s in analysis.allocated.get(node, ())}
+    if wrong := sorted(storages - (analysis.masks.keys() & set(schedule.saved) - drawn)):
+        raise ScheduleError(
+            f"storages {wrong} cannot be packed: they are not saved, computed again in backward, or no dropout masks"
+        )
     last = {}
     for at, node in enumerate(schedule.forward_arrays.computed):
         last.update(dict.fromkeys(storages.intersection(analysis.accessed[FORWARD][node]), at))

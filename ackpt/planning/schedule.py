@@ -136,9 +136,8 @@ class Schedule:
         return self._in_both(PACK, UNPACK)
 
     def _in_both(self, leaves: str, comes_back: str) -> tuple[int, ...]:
-        forward, backward = self.forward_arrays, self.backward_arrays
-        left = forward.ids[forward.places[KINDS.index(leaves)]]
-        return tuple(np.intersect1d(left, backward.ids[backward.places[KINDS.index(comes_back)]]).tolist())
+        left = {step.id for step in self.forward if step.kind == leaves}
+        return tuple(sorted(left & {step.id for step in self.backward if step.kind == comes_back}))
 
 
 def scheduled(graph: JointGraph, forward: Iterable[int] | None, backward: Iterable[int]) -> Schedule:

@@ -28,15 +28,13 @@ def packings(graph: JointGraph, profile: Profile, schedules: list[Schedule], sea
     """
     if profile.pack_seconds is None or profile.seconds is None or not graph.replays_random:
         return []
-    variants = [
-        packed(graph, point.schedule, masks)
-        for point in pareto(graph, profile, schedules)
-        if (masks := graph.analysis.masks.keys() & point.schedule.saved)
-    ]
+    variants = []
+    for point in pareto(graph, profile, schedules):
+        variants += _with_shares(graph, point.schedule, (1,))
     if drawn := _drawn(graph):
         tiny, costs = _tiny(graph, profile, drawn)
         for point in pareto(tiny, costs, search(tiny, costs)):
-            variants += _with_shares(graph, point.schedule)
+            variants += _with_shares(graph, point.schedule, _SHARES)
     return variants
 
 
@@ -64,9 +62,14 @@ def _tiny(graph: JointGraph, profile: Profile, masks: set[int]) -> tuple[JointGr
     return tiny, replace(profile, seconds=tuple(seconds), workspace_bytes=tuple(workspace), pack_seconds=None)
 
 
-def _with_shares(graph: JointGraph, schedule: Schedule) -> list[Schedule]:
-    """`schedule`, whose masks are saved, with each share of them packed, the largest first."""
-    saving = without_runs(graph, schedule.backward_arrays.computed)
-    masks = sorted(graph.analysis.masks.keys() & saving.saved, key=lambda s: (-graph.storages[s].bytes, s))
-    counts = dict.fromkeys(round(share * len(masks)) for share in _SHARES)
+def _with_shares(graph: JointGraph, schedule: Schedule, shares) -> list[Schedule]:
+    """`schedule` with each of the `shares` of the masks that it saves packed, the largest first."""
+    analysis, order, saved = graph.analysis, schedule.backward_arrays.computed, set(schedule.saved)
+    drawn = {analysis.base_of[storage] for storage in _drawn(graph) & saved}
+    saving = without_runs(graph, order, {at for at, node in enumerate(order) if node in drawn})
+    again = {storage for node in saving.backward_arrays.computed for storage in analysis.allocated.get(node, ())}
+    masks = sorted(
+        (analysis.masks.keys() & saving.saved) - again, key=lambda storage: (-graph.storages[storage].bytes, storage)
+    )
+    counts = dict.fromkeys(round(share * len(masks)) for share in shares)
     return [packed(graph, saving, masks[:count]) if count else saving for count in counts]
