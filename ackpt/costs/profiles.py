@@ -232,9 +232,10 @@ def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -
         if rates is not None:
             seconds.append(_seconds(rates, node, args, kwargs, result, computed[-1], bytes_in + bytes_out))
     origin = dict.fromkeys(("flops", "bytes_in", "bytes_out"), "analytic") | {"workspace_bytes": workspace}
-    swaps = None
+    swaps = packs = None
     if rates is not None:
-        origin |= dict.fromkeys(_TIMES, "analytic")
+        packs = _pack_seconds(graph, rates)
+        origin |= dict.fromkeys(_TIMES if packs else _TIMES[:2], "analytic")
         swaps = tuple(storage.bytes / rates.link_bytes_per_second for storage in graph.storages)
     return Profile(
         device="any" if rates is None else rates.name,
@@ -246,7 +247,7 @@ def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -
         origin=origin,
         swap_seconds=swaps,
         graph=graph.hash,
-        pack_seconds=None if rates is None else _pack_seconds(graph, rates),
+        pack_seconds=packs,
     )
 
 
