@@ -266,10 +266,11 @@ class Analysis:
                 dropout = fx.args[0]
             else:
                 continue
-            is_dense = value.numel() * value.element_size() == self.bytes[storage]
+            is_dense = value.numel() * value.element_size() == value.untyped_storage().nbytes()
             can_pack = value.dtype == torch.bool or value.device.type == "cpu"
             if value.numel() and is_dense and can_pack and storage not in self.callers:
-                size = packed_bytes(value.numel())
+                # The bytes of a graph for other sizes are right, the shapes of its values are not.
+                size = packed_bytes(self.bytes[storage] // value.element_size())
                 masks[storage] = Mask(size, value.dtype, one_of(value.dtype, dropout.args[1]))
         return masks
 

@@ -47,10 +47,13 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
 def candidates(graph: JointGraph, profile) -> list[Schedule]:
     """The schedules of `recomputing`, those that pack dropout masks, and those that offload."""
     schedules = recomputing(graph, profile)
-    schedules += packings(graph, profile, schedules, recomputing)
+    packing = packings(graph, profile, schedules, recomputing)
     offloading = offloads(graph, profile, schedules)
-    is_small = len(graph.nodes) <= _SMALL
-    return [*schedules, *offloading, *(mu_two.evictions(graph, profile) if offloading and is_small else ())]
+    if packing:
+        offloading += offloads(graph, profile, packing)
+    if offloading and len(graph.nodes) <= _SMALL:
+        offloading += mu_two.evictions(graph, profile)
+    return [*schedules, *packing, *offloading]
 
 
 def recomputing(graph: JointGraph, profile) -> list[Schedule]:
