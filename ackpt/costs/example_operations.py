@@ -152,7 +152,10 @@ OPERATIONS = (
     _example(aten.native_dropout.default, _rows, 0.1, True),
     _example(torch.ops.ackpt_graph.dropout_noise.default, _rows, 0.1),
     _example(torch.ops.ackpt_graph.pack_bits.default, _rows),
-    _example(torch.ops.ackpt_graph.unpack_bits.default, _bits, [_ROWS, _COLUMNS], [_COLUMNS, 1], lambda dtype: dtype, 1),
+    _example(
+        torch.ops.ackpt_graph.unpack_bits.default,
+        *(_bits, [_ROWS, _COLUMNS], [_COLUMNS, 1], lambda dtype: dtype, 1),
+    ),
     _example(aten.bernoulli.p, _rows, 0.9),
     _example(aten.rand_like.default, _rows),
     _example(aten.sum.dim_IntList, _rows, [0]),

@@ -166,7 +166,10 @@ class Plan:
 
     @cached_property
     def fates(self) -> dict[str, str]:
-        """``{name of the node: "saved" | "packed" | "recomputed" | "offloaded"}`` for every activation backward needs."""
+        """``{name of the node: fate}`` for every activation that backward needs.
+
+        A fate is ``"saved"``, ``"packed"``, ``"recomputed"`` or ``"offloaded"``.
+        """
         return {activation.name: activation.fate for activation in self.activations}
 
     def table(self) -> str:

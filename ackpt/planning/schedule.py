@@ -46,9 +46,10 @@ class Step(NamedTuple):
     """One step of a schedule: ``compute`` the node `id`, or do one of the following to the storage `id`.
 
     ``free`` releases it on the device. ``pack`` stores a dropout mask with one bit per element, in addition to the mask
-    itself until that is freed. ``unpack`` allocates the mask again; the last one of a mask frees its bits. ``offload`` starts its copy to the host; it stays on the device until it is
-    freed. ``prefetch`` allocates it on the device and starts its copy back. ``wait`` blocks until the copy is complete;
-    only then may an offloaded storage be freed, or a prefetched one be read.
+    itself until that is freed. ``unpack`` allocates the mask again; the last one of a mask frees its bits. ``offload``
+    starts its copy to the host; it stays on the device until it is freed. ``prefetch`` allocates it on the device and
+    starts its copy back. ``wait`` blocks until the copy is complete; only then may an offloaded storage be freed, or a
+    prefetched one be read.
 
     Example:
         >>> from ackpt.graph import Step

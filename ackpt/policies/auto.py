@@ -4,8 +4,9 @@ The options of a block are found once for all blocks of one structure. Dynamic p
 solves every amount of memory at once, and the simulator measures every solution. The frontier consists of the solutions
 that no other beats in both peak and cost; a budget takes the cheapest one that fits. So a smaller budget never gives a
 higher peak or a lower cost. Between its points, recomputed activations are saved; at a peak, waiting activations are
-evicted. Dropout masks are packed where that is cheaper than drawing them again. On a device with a link to the host, activations are offloaded if their copies overlap with compute. For the
-recursion see `chains.chain_table`, for the options of a block `chains.block_options`.
+evicted. Dropout masks are packed where that is cheaper than drawing them again. On a device with a link to the host,
+activations are offloaded if their copies overlap with compute. For the recursion see `chains.chain_table`, for the
+options of a block `chains.block_options`.
 """
 
 from __future__ import annotations

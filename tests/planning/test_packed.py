@@ -28,7 +28,8 @@ ROWS, WIDTH = 5, 13  # 65 elements: 9 bytes of bits
 
 def deep(dropouts: int = 3) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(l for _ in range(dropouts) for l in (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh())))
+    layers = [(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh()) for _ in range(dropouts)]
+    return nn.Sequential(*(layer for each in layers for layer in each))
 
 
 class Native(nn.Module):

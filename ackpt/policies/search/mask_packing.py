@@ -49,7 +49,8 @@ def _tiny(graph: JointGraph, profile: Profile, masks: set[int]) -> tuple[JointGr
 
     An operation that draws or reads a mask has the whole mask as workspace, and its recomputation unpacks it.
     """
-    analysis, seconds, workspace = graph.analysis, list(profile.seconds or ()), list(profile.workspace_bytes)
+    assert profile.seconds is not None and profile.pack_seconds is not None
+    analysis, seconds, workspace = graph.analysis, list(profile.seconds), list(profile.workspace_bytes)
     storages = list(graph.storages)
     for storage in masks:
         storages[storage] = replace(storages[storage], bytes=analysis.masks[storage].packed_bytes)

@@ -44,8 +44,11 @@ def packing_cost(graph: JointGraph, profile: Profile, schedule: Schedule) -> flo
         for kind in (PACK, UNPACK)
         for storage in steps.ids[steps.places[KINDS.index(kind)]].tolist()
     ]
+    if not storages:
+        return 0.0
     if profile.seconds is not None:
-        return sum(profile.pack_seconds[storage] for storage in storages) if storages else 0.0
+        assert profile.pack_seconds is not None  # `ackpt.plan` refuses other profiles
+        return sum(profile.pack_seconds[storage] for storage in storages)
     masks = graph.analysis.masks
     return float(FLOPS_PER_BYTE * sum(graph.storages[s].bytes + masks[s].packed_bytes for s in storages))
 
