@@ -26,7 +26,7 @@ from ackpt.planning.simulator import Simulation, simulate, step_peaks
 from ackpt.policies import auto
 from ackpt.policies.search.decisions import decisions
 from ackpt.policies.search.frontier import cheapest
-from ackpt.policies.search.recompute_costs import added_cost, costs, step_cost
+from ackpt.policies.search.recompute_costs import added_cost, costs, packing_cost, step_cost
 from ackpt.policies.search.schedule_cache import Cache, CachedCandidates, cache_folder, cached
 from ackpt.progress import shown, stage
 from ackpt.running.eager_step import eager_peak, eager_peak_bound, eager_schedule
@@ -58,11 +58,12 @@ def plan(
         policy: the policy that decides. Each takes the cheapest of its schedules whose simulated peak is within the
             budget.
 
-            ``"auto"``, the default, searches for the cheapest plan. It recomputes activations, and offloads them if
-            `profile` has times of copies to the host and the copies overlap with compute. ``"none"`` saves everything
+            ``"auto"``, the default, searches for the cheapest plan. It recomputes activations, packs
+            dropout masks where that is cheaper than drawing them again, and offloads if `profile` has times of copies
+            to the host and the copies overlap with compute. ``"none"`` saves everything
             that backward reads. ``"full"`` is per-block checkpointing: it saves single tensors between blocks.
-            ``"manual"`` takes fates by the names of nodes: ``fates={"relu": "recomputed", "addmm": "saved"}``, and also
-            ``"offloaded"`` if `profile` has times of copies to the host.
+            ``"manual"`` takes fates by the names of nodes: ``fates={"relu": "recomputed", "addmm": "saved"}``, also
+            ``"packed"`` for dropout masks, and ``"offloaded"`` if `profile` has times of copies to the host.
 
             ``"selective"`` checkpoints repeated blocks as transformers and torchtitan do, without a search. For its
             options ``every_n_layers``, ``save`` and ``offload`` see `ackpt.policies.chains.selective`.
@@ -189,12 +190,17 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
             f"policy {policy!r} offloads, but {what} has no times of copies to the host: give the "
             "profile of a device with a link, such as profile=ackpt.profile(graph, 'h200'), or offload nothing"
         )
+    if schedule.packed and profile.seconds is not None and profile.pack_seconds is None:
+        raise PlanError(
+            f"policy {policy!r} packs dropout masks, but its profile has times of operations and none of packing: give "
+            "the profile of a device, such as profile=ackpt.profile(graph, 'cpu'), or pack nothing"
+        )
     limit = baseline.limit_bytes
     simulated = simulate(graph, profile, schedule)
     if limit is not None and simulated.peak_bytes > limit:
         least = simulated.peak_bytes + simulated.resident_bytes
         cost = costs(graph, profile)
-        added = _added_cost(graph, schedule, simulated, cost) / _baseline_cost(baseline.schedule, cost)
+        added = _added_cost(graph, profile, schedule, simulated, cost) / _baseline_cost(baseline.schedule, cost)
         raise BudgetError(
             _refusal(graph, profile, schedule, policy, budget, limit, simulated, baseline.peak_bytes, added)
             + _as_compiled(graph),
@@ -264,6 +270,8 @@ def check_runs(graph: JointGraph, plan: Plan) -> Plan:
         )
     if copies(plan.schedule) and not graph.replays_random:
         raise PlanError("this plan offloads, which Inductor does not run: use compiler='eager', or offload nothing")
+    if plan.schedule.packed and not graph.replays_random:
+        raise PlanError("this plan packs dropout masks, which Inductor does not run: use compiler='eager'")
     return plan
 
 
@@ -294,6 +302,8 @@ def _plan(
     baseline_cost = _baseline_cost(baseline, cost)
     node = None if simulated.peak_node is None else graph.nodes[simulated.peak_node]
     peak_node = "the optimizer's step"
+    # The lower bound holds for schedules that only recompute.
+    has_bound = limit is not None and not copies(schedule) and not schedule.packed
     if node is not None:
         peak_node = f"{node.name} ({node.target}), {node.phase} of {node.module or 'the model'!r}"
     return Plan(
@@ -306,18 +316,11 @@ def _plan(
         flops=simulated.flops,
         recompute_flops=simulated.recompute_flops,
         peak_node=peak_node,
-        activations=activations(
-            graph,
-            {*baseline.saved, *schedule.saved, *schedule.offloaded},
-            set(schedule.saved),
-            set(schedule.offloaded),
-            graph.analysis.base_of,
-        ),
+        activations=activations(graph, baseline, schedule),
         schedule=schedule,
         timeline=simulated.timeline,
-        cost=_added_cost(graph, schedule, simulated, cost) / baseline_cost,
-        # The lower bound holds for schedules that only recompute.
-        lower_bound=None if limit is None or copies(schedule) else _bound(graph, cost, baseline_cost, profile, limit),
+        cost=_added_cost(graph, profile, schedule, simulated, cost) / baseline_cost,
+        lower_bound=_bound(graph, cost, baseline_cost, profile, limit) if has_bound else None,
         decisions=decisions(graph, schedule, cost, baseline_cost, profile),
         host_bytes=simulated.host_bytes,
         exposed_seconds=simulated.exposed_seconds,
@@ -328,9 +331,10 @@ def _plan(
     )
 
 
-def _added_cost(graph, schedule: Schedule, simulated: Simulation, cost) -> float:
-    """The cost of recomputation and of waits for copies."""
-    return added_cost(graph, schedule, cost) + (simulated.exposed_seconds or 0.0)
+def _added_cost(graph, profile: Profile, schedule: Schedule, simulated: Simulation, cost) -> float:
+    """The cost of recomputation, of packing and of waits for copies."""
+    added = added_cost(graph, schedule, cost) + packing_cost(graph, profile, schedule)
+    return added + (simulated.exposed_seconds or 0.0)
 
 
 def _baseline_cost(baseline: Schedule, cost) -> float:

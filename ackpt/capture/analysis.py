@@ -10,20 +10,32 @@ import functools
 import operator
 import weakref
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
 from .gradients import in_memory
 from .operations import BACKWARD, FORWARD
+from .patches import random_draws  # noqa: F401 (defines ackpt_graph::dropout_noise)
+from .patches.mask_bits import one_of, packed_bytes
 
 if TYPE_CHECKING:
     from .joint_graph import JointGraph
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+_NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
+_NOISE = torch.ops.ackpt_graph.dropout_noise.default
 _RESULTS_WITHOUT_STATISTICS = 3  # of its five; the others are the new running statistics
 RESIDENT = ("parameter", "buffer", "input")
+
+
+class Mask(NamedTuple):
+    """A dropout mask. ``packed_bytes``: with a bit per element; ``one``: the element that is not 0, as an integer."""
+
+    packed_bytes: int
+    dtype: torch.dtype
+    one: int
 
 
 class Analysis:
@@ -241,6 +253,26 @@ class Analysis:
         for storage in self.graph.storages:
             by_producer.setdefault(storage.producer, set()).add(storage.id)
         return {node: frozenset(storages) for node, storages in by_producer.items()}
+
+    @cached_property
+    def masks(self) -> dict[int, Mask]:
+        """By storage, the dropout masks that a schedule may pack: those that are dense and no results of the step."""
+        masks = {}
+        for storage, base in self.base_of.items():
+            fx, value = self.fx[base], self.fx[base].meta["val"]
+            if fx.target is _NOISE:
+                dropout = fx
+            elif is_getitem(fx) and fx.args[0].target is _NATIVE_DROPOUT and fx.args[1] == 1:
+                dropout = fx.args[0]
+            else:
+                continue
+            is_dense = value.numel() * value.element_size() == value.untyped_storage().nbytes()
+            can_pack = value.dtype == torch.bool or value.device.type == "cpu"
+            if value.numel() and is_dense and can_pack and storage not in self.callers:
+                # The bytes of a graph for other sizes are right, the shapes of its values are not.
+                size = packed_bytes(self.bytes[storage] // value.element_size())
+                masks[storage] = Mask(size, value.dtype, one_of(value.dtype, dropout.args[1]))
+        return masks
 
     @cached_property
     def taken_from(self) -> dict[int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import ackpt.capture.patches.random_draws  # noqa: F401 (defines ackpt_graph::dropout_noise)
+from ackpt.capture.patches.mask_bits import packed_bytes
 from ackpt.metering.flops import formula
 
 from .operation_costs import elements
@@ -98,6 +99,10 @@ def _mask(dtype: torch.dtype) -> Tensor:
     return torch.ones(_ROWS, _COLUMNS, dtype=torch.bool)
 
 
+def _bits(dtype: torch.dtype) -> Tensor:
+    return torch.full((packed_bytes(_ROWS * _COLUMNS),), 85, dtype=torch.uint8)
+
+
 def _float32_log_sums(dtype: torch.dtype) -> Tensor:
     return _log_sums(torch.float32)
 
@@ -146,6 +151,11 @@ OPERATIONS = (
     ),
     _example(aten.native_dropout.default, _rows, 0.1, True),
     _example(torch.ops.ackpt_graph.dropout_noise.default, _rows, 0.1),
+    _example(torch.ops.ackpt_graph.pack_bits.default, _rows),
+    _example(
+        torch.ops.ackpt_graph.unpack_bits.default,
+        *(_bits, [_ROWS, _COLUMNS], [_COLUMNS, 1], lambda dtype: dtype, 1),
+    ),
     _example(aten.bernoulli.p, _rows, 0.9),
     _example(aten.rand_like.default, _rows),
     _example(aten.sum.dim_IntList, _rows, [0]),

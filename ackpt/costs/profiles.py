@@ -29,7 +29,8 @@ from .workspace import value_of, workspace_bytes
 ORIGINS = ("measured", "analytic", "given")
 _SCHEMA = {"schema": "ackpt.profile", "version": 1}
 _COUNTS = ("flops", "bytes_in", "bytes_out", "workspace_bytes")  # by node id
-_TIMES = ("seconds", "swap_seconds")
+_TIMES = ("seconds", "swap_seconds", "pack_seconds")
+_BY_STORAGE = _TIMES[1:]
 
 
 class ProfileError(ValueError):
@@ -52,8 +53,9 @@ class Profile:
     ``flops``: floating-point operations; ``bytes_in``, ``bytes_out``: of all arguments and of the results, views
     counting nothing; ``workspace_bytes``: what the operation takes and gives back within itself; ``seconds``: run
     time, None where it is neither measured nor modelled. ``origin``: ``{field: "measured" | "analytic" | "given"}``.
-    ``swap_seconds``: by storage id, one copy between device and host, None as for ``seconds``. ``graph``: the hash of
-    the graph.
+    ``swap_seconds``: by storage id, one copy between device and host, None as for ``seconds``. ``pack_seconds``: by
+    storage id, packing a dropout mask once, or unpacking it; None also without such masks. ``graph``: the hash of the
+    graph.
 
     Example:
         >>> import torch, ackpt
@@ -74,6 +76,7 @@ class Profile:
     origin: dict[str, str] = field(hash=False)
     swap_seconds: tuple[float, ...] | None = None
     graph: str = ""
+    pack_seconds: tuple[float, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, from which `from_json` makes an equal profile."""
@@ -92,6 +95,7 @@ class Profile:
             raise ProfileError(
                 f"this is not a profile of this version: expected {_SCHEMA}, found {schema}; profile again"
             )
+        data = {"pack_seconds": None, **data}  # profiles of earlier versions have none
         if missing := [field.name for field in fields(cls) if field.name not in data]:
             raise ProfileError(f"this profile is incomplete: it lacks {', '.join(missing)}; profile again")
         for name in (*_COUNTS, *_TIMES):
@@ -228,9 +232,10 @@ def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -
         if rates is not None:
             seconds.append(_seconds(rates, node, args, kwargs, result, computed[-1], bytes_in + bytes_out))
     origin = dict.fromkeys(("flops", "bytes_in", "bytes_out"), "analytic") | {"workspace_bytes": workspace}
-    swaps = None
+    swaps = packs = None
     if rates is not None:
-        origin |= dict.fromkeys(_TIMES, "analytic")
+        packs = _pack_seconds(graph, rates)
+        origin |= dict.fromkeys(_TIMES if packs else _TIMES[:2], "analytic")
         swaps = tuple(storage.bytes / rates.link_bytes_per_second for storage in graph.storages)
     return Profile(
         device="any" if rates is None else rates.name,
@@ -242,7 +247,23 @@ def _analytic(graph: JointGraph, rates: devices.Device | None, workspace: str) -
         origin=origin,
         swap_seconds=swaps,
         graph=graph.hash,
+        pack_seconds=packs,
     )
+
+
+def _pack_seconds(graph: JointGraph, rates: devices.Device) -> tuple[float, ...] | None:
+    """The mean of packing and unpacking, each of which moves a mask and its bits; None without dropout masks."""
+    masks = graph.analysis.masks
+    if not masks:
+        return None
+    seconds = [0.0] * len(graph.storages)
+    for storage, mask in masks.items():
+        size = graph.storages[storage].bytes
+        moved, elements = size + mask.packed_bytes, size // mask.dtype.itemsize
+        dtype = str(mask.dtype).removeprefix("torch.")
+        both = (rates.seconds(0, moved, dtype, name, elements) for name in ("pack_bits", "unpack_bits"))
+        seconds[storage] = sum(both) / 2
+    return tuple(seconds)
 
 
 def _seconds(rates: devices.Device, node, args, kwargs, result, flops: int, moved: int) -> float:
@@ -327,7 +348,7 @@ def _check_figures(name: str, values, flops, origin) -> None:
         isinstance(value, number) and not isinstance(value, bool) and 0 <= value < math.inf for value in values
     ):
         raise ProfileError(f"this profile is damaged: its {name} are not all numbers from 0; profile again")
-    if name != "swap_seconds" and len(values) != len(flops):
+    if name not in _BY_STORAGE and len(values) != len(flops):
         raise ProfileError(
             f"this profile is damaged: it has {len(flops)} flops and {len(values)} {name}; profile again"
         )

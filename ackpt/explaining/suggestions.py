@@ -218,6 +218,8 @@ def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model
     """
     if schedule.offloaded:
         return "plans that offload are not simulated for shards"
+    if schedule.packed:
+        return "plans that pack dropout masks are not simulated for shards"
     sharding = Sharding(ranks, block_bytes=1 if graph.on_cpu else CUDA_BLOCK)
     kind = None if optimizer is None else _like(optimizer)
     try:

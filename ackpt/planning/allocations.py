@@ -44,7 +44,7 @@ class Allocation:
     """A block of device memory, live in the entries ``begin <= i < end`` of the step's timeline; end None: to its end.
 
     ``kind``: one of `LIVE`. ``node``: the operation or input whose result it holds, None for what the optimizer takes.
-    ``storage``: the storage of that result; None for workspace, RNG states and what the optimizer takes.
+    ``storage``: the storage of that result; None for workspace, RNG states, packed masks and what the optimizer takes.
 
     Example:
         >>> import torch, ackpt
@@ -76,7 +76,7 @@ def allocations(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple
     if graph.optimizer_bytes:
         listed.append(Allocation("optimizer", graph.optimizer_bytes, None, 0, None))
     live = follow(graph, schedule, workspace_bytes)
-    kind_of = _kinds(graph, schedule)
+    kind_of, moved = _kinds(graph, schedule), {*schedule.offloaded, *schedule.packed}
     opened: dict[tuple, list[list]] = {}
     blocks: list[list] = []
     for event, ((size, category), owner, storage) in enumerate(zip(live.events, live.owner, live.storage), 1):
@@ -89,7 +89,7 @@ def allocations(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple
         if storage is None:
             is_state = owner is not None and event <= live.boundary and category != TEMPORARY
             kind = "saved" if is_state else "temporaries"
-        elif event > live.boundary and storage not in schedule.offloaded and _is_forward(graph, owner):
+        elif event > live.boundary and storage not in moved and _is_forward(graph, owner):
             kind = "recomputed"
         else:
             kind = kind_of.get(storage, "temporaries")
@@ -106,7 +106,7 @@ def _kinds(graph: JointGraph, schedule: Schedule) -> dict[int, str]:
         return {storage for node in nodes if node is not None for storage in graph.nodes[node].storages}
 
     kinds = dict.fromkeys(storages(graph.analysis.outputs), "outputs")
-    kinds |= dict.fromkeys((*schedule.saved, *schedule.offloaded), "saved")
+    kinds |= dict.fromkeys((*schedule.saved, *schedule.offloaded, *schedule.packed), "saved")
     return kinds | dict.fromkeys(storages(graph.analysis.bw_outputs), "gradients")
 
 
@@ -148,7 +148,8 @@ def described(graph: JointGraph, block: Allocation) -> str:
     if block.kind == "gradients" and (name := _gradients(graph).get(block.storage)):
         return f"gradient of {name}"
     place = ", ".join(part for part in (node.module, short_source(node.source)) if part) or "the model itself"
-    return f"{'workspace of ' if block.storage is None else ''}{operation_of(graph, node.id)} ({place})"
+    what = "" if block.storage is not None else "workspace of " if block.kind == "temporaries" else "random state of "
+    return f"{what}{operation_of(graph, node.id)} ({place})"
 
 
 def peak_in_words(graph: JointGraph, blocks: Iterable[Allocation]) -> str:

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from ackpt.capture.analysis import Analysis
 
-from .schedule import COMPUTE, FREE, KINDS, OFFLOAD, PREFETCH, WAIT, Schedule, ScheduleError
+from .schedule import COMPUTE, KINDS, OFFLOAD, PACK, PREFETCH, UNPACK, WAIT, Schedule, ScheduleError
 
 _COPIES = (OFFLOAD, PREFETCH, WAIT)
-_LAST_ON_DEVICE = KINDS.index(FREE)  # the kinds of steps after this one are the `_COPIES`
+_LAST_ON_DEVICE = KINDS.index(UNPACK)  # the kinds of steps after this one are the `_COPIES`
 
 
 def copies(schedule: Schedule) -> bool:
@@ -87,9 +87,9 @@ def waiting(profile, schedule: Schedule) -> float:
 def clock(profile, schedule: Schedule) -> tuple[float, float] | None:
     """(seconds of the step, seconds of these in which computation waits for copies); None without times in the profile.
 
-    Three streams: operations run one after another on the first, copies to the host on the second, and copies back on
-    the third, in the order in which they were started. A copy starts when computation has reached its step and its
-    stream is idle.
+    Three streams: operations, packing included, run one after another on the first, copies to the host on the second,
+    and copies back on the third, in the order in which they were started. A copy starts when computation has reached
+    its step and its stream is idle.
     """
     if profile.seconds is None or (profile.swap_seconds is None and copies(schedule)):
         return None
@@ -97,7 +97,7 @@ def clock(profile, schedule: Schedule) -> tuple[float, float] | None:
     for kind, _, start, end in timed(profile, schedule):
         if kind == WAIT:
             exposed += end - start
-        if kind in (COMPUTE, WAIT):
+        if kind in (COMPUTE, PACK, UNPACK, WAIT):
             now = end
     return now, exposed
 
@@ -119,6 +119,7 @@ def timed(profile, schedule: Schedule) -> Iterator[tuple[str, int, float, float]
         elif kind == WAIT:
             start, now = now, max(now, done[number])
             yield kind, number, start, now
-        elif kind == COMPUTE:
-            start, now = now, now + profile.seconds[number]
+        elif kind in (COMPUTE, PACK, UNPACK):
+            seconds = profile.seconds if kind == COMPUTE else profile.pack_seconds
+            start, now = now, now + seconds[number]
             yield kind, number, start, now

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import accumulate
 
 import torch
@@ -14,7 +15,7 @@ from ackpt.capture.joint_graph import FORWARD, JointGraph
 from ackpt.metering.timeline import Copy, Timeline
 
 from .host_copies import Host
-from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, Schedule, ScheduleError, Step
+from .schedule import COMPUTE, FREE, OFFLOAD, PACK, PREFETCH, UNPACK, WAIT, Schedule, ScheduleError, Step
 
 CATEGORIES = ("gradients", "activations", "recomputed", "temporaries")
 _GRADIENT, _ACTIVATION, _RECOMPUTED, TEMPORARY, HOST = range(5)
@@ -34,7 +35,8 @@ class Live:
     """The live storages and values at one moment of a schedule, and the events that led there.
 
     ``events``: (bytes, category) of every allocation and free, ``owner``: the node that each belongs to, and
-    ``storage``: the storage that it allocates or frees, None for workspace, RNG states and what the optimizer takes.
+    ``storage``: the storage that it allocates or frees, None for workspace, RNG states, packed masks and what the
+    optimizer takes.
     ``boundary``: the number of events before backward. ``after``: live bytes on the device and in host memory after
     every step except frees; a node's arguments still count, its workspace does not. ``copies``: [kind of step, storage,
     event before its start, event before its wait].
@@ -56,7 +58,9 @@ class Live:
         self.total = self.host_total = self.boundary = 0
         self.host = Host(analysis, schedule)
         self.copies: list[list] = []
-        activations = {*schedule.saved, *schedule.offloaded, *_storages(analysis, analysis.outputs)}
+        self.packed: set[int] = set()  # storages whose bits are live
+        self._unpacks = Counter(step.id for step in (*schedule.forward, *schedule.backward) if step.kind == UNPACK)
+        activations = {*schedule.saved, *schedule.offloaded, *schedule.packed, *_storages(analysis, analysis.outputs)}
         self.category = dict.fromkeys(activations, _ACTIVATION)
         self.category.update(dict.fromkeys(_storages(analysis, analysis.bw_outputs), _GRADIENT))
 
@@ -154,6 +158,9 @@ class Live:
         if kind == FREE:
             self._free(storage, node)
             return
+        if kind in (PACK, UNPACK):
+            self._pack(storage) if kind == PACK else self._unpack(storage)
+            return
         size = self.analysis.bytes[storage]
         if kind == OFFLOAD:
             if self.analysis.base_of.get(storage) not in self.values:
@@ -178,6 +185,32 @@ class Live:
         self.after.append((self.total, self.host_total))
         if self.host.is_last(storage):
             self._event(-size, HOST, node, storage)
+
+    def _pack(self, storage: int):
+        if storage not in self.analysis.masks:
+            raise ScheduleError(f"storage {storage} holds no dropout mask that can be packed")
+        base = self.analysis.base_of[storage]
+        if base not in self.values:
+            raise ScheduleError(f"storage {storage} is packed, but it is not live")
+        if storage in self.packed or not self._unpacks[storage]:
+            raise ScheduleError(f"storage {storage} is packed twice, or never unpacked")
+        self.packed.add(storage)
+        self._event(self.analysis.masks[storage].packed_bytes, _ACTIVATION, base)
+        self.after.append((self.total, self.host_total))
+
+    def _unpack(self, storage: int):
+        if storage not in self.packed or storage in self.storages:
+            raise ScheduleError(f"storage {storage} is unpacked, but it is not packed or still live")
+        base = self.analysis.base_of[storage]
+        self.storages.add(storage)
+        self.members[storage] = {base}
+        self.values.add(base)
+        self._event(self.analysis.bytes[storage], self._category(storage), base, storage)
+        self.after.append((self.total, self.host_total))
+        self._unpacks[storage] -= 1
+        if not self._unpacks[storage]:
+            self.packed.discard(storage)
+            self._event(-self.analysis.masks[storage].packed_bytes, _ACTIVATION, base)
 
     def _free(self, storage: int, node: int | None):
         if storage not in self.storages:
@@ -210,6 +243,13 @@ def _storages(analysis: Analysis, node_ids) -> set[int]:
     return {
         storage for node_id in node_ids if node_id is not None for storage in analysis.graph.nodes[node_id].storages
     }
+
+
+def saved_bytes(graph: JointGraph, schedule: Schedule) -> int:
+    """Bytes on the device between forward and backward: of saved storages and of packed masks."""
+    analysis = graph.analysis
+    packed = sum(analysis.masks[storage].packed_bytes for storage in schedule.packed)
+    return packed + sum(analysis.bytes[storage] for storage in schedule.saved)
 
 
 def rng_state_bytes(graph: JointGraph) -> int:

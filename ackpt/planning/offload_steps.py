@@ -1,5 +1,7 @@
 """Insert offload steps into a schedule: when each offloaded storage leaves the device, and when it comes back.
 
+`packed` inserts the steps of packed dropout masks, which leave after their last use and come back before every reader.
+
 The copy to the host starts as soon as the storage is computed and overlaps with later operations of the forward. The
 storage is freed when the copy is complete, or earlier, after a wait, where the peak demands it. The copy back starts
 just early enough to be complete at the first use in backward, as far as the peak allows. Copies in one direction run
@@ -16,8 +18,10 @@ from ackpt.capture.analysis import Analysis
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.costs.profiles import Profile
 
-from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, Schedule, ScheduleError, Step
+from .schedule import COMPUTE, FREE, OFFLOAD, PACK, PREFETCH, UNPACK, WAIT, Schedule, ScheduleError, Step
 from .simulator import step_peaks
+
+_SOON = 30  # operations between two readers of a packed mask that share one unpacking
 
 
 def offloadable(graph: JointGraph, schedule: Schedule) -> list[int]:
@@ -149,19 +153,72 @@ class _Placing:
         }
         back = {(way.prefetched, 0, way.first, way.storage): [Step(PREFETCH, way.storage)] for way in self.ways}
         back |= {(way.first, 1, way.first, way.storage): [Step(WAIT, way.storage)] for way in self.ways}
-        gone = {way.storage for way in self.ways}
-        forward = _inserted(self.schedule.forward, {(at + 1, *rest): steps for (at, *rest), steps in out.items()})
-        # The caller drops outputs when the forward is done, waits for copies included.
-        is_dropped = [step.kind == FREE and step.id in self.dropped for step in forward]
-        return dataclasses.replace(
-            self.schedule,
-            forward=(
-                *(step for step, last in zip(forward, is_dropped) if not last),
-                *(step for step, last in zip(forward, is_dropped) if last),
-            ),
-            backward=_inserted(self.schedule.backward, back),
-            saved=tuple(storage for storage in self.schedule.saved if storage not in gone),
+        out = {(at + 1, *rest): steps for (at, *rest), steps in out.items()}
+        return _moved(self.schedule, {way.storage for way in self.ways}, self.dropped, out, back)
+
+
+def packed(graph: JointGraph, schedule: Schedule, storages: Iterable[int]) -> Schedule:
+    """`schedule`, but with these saved dropout masks packed between their uses in forward and backward.
+
+    Each is unpacked before its first reader, and again before a reader that follows more than `_SOON` operations later.
+
+    Raises:
+        ScheduleError: for storages that `schedule` does not save, that it also computes again, or that are no dropout
+            masks.
+
+    Example:
+        >>> import torch, ackpt
+        >>> from ackpt.graph import simulate
+        >>> from ackpt.planning.schedule import everything
+        >>> from ackpt.planning.offload_steps import packed
+        >>> graph = ackpt.trace(torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(64, 1)), torch.ones(64, 64))
+        >>> saving = everything(graph)
+        >>> found = packed(graph, saving, graph.analysis.masks.keys() & saving.saved)
+        >>> [simulate(graph, ackpt.profile(graph), each).saved_bytes for each in (saving, found)]
+        [32768, 16896]
+    """
+    analysis, storages = graph.analysis, set(storages)
+    drawn = {s for node in schedule.backward_arrays.computed for s in analysis.allocated.get(node, ())}
+    if wrong := sorted(storages - (analysis.masks.keys() & set(schedule.saved) - drawn)):
+        raise ScheduleError(
+            f"storages {wrong} cannot be packed: they are not saved, computed again in backward, or no dropout masks"
         )
+    last = {}
+    for at, node in enumerate(schedule.forward_arrays.computed):
+        last.update(dict.fromkeys(storages.intersection(analysis.accessed[FORWARD][node]), at))
+    out = {(at + 1, storage): [Step(PACK, storage), Step(FREE, storage)] for storage, at in last.items()}
+    back: dict[tuple[int, int], list[Step]] = {}
+    used: dict[int, int] = {}
+    for at, node in enumerate(schedule.backward_arrays.computed):
+        for storage in storages.intersection(analysis.accessed[BACKWARD][node]):
+            reads_base = all(
+                source == analysis.base_of[storage]
+                for source in analysis.backward_reads[node]
+                if storage in graph.nodes[source].storages
+            )
+            if storage not in used:
+                back[at, storage] = [Step(UNPACK, storage)]
+            elif reads_base and at - used[storage] > _SOON:
+                back.setdefault((used[storage] + 1, storage), []).insert(0, Step(FREE, storage))
+                back[at, storage] = [Step(UNPACK, storage)]
+            used[storage] = at
+    return _moved(schedule, storages, analysis.dropped, out, back)
+
+
+def _moved(schedule: Schedule, gone: set[int], dropped: set[int], out, back) -> Schedule:
+    """`schedule` with the steps `out` and `back`, without which the storages `gone` would be saved."""
+    forward = _inserted(schedule.forward, out)
+    # The caller drops outputs when the forward is done, waits for copies included.
+    is_dropped = [step.kind == FREE and step.id in dropped for step in forward]
+    return dataclasses.replace(
+        schedule,
+        forward=(
+            *(step for step, last in zip(forward, is_dropped) if not last),
+            *(step for step, last in zip(forward, is_dropped) if last),
+        ),
+        backward=_inserted(schedule.backward, back),
+        saved=tuple(storage for storage in schedule.saved if storage not in gone),
+    )
 
 
 def _by(ways: list[_Way], name: str) -> dict[int, list[_Way]]:

@@ -23,7 +23,7 @@ from .schedule_json import digest, from_json, to_json
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SAVED, RECOMPUTED, OFFLOADED = "saved", "recomputed", "offloaded"
+SAVED, PACKED, RECOMPUTED, OFFLOADED = "saved", "packed", "recomputed", "offloaded"
 _SCHEMA = {"schema": "ackpt.plan", "version": 2}
 
 
@@ -95,9 +95,10 @@ class Plan:
     optimizer state; ``baseline_peak_bytes``: the peak without checkpointing; ``saved_bytes``: saved on the device for
     backward. ``flops``: of the step; ``recompute_flops``: of recomputation. ``limit_bytes``: the bound on dynamic bytes
     that follows from the budget, None without one. ``activations``: what backward reads, in the order of the forward.
-    ``cost``: of recomputation, as a fraction of the baseline's: seconds where the profile has them, waiting for copies
-    included, else FLOPs and traffic weighed against each other. ``lower_bound``: no schedule within the budget that
-    offloads nothing costs less, in the same unit; None without a budget, for a plan that offloads, or without scipy.
+    ``cost``: of recomputation, as a fraction of the baseline's: seconds where the profile has them, packing and waiting
+    for copies included, else FLOPs and traffic weighed against each other. ``lower_bound``: no schedule within the
+    budget that packs and offloads nothing costs less, in the same unit; None without a budget, for a plan that packs or
+    offloads, or without scipy.
     ``decisions``: the most expensive recomputations. ``host_bytes``: the most bytes offloaded at one time, not part of
     the peak. ``exposed_seconds``: of the step, in which computation waits for copies; None where the profile has no
     times. ``made_for``: the call that the plan was made for, in words; None if unknown. ``note``: how a step captured
@@ -165,7 +166,10 @@ class Plan:
 
     @cached_property
     def fates(self) -> dict[str, str]:
-        """``{name of the node: "saved" | "recomputed" | "offloaded"}`` for every activation that backward needs."""
+        """``{name of the node: fate}`` for every activation that backward needs.
+
+        A fate is ``"saved"``, ``"packed"``, ``"recomputed"`` or ``"offloaded"``.
+        """
         return {activation.name: activation.fate for activation in self.activations}
 
     def table(self) -> str:
@@ -189,7 +193,8 @@ class Plan:
             f"recomputed        {again}",
             f"cost              {self.cost:.1%} of the step{self._rates()}; {self._bound()}",
             f"activations       {fates[SAVED]} of {len(self.activations)} saved, {memory_format(self.saved_bytes)}; "
-            f"{fates[RECOMPUTED]} recomputed, {fates[OFFLOADED]} offloaded",
+            f"{fates[RECOMPUTED]} recomputed, {fates[OFFLOADED]} offloaded"
+            + (f", {fates[PACKED]} packed" if fates[PACKED] else ""),
             *self._offload(),
             *([] if self.note is None else [f"as compiled       {self.note}"]),
             "",
@@ -298,11 +303,13 @@ def _group_row(group: tuple[Activation, ...]) -> str:
     return f"{memory_format(sum(a.bytes for a in group)):<17} {first.fate:<11} {what}"
 
 
-def activations(graph: JointGraph, storages, saved, offloaded, base_of) -> tuple[Activation, ...]:
-    """The activations among `storages` with their fates, in the order of the forward."""
+def activations(graph: JointGraph, baseline: Schedule, schedule: Schedule) -> tuple[Activation, ...]:
+    """The activations of `baseline` and `schedule` with their fates, in the order of the forward."""
+    base_of, fates = graph.analysis.base_of, dict.fromkeys(schedule.saved, SAVED)
+    fates |= dict.fromkeys(schedule.packed, PACKED) | dict.fromkeys(schedule.offloaded, OFFLOADED)
     listed = []
-    for storage in sorted(storages, key=lambda s: base_of[s]):
+    for storage in sorted({*baseline.saved, *fates}, key=lambda s: base_of[s]):
         node = graph.nodes[base_of[storage]]
-        fate = SAVED if storage in saved else OFFLOADED if storage in offloaded else RECOMPUTED
+        fate = fates.get(storage, RECOMPUTED)
         listed.append(Activation(node.name, fate, graph.storages[storage].bytes, node.module, node.source))
     return tuple(listed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ackpt.capture.inspection.calls import differences
 from ackpt.capture.joint_graph import JointGraph
 
-from .live_bytes import follow
+from .live_bytes import follow, saved_bytes
 from .plan import Plan, PlanError
 from .schedule import ScheduleError
 
@@ -33,13 +33,12 @@ def check_applies(graph: JointGraph, plan: Plan, is_instance: bool = False) -> N
             f"this plan was made for another graph ({made_for[:12]}, not {graph.hash[:12]}): "
             f"{_what_differs(graph, plan)}. Plan again for this model and these arguments."
         )
-    analysis = graph.analysis
     try:
         timeline = follow(graph, plan.schedule, (0,) * len(graph.nodes)).timeline()
     except (ScheduleError, LookupError, TypeError) as error:
         raise PlanError(f"the schedule of this plan cannot run: {error!r}. Plan again.") from error
     resident = graph.resident_bytes
-    saved = sum(analysis.bytes[storage] for storage in plan.schedule.saved)
+    saved = saved_bytes(graph, plan.schedule)
     limit = plan.dynamic_peak_bytes if plan.limit_bytes is None else plan.limit_bytes
     # (field, what it says, the least and the most that it can be)
     figures = [

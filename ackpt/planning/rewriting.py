@@ -28,8 +28,9 @@ from .added_operations import run_again, run_and_save
 from .listing import Line, Listing, mapped
 from .live_bytes import follow, rng_state_bytes
 from .proof import RewriteError, live_after
-from .schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, Schedule, Step
+from .schedule import COMPUTE, FREE, OFFLOAD, PACK, PREFETCH, UNPACK, Schedule, Step
 
+_PACK, _UNPACK = torch.ops.ackpt_graph.pack_bits.default, torch.ops.ackpt_graph.unpack_bits.default
 _BATCH_NORM_AGAIN = torch.ops.aten._native_batch_norm_legit.no_stats
 
 
@@ -113,7 +114,8 @@ def _rewritten(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | N
     outputs = [None if node_id is None else fw.value(node_id) for node_id in analysis.outputs]
     states = [fw.states[node_id] for node_id in schedule.replayed]
     hosts = [fw.hosts[storage] for storage in schedule.offloaded]
-    fw.output([*outputs, *(fw.value(node_id) for node_id in passed), *hosts, *states, *given])
+    bits = [fw.bits[storage] for storage in schedule.packed]
+    fw.output([*outputs, *(fw.value(node_id) for node_id in passed), *hosts, *bits, *states, *given])
 
     bw = _Builder(analysis, fx_nodes, again=True)
     # AOTAutograd's convention: the forward returns sizes last, the backward receives them first.
@@ -122,6 +124,8 @@ def _rewritten(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | N
         bw.placeholder(node_id)
     for storage in schedule.offloaded:
         bw.hosts[storage] = bw.given(f"host_{analysis.fx[analysis.base_of[storage]].name}", {"val": None})
+    for storage in schedule.packed:
+        bw.bits[storage] = bw.given(f"bits_{analysis.fx[analysis.base_of[storage]].name}", {"val": None})
     for node_id in schedule.replayed:
         bw.states[node_id] = bw.given(f"rng_state_{analysis.fx[node_id].name}", {"val": None})
     for node_id in analysis.tangents:
@@ -182,8 +186,8 @@ def _inputs_needed(analysis, schedule) -> list[int]:
 
 class _Builder:
     """Builds one listing. ``env``: the latest run of every node; ``hosts``: copies of storages in host memory;
-    ``moving``: by storage, the line that started its copy and the line that is copied; ``sizes``: the lines of sizes
-    that are expressions."""
+    ``bits``: of packed storages; ``moving``: by storage, the line that started its copy and the line that is copied;
+    ``sizes``: the lines of sizes that are expressions."""
 
     def __init__(self, analysis, fx_nodes, again: bool):
         self.analysis = analysis
@@ -194,6 +198,7 @@ class _Builder:
         self.env: dict[int, Line] = {}
         self.states: dict[int, Line] = {}
         self.hosts: dict[int, Line] = {}
+        self.bits: dict[int, Line] = {}
         self.moving: dict[int, tuple[Line, Line]] = {}
 
     def placeholder(self, node_id: int):
@@ -222,6 +227,10 @@ class _Builder:
     def run(self, step: Step, saves_state: bool = False):
         if step.kind == COMPUTE:
             self.compute(step.id, saves_state)
+        elif step.kind == PACK:
+            self.bits[step.id] = self._added(_PACK, (self.value(self.analysis.base_of[step.id]),))
+        elif step.kind == UNPACK:
+            self._unpack(step.id)
         elif step.kind != FREE:
             self._copy(*step)
 
@@ -271,6 +280,12 @@ class _Builder:
                 self.hosts[storage] = self._added(added_operations.wait, (moved, source))
             else:
                 self.env[base] = self._added(added_operations.wait, (moved, source), meta=self.fx[base].meta)
+
+    def _unpack(self, storage: int):
+        base, mask = self.analysis.base_of[storage], self.analysis.masks[storage]
+        value = self.fx[base].meta["val"]
+        layout = self._numbers(value.shape), self._numbers(value.stride()), mask.dtype, mask.one
+        self.env[base] = self._added(_UNPACK, (self.bits[storage], *layout), meta=self.fx[base].meta)
 
     def _copied(self, node_id: int) -> Line:
         return self.listing.copy(self.fx[node_id], self._argument)

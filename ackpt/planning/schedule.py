@@ -20,8 +20,9 @@ from .late_orders import LateOrders
 from .lifetimes import frees, unpacked_at_once
 
 COMPUTE, FREE = "compute", "free"
+PACK, UNPACK = "pack", "unpack"
 OFFLOAD, PREFETCH, WAIT = "offload", "prefetch", "wait"
-KINDS = COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT
+KINDS = COMPUTE, FREE, PACK, UNPACK, OFFLOAD, PREFETCH, WAIT
 
 
 class ScheduleError(ValueError):
@@ -44,9 +45,11 @@ class ScheduleError(ValueError):
 class Step(NamedTuple):
     """One step of a schedule: ``compute`` the node `id`, or do one of the following to the storage `id`.
 
-    ``free`` releases it on the device. ``offload`` starts its copy to the host; it stays on the device until it is
-    freed. ``prefetch`` allocates it on the device and starts its copy back. ``wait`` blocks until the copy is complete;
-    only then may an offloaded storage be freed, or a prefetched one be read.
+    ``free`` releases it on the device. ``pack`` stores a dropout mask with one bit per element, in addition to the mask
+    itself until that is freed. ``unpack`` allocates the mask again; the last one of a mask frees its bits. ``offload``
+    starts its copy to the host; it stays on the device until it is freed. ``prefetch`` allocates it on the device and
+    starts its copy back. ``wait`` blocks until the copy is complete; only then may an offloaded storage be freed, or a
+    prefetched one be read.
 
     Example:
         >>> from ackpt.graph import Step
@@ -126,8 +129,16 @@ class Schedule:
     @property
     def offloaded(self) -> tuple[int, ...]:
         """Storages in host memory between forward and backward."""
-        left = {step.id for step in self.forward if step.kind == OFFLOAD}
-        return tuple(sorted(left & {step.id for step in self.backward if step.kind == PREFETCH}))
+        return self._in_both(OFFLOAD, PREFETCH)
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """Storages of dropout masks that are saved with one bit per element between forward and backward."""
+        return self._in_both(PACK, UNPACK)
+
+    def _in_both(self, leaves: str, comes_back: str) -> tuple[int, ...]:
+        left = {step.id for step in self.forward if step.kind == leaves}
+        return tuple(sorted(left & {step.id for step in self.backward if step.kind == comes_back}))
 
 
 def scheduled(graph: JointGraph, forward: Iterable[int] | None, backward: Iterable[int]) -> Schedule:

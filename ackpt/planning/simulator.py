@@ -21,8 +21,8 @@ from ackpt.costs.profiles import Profile
 from ackpt.metering.timeline import Timeline
 
 from .host_copies import clock
-from .live_bytes import check_same, follow, rng_state_bytes
-from .schedule import COMPUTE, FREE, KINDS, PREFETCH, Schedule, StepArrays, recomputed
+from .live_bytes import check_same, follow, rng_state_bytes, saved_bytes
+from .schedule import COMPUTE, FREE, KINDS, PACK, PREFETCH, UNPACK, Schedule, StepArrays, recomputed
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def simulate(graph: JointGraph, profile: Profile, schedule: Schedule) -> Simulat
         peak_bytes=timeline.peak_bytes,
         peak_node=live.owner[timeline.peak_index - 1] if timeline.peak_index else None,
         resident_bytes=graph.resident_bytes,
-        saved_bytes=sum(live.analysis.bytes[s] for s in schedule.saved),
+        saved_bytes=saved_bytes(graph, schedule),
         flops=sum(profile.flops[node_id] for node_id in order),
         recompute_flops=sum(profile.flops[node_id] for node_id in recomputed(graph, schedule)),
         seconds=None if times is None else times[0],
@@ -118,8 +118,9 @@ def peak_of(graph: JointGraph, schedule: Schedule, workspace_bytes) -> int:
 
 
 def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[list[int], list[int]]:
-    """Dynamic bytes at every compute step of the forward and of the backward, prefetches before it included.
+    """Dynamic bytes at every compute step of the forward and of the backward.
 
+    A prefetch or unpacking counts at the compute step after it, packing at the one before it.
     The last entry of the backward is the optimizer's step. This is the fast variant of `simulate`, which policies call
     for hundreds of schedules: it checks nothing and keeps no events. ``tests/planning`` compares the two.
     """
@@ -130,7 +131,7 @@ def step_peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[
 def _peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[np.ndarray, np.ndarray, int]:
     """The results of `step_peaks` as arrays, and the bytes at the optimizer's step."""
     analysis = graph.analysis
-    size, allocated, again = _sizes(graph)
+    size, bits, allocated, again = _sizes(graph)
     workspace = backward_workspace = np.asarray(workspace_bytes)
     ends: Sequence[int] = ()  # places of steps of backward after which a state is freed
     state = 0
@@ -142,44 +143,60 @@ def _peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[np.n
         allocated[replayed] += state
         backward_workspace[replayed] += state
         ends = schedule.last_replays
-    forward, total = _compute_peaks(schedule.forward_arrays, 0, size, allocated, workspace)
+    forward, total = _compute_peaks(schedule.forward_arrays, 0, size, bits, allocated, workspace)
     total += analysis.incoming_bytes
     total += sum(analysis.bytes[s] for node_id in analysis.tangents for s in graph.nodes[node_id].storages)
-    backward, total = _compute_peaks(schedule.backward_arrays, total, size, again, backward_workspace, ends, state)
+    backward, total = _compute_peaks(
+        schedule.backward_arrays, total, size, bits, again, backward_workspace, ends, state
+    )
     return forward, backward, total + graph.optimizer_step_bytes
 
 
-_COMPUTE, _FREE, _PREFETCH = map(KINDS.index, (COMPUTE, FREE, PREFETCH))
+_COMPUTE, _FREE, _PACK, _UNPACK, _PREFETCH = map(KINDS.index, (COMPUTE, FREE, PACK, UNPACK, PREFETCH))
 
 
 @once_per_graph
-def _sizes(graph: JointGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The bytes of every storage, and those that every node allocates in the forward and in the backward."""
+def _sizes(graph: JointGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The bytes of every storage, of it as a packed mask, and those that every node allocates in forward and backward.
+    """
     analysis = graph.analysis
-    return np.array(analysis.bytes), np.array(analysis.allocated_bytes), np.array(analysis.recomputed_bytes)
+    bits = np.zeros(len(analysis.bytes), dtype=np.int64)
+    for storage, mask in analysis.masks.items():
+        bits[storage] = mask.packed_bytes
+    return np.array(analysis.bytes), bits, np.array(analysis.allocated_bytes), np.array(analysis.recomputed_bytes)
 
 
 def _compute_peaks(
-    steps: StepArrays, total: int, size, allocated, workspace, ends: Sequence[int] = (), state: int = 0
+    steps: StepArrays, total: int, size, bits, allocated, workspace, ends: Sequence[int] = (), state: int = 0
 ) -> tuple[np.ndarray, int]:
     """The bytes at every compute step when `total` bytes are allocated before, and the bytes allocated after.
 
     `state`: bytes that are freed after each of the steps at `ends`.
     """
     ids = steps.ids
-    computes, frees, prefetches = (steps.places[kind] for kind in (_COMPUTE, _FREE, _PREFETCH))
+    computes, frees, packs, unpacks, prefetches = map(
+        steps.places.__getitem__, (_COMPUTE, _FREE, _PACK, _UNPACK, _PREFETCH)
+    )
     computed = ids[computes]
     changes = np.zeros(len(ids) + 1, dtype=np.int64)
     changes[computes] = allocated[computed]
     changes[frees] = -size[ids[frees]]
     changes[prefetches] = size[ids[prefetches]]
+    changes[packs] = bits[ids[packs]]
+    changes[unpacks] = size[ids[unpacks]]
+    if len(unpacks):
+        last = dict(zip(ids[unpacks].tolist(), unpacks.tolist()))
+        np.subtract.at(changes, np.array([*last.values()]) + 1, bits[[*last]])
     changes[0] += total
     for at in ends:
         changes[at + 1] -= state
     live = changes.cumsum()  # after every step, and at the end
     peaks = live[computes] + workspace[computed]
-    if len(prefetches):  # a prefetch counts at the compute step that follows it
-        following = np.searchsorted(computes, prefetches)
-        counts = following < len(computes)
-        np.maximum.at(peaks, following[counts], live[prefetches[counts]])
+    for places in (prefetches, unpacks):
+        if len(places):
+            following = np.searchsorted(computes, places)
+            counts = following < len(computes)
+            np.maximum.at(peaks, following[counts], live[places[counts]])
+    if len(packs):
+        np.maximum.at(peaks, np.searchsorted(computes, packs) - 1, live[packs])
     return peaks, int(live[-1])

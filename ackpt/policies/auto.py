@@ -4,8 +4,9 @@ The options of a block are found once for all blocks of one structure. Dynamic p
 solves every amount of memory at once, and the simulator measures every solution. The frontier consists of the solutions
 that no other beats in both peak and cost; a budget takes the cheapest one that fits. So a smaller budget never gives a
 higher peak or a lower cost. Between its points, recomputed activations are saved; at a peak, waiting activations are
-evicted. On a device with a link to the host, activations are offloaded if their copies overlap with compute. For the
-recursion see `chains.chain_table`, for the options of a block `chains.block_options`.
+evicted. Dropout masks are packed where that is cheaper than drawing them again. On a device with a link to the host,
+activations are offloaded if their copies overlap with compute. For the recursion see `chains.chain_table`, for the
+options of a block `chains.block_options`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ackpt.policies.chains.cut_points import long_skips
 from ackpt.policies.chains.substitutes import substituted
 from ackpt.policies.search.evictions import evictions
 from ackpt.policies.search.frontier import cheapest, evenly_spaced, pareto
+from ackpt.policies.search.mask_packing import packings
 from ackpt.policies.search.offload_variants import offloads
 from ackpt.policies.search.recompute_costs import costs
 from ackpt.policies.search.refinement import refined
@@ -44,6 +46,18 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
 
 
 def candidates(graph: JointGraph, profile) -> list[Schedule]:
+    """The schedules of `recomputing`, those that pack dropout masks, and those that offload."""
+    schedules = recomputing(graph, profile)
+    packing = packings(graph, profile, schedules, recomputing)
+    offloading = offloads(graph, profile, schedules)
+    if packing:
+        offloading += offloads(graph, profile, packing)
+    if offloading and len(graph.nodes) <= _SMALL:
+        offloading += mu_two.evictions(graph, profile)
+    return [*schedules, *packing, *offloading]
+
+
+def recomputing(graph: JointGraph, profile) -> list[Schedule]:
     """The chain's solutions for every amount of memory, those of simpler policies, and what improves on both."""
     cost, baseline = costs(graph, profile), everything(graph)
     schedules = [baseline, full.schedule(graph, profile, None), *segments(graph)]
@@ -52,16 +66,13 @@ def candidates(graph: JointGraph, profile) -> list[Schedule]:
         chain = coarse_chain(graph, skips)
         schedules += chain_schedules(graph, chain, profile, cost, memory_bytes)
         schedules += substituted(graph, chain, profile, cost)
-    is_small = len(graph.nodes) <= _SMALL
-    if is_small:
+    if len(graph.nodes) <= _SMALL:
         schedules += rotor_chain.candidates(graph, profile)
         schedules += mu_two.evictions(graph, replace(profile, swap_seconds=None))
     points = pareto(graph, profile, schedules)
     schedules = [point.schedule for point in points]
     schedules += refined(graph, points, cost, profile.workspace_bytes)
-    schedules += evictions(graph, points, cost, profile.workspace_bytes)
-    offloading = offloads(graph, profile, schedules)
-    return [*schedules, *offloading, *(mu_two.evictions(graph, profile) if offloading and is_small else ())]
+    return [*schedules, *evictions(graph, points, cost, profile.workspace_bytes)]
 
 
 def segments(graph: JointGraph) -> list[Schedule]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
-from ackpt.planning.offload_steps import offloadable, offloaded
-from ackpt.planning.plan import OFFLOADED, RECOMPUTED, SAVED
+from ackpt.planning.offload_steps import offloadable, offloaded, packed
+from ackpt.planning.plan import OFFLOADED, PACKED, RECOMPUTED, SAVED
 from ackpt.planning.schedule import Schedule, everything, lower
 
 
@@ -17,7 +17,7 @@ def schedule(graph: JointGraph, profile: Profile, limit_bytes: int | None, *, fa
     Raises:
         TypeError: if `fates` is not a mapping.
         ValueError: for unknown names and fates, for results of one operation with different fates, and for activations
-            that cannot be recomputed or offloaded.
+            that cannot be recomputed, packed or offloaded.
 
     Example:
         >>> import torch, ackpt
@@ -34,8 +34,8 @@ def schedule(graph: JointGraph, profile: Profile, limit_bytes: int | None, *, fa
         raise ValueError(
             f"no activation is called {unknown[0]!r}; the names are those of plan.fates under policy 'none'"
         )
-    if wrong := [fate for fate in fates.values() if fate not in (SAVED, RECOMPUTED, OFFLOADED)]:
-        raise ValueError(f"a fate is 'saved', 'recomputed' or 'offloaded', got {wrong[0]!r}")
+    if wrong := [fate for fate in fates.values() if fate not in (SAVED, PACKED, RECOMPUTED, OFFLOADED)]:
+        raise ValueError(f"a fate is 'saved', 'packed', 'recomputed' or 'offloaded', got {wrong[0]!r}")
     not_recomputed = {storage_of[name] for name, fate in fates.items() if fate != RECOMPUTED}
     saved = analysis.must_be_saved.union(everything(graph).saved, not_recomputed)
     saved -= {storage_of[name] for name, fate in fates.items() if fate == RECOMPUTED}
@@ -52,6 +52,14 @@ def schedule(graph: JointGraph, profile: Profile, limit_bytes: int | None, *, fa
                 )
             saved -= analysis.allocated[producer]
     recomputing = lower(graph, saved)
+    to_bits = {storage_of[name]: name for name, fate in fates.items() if fate == PACKED}
+    if refused := sorted(set(to_bits) - (analysis.masks.keys() & recomputing.saved)):
+        raise ValueError(
+            f"{to_bits[refused[0]]!r} cannot be packed: only dropout masks that backward reads can, such as "
+            f"{[graph.nodes[analysis.base_of[s]].name for s in sorted(analysis.masks)][:1]}"
+        )
+    if to_bits:
+        recomputing = packed(graph, recomputing, to_bits)
     to_host = {storage_of[name]: name for name, fate in fates.items() if fate == OFFLOADED}
     if refused := sorted(set(to_host) - set(offloadable(graph, recomputing))):
         raise ValueError(

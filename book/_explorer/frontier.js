@@ -122,7 +122,7 @@ const build = (root, data) => {
     for (const [part, { name, strip, kept: label, cells }] of rows) {
       let bytes = 0, all = 0;
       for (const { cell, activation, index } of cells) {
-        const fate = { s: "saved", r: "recomputed" }[plan.fates[index]];
+        const fate = { s: "saved", p: "packed", r: "recomputed" }[plan.fates[index]];
         cell.className = fate ?? "";
         cell.hidden = !fate; // not needed by this plan's backward
         if (!fate) continue;

@@ -12,13 +12,13 @@ from ackpt.errors import BudgetError
 from ackpt.experiments.reports.frontier import is_correct
 from ackpt.metering.timeline import CATEGORIES, Timeline
 from ackpt.planner import plan
-from ackpt.planning.plan import RECOMPUTED, SAVED, Plan
+from ackpt.planning.plan import PACKED, RECOMPUTED, SAVED, Plan
 from ackpt.policies import auto
 from ackpt.policies.search.frontier import frontier
 from ackpt.results import write_text_atomic
 
 SCHEMA = {"schema": "ackpt.explorer", "version": 1}
-_LETTERS = {SAVED: "s", RECOMPUTED: "r", None: "-"}
+_LETTERS = {SAVED: "s", PACKED: "p", RECOMPUTED: "r", None: "-"}
 STEP = 2  # percent of the baseline's dynamic peak between two budgets
 BUCKETS = 160  # of events, of which each keeps the one with most live bytes
 

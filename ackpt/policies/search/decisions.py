@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.planning.offload_steps import offloadable, offloaded
+from ackpt.planning.offload_steps import offloadable, offloaded, packed
 from ackpt.planning.plan import Decision
 from ackpt.planning.schedule import Schedule, recomputed
 from ackpt.planning.simulator import peak_of
@@ -39,7 +39,9 @@ def decisions(graph: JointGraph, schedule: Schedule, cost, step_cost: float, pro
 
 
 def _with_saved(graph: JointGraph, schedule: Schedule, node: int, profile) -> Schedule:
-    """`schedule` with the results of `node` saved, and the same storages offloaded as far as possible."""
+    """`schedule` with the results of `node` saved, and the same storages packed and offloaded as far as possible."""
     saving = with_saved(graph, schedule, node)
+    if masks := set(schedule.packed).intersection(saving.saved):
+        saving = packed(graph, saving, masks)
     to_host = set(schedule.offloaded).intersection(offloadable(graph, saving))
     return offloaded(graph, saving, to_host, profile) if to_host else saving

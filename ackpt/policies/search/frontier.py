@@ -15,13 +15,13 @@ from ackpt.planning.schedule import Schedule, everything
 from ackpt.planning.simulator import peak_of
 from ackpt.progress import counted
 
-from .recompute_costs import added_cost, costs
+from .recompute_costs import added_cost, costs, packing_cost
 
 T = TypeVar("T")
 
 
 class Point(NamedTuple):
-    """A schedule, the cost of its recomputation and of its waits for copies, and its simulated dynamic peak."""
+    """A schedule, the cost of its recomputation, packing and waits for copies, and its simulated dynamic peak."""
 
     cost: float
     peak_bytes: int
@@ -53,7 +53,8 @@ def pareto(graph: JointGraph, profile, schedules: Iterable[Schedule]) -> list[Po
     different = {(one.forward, one.backward): one for one in schedules}
     for schedule in counted(different.values(), "searching: simulating schedule"):
         peak = peak_of(graph, schedule, profile.workspace_bytes)
-        points.append(Point(added_cost(graph, schedule, cost) + waiting(profile, schedule), peak, schedule))
+        added = added_cost(graph, schedule, cost) + packing_cost(graph, profile, schedule)
+        points.append(Point(added + waiting(profile, schedule), peak, schedule))
     return undominated(points, lambda point: point[:2])
 
 

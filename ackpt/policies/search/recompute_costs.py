@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.profiles import Profile
-from ackpt.planning.schedule import Schedule, recomputed
+from ackpt.planning.schedule import KINDS, PACK, UNPACK, Schedule, recomputed
 
 FLOPS_PER_BYTE = 10  # cost of a byte that is read or written, on a processor with an average memory bandwidth
 
@@ -34,6 +34,23 @@ def costs(graph: JointGraph, profile: Profile) -> list[float]:
 def added_cost(graph: JointGraph, schedule: Schedule, cost) -> float:
     """The cost of all forward nodes that run in backward."""
     return sum(cost[node] for node in recomputed(graph, schedule))
+
+
+def packing_cost(graph: JointGraph, profile: Profile, schedule: Schedule) -> float:
+    """The cost of packing dropout masks and of unpacking them."""
+    storages = [
+        storage
+        for steps in (schedule.forward_arrays, schedule.backward_arrays)
+        for kind in (PACK, UNPACK)
+        for storage in steps.ids[steps.places[KINDS.index(kind)]].tolist()
+    ]
+    if not storages:
+        return 0.0
+    if profile.seconds is not None:
+        assert profile.pack_seconds is not None  # `ackpt.plan` refuses other profiles
+        return sum(profile.pack_seconds[storage] for storage in storages)
+    masks = graph.analysis.masks
+    return float(FLOPS_PER_BYTE * sum(graph.storages[s].bytes + masks[s].packed_bytes for s in storages))
 
 
 def step_cost(schedule: Schedule, cost) -> float:

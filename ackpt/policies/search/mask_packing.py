@@ -1,0 +1,76 @@
+"""Add schedules that pack dropout masks instead of saving them or drawing them again.
+
+On a CPU, drawing a mask takes as long as tens of elementwise operations, and packing it about as long as one or two. So
+the search runs a second time on a graph whose masks take a bit per element, and its schedules then pack them. Drawing
+on a GPU is cheap, and there it also gives the dropout's result; only masks that a schedule saves are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ackpt.capture.joint_graph import FORWARD, JointGraph
+from ackpt.costs.profiles import Profile
+from ackpt.planning.offload_steps import packed
+from ackpt.planning.schedule import Schedule
+
+from .frontier import pareto
+from .refinement import without_runs
+
+_SHARES = (0, 1 / 4, 1 / 2, 3 / 4, 1)  # of the masks that are packed
+
+
+def packings(graph: JointGraph, profile: Profile, schedules: list[Schedule], search: Callable) -> list[Schedule]:
+    """The frontier of `schedules` and that of ``search(graph, profile)`` with tiny masks, all with masks packed.
+
+    Empty for a graph without masks, without times in the profile, or if the graph's compiler does not pack.
+    """
+    if profile.pack_seconds is None or profile.seconds is None or not graph.replays_random:
+        return []
+    variants = []
+    for point in pareto(graph, profile, schedules):
+        variants += _with_shares(graph, point.schedule, (1,))
+    if drawn := _drawn(graph):
+        tiny, costs = _tiny(graph, profile, drawn)
+        for point in pareto(tiny, costs, search(tiny, costs)):
+            variants += _with_shares(graph, point.schedule, _SHARES)
+    return variants
+
+
+def _drawn(graph: JointGraph) -> set[int]:
+    """The masks that are the only result of the operation that draws them."""
+    producers = {storage: graph.storages[storage].producer for storage in graph.analysis.masks}
+    return {storage for storage, producer in producers.items() if graph.analysis.base_of[storage] == producer}
+
+
+def _tiny(graph: JointGraph, profile: Profile, masks: set[int]) -> tuple[JointGraph, Profile]:
+    """The graph and profile for a search: `masks` take a bit per element, and are always saved.
+
+    An operation that draws or reads a mask has the whole mask as workspace, and its recomputation unpacks it.
+    """
+    assert profile.seconds is not None and profile.pack_seconds is not None
+    analysis, seconds, workspace = graph.analysis, list(profile.seconds), list(profile.workspace_bytes)
+    storages = list(graph.storages)
+    for storage in masks:
+        storages[storage] = replace(storages[storage], bytes=analysis.masks[storage].packed_bytes)
+    for node in graph.nodes:
+        for storage in masks.intersection(analysis.accessed[node.phase][node.id]):
+            if node.id in analysis.allocated:
+                workspace[node.id] += graph.storages[storage].bytes - storages[storage].bytes
+                seconds[node.id] += profile.pack_seconds[storage] if node.phase == FORWARD else 0.0
+    tiny = replace(graph, storages=tuple(storages), replays_random=False)
+    return tiny, replace(profile, seconds=tuple(seconds), workspace_bytes=tuple(workspace), pack_seconds=None)
+
+
+def _with_shares(graph: JointGraph, schedule: Schedule, shares) -> list[Schedule]:
+    """`schedule` with each of the `shares` of the masks that it saves packed, the largest first."""
+    analysis, order, saved = graph.analysis, schedule.backward_arrays.computed, set(schedule.saved)
+    drawn = {analysis.base_of[storage] for storage in _drawn(graph) & saved}
+    saving = without_runs(graph, order, {at for at, node in enumerate(order) if node in drawn})
+    again = {storage for node in saving.backward_arrays.computed for storage in analysis.allocated.get(node, ())}
+    masks = sorted(
+        (analysis.masks.keys() & saving.saved) - again, key=lambda storage: (-graph.storages[storage].bytes, storage)
+    )
+    counts = dict.fromkeys(round(share * len(masks)) for share in shares)
+    return [packed(graph, saving, masks[:count]) if count else saving for count in counts]
