@@ -34,7 +34,8 @@ def add_frontier(commands) -> None:
     add = parser.add_argument
     add(
         "--model",
-        help="transformer (default; 6 layers, 2 x 512 tokens), bert (with dropout) or resnet50 (8 images of 128 x 128)",
+        help="transformer (default; 6 layers, 2 x 512 tokens), bert (with dropout), resnet50 (8 images of 128 x 128) or "
+        "unet (4 images of 64 x 64)",
     )
     for name in SIZES:
         add(f"--{name.replace('_', '-')}", type=int, metavar="N", help="changes this size of the model or batch")
@@ -55,6 +56,7 @@ def add_frontier(commands) -> None:
         help="what the policies minimize: counted (FLOPs and traffic, the default), rates, measured; "
         "with several, auto plans with each",
     )
+    add("--compiler", metavar="NAME", help="eager (default), or inductor, which compiles every step")
     add("--seed", type=int)
     add("--times", type=int, default=0, metavar="ROUNDS", help="interleaved rounds of timing (default 0: none)")
     add("--out", metavar="FOLDER", help="write the JSON record, and the figure if matplotlib is installed")
@@ -77,7 +79,7 @@ def configuration(arguments):
 
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     changes: dict[str, Any] = {field: tuple(given[name]) for name, field in LISTS.items() if name in given}
-    changes |= {name: given[name] for name in ("model", "seed") if name in given}
+    changes |= {name: given[name] for name in ("model", "compiler", "seed") if name in given}
     return FrontierConfig(sizes={name: given[name] for name in SIZES if name in given}, **changes)
 
 
