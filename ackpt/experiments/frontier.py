@@ -16,18 +16,16 @@ import importlib.util
 import math
 from dataclasses import asdict, dataclass, field, replace
 
-import torch
-from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
 import ackpt
-from ackpt.costs.devices import Device, with_all_dtypes
 from ackpt.errors import BudgetError
 from ackpt.experiments.steps.failures import STRICT
 from ackpt.experiments.steps.frontier_models import Workload, checked_sizes, workload
-from ackpt.experiments.steps.frontier_runs import Runs
-from ackpt.experiments.steps.peers import MEMORY_BUDGET, PEERS, fresh_dynamo, peer
+from ackpt.experiments.steps.frontier_runs import Clock, Runs, promised
+from ackpt.experiments.steps.inductor_plans import planned_by_inductor
+from ackpt.experiments.steps.peers import MEMORY_BUDGET, PEERS, peer
 from ackpt.experiments.steps.step_shapes import kernels_of_a_gpu
 from ackpt.metering.prediction import predict
 from ackpt.planner import MEASURED, default_profile, plan
@@ -35,7 +33,7 @@ from ackpt.planning.plan import Plan
 from ackpt.planning.schedule import everything, recomputed
 from ackpt.policies import POLICIES, auto
 from ackpt.policies.search.frontier import frontier
-from ackpt.policies.search.recompute_costs import FLOPS_PER_BYTE, step_cost
+from ackpt.policies.search.recompute_costs import step_cost
 from ackpt.results import Record, environment
 
 EXPERIMENT = "frontier"
@@ -49,8 +47,6 @@ COSTS = {
     "measured": "seconds of each operation, measured",
 }
 COMPILERS = ("eager", "inductor")
-# The device of "counted" costs for Inductor, whose plans need one: a byte of traffic takes as long as ten FLOPs.
-_COUNTED = with_all_dtypes(Device("ten FLOPs a byte", 0, {"float32": float(FLOPS_PER_BYTE)}, 1.0, 1.0, "a unit"))
 _BOUNDED = 20  # the baseline's peak is divided into so many limits, each with a lower bound
 _TOO_LITTLE = 1e-9  # of the baseline's peak: every policy refuses it, naming its smallest feasible budget
 
@@ -58,7 +54,7 @@ _TOO_LITTLE = 1e-9  # of the baseline's peak: every policy refuses it, naming it
 @dataclass(frozen=True)
 class FrontierConfig:
     """What is compared: `sizes` change those of the model, `settings` are of the peer ``memory-budget``, `seed` is that
-    of weights and batch. `compiler`: ``"eager"``, or ``"inductor"``.
+    of weights and batch. `compiler`: ``"eager"``, or ``"inductor"``. `clock`: of `ackpt.compare_seconds`.
     """
 
     model: str = "transformer"
@@ -72,6 +68,7 @@ class FrontierConfig:
     device: str = "cpu"
     dtype: str = "float32"
     compiler: str = "eager"
+    clock: Clock = "wall"
 
     def __post_init__(self):
         if self.device not in ("cpu", "cuda"):
@@ -80,6 +77,8 @@ class FrontierConfig:
             raise ValueError(f"dtype {self.dtype!r} is not supported here: choose float32, or autocast to bfloat16")
         if self.compiler not in COMPILERS:
             raise ValueError(f"unknown compiler {self.compiler!r}: choose from {', '.join(COMPILERS)}")
+        if self.clock not in ("wall", "processor"):
+            raise ValueError(f"unknown clock {self.clock!r}: choose from wall, processor")
         object.__setattr__(self, "sizes", checked_sizes(self.model, self.sizes))
         named = (("policy", self.policies, PLANNED), ("peer", self.peers, PEERS), ("kind of costs", self.costs, COSTS))
         for kind, given, choices in named:
@@ -113,7 +112,7 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
     point.
     """
     work = workload(config.model, config.sizes, config.seed, config.device, config.dtype)
-    runs = Runs(work, config.seed, timed_rounds)
+    runs = Runs(work, config.seed, timed_rounds, config.clock)
     metrics = (_compiled if config.compiler == "inductor" else _run)(config, work, runs, failures)
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
     where = environment(config.device, command)
@@ -163,12 +162,12 @@ def _compiled(config, work: Workload, runs: Runs, failures) -> dict:
             for budget in _progress(config.budgets if policy == OURS else (None,), name):
                 limit = None if budget is None else resident + math.floor(budget * peak)
                 with failures.of(f"{name} {budget}"):
-                    results = _planned_by_inductor(work, runs, limit, policy, kind)
+                    results = planned_by_inductor(work, runs, limit, policy, kind)
                     points.append({"policy": name, "budget": budget, **results})
     peers = []
     for row in _peers(config, work, runs, failures):
         within = resident + row["measured_peak_bytes"]
-        ours = _planned_by_inductor(work, runs, within, OURS, config.costs[-1])
+        ours = planned_by_inductor(work, runs, within, OURS, config.costs[-1])
         row |= {"auto_peak_bytes": ours.get("measured_peak_bytes"), "auto_recompute_flops": None}
         peers.append(row | ({"auto_seconds_ratio": ours["seconds_ratio"]} if "seconds_ratio" in ours else {}))
     return {
@@ -181,22 +180,6 @@ def _compiled(config, work: Workload, runs: Runs, failures) -> dict:
         "bounds": [],
         "peers": peers,
     }
-
-
-def _planned_by_inductor(work: Workload, runs: Runs, limit: int | None, policy: str, kind: str) -> dict:
-    """The results of a plan within `limit` bytes, as Inductor compiles it; its ``least_bytes`` if it is infeasible."""
-    plans: list[Plan] = []
-    options = {"compiler": "inductor", "budget": limit, "policy": policy, "on_plan": plans.append}
-    options |= {"costs": MEASURED} if kind == MEASURED else {"device_profile": _COUNTED if kind == "counted" else None}
-    with fresh_dynamo():
-        try:
-            results = runs.generated(torch.compile(work.model, backend="ackpt", options=options))
-        except BackendCompilerFailed as failed:
-            if not isinstance(failed.inner_exception, BudgetError):
-                raise
-            return {"least_bytes": failed.inner_exception.least_bytes}
-    (planned,) = plans
-    return _promised(planned) | results
 
 
 def predict_frontier(config: FrontierConfig) -> dict[str, int]:
@@ -233,18 +216,8 @@ def _points(config, graph, costs, runs: Runs, failures) -> tuple[list[dict], dic
                 step = step_cost(everything(graph), costs.seconds)
                 gap = {"gap_seconds": (planned.cost - planned.lower_bound) * step}
             with failures.of(name):
-                points.append({**point, **_promised(planned), **gap, **runs.planned(planned)})
+                points.append({**point, **promised(planned), **gap, **runs.planned(planned)})
     return points, not_run
-
-
-def _promised(planned: Plan) -> dict:
-    return {
-        "limit_bytes": planned.limit_bytes,
-        "predicted_peak_bytes": planned.dynamic_peak_bytes,
-        "predicted_recompute_flops": planned.recompute_flops,
-        "cost": planned.cost,
-        "lower_bound": planned.lower_bound,
-    }
 
 
 def _plans(graph, costs, policy: str, budgets) -> list[tuple[float | None, Plan | BudgetError]]:

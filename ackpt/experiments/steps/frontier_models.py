@@ -90,7 +90,8 @@ def checked_sizes(model: str, changes: dict[str, int]) -> dict[str, int]:
             raise ValueError(f"{name} must be a positive whole number, got {value!r}")
     sizes = sizes | changes
     if model == "unet" and sizes["image_size"] % 4:
-        raise ValueError(f"image_size of unet must be a multiple of 4, since it halves images twice, got {sizes['image_size']}")
+        size = sizes["image_size"]
+        raise ValueError(f"image_size of unet must be a multiple of 4, since it halves images twice, got {size}")
     if "heads" in sizes and sizes["dim"] % sizes["heads"]:
         raise ValueError(f"dim must be a multiple of heads, got {sizes['dim']} and {sizes['heads']}")
     return sizes

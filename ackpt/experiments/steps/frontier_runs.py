@@ -6,6 +6,7 @@ import functools
 import math
 import sys
 from functools import partial
+from typing import Literal
 
 import torch
 from torch._functorch import config as functorch_config
@@ -18,14 +19,15 @@ from ackpt.running.captured_step import CapturedStep
 from .frontier_models import Workload
 from .peers import by_inductor, fresh_dynamo
 
+Clock = Literal["wall", "processor"]
 _LAST_BITS = 2.0**-22  # relative, of float32
 
 
 class Runs:
     """Runs of one workload, each from the same start and compared with the first one."""
 
-    def __init__(self, work: Workload, seed: int, timed_rounds: int):
-        self.work, self.seed, self.timed_rounds = work, seed, timed_rounds
+    def __init__(self, work: Workload, seed: int, timed_rounds: int, clock: Clock = "wall"):
+        self.work, self.seed, self.timed_rounds, self.clock = work, seed, timed_rounds, clock
         self.start = [buffer.clone() for buffer in work.model.buffers()]
         self.flops = 0
         self.wanted: tuple[list, list] = ([], [])
@@ -47,7 +49,7 @@ class Runs:
         return peaks
 
     def first_by_inductor(self) -> dict:
-        """Run the model's own step, which all others are compared with; returns the peaks of what Inductor makes of it."""
+        """Run the step that all others are compared with, the model's own; returns the peaks of Inductor's version."""
         self._restart()
         self.flops = count_flops(partial(self._step, self.work.model))
         self._compared_with_this()
@@ -91,7 +93,7 @@ class Runs:
         if not self.timed_rounds:
             return {}
         steps = {"plain": partial(self._step, reference), "this": partial(self._step, call)}
-        times = compare_seconds(steps, self.timed_rounds, device=self.work.device).to_json()
+        times = compare_seconds(steps, self.timed_rounds, device=self.work.device, clock=self.clock).to_json()
         return {"seconds_ratio": times["seconds_ratio"]["this"], "seconds_step": times["seconds"]["this"]}
 
     def _step(self, call) -> None:
@@ -146,6 +148,17 @@ class Runs:
         """Gradients and buffers after a step."""
         gradients = [parameter.grad for parameter in self.work.model.parameters()]
         return gradients, [buffer.clone() for buffer in self.work.model.buffers()]
+
+
+def promised(planned: Plan) -> dict:
+    """What a plan predicts, for a point of the record."""
+    return {
+        "limit_bytes": planned.limit_bytes,
+        "predicted_peak_bytes": planned.dynamic_peak_bytes,
+        "predicted_recompute_flops": planned.recompute_flops,
+        "cost": planned.cost,
+        "lower_bound": planned.lower_bound,
+    }
 
 
 def difference(mine, wanted) -> float:

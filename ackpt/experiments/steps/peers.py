@@ -76,7 +76,7 @@ def _checkpointed(workload: Workload, model: Callable, options, *args):
 
 @contextlib.contextmanager
 def fresh_dynamo():
-    """A context in which nothing is compiled before: that stays with the code of the model, whatever the setting was."""
+    """Forget what Dynamo compiled, before and after: it stays with the code of the model, whatever the setting was."""
     torch._dynamo.reset()
     try:
         yield
