@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 
 import pytest
+from torch._dynamo.backends.common import aot_autograd
 
 from ackpt.experiments.frontier import FrontierConfig, run_frontier
 from ackpt.experiments.reports import frontier as report
 from ackpt.experiments.reports import frontier_times as times
+from ackpt.integrations import dynamo
 from ackpt.plots import png
 from ackpt.results import Record, environment
+from ackpt.running.compiled_schedule import run_boxed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 UNET = {"batch_size": 2, "image_size": 16, "width": 4, "num_classes": 3}
@@ -89,19 +92,35 @@ def test_several_models_are_drawn_in_panels_below_an_upper_edge(unet, made_up):
     assert png(figure) == png(times.times_plot([unet, made_up, copy.deepcopy(made_up)], 0.1))
 
 
+@pytest.fixture
+def no_inductor(monkeypatch):
+    """Run the operations one by one: Inductor would compile for minutes, and Dynamo does the same in front of it."""
+
+    def run(gm, example_inputs, custom_partitioner_fn, **_):
+        compilers = {"fw_compiler": run_boxed, "bw_compiler": run_boxed, "partition_fn": custom_partitioner_fn}
+        return aot_autograd(**compilers, keep_inference_input_mutations=True)(gm, example_inputs)
+
+    monkeypatch.setattr(dynamo, "_by_inductor", run)
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx", lambda gm, inputs: aot_autograd(fw_compiler=run_boxed)(gm, inputs)
+    )
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, at the import of Inductor
-def test_inductor_compiles_every_step(tmp_path):
+def test_every_step_is_compiled(tmp_path, no_inductor):
     config = FrontierConfig(
-        "transformer", TOKENS, ("auto",), (0.9, 0.05), ("checkpoint",), costs=("rates",), compiler="inductor"
+        "transformer", TOKENS, ("auto", "full"), (0.9, 0.05), ("checkpoint",), costs=("rates",), compiler="inductor"
     )
     record = run_frontier(config, timed_rounds=1)
-    planned, refused = record.metrics["points"]
-    baseline = record.metrics["baseline"]
-    limit = baseline["resident_bytes"] + int(0.9 * baseline["measured_peak_bytes"])
-    assert planned["measured_peak_bytes"] <= planned["limit_bytes"] == limit - baseline["resident_bytes"]
-    assert refused["least_bytes"] > limit / 18 and "measured_peak_bytes" not in refused
-    assert all(report.is_correct(row, record) for row in (planned, *record.metrics["peers"]))
-    assert not any("recompute_flops" in row for row in (planned, *record.metrics["peers"]))
+    planned, refused, full = record.metrics["points"]
+    baseline, (blocks,) = record.metrics["baseline"], record.metrics["peers"]
+    limit = int(0.9 * baseline["measured_peak_bytes"])
+    assert planned["measured_peak_bytes"] <= planned["limit_bytes"] == limit < baseline["measured_peak_bytes"]
+    assert refused["least_bytes"] > baseline["resident_bytes"] + limit / 18 and "measured_peak_bytes" not in refused
+    assert full["budget"] is None and full["measured_peak_bytes"] < baseline["measured_peak_bytes"]
+    assert blocks["auto_peak_bytes"] <= blocks["measured_peak_bytes"] and "auto_seconds_ratio" in blocks
+    assert all(report.is_correct(row, record) for row in (planned, full, blocks))
+    assert not any("recompute_flops" in row for row in (planned, full, blocks))
     path = record.save(tmp_path / report.file_name(record))
     assert path.name == "frontier-transformer-inductor.json" and report.broken_promises(record) == []
     assert "refused" in report.text_table(record) and times.name_of(Record.load(path)) == "Transformer, Inductor"
