@@ -53,7 +53,9 @@ def peer(name: str, workload: Workload, setting: float | None = None, compiler: 
                 yield model
         else:
             options = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if name == SELECTIVE else {}
-            yield partial(_checkpointed, workload, model, options)
+            # The same objects in every call: Dynamo would compile others again.
+            wraps = [partial(checkpoint, block.forward, use_reentrant=False, **options) for block in workload.blocks]
+            yield partial(_checkpointed, workload, model, wraps)
 
 
 def by_inductor(model: nn.Module) -> Callable:
@@ -63,10 +65,10 @@ def by_inductor(model: nn.Module) -> Callable:
     return torch.compile(model, backend=lambda graph, inputs: compile_fx(graph, inputs))
 
 
-def _checkpointed(workload: Workload, model: Callable, options, *args):
+def _checkpointed(workload: Workload, model: Callable, wraps, *args):
     """The model's forward with every block called through `checkpoint`."""
-    for block in workload.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+    for block, wrapped in zip(workload.blocks, wraps, strict=True):
+        block.forward = wrapped
     try:
         return model(*args)
     finally:
