@@ -29,12 +29,13 @@ def add_frontier(commands) -> None:
         "frontier",
         help=summary,
         description=f"{summary}. Exits with status 1 if the measured peak or FLOPs of a plan differ from the predicted "
-        "ones, or if its gradients are not bit-equal.",
+        "ones, or if its gradients are not bit-equal. With --compiler inductor they need not be.",
     )
     add = parser.add_argument
     add(
         "--model",
-        help="transformer (default; 6 layers, 2 x 512 tokens), bert (with dropout) or resnet50 (8 images of 128 x 128)",
+        help="transformer (default; 6 layers, 2 x 512 tokens), bert (with dropout), resnet50 (8 images of 128 x 128) "
+        "or unet (4 images of 64 x 64)",
     )
     for name in SIZES:
         add(f"--{name.replace('_', '-')}", type=int, metavar="N", help="changes this size of the model or batch")
@@ -55,8 +56,10 @@ def add_frontier(commands) -> None:
         help="what the policies minimize: counted (FLOPs and traffic, the default), rates, measured; "
         "with several, auto plans with each",
     )
+    add("--compiler", metavar="NAME", help="eager (default), or inductor, which compiles every step")
     add("--seed", type=int)
     add("--times", type=int, default=0, metavar="ROUNDS", help="interleaved rounds of timing (default 0: none)")
+    add("--clock", metavar="CLOCK", help="wall (default), or processor: without the time of other processes")
     add("--out", metavar="FOLDER", help="write the JSON record, and the figure if matplotlib is installed")
     add("--json", action="store_true", help="print the record as JSON instead of the table")
     parser.set_defaults(run=run_frontier_command)
@@ -77,7 +80,7 @@ def configuration(arguments):
 
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     changes: dict[str, Any] = {field: tuple(given[name]) for name, field in LISTS.items() if name in given}
-    changes |= {name: given[name] for name in ("model", "seed") if name in given}
+    changes |= {name: given[name] for name in ("model", "compiler", "clock", "seed") if name in given}
     return FrontierConfig(sizes={name: given[name] for name in SIZES if name in given}, **changes)
 
 
@@ -105,9 +108,11 @@ def run_frontier_command(arguments, command: str) -> int:
 def _save_figure(report, record, path) -> None:
     try:
         from ackpt import plots
+        from ackpt.experiments.reports.frontier_times import time_plot
     except ImportError as error:
         print(f"no figure: {error}", file=sys.stderr)
         return
-    plots.save(report.frontier_plot(record), path)
+    if not report.by_inductor(record):
+        plots.save(report.frontier_plot(record), path)
     if "seconds_ratio" in record.metrics["eager"]:
-        plots.save(report.time_plot(record), path.with_stem(f"{path.stem}-time"))
+        plots.save(time_plot(record), path.with_stem(f"{path.stem}-time"))

@@ -3,6 +3,10 @@
 Every schedule runs once, with its bytes and FLOPs measured, from the same parameters, buffers and batch as a step of
 policy ``none``; gradients and buffers must be bit-equal to those of that step. A peer runs one step before, in which
 ``torch.compile`` compiles.
+
+With the compiler ``"inductor"``, every step is compiled by Inductor and compared with the step that Inductor compiles
+by itself. Inductor fuses and reorders operations, so peaks are not exactly the predicted ones, FLOPs are not counted,
+and results differ by rounding.
 """
 
 from __future__ import annotations
@@ -19,15 +23,17 @@ import ackpt
 from ackpt.errors import BudgetError
 from ackpt.experiments.steps.failures import STRICT
 from ackpt.experiments.steps.frontier_models import Workload, checked_sizes, workload
-from ackpt.experiments.steps.frontier_runs import Runs
-from ackpt.experiments.steps.peers import INDUCTOR, MEMORY_BUDGET, PEERS, peer
+from ackpt.experiments.steps.frontier_runs import Clock, Runs, promised
+from ackpt.experiments.steps.inductor_plans import planned_by_inductor
+from ackpt.experiments.steps.peers import MEMORY_BUDGET, PEERS, peer
 from ackpt.experiments.steps.step_shapes import kernels_of_a_gpu
 from ackpt.metering.prediction import predict
 from ackpt.planner import MEASURED, default_profile, plan
 from ackpt.planning.plan import Plan
-from ackpt.planning.schedule import recomputed
+from ackpt.planning.schedule import everything, recomputed
 from ackpt.policies import POLICIES, auto
 from ackpt.policies.search.frontier import frontier
+from ackpt.policies.search.recompute_costs import step_cost
 from ackpt.results import Record, environment
 
 EXPERIMENT = "frontier"
@@ -40,6 +46,7 @@ COSTS = {
     "rates": "seconds at the rates of the device",
     "measured": "seconds of each operation, measured",
 }
+COMPILERS = ("eager", "inductor")
 _BOUNDED = 20  # the baseline's peak is divided into so many limits, each with a lower bound
 _TOO_LITTLE = 1e-9  # of the baseline's peak: every policy refuses it, naming its smallest feasible budget
 
@@ -47,7 +54,7 @@ _TOO_LITTLE = 1e-9  # of the baseline's peak: every policy refuses it, naming it
 @dataclass(frozen=True)
 class FrontierConfig:
     """What is compared: `sizes` change those of the model, `settings` are of the peer ``memory-budget``, `seed` is that
-    of weights and batch. ``inductor``: also run ``memory-budget`` with the code that Inductor generates for a GPU.
+    of weights and batch. `compiler`: ``"eager"``, or ``"inductor"``. `clock`: of `ackpt.compare_seconds`.
     """
 
     model: str = "transformer"
@@ -60,13 +67,18 @@ class FrontierConfig:
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
-    inductor: bool = False
+    compiler: str = "eager"
+    clock: Clock = "wall"
 
     def __post_init__(self):
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"unknown device {self.device!r}: choose cpu or cuda")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype {self.dtype!r} is not supported here: choose float32, or autocast to bfloat16")
+        if self.compiler not in COMPILERS:
+            raise ValueError(f"unknown compiler {self.compiler!r}: choose from {', '.join(COMPILERS)}")
+        if self.clock not in ("wall", "processor"):
+            raise ValueError(f"unknown clock {self.clock!r}: choose from wall, processor")
         object.__setattr__(self, "sizes", checked_sizes(self.model, self.sizes))
         named = (("policy", self.policies, PLANNED), ("peer", self.peers, PEERS), ("kind of costs", self.costs, COSTS))
         for kind, given, choices in named:
@@ -90,17 +102,24 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
     that changed last bits of the parameters make; ``points``, one per policy and budget (None: the smallest feasible
     budget of the policy), for a refused budget with ``least_bytes`` only; ``not_run``, the reasons by policy;
     ``front``, the frontier of policy auto, planned but not run; ``bounds``, lower bounds of the recomputed FLOPs within
-    a limit; ``peers``, and ``inductor`` if it took part. Peaks are dynamic, in bytes.
+    a limit; ``peers``. Peaks are dynamic, in bytes. ``gap_seconds`` of a point is what its plan costs above the lower
+    bound, if the policy minimizes seconds.
 
-    With `timed_rounds` every run has ``seconds_ratio`` to the model's own step, and a peer also that of auto's plan
-    within the peer's peak, ``auto_seconds_ratio``. Points with other costs than the first have the policy
-    ``"auto, rates"``, say. On a GPU there are no lower bounds,
-    which do not hold for its kernels, and runs have the allocator's counters and ``seconds_step``. `failures` collects
-    the runs that failed, which have no point.
+    With `timed_rounds` every run has ``seconds_step``, and ``seconds_ratio`` to the model's own step, or to that of
+    Inductor. A peer also has the ratio of auto's plan within the peer's peak, ``auto_seconds_ratio``. Points with other
+    costs than the first have the policy ``"auto, rates"``, say. On a GPU there are no lower bounds, which do not hold
+    for its kernels, and runs have the allocator's counters. `failures` collects the runs that failed, which have no
+    point.
     """
-    on_cpu = config.device == "cpu"
     work = workload(config.model, config.sizes, config.seed, config.device, config.dtype)
-    runs = Runs(work, config.seed, timed_rounds)
+    runs = Runs(work, config.seed, timed_rounds, config.clock)
+    metrics = (_compiled if config.compiler == "inductor" else _run)(config, work, runs, failures)
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
+    where = environment(config.device, command)
+    return Record(EXPERIMENT, {**settings, "threads": where["threads"]}, metrics, where)
+
+
+def _run(config, work: Workload, runs: Runs, failures) -> dict:
     graph = runs.step.graph
     costs, *others = (_costs(graph, name) for name in config.costs)
     none = plan(graph, policy="none", profile=costs)
@@ -115,7 +134,7 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
     shares = (*config.budgets, *(step / _BOUNDED for step in range(1, _BOUNDED)))
     limits = [math.floor(share * none.dynamic_peak_bytes) for share in shares]
     limits += [point["predicted_peak_bytes"] for point in points if point["budget"] is None]
-    metrics = {
+    return {
         "baseline": {
             "flops": runs.flops,
             "resident_bytes": none.resident_bytes,
@@ -127,14 +146,40 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
         "points": points,
         "not_run": not_run,
         "front": _front(graph, costs) if OURS in config.policies else [],
-        "bounds": _bounds(graph, costs, sorted({*limits}, reverse=True)) if on_cpu else [],
+        "bounds": _bounds(graph, costs, sorted({*limits}, reverse=True)) if config.device == "cpu" else [],
         "peers": peers,
     }
-    if config.inductor:
-        metrics["inductor"] = _generated(config, work, runs, failures)
-    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
-    where = environment(config.device, command)
-    return Record(EXPERIMENT, {**settings, "threads": where["threads"]}, metrics, where)
+
+
+def _compiled(config, work: Workload, runs: Runs, failures) -> dict:
+    """The metrics with Inductor. `auto` has no point at its smallest peak, other policies have only one, that one."""
+    baseline = runs.first_by_inductor()
+    peak, resident = baseline["measured_peak_bytes"], baseline["resident_bytes"]
+    points = []
+    for number, kind in enumerate(config.costs):
+        for policy in config.policies if number == 0 else (OURS,):
+            name = f"{OURS}, {kind}" if number else policy
+            for budget in _progress(config.budgets if policy == OURS else (None,), name):
+                limit = None if budget is None else resident + math.floor(budget * peak)
+                with failures.of(f"{name} {budget}"):
+                    results = planned_by_inductor(work, runs, limit, policy, kind)
+                    points.append({"policy": name, "budget": budget, **results})
+    peers = []
+    for row in _peers(config, work, runs, failures):
+        within = resident + row["measured_peak_bytes"]
+        ours = planned_by_inductor(work, runs, within, OURS, config.costs[-1])
+        row |= {"auto_peak_bytes": ours.get("measured_peak_bytes"), "auto_recompute_flops": None}
+        peers.append(row | ({"auto_seconds_ratio": ours["seconds_ratio"]} if "seconds_ratio" in ours else {}))
+    return {
+        "baseline": {"flops": runs.flops, **baseline},
+        "eager": runs.generated(work.model),
+        "rounding": runs.rounding(),
+        "points": points,
+        "not_run": {},
+        "front": [],
+        "bounds": [],
+        "peers": peers,
+    }
 
 
 def predict_frontier(config: FrontierConfig) -> dict[str, int]:
@@ -166,15 +211,12 @@ def _points(config, graph, costs, runs: Runs, failures) -> tuple[list[dict], dic
                 points.append({**point, "least_bytes": planned.least_bytes})
                 continue
             name = f"{policy} {'least' if budget is None else budget}"
-            promised = {
-                "limit_bytes": planned.limit_bytes,
-                "predicted_peak_bytes": planned.dynamic_peak_bytes,
-                "predicted_recompute_flops": planned.recompute_flops,
-                "cost": planned.cost,
-                "lower_bound": planned.lower_bound,
-            }
+            gap = {}
+            if costs.seconds is not None and planned.lower_bound is not None:
+                step = step_cost(everything(graph), costs.seconds)
+                gap = {"gap_seconds": (planned.cost - planned.lower_bound) * step}
             with failures.of(name):
-                points.append({**point, **promised, **runs.planned(planned)})
+                points.append({**point, **promised(planned), **gap, **runs.planned(planned)})
     return points, not_run
 
 
@@ -219,19 +261,13 @@ def _peers(config, work: Workload, runs: Runs, failures):
     ]
     for name, setting in _progress(dict.fromkeys(asked), "peers"):
         results = {}
-        with failures.of(f"{name} {setting}"), peer(name, work, setting) as call:
-            results = runs.of(call, compiles=name == MEMORY_BUDGET)
+        with failures.of(f"{name} {setting}"), peer(name, work, setting, config.compiler) as call:
+            if config.compiler == "inductor":
+                results = runs.generated(call)
+            else:
+                results = runs.of(call, compiles=name == MEMORY_BUDGET)
         if results:
             yield {"peer": name, "setting": setting, **results}
-
-
-def _generated(config, work: Workload, runs: Runs, failures) -> list[dict]:
-    """The runs of `INDUCTOR`; at setting 1 it is what ``torch.compile`` does by itself."""
-    rows = []
-    for setting in _progress(config.settings, INDUCTOR):
-        with failures.of(f"{INDUCTOR} {setting}"), peer(INDUCTOR, work, setting) as call:
-            rows.append({"peer": INDUCTOR, "setting": setting, **runs.generated(call)})
-    return rows
 
 
 def _costs(graph, name: str):

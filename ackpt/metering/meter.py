@@ -6,10 +6,12 @@ free. `cpu_meter` and `cuda_meter` record these events; `prediction` derives the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -252,6 +254,7 @@ def compare_seconds(
     repeats: int = 5,
     reference: str | None = None,
     device: torch.device | str | None = None,
+    clock: Literal["wall", "processor"] = "wall",
 ) -> Comparison:
     """Time several functions in rounds, in one process; in every round each function runs once.
 
@@ -260,6 +263,8 @@ def compare_seconds(
         repeats: number of rounds. Every second round runs in reverse order, so that no function is always the first.
         reference: name of the function that ratios refer to; by default the first.
         device: ``"cpu"`` (default) or ``"cuda"``, which times every run by CUDA events.
+        clock: ``"processor"`` counts the seconds in which processors work for this process, added up over its threads.
+            With one thread, it leaves out the time in which the machine runs other processes. On a CPU only.
 
     Returns:
         Seconds of each function and its ratios to the reference, taken within each round.
@@ -276,13 +281,17 @@ def compare_seconds(
         raise ValueError(f"reference {reference!r} is none of the functions: {', '.join(functions)}")
     _check_count("repeats", repeats, least=1)
     device = _device(device, Resident(()))
-    clock = _backend(device).clock
+    if clock not in ("wall", "processor"):
+        raise ValueError(f"unknown clock {clock!r}: choose wall or processor")
+    if clock == "processor" and device.type != "cpu":
+        raise MeterError("the clock 'processor' does not see what a GPU does: use clock='wall' on device 'cuda'")
+    seconds_of = _backend(device).clock if clock == "wall" else partial(cpu_meter.clock, now=time.process_time)
     for function in functions.values():
         function()
     samples = {name: [] for name in functions}
     for index in range(repeats):
         for name in functions if index % 2 == 0 else reversed([*functions]):
-            samples[name].append(clock(functions[name], device))
+            samples[name].append(seconds_of(functions[name], device))
     return Comparison(
         reference,
         {name: Seconds.of(values) for name, values in samples.items()},

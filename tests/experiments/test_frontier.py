@@ -13,7 +13,7 @@ from PIL import Image
 from ackpt.cli.command_line import main
 from ackpt.experiments.frontier import FrontierConfig, run_frontier
 from ackpt.experiments.reports import frontier as report
-from ackpt.experiments.steps.frontier_models import RESNET50, TRANSFORMER, checked_sizes, workload
+from ackpt.experiments.steps.frontier_models import RESNET50, TRANSFORMER, UNET, checked_sizes, workload
 from ackpt.plots import png
 from ackpt.results import Record
 
@@ -115,28 +115,6 @@ def test_the_record_is_read_back_and_drawn(record, tmp_path):
     assert labels == ["lower bound", "auto", "full", "torch: checkpoint", "torch: selective"]
 
 
-def test_times_are_drawn_with_their_range_where_there_are_some(record):
-    (axes,) = report.time_plot(record).axes
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert sorted(labels) == ["auto", "full", "torch: checkpoint", "torch: selective"]
-    untimed = copy.deepcopy(record)
-    del untimed.metrics["eager"]["seconds_ratio"]
-    with pytest.raises(ValueError, match="no times.*--times"):
-        report.time_plot(untimed)
-
-
-def test_auto_plans_with_every_kind_of_costs_and_within_the_peak_of_blocks():
-    config = dataclasses.replace(TINY, policies=("auto",), peers=("checkpoint",), costs=("counted", "rates"))
-    record = run_frontier(config, timed_rounds=1)
-    assert report.broken_promises(record) == []
-    assert {point["policy"] for point in record.metrics["points"]} == {"auto", "auto, rates"}
-    (blocks,) = record.metrics["peers"]
-    assert blocks["auto_peak_bytes"] <= blocks["measured_peak_bytes"]
-    per_block, ours = report.at_the_peak_of_blocks(record)
-    assert per_block == blocks["seconds_ratio"]["median"] - 1
-    assert ours == blocks["auto_seconds_ratio"]["median"] - 1
-
-
 def test_bert_with_dropout_is_bit_equal():
     sizes = {"batch_size": 2, "seq_len": 16, "layers": 2, "dim": 16, "heads": 2, "ff_dim": 32, "vocab_size": 20}
     config = FrontierConfig("bert", sizes, policies=("auto",), budgets=(0.6,), peers=("checkpoint",))
@@ -179,7 +157,7 @@ def test_the_command_prints_json_and_a_broken_promise_is_status_1(record, monkey
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "vgg"], "unknown model 'vgg': choose from transformer, bert, resnet50"),
+        (["--model", "vgg"], "unknown model 'vgg': choose from transformer, bert, resnet50, unet"),
         (["--model", "resnet50", "--layers", "2"], "resnet50 has no size 'layers': it has batch_size, image_size"),
         (["--dim", "0"], "dim must be a positive whole number, got 0"),
         (["--dim", "30", "--heads", "4"], "dim must be a multiple of heads, got 30 and 4"),
@@ -189,6 +167,8 @@ def test_the_command_prints_json_and_a_broken_promise_is_status_1(record, monkey
         (["--budget", "nan"], "in (0, 1], got nan"),
         (["--setting", "1.5"], "a setting of memory-budget is a number between 0 and 1, got 1.5"),
         (["--costs", "time"], "'time' is not a kind of costs of this experiment: choose from counted, rates, measured"),
+        (["--model", "unet", "--image-size", "18"], "image_size of unet must be a multiple of 4"),
+        (["--compiler", "gcc"], "unknown compiler 'gcc': choose from eager, inductor"),
         (["--times", "-1"], "--times must be at least 0, got -1"),
     ],
 )
@@ -204,6 +184,7 @@ def test_the_help_names_the_default_sizes(capsys):
     told = " ".join(capsys.readouterr().out.split())
     assert "{layers} layers, {batch_size} x {seq_len} tokens".format(**TRANSFORMER) in told
     assert "{batch_size} images of {image_size} x {image_size}".format(**RESNET50) in told
+    assert "{batch_size} images of {image_size} x {image_size}".format(**UNET) in told
     assert FrontierConfig().sizes == TRANSFORMER and FrontierConfig("resnet50").sizes == RESNET50
 
 

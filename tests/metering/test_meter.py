@@ -259,6 +259,14 @@ def test_says_nothing():
 
 
 class TestCompareSeconds:
+    def test_the_clock_of_the_processor(self, monkeypatch):
+        monkeypatch.setattr("time.process_time", iter([1.0, 3.0, 4.0, 5.0]).__next__)
+        result = compare_seconds({"a": int, "b": int}, 1, clock="processor")
+        assert result.seconds["a"].samples == (2.0,) and result.ratios["b"].samples == (0.5,)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        with pytest.raises(MeterError, match="does not see what a GPU does"):
+            compare_seconds({"a": int}, device="cuda", clock="processor")
+
     def test_rounds_are_interleaved(self):
         calls = []
         functions = {name: lambda name=name: calls.append(name) for name in "ab"}
@@ -292,6 +300,7 @@ ERRORS = {
     "predict of a loss": (lambda: ackpt.predict(torch.ones(())), TypeError, A_LOSS),
     "no function": (lambda: compare_seconds({}), ValueError, "at least one function"),
     "reference": (lambda: compare_seconds({"a": int}, reference="c"), ValueError, "'c' is none of the functions: a"),
+    "clock": (lambda: compare_seconds({"a": int}, clock="sun"), ValueError, "clock 'sun': choose wall or processor"),
     "no round": (lambda: compare_seconds({"a": int}, repeats=0), ValueError, "repeats is 0"),
 }
 

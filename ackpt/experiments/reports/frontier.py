@@ -1,19 +1,18 @@
-"""A record of the experiment ``frontier``: a table for a terminal, the comparison with the peers, the figure.
+"""A record of the experiment ``frontier``: a table for a terminal, the comparison with the peers, the figure of FLOPs.
+
+`frontier_times` next to it has the figures of measured times.
 
 Peaks are fractions of the baseline's dynamic peak, FLOPs of recomputation fractions of the baseline's FLOPs.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from ackpt.budget import readable
 from ackpt.experiments.frontier import OURS
 from ackpt.experiments.steps.peers import CHECKPOINT, MEMORY_BUDGET, PEERS
 from ackpt.metering.meter import memory_format
 
+from .frontier_times import at_the_peak_of_blocks
 from .tables import machine, table
 
 TIGHT = 0.6  # of the baseline's peak: peers are compared with auto at this peak and below
@@ -34,8 +33,14 @@ COLUMNS = {
 
 
 def file_name(record) -> str:
-    """``frontier-transformer.json``: one file per model."""
-    return f"{record.experiment}-{record.config['model']}.json"
+    """``frontier-transformer.json``: one file per model and compiler."""
+    compiler = "-inductor" if by_inductor(record) else ""
+    return f"{record.experiment}-{record.config['model']}{compiler}.json"
+
+
+def by_inductor(record) -> bool:
+    """Whether Inductor compiled the steps: FLOPs are then not counted, and peaks not exactly as predicted."""
+    return record.config.get("compiler") == "inductor"
 
 
 def measured(record) -> list[dict]:
@@ -55,7 +60,9 @@ def is_correct(row, record) -> bool:
 
 
 def broken_promises(record) -> list[str]:
-    """One line per planned step that was not bit-equal, above its budget, or not as predicted."""
+    """One line per planned step that was not bit-equal, above its budget, or not as predicted; none with Inductor."""
+    if by_inductor(record):
+        return []
     broken = []
     for point in measured(record):
         peak, name = point["measured_peak_bytes"], _name(point)
@@ -75,20 +82,21 @@ def comparison(record) -> dict:
 
     Returns:
         ``beaten``: peers' points at or below `TIGHT` for which auto has a plan within their peak and with no more
-        FLOPs; ``ahead``: those for which it has none; ``wrong``: peers' points with wrong gradients or buffers.
+        FLOPs, if these are counted; ``ahead``: those for which it has none; ``wrong``: peers' points with wrong
+        gradients or buffers.
         ``least`` and ``peer_least``: the smallest peaks of auto and of correct peers, as fractions. ``at_checkpoint``:
         at the peak of torch's checkpoint per block, the FLOPs that auto recomputes over those that checkpoint does.
     """
     metrics = record.metrics
     baseline = metrics["baseline"]["measured_peak_bytes"]
     correct = [row for row in metrics["peers"] if is_correct(row, record)]
-    tight = [row for row in correct if row["measured_peak_bytes"] <= TIGHT * baseline]
+    tight = [row for row in correct if row["measured_peak_bytes"] <= TIGHT * baseline and "recompute_flops" in row]
     beaten = [row for row in tight if _is_beaten(row)]
     ours = [point["measured_peak_bytes"] for point in measured(record) if point["policy"] == OURS]
     theirs = [row["measured_peak_bytes"] for row in correct]
     blocks = next((row for row in metrics["peers"] if row["peer"] == CHECKPOINT), None)
     at_checkpoint = None
-    if blocks is not None and blocks["recompute_flops"] and blocks["auto_recompute_flops"] is not None:
+    if blocks is not None and blocks.get("recompute_flops") and blocks["auto_recompute_flops"] is not None:
         at_checkpoint = blocks["auto_recompute_flops"] / blocks["recompute_flops"]
     return {
         "beaten": [_name(row) for row in beaten],
@@ -118,7 +126,7 @@ def rows(record) -> list[dict]:
             continue
         peak = point["measured_peak_bytes"]
         row |= {"peak": f"{peak / baseline:.3f}", "bytes": memory_format(peak)}
-        row["again"] = f"{point['recompute_flops'] / flops:+.2%}"
+        row["again"] = f"{point['recompute_flops'] / flops:+.2%}" if "recompute_flops" in point else None
         row["equal"] = "yes" if is_equal(point) else f"{_worst(point):.0e}"
         if "predicted_peak_bytes" in point:
             row["off"] = f"{point['predicted_peak_bytes'] - peak} B"
@@ -235,64 +243,6 @@ def frontier_plot(record, title: str | None = None):
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         handles, labels = axes.get_legend_handles_labels()
         return plots._finished(figure, handles, labels)
-
-
-def time_plot(record, title: str | None = None):
-    """A Figure of measured peak against added time, with its quartiles: policies, and torch's own tools.
-
-    Raises:
-        ValueError: if the record has no times.
-    """
-    from matplotlib.ticker import PercentFormatter
-    from seaborn import color_palette
-
-    from ackpt import plots
-
-    if "seconds_ratio" not in record.metrics["eager"]:
-        raise ValueError("the record has no times: run the experiment with timed_rounds of at least 1 (--times)")
-    base = record.metrics["baseline"]["measured_peak_bytes"]
-    policies = dict.fromkeys(point["policy"] for point in measured(record))
-    colors = color_palette("colorblind").as_hex()
-    torch_s = {f"torch: {name}": [r for r in record.metrics["peers"] if r["peer"] == name] for name in PEERS}
-    series = {name: [p for p in measured(record) if p["policy"] == name] for name in policies} | torch_s
-    ours = [{"color": color, "marker": marker} for color, marker in zip(colors, "osPXvdhp", strict=False)]
-    theirs = [{"color": "#b5402f", "marker": marker, "markerfacecolor": "none"} for marker in "D^s"]
-    looks: list[dict[str, Any]] = [*ours[: len(policies)], *theirs]
-    with plots.style.context("default"):
-        title = _time_finding(record) if title is None else title
-        figure, axes = plots._axes(title, "dynamic peak, fraction of the baseline's", "added time, measured")
-        for (name, rows_), look in zip(series.items(), looks, strict=True):
-            rows_ = sorted(rows_, key=lambda row: row["measured_peak_bytes"])
-            if not rows_:
-                continue
-            x = [row["measured_peak_bytes"] / base for row in rows_]
-            ratios = [row["seconds_ratio"] for row in rows_]
-            y = [ratio["median"] - 1 for ratio in ratios]
-            quartiles = np.transpose([np.quantile(ratio["samples"], (0.25, 0.75)) for ratio in ratios])
-            spread = abs(quartiles - 1 - y)
-            style = "-" if name.startswith(OURS) else "none"
-            axes.errorbar(x, y, spread, label=name, linestyle=style, linewidth=1.5, capsize=2, markersize=6, **look)
-        axes.axhline(0, color=plots.TEXT, linewidth=0.8)
-        axes.set_xlim(left=0)
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        handles, labels = axes.get_legend_handles_labels()
-        return plots._finished(figure, handles, labels)
-
-
-def _time_finding(record) -> str:
-    """The finding of the figure of times, in one sentence."""
-    times = at_the_peak_of_blocks(record)
-    if times is None:
-        return f"What a lower peak costs in time on {record.config['model']}"
-    return f"At the peak of per-block checkpointing, a plan adds {times[1]:.0%} of time instead of {times[0]:.0%}"
-
-
-def at_the_peak_of_blocks(record) -> tuple[float, float] | None:
-    """Added time of per-block checkpointing, and of auto's plan within its peak; None if one was not timed."""
-    blocks = next((row for row in record.metrics["peers"] if row["peer"] == CHECKPOINT), {})
-    if not {"seconds_ratio", "auto_seconds_ratio"} <= set(blocks):
-        return None
-    return blocks["seconds_ratio"]["median"] - 1, blocks["auto_seconds_ratio"]["median"] - 1
 
 
 def _above(axes, record) -> float:

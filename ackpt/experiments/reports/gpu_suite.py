@@ -51,7 +51,7 @@ def _frontier(metrics):
     yield "eager", metrics["eager"]
     for point in metrics["points"]:
         yield f"{point['policy']} {'least' if point['budget'] is None else point['budget']}", point
-    for peer in (*metrics["peers"], *metrics.get("inductor", ())):
+    for peer in metrics["peers"]:
         yield f"torch: {peer['peer']}" + ("" if peer["setting"] is None else f" {peer['setting']}"), peer
 
 

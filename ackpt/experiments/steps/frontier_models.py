@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,7 @@ BERT = {
     "vocab_size": 1024,
 }
 RESNET50 = {"batch_size": 8, "image_size": 128, "width": 64, "num_classes": 1000}
+UNET = {"batch_size": 4, "image_size": 64, "width": 32, "num_classes": 8}
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,9 @@ def checked_sizes(model: str, changes: dict[str, int]) -> dict[str, int]:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive whole number, got {value!r}")
     sizes = sizes | changes
+    if model == "unet" and sizes["image_size"] % 4:
+        size = sizes["image_size"]
+        raise ValueError(f"image_size of unet must be a multiple of 4, since it halves images twice, got {size}")
     if "heads" in sizes and sizes["dim"] % sizes["heads"]:
         raise ValueError(f"dim must be a multiple of heads, got {sizes['dim']} and {sizes['heads']}")
     return sizes
@@ -139,6 +144,46 @@ def _resnet50(batch_size, image_size, width, num_classes) -> Workload:
     return Workload(model, (images, labels), tuple(block for stage in stages for block in stage))
 
 
+class _Convolutions(nn.Sequential):
+    """Twice convolution, group norm and SiLU: [batch, channels, h, w] -> [batch, width, h, w]."""
+
+    def __init__(self, channels: int, width: int):
+        layers = []
+        for inputs in (channels, width):
+            layers += [nn.Conv2d(inputs, width, 3, padding=1, bias=False)]
+            layers += [nn.GroupNorm(math.gcd(8, width), width), nn.SiLU()]
+        super().__init__(*layers)
+
+
+class _UNet(nn.Module):
+    """Segments images: two scales down, two up, each step up reading the result of its scale on the way down.
+
+    Source: Ronneberger et al. 2015, arXiv:1505.04597, with padded convolutions, and norms as in diffusion models.
+    """
+
+    def __init__(self, width: int, num_classes: int):
+        super().__init__()
+        self.down1, self.down2 = _Convolutions(3, width), _Convolutions(width, 2 * width)
+        self.middle = _Convolutions(2 * width, 4 * width)
+        self.up2, self.up1 = _Convolutions(6 * width, 2 * width), _Convolutions(3 * width, width)
+        self.head = nn.Conv2d(width, num_classes, 1)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        fine = self.down1(images)
+        coarse = self.down2(F.max_pool2d(fine, 2))
+        x = self.middle(F.max_pool2d(coarse, 2))
+        x = self.up2(torch.cat([F.interpolate(x, scale_factor=2.0), coarse], 1))
+        x = self.up1(torch.cat([F.interpolate(x, scale_factor=2.0), fine], 1))
+        return F.cross_entropy(self.head(x), labels)
+
+
+def _unet(batch_size, image_size, width, num_classes) -> Workload:
+    model = _UNet(width, num_classes)
+    images = torch.randn(batch_size, 3, image_size, image_size)
+    labels = torch.randint(num_classes, (batch_size, image_size, image_size))
+    return Workload(model, (images, labels), (model.down1, model.down2, model.middle, model.up2, model.up1))
+
+
 class _Bert(nn.Module):
     """BERT with dropout, called with tokens and labels by position."""
 
@@ -166,4 +211,5 @@ MODELS = {
     "transformer": _Model(TRANSFORMER, _transformer),
     "bert": _Model(BERT, _bert),
     "resnet50": _Model(RESNET50, _resnet50),
+    "unet": _Model(UNET, _unet),
 }

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from functools import partial
+from typing import Literal
 
 import torch
+from torch._functorch import config as functorch_config
 
 from ackpt.metering.meter import compare_seconds, count_flops, measure
+from ackpt.metering.resident import Resident
 from ackpt.planning.plan import Plan
 from ackpt.running.captured_step import CapturedStep
 
 from .frontier_models import Workload
+from .peers import by_inductor, fresh_dynamo
 
+Clock = Literal["wall", "processor"]
 _LAST_BITS = 2.0**-22  # relative, of float32
 
 
 class Runs:
-    """Runs of one workload, each from the same start and compared with the first one; ``step`` is captured once."""
+    """Runs of one workload, each from the same start and compared with the first one."""
 
-    def __init__(self, work: Workload, seed: int, timed_rounds: int):
-        self.work, self.seed, self.timed_rounds = work, seed, timed_rounds
-        with work.autocast():
-            self.step = CapturedStep(work.model, *work.args)
+    def __init__(self, work: Workload, seed: int, timed_rounds: int, clock: Clock = "wall"):
+        self.work, self.seed, self.timed_rounds, self.clock = work, seed, timed_rounds, clock
         self.start = [buffer.clone() for buffer in work.model.buffers()]
         self.flops = 0
         self.wanted: tuple[list, list] = ([], [])
         self.by_schedule: dict = {}
+
+    @functools.cached_property
+    def step(self) -> CapturedStep:
+        """The step, captured once."""
+        with self.work.autocast():
+            return CapturedStep(self.work.model, *self.work.args)
 
     def first(self, planned: Plan) -> dict:
         """Run the step that all others are compared with; returns its peaks."""
@@ -35,11 +45,24 @@ class Runs:
             self._step(self.work.model)
         peaks = self._measured(self.step.planned(planned))
         self.flops = peaks.pop("flops")
+        self._compared_with_this()
+        return peaks
+
+    def first_by_inductor(self) -> dict:
+        """Run the step that all others are compared with, the model's own; returns the peaks of Inductor's version."""
+        self._restart()
+        self.flops = count_flops(partial(self._step, self.work.model))
+        self._compared_with_this()
+        resident_bytes = Resident((self.work.model, *self.work.args)).bytes(lambda tensor: True)
+        with fresh_dynamo():
+            peaks = self._peaks(partial(self._step, self._by_inductor()))
+        return {"resident_bytes": sum(resident_bytes.values()), **peaks}
+
+    def _compared_with_this(self) -> None:
         gradients, buffers = self._left()
         if self.work.device == "cuda":  # host memory counts in no peak
             gradients, buffers = [each.cpu() for each in gradients], [each.cpu() for each in buffers]
         self.wanted = gradients, buffers
-        return peaks
 
     def planned(self, planned: Plan) -> dict:
         """The results `of` a plan; equal schedules run once."""
@@ -51,20 +74,27 @@ class Runs:
         """Peak, FLOPs of recomputation, differences of gradients and buffers, and the ratio of seconds if timed."""
         peaks = self._measured(call, compiles)
         again = peaks.pop("flops") - self.flops
-        return peaks | {"recompute_flops": again, **self._differences(), **self._times(call)}
+        return peaks | {"recompute_flops": again, **self._differences(), **self._times(call, self.work.model)}
 
     def generated(self, call) -> dict:
         """As `of`, for a step that Inductor compiles at the first call: its FLOPs cannot be counted."""
         self._step(call)
-        return self._peaks(partial(self._step, call)) | self._differences() | self._times(call)
+        results = self._peaks(partial(self._step, call)) | self._differences()
+        return results | self._times(call, self._by_inductor()) if self.timed_rounds else results
 
-    def _times(self, call) -> dict:
+    def _by_inductor(self):
+        """The model's own step, compiled by Inductor as it does by itself."""
+        call = by_inductor(self.work.model)
+        with functorch_config.patch(activation_memory_budget=1.0):
+            self._step(call)
+        return call
+
+    def _times(self, call, reference) -> dict:
         if not self.timed_rounds:
             return {}
-        steps = {"plain": partial(self._step, self.work.model), "this": partial(self._step, call)}
-        times = compare_seconds(steps, self.timed_rounds, device=self.work.device).to_json()
-        ratio = {"seconds_ratio": times["seconds_ratio"]["this"]}
-        return ratio if self.work.device == "cpu" else ratio | {"seconds_step": times["seconds"]["this"]}
+        steps = {"plain": partial(self._step, reference), "this": partial(self._step, call)}
+        times = compare_seconds(steps, self.timed_rounds, device=self.work.device, clock=self.clock).to_json()
+        return {"seconds_ratio": times["seconds_ratio"]["this"], "seconds_step": times["seconds"]["this"]}
 
     def _step(self, call) -> None:
         self.work.step(call, self.seed)
@@ -118,6 +148,17 @@ class Runs:
         """Gradients and buffers after a step."""
         gradients = [parameter.grad for parameter in self.work.model.parameters()]
         return gradients, [buffer.clone() for buffer in self.work.model.buffers()]
+
+
+def promised(planned: Plan) -> dict:
+    """What a plan predicts, for a point of the record."""
+    return {
+        "limit_bytes": planned.limit_bytes,
+        "predicted_peak_bytes": planned.dynamic_peak_bytes,
+        "predicted_recompute_flops": planned.recompute_flops,
+        "cost": planned.cost,
+        "lower_bound": planned.lower_bound,
+    }
 
 
 def difference(mine, wanted) -> float:

@@ -4,7 +4,8 @@
 the same with ``create_selective_checkpoint_contexts``, which keeps the results of matrix products, convolutions and
 attention. ``memory-budget``: ``torch._functorch.config.activation_memory_budget``, a fraction between saving nothing
 but inputs (0) and what backward needs (1), under ``torch.compile``. Its backend is the one that partitions the graph
-and runs the parts operation by operation, so that they can be counted.
+and runs the parts operation by operation, so that they can be counted. With the compiler ``"inductor"``, Inductor
+compiles the step of every tool.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch import nn
+from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .frontier_models import Workload
 
 CHECKPOINT, SELECTIVE, MEMORY_BUDGET = "checkpoint", "selective", "memory-budget"
 PEERS = (CHECKPOINT, SELECTIVE, MEMORY_BUDGET)
-INDUCTOR = "memory-budget-inductor"  # memory-budget with the code that Inductor generates for a GPU
 _ATEN = torch.ops.aten
 KEPT = [
     _ATEN.mm.default,
@@ -35,40 +37,50 @@ KEPT = [
 
 
 @contextlib.contextmanager
-def peer(name: str, workload: Workload, setting: float | None = None) -> Iterator[Callable]:
+def peer(name: str, workload: Workload, setting: float | None = None, compiler: str = "eager") -> Iterator[Callable]:
     """Gives the function to call instead of the model; it is valid inside the context only.
 
     Args:
-        setting: of ``memory-budget`` and `INDUCTOR`, between 0 and 1; the others have none.
+        setting: of ``memory-budget``, between 0 and 1; the others have none.
+        compiler: ``"eager"`` or ``"inductor"``.
     """
-    if name in (MEMORY_BUDGET, INDUCTOR):
-        backend = "inductor" if name == INDUCTOR else "aot_eager_decomp_partition"
-        with _memory_budget(workload.model, setting, backend) as call:
-            yield call
-    else:
-        options = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if name == SELECTIVE else {}
-        yield partial(_checkpointed, workload, options)
+    with fresh_dynamo() if compiler == "inductor" or name == MEMORY_BUDGET else contextlib.nullcontext():
+        model = by_inductor(workload.model) if compiler == "inductor" else workload.model
+        if name == MEMORY_BUDGET:
+            if compiler == "eager":
+                model = torch.compile(workload.model, backend="aot_eager_decomp_partition")
+            with functorch_config.patch(activation_memory_budget=setting):
+                yield model
+        else:
+            options = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if name == SELECTIVE else {}
+            # The same objects in every call: Dynamo would compile others again.
+            wraps = [partial(checkpoint, block.forward, use_reentrant=False, **options) for block in workload.blocks]
+            yield partial(_checkpointed, workload, model, wraps)
 
 
-def _checkpointed(workload: Workload, options, *args):
+def by_inductor(model: nn.Module) -> Callable:
+    """The model as Inductor compiles it; every result has code of its own, though Dynamo keeps it with the model's."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return torch.compile(model, backend=lambda graph, inputs: compile_fx(graph, inputs))
+
+
+def _checkpointed(workload: Workload, model: Callable, wraps, *args):
     """The model's forward with every block called through `checkpoint`."""
-    for block in workload.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+    for block, wrapped in zip(workload.blocks, wraps, strict=True):
+        block.forward = wrapped
     try:
-        return workload.model(*args)
+        return model(*args)
     finally:
         for block in workload.blocks:
             del block.forward
 
 
 @contextlib.contextmanager
-def _memory_budget(model, setting, backend):
-    from torch._functorch import config
-
-    # What dynamo compiled stays with the code of the model, whatever the setting was.
+def fresh_dynamo():
+    """Forget what Dynamo compiled, before and after: it stays with the code of the model, whatever the setting was."""
     torch._dynamo.reset()
     try:
-        with config.patch(activation_memory_budget=setting):
-            yield torch.compile(model, backend=backend)
+        yield
     finally:
         torch._dynamo.reset()

@@ -49,6 +49,7 @@ def jobs(tier: str, only=EXPERIMENTS) -> list[Job]:
 def gpu_jobs() -> list[Job]:
     shares = {"budgets": (0.6, 0.4, 0.3, 0.25), "settings": (1.0, 0.5, 0.0)}
     front = {**shares, "policies": ("auto", "full", "chen-sqrt", "revolve", "rotor", "min-cut"), "device": "cuda"}
+    inductor = {**front, "policies": ("auto",), "compiler": "inductor"}
     deterministic = replace(lm.GPU, seq_lens=(2048,), steps=100, dtype="float32")
     return [
         _offload(offload.GPU, 1.5),
@@ -56,7 +57,7 @@ def gpu_jobs() -> list[Job]:
         _synthetic(replace(synthetic.GPU, seq_lens=(16384,), methods=synthetic.KNOWN), 1.5),
         _bert(replace(bert.GPU, methods=(*bert.METHODS, "auto@per-block")), 2.0),
         _steps(batch_size.configuration("gpu", "resnet50", batches=(64,), methods=STEPS), 2.0),
-        _frontier(FrontierConfig("transformer", TRANSFORMER, **front, dtype="bfloat16", inductor=True), 5.0),
+        _frontier(FrontierConfig("transformer", TRANSFORMER, **front, dtype="bfloat16"), 5.0),
         *(
             _synthetic(replace(synthetic.GPU, seq_lens=(length,), methods=synthetic.KNOWN), 1.0)
             for length in (8192, 2048, 4096, 12288)
@@ -76,7 +77,8 @@ def gpu_jobs() -> list[Job]:
         _largest(batch_size.configuration("gpu", "bert-large", batches=(4, 16), methods=SEARCHED), 4.0),
         _largest(batch_size.configuration("gpu", "transformer", batches=(8, 32), methods=SEARCHED), 3.0),
         _largest(batch_size.configuration("gpu", "resnet152", batches=(16, 64), methods=SEARCHED), 6.0),
-        _frontier(FrontierConfig("resnet50", {"batch_size": 32, "image_size": 224}, **front, inductor=True), 6.0),
+        _frontier(FrontierConfig("resnet50", {"batch_size": 32, "image_size": 224}, **front), 6.0),
+        _frontier(FrontierConfig("transformer", TRANSFORMER, **inductor, dtype="bfloat16"), 6.0),
     ]
 
 
@@ -170,7 +172,8 @@ def _frontier(config: FrontierConfig, minutes: float, tier: str = "gpu") -> Job:
             failures.reasons[WHOLE] = "; ".join(broken)
         yield [record]
 
-    return Job(f"{FRONTIER}-{config.model}", FRONTIER, config, minutes, run, predict_frontier)
+    name = f"{FRONTIER}-{config.model}" + ("" if config.compiler == "eager" else f"-{config.compiler}")
+    return Job(name, FRONTIER, config, minutes, run, predict_frontier)
 
 
 def _peaks(records) -> dict[str, int]:

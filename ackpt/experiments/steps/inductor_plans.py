@@ -1,0 +1,39 @@
+"""Runs of plans whose steps Inductor compiles: the backend ``"ackpt"`` of ``torch.compile`` plans and compiles them."""
+
+from __future__ import annotations
+
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+
+from ackpt.costs.devices import Device, with_all_dtypes
+from ackpt.errors import BudgetError
+from ackpt.planner import MEASURED
+from ackpt.planning.plan import Plan
+from ackpt.policies.search.recompute_costs import FLOPS_PER_BYTE
+
+from .frontier_models import Workload
+from .frontier_runs import Runs, promised
+from .peers import fresh_dynamo
+
+# Plans for Inductor have rates; at these, a byte of traffic takes as long as ten FLOPs.
+_COUNTED = with_all_dtypes(Device("ten FLOPs a byte", 0, {"float32": float(FLOPS_PER_BYTE)}, 1.0, 1.0, "a unit"))
+
+
+def planned_by_inductor(work: Workload, runs: Runs, limit: int | None, policy: str, costs: str) -> dict:
+    """The results of a plan within `limit` bytes of memory, or only its ``least_bytes`` if the budget is infeasible.
+
+    Args:
+        costs: ``"counted"``, ``"rates"`` or ``"measured"``, as in the experiment ``frontier``.
+    """
+    plans: list[Plan] = []
+    options = {"compiler": "inductor", "budget": limit, "policy": policy, "on_plan": plans.append}
+    options |= {"costs": costs} if costs == MEASURED else {"device_profile": _COUNTED if costs == "counted" else None}
+    with fresh_dynamo():
+        try:
+            results = runs.generated(torch.compile(work.model, backend="ackpt", options=options))
+        except BackendCompilerFailed as failed:
+            if not isinstance(failed.inner_exception, BudgetError):
+                raise
+            return {"least_bytes": failed.inner_exception.least_bytes}
+    (planned,) = plans
+    return promised(planned) | results

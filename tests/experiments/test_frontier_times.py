@@ -1,0 +1,126 @@
+"""Measured times of frontiers: of tiny models, one of them with Inductor, and of a record whose numbers are made up."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from torch._dynamo.backends.common import aot_autograd
+
+from ackpt.experiments.frontier import FrontierConfig, run_frontier
+from ackpt.experiments.reports import frontier as report
+from ackpt.experiments.reports import frontier_times as times
+from ackpt.integrations import dynamo
+from ackpt.plots import png
+from ackpt.results import Record, environment
+from ackpt.running.compiled_schedule import run_boxed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+UNET = {"batch_size": 2, "image_size": 16, "width": 4, "num_classes": 3}
+TOKENS = {"layers": 1, "dim": 16, "heads": 2, "ff_dim": 32, "vocab_size": 20, "seq_len": 24, "batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def unet():
+    config = FrontierConfig(
+        "unet", UNET, policies=("auto",), budgets=(0.5,), peers=("checkpoint",), costs=("counted", "rates")
+    )
+    return run_frontier(config, "ackpt frontier", timed_rounds=2)
+
+
+@pytest.fixture
+def made_up(unet):
+    """A record of a BERT with round numbers."""
+    ratio = {"median": 1.2, "samples": [1.1, 1.2, 1.4]}
+    peer = {"peer": "checkpoint", "setting": None, "measured_peak_bytes": 40, "seconds_ratio": ratio}
+    peer |= {"auto_seconds_ratio": {"median": 1.05, "samples": [1.05]}}
+    half = {"policy": "auto, rates", "budget": 0.5, "measured_peak_bytes": 50, "cost": 0.05, "lower_bound": 0.04}
+    half |= {"gap_seconds": 0.0012, "seconds_ratio": {"median": 1.03, "samples": [1.02, 1.03, 1.04]}}
+    metrics = {"baseline": {"measured_peak_bytes": 100}, "eager": {"seconds_ratio": ratio}}
+    metrics |= {"points": [{**half, "policy": "auto", "cost": 9.0}, half], "peers": [peer]}
+    return Record("frontier", {"model": "bert", "costs": ["counted", "rates"]}, metrics, environment())
+
+
+def test_auto_plans_with_every_kind_of_costs_and_within_the_peak_of_blocks(unet):
+    assert report.broken_promises(unet) == []
+    assert {point["policy"] for point in unet.metrics["points"]} == {"auto", "auto, rates"}
+    (blocks,) = unet.metrics["peers"]
+    assert blocks["auto_peak_bytes"] <= blocks["measured_peak_bytes"]
+    per_block, ours = times.at_the_peak_of_blocks(unet)
+    assert per_block == blocks["seconds_ratio"]["median"] - 1
+    assert ours == blocks["auto_seconds_ratio"]["median"] - 1
+
+
+def test_the_gap_is_in_seconds_where_seconds_are_minimized(unet):
+    half = times.at_half(unet)
+    assert (half["policy"], half["budget"]) == ("auto, rates", 0.5) and half["cost"] > half["lower_bound"]
+    step = half["gap_seconds"] / (half["cost"] - half["lower_bound"])  # of the whole step, at the calibrated rates
+    assert 0 < half["gap_seconds"] < step
+    assert all("gap_seconds" not in point for point in unet.metrics["points"] if point["policy"] == "auto")
+
+
+def test_the_table_of_models(made_up):
+    assert times.times_rows([made_up]) == [
+        {"model": "BERT with dropout", "peak": "0.40", "blocks": "20.0", "auto": "5.0", "half": "3.0"}
+        | {"gap": "1.0%, 1.2 ms"}
+    ]
+    made_up.config["compiler"] = "inductor"
+    made_up.metrics["points"] = [{"policy": "auto, rates", "budget": 0.5, "least_bytes": 60}]
+    del made_up.metrics["peers"][0]["auto_seconds_ratio"]
+    (row,) = times.times_rows([made_up])
+    assert row["model"] == "BERT with dropout, Inductor"
+    assert (row["blocks"], row["auto"], row["half"], row["gap"]) == ("20.0", "infeasible", "infeasible", "–")
+
+
+def test_times_are_drawn_with_their_range_where_there_are_some(unet, made_up):
+    (axes,) = times.time_plot(unet).axes
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["auto", "auto, rates", "torch: checkpoint"]
+    del made_up.metrics["eager"]["seconds_ratio"]
+    with pytest.raises(ValueError, match="no times.*--times"):
+        times.time_plot(made_up)
+
+
+def test_several_models_are_drawn_in_panels_below_an_upper_edge(unet, made_up):
+    figure = times.times_plot([unet, made_up, made_up], 0.1)
+    panels = figure.axes
+    assert [axes.get_title() for axes in panels] == ["U-Net", "BERT with dropout", "BERT with dropout", ""]
+    highest = max(max(line.get_ydata()) for line in panels[1].lines)
+    assert highest == 0.1 == panels[1].get_ylim()[1]  # per-block checkpointing adds 0.2
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["auto", "auto, rates", "torch: checkpoint"]
+    assert png(figure) == png(times.times_plot([unet, made_up, copy.deepcopy(made_up)], 0.1))
+
+
+@pytest.fixture
+def no_inductor(monkeypatch):
+    """Run the operations one by one: Inductor would compile for minutes, and Dynamo does the same in front of it."""
+
+    def run(gm, example_inputs, custom_partitioner_fn, **_):
+        compilers = {"fw_compiler": run_boxed, "bw_compiler": run_boxed, "partition_fn": custom_partitioner_fn}
+        return aot_autograd(**compilers, keep_inference_input_mutations=True)(gm, example_inputs)
+
+    monkeypatch.setattr(dynamo, "_by_inductor", run)
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx", lambda gm, inputs: aot_autograd(fw_compiler=run_boxed)(gm, inputs)
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, at the import of Inductor
+def test_every_step_is_compiled(tmp_path, no_inductor):
+    config = FrontierConfig(
+        "transformer", TOKENS, ("auto", "full"), (0.9, 0.05), ("checkpoint",), costs=("rates",), compiler="inductor"
+    )
+    record = run_frontier(config, timed_rounds=1)
+    planned, refused, full = record.metrics["points"]
+    baseline, (blocks,) = record.metrics["baseline"], record.metrics["peers"]
+    limit = int(0.9 * baseline["measured_peak_bytes"])
+    assert planned["measured_peak_bytes"] <= planned["limit_bytes"] == limit < baseline["measured_peak_bytes"]
+    assert refused["least_bytes"] > baseline["resident_bytes"] + limit / 18 and "measured_peak_bytes" not in refused
+    assert full["budget"] is None and full["measured_peak_bytes"] < baseline["measured_peak_bytes"]
+    assert blocks["auto_peak_bytes"] <= blocks["measured_peak_bytes"] and "auto_seconds_ratio" in blocks
+    assert all(report.is_correct(row, record) for row in (planned, full, blocks))
+    assert not any("recompute_flops" in row for row in (planned, full, blocks))
+    path = record.save(tmp_path / report.file_name(record))
+    assert path.name == "frontier-transformer-inductor.json" and report.broken_promises(record) == []
+    assert "refused" in report.text_table(record) and times.name_of(Record.load(path)) == "Transformer, Inductor"
