@@ -303,7 +303,7 @@ def _plan(
     node = None if simulated.peak_node is None else graph.nodes[simulated.peak_node]
     peak_node = "the optimizer's step"
     # The lower bound holds for schedules that only recompute.
-    has_bound = limit is not None and not copies(schedule) and not schedule.packed
+    has_bound = not copies(schedule) and not schedule.packed
     if node is not None:
         peak_node = f"{node.name} ({node.target}), {node.phase} of {node.module or 'the model'!r}"
     return Plan(
@@ -320,7 +320,7 @@ def _plan(
         schedule=schedule,
         timeline=simulated.timeline,
         cost=_added_cost(graph, profile, schedule, simulated, cost) / baseline_cost,
-        lower_bound=_bound(graph, cost, baseline_cost, profile, limit) if has_bound else None,
+        lower_bound=_bound(graph, cost, baseline_cost, profile, limit) if has_bound and limit is not None else None,
         decisions=decisions(graph, schedule, cost, baseline_cost, profile),
         host_bytes=simulated.host_bytes,
         exposed_seconds=simulated.exposed_seconds,

@@ -40,7 +40,7 @@ def one_of(dtype: torch.dtype, p: float) -> int:
     if dtype == torch.bool:
         return 1
     with unset_fake_temporarily():
-        return torch.ones(1, dtype=dtype).div_(1 - p).view(_INTEGERS[dtype.itemsize]).item()
+        return int(torch.ones(1, dtype=dtype).div_(1 - p).view(_INTEGERS[dtype.itemsize]).item())
 
 
 @torch.library.impl("ackpt_graph::pack_bits", "CompositeExplicitAutograd")

@@ -27,7 +27,8 @@ class Runs:
     """Runs of one workload, each from the same start and compared with the first one."""
 
     def __init__(self, work: Workload, seed: int, timed_rounds: int, clock: Clock = "wall"):
-        self.work, self.seed, self.timed_rounds, self.clock = work, seed, timed_rounds, clock
+        self.work, self.seed, self.timed_rounds = work, seed, timed_rounds
+        self.clock: Clock = clock
         self.start = [buffer.clone() for buffer in work.model.buffers()]
         self.flops = 0
         self.wanted: tuple[list, list] = ([], [])
