@@ -88,8 +88,8 @@ def clock(profile, schedule: Schedule) -> tuple[float, float] | None:
     """(seconds of the step, seconds of these in which computation waits for copies); None without times in the profile.
 
     Three streams: operations, packing included, run one after another on the first, copies to the host on the second,
-    and copies back on the third, in the order in which they were started. A copy starts when computation has reached its step and its
-    stream is idle.
+    and copies back on the third, in the order in which they were started. A copy starts when computation has reached
+    its step and its stream is idle.
     """
     if profile.seconds is None or (profile.swap_seconds is None and copies(schedule)):
         return None
