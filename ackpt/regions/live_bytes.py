@@ -2,8 +2,9 @@
 
 A step in parts can allocate more than the measured one although it saves no more: the temporaries of an expert that got
 more tokens, for example. `LiveBytes` counts the results of all operations while they are allocated: those of the
-forward and of recomputations under a dispatch mode, and those of backward node by node. It changes neither results nor
-memory. Not counted: what a kernel allocates within itself, and gradients that autograd sums into new memory.
+forward and of recomputations under a dispatch mode, and those of backward node by node, so that autograd's engine, which
+sums gradients between the nodes, does not run under the mode: it would no longer sum in place (``isTensorSubclassLike``
+in torch/csrc/autograd/input_buffer.cpp). Not counted: what a kernel allocates within itself.
 """
 
 from __future__ import annotations
@@ -12,19 +13,26 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
+from ackpt.metering.autograd_engine import is_dense
 from ackpt.metering.resident import storages_of
 
 _local = threading.local()
 _LIFT = torch.ops.aten.lift_fresh.default
 _PLANNED = "CompiledFunctionBackward"
 _ACCUMULATES = "AccumulateGrad"  # belongs to a parameter, not to the step
+# Their formulas write out of place under a mode (`isTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp and
+# aten/src/ATen/native/TensorAdvancedIndexing.cpp), and would allocate more: only their results are counted.
+_OUT_OF_PLACE = (
+    *("Index", "Gather", "Masked", "Take", "Put", "Scatter", "Max", "Min", "Median", "Nanmedian", "Mode", "Kthvalue"),
+    *("Topk", "Sort", "Msort", "Cummax", "Cummin", "Cumprod", "Prod", "Amax", "Amin", "Aminmax", "Trace", "Linalg"),
+)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -55,6 +63,8 @@ class LiveBytes(TorchDispatchMode):
         self._start = 0
         self._task = -1  # of autograd: the backward that has begun
         self._most: tuple[int, str] = 0, ""  # in this backward
+        self._arrived: dict[Any, weakref.ref] = {}  # the first gradient of an autograd node's output
+        self._sums: dict[Any, int] = {}  # bytes of those that were summed into new memory
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -116,16 +126,16 @@ class LiveBytes(TorchDispatchMode):
     def count_backward(self, outputs: Any) -> None:
         """Count the backward that follows, too; ``outputs``: those of the forward."""
         self.counts_backward = True
+        _references_of_one()
         self._watch(outputs, self._start, is_outer=True)
 
     def recomputed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The results of `call`, which recomputes a region in backward; counts it and its own backward."""
-        if not self.counts_backward:
-            return call(*args, **kwargs)
         start = torch.autograd._get_sequence_nr()
         with self:
             outputs = call(*args, **kwargs)
-        self._watch(outputs, start, is_outer=False)
+        if self.counts_backward:
+            self._watch(outputs, start, is_outer=False)
         return outputs
 
     def _watch(self, outputs: Any, start: int, is_outer: bool) -> None:
@@ -144,27 +154,48 @@ class LiveBytes(TorchDispatchMode):
                     left.append(source)
 
     def _watch_node(self, node: Any, is_outer: bool) -> None:
-        name = node.name()
-        is_python = isinstance(node, torch.autograd.function.BackwardCFunction)  # a region counts for itself
-        if name == _PLANNED:
-            node.apply = partial(_counted_apply, self, weakref.ref(node))
+        name, targets, own = node.name(), node.next_functions, node._sequence_nr()
+        is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+        in_mode = not is_python and not name.startswith(_OUT_OF_PLACE)
+        if is_python:  # a hook for its results would keep its gradients until it ends
+            node.apply = partial(_counted_apply, self, weakref.ref(node), targets, name == _PLANNED)
 
         def before(gradients):
             if is_outer:
                 self._begin()
-            for gradient in gradients:
+            for number, gradient in enumerate(gradients):
+                self.bytes -= self._sums.pop((own, number), 0)
+                self._arrived.pop((own, number), None)
                 if gradient is not None:
                     self._add(gradient)
             self._reached_in(name)
-            if not is_python:
+            if in_mode:
                 _push_mode(self)
 
         def after(results, gradients):
-            _pop_mode()
+            if in_mode:
+                _pop_mode()
+            self._arrives(results, targets)
 
         node.register_prehook(before)
         if not is_python:
             node.register_hook(after)
+
+    def _arrives(self, results, targets) -> None:
+        """Count the results of a node, and the new memory of those that autograd's engine cannot sum in place."""
+        for result in results:
+            if result is not None:
+                self._add(result)
+        for result, (target, number) in zip(results, targets):
+            if result is None or target is None or target.name().endswith(_ACCUMULATES):
+                continue
+            key = target._sequence_nr(), number
+            if key not in self._arrived:
+                self._arrived[key] = weakref.ref(result)
+            elif key not in self._sums and not _is_summed_in_place(self._arrived[key]()):
+                self._sums[key] = result.nbytes
+                self.bytes += result.nbytes
+        self._reached_in("a sum of gradients")
 
     def _reached_in(self, name: str) -> None:
         if self.bytes > self._most[0]:
@@ -185,10 +216,43 @@ class LiveBytes(TorchDispatchMode):
             self._done()
 
 
-def _counted_apply(live: LiveBytes, node: Callable[[], Any], *gradients: torch.Tensor | None) -> Any:
-    """Run the backward of a planned module under the mode, which ends before autograd sums its results."""
-    with live:
-        return type(node()).apply(node(), *gradients)
+def _counted_apply(live: LiveBytes, reference, targets, in_mode: bool, *gradients: torch.Tensor | None) -> Any:
+    """Run the backward of a node in Python; that of a planned module under the mode."""
+    node = reference()
+    with live if in_mode else contextlib.nullcontext():
+        results = type(node).apply(node, *gradients)
+    live._arrives(results if isinstance(results, tuple) else (results,), targets)
+    return results
+
+
+def _is_summed_in_place(first: torch.Tensor | None) -> bool:
+    """Whether the engine adds a further gradient to this one in place: if nothing else refers to it."""
+    if first is None or not is_dense(first):
+        return False
+    storage = first.untyped_storage()
+    return (first._use_count(), torch._C._storage_Use_Count(storage._cdata)) == _references_of_one()
+
+
+@cache
+def _references_of_one() -> tuple[int, int]:
+    """The use counts of a tensor and its storage, as `_is_summed_in_place` sees them, if only the engine has it."""
+    found: list[tuple[int, int]] = []
+    x = torch.ones((), requires_grad=True)
+    y = x.sin()
+    first: list[weakref.ref] = []
+
+    def arrives(results, gradients):
+        if first:
+            tensor = first[0]()
+            storage = tensor.untyped_storage()
+            found.append((tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)))
+        first.append(weakref.ref(results[0]))
+
+    outputs = y.sin(), y.cos()
+    for output in outputs:
+        output.grad_fn.register_hook(arrives)
+    torch.autograd.grad(outputs[0] + outputs[1], x)
+    return found[0]
 
 
 def current() -> LiveBytes | None:

@@ -261,13 +261,25 @@ class PlannedRegions:
         Raises:
             BudgetError: if autograd saves more bytes than the bound, or the forward allocates more than the budget.
         """
+        is_reported = False
+
+        def report(message: Callable[[], str]) -> None:
+            nonlocal is_reported
+            if not self.warns:
+                raise BudgetError(message(), None, self.budget)
+            if not is_reported:
+                warn(message())
+            is_reported = True
+
+        live = None
         if plan.limit_bytes is not None and plan.kernel_bytes is not None:
-            most = plan.limit_bytes - plan.kernel_bytes
-            live = LiveBytes(most, lambda size, node: self._exceeds(size, node, plan), lambda: _add(sizes, key))
-        else:
-            live = None
+            live = LiveBytes(
+                plan.limit_bytes - plan.kernel_bytes,
+                lambda size, node: report(lambda: self._allocates(size, node, plan)),
+                lambda: _add(sizes, key),
+            )
         resident = (*self.model.parameters(), *self.model.buffers(), *filter(is_tensor, call.leaves))
-        counter = SavedBytes(resident, plan.bound_bytes, lambda size: self._exceeded(size, plan))
+        counter = SavedBytes(resident, plan.bound_bytes, lambda size: report(lambda: self._saves(size, plan)))
         with self._lock, _counting(calls, counter, live):
             outputs = own_call(self.model)(*call.args, **call.kwargs)
         if live is not None and (key := (live.sizes, counter.most_bytes)) not in sizes:
@@ -298,31 +310,25 @@ class PlannedRegions:
         if not self.loop.accumulation:
             gradients_before_backward(leaves, list(self.model.parameters()), lambda: limit - max(live), root.grad_fn)
 
-    def _exceeded(self, size: int, plan: RegionsPlan) -> None:
+    def _saves(self, size: int, plan: RegionsPlan) -> str:
         bound = plan.bound_bytes or 0
-        message = (
+        return (
             f"this step saves {memory_format(size)} for backward ({size} bytes) when it reaches {self._running()}, and "
             f"at most {memory_format(bound)} ({bound} bytes) keep the budget {self.budget!r}: the step was measured "
             f"with an example batch, in which autograd saved {memory_format(plan.saved_bytes)}. {_LARGER}"
         )
-        self._report(message)
 
-    def _exceeds(self, size: int, node: str | None, plan: RegionsPlan) -> None:
-        assert plan.limit_bytes is not None and plan.kernel_bytes is not None
-        place = f"in backward, at {node or 'its end'}" if node is not None else f"when it reaches {self._running()}"
-        kernels = f" and {memory_format(plan.kernel_bytes)} inside of kernels" if plan.kernel_bytes else ""
-        need = size + plan.kernel_bytes
-        self._report(
-            f"this step allocates {memory_format(need)} ({size} bytes of tensors{kernels}) {place}, and "
-            f"{memory_format(plan.limit_bytes)} keep the budget {self.budget!r}: the step was measured with an example "
-            f"batch, in which it allocated {memory_format(plan.dynamic_peak_bytes)}. {_LARGER} "
-            + ("Its gradients are complete." if node is not None else "")
+    def _allocates(self, size: int, node: str | None, plan: RegionsPlan) -> str:
+        """`node`: of autograd, where the most is live; None in the forward."""
+        limit, kernels = plan.limit_bytes or 0, plan.kernel_bytes or 0
+        place = f"in backward, at {node}" if node is not None else f"when it reaches {self._running()}"
+        inside = f", {kernels} of them inside of kernels, as measured" if kernels else ""
+        return (
+            f"this step allocates {memory_format(size + kernels)} ({size + kernels} bytes{inside}) {place}, and at most "
+            f"{memory_format(limit)} ({limit} bytes) keep the budget {self.budget!r}: the example batch took "
+            f"{memory_format(plan.dynamic_peak_bytes)}. {_LARGER}"
+            + (" All gradients of this step are complete." if node is not None else "")
         )
-
-    def _report(self, message: str) -> None:
-        if not self.warns:
-            raise BudgetError(message.strip(), None, self.budget)
-        warn(message.strip())
 
     def _running(self) -> str:
         """The innermost module of the model that is running."""
