@@ -34,6 +34,7 @@ from .policies import POLICIES
 from .saved_plan import SavedPlan, saved_dimensions
 
 _KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "accumulation", "dynamic", "cache")
+_IN_PARTS = ("auto", "none", "full")  # policies of models with a scripted or compiled submodule
 _KEYWORDS += ("device_profile", "costs", "regions", "on_exceed", "options")
 
 
@@ -90,8 +91,8 @@ def compile(
         costs: ``"rates"`` models the time of every operation by the rates of the device. ``"measured"`` times every
             distinct operation of the model on its device in a fraction of a second; two runs may give two plans.
         regions: whether to plan the model in parts, for models that branch on values or contain a scripted or compiled
-            module. None plans in parts if there is a budget and the model cannot be captured as one graph. True always
-            does, False never. The plan is then a `RegionsPlan`, whose peak is measured: the example inputs run several
+            module. None plans in parts if there is a budget and the model cannot be captured as one graph, and always
+            if it contains such a module, with policy ``"auto"``, ``"none"`` or ``"full"``. True always does, False never. The plan is then a `RegionsPlan`, whose peak is measured: the example inputs run several
             times.
         on_exceed: with regions, what happens if a step saves more for backward than its budget allows: ``"raise"`` a
             `BudgetError` in the forward, or ``"warn"``.
@@ -275,9 +276,14 @@ class _Planner(Planner):
             return self.budget is not None and self.policy == "auto"
         return self.regions
 
+    @property
+    def leaves_out(self) -> bool:
+        return self.regions is not False and self.plan is None and self.policy in _IN_PARTS
+
     def in_parts(self, variants: Variants, refused: TraceError | str | None) -> PlannedRegions | None:
         error = refused if isinstance(refused, TraceError) else None
-        if not self.splits or (error is not None and not error.can_split) or (refused is None and not self.regions):
+        splits = self.leaves_out if isinstance(refused, str) else self.splits
+        if not splits or (error is not None and not error.can_split) or (refused is None and not self.regions):
             return None
         reason = error.reason if error is not None else refused or "regions=True"
 
@@ -293,4 +299,4 @@ class _Planner(Planner):
                 regions=False,
             )
 
-        return PlannedRegions(variants, self.budget, part, self.on_exceed == "warn", error, str(reason))
+        return PlannedRegions(variants, self.budget, self.policy, part, self.on_exceed == "warn", error, str(reason))

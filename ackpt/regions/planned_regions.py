@@ -61,7 +61,7 @@ class PlannedRegions:
 
     Args:
         variants: of the step, whose capture as one graph was refused.
-        budget: as in `ackpt.compile`.
+        budget, policy: as in `ackpt.compile`; ``"full"`` is the combination with the lowest peak.
         part: makes the planned step of a module, from the module and its budget as a fraction.
         warns: whether a step that exceeds its bound gives a warning instead of an error.
         error: of the capture; None if the user asked for regions or the model contains a scripted module.
@@ -72,6 +72,7 @@ class PlannedRegions:
         self,
         variants: Variants,
         budget: float | str | None,
+        policy: str,
         part: Callable[[nn.Module, float], PlannedStep],
         warns: bool,
         error: TraceError | None,
@@ -80,7 +81,7 @@ class PlannedRegions:
         self.model, self.planner, self.loop = variants.model, variants.planner, variants.loop
         self.differentiate, self.outputs, self.dynamic = variants.differentiate, variants.outputs, variants.dynamic
         self.history, self.call, self.on_plan = variants.history, variants.call, variants.on_plan
-        self.budget, self.warns, self.reason = budget, warns, reason
+        self.budget, self.policy, self.warns, self.reason = budget, policy, warns, reason
         self._part, self._error = part, error
         self._served: dict[Any, list[_Served]] = {}
         self._last: _Served | None = None
@@ -140,7 +141,7 @@ class PlannedRegions:
         own = baseline or search.measured(Combination(0, 0.0, {})).measurement
         resident = own.resident_bytes + state_bytes + accumulated_bytes
         limit = dynamic_limit(self.budget, baseline_bytes, resident)
-        chosen = search.cheapest(limit)
+        chosen = search.cheapest({"none": None, "full": 0}.get(self.policy, limit))
         if limit is not None and chosen.dynamic_bytes > limit:
             raise self._infeasible(chosen, limit, resident)
         calls = self.calls(chosen.combination)

@@ -28,48 +28,52 @@ def dynamic_peak(model, call, args) -> int:
     ).dynamic_peak_bytes
 
 
-def check(model, budget, example, args) -> bool:
-    """Whether a step exceeds the budget as measured, which must be what ackpt says, with the model's own bits."""
-    step = ackpt.compile(model, *example, budget=budget)
-    warns = ackpt.compile(model, *example, budget=budget, on_exceed="warn")
-    own = results(model, model, args)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        assert all(map(torch.equal, results(model, warns, args), own))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        exceeds = dynamic_peak(model, warns, args) > step.plan.limit_bytes
-    assert exceeds == bool(said) and len(said) <= 1
-    if exceeds:
-        with pytest.raises(ackpt.BudgetError, match="this step (saves|allocates) .*on_exceed='warn'"):
-            results(model, step, args)
-    else:
-        assert all(map(torch.equal, results(model, step, args), own))
-    assert all(map(torch.equal, results(model, step, example), results(model, model, example))), "the next step"
-    return exceeds
+class Steps:
+    """One step that raises above the budget and one that warns, both planned with an example batch."""
+
+    def __init__(self, model, budget, example):
+        self.model, self.example = model, example
+        self.step = ackpt.compile(model, *example, budget=budget)
+        self.warns = ackpt.compile(model, *example, budget=budget, on_exceed="warn")
+
+    def exceeds(self, *args) -> bool:
+        """Whether a step exceeds the budget as measured, which must be what ackpt says, with the model's own bits."""
+        own = results(self.model, self.model, args)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert all(map(torch.equal, results(self.model, self.warns, args), own))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exceeds = dynamic_peak(self.model, self.warns, args) > self.step.plan.limit_bytes
+        assert exceeds == bool(said) and len(said) <= 1
+        if exceeds:
+            with pytest.raises(ackpt.BudgetError, match="this step (saves|allocates) .*on_exceed='warn'"):
+                results(self.model, self.step, args)
+        else:
+            assert all(map(torch.equal, results(self.model, self.step, args), own))
+        return exceeds
 
 
-@pytest.mark.parametrize("budget", [0.7, 0.8, "100%"])
+@pytest.mark.parametrize("budget", [0.7, "100%"])
 def test_experts_with_other_tokens(budget):
     torch.manual_seed(0)
     model, x = Model(), torch.randn(TOKENS, WIDTH)
-    found = set()
-    for offset in (0.3, 1.0, 2.0, 4.0):
-        found.add(check(model, budget, (x,), (x + offset * torch.randn(WIDTH),)))
+    steps = Steps(model, budget, (x,))
+    found = [steps.exceeds(x + offset * torch.randn(WIDTH)) for offset in (0.3, 1.0, 2.0, 4.0)]
     for tokens, expert in ((128, 0), (300, 2), (TOKENS, 1)):
         hooks = routed(model, tokens, expert)
-        found.add(check(model, budget, (torch.zeros_like(x),), (x,)))
+        found.append(steps.exceeds(x))
         without(hooks)
-    assert budget == "100%" or True in found
+    assert not all(found) and any(found) or budget == "100%"
 
 
-@pytest.mark.parametrize("budget", [0.6, 0.7, 0.9])
+@pytest.mark.parametrize("budget", [0.6, 0.9])
 def test_packed_sequences_with_other_lengths(budget):
     torch.manual_seed(0)
     model, ids = Tagger(), torch.randint(50, (8, 24))
-    example = ids, torch.arange(8) * 2 + 8
+    steps = Steps(model, budget, (ids, torch.arange(8) * 2 + 8))
     lengths = [[22] * 8, [22] + 7 * [1], [22, 22] + 6 * [3], 8 * [8], [24, *range(14, 21)], [24] * 8]
-    found = [check(model, budget, example, (ids, torch.tensor(each))) for each in lengths]
+    found = [steps.exceeds(ids, torch.tensor(each)) for each in lengths]
     assert found[0] and found[-1] and not found[1]
 
 
