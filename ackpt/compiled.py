@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from ackpt.capture.dynamic_sizes import Dimension
-from ackpt.capture.inspection.model_checks import check_keywords, forward_names
+from ackpt.capture.inspection.model_checks import check_keywords, forward_names, positional_names
 from ackpt.capture.optimizer_state import NO_LOOP, Loop
 from ackpt.costs.devices import Device
 from ackpt.planning.plan import Plan
@@ -27,13 +28,14 @@ from ackpt.running.variants import Variants
 
 from .budget import dynamic_limit, is_share
 from .dynamic_plans import DynamicPlans
-from .errors import TraceError, did_you_mean
+from .errors import TraceError, did_you_mean, warn
 from .planner import MEASURED, check_runs, default_profile, device_of_costs, model_keeps, of_model, options_of
 from .planner import plan as make_plan
 from .policies import POLICIES
 from .saved_plan import SavedPlan, saved_dimensions
 
 _KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "accumulation", "dynamic", "cache")
+_WORDS = ("policy", "differentiate", "outputs", "costs", "on_exceed")  # whose values are strings
 _IN_PARTS = ("auto", "none", "full")  # policies of models with a scripted or compiled submodule
 _KEYWORDS += ("device_profile", "costs", "regions", "on_exceed", "options")
 
@@ -107,7 +109,8 @@ def compile(
         TraceError: if the model cannot be captured as one graph, and is not planned in parts.
         RecordError: if the folder `cache` cannot be written.
         TypeError: for a keyword that looks like a misspelled keyword of `compile` and that the model's forward does not
-            have; for a tensor as `budget`, `policy`, `plan`, `outputs` or `cache`, which are not passed to the model.
+            have; for a tensor or a number as one of its own keywords that does not take it, and is not passed to the
+            model. If the model's forward has a parameter of the same name, a warning says so.
         PlanError: if `plan` was made for another model, other arguments or another version of torch, or if it offloads
             and the model is on the CPU; names the difference.
 
@@ -119,12 +122,8 @@ def compile(
         >>> step.plan.policy
         'full'
     """
-    for name, value in (("budget", budget), ("policy", policy), ("plan", plan), ("outputs", outputs), ("cache", cache)):
-        if isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"{name}= is a keyword of ackpt.compile, and got a tensor. If the model's forward has an argument "
-                f"{name!r}, pass it by position, or call ackpt.apply_budget(model, {{{name!r}: tensor, ...}}, budget)"
-            )
+    values = locals()
+    _check_shared(model, args, {name: values[name] for name in _KEYWORDS})
     step = planned_step(
         model,
         budget,
@@ -193,6 +192,27 @@ def planned_step(
     device = device_of_costs(device_profile, costs)
     planner = _Planner(budget, policy, dict(options or {}), plan, cache_folder(cache), device, regions, on_exceed)
     return PlannedStep(model, planner, differentiate, outputs, loop, dynamic, on_plan)
+
+
+def _check_shared(model, args, given: Mapping[str, Any]) -> None:
+    """Refuse values of keywords of `compile` that are meant for the model; warn if its forward has the same name."""
+    names = forward_names(model) - set(positional_names(model, args))
+    for name, value in given.items():
+        default = inspect.signature(compile).parameters[name].default
+        if value is default or (isinstance(value, str) and value == default):
+            continue
+        instead = f"pass it by position, or call ackpt.apply_budget(model, {{{name!r}: value, ...}}, budget)"
+        if isinstance(value, torch.Tensor) or (name in names and name in _WORDS and not isinstance(value, str)):
+            got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+            raise TypeError(
+                f"{name}= is a keyword of ackpt.compile, and got {got}. If the model's forward has an argument "
+                f"{name!r}, {instead}"
+            )
+        if name in names:
+            warn(
+                f"{name}={value!r} is the keyword of ackpt.compile, and the model's forward has an argument {name!r}, "
+                f"too, which keeps its default: if you mean that one, {instead}"
+            )
 
 
 def _check_keywords(model, kwargs, policy: str) -> None:

@@ -62,6 +62,15 @@ def forward_names(model) -> set[str]:
     return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
+def positional_names(model, args) -> list[str]:
+    """Names of the parameters of the model's forward that positional arguments fill."""
+    try:
+        parameters = inspect.signature(model.forward).parameters
+    except (AttributeError, TypeError, ValueError):
+        return []
+    return list(parameters)[: len(args)]
+
+
 def own_call(model: nn.Module):
     """What `model` runs when it is called, also if `ackpt.apply_budget` has put a planned step in its place."""
     return model._call_impl if hasattr(model._compiled_call_impl, "ackpt_own_call") else model
