@@ -13,7 +13,7 @@ from torch import nn
 
 from ackpt.capture.dynamic_sizes import Dimension
 from ackpt.capture.inspection.model_checks import check_keywords, forward_names, positional_names
-from ackpt.capture.optimizer_state import NO_LOOP, Loop
+from ackpt.capture.optimizer_state import NO_LOOP, Loop, loop_with
 from ackpt.costs.devices import Device
 from ackpt.planning.plan import Plan
 from ackpt.planning.plan_check import check_applies
@@ -34,10 +34,10 @@ from .planner import plan as make_plan
 from .policies import POLICIES
 from .saved_plan import SavedPlan, saved_dimensions
 
-_KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "accumulation", "dynamic", "cache")
+_KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "accumulation", "scaler", "dynamic")
 _WORDS = ("policy", "differentiate", "outputs", "costs", "on_exceed")  # whose values are strings
 _IN_PARTS = ("auto", "none", "full")  # policies of models with a scripted or compiled submodule
-_KEYWORDS += ("device_profile", "costs", "regions", "on_exceed", "options")
+_KEYWORDS += ("cache", "device_profile", "costs", "regions", "on_exceed", "options")
 
 
 def compile(
@@ -50,6 +50,7 @@ def compile(
     outputs: Literal["drop", "keep"] = "drop",
     optimizer: torch.optim.Optimizer | str | None = None,
     accumulation: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
@@ -79,6 +80,8 @@ def compile(
         accumulation: whether gradients of earlier steps exist when the step runs, as in gradient accumulation; they
             then count toward the budget, in addition to those of the step. Without it, backward raises an error if
             existing gradients would exceed the budget.
+        scaler: the scaler of the loss, as in ``scaler.scale(loss).backward()``; its state, the scaled loss and what it
+            allocates in the optimizer's step then count toward the budget.
         dynamic: which sizes may change without a new capture. With None, the dimensions in which a second call differs
             from the first become dynamic, as in ``torch.compile``; so do those that ``torch._dynamo.mark_dynamic``
             marks. True makes all dimensions of all tensors dynamic at once, False none. A dict names dimensions of
@@ -131,7 +134,7 @@ def compile(
         plan,
         differentiate=differentiate,
         outputs=outputs,
-        loop=Loop(optimizer, accumulation),
+        loop=loop_with(optimizer, accumulation, scaler),
         options=options,
         dynamic=dynamic,
         cache=cache,

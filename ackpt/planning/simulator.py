@@ -146,7 +146,7 @@ def _peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[np.n
     total += analysis.incoming_bytes
     total += sum(analysis.bytes[s] for node_id in analysis.tangents for s in graph.nodes[node_id].storages)
     backward, total = _compute_peaks(schedule.backward_arrays, total, size, again, backward_workspace, ends, state)
-    return forward, backward, total + graph.optimizer_step_bytes
+    return forward, backward, total + graph.optimizer_step_bytes - graph.scaled_loss_bytes
 
 
 _COMPUTE, _FREE, _PREFETCH = map(KINDS.index, (COMPUTE, FREE, PREFETCH))

@@ -20,7 +20,7 @@ from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.tensors import has_data, is_tensor
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
-from ackpt.capture.optimizer_state import loop_bytes
+from ackpt.capture.optimizer_state import loop_bytes, scaled_loss_bytes
 from ackpt.capture.outputs import dropped_before_backward, gradients_before_backward, without_gradient
 from ackpt.errors import BudgetError, TraceError, warn
 from ackpt.metering.meter import memory_format
@@ -139,7 +139,7 @@ class PlannedRegions:
         search = Search(step, choices, self.calls, step_bytes)
         baseline_bytes = 0 if baseline is None else search.dynamic_bytes(baseline)
         own = baseline or search.measured(Combination(0, 0.0, {})).measurement
-        resident = own.resident_bytes + state_bytes + accumulated_bytes
+        resident = own.resident_bytes + state_bytes + accumulated_bytes + scaled_loss_bytes(self.loop, step.on_cpu)
         limit = dynamic_limit(self.budget, baseline_bytes, resident)
         chosen = search.cheapest({"none": None, "full": 0}.get(self.policy, limit))
         if limit is not None and chosen.dynamic_bytes > limit:
