@@ -136,7 +136,7 @@ class PlannedRegions:
             )
         gradient_bytes = sum(each.nbytes for each in self.model.parameters() if each.requires_grad)
         state_bytes, step_bytes, accumulated_bytes = loop_bytes(self.model, self.loop, gradient_bytes, step.on_cpu)
-        search = Search(step, choices, self.calls, step_bytes)
+        search = Search(step, choices, self.calls, step_bytes, self.budget is not None and step.on_cpu)
         baseline_bytes = 0 if baseline is None else search.dynamic_bytes(baseline)
         own = baseline or search.measured(Combination(0, 0.0, {})).measurement
         resident = own.resident_bytes + state_bytes + accumulated_bytes + scaled_loss_bytes(self.loop, step.on_cpu)
