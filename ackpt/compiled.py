@@ -97,10 +97,10 @@ def compile(
             distinct operation of the model on its device in a fraction of a second; two runs may give two plans.
         regions: whether to plan the model in parts, for models that branch on values or contain a scripted or compiled
             module. None plans in parts if there is a budget and the model cannot be captured as one graph, and always
-            if it contains such a module, with policy ``"auto"``, ``"none"`` or ``"full"``. True always does, False never. The plan is then a `RegionsPlan`, whose peak is measured: the example inputs run several
-            times.
-        on_exceed: with regions, what happens if a step saves more for backward than its budget allows: ``"raise"`` a
-            `BudgetError` in the forward, or ``"warn"``.
+            if it contains such a module, with policy ``"auto"``, ``"none"`` or ``"full"``. True always does, False
+            never. The plan is then a `RegionsPlan`, whose peak is measured: the example inputs run several times.
+        on_exceed: with regions, what happens if a step needs more memory than its budget allows: ``"raise"`` a
+            `BudgetError`, in the forward at once and in backward at its end, or ``"warn"``.
 
     Returns:
         A `PlannedStep`, whose ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients. If no

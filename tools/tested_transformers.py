@@ -159,15 +159,24 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mask2former": {
         "num_feature_levels": 3,
         "backbone_config": {
-            **{"model_type": "swin", **_SWIN, "depths": [1] * 4, "num_heads": [2] * 4},
+            **_SWIN,
+            "model_type": "swin",
+            "depths": [1] * 4,
+            "num_heads": [2] * 4,
             "out_features": [f"stage{number}" for number in range(1, 5)],
         },
     },
     "sam": {
         "vision_config": {
             **dict.fromkeys(("hidden_size", "output_channels"), HIDDEN),
-            **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "mlp_dim": 2 * HIDDEN, "window_size": 2},
-            **{"image_size": IMAGE, "patch_size": PATCH, "global_attn_indexes": [1], "num_pos_feats": HIDDEN // 2},
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "mlp_dim": 2 * HIDDEN,
+            "window_size": 2,
+            "image_size": IMAGE,
+            "patch_size": PATCH,
+            "global_attn_indexes": [1],
+            "num_pos_feats": HIDDEN // 2,
         },
         "prompt_encoder_config": {"hidden_size": HIDDEN, "image_size": IMAGE, "patch_size": PATCH},
         "mask_decoder_config": {"hidden_size": HIDDEN, "mlp_dim": 2 * HIDDEN, "iou_head_hidden_dim": HIDDEN},

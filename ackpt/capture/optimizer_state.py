@@ -200,9 +200,9 @@ def loop_with(optimizer, accumulation: bool, scaler) -> Loop:
 
 
 def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: bool) -> tuple[int, int, int]:
-    """Bytes of the optimizer's state and the scaler's, of the optimizer's step, and of accumulated gradients; raises as `optimizer_bytes` does.
+    """Bytes of the state of optimizer and scaler, of the optimizer's step, and of accumulated gradients.
 
-    `gradient_bytes`: of the gradients of one step, for a loop that accumulates them.
+    `gradient_bytes`: of the gradients of one step, for a loop that accumulates them. Raises as `optimizer_bytes` does.
     """
     optimizer = optimizer_of(model, loop.optimizer)
     state, step = (0, 0) if optimizer is None else optimizer_bytes(optimizer, on_cpu, loop.clipping, loop.scaling)

@@ -2,9 +2,9 @@
 
 A step in parts can allocate more than the measured one although it saves no more: the temporaries of an expert that got
 more tokens, for example. `LiveBytes` counts the results of all operations while they are allocated: those of the
-forward and of recomputations under a dispatch mode, and those of backward node by node, so that autograd's engine, which
-sums gradients between the nodes, does not run under the mode: it would no longer sum in place (``isTensorSubclassLike``
-in torch/csrc/autograd/input_buffer.cpp). Not counted: what a kernel allocates within itself.
+forward and of recomputations under a dispatch mode, and those of backward node by node, so that autograd's engine,
+which sums gradients between the nodes, does not run under the mode: it would no longer sum in place
+(``isTensorSubclassLike`` in torch/csrc/autograd/input_buffer.cpp). Not counted: what a kernel allocates within itself.
 """
 
 from __future__ import annotations

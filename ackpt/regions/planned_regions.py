@@ -325,8 +325,8 @@ class PlannedRegions:
         place = f"in backward, at {node}" if node is not None else f"when it reaches {self._running()}"
         inside = f", {kernels} of them inside of kernels, as measured" if kernels else ""
         return (
-            f"this step allocates {memory_format(size + kernels)} ({size + kernels} bytes{inside}) {place}, and at most "
-            f"{memory_format(limit)} ({limit} bytes) keep the budget {self.budget!r}: the example batch took "
+            f"this step allocates {memory_format(size + kernels)} ({size + kernels} bytes{inside}) {place}, and at "
+            f"most {memory_format(limit)} ({limit} bytes) keep the budget {self.budget!r}: the example batch took "
             f"{memory_format(plan.dynamic_peak_bytes)}. {_LARGER}"
             + (" All gradients of this step are complete." if node is not None else "")
         )
@@ -343,7 +343,8 @@ class PlannedRegions:
 
 
 @contextlib.contextmanager
-def _counting(calls: dict[nn.Module, Callable], counter: SavedBytes, live: LiveBytes | None) -> Iterator[LiveBytes | None]:
+def _counting(calls: dict[nn.Module, Callable], counter: SavedBytes, live: LiveBytes | None) -> Iterator[Any]:
+    """Inside, a forward runs in parts and is counted; yields `live`."""
     with installed(calls), counter.counting(), contextlib.nullcontext() if live is None else live.counting():
         yield live
 

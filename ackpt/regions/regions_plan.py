@@ -20,12 +20,13 @@ class RegionsPlan:
     ``peak_bytes``: measured with the example batch, resident and dynamic bytes together; ``resident_bytes``:
     parameters, buffers, inputs and optimizer state; ``baseline_peak_bytes``: the same of the model's own step, None if
     it runs out of memory. ``limit_bytes``: the bound on dynamic bytes that follows from the budget, None without one.
-    ``fates``: by the paths of modules, ``"region"`` (saves its inputs, recomputes everything) or ``"planned"`` (a plan
-    of its own); all other modules run as they are. ``saved_bytes``: the most that autograd saved at one time in the
-    example, the recomputation of one region included; ``bound_bytes``: a later step that saves more raises a
-    `BudgetError`. ``kernel_bytes``: the part of the measured peak that kernels allocate within themselves, which later
-    steps are assumed not to exceed; None where later steps are not counted: on a GPU, and without a budget. ``cost``: of recomputation, as a fraction of the baseline's, in FLOPs and traffic weighed against
-    each other. ``note``: why the model is not one graph. ``made_for``: the example call, in words.
+    ``fates``: by the paths of modules, ``"region"`` (saves its inputs, recomputes everything) or ``"planned"`` (a
+    plan of its own); all other modules run as they are. ``saved_bytes``: the most that autograd saved at one time
+    in the example, the recomputation of one region included; ``bound_bytes``: a later step that saves more raises a
+    `BudgetError`. ``kernel_bytes``: the part of the measured peak that kernels allocate within themselves, which
+    later steps are assumed not to exceed; None where later steps are not counted: on a GPU, and without a budget.
+    ``cost``: of recomputation, as a fraction of the baseline's, in FLOPs and traffic weighed against each other.
+    ``note``: why the model is not one graph. ``made_for``: the example call, in words.
 
     Example:
         >>> import torch, ackpt

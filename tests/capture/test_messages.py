@@ -180,3 +180,29 @@ def test_a_backward_hook_that_reads_values_is_named():
         step(x).sum().backward()
         found = values, [parameter.grad for parameter in model.parameters()]
         assert found[0] == expected[0] and all(map(torch.equal, found[1], expected[1]))
+
+
+class Scaled(nn.Module):
+    """Its forward has parameters of the same names as keywords of `ackpt.compile`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, policy=1.0, budget=2.0):
+        return (self.layer(x) * policy + budget).sum()
+
+
+def test_numbers_for_the_models_own_policy_and_budget():
+    model, x = Scaled(), torch.ones(2, 4)
+    expected = model(x, policy=3.0, budget=5.0)
+    with pytest.raises(TypeError, match="policy= is a keyword of ackpt.compile, and got 3.0.*apply_budget"):
+        ackpt.compile(model, x, policy=3.0)
+    with pytest.warns(UserWarning, match="budget='1GiB' is the keyword of ackpt.compile.*keeps its default.*position"):
+        ackpt.compile(model, x, budget="1GiB")
+    step = ackpt.compile(model, x, 3.0, 5.0, budget="1GiB")
+    assert torch.equal(step(x, policy=3.0, budget=5.0), expected)
+    assert torch.equal(ackpt.checkpoint(model, x, policy=3.0, budget=5.0), expected)
+    assert ackpt.plan(ackpt.trace(model, x, policy=3.0, budget=5.0)).peak_bytes == step.plan.peak_bytes
+    ackpt.apply_budget(model, {"x": x, "policy": 3.0, "budget": 5.0}, budget="1GiB")
+    assert torch.equal(model(x, policy=3.0, budget=5.0), expected)

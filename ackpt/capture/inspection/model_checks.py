@@ -20,8 +20,8 @@ _DDP = "DistributedDataParallel(ackpt.compile(model, ...))"
 _GATHERS = "FSDP gathers parameters while a step runs, which cannot be captured."
 
 _LEFT_OUT = (
-    "As a part of a larger model, it can stay outside the plan: ackpt.compile and ackpt.apply_budget plan the rest with "
-    "policy 'auto', 'none' or 'full', unless regions=False."
+    "As a part of a larger model, it can stay outside the plan: ackpt.compile and ackpt.apply_budget plan the rest "
+    "with policy 'auto', 'none' or 'full', unless regions=False."
 )
 
 # kind -> what is wrong with it, and what to do

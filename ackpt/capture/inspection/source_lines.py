@@ -224,9 +224,9 @@ def _explained(error, model) -> TraceError:
             )
         if hook := _backward_hook(error, model):
             explanation = TraceError(
-                f"{hook} looks at the values of a tensor{where}. A plan of one graph runs hooks during its capture only, "
-                "on tensors without values. Remove this hook by the remove() of its handle, give a budget, with which "
-                "the model is planned in parts that run all hooks, or use ackpt.apply_activation_checkpointing."
+                f"{hook} looks at the values of a tensor{where}. A plan of one graph runs hooks during its capture "
+                "only, on tensors without values. Remove this hook by the remove() of its handle, give a budget, with "
+                "which the model is planned in parts that run all hooks, or use ackpt.apply_activation_checkpointing."
             )
             explanation.reason = f"{hook} looks at the values of a tensor{where}"
             explanation.module, explanation.can_split = None, True
