@@ -227,15 +227,16 @@ def _counted_apply(live: LiveBytes, reference, targets, in_mode: bool, *gradient
 
 def _is_summed_in_place(first: torch.Tensor | None) -> bool:
     """Whether the engine adds a further gradient to this one in place: if nothing else refers to it."""
-    if first is None or not is_dense(first):
-        return False
-    storage = first.untyped_storage()
-    return (first._use_count(), torch._C._storage_Use_Count(storage._cdata)) == _references_of_one()
+    return first is not None and is_dense(first) and _references(first) == _references_of_one()
+
+
+def _references(tensor: Any) -> tuple[int, int]:
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @cache
 def _references_of_one() -> tuple[int, int]:
-    """The use counts of a tensor and its storage, as `_is_summed_in_place` sees them, if only the engine has it."""
+    """The use counts of a tensor and its storage, as `_arrives` sees them, if only the engine refers to them."""
     found: list[tuple[int, int]] = []
     x = torch.ones((), requires_grad=True)
     y = x.sin()
@@ -243,16 +244,19 @@ def _references_of_one() -> tuple[int, int]:
 
     def arrives(results, gradients):
         if first:
-            tensor = first[0]()
-            storage = tensor.untyped_storage()
-            found.append((tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)))
+            found.append(_is_like(first[0]()))
         first.append(weakref.ref(results[0]))
 
-    outputs = y.sin(), y.cos()
+    outputs: Any = y.sin(), y.cos()
     for output in outputs:
         output.grad_fn.register_hook(arrives)
     torch.autograd.grad(outputs[0] + outputs[1], x)
     return found[0]
+
+
+def _is_like(first: Any) -> tuple[int, int]:
+    """`_references` of a tensor, called with as many references to it as in `_is_summed_in_place`."""
+    return _references(first)
 
 
 def current() -> LiveBytes | None:

@@ -182,7 +182,7 @@ def test_a_backward_hook_that_reads_values_is_named():
         assert found[0] == expected[0] and all(map(torch.equal, found[1], expected[1]))
 
 
-class Scaled(nn.Module):
+class Shifted(nn.Module):
     """Its forward has parameters of the same names as keywords of `ackpt.compile`."""
 
     def __init__(self):
@@ -194,7 +194,7 @@ class Scaled(nn.Module):
 
 
 def test_numbers_for_the_models_own_policy_and_budget():
-    model, x = Scaled(), torch.ones(2, 4)
+    model, x = Shifted(), torch.ones(2, 4)
     expected = model(x, policy=3.0, budget=5.0)
     with pytest.raises(TypeError, match="policy= is a keyword of ackpt.compile, and got 3.0.*apply_budget"):
         ackpt.compile(model, x, policy=3.0)
