@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ackpt.capture.optimizer_state import Loop
+from ackpt.capture.optimizer_state import loop_with
 from ackpt.costs.devices import Device
 from ackpt.policies.search.schedule_cache import Cache
 from ackpt.running.dynamic_dimensions import DynamicArgument
@@ -25,6 +25,7 @@ def apply_budget(
     policy: str = "auto",
     optimizer: torch.optim.Optimizer | str | None = None,
     accumulation: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
     differentiate: Literal["loss", "all"] = "loss",
     outputs: Literal["drop", "keep"] = "drop",
     options: Mapping[str, Any] | None = None,
@@ -49,7 +50,7 @@ def apply_budget(
         budget: the upper bound on the peak; None for no bound. An int or a string such as ``"22GiB"``: bytes of the
             whole peak, that is parameters, buffers, inputs, optimizer state and everything that the step allocates. A
             float in (0, 1] or a string such as ``"50%"``: a fraction of the baseline's dynamic peak.
-        policy, optimizer, accumulation, differentiate, outputs, options: as in `ackpt.compile`.
+        policy, optimizer, accumulation, scaler, differentiate, outputs, options: as in `ackpt.compile`.
         dynamic, cache, device_profile, costs, regions, on_exceed: as in `ackpt.compile`.
 
     Returns:
@@ -72,7 +73,7 @@ def apply_budget(
             model,
             budget=budget,
             policy=policy,
-            loop=Loop(optimizer, accumulation),
+            loop=loop_with(optimizer, accumulation, scaler),
             differentiate=differentiate,
             outputs=outputs,
             options=options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch
 from torch import nn
 
 from ackpt.capture.dynamic_sizes import Dimension
-from ackpt.capture.inspection.model_checks import check_keywords, forward_names
-from ackpt.capture.optimizer_state import NO_LOOP, Loop
+from ackpt.capture.inspection.model_checks import check_keywords, forward_names, positional_names
+from ackpt.capture.optimizer_state import NO_LOOP, Loop, loop_with
 from ackpt.costs.devices import Device
 from ackpt.planning.plan import Plan
 from ackpt.planning.plan_check import check_applies
@@ -27,14 +28,16 @@ from ackpt.running.variants import Variants
 
 from .budget import dynamic_limit, is_share
 from .dynamic_plans import DynamicPlans
-from .errors import TraceError, did_you_mean
+from .errors import TraceError, did_you_mean, warn
 from .planner import MEASURED, check_runs, default_profile, device_of_costs, model_keeps, of_model, options_of
 from .planner import plan as make_plan
 from .policies import POLICIES
 from .saved_plan import SavedPlan, saved_dimensions
 
-_KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "accumulation", "dynamic", "cache")
-_KEYWORDS += ("device_profile", "costs", "regions", "on_exceed", "options")
+_KEYWORDS = ("budget", "policy", "plan", "differentiate", "outputs", "optimizer", "accumulation", "scaler", "dynamic")
+_WORDS = ("policy", "differentiate", "outputs", "costs", "on_exceed")  # whose values are strings
+_IN_PARTS = ("auto", "none", "full")  # policies of models with a scripted or compiled submodule
+_KEYWORDS += ("cache", "device_profile", "costs", "regions", "on_exceed", "options")
 
 
 def compile(
@@ -47,6 +50,7 @@ def compile(
     outputs: Literal["drop", "keep"] = "drop",
     optimizer: torch.optim.Optimizer | str | None = None,
     accumulation: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
     options: Mapping[str, Any] | None = None,
     dynamic: DynamicArgument = None,
     cache: Cache | None = None,
@@ -76,6 +80,8 @@ def compile(
         accumulation: whether gradients of earlier steps exist when the step runs, as in gradient accumulation; they
             then count toward the budget, in addition to those of the step. Without it, backward raises an error if
             existing gradients would exceed the budget.
+        scaler: the scaler of the loss, as in ``scaler.scale(loss).backward()``; its state, the scaled loss and what it
+            allocates in the optimizer's step then count toward the budget.
         dynamic: which sizes may change without a new capture. With None, the dimensions in which a second call differs
             from the first become dynamic, as in ``torch.compile``; so do those that ``torch._dynamo.mark_dynamic``
             marks. True makes all dimensions of all tensors dynamic at once, False none. A dict names dimensions of
@@ -90,11 +96,11 @@ def compile(
         costs: ``"rates"`` models the time of every operation by the rates of the device. ``"measured"`` times every
             distinct operation of the model on its device in a fraction of a second; two runs may give two plans.
         regions: whether to plan the model in parts, for models that branch on values or contain a scripted or compiled
-            module. None plans in parts if there is a budget and the model cannot be captured as one graph. True always
-            does, False never. The plan is then a `RegionsPlan`, whose peak is measured: the example inputs run several
-            times.
-        on_exceed: with regions, what happens if a step saves more for backward than its budget allows: ``"raise"`` a
-            `BudgetError` in the forward, or ``"warn"``.
+            module. None plans in parts if there is a budget and the model cannot be captured as one graph, and always
+            if it contains such a module, with policy ``"auto"``, ``"none"`` or ``"full"``. True always does, False
+            never. The plan is then a `RegionsPlan`, whose peak is measured: the example inputs run several times.
+        on_exceed: with regions, what happens if a step needs more memory than its budget allows: ``"raise"`` a
+            `BudgetError`, in the forward at once and in backward at its end, or ``"warn"``.
 
     Returns:
         A `PlannedStep`, whose ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients. If no
@@ -106,7 +112,8 @@ def compile(
         TraceError: if the model cannot be captured as one graph, and is not planned in parts.
         RecordError: if the folder `cache` cannot be written.
         TypeError: for a keyword that looks like a misspelled keyword of `compile` and that the model's forward does not
-            have; for a tensor as `budget`, `policy`, `plan`, `outputs` or `cache`, which are not passed to the model.
+            have; for a tensor or a number as one of its own keywords that does not take it, and is not passed to the
+            model. If the model's forward has a parameter of the same name, a warning says so.
         PlanError: if `plan` was made for another model, other arguments or another version of torch, or if it offloads
             and the model is on the CPU; names the difference.
 
@@ -118,12 +125,8 @@ def compile(
         >>> step.plan.policy
         'full'
     """
-    for name, value in (("budget", budget), ("policy", policy), ("plan", plan), ("outputs", outputs), ("cache", cache)):
-        if isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"{name}= is a keyword of ackpt.compile, and got a tensor. If the model's forward has an argument "
-                f"{name!r}, pass it by position, or call ackpt.apply_budget(model, {{{name!r}: tensor, ...}}, budget)"
-            )
+    values = locals()
+    _check_shared(model, args, {name: values[name] for name in _KEYWORDS})
     step = planned_step(
         model,
         budget,
@@ -131,7 +134,7 @@ def compile(
         plan,
         differentiate=differentiate,
         outputs=outputs,
-        loop=Loop(optimizer, accumulation),
+        loop=loop_with(optimizer, accumulation, scaler),
         options=options,
         dynamic=dynamic,
         cache=cache,
@@ -192,6 +195,27 @@ def planned_step(
     device = device_of_costs(device_profile, costs)
     planner = _Planner(budget, policy, dict(options or {}), plan, cache_folder(cache), device, regions, on_exceed)
     return PlannedStep(model, planner, differentiate, outputs, loop, dynamic, on_plan)
+
+
+def _check_shared(model, args, given: Mapping[str, Any]) -> None:
+    """Refuse values of keywords of `compile` that are meant for the model; warn if its forward has the same name."""
+    names = forward_names(model) - set(positional_names(model, args))
+    for name, value in given.items():
+        default = inspect.signature(compile).parameters[name].default
+        if value is default or (isinstance(value, str) and value == default):
+            continue
+        instead = f"pass it by position, or call ackpt.apply_budget(model, {{{name!r}: value, ...}}, budget)"
+        if isinstance(value, torch.Tensor) or (name in names and name in _WORDS and not isinstance(value, str)):
+            got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+            raise TypeError(
+                f"{name}= is a keyword of ackpt.compile, and got {got}. If the model's forward has an argument "
+                f"{name!r}, {instead}"
+            )
+        if name in names:
+            warn(
+                f"{name}={value!r} is the keyword of ackpt.compile, and the model's forward has an argument {name!r}, "
+                f"too, which keeps its default: if you mean that one, {instead}"
+            )
 
 
 def _check_keywords(model, kwargs, policy: str) -> None:
@@ -275,9 +299,14 @@ class _Planner(Planner):
             return self.budget is not None and self.policy == "auto"
         return self.regions
 
+    @property
+    def leaves_out(self) -> bool:
+        return self.regions is not False and self.plan is None and self.policy in _IN_PARTS
+
     def in_parts(self, variants: Variants, refused: TraceError | str | None) -> PlannedRegions | None:
         error = refused if isinstance(refused, TraceError) else None
-        if not self.splits or (error is not None and not error.can_split) or (refused is None and not self.regions):
+        splits = self.leaves_out if isinstance(refused, str) else self.splits
+        if not splits or (error is not None and not error.can_split) or (refused is None and not self.regions):
             return None
         reason = error.reason if error is not None else refused or "regions=True"
 
@@ -293,4 +322,4 @@ class _Planner(Planner):
                 regions=False,
             )
 
-        return PlannedRegions(variants, self.budget, part, self.on_exceed == "warn", error, str(reason))
+        return PlannedRegions(variants, self.budget, self.policy, part, self.on_exceed == "warn", error, str(reason))

@@ -156,6 +156,31 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "donut-swin": _SWIN,
     "swin2sr": _SWIN,
     "maskformer-swin": _SWIN,
+    "mask2former": {
+        "num_feature_levels": 3,
+        "backbone_config": {
+            **_SWIN,
+            "model_type": "swin",
+            "depths": [1] * 4,
+            "num_heads": [2] * 4,
+            "out_features": [f"stage{number}" for number in range(1, 5)],
+        },
+    },
+    "sam": {
+        "vision_config": {
+            **dict.fromkeys(("hidden_size", "output_channels"), HIDDEN),
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "mlp_dim": 2 * HIDDEN,
+            "window_size": 2,
+            "image_size": IMAGE,
+            "patch_size": PATCH,
+            "global_attn_indexes": [1],
+            "num_pos_feats": HIDDEN // 2,
+        },
+        "prompt_encoder_config": {"hidden_size": HIDDEN, "image_size": IMAGE, "patch_size": PATCH},
+        "mask_decoder_config": {"hidden_size": HIDDEN, "mlp_dim": 2 * HIDDEN, "iou_head_hidden_dim": HIDDEN},
+    },
 }
 #: What a task's labels are.
 TASKS = (
@@ -295,6 +320,9 @@ def _batch(model: nn.Module, config: Any, labels: str | None) -> dict[str, Any]:
         "input_values": lambda: torch.randn(2, 1600),
         "input_features": lambda: torch.randn(2, getattr(config, "num_mel_bins", MELS), 2 * WORDS),
     }
+    if model.main_input_name == "pixel_values" and {"mask_labels", "class_labels"} <= set(takes):
+        known["mask_labels"] = lambda: [torch.rand(2, side, side).round() for _ in range(2)]
+        known["class_labels"] = lambda: [torch.tensor([0, 1]) for _ in range(2)]
     batch = {name: value for name in takes if name in known and (value := known[name]()) is not None}
     label = {
         "words": lambda: batch.get("decoder_input_ids", words),

@@ -76,9 +76,9 @@ class Analysis:
 
     @cached_property
     def incoming_bytes(self) -> int:
-        """Bytes of the gradients that torch copies; the caller keeps them to the end of the step."""
+        """Bytes that the caller keeps to the end of backward: gradients that torch copies, and a scaled loss."""
         values = (self.fx[node].meta["val"] for node in self.restrided)
-        return sum(value.numel() * value.element_size() for value in values)
+        return sum(value.numel() * value.element_size() for value in values) + self.graph.scaled_loss_bytes
 
     @cached_property
     def live_to_end(self) -> set[int]:

@@ -55,7 +55,8 @@ class JointGraph:
     ``{parameter: id of the node that is its gradient}``. ``on_cpu``: whether all tensors of the step are in host
     memory. ``optimizer_bytes``: of the optimizer's state, ``optimizer_step_bytes``: the most its step allocates beyond
     that and the gradients, 0 without an optimizer. ``accumulated_bytes``: of the gradients of earlier steps, to which
-    this step adds; 0 without accumulation. ``has_data``: whether it was traced from real tensors, not fake or
+    this step adds; 0 without accumulation. ``scaled_loss_bytes``: of the scaled loss, which the caller holds during
+    backward; 0 without a scaler. ``has_data``: whether it was traced from real tensors, not fake or
     meta ones. ``replays_random``: whether whatever runs the graph can draw the same random numbers a second time.
     ``made_for``: the call it was captured for, in words, as `ackpt.capture.inspection.calls.described` gives them; None
     if unknown. ``as_compiled``: an `AsCompiled` if the model could only be captured as ``torch.compile`` runs it.
@@ -81,6 +82,7 @@ class JointGraph:
     optimizer_bytes: int = 0
     optimizer_step_bytes: int = 0
     accumulated_bytes: int = 0
+    scaled_loss_bytes: int = 0
     has_data: bool = True
     replays_random: bool = True
     made_for: Mapping[str, str] | None = None

@@ -33,13 +33,15 @@ class Loop(NamedTuple):
 
     ``optimizer``: of the model's parameters, or the name of one in ``torch.optim``; None to leave it out.
     ``accumulation``: whether gradients of earlier steps exist. ``clipping``: ``torch.nn.utils.clip_grad_norm_`` runs
-    before the optimizer's step. ``scaling``: a ``torch.amp.GradScaler`` unscales the gradients.
+    before the optimizer's step. ``scaling``: a ``torch.amp.GradScaler`` unscales the gradients; ``scales_loss``: and
+    the loop scales the loss that the model returns.
     """
 
     optimizer: torch.optim.Optimizer | str | None = None
     accumulation: bool = False
     clipping: bool = False
     scaling: bool = False
+    scales_loss: bool = False
 
 
 NO_LOOP = Loop()
@@ -176,16 +178,36 @@ def with_loop(graph: JointGraph, model: torch.nn.Module, loop: Loop) -> JointGra
     if loop == NO_LOOP:
         return graph
     state, step, accumulated = loop_bytes(model, loop, graph.gradient_bytes if loop.accumulation else 0, graph.on_cpu)
-    return dataclasses.replace(graph, optimizer_bytes=state, optimizer_step_bytes=step, accumulated_bytes=accumulated)
+    graph = dataclasses.replace(graph, optimizer_bytes=state, optimizer_step_bytes=step, accumulated_bytes=accumulated)
+    return dataclasses.replace(graph, scaled_loss_bytes=scaled_loss_bytes(loop, graph.on_cpu))
+
+
+def scaled_loss_bytes(loop: Loop, on_cpu: bool) -> int:
+    """Bytes of the loss that the loop scales, a scalar."""
+    return loop.scales_loss * (torch.float32.itemsize if on_cpu else _CUDA_BLOCK)
+
+
+def loop_with(optimizer, accumulation: bool, scaler) -> Loop:
+    """The loop that the arguments of `ackpt.compile` describe.
+
+    Raises:
+        TypeError: if `scaler` is no ``torch.amp.GradScaler``.
+    """
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be the torch.amp.GradScaler that scales the loss, got {type(scaler).__name__}")
+    scales = scaler is not None and scaler.is_enabled()
+    return Loop(optimizer, accumulation, scaling=scales, scales_loss=scales)
 
 
 def loop_bytes(model: torch.nn.Module, loop: Loop, gradient_bytes: int, on_cpu: bool) -> tuple[int, int, int]:
-    """Bytes of the optimizer's state, of its step, and of accumulated gradients; raises as `optimizer_bytes` does.
+    """Bytes of the state of optimizer and scaler, of the optimizer's step, and of accumulated gradients.
 
-    `gradient_bytes`: of the gradients of one step, for a loop that accumulates them.
+    `gradient_bytes`: of the gradients of one step, for a loop that accumulates them. Raises as `optimizer_bytes` does.
     """
     optimizer = optimizer_of(model, loop.optimizer)
     state, step = (0, 0) if optimizer is None else optimizer_bytes(optimizer, on_cpu, loop.clipping, loop.scaling)
+    if loop.scales_loss:
+        state += 2 * (torch.float32.itemsize if on_cpu else _CUDA_BLOCK)  # the scale and the growth tracker
     if not loop.accumulation:
         return state, step, 0
     # When the optimizer's step runs, the step's own gradients have been added to the accumulated ones, and are free.

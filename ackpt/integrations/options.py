@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ackpt.capture.optimizer_state import Loop
+from ackpt.capture.optimizer_state import Loop, loop_with
 from ackpt.capture.outputs import check_differentiate, check_outputs
 from ackpt.costs.devices import Device
 from ackpt.errors import check_misspelt
@@ -15,7 +15,7 @@ from ackpt.planning.plan import Plan
 from ackpt.policies.search.schedule_cache import Cache
 
 COMPILERS = ("eager", "inductor")
-_NOT_OF_INDUCTOR = ("outputs", "optimizer", "accumulation", "cache")
+_NOT_OF_INDUCTOR = ("outputs", "optimizer", "accumulation", "scaler", "cache")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def checked(options: Any, mode: str | None = None) -> Options:
     check_outputs(outputs)
     differentiate = check_differentiate(rest.pop("differentiate", "loss"))
     budget, policy = rest.pop("budget", None), rest.pop("policy", "auto")
-    loop = Loop(rest.pop("optimizer", None), rest.pop("accumulation", False))
+    loop = loop_with(rest.pop("optimizer", None), rest.pop("accumulation", False), rest.pop("scaler", None))
     cache, device = rest.pop("cache", None), rest.pop("device_profile", None)
     costs = rest.pop("costs", "rates")
     device_of_costs(device, costs)

@@ -107,6 +107,7 @@ class Live:
                 if last[node] == at:
                     self._event(-self.state_bytes, _ACTIVATION, node)
         self.host.refuse_any("backward")
+        self._event(-self.graph.scaled_loss_bytes, TEMPORARY, None)
         for size in (self.graph.optimizer_step_bytes, -self.graph.optimizer_step_bytes):
             self._event(size, TEMPORARY, None)
 

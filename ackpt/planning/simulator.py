@@ -149,7 +149,7 @@ def _peaks(graph: JointGraph, schedule: Schedule, workspace_bytes) -> tuple[np.n
     backward, total = _compute_peaks(
         schedule.backward_arrays, total, size, bits, again, backward_workspace, ends, state
     )
-    return forward, backward, total + graph.optimizer_step_bytes
+    return forward, backward, total + graph.optimizer_step_bytes - graph.scaled_loss_bytes
 
 
 _COMPUTE, _FREE, _PACK, _UNPACK, _PREFETCH = map(KINDS.index, (COMPUTE, FREE, PACK, UNPACK, PREFETCH))

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ackpt.autograd_state import is_recomputing
 from ackpt.checkpointing.reentrant import checkpoint
 from ackpt.errors import BudgetError, TraceError
 from ackpt.running.planned_step import PlannedStep
 
+from .live_bytes import current
 from .saved_bytes import counting_a_region, has_room, not_counting
 
 _MOST_SIZES = 8  # of the arguments of one planned module; with other sizes it runs as a region
@@ -40,9 +42,11 @@ class RegionCall:
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.module._call_impl
+        call, live = self.module._call_impl, current()
 
         def function(*args, **kwargs):
+            if live is not None and is_recomputing():
+                return live.recomputed(call, *args, **kwargs)
             with counting_a_region():
                 return call(*args, **kwargs)
 

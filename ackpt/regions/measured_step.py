@@ -24,6 +24,8 @@ from ackpt.checkpointing.rng import drawn_from, repr_state, snapshot, stream_of
 from ackpt.errors import TraceError
 from ackpt.metering.meter import Measurement, measure
 
+from .live_bytes import LiveBytes
+
 Around = Callable[[], AbstractContextManager[Any]]
 
 
@@ -62,9 +64,14 @@ class MeasuredStep:
                 self.draws |= bool(drawn_from(before))
 
     def forward(self, around: Around) -> tuple[list[Any], list[torch.Tensor]]:
-        """The model's outputs, and those that get a gradient; the forward runs within ``around()``."""
-        with around():
+        """The model's outputs, and those that get a gradient; the forward runs within ``around()``.
+
+        A `LiveBytes` that it yields counts the backward, too.
+        """
+        with around() as live:
             leaves, _ = flatten_outputs(own_call(self.model)(*self.args, **self.kwargs))
+        if isinstance(live, LiveBytes):
+            live.count_backward(leaves)
         without = without_gradient(leaves, self.differentiate)
         roots = [leaf for at, leaf in enumerate(leaves) if is_tensor(leaf) and leaf.requires_grad and at not in without]
         if not roots:

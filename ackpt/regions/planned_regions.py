@@ -5,10 +5,11 @@ It stands in for `Variants` in a `PlannedStep` whose model cannot be captured as
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.tensors import has_data, is_tensor
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
-from ackpt.capture.optimizer_state import loop_bytes
+from ackpt.capture.optimizer_state import loop_bytes, scaled_loss_bytes
 from ackpt.capture.outputs import dropped_before_backward, gradients_before_backward, without_gradient
 from ackpt.errors import BudgetError, TraceError, warn
 from ackpt.metering.meter import memory_format
@@ -30,6 +31,7 @@ from ackpt.running.variants import Variants
 
 from .calls import GuardedCall, PlannedCall, RegionCall, installed
 from .ladder import Choices, Combination, needed_bytes
+from .live_bytes import LiveBytes
 from .measured_step import MeasuredStep, backward, first_difference
 from .parts import Parts
 from .regions_plan import RegionsPlan
@@ -37,6 +39,8 @@ from .saved_bytes import SavedBytes
 from .search import Measured, Search, choices_of, seeds, unless_out_of_memory
 from .step_profile import StepProfile, sums_differently
 
+_LARGER = "Plan with the batch that needs the most, or give a larger budget; on_exceed='warn' lets such steps run."
+_MOST_SIZES = 10_000  # of steps that need not be counted again
 _CALL = nn.Module._call_impl.__code__
 
 
@@ -57,7 +61,7 @@ class PlannedRegions:
 
     Args:
         variants: of the step, whose capture as one graph was refused.
-        budget: as in `ackpt.compile`.
+        budget, policy: as in `ackpt.compile`; ``"full"`` is the combination with the lowest peak.
         part: makes the planned step of a module, from the module and its budget as a fraction.
         warns: whether a step that exceeds its bound gives a warning instead of an error.
         error: of the capture; None if the user asked for regions or the model contains a scripted module.
@@ -68,6 +72,7 @@ class PlannedRegions:
         self,
         variants: Variants,
         budget: float | str | None,
+        policy: str,
         part: Callable[[nn.Module, float], PlannedStep],
         warns: bool,
         error: TraceError | None,
@@ -76,7 +81,7 @@ class PlannedRegions:
         self.model, self.planner, self.loop = variants.model, variants.planner, variants.loop
         self.differentiate, self.outputs, self.dynamic = variants.differentiate, variants.outputs, variants.dynamic
         self.history, self.call, self.on_plan = variants.history, variants.call, variants.on_plan
-        self.budget, self.warns, self.reason = budget, warns, reason
+        self.budget, self.policy, self.warns, self.reason = budget, policy, warns, reason
         self._part, self._error = part, error
         self._served: dict[Any, list[_Served]] = {}
         self._last: _Served | None = None
@@ -131,15 +136,17 @@ class PlannedRegions:
             )
         gradient_bytes = sum(each.nbytes for each in self.model.parameters() if each.requires_grad)
         state_bytes, step_bytes, accumulated_bytes = loop_bytes(self.model, self.loop, gradient_bytes, step.on_cpu)
-        search = Search(step, choices, self.calls, step_bytes)
+        search = Search(step, choices, self.calls, step_bytes, self.budget is not None and step.on_cpu)
         baseline_bytes = 0 if baseline is None else search.dynamic_bytes(baseline)
         own = baseline or search.measured(Combination(0, 0.0, {})).measurement
-        resident = own.resident_bytes + state_bytes + accumulated_bytes
+        resident = own.resident_bytes + state_bytes + accumulated_bytes + scaled_loss_bytes(self.loop, step.on_cpu)
         limit = dynamic_limit(self.budget, baseline_bytes, resident)
-        chosen = search.cheapest(limit)
+        chosen = search.cheapest({"none": None, "full": 0}.get(self.policy, limit))
         if limit is not None and chosen.dynamic_bytes > limit:
             raise self._infeasible(chosen, limit, resident)
-        self._check_bits(step, chosen.combination)
+        calls = self.calls(chosen.combination)
+        self._check_bits(step, calls)
+        sizes, kernel_bytes = self._counted(step, calls, chosen) if limit is not None else (set(), None)
         plan = RegionsPlan(
             limit_bytes=limit,
             peak_bytes=resident + chosen.dynamic_bytes,
@@ -148,17 +155,33 @@ class PlannedRegions:
             fates={path: option.fate for path, option in chosen.combination.options.items()},
             saved_bytes=chosen.saved_bytes,
             bound_bytes=None if limit is None else chosen.saved_bytes + limit - chosen.dynamic_bytes,
+            kernel_bytes=kernel_bytes,
             cost=chosen.combination.cost / (whole_cost or 1.0),
             timeline=chosen.measurement.timeline,
             note=self.reason,
             made_for=described(self.model, call.args, call.kwargs, self.differentiate),
         )
-        calls = self.calls(chosen.combination)
         if limit is not None:
             for each, needed in needed_bytes(choices, chosen.combination.options):
                 module = self.model.get_submodule(each.path)
                 calls[module] = GuardedCall(module, needed, each.argument_bytes)
-        return _Served(call.sizes, plan, lambda call: self._outputs(call, plan, calls))
+        return _Served(call.sizes, plan, lambda call: self._outputs(call, plan, calls, sizes))
+
+    def _counted(self, step: MeasuredStep, calls, chosen: Measured) -> tuple[set[Any], int | None]:
+        """The sizes of the example's steps, and the part of the measured peak that `LiveBytes` does not count.
+
+        None if the step is not on a CPU, where later steps are not counted.
+        """
+        if not step.on_cpu:
+            return set(), None
+        sizes, most = set(), 0
+        for seed in seeds(step):
+            live, saved = LiveBytes(), SavedBytes(step.tensors)
+            with step.undone(seed):
+                step.run(lambda: _counting(calls, saved, live))  # noqa: B023
+            sizes.add((live.sizes, saved.most_bytes))
+            most = max(most, live.most_bytes)
+        return sizes, max(0, chosen.measurement.dynamic_peak_bytes - most)
 
     def _profiled(self, step: MeasuredStep) -> tuple[Choices, float]:
         """The options of every module, and the cost of the whole step."""
@@ -203,12 +226,12 @@ class PlannedRegions:
     def _refused(self, path: str, why: str) -> None:
         self.history.add("refused", f"a plan of module {path!r} for other arguments; it runs as a region: {why}", 0.0)
 
-    def _check_bits(self, step: MeasuredStep, combination: Combination) -> None:
+    def _check_bits(self, step: MeasuredStep, calls: dict[nn.Module, Callable]) -> None:
         """Raise if a result of the step in parts differs from the model's own in a bit."""
-        if not combination.options or not step.on_cpu:
+        if not step.on_cpu:
             return
         expected = step.results()
-        name = first_difference(expected, step.results(lambda: installed(self.calls(combination))))
+        name = first_difference(expected, step.results(lambda: _counting(calls, SavedBytes(step.tensors), LiveBytes())))
         if name is None:
             return
         if first_difference(expected, step.results()) is not None:
@@ -233,16 +256,35 @@ class PlannedRegions:
             self.budget,
         )
 
-    def _outputs(self, call: Call, plan: RegionsPlan, calls: dict[nn.Module, Callable]) -> Any:
-        """The model's outputs, computed as planned.
+    def _outputs(self, call: Call, plan: RegionsPlan, calls: dict[nn.Module, Callable], sizes: set[Any]) -> Any:
+        """The model's outputs, computed as planned; ``sizes``: of steps that were measured or counted.
 
         Raises:
-            BudgetError: if autograd saves more bytes than the bound.
+            BudgetError: if autograd saves more bytes than the bound, or the forward allocates more than the budget.
         """
+        is_reported = False
+
+        def report(message: Callable[[], str]) -> None:
+            nonlocal is_reported
+            if not self.warns:
+                raise BudgetError(message(), None, self.budget)
+            if not is_reported:
+                warn(message())
+            is_reported = True
+
+        live = None
+        if plan.limit_bytes is not None and plan.kernel_bytes is not None:
+            live = LiveBytes(
+                plan.limit_bytes - plan.kernel_bytes,
+                lambda size, node: report(lambda: self._allocates(size, node, plan)),
+                lambda: _add(sizes, key),
+            )
         resident = (*self.model.parameters(), *self.model.buffers(), *filter(is_tensor, call.leaves))
-        counter = SavedBytes(resident, plan.bound_bytes, lambda size: self._exceeded(size, plan))
-        with self._lock, installed(calls), counter.counting():
+        counter = SavedBytes(resident, plan.bound_bytes, lambda size: report(lambda: self._saves(size, plan)))
+        with self._lock, _counting(calls, counter, live):
             outputs = own_call(self.model)(*call.args, **call.kwargs)
+        if live is not None and (key := (live.sizes, counter.most_bytes)) not in sizes:
+            live.count_backward(flatten_outputs(outputs)[0])
         if plan.limit_bytes is not None:
             self._check_before_backward(outputs, counter, plan)
         return outputs
@@ -269,17 +311,25 @@ class PlannedRegions:
         if not self.loop.accumulation:
             gradients_before_backward(leaves, list(self.model.parameters()), lambda: limit - max(live), root.grad_fn)
 
-    def _exceeded(self, size: int, plan: RegionsPlan) -> None:
+    def _saves(self, size: int, plan: RegionsPlan) -> str:
         bound = plan.bound_bytes or 0
-        message = (
+        return (
             f"this step saves {memory_format(size)} for backward ({size} bytes) when it reaches {self._running()}, and "
             f"at most {memory_format(bound)} ({bound} bytes) keep the budget {self.budget!r}: the step was measured "
-            f"with an example batch, in which autograd saved {memory_format(plan.saved_bytes)}. Plan with the batch "
-            "that needs the most, or give a larger budget; on_exceed='warn' lets such steps run."
+            f"with an example batch, in which autograd saved {memory_format(plan.saved_bytes)}. {_LARGER}"
         )
-        if not self.warns:
-            raise BudgetError(message, None, self.budget)
-        warn(message)
+
+    def _allocates(self, size: int, node: str | None, plan: RegionsPlan) -> str:
+        """`node`: of autograd, where the most is live; None in the forward."""
+        limit, kernels = plan.limit_bytes or 0, plan.kernel_bytes or 0
+        place = f"in backward, at {node}" if node is not None else f"when it reaches {self._running()}"
+        inside = f", {kernels} of them inside of kernels, as measured" if kernels else ""
+        return (
+            f"this step allocates {memory_format(size + kernels)} ({size + kernels} bytes{inside}) {place}, and at "
+            f"most {memory_format(limit)} ({limit} bytes) keep the budget {self.budget!r}: the example batch took "
+            f"{memory_format(plan.dynamic_peak_bytes)}. {_LARGER}"
+            + (" All gradients of this step are complete." if node is not None else "")
+        )
 
     def _running(self) -> str:
         """The innermost module of the model that is running."""
@@ -290,6 +340,19 @@ class PlannedRegions:
                 return f"module {name!r} ({type(frame.f_locals['self']).__name__})"
             frame = frame.f_back
         return "the model's own forward"
+
+
+@contextlib.contextmanager
+def _counting(calls: dict[nn.Module, Callable], counter: SavedBytes, live: LiveBytes | None) -> Iterator[Any]:
+    """Inside, a forward runs in parts and is counted; yields `live`."""
+    with installed(calls), counter.counting(), contextlib.nullcontext() if live is None else live.counting():
+        yield live
+
+
+def _add(sizes: set[Any], key: Any) -> None:
+    if len(sizes) >= _MOST_SIZES:
+        sizes.clear()
+    sizes.add(key)
 
 
 def _is_within(sizes: Sizes, largest: Sizes) -> bool:

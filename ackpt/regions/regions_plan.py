@@ -20,11 +20,13 @@ class RegionsPlan:
     ``peak_bytes``: measured with the example batch, resident and dynamic bytes together; ``resident_bytes``:
     parameters, buffers, inputs and optimizer state; ``baseline_peak_bytes``: the same of the model's own step, None if
     it runs out of memory. ``limit_bytes``: the bound on dynamic bytes that follows from the budget, None without one.
-    ``fates``: by the paths of modules, ``"region"`` (saves its inputs, recomputes everything) or ``"planned"`` (a plan
-    of its own); all other modules run as they are. ``saved_bytes``: the most that autograd saved at one time in the
-    example, the recomputation of one region included; ``bound_bytes``: a later step that saves more raises a
-    `BudgetError`. ``cost``: of recomputation, as a fraction of the baseline's, in FLOPs and traffic weighed against
-    each other. ``note``: why the model is not one graph. ``made_for``: the example call, in words.
+    ``fates``: by the paths of modules, ``"region"`` (saves its inputs, recomputes everything) or ``"planned"`` (a
+    plan of its own); all other modules run as they are. ``saved_bytes``: the most that autograd saved at one time
+    in the example, the recomputation of one region included; ``bound_bytes``: a later step that saves more raises a
+    `BudgetError`. ``kernel_bytes``: the part of the measured peak that kernels allocate within themselves, which
+    later steps are assumed not to exceed; None where later steps are not counted: on a GPU, and without a budget.
+    ``cost``: of recomputation, as a fraction of the baseline's, in FLOPs and traffic weighed against each other.
+    ``note``: why the model is not one graph. ``made_for``: the example call, in words.
 
     Example:
         >>> import torch, ackpt
@@ -48,6 +50,7 @@ class RegionsPlan:
     fates: Mapping[str, str]
     saved_bytes: int
     bound_bytes: int | None
+    kernel_bytes: int | None
     cost: float
     timeline: Timeline
     note: str
@@ -92,11 +95,22 @@ class RegionsPlan:
                 if unbounded
                 else f"a step that saves more than {memory_format(self.bound_bytes or 0)} raises"
             ),
+            f"later steps       {self._later()}",
             f"cost              {self.cost:.1%} of the step",
             f"not one graph     {self.note}",
             f"modules           {self._fates()}",
         ]
         return "\n".join([*lines, *(f"  {fate:<15} {path}" for path, fate in self.fates.items())])
+
+    def _later(self) -> str:
+        if self.limit_bytes is None:
+            return "not checked: there is no budget"
+        if self.kernel_bytes is None:
+            return "checked by what they save; their temporaries are assumed not to exceed those of the example"
+        return (
+            "counted where sizes are new; inside of kernels, they are assumed not to exceed "
+            f"{memory_format(self.kernel_bytes)}"
+        )
 
     def _fates(self) -> str:
         counts = Counter(self.fates.values())

@@ -14,6 +14,7 @@ from ackpt.metering.meter import Measurement
 
 from .calls import PlannedCall, installed
 from .ladder import PLANNED, REGION, Choices, Combination, Option, every, ladder
+from .live_bytes import LiveBytes
 from .measured_step import MeasuredStep
 from .parts import Parts
 from .saved_bytes import SavedBytes
@@ -54,6 +55,8 @@ class Search:
         choices: of its modules.
         calls: what the modules of a combination run instead of themselves.
         optimizer_step_bytes: that the optimizer's step takes in addition to gradients.
+        counts_live: whether later forwards run under `LiveBytes`, as those of the search then do, too: under a mode,
+            some operations of torch make other copies.
     """
 
     def __init__(
@@ -62,9 +65,11 @@ class Search:
         choices: Choices,
         calls: Callable[[Combination], dict[nn.Module, Callable]],
         optimizer_step_bytes: int,
+        counts_live: bool,
     ):
         self.step, self.choices, self.calls = step, choices, calls
         self._optimizer_step_bytes = optimizer_step_bytes
+        self._counts_live = counts_live
         self._combinations = ladder(choices)
         self._measured: dict[int, Measured | None] = {}
 
@@ -77,11 +82,11 @@ class Search:
         calls = self.calls(combination)
         if any(isinstance(call, PlannedCall) for call in calls.values()):
             with self.step.undone():
-                self.step.run(lambda: _counting(calls, SavedBytes(self.step.tensors)))  # captures
+                self.step.run(lambda: self._counting(calls, SavedBytes(self.step.tensors)))  # captures
         runs = []
         for seed in seeds(self.step):
             counter = SavedBytes(self.step.tensors)
-            measurement = self.step.measured(lambda: _counting(calls, counter), seed)  # noqa: B023
+            measurement = self.step.measured(lambda: self._counting(calls, counter), seed)  # noqa: B023
             runs.append(Measured(combination, measurement, self.dynamic_bytes(measurement), counter.most_bytes))
         largest = max(runs, key=lambda run: run.dynamic_bytes)
         return largest._replace(saved_bytes=max(run.saved_bytes for run in runs))
@@ -141,20 +146,20 @@ class Search:
             choices.options = [option for option in choices.options if (kind, option.fate) not in raising]
         self._combinations, self._measured = ladder(self.choices), {0: self._measured[0]}
 
+    @contextlib.contextmanager
+    def _counting(self, calls: dict[nn.Module, Callable], counter: SavedBytes) -> Iterator[None]:
+        live = LiveBytes().counting() if self._counts_live else contextlib.nullcontext()
+        with installed(calls), counter.counting(), live:
+            yield
+
     def _raises(self, combination: Combination) -> bool:
         calls = self.calls(combination)
         try:
             with self.step.undone():
-                self.step.run(lambda: _counting(calls, SavedBytes(self.step.tensors)))
+                self.step.run(lambda: self._counting(calls, SavedBytes(self.step.tensors)))
         except (CheckpointError, RuntimeError):
             return True
         return False
-
-
-@contextlib.contextmanager
-def _counting(calls: dict[nn.Module, Callable], counter: SavedBytes) -> Iterator[None]:
-    with installed(calls), counter.counting():
-        yield
 
 
 def choices_of(root: Unit, parts: Parts, differing: set[Unit]) -> Choices:

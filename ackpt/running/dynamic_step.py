@@ -63,8 +63,8 @@ class DynamicStep:
         if values == self._reference_values:
             return self.reference
         like = self.reference
-        names = ("on_cpu", "optimizer_bytes", "optimizer_step_bytes", "accumulated_bytes", "has_data", "as_compiled")
-        fields = {name: getattr(like, name) for name in (*names, "keeps_outputs")}
+        names = ("on_cpu", "optimizer_bytes", "optimizer_step_bytes", "accumulated_bytes", "scaled_loss_bytes")
+        fields = {name: getattr(like, name) for name in (*names, "has_data", "as_compiled", "keeps_outputs")}
         return replace(described_graph(self.module.at(values)), **fields)
 
     @property

@@ -75,7 +75,7 @@ class PlannedStep(nn.Module):
         on_plan: Callable[[Plan], Any] | None = None,
     ):
         planner = planner if isinstance(planner, Planner) else Planner(planner)
-        opaque = first_opaque(model) if planner.splits else None
+        opaque = first_opaque(model) if planner.leaves_out else None
         check_model(model, except_opaque=opaque is not None)
         check_optimizer(model, loop.optimizer)
         # Module.__setattr__ needs what Module.__init__ makes, and that sets `training`, which is the model's: so the

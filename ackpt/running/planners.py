@@ -38,11 +38,12 @@ Choose = Callable[[tuple[int, ...], int | None], Choice]
 class Planner:
     """Plans each graph by a function; every call with other sizes is then a graph of its own."""
 
-    # Whether one capture may serve several sizes, whether a choice depends on the baseline's peak, and whether a model
-    # that cannot be one graph is planned in parts.
+    # Whether one capture may serve several sizes, whether a choice depends on the baseline's peak, whether a model that
+    # cannot be one graph is planned in parts, and whether one with a scripted or compiled submodule is.
     serves_sizes = False
     needs_baseline = False
     splits = False
+    leaves_out = False
 
     def __init__(self, function: Callable[[JointGraph], Plan]):
         self.function = function

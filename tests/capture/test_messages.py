@@ -142,3 +142,67 @@ def test_one_without_a_fake_kernel_is_refused_and_runs_in_a_region():
     assert "register_fake" in str(error.value) and "apply_activation_checkpointing" in str(error.value)
     ackpt.checkpoint(model := Custom(without_shapes), X).backward()
     assert model.weight.grad is not None
+
+
+def test_a_backward_hook_that_reads_values_is_named():
+    def hooked(register):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        getattr(model[0], register)(lambda module, *gradients: values.append(gradients[-1][0].mean().item()))
+        return model
+
+    class Hooks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            hidden = self.layer(x)
+            hidden.register_hook(lambda gradient: values.append(gradient.norm().item()))
+            return hidden.sum()
+
+    values = []
+    for model, named in (
+        (hooked("register_full_backward_hook"), "a backward hook of module '0'"),
+        (hooked("register_full_backward_pre_hook"), "a backward hook of module '0'"),
+        (Hooks(), "a hook of a tensor, which runs in backward,"),
+    ):
+        x = torch.ones(2, 4, requires_grad=True)
+        with pytest.raises(ackpt.TraceError, match=f"^{named} looks at the values of a tensor at .*remove.*budget"):
+            ackpt.compile(model, x)
+        loss = model(x).sum()
+        values.clear()
+        loss.backward()
+        expected = values[:], [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        step = ackpt.compile(model, x, budget="100%")  # in parts, which run the hooks
+        assert step.plan.note.startswith(named)
+        values.clear()
+        step(x).sum().backward()
+        found = values, [parameter.grad for parameter in model.parameters()]
+        assert found[0] == expected[0] and all(map(torch.equal, found[1], expected[1]))
+
+
+class Shifted(nn.Module):
+    """Its forward has parameters of the same names as keywords of `ackpt.compile`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, policy=1.0, budget=2.0):
+        return (self.layer(x) * policy + budget).sum()
+
+
+def test_numbers_for_the_models_own_policy_and_budget():
+    model, x = Shifted(), torch.ones(2, 4)
+    expected = model(x, policy=3.0, budget=5.0)
+    with pytest.raises(TypeError, match="policy= is a keyword of ackpt.compile, and got 3.0.*apply_budget"):
+        ackpt.compile(model, x, policy=3.0)
+    with pytest.warns(UserWarning, match="budget='1GiB' is the keyword of ackpt.compile.*keeps its default.*position"):
+        ackpt.compile(model, x, budget="1GiB")
+    step = ackpt.compile(model, x, 3.0, 5.0, budget="1GiB")
+    assert torch.equal(step(x, policy=3.0, budget=5.0), expected)
+    assert torch.equal(ackpt.checkpoint(model, x, policy=3.0, budget=5.0), expected)
+    assert ackpt.plan(ackpt.trace(model, x, policy=3.0, budget=5.0)).peak_bytes == step.plan.peak_bytes
+    ackpt.apply_budget(model, {"x": x, "policy": 3.0, "budget": 5.0}, budget="1GiB")
+    assert torch.equal(model(x, policy=3.0, budget=5.0), expected)

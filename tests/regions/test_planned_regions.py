@@ -143,7 +143,7 @@ def test_a_step_that_saves_more_than_its_bound_raises_before_backward():
     step = ackpt.compile(model, values(2), budget=0.7)
     step(values(1)).backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    message = r"saves .* for backward .* reaches module 'layers.\d.*at most .* keep the budget 0.7.*on_exceed='warn'"
+    message = r"(allocates|saves) .* reaches module 'layers.\d.*at most .* keep the budget 0.7.*on_exceed='warn'"
     with pytest.raises(BudgetError, match=message):
         step(values(6))
     assert_equal([parameter.grad for parameter in model.parameters()], gradients, "gradient")
@@ -312,3 +312,26 @@ def test_every_new_plan_is_reported_and_none_is_saved(tmp_path):
     with pytest.raises(ackpt.PlanError, match="a plan in parts cannot be saved"):
         plans[0].save(tmp_path / "plan.json")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["scripted", "compiled"])
+@pytest.mark.parametrize("policy", ["auto", "none", "full"])
+def test_a_scripted_or_compiled_submodule_needs_no_budget(name, policy, fresh_dynamo):
+    model, batch = built(name)
+    for _ in range(4):  # TorchScript optimizes after the first runs
+        expected = results(model, model, batch)
+    step = ackpt.compile(model, policy=policy, **batch)
+    assert_equal(results(model, step, batch), expected, name)
+    assert bool(step.plan.fates) == (policy == "full") and step.plan.limit_bytes is None
+    if policy == "full":
+        lowest = ackpt.compile(model, budget=step.plan.peak_bytes, **batch).plan
+        assert lowest.peak_bytes == step.plan.peak_bytes
+        with pytest.raises(BudgetError, match="smallest measured peak"):
+            ackpt.compile(model, budget=step.plan.peak_bytes - 1, policy="full", **batch)
+
+
+def test_other_policies_name_those_that_leave_a_scripted_module_out():
+    model, batch = built("scripted")
+    for options in ({"policy": "revolve"}, {"regions": False}):
+        with pytest.raises(TypeError, match="module '1' .* can stay outside the plan: .* 'auto', 'none' or 'full'"):
+            ackpt.compile(model, **options, **batch)

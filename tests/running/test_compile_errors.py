@@ -110,8 +110,9 @@ def test_a_module_that_runs_in_its_own_way_is_refused_with_the_way_out(name):
     for call in (ackpt.trace, ackpt.compile):
         with raises_cleanly(TypeError, rf"the model \(\w+\) cannot be planned: {message}"):
             call(model, X)
+        options = {"regions": False} if call is ackpt.compile else {}  # otherwise it may stay outside the plan
         with raises_cleanly(TypeError, rf"module '1' \(\w+\) cannot be planned: {message}"):
-            call(nn.Sequential(nn.Linear(4, 4), model), X)
+            call(nn.Sequential(nn.Linear(4, 4), model), X, **options)
 
 
 def test_arguments_that_do_not_fit_are_refused_at_the_call():

@@ -108,6 +108,17 @@ def test_an_adapted_model_from_shapes_has_the_plan_of_the_real_one(make):
     assert predicted.categories["gradients"] == graph.gradient_bytes
 
 
+@pytest.mark.filterwarnings("ignore:The model was captured as torch.compile runs it")
+def test_a_plan_from_shapes_leaves_out_the_workspace_of_kernels_unless_it_is_measured():
+    real = ackpt.trace(adapted(llama), **BATCH)
+    model, batch = ackpt.from_shapes(lambda: (adapted(llama), {name: torch.empty_like(IDS) for name in BATCH}))
+    graph = ackpt.trace(model, **batch)
+    promised = ackpt.plan(real, policy="full").dynamic_peak_bytes
+    assert ackpt.plan(graph, policy="full").dynamic_peak_bytes < promised
+    measured = ackpt.profile(graph, workspace="measured")
+    assert ackpt.plan(graph, policy="full", profile=measured).dynamic_peak_bytes == promised
+
+
 def test_shapes_of_a_constructor_that_reads_values():
     with pytest.raises(ackpt.TraceError, match="reads the values of a tensor while it is built"):
         ackpt.from_shapes(lambda: torch.nn.Linear(int(torch.ones(1).sum().item()), 2))

@@ -134,3 +134,33 @@ def test_a_method_that_calls_the_model_runs_the_step():
     assert "_compiled_call_impl" not in vars(model) and step.in_features == 8
     step.doubled(torch.ones(5, 8)).sum().backward()
     assert [event.kind for event in step.history] == ["capture", "dynamic capture"]
+
+
+@pytest.mark.parametrize("optimizer_name", [None, "SGD", "AdamW"])
+def test_a_scaler_counts_to_the_byte(model, optimizer_name):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    optimizer = None if optimizer_name is None else getattr(torch.optim, optimizer_name)(model.parameters())
+    options = {"budget": 0.7, "optimizer": optimizer}
+    without = ackpt.compile(model, *BATCH, **options).plan
+    step = ackpt.compile(model, *BATCH, **options, scaler=scaler)
+    assert step.plan.resident_bytes == without.resident_bytes + 8
+    assert ackpt.compile(model, *BATCH, **options, scaler=torch.amp.GradScaler("cpu", enabled=False)).plan == without
+
+    def loop():
+        loss = step(*BATCH)
+        scaler.scale(loss).backward()
+        if optimizer is not None:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    loop()
+    held = [optimizer] if optimizer is not None else []
+    measured = peak(loop, model, *held, scaler._scale, scaler._growth_tracker)
+    assert measured == step.plan.peak_bytes
+
+
+def test_a_scaler_must_be_one(model):
+    with pytest.raises(TypeError, match="scaler must be the torch.amp.GradScaler that scales the loss, got float"):
+        ackpt.apply_budget(model, BATCH, budget=0.7, scaler=2.0)

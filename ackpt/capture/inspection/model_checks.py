@@ -19,6 +19,11 @@ _INDUCTOR = "or use torch.compile(model, backend='ackpt', options={'compiler': '
 _DDP = "DistributedDataParallel(ackpt.compile(model, ...))"
 _GATHERS = "FSDP gathers parameters while a step runs, which cannot be captured."
 
+_LEFT_OUT = (
+    "As a part of a larger model, it can stay outside the plan: ackpt.compile and ackpt.apply_budget plan the rest "
+    "with policy 'auto', 'none' or 'full', unless regions=False."
+)
+
 # kind -> what is wrong with it, and what to do
 _WRAPPERS: dict[type, str] = {
     OptimizedModule: f"torch.compile has compiled it. Give the original module, its _orig_mod, {_INDUCTOR}.",
@@ -55,6 +60,15 @@ def forward_names(model) -> set[str]:
     except (AttributeError, TypeError, ValueError):
         return set()
     return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def positional_names(model, args) -> list[str]:
+    """Names of the parameters of the model's forward that positional arguments fill."""
+    try:
+        parameters = inspect.signature(model.forward).parameters
+    except (AttributeError, TypeError, ValueError):
+        return []
+    return list(parameters)[: len(args)]
 
 
 def own_call(model: nn.Module):
@@ -108,6 +122,8 @@ def check_model(model, except_opaque: bool = False) -> None:
         elif reason is None and any(is_lazy(p) for p in module.parameters(recurse=False)):
             reason = "its parameters have no shape yet. Call the model once on a batch to initialize them."
         if reason is not None:
+            if name and _is_compiled(module):
+                reason = f"{reason} {_LEFT_OUT}"
             raise TypeError(f"{module_label(name)} ({type(module).__name__}) cannot be planned: {reason}")
 
 

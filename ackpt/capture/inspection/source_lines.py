@@ -31,6 +31,8 @@ from ackpt.errors import CheckpointError, TraceError
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 _GRADIENT = torch.Tensor.grad.__get__  # pyright: ignore
 _CALL = nn.Module._call_impl.__code__
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
 _LAYERS = os.path.join(_TORCH, "nn") + os.sep, _DISTRIBUTIONS
@@ -163,6 +165,23 @@ def _calls_hook(frame) -> bool:
     return frame.filename == _CALL.co_filename and "hook(" in (frame.line or "")
 
 
+def _backward_hook(error, model: nn.Module) -> str | None:
+    """The hook in which `error` was raised during backward, in words; None if it was raised somewhere else."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    engine = max((at for at, code in enumerate(codes) if code is _ENGINE), default=None)
+    if engine is None or any(code is _FUNCTION for code in codes[engine:]):  # a backward of the user's own
+        return None
+    for name, module in model.named_modules():
+        hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+        if any(getattr(hook, "__code__", None) in codes[engine:] for hook in hooks):
+            return f"a backward hook of {_called_in_message(name)}"
+    return "a hook of a tensor, which runs in backward," if any(map(_is_of_user, codes[engine:])) else None
+
+
+def _is_of_user(code) -> bool:
+    return is_users(code.co_filename)
+
+
 def _is_of_layers(frame) -> bool:
     return frame.filename.startswith(_LAYERS) and frame.name not in ("_call_impl", "_wrapped_call_impl")
 
@@ -203,6 +222,15 @@ def _explained(error, model) -> TraceError:
                 "runs the hooks inside the model during its capture only, on tensors without values. Remove this hook "
                 "by the remove() of its handle, or use ackpt.apply_activation_checkpointing, which runs all hooks."
             )
+        if hook := _backward_hook(error, model):
+            explanation = TraceError(
+                f"{hook} looks at the values of a tensor{where}. A plan of one graph runs hooks during its capture "
+                "only, on tensors without values. Remove this hook by the remove() of its handle, give a budget, with "
+                "which the model is planned in parts that run all hooks, or use ackpt.apply_activation_checkpointing."
+            )
+            explanation.reason = f"{hook} looks at the values of a tensor{where}"
+            explanation.module, explanation.can_split = None, True
+            return explanation
         checks = " torch.distributions look at their arguments unless validate_args=False."
         path = _module_of(error, model)
         module = _called_in_message(path)

@@ -96,11 +96,14 @@ def cached(
     return schedules
 
 
+_LOOP = ("optimizer_bytes", "optimizer_step_bytes", "accumulated_bytes", "scaled_loss_bytes")
+
+
 def _key(graph: JointGraph, profile: Profile, about: Mapping[str, Any]) -> dict[str, str]:
     """What a search depends on. Policies also look at the names of nodes and modules, which the hash leaves out."""
     parts: dict[str, Any] = {
         "names": [(node.name, node.module) for node in graph.nodes],
-        "loop": [graph.optimizer_bytes, graph.optimizer_step_bytes, graph.accumulated_bytes],
+        "loop": [getattr(graph, name) for name in _LOOP],
         "profile": profile.to_json(),
         "about": about,
     }
