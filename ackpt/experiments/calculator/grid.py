@@ -185,11 +185,14 @@ def _two_blocks(preset: Preset, kind: str) -> list[int]:
 def _alike(preset: Preset, count: int) -> set[str]:
     """The kinds of GPUs on which a step allocates the same, but for a few blocks of 512 bytes, as on the first kind.
 
-    Hopper's kernels of attention allocate what Ampere's do, and Ada's, too, up to a width of heads of 192.
+    In rows of equal blocks, Hopper's kernels of attention allocate what Ampere's do, and Ada's, too, up to a width of
+    heads of 192. Others may attend to a mask or to another number of tokens, so they are compared.
     """
     first, *others = KINDS
     is_wide = preset.fields.get("head_dim", 0) > WIDEST
-    alike = {first, "9.0"} | ({"8.9"} if not is_wide else set())
+    alike = {first}
+    if preset.repeats:
+        alike |= {"9.0"} if is_wide else {"9.0", "8.9"}
     compared = [kind for kind in others if kind not in alike and (kind != "7.5" or count < LARGEST_OLD)]
     one = _two_blocks(preset, first) if compared else []
     return alike | {
