@@ -80,7 +80,7 @@ def _vit(name, label, width, layers, heads) -> Preset:
 def _t5(name, label, width, inner, layers, heads) -> Preset:
     """An encoder and a decoder, whose blocks share the position biases of the first: not a row of equal blocks."""
     fields = {"d_model": width, "d_ff": inner, "num_layers": layers, "num_heads": heads}
-    return Preset(name, label, "hf:T5Config", fields, "", 2048, ("q", "v"))
+    return Preset(name, label, "hf:T5Config", fields, "", 2048, ("q", "v"), "as many in the decoder")
 
 
 def _whisper(name, label, width, layers, heads, vocabulary) -> Preset:
