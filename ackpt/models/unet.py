@@ -207,7 +207,13 @@ class UNet(nn.Module):
         self.conv_out: nn.Conv2d = nn.Conv2d(first, config.channels, 3, padding=1)
 
     def forward(
-        self, latents: Tensor, times: Tensor, text: Tensor, pooled: Tensor, time_ids: Tensor, noise: Tensor | None = None
+        self,
+        latents: Tensor,
+        times: Tensor,
+        text: Tensor,
+        pooled: Tensor,
+        time_ids: Tensor,
+        noise: Tensor | None = None,
     ) -> Tensor:
         multiple, dtype = 2 ** len(self.halve), latents.dtype
         channels = self.config.channels

@@ -116,7 +116,8 @@ def _head(config) -> tuple[Task, str]:
             return task_of[named], named
         raise ValueError(f"no loss is known for {named}, which the configuration names in architectures: {_tasks()}")
     for task in TASKS:
-        if config.is_encoder_decoder and task not in (SPEECH, SEQ2SEQ):  # its other heads are those of one half of the model
+        # Its other heads are those of one half of the model.
+        if config.is_encoder_decoder and task not in (SPEECH, SEQ2SEQ):
             continue
         if name := getattr(modeling_auto, task.mapping).get(config.model_type):
             return task, _first(name)
@@ -149,7 +150,8 @@ def _inputs(config, task: Task, request: StepRequest) -> dict:
                 f"{type(config).__name__} has no max_source_positions or num_mel_bins"
             )
         audio = torch.empty(request.batch_size, bands, 2 * frames, dtype=request.dtype)  # a convolution halves frames
-        return {"input_features": audio, "decoder_input_ids": ids(*shape), "labels": ids(*shape), "use_cache": False}
+        inputs = {"input_features": audio, "decoder_input_ids": ids(*shape), "labels": ids(*shape)}
+        return {**inputs, "use_cache": False}
     if task is SEQUENCES:
         return {"input_ids": ids(*shape), "labels": ids(request.batch_size)}
     if task is SEQ2SEQ:

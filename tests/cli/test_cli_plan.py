@@ -383,9 +383,9 @@ def test_what_fits_nowhere_is_planned_here(capsys):
         ([*GPT2, "n_layer=two"], "transformers refuses the configuration of GPT2Config"),
         ([*GPT2, "n_head=5"], "transformers refuses the configuration of GPT2LMHeadModel"),
         (["hf:EncodecConfig", "--seq-len", "8"], "no head with a loss is known for model_type 'encodec'"),
-        (["hf:WhisperConfig", "--seq-len", "449"], "longer than the 448 positions of this configuration: give --set max"),
+        (["hf:WhisperConfig", "--seq-len", "449"], "longer than the 448 positions of this configuration"),
         (["hf:Speech2TextConfig", "--seq-len", "8"], "Speech2TextConfig has no max_source_positions or num_mel_bins"),
-        (["sdxl-unet", "--image-size", "1000"], "--image-size 1000: sdxl-unet reads images whose size is a multiple of"),
+        (["sdxl-unet", "--image-size", "1000"], "sdxl-unet reads images whose size is a multiple of"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def test_a_checkpointed_step_has_the_same_bits():
     ackpt.apply_activation_checkpointing(other)
     for one in (model, other):
         one(*inputs).backward()
-    assert_equal([p.grad for p in other.parameters()], [p.grad for p in model.parameters()])
+    assert_equal([p.grad for p in other.parameters()], [p.grad for p in model.parameters()], "gradients")
 
 
 def test_latents_have_an_eighth_of_the_image():
@@ -61,7 +61,7 @@ def test_latents_have_an_eighth_of_the_image():
         (lambda: UNetConfig(widths=(32, 64), depths=(1,)), "widths and depths must name the same two or more"),
         (lambda: UNetConfig(widths=(32, 72), depths=(0, 1), head_dim=8), "widths must be multiples of 32"),
         (lambda: UNetConfig(residuals=0), "residuals must be a positive integer, got 0"),
-        (lambda: UNet(TINY)(*batch(9)), r"latents must be \[batch, 4, height, width\], height and width multiples of 2"),
+        (lambda: UNet(TINY)(*batch(9)), r"latents must be \[batch, 4, .* multiples of 2"),
     ],
 )
 def test_bad_input_is_refused(make, says):
