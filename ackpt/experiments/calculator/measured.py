@@ -61,7 +61,7 @@ class At:
         self.rows = {name: captured.windows(schedule) for name, schedule in schedules.items()}
         self.flops, self.owners = captured.profile.flops, captured.owners
         self.recomputed, self.recomputed_by_ranks = recomputed(captured.graph, per_block), []
-        self.inputs = captured.graph.bytes()["input"]
+        self.inputs = [storage.bytes for storage in captured.graph.storages if storage.category == "input"]
         self.sharded: dict[str, dict[int, list[list[Window]]]] = {}  # by mode and ranks: without and with recomputation
         for name, sharding in shardings(mode).items():
             try:
@@ -134,7 +134,7 @@ class Measured:
     def formulas(self) -> tuple[dict, dict[str, dict]]:
         """The formulas of the step, and of its sharded versions by mode."""
         self.found.clear()
-        self._inputs = _trimmed(self._terms([[at.inputs] for at in self.at])[0])
+        self._inputs = _trimmed(self._terms([at.inputs for at in self.at]).sum(axis=0))
         by_node = self._terms([at.flops for at in self.at])
         common = {"blocks": self.blocks, **self._flops(by_node, self.at[0].recomputed)}
         runs = {name: self._events([at.rows[name] for at in self.at]) for name in self.at[0].rows}

@@ -142,6 +142,6 @@ PRESETS = (
     _vit("vit-l16", "ViT-L/16 303M", 1024, 24, 16),
     Preset("resnet50", "ResNet-50", "resnet50", {}, "", 0, (), IMAGES),
     _t5("t5-base", "T5 base 223M", 768, 3072, 12, 12),
-    _whisper("whisper-small", "Whisper small 242M", 768, 12, 12, 51865),
+    _whisper("whisper-base", "Whisper base 74M", 512, 6, 8, 51865),
     Preset("sdxl-unet", "SDXL's U-Net 2.6B", "sdxl-unet", {}, "", 0, (), "1024 × 1024 pixels"),
 )  # fmt: skip
