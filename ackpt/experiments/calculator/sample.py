@@ -46,6 +46,11 @@ def planned(data: dict, count: int) -> Iterator[dict]:
         yield {"setting": asdict(setting), "planned": by_plan(setting)}
 
 
+def rows_of(samples: dict) -> list[dict]:
+    """The rows of all samples in the file that ``tools/calculator.py`` writes."""
+    return [row for group in samples["samples"] for row in group["rows"]]
+
+
 def difference(data: dict, row: dict) -> float:
     """The largest difference between the formulas and the plan in a row, as a fraction of the peak or of the FLOPs."""
     setting = Setting(**row["setting"])
