@@ -45,6 +45,7 @@ def committed(name: str) -> dict:
         ((512, 512, 512), {0: 512}),
         ((4608, 49664, 4608), {0: 512, 3: 1024}),  # and one block more
         ((-4608, -49664, -4608), {0: -512, 3: -1024}),
+        ((4128, 49248, 4112), {1: 8, 3: 1024}),  # and one column more
     ],
 )
 def test_terms_are_those_of_monomials(values, coefficients):

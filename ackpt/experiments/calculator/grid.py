@@ -168,6 +168,7 @@ def header() -> dict:
         "optimizers": [name for name, kind in OPTIMIZERS.items() if kind is not None],
         "sharded_optimizers": SHARDED_OPTIMIZERS, "call": CALL, "made_by": MADE_BY,
         "examples": {preset.name: preset.example for preset in PRESETS if preset.example},
+        "multiples": {preset.name: preset.multiple for preset in PRESETS if preset.multiple > 1},
     }  # fmt: skip
 
 

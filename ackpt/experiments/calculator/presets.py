@@ -14,7 +14,8 @@ class Preset:
 
     ``depth``: the field with the number of equal blocks, if there are any, else the whole model is captured;
     ``longest``: the most tokens of a sequence, 0 for images; ``lora``: the modules that get adapters; ``example``: what
-    a batch consists of, apart from tokens.
+    a batch consists of, apart from tokens; ``multiple``: of which lengths are multiples, since kernels of attention
+    copy a mask of other lengths.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Preset:
     longest: int = 32768
     lora: tuple[str, ...] = ("q_proj", "v_proj")
     example: str = ""
+    multiple: int = 1
 
     @property
     def repeats(self) -> bool:
@@ -80,7 +82,7 @@ def _vit(name, label, width, layers, heads) -> Preset:
 def _t5(name, label, width, inner, layers, heads) -> Preset:
     """An encoder and a decoder, whose blocks share the position biases of the first: not a row of equal blocks."""
     fields = {"d_model": width, "d_ff": inner, "num_layers": layers, "num_heads": heads}
-    return Preset(name, label, "hf:T5Config", fields, "", 2048, ("q", "v"), "as many in the decoder")
+    return Preset(name, label, "hf:T5Config", fields, "", 2048, ("q", "v"), "as many in the decoder", 8)
 
 
 def _whisper(name, label, width, layers, heads, vocabulary) -> Preset:

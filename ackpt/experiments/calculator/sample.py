@@ -29,6 +29,7 @@ def drawn(data: dict, seed: int = SEED) -> Iterator[Setting]:
         length = dice.randrange(32, preset["longest"] + 1) if preset["longest"] else 0
         if dice.random() < 0.5:
             length = min(preset["longest"], 2 ** dice.randrange(7, 14))
+        length -= length % data["multiples"].get(preset["name"], 1)
         largest = min(64, max(1, LARGEST_TOKENS // max(length, 1)))
         batch = dice.randint(1, largest)
         formulas = preset["formulas"][kinds["8.0"]]
