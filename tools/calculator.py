@@ -3,6 +3,7 @@
     python tools/calculator.py                        all models, and then the sample
     python tools/calculator.py --only gpt2 vit-l16    these models again; the others stay as they are
     python tools/calculator.py --sample 60            only the sample: so many random settings, planned as a whole
+    python tools/calculator.py --only gpt2 --sample 5 so many settings of these models, beside the rest of the sample
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ SETTINGS = 60
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compute the grid of the memory calculator.")
     parser.add_argument("--only", nargs="+", choices=[preset.name for preset in PRESETS], help="models to compute")
-    parser.add_argument("--sample", type=int, metavar="N", help="plan N random settings of the grid, and nothing else")
+    parser.add_argument("--sample", type=int, metavar="N", help="plan N random settings, and nothing else")
     parser.add_argument("--out", type=Path, default=FOLDER)
     arguments = parser.parse_args()
     if arguments.sample is None:
         write_grid(arguments.out / "grid.json", arguments.only)
-    if arguments.only is None:
+    if arguments.only is None or arguments.sample is not None:
         data = json.loads((arguments.out / "grid.json").read_text(encoding="utf-8"))
-        write_sample(arguments.out / "sample.json", data, arguments.sample or SETTINGS)
+        write_sample(arguments.out / "sample.json", data, arguments.sample or SETTINGS, arguments.only)
 
 
 def write_grid(path: Path, only) -> None:
@@ -50,13 +51,17 @@ def write_grid(path: Path, only) -> None:
         gc.collect()
 
 
-def write_sample(path: Path, data: dict, count: int) -> None:
-    rows = []
-    for row in sample.planned(data, count):
+def write_sample(path: Path, data: dict, count: int, only) -> None:
+    """Plan `count` settings of the models in `only`, all by default; samples of other models stay."""
+    presets = [preset for preset in data["presets"] if only is None or preset["name"] in only]
+    names, rows = [preset["name"] for preset in presets], []
+    before = [] if only is None else json.loads(path.read_text(encoding="utf-8"))["samples"]
+    others = [group for group in before if group["presets"] != names]
+    for row in sample.planned({**data, "presets": presets}, count):
         rows.append(row)
         print(f"{len(rows)}/{count}: {row['setting']}", flush=True)
-        names = [preset["name"] for preset in data["presets"]]
-        write(path, {"schema": "ackpt.calculator-sample", "version": 1, "presets": names, "rows": rows})
+        samples = [*others, {"presets": names, "rows": rows}]
+        write(path, {"schema": "ackpt.calculator-sample", "version": 2, "samples": samples})
 
 
 def write(path: Path, data: dict) -> None:

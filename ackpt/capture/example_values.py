@@ -75,7 +75,10 @@ def given(graph: JointGraph, inputs) -> list:
     for module in (leaf for leaf in leaves if isinstance(leaf, nn.Module)):
         named.update(module.named_parameters(remove_duplicate=False))
         named.update(module.named_buffers(remove_duplicate=False))
-    rest = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)][::-1]
+    rest = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if len(rest) > sum(_is_argument(graph, node) for node in _placeholders(graph)):
+        rest = list({id(tensor): tensor for tensor in rest}.values())  # one passed twice is one input of the graph
+    rest.reverse()
     values = []
     for node in _placeholders(graph):
         graph_node, expected = graph.nodes[node.meta["ackpt_id"]], node.meta["val"]
@@ -97,6 +100,13 @@ def given(graph: JointGraph, inputs) -> list:
     if rest:
         raise MeterError(f"inputs hold {len(rest)} tensors more than the model was traced with")
     return values
+
+
+def _is_argument(graph: JointGraph, node: torch.fx.Node) -> bool:
+    """Whether this input of the graph is a tensor among the arguments."""
+    is_forward = graph.nodes[node.meta["ackpt_id"]].phase != BACKWARD
+    is_of_model = getattr(node.meta["desc"], "target", None) is not None
+    return is_forward and isinstance(node.meta["val"], torch.Tensor) and not is_of_model
 
 
 def _placeholders(graph: JointGraph) -> list[torch.fx.Node]:

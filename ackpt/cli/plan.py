@@ -11,7 +11,7 @@ from ackpt.costs.devices import DEVICES
 
 from .options import UsageError, add_set, field, writable
 
-MODELS = "transformer, lm, resnet18, resnet50, resnet152, bert-base, bert-large"
+MODELS = "transformer, lm, resnet18, resnet50, resnet152, bert-base, bert-large, sdxl-unet"
 EXAMPLES = """examples:
   ackpt plan bert-large --batch-size 16 --seq-len 512 --autocast float16 --device-profile t4
   ackpt plan hf:GPT2Config --set n_layer=48 n_embd=1600 n_head=25 --seq-len 1024 --budget 24GiB
@@ -43,7 +43,7 @@ def add_plan(commands) -> None:
     )
     add("--batch-size", type=int, default=1, metavar="N", help="sequences or images of a batch (default 1)")
     add("--seq-len", type=int, metavar="N", help="tokens of a sequence; needed by models that read tokens")
-    add("--image-size", type=int, metavar="N", help="height and width (default: the configuration's, or 224)")
+    add("--image-size", type=int, metavar="N", help="height and width (default: the model's, or 224)")
     add_set(add, "n_layer=48 dropout=0.0")
     add(
         "--lora",

@@ -3,6 +3,7 @@
 from .bert import Bert, BertBlock, BertConfig, BertForMaskedLM, bert_base, bert_large
 from .resnet import BasicBlock, Bottleneck, ResNet, ResNetConfig, resnet18, resnet50, resnet152
 from .transformer import PUBLISHED, Block, LanguageModel, RMSNorm, Transformer, TransformerConfig, attention
+from .unet import UNet, UNetConfig
 
 __all__ = [
     "PUBLISHED",
@@ -19,6 +20,8 @@ __all__ = [
     "ResNetConfig",
     "Transformer",
     "TransformerConfig",
+    "UNet",
+    "UNetConfig",
     "attention",
     "bert_base",
     "bert_large",

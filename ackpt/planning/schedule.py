@@ -126,7 +126,7 @@ class Schedule:
         runs = np.flatnonzero(np.isin(ids, list(self.replayed)))
         return tuple(dict(zip(ids[runs].tolist(), computes[runs].tolist())).values())
 
-    @property
+    @functools.cached_property
     def offloaded(self) -> tuple[int, ...]:
         """Storages in host memory between forward and backward."""
         return self._in_both(OFFLOAD, PREFETCH)

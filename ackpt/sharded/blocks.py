@@ -88,8 +88,7 @@ class Blocks:
             block = self.owners[node_id]
             if block not in begun and row[block].again:
                 again = [n for n in self.forward[block] if not self.analysis.allocated.get(n, frozenset()) & there]
-                order += [node for node in again if node not in live]
-                live.update(again)
+                order += recompute_late(self.analysis, again, live)
             begun.add(block)
             order += recompute_late(self.analysis, [node_id], live)
         eager = [row[block].eager for block in range(len(self.groups))]

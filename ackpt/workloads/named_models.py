@@ -17,12 +17,14 @@ from ackpt.models import (
     ResNet,
     Transformer,
     TransformerConfig,
+    UNet,
     bert_base,
     bert_large,
     resnet18,
     resnet50,
     resnet152,
 )
+from ackpt.models.unet import TIME_IDS
 
 from .step_request import TRANSFORMERS, StepRequest, TrainingStep, ids, require_known, require_positions
 from .transformers_models import transformers_step
@@ -102,6 +104,24 @@ def _padded_tokens(model, request):
     return {"input_ids": ids(batch, length), "labels": ids(batch, length)}
 
 
+def _latents(model, request):
+    """Inputs of a diffusion step; each latent pixel stands for 8 by 8 of --image-size."""
+    config, options = model.config, {"dtype": request.dtype}
+    batch, channels, height, width = request.images(config.channels, SDXL_PIXELS).shape
+    if height % (multiple := 8 * 2 ** (len(config.widths) - 1)):
+        raise ValueError(f"--image-size {height}: {request.model} reads images whose size is a multiple of {multiple}")
+    latents = torch.empty(batch, channels, height // 8, width // 8, **options)
+    return {
+        "latents": latents,
+        "times": ids(batch),
+        "text": torch.empty(batch, config.text_tokens, config.text_dim, **options),
+        "pooled": torch.empty(batch, config.pooled_dim, **options),
+        "time_ids": ids(batch, TIME_IDS),
+        "noise": torch.empty_like(latents),
+    }
+
+
+SDXL_PIXELS = 1024
 # name -> a model with the configuration that --set changes, the model of a configuration, its inputs
 BUILT_IN = {
     "transformer": (lambda: Transformer(TransformerConfig()), Autoencoder, _packed_floats),
@@ -111,4 +131,5 @@ BUILT_IN = {
     "resnet152": (resnet152, ResNet, _images),
     "bert-base": (bert_base, BertForMaskedLM, _padded_tokens),
     "bert-large": (bert_large, BertForMaskedLM, _padded_tokens),
+    "sdxl-unet": (UNet, UNet, _latents),
 }

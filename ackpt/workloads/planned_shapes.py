@@ -23,6 +23,7 @@ from ackpt.capture.optimizer_state import Loop, eight_bit_bytes, with_loop
 from ackpt.costs.devices import Device, device
 from ackpt.costs.profiles import Profile, with_gpu_workspace
 from ackpt.errors import BudgetError, did_you_mean
+from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.gpus import MIB, gpu
 from ackpt.metering.resident import rounded
 from ackpt.planning.plan import Plan
@@ -145,6 +146,11 @@ def run_plan(config: PlanConfig) -> Planned:
         BudgetError: if the budget cannot be kept; names the smallest that can.
         ValueError: for a step that cannot be built or captured, and what is no budget.
     """
+    with no_collection():  # of the many objects of a capture, few are garbage
+        return _run_plan(config)
+
+
+def _run_plan(config: PlanConfig) -> Planned:
     where = None if config.device is None else device(config.device)
     step = training_step(config.step)
     graph = captured(step, config, where)

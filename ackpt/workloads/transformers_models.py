@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .step_request import TRANSFORMERS, StepRequest, TrainingStep, ids, require_known, require_positions
 
 
@@ -19,13 +21,14 @@ class Task:
     mapping: str
 
 
+SPEECH = Task("speech to text", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES")
 SEQ2SEQ = Task("sequence to sequence", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES")
 MASKED = Task("masked language model", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
 CAUSAL = Task("causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
 IMAGES = Task("image classification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES")
 SEQUENCES = Task("sequence classification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
 # A configuration without architectures gets the first of these heads that it has; encoders have causal ones, too.
-TASKS = (SEQ2SEQ, MASKED, CAUSAL, IMAGES, SEQUENCES)
+TASKS = (SPEECH, SEQ2SEQ, MASKED, CAUSAL, IMAGES, SEQUENCES)
 
 
 def transformers_step(request: StepRequest) -> TrainingStep:
@@ -38,9 +41,10 @@ def transformers_step(request: StepRequest) -> TrainingStep:
     transformers = _transformers()
     config = _config(transformers, request)
     task, name = _head(config)
-    limit = getattr(config, "max_position_embeddings", None)
+    positions = "max_target_positions" if task is SPEECH else "max_position_embeddings"
+    limit = getattr(config, positions, None)
     if task is not IMAGES and isinstance(limit, int) and limit > 0:
-        require_positions(request.tokens()[1], limit, "max_position_embeddings")
+        require_positions(request.tokens()[1], limit, positions)
     inputs = _inputs(config, task, request)
     model = _made(name, lambda: getattr(transformers, name)(config))
     model = model if request.lora is None else request.lora.added_to(model)
@@ -112,7 +116,8 @@ def _head(config) -> tuple[Task, str]:
             return task_of[named], named
         raise ValueError(f"no loss is known for {named}, which the configuration names in architectures: {_tasks()}")
     for task in TASKS:
-        if config.is_encoder_decoder and task is not SEQ2SEQ:  # its other heads are those of one half of the model
+        # Its other heads are those of one half of the model.
+        if config.is_encoder_decoder and task not in (SPEECH, SEQ2SEQ):
             continue
         if name := getattr(modeling_auto, task.mapping).get(config.model_type):
             return task, _first(name)
@@ -137,6 +142,16 @@ def _inputs(config, task: Task, request: StepRequest) -> dict:
         images = request.images(getattr(config, "num_channels", 3), *([size] if size else []))
         return {"pixel_values": images, "labels": ids(request.batch_size)}
     shape = request.tokens()
+    if task is SPEECH:
+        frames, bands = (getattr(config, field, None) for field in ("max_source_positions", "num_mel_bins"))
+        if not frames or not bands:
+            raise ValueError(
+                f"of the models from speech to text, ackpt plan knows those that read spectrograms as Whisper does; "
+                f"{type(config).__name__} has no max_source_positions or num_mel_bins"
+            )
+        audio = torch.empty(request.batch_size, bands, 2 * frames, dtype=request.dtype)  # a convolution halves frames
+        inputs = {"input_features": audio, "decoder_input_ids": ids(*shape), "labels": ids(*shape)}
+        return {**inputs, "use_cache": False}
     if task is SEQUENCES:
         return {"input_ids": ids(*shape), "labels": ids(request.batch_size)}
     if task is SEQ2SEQ:

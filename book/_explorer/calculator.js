@@ -87,7 +87,7 @@ const build = (root, data) => {
     selects[name] = element("select", box, "", { id });
   };
   const titles = {
-    model: "Model", gpu: "GPU", batch: "Batch size", length: "Tokens of a sequence", mode: "What is trained, in which dtype",
+    model: "Model", gpu: "GPU", batch: "Batch size", length: "Size of an example", mode: "What is trained, in which dtype",
     optimizer: "Optimizer", ranks: "GPUs (FSDP2); the batch is that of one",
   };
   for (const [name, title] of Object.entries(titles)) choice(name, title);
@@ -135,8 +135,10 @@ const build = (root, data) => {
       .map(([name, one]) => [name, `${name}, ${(one.memory / 1e9).toFixed(0)} GB`]), wanted.gpu);
     const gpu = data.gpus[selects.gpu.value];
     fill("batch", sizes(BATCHES, wanted.batch, 4096).map((n) => [n, n]), wanted.batch);
-    const lengths = model.longest ? sizes(LENGTHS, Math.min(wanted.length, model.longest), model.longest) : [0];
-    fill("length", lengths.map((n) => [n, n ? n.toLocaleString("en-GB") : "224 × 224 pixels"]), Math.min(wanted.length, model.longest));
+    const multiple = data.multiples[model.name] ?? 1, asked = Math.round(Math.min(wanted.length, model.longest) / multiple) * multiple;
+    const lengths = model.longest ? sizes(LENGTHS, asked, model.longest) : [0];
+    const tokens = (n) => (n ? [`${n.toLocaleString("en-GB")} tokens`] : []), example = data.examples[model.name];
+    fill("length", lengths.map((n) => [n, [...tokens(n), ...(example ? [example] : [])].join(", ")]), asked);
     const modes = Object.keys(data.modes).filter((name) => model.modes[name] ?? model.sharded?.[name]);
     let mode = modes.includes(wanted.mode) ? wanted.mode : modes[0], ranks = model.sharded ? +wanted.ranks : 1;
     if (!(ranks > 1 ? model.sharded : model.modes)[mode]) { // the control that was changed last wins

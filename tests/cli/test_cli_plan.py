@@ -296,6 +296,12 @@ def test_attention_with_dropout_keeps_no_matrix_of_weights_on_a_gpu():
             dict.fromkeys(("input_ids", "decoder_input_ids", "labels"), "[1, 8] int64"),
         ),
         (
+            ["hf:WhisperConfig", "--seq-len", "8", "--set", "d_model=32", "encoder_layers=1", "decoder_layers=1"]
+            + ["encoder_attention_heads=2", "decoder_attention_heads=2", "max_source_positions=20", "vocab_size=50258"],
+            "WhisperForConditionalGeneration",
+            {"input_features": "[1, 80, 40] float32", **dict.fromkeys(("decoder_input_ids", "labels"), "[1, 8] int64")},
+        ),
+        (
             ["hf:ViTConfig", "--batch-size", "2", "--image-size", "48", "--dtype", "bfloat16"]
             + ["--set", "hidden_size=48", "num_hidden_layers=1", "intermediate_size=64"],
             "ViTForImageClassification",
@@ -376,7 +382,10 @@ def test_what_fits_nowhere_is_planned_here(capsys):
         ([*GPT2, "n_layers=2"], "did you mean n_layer"),
         ([*GPT2, "n_layer=two"], "transformers refuses the configuration of GPT2Config"),
         ([*GPT2, "n_head=5"], "transformers refuses the configuration of GPT2LMHeadModel"),
-        (["hf:WhisperConfig", "--seq-len", "8"], "no head with a loss is known for model_type 'whisper'"),
+        (["hf:EncodecConfig", "--seq-len", "8"], "no head with a loss is known for model_type 'encodec'"),
+        (["hf:WhisperConfig", "--seq-len", "449"], "longer than the 448 positions of this configuration"),
+        (["hf:Speech2TextConfig", "--seq-len", "8"], "Speech2TextConfig has no max_source_positions or num_mel_bins"),
+        (["sdxl-unet", "--image-size", "1000"], "sdxl-unet reads images whose size is a multiple of"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, words, capsys, tmp_path, monkeypatch):

@@ -131,6 +131,18 @@ def test_real_inputs_are_what_operations_see():
     assert all(torch.equal(seen, torch.full((1,), 41.0)) for seen in CALLS)
 
 
+@pytest.mark.parametrize("traced_twice", [True, False])
+def test_one_tensor_may_be_two_arguments(traced_twice):
+    class Product(nn.Module):
+        def forward(self, x, y, z):
+            return x * y + z
+
+    x, z = torch.ones(2, requires_grad=True), torch.ones(2)
+    graph = trace(Product(), x, x if traced_twice else x.detach().clone().requires_grad_(), z)
+    found = profile(graph, mode="measured", inputs=(Product(), (x, x, z)))
+    assert found.origin["seconds"] == "measured"
+
+
 def test_an_operation_that_fails_is_named():
     graph = trace(Picky(), torch.ones(1))
     says = r"picky \(profile_test.picky.default\) of module .* does not run: the sum must be 41\. Give the model"

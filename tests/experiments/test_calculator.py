@@ -15,7 +15,7 @@ from ackpt.experiments.calculator import grid as grids
 from ackpt.experiments.calculator.measured import Measured
 from ackpt.experiments.calculator.polynomials import NotExact, Point, Points, terms
 from ackpt.experiments.calculator.presets import PRESETS, Preset
-from ackpt.experiments.calculator.sample import difference, drawn
+from ackpt.experiments.calculator.sample import difference, drawn, rows_of
 from ackpt.experiments.calculator.settings import Setting, by_formula, by_plan
 
 FOLDER = Path(__file__).parent.parent.parent / "results" / "calculator"
@@ -45,6 +45,7 @@ def committed(name: str) -> dict:
         ((512, 512, 512), {0: 512}),
         ((4608, 49664, 4608), {0: 512, 3: 1024}),  # and one block more
         ((-4608, -49664, -4608), {0: -512, 3: -1024}),
+        ((4128, 49248, 4112), {1: 8, 3: 1024}),  # and one column more
     ],
 )
 def test_terms_are_those_of_monomials(values, coefficients):
@@ -131,18 +132,19 @@ def test_the_grid_is_of_the_presets():
 
 def test_the_committed_sample_agrees_with_the_formulas():
     data, sample = committed("grid"), committed("sample")
-    rows = sample["rows"]
-    data["presets"] = [preset for preset in data["presets"] if preset["name"] in sample["presets"]]
+    rows = rows_of(sample)
     assert max(difference(data, row) for row in rows) < 0.005
-    drawn_again = [setting for setting, _ in zip(drawn(data), rows)]
-    assert [row["setting"] for row in rows] == [vars(setting) for setting in drawn_again]
+    for group in sample["samples"]:
+        presets = [preset for preset in data["presets"] if preset["name"] in group["presets"]]
+        drawn_again = [setting for setting, _ in zip(drawn({**data, "presets": presets}), group["rows"])]
+        assert [row["setting"] for row in group["rows"]] == [vars(setting) for setting in drawn_again]
     policies = {row["setting"]["policy"] for row in rows}
     assert {choices.NONE, choices.PER_BLOCK} <= policies <= set(choices.POLICIES)
     assert {1} < {row["setting"]["ranks"] for row in rows}
 
 
 def test_cheap_settings_of_the_sample_are_planned_as_committed():
-    rows = sorted(committed("sample")["rows"], key=lambda row: row["planned"]["flops"])
+    rows = sorted(rows_of(committed("sample")), key=lambda row: row["planned"]["flops"])
     for row in rows[:2]:
         assert by_plan(Setting(**row["setting"])) == row["planned"]
     assert torch.get_default_dtype() == torch.float32

@@ -45,6 +45,14 @@ def test_two_processes_measure_what_is_predicted():
     assert again.predicted_bytes < plain.predicted_bytes
 
 
+def test_blocks_that_share_the_position_biases_of_the_first_are_planned():
+    fields = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 101}
+    model = ShardedModel(PlanConfig(StepRequest("hf:T5Config", 8, 48, fields=fields)))
+    plain, again = (model.plan(Sharding(2), policy=policy) for policy in ("none", "full"))
+    assert again.recompute_flops > 0 == plain.recompute_flops
+    assert again.at_peak()["activations"] < plain.at_peak()["activations"]
+
+
 def test_sizes_of_a_group_padded_along_the_first_dimension():
     group = Group("", (Weight("a", (5, 3), torch.bfloat16), Weight("b", (4,), torch.bfloat16, trained=False)))
     sizes = GroupBytes(group, Sharding(4, torch.float32, torch.float32))

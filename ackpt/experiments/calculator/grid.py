@@ -19,9 +19,9 @@ from ackpt.workloads.optimizers import EIGHT_BIT, OPTIMIZERS
 from ackpt.workloads.planned_shapes import CUDA_BLOCK
 
 from .choices import HALF, KINDS, LORA, MIXED, MODES, SINGLE, kind_of, plan_config, shardings, whole_step
-from .measured import IMAGES, TOKENS, Measured
+from .measured import Measured, points_of
 from .polynomials import RANKS, TERMS, UNIT, NotExact
-from .presets import Preset
+from .presets import PRESETS, Preset
 from .windows import CapturedStep
 
 SCHEMA = {"schema": "ackpt.calculator", "version": 1}
@@ -167,12 +167,14 @@ def header() -> dict:
         **SCHEMA, "unit": UNIT, "terms": TERMS, "ranks": RANKS, "modes": MODES, "gpus": gpus,
         "optimizers": [name for name, kind in OPTIMIZERS.items() if kind is not None],
         "sharded_optimizers": SHARDED_OPTIMIZERS, "call": CALL, "made_by": MADE_BY,
+        "examples": {preset.name: preset.example for preset in PRESETS if preset.example},
+        "multiples": {preset.name: preset.multiple for preset in PRESETS if preset.multiple > 1},
     }  # fmt: skip
 
 
 def _two_blocks(preset: Preset, kind: str) -> list[int]:
     """Bytes that a step with two blocks allocates in all, without and with recomputation, on GPUs of this kind."""
-    point = TOKENS.second if preset.has_tokens else IMAGES.first
+    point = points_of(preset).second if preset.has_tokens else points_of(preset).first
     layers = 2 if preset.repeats else None
     captured = CapturedStep.of(
         plan_config(preset, HALF, KINDS[kind], point.batch, point.length * UNIT if preset.has_tokens else None, layers)
@@ -184,11 +186,14 @@ def _two_blocks(preset: Preset, kind: str) -> list[int]:
 def _alike(preset: Preset, count: int) -> set[str]:
     """The kinds of GPUs on which a step allocates the same, but for a few blocks of 512 bytes, as on the first kind.
 
-    Hopper's kernels of attention allocate what Ampere's do, and Ada's, too, up to a width of heads of 192.
+    In rows of equal blocks, Hopper's kernels of attention allocate what Ampere's do, and Ada's, too, up to a width of
+    heads of 192. Others may attend to a mask or to another number of tokens, so they are compared.
     """
     first, *others = KINDS
     is_wide = preset.fields.get("head_dim", 0) > WIDEST
-    alike = {first, "9.0"} | ({"8.9"} if not is_wide else set())
+    alike = {first}
+    if preset.repeats:
+        alike |= {"9.0"} if is_wide else {"9.0", "8.9"}
     compared = [kind for kind in others if kind not in alike and (kind != "7.5" or count < LARGEST_OLD)]
     one = _two_blocks(preset, first) if compared else []
     return alike | {

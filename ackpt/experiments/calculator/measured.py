@@ -15,7 +15,7 @@ from ackpt.sharded.blocks import CAPTURED, deep
 from ackpt.sharded.sharding import Sharding, groups_of
 from ackpt.sharded.step import CATEGORIES_OF_A_RANK, ROOT, ShardingError, Window
 
-from .choices import FIRST_BLOCKS, HALF, KINDS, NONE, PER_BLOCK, POLICIES, SINGLE, plan_config, shardings, whole_step
+from .choices import FIRST_BLOCKS, HALF, KINDS, NONE, PER_BLOCK, SINGLE, plan_config, shardings, whole_step
 from .polynomials import (
     RANKS,
     TERMS,
@@ -37,21 +37,31 @@ from .windows import CapturedStep
 # With these, all tensors of batch size times length elements fill multiples of the 512 bytes of an allocator's block.
 TOKENS = Points(Point(4, 1), Point(12, 4), Point(2, 2))
 IMAGES = Points(Point(256), Point(512), Point(1024))
+SHORT = Points(Point(128, 1), Point(384, 2), Point(64, 3))  # for models of few tokens, whose audio has a fixed size
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
 LENGTHS = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
+
+
+def points_of(preset: Preset) -> Points:
+    """The sizes at which a step is captured."""
+    if not preset.has_tokens:
+        return IMAGES
+    return TOKENS if preset.longest >= UNIT * TOKENS.second.length else SHORT
 
 
 class At:
     """The windows of a step at one size, by what it does."""
 
-    def __init__(self, captured: CapturedStep, point: Point, mode: str, ranks: Sequence[int]):
+    def __init__(self, captured: CapturedStep, point: Point, mode: str, ranks: Sequence[int], has_windows: bool):
         self.point = point
-        none, per_block, half = captured.none(), captured.per_block(), captured.per_block(CAPTURED // 2)
-        schedules = {NONE: none, PER_BLOCK: per_block, FIRST_BLOCKS: half}
+        per_block = captured.per_block()
+        schedules = {NONE: captured.none(), PER_BLOCK: per_block}
+        if has_windows:
+            schedules[FIRST_BLOCKS] = captured.per_block(CAPTURED // 2)
         self.rows = {name: captured.windows(schedule) for name, schedule in schedules.items()}
         self.flops, self.owners = captured.profile.flops, captured.owners
         self.recomputed, self.recomputed_by_ranks = recomputed(captured.graph, per_block), []
-        self.inputs = captured.graph.bytes()["input"]
+        self.inputs = [storage.bytes for storage in captured.graph.storages if storage.category == "input"]
         self.sharded: dict[str, dict[int, list[list[Window]]]] = {}  # by mode and ranks: without and with recomputation
         for name, sharding in shardings(mode).items():
             try:
@@ -83,7 +93,7 @@ class Measured:
     @classmethod
     def of(cls, preset: Preset, mode: str, kind: str, known: Sequence[Measured] = ()) -> Measured:
         """The step at all sizes; with few blocks if the others' windows repeat. `known`: steps of similar models."""
-        points = TOKENS if preset.has_tokens else IMAGES
+        points = points_of(preset)
         layers, first = None, None
         if preset.repeats:
             layers, first = CAPTURED, cls.captured(preset, mode, kind, CAPTURED, points.first, RANKS)
@@ -116,7 +126,7 @@ class Measured:
     def captured(preset: Preset, mode: str, kind: str, layers, point: Point, ranks: Sequence[int] = ()) -> At:
         length = point.length * UNIT if preset.has_tokens else None
         config = plan_config(preset, mode, KINDS[kind], point.batch, length, layers)
-        return At(CapturedStep.of(config), point, mode, ranks)
+        return At(CapturedStep.of(config), point, mode, ranks, layers is not None)
 
     def inputs(self) -> list[int]:
         return self._inputs
@@ -124,10 +134,10 @@ class Measured:
     def formulas(self) -> tuple[dict, dict[str, dict]]:
         """The formulas of the step, and of its sharded versions by mode."""
         self.found.clear()
-        self._inputs = _trimmed(self._terms([[at.inputs] for at in self.at])[0])
+        self._inputs = _trimmed(self._terms([at.inputs for at in self.at]).sum(axis=0))
         by_node = self._terms([at.flops for at in self.at])
         common = {"blocks": self.blocks, **self._flops(by_node, self.at[0].recomputed)}
-        runs = {name: self._events([at.rows[name] for at in self.at]) for name in POLICIES}
+        runs = {name: self._events([at.rows[name] for at in self.at]) for name in self.at[0].rows}
         single = {**common, **self._policies(runs, CATEGORIES)}
         sharded = {}
         for name in self.at[0].sharded:
@@ -193,7 +203,7 @@ class Measured:
         m_values = sorted({2, self.blocks // 4, self.blocks // 2, 3 * self.blocks // 4, self.blocks - 2} - {0, 1})
         policies, end = {}, None
         for policy in runs:
-            if policy == FIRST_BLOCKS and (self.layers is None or self.blocks < 2 * CAPTURED):
+            if policy == FIRST_BLOCKS and self.blocks < 2 * CAPTURED:
                 continue
             row = [Run(events) for _, _, events in runs[policy]] if self.layers is None else self._deep(runs, policy)
             live, last = instants(row, len(categories), runs[NONE][0][2].sizes.shape[1])
@@ -226,7 +236,8 @@ class Measured:
         return row
 
     def _places(self, is_sharded: bool) -> np.ndarray:
-        lengths = [length / UNIT for length in LENGTHS if length <= self.preset.longest] or [1]
+        longest = self.preset.longest
+        lengths = [length / UNIT for length in (*LENGTHS, longest) if 0 < length <= longest] or [1]
         points = [(batch, length) for batch in BATCHES for length in lengths]
         return features(points, RANKS if is_sharded else ())
 

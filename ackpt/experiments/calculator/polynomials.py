@@ -16,6 +16,8 @@ import numpy as np
 UNIT = 128  # tokens
 TERMS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))  # exponents of b and t
 BLOCK = 512  # bytes to which CUDA's allocator rounds
+# Labels of language models have one more column: bytes and the term that they are in, of small batches one block.
+COLUMNS = ((0, 0), (BLOCK, 0), (-BLOCK, 0), (8, 1), (-8, 1))
 RANKS = (2, 4, 8, 16, 32, 64)
 
 
@@ -51,10 +53,12 @@ def terms(values: Sequence[Sequence[int]], points: Points) -> np.ndarray:
     """
     coefficients = np.zeros((len(values[0]), len(TERMS)), dtype=np.int64)
     for event, sizes in enumerate(zip(*values, strict=True)):
-        for more in (0, BLOCK, -BLOCK):  # labels of language models have one more column
-            if found := _monomial([size - more for size in sizes], points):
+        for more, term in COLUMNS:
+            i, j = TERMS[term]
+            rest = [size - more * point.batch**i * point.length**j for size, point in zip(sizes, points)]
+            if found := _monomial(rest, points):
                 coefficients[event, TERMS.index(found[1:])] += found[0]
-                coefficients[event, 0] += more
+                coefficients[event, term] += more
                 break
         else:
             raise NotExact(f"event {event} has {sizes} bytes at {', '.join(map(str, points))}")
@@ -73,8 +77,9 @@ def terms_like(values: Sequence[int], reference: np.ndarray, at: Point) -> np.nd
     for event, (value, row) in enumerate(zip(values, reference.tolist())):
         used = [term for term, coefficient in enumerate(row) if coefficient]
         if len(used) == 2:
-            coefficients[event, 0] = row[0]
-            value -= row[0]
+            i, j = TERMS[used[0]]
+            coefficients[event, used[0]] = row[used[0]]
+            value -= row[used[0]] * at.batch**i * at.length**j
         if not used:
             used = [0]
         i, j = TERMS[used[-1]]

@@ -12,8 +12,10 @@ LORA_RANK = 16
 class Preset:
     """A model: `name` in addresses, `label` for readers, `model` and `fields` for ``ackpt plan``.
 
-    ``depth``: the field with the number of equal blocks, if there are any; ``longest``: the most tokens of a sequence,
-    0 for images; ``lora``: the modules that get adapters.
+    ``depth``: the field with the number of equal blocks, if there are any, else the whole model is captured;
+    ``longest``: the most tokens of a sequence, 0 for images; ``lora``: the modules that get adapters; ``example``: what
+    a batch consists of, apart from tokens; ``multiple``: of which lengths are multiples, since kernels of attention
+    copy a mask of other lengths.
     """
 
     name: str
@@ -23,6 +25,8 @@ class Preset:
     depth: str = "num_hidden_layers"
     longest: int = 32768
     lora: tuple[str, ...] = ("q_proj", "v_proj")
+    example: str = ""
+    multiple: int = 1
 
     @property
     def repeats(self) -> bool:
@@ -72,9 +76,23 @@ def _bert(name, label, width, layers, heads) -> Preset:
 def _vit(name, label, width, layers, heads) -> Preset:
     fields = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
     fields |= {"num_attention_heads": heads}
-    return Preset(name, label, "hf:ViTConfig", fields, longest=0, lora=())
+    return Preset(name, label, "hf:ViTConfig", fields, longest=0, lora=(), example=IMAGES)
 
 
+def _t5(name, label, width, inner, layers, heads) -> Preset:
+    """An encoder and a decoder, whose blocks share the position biases of the first: not a row of equal blocks."""
+    fields = {"d_model": width, "d_ff": inner, "num_layers": layers, "num_heads": heads}
+    return Preset(name, label, "hf:T5Config", fields, "", 2048, ("q", "v"), "as many in the decoder", 8)
+
+
+def _whisper(name, label, width, layers, heads, vocabulary) -> Preset:
+    fields = {"d_model": width, "vocab_size": vocabulary}
+    for half in ("encoder", "decoder"):
+        fields |= {f"{half}_layers": layers, f"{half}_attention_heads": heads, f"{half}_ffn_dim": 4 * width}
+    return Preset(name, label, "hf:WhisperConfig", fields, "", 448, example="30 s of audio")
+
+
+IMAGES = "224 × 224 pixels"
 _TIED = {"tie_word_embeddings": True}
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
 PRESETS = (
@@ -124,5 +142,8 @@ PRESETS = (
     _gpt2("gpt2-xl", "GPT-2 XL 1.6B", 1600, 48, 25),
     _bert("bert-large", "BERT large 335M", 1024, 24, 16),
     _vit("vit-l16", "ViT-L/16 303M", 1024, 24, 16),
-    Preset("resnet50", "ResNet-50", "resnet50", {}, "", 0, ()),
+    Preset("resnet50", "ResNet-50", "resnet50", {}, "", 0, (), IMAGES),
+    _t5("t5-base", "T5 base 223M", 768, 3072, 12, 12),
+    _whisper("whisper-base", "Whisper base 74M", 512, 6, 8, 51865),
+    Preset("sdxl-unet", "SDXL's U-Net 2.6B", "sdxl-unet", {}, "", 0, (), "1024 × 1024 pixels"),
 )  # fmt: skip

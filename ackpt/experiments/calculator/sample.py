@@ -29,6 +29,7 @@ def drawn(data: dict, seed: int = SEED) -> Iterator[Setting]:
         length = dice.randrange(32, preset["longest"] + 1) if preset["longest"] else 0
         if dice.random() < 0.5:
             length = min(preset["longest"], 2 ** dice.randrange(7, 14))
+        length -= length % data["multiples"].get(preset["name"], 1)
         largest = min(64, max(1, LARGEST_TOKENS // max(length, 1)))
         batch = dice.randint(1, largest)
         formulas = preset["formulas"][kinds["8.0"]]
@@ -44,6 +45,11 @@ def planned(data: dict, count: int) -> Iterator[dict]:
     for _ in range(count):
         setting = next(settings)
         yield {"setting": asdict(setting), "planned": by_plan(setting)}
+
+
+def rows_of(samples: dict) -> list[dict]:
+    """The rows of all samples in the file that ``tools/calculator.py`` writes."""
+    return [row for group in samples["samples"] for row in group["rows"]]
 
 
 def difference(data: dict, row: dict) -> float:
