@@ -29,7 +29,7 @@ def unet():
 
 
 @pytest.fixture
-def made_up(unet):
+def made_up():
     """A record of a BERT with round numbers."""
     ratio = {"median": 1.2, "samples": [1.1, 1.2, 1.4]}
     peer = {"peer": "checkpoint", "setting": None, "measured_peak_bytes": 40, "seconds_ratio": ratio}
