@@ -108,11 +108,11 @@ def run_frontier_command(arguments, command: str) -> int:
 def _save_figure(report, record, path) -> None:
     try:
         from ackpt import plots
-        from ackpt.experiments.reports.frontier_times import time_plot
+        from ackpt.experiments.reports.frontier_times import is_by_inductor, time_plot
     except ImportError as error:
         print(f"no figure: {error}", file=sys.stderr)
         return
-    if not report.by_inductor(record):
+    if not is_by_inductor(record):
         plots.save(report.frontier_plot(record), path)
     if "seconds_ratio" in record.metrics["eager"]:
         plots.save(time_plot(record), path.with_stem(f"{path.stem}-time"))

@@ -29,16 +29,17 @@ def unet():
 
 
 @pytest.fixture
-def made_up(unet):
+def made_up():
     """A record of a BERT with round numbers."""
     ratio = {"median": 1.2, "samples": [1.1, 1.2, 1.4]}
     peer = {"peer": "checkpoint", "setting": None, "measured_peak_bytes": 40, "seconds_ratio": ratio}
-    peer |= {"auto_seconds_ratio": {"median": 1.05, "samples": [1.05]}}
+    peer |= {"auto_peak_bytes": 38, "auto_seconds_ratio": {"median": 1.05, "samples": [1.05]}}
     half = {"policy": "auto, rates", "budget": 0.5, "measured_peak_bytes": 50, "cost": 0.05, "lower_bound": 0.04}
     half |= {"gap_seconds": 0.0012, "seconds_ratio": {"median": 1.03, "samples": [1.02, 1.03, 1.04]}}
     metrics = {"baseline": {"measured_peak_bytes": 100}, "eager": {"seconds_ratio": ratio}}
     metrics |= {"points": [{**half, "policy": "auto", "cost": 9.0}, half], "peers": [peer]}
-    return Record("frontier", {"model": "bert", "costs": ["counted", "rates"]}, metrics, environment())
+    config = {"model": "bert", "costs": ["counted", "rates"], "budgets": [0.5]}
+    return Record("frontier", config, metrics, environment())
 
 
 def test_auto_plans_with_every_kind_of_costs_and_within_the_peak_of_blocks(unet):
@@ -65,11 +66,16 @@ def test_the_table_of_models(made_up):
         | {"gap": "1.0%, 1.2 ms"}
     ]
     made_up.config["compiler"] = "inductor"
+    assert times.times_rows([made_up])[0]["auto"] == "5.0"
+    made_up.metrics["points"][1]["measured_peak_bytes"] = 39  # the fullest of the plans that fit into 40
+    assert times.times_rows([made_up])[0]["auto"] == "3.0"
     made_up.metrics["points"] = [{"policy": "auto, rates", "budget": 0.5, "least_bytes": 60}]
     del made_up.metrics["peers"][0]["auto_seconds_ratio"]
     (row,) = times.times_rows([made_up])
     assert row["model"] == "BERT with dropout, Inductor"
     assert (row["blocks"], row["auto"], row["half"], row["gap"]) == ("20.0", "infeasible", "infeasible", "–")
+    made_up.config["budgets"] = [0.8]
+    assert times.times_rows([made_up])[0]["half"] == "not run"
 
 
 def test_times_are_drawn_with_their_range_where_there_are_some(unet, made_up):

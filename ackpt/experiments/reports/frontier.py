@@ -12,7 +12,7 @@ from ackpt.experiments.frontier import OURS
 from ackpt.experiments.steps.peers import CHECKPOINT, MEMORY_BUDGET, PEERS
 from ackpt.metering.meter import memory_format
 
-from .frontier_times import at_the_peak_of_blocks
+from .frontier_times import at_the_peak_of_blocks, is_by_inductor
 from .tables import machine, table
 
 TIGHT = 0.6  # of the baseline's peak: peers are compared with auto at this peak and below
@@ -34,13 +34,8 @@ COLUMNS = {
 
 def file_name(record) -> str:
     """``frontier-transformer.json``: one file per model and compiler."""
-    compiler = "-inductor" if by_inductor(record) else ""
+    compiler = "-inductor" if is_by_inductor(record) else ""
     return f"{record.experiment}-{record.config['model']}{compiler}.json"
-
-
-def by_inductor(record) -> bool:
-    """Whether Inductor compiled the steps: FLOPs are then not counted, and peaks not exactly as predicted."""
-    return record.config.get("compiler") == "inductor"
 
 
 def measured(record) -> list[dict]:
@@ -61,7 +56,7 @@ def is_correct(row, record) -> bool:
 
 def broken_promises(record) -> list[str]:
     """One line per planned step that was not bit-equal, above its budget, or not as predicted; none with Inductor."""
-    if by_inductor(record):
+    if is_by_inductor(record):
         return []
     broken = []
     for point in measured(record):
