@@ -244,7 +244,7 @@ def _references_of_one() -> tuple[int, int]:
 
     def arrives(results, gradients):
         if first:
-            found.append(_is_like(first[0]()))
+            found.append(_references(first[0]()))
         first.append(weakref.ref(results[0]))
 
     outputs: Any = y.sin(), y.cos()
@@ -252,11 +252,6 @@ def _references_of_one() -> tuple[int, int]:
         output.grad_fn.register_hook(arrives)
     torch.autograd.grad(outputs[0] + outputs[1], x)
     return found[0]
-
-
-def _is_like(first: Any) -> tuple[int, int]:
-    """`_references` of a tensor, called with as many references to it as in `_is_summed_in_place`."""
-    return _references(first)
 
 
 def current() -> LiveBytes | None:
