@@ -92,7 +92,8 @@ def entry_of(preset: Preset, known: dict[tuple[str, str], list[Measured]]) -> di
         }
         for name in shardings(mode):
             sharded = {kind: fit[1][name] for kind, fit in fits.items() if name in fit[1]}
-            if first in sharded:
+            is_whole = residents[name]["trained"] == residents[name]["count"]  # shards of state are those of parameters
+            if first in sharded and is_whole:
                 entry.setdefault("sharded", {})[name] = {
                     **sharded_resident(preset, mode, name, residents[name]),
                     "inputs": measured[first].inputs(),
