@@ -39,6 +39,7 @@ _LEAST_SEGMENTATIONS = 4  # so many of them are tried on any graph
 _LONGEST = 4  # times the baseline's backward: longer schedules cost more than a step, and long to simulate
 _SLOT_STEP = 2  # every second amount of memory is tried; the others gain little
 _SMALL = 800  # nodes of a graph for which there is time for all candidates of `rotor` and `mu_two`
+_MEDIUM = 5000  # nodes of a graph for which there is time for a second search, with packed masks
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:
@@ -48,7 +49,8 @@ def schedule(graph, profile, limit_bytes) -> Schedule:
 def candidates(graph: JointGraph, profile) -> list[Schedule]:
     """The schedules of `recomputing`, those that pack dropout masks, and those that offload."""
     schedules = recomputing(graph, profile)
-    packing = packings(graph, profile, schedules, recomputing)
+    search = recomputing if len(graph.nodes) <= _SMALL else through_chain if len(graph.nodes) <= _MEDIUM else None
+    packing = packings(graph, profile, schedules, search)
     offloading = offloads(graph, profile, schedules)
     if packing:
         offloading += offloads(graph, profile, packing)
@@ -73,6 +75,14 @@ def recomputing(graph: JointGraph, profile) -> list[Schedule]:
     schedules = [point.schedule for point in points]
     schedules += refined(graph, points, cost, profile.workspace_bytes)
     return [*schedules, *evictions(graph, points, cost, profile.workspace_bytes)]
+
+
+def through_chain(graph: JointGraph, profile) -> list[Schedule]:
+    """The baseline and the chain's solutions, which take a small part of the time of `recomputing`."""
+    baseline = everything(graph)
+    memory_bytes = peak_of(graph, baseline, profile.workspace_bytes)
+    chain = coarse_chain(graph, frozenset())
+    return [baseline, *chain_schedules(graph, chain, profile, costs(graph, profile), memory_bytes)]
 
 
 def segments(graph: JointGraph) -> list[Schedule]:

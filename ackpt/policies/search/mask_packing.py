@@ -15,26 +15,34 @@ from ackpt.costs.profiles import Profile
 from ackpt.planning.offload_steps import packed
 from ackpt.planning.schedule import Schedule
 
-from .frontier import pareto
+from .frontier import evenly_spaced, pareto
 from .refinement import without_runs
 
 _SHARES = (0, 1 / 4, 1 / 2, 3 / 4, 1)  # of the masks that are packed
+_NODES = 120_000  # of all schedules that are packed for one graph: small graphs get more of them
+_LEAST = 4  # schedules of each frontier, whatever their size
 
 
-def packings(graph: JointGraph, profile: Profile, schedules: list[Schedule], search: Callable) -> list[Schedule]:
+def packings(graph: JointGraph, profile: Profile, schedules: list[Schedule], search: Callable | None) -> list[Schedule]:
     """The frontier of `schedules` and that of ``search(graph, profile)`` with tiny masks, all with masks packed.
+
+    Without `search`, schedules of the first frontier that draw masks again also pack these.
 
     Empty for a graph without masks, without times in the profile, or if the graph's compiler does not pack.
     """
     if profile.pack_seconds is None or profile.seconds is None or not graph.replays_random:
         return []
     variants = []
-    for point in pareto(graph, profile, schedules):
-        variants += _with_shares(graph, point.schedule, (1,))
-    if drawn := _drawn(graph):
+    tries = max(_LEAST, _NODES // len(graph.nodes) // (1 + len(_SHARES)))
+    drawn = _drawn(graph)
+    for point in evenly_spaced(pareto(graph, profile, schedules), tries):
+        variants += _with_shares(graph, point.schedule, (1,), drawn.intersection(point.schedule.saved))
+        if search is None:
+            variants += _with_shares(graph, point.schedule, (1,), drawn)
+    if drawn and search is not None:
         tiny, costs = _tiny(graph, profile, drawn)
-        for point in pareto(tiny, costs, search(tiny, costs)):
-            variants += _with_shares(graph, point.schedule, _SHARES)
+        for point in evenly_spaced(pareto(tiny, costs, search(tiny, costs)), tries):
+            variants += _with_shares(graph, point.schedule, _SHARES, drawn)
     return variants
 
 
@@ -63,11 +71,14 @@ def _tiny(graph: JointGraph, profile: Profile, masks: set[int]) -> tuple[JointGr
     return tiny, replace(profile, seconds=tuple(seconds), workspace_bytes=tuple(workspace), pack_seconds=None)
 
 
-def _with_shares(graph: JointGraph, schedule: Schedule, shares) -> list[Schedule]:
-    """`schedule` with each of the `shares` of the masks that it saves packed, the largest first."""
-    analysis, order, saved = graph.analysis, schedule.backward_arrays.computed, set(schedule.saved)
-    drawn = {analysis.base_of[storage] for storage in _drawn(graph) & saved}
-    saving = without_runs(graph, order, {at for at, node in enumerate(order) if node in drawn})
+def _with_shares(graph: JointGraph, schedule: Schedule, shares, drawn: set[int]) -> list[Schedule]:
+    """`schedule` without draws of the masks `drawn`, each time with one of the `shares` of its saved masks packed.
+
+    The largest masks are packed first.
+    """
+    analysis, order = graph.analysis, schedule.backward_arrays.computed
+    nodes = {analysis.base_of[storage] for storage in drawn}
+    saving = without_runs(graph, order, {at for at, node in enumerate(order) if node in nodes})
     again = {storage for node in saving.backward_arrays.computed for storage in analysis.allocated.get(node, ())}
     masks = sorted(
         (analysis.masks.keys() & saving.saved) - again, key=lambda storage: (-graph.storages[storage].bytes, storage)
