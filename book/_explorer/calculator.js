@@ -139,9 +139,10 @@ const build = (root, data) => {
     const lengths = model.longest ? sizes(LENGTHS, asked, model.longest) : [0];
     const tokens = (n) => (n ? [`${n.toLocaleString("en-GB")} tokens`] : []), example = data.examples[model.name];
     fill("length", lengths.map((n) => [n, [...tokens(n), ...(example ? [example] : [])].join(", ")]), asked);
-    const modes = Object.keys(data.modes).filter((name) => model.modes[name] ?? model.sharded?.[name]);
+    const has = (parts, name) => parts?.[name]?.formulas[gpu.kind] !== undefined;
+    const modes = Object.keys(data.modes).filter((name) => has(model.modes, name) || has(model.sharded, name));
     let mode = modes.includes(wanted.mode) ? wanted.mode : modes[0], ranks = model.sharded ? +wanted.ranks : 1;
-    if (!(ranks > 1 ? model.sharded : model.modes)[mode]) { // the control that was changed last wins
+    if (!has(ranks > 1 ? model.sharded : model.modes, mode)) { // the control that was changed last wins
       if (changed === "ranks") mode = "half";
       else ranks = ranks > 1 ? 1 : data.ranks[0];
     }

@@ -103,7 +103,7 @@ def test_formulas_equal_plans_of_the_whole_model(tiny, monkeypatch, changes):
 def test_the_grid_has_the_models_and_gpus_that_it_promises():
     data = committed("grid")
     counts = [entry["modes"]["half"]["count"] for entry in data["presets"]]
-    assert len(counts) >= 25 and min(counts) < 0.2e9 and max(counts) > 70e9
+    assert len(counts) >= 29 and min(counts) < 0.2e9 and max(counts) > 70e9
     assert set(data["gpus"]) == set(DEVICES)
     assert {key: data[key] for key in grids.header()} == json.loads(json.dumps(grids.header()))
     assert (FOLDER / "grid.json").stat().st_size < 700_000
