@@ -375,27 +375,25 @@ for row in metrics["peers"]:
 # FLOPs are exact, but they are not time. The next experiment measures the time of every step, in turns with the
 # baseline's step and as a ratio to it. The model is a BERT with dropout. `auto` plans it twice. With *counted* costs it
 # minimizes the cost used so far. With *rates*, the default of `ackpt.compile`, it minimizes seconds at the calibrated
-# rates of this CPU, where drawing a dropout mask is expensive. In a terminal:
-#
-# ```bash
-# ackpt frontier --model bert --layers 3 --policy auto --budget 0.8 0.6 0.4 \
-#     --setting 0.5 --costs counted rates --times 7 --out results
-# ```
+# rates of this CPU, where drawing a dropout mask is expensive. This takes minutes, so the page reads the record of the
+# command `ackpt frontier`, which names the machine:
 
 # %% tags=["hide-input"]
-timed_config = FrontierConfig(
-    "bert",
-    {"layers": 3},
-    policies=("auto",),
-    budgets=(0.8, 0.6, 0.4),
-    settings=(0.5,),
-    costs=("counted", "rates"),
-)
-timed = run_frontier(timed_config, SOURCE, timed_rounds=7)
-assert frontier_report.broken_promises(timed) == []
-path = timed.save("results/cpu/09_frontier-bert.json")
+def record_of(name: str) -> Record:
+    """The record of measured times in `results/frontiers`; prints how it was made."""
+    found = Record.load(f"results/frontiers/frontier-{name}.json")
+    where = found.environment
+    print(f"{where['date']}, {where['device_name']}, {where['threads']} threads, torch {where['torch']}:")
+    print("   ", where["command"].replace(" --setting", " \\\n        --setting"))
+    if found.config["compiler"] == "eager":
+        print(f"    the baseline, timed against itself: {frontier_times.added_time(found.metrics['eager']):+.1%}")
+    assert frontier_report.broken_promises(found) == []
+    return found
 
-# %% tags=["hide-input", "measured-time", "nbval-ignore-output"] alt="Added time over the measured dynamic peak, as fractions of the baseline, for a BERT with dropout. The plans of auto form two curves that rise slowly from a peak of 0.8 down to 0.4, and steeply below. PyTorch's tools lie far above both curves."
+
+timed = record_of("bert")
+
+# %% tags=["hide-input"] alt="Added time over the measured dynamic peak, as fractions of the baseline, for a BERT with dropout. The plans of auto form two curves that rise slowly from a peak of 0.8 down to 0.4, and steeply below. PyTorch's tools lie far above both curves."
 figure = frontier_times.time_plot(timed, "")
 path = plots.save(figure, "results/figures/09_time.png")
 figure
@@ -403,10 +401,9 @@ figure
 # %% [markdown]
 # *Added time, measured on the CPU. Marks are medians, bars are quartiles.*
 #
-# The practical question is: at the peak of per-block checkpointing, how much
-# time does a plan add?
+# The practical question is: at the peak of per-block checkpointing, how much time does a plan add?
 
-# %% tags=["hide-input", "measured-time", "nbval-ignore-output"]
+# %% tags=["hide-input"]
 blocks, planned = frontier_times.at_the_peak_of_blocks(timed)
 print(f"torch's checkpoint around every block: {blocks:+.0%}")
 print(f"a plan within the same peak: {planned:+.0%}")
@@ -418,23 +415,11 @@ print(f"a plan within the same peak: {planned:+.0%}")
 #
 # ### Convolutions, and Inductor
 #
-# The next measurements take longer, so this page reads their records from `results/frontiers`. Each names the machine
-# and the command that made it. They are of a ResNet-50 with a quarter of its channels, a U-Net, a BERT with dropout,
-# and a Transformer of which Inductor compiles every step: the baseline, PyTorch's tools, and the plans of `auto`. The
-# machine also ran other programs. So one thread ran each step, and its time is that of the processor, without the time
-# of other programs.
+# Three more models: a ResNet-50 with a quarter of its channels, a U-Net, and a Transformer of which Inductor compiles
+# every step: the baseline, PyTorch's tools, and the plans of `auto`.
 
 # %% tags=["hide-input"]
-MODELS = "resnet50", "unet", "bert", "transformer-inductor"
-records = [Record.load(f"results/frontiers/frontier-{name}.json") for name in MODELS]
-for each in records:
-    where = each.environment
-    print(f"{where['date']}, {where['device_name']}, {where['threads']} threads, torch {where['torch']}:")
-    print(f"    {where['command']}")
-    itself = each.metrics["eager"]
-    if each.config["compiler"] == "eager":
-        print(f"    the baseline, timed against itself: {frontier_times.added_time(itself):+.1%}")
-assert all(frontier_report.broken_promises(each) == [] for each in records)
+records = [record_of("resnet50"), record_of("unet"), timed, record_of("transformer-inductor")]
 
 # %% tags=["hide-input"] alt="Added time over the measured dynamic peak in four panels: ResNet-50, U-Net, BERT with dropout, and a Transformer with Inductor. In each, the two curves of auto rise as the peak falls, most steeply at its end. PyTorch's checkpoint and memory budget are above them. So is selective checkpointing on ResNet-50 and BERT; on the U-Net and with Inductor it is close to them."
 figure = frontier_times.times_plot(records, highest=0.8)
@@ -477,8 +462,7 @@ print(f"Inductor: measured below predicted peak, by budget: {below}")
 # checkpointing at its peak. The gap says how much of the step a better plan could save at most.
 #
 # Inductor fuses operations, so some tensors that the simulation counts never exist. Measured peaks are lower than
-# predicted ones, and `auto` refuses budgets that its plans would keep. The rates are those of two threads, and one
-# thread ran these steps, which may be why *rates* are not always better than *counted* costs here.
+# predicted ones, and `auto` refuses budgets that its plans would keep.
 #
 # ## Exploring the frontier
 #
