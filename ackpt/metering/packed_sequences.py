@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _COUNTED = ("arange",)
-_DERIVED = ("add", "unsqueeze", "expand", "view", "reshape", "long")  # what models do to positions
+_DERIVED = ("add", "unsqueeze", "expand", "repeat", "view", "reshape", "long")  # what models do to positions
 
 
 class _Counted(TorchFunctionMode):
