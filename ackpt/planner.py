@@ -302,8 +302,8 @@ def _plan(
     baseline_cost = _baseline_cost(baseline, cost)
     node = None if simulated.peak_node is None else graph.nodes[simulated.peak_node]
     peak_node = "the optimizer's step"
-    # The lower bound holds for schedules that only recompute.
-    has_bound = not copies(schedule) and not schedule.packed
+    # The lower bound holds for schedules that offload nothing.
+    has_bound = limit is not None and not copies(schedule)
     if node is not None:
         peak_node = f"{node.name} ({node.target}), {node.phase} of {node.module or 'the model'!r}"
     return Plan(
@@ -320,7 +320,7 @@ def _plan(
         schedule=schedule,
         timeline=simulated.timeline,
         cost=_added_cost(graph, profile, schedule, simulated, cost) / baseline_cost,
-        lower_bound=_bound(graph, cost, baseline_cost, profile, limit) if has_bound and limit is not None else None,
+        lower_bound=_bound(graph, schedule, cost, baseline_cost, profile, limit) if has_bound else None,
         decisions=decisions(graph, schedule, cost, baseline_cost, profile),
         host_bytes=simulated.host_bytes,
         exposed_seconds=simulated.exposed_seconds,
@@ -341,14 +341,17 @@ def _baseline_cost(baseline: Schedule, cost) -> float:
     return step_cost(baseline, cost) or 1.0
 
 
-def _bound(graph, cost, baseline_cost: float, profile, limit: int) -> float | None:
+def _bound(graph, schedule: Schedule, cost, baseline_cost: float, profile, limit: int | None) -> float | None:
     """The lower bound within the limit as a fraction of the baseline's cost; None if scipy is not installed."""
+    assert limit is not None
     if importlib.util.find_spec("scipy") is None:
         return None
     from ackpt.policies.search.lower_bound import lower_bound
+    from ackpt.policies.search.mask_packing import with_packed_masks
 
     stage("computing the lower bound")
-    bound = lower_bound(graph, cost, profile.workspace_bytes, limit)
+    bounded = with_packed_masks(graph) if schedule.packed else graph
+    bound = lower_bound(bounded, cost, profile.workspace_bytes, limit)
     return None if bound is None else bound / baseline_cost
 
 

@@ -40,7 +40,7 @@ def profile(graph):
 
 def test_auto_packs_the_masks_of_a_bert(graph, profile):
     plan = ackpt.plan(graph, budget=0.6, profile=profile)
-    assert "packed" in plan.fates.values() and plan.lower_bound is None
+    assert "packed" in plan.fates.values() and 0 <= plan.lower_bound <= plan.cost
     model, args, kwargs = bert(0.1)
     step = ackpt.compile(model, *args, budget=0.6, **kwargs)
     assert step.plan.schedule == plan.schedule

@@ -168,6 +168,8 @@ def _ours(record: Record) -> list[dict]:
 
 def gap(point: dict) -> str:
     """The optimality gap of a point's plan: of the step, and in milliseconds where the profile of the plan has them."""
+    if point["lower_bound"] is None:
+        return "–"
     share = f"{(1 + point['cost']) / (1 + point['lower_bound']) - 1:.1%}"
     return f"{share}, {1e3 * point['gap_seconds']:.1f} ms" if "gap_seconds" in point else share
 

@@ -52,6 +52,14 @@ def _drawn(graph: JointGraph) -> set[int]:
     return {storage for storage, producer in producers.items() if graph.analysis.base_of[storage] == producer}
 
 
+def with_packed_masks(graph: JointGraph) -> JointGraph:
+    """`graph` with a bit per element for every mask: a lower bound of its cost also holds for plans that pack masks."""
+    storages = list(graph.storages)
+    for storage, mask in graph.analysis.masks.items():
+        storages[storage] = replace(storages[storage], bytes=mask.packed_bytes)
+    return replace(graph, storages=tuple(storages))
+
+
 def _tiny(graph: JointGraph, profile: Profile, masks: set[int]) -> tuple[JointGraph, Profile]:
     """The graph and profile for a search: `masks` take a bit per element, and are always saved.
 
