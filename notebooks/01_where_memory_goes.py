@@ -370,7 +370,7 @@ print(f"checkpointed / baseline = {checkpointed.flops / measured.flops:.4f} in F
 # ## Other models, other lengths
 #
 # Counting the bytes of a step does not require running it: shapes are enough. The memory calculator on the
-# [first page](../index.md#calculator) shows bars like these for models of up to 70 billion parameters, none of which
+# [first page](../index.md) shows bars like these for models of up to 70 billion parameters, none of which
 # runs. Try there:
 #
 # - Llama 3 8B from 1024 to 8192 tokens: which parts of the bar grow, and which do not?

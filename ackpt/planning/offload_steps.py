@@ -171,7 +171,8 @@ def packed(graph: JointGraph, schedule: Schedule, storages: Iterable[int]) -> Sc
         >>> from ackpt.graph import simulate
         >>> from ackpt.planning.schedule import everything
         >>> from ackpt.planning.offload_steps import packed
-        >>> graph = ackpt.trace(torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(64, 1)), torch.ones(64, 64))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
+        >>> graph = ackpt.trace(model, torch.ones(64, 64))
         >>> saving = everything(graph)
         >>> found = packed(graph, saving, graph.analysis.masks.keys() & saving.saved)
         >>> [simulate(graph, ackpt.profile(graph), each).saved_bytes for each in (saving, found)]
