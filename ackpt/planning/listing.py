@@ -24,19 +24,24 @@ class Line:
 
     __slots__ = ("args", "inputs", "is_recomputed", "is_size", "kwargs", "meta", "name", "op", "target")
 
-    def __init__(self, op: str, target: Any, args=(), kwargs=None, name: str = "", meta=None):
-        self.op, self.target, self.args, self.kwargs, self.name = op, target, args, kwargs or {}, name
+    def __init__(self, op: str, target: Any, args: Any = (), kwargs: Any = None, name: str = "", meta: Any = None):
+        self.op: str = op
+        self.target: Any = target
+        self.name: str = name
+        self.args: Any = args
+        self.kwargs: dict[str, Any] = kwargs or {}
         self.meta: dict[str, Any] = {} if meta is None else meta
-        self.is_size = self.is_recomputed = False
+        self.is_size: bool = False
+        self.is_recomputed: bool = False
         inputs: dict[Line, None] = {}
         _collect(args, inputs)
         _collect(tuple(self.kwargs.values()), inputs)
-        self.inputs = tuple(inputs)
+        self.inputs: tuple[Line, ...] = tuple(inputs)
 
     def __repr__(self) -> str:
         return f"<{self.name} = {self.target}>"
 
-    def reading(self, args, kwargs) -> Line:
+    def reading(self, args: Any, kwargs: Any) -> Line:
         """This line with other arguments."""
         line = Line(self.op, self.target, args, kwargs, self.name, self.meta)
         line.is_size, line.is_recomputed = self.is_size, self.is_recomputed
@@ -47,7 +52,7 @@ class Listing:
     """Lines in the order in which they run; the last one is the output."""
 
     def __init__(self, lines: Iterable[Line] = ()):
-        self.lines = list(lines)
+        self.lines: list[Line] = list(lines)
 
     @property
     def placeholders(self) -> list[Line]:
@@ -57,7 +62,9 @@ class Listing:
     def output(self) -> Line:
         return self.lines[-1]
 
-    def add(self, op: str, target: Any, args=(), kwargs=None, name: str = "", meta=None) -> Line:
+    def add(
+        self, op: str, target: Any, args: Any = (), kwargs: Any = None, name: str = "", meta: Any = None
+    ) -> Line:
         line = Line(op, target, args, kwargs, name, meta)
         self.lines.append(line)
         return line
