@@ -17,6 +17,7 @@ from ackpt.capture.in_place import eager_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.devices import Device
 from ackpt.costs.profiles import Profile
+from ackpt.planning.live_bytes import saved_bytes
 from ackpt.planning.plan import Plan
 from ackpt.planning.schedule import Schedule, everything
 from ackpt.planning.simulator import peak_of, step_peaks
@@ -158,8 +159,7 @@ class DynamicPlans:
 
 def _fits(graph: JointGraph, schedule: Schedule, workspace, limit: int) -> bool:
     """Whether the peak of `schedule` is within the limit; what it saves alone decides in most cases."""
-    sizes = graph.analysis.bytes
-    return sum(sizes[storage] for storage in schedule.saved) <= limit and peak_of(graph, schedule, workspace) <= limit
+    return saved_bytes(graph, schedule) <= limit and peak_of(graph, schedule, workspace) <= limit
 
 
 def described(

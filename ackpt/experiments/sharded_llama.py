@@ -67,7 +67,7 @@ def rank_row(model: ShardedModel, ranks: int, budget: str) -> dict:
 
 
 def again(plan: ShardedPlan) -> float:
-    """FLOPs that run again, in percent of the baseline's."""
+    """Recomputed FLOPs, in percent of the baseline's."""
     return round(100 * plan.recompute_flops / (plan.flops - plan.recompute_flops), 1)
 
 

@@ -201,8 +201,10 @@ class _Code:
 
     def name(self, line: Line) -> str:
         if line not in self._names:
-            is_constant = line.op == "get_attr"
-            name = self._constant(_attribute(self.root, line.target)) if is_constant else f"v{len(self._names)}"
+            if line.op == "get_attr":  # a constant of the captured graph
+                name = self._constant(operator.attrgetter(line.target)(self.root))
+            else:
+                name = f"v{len(self._names)}"
             self._names[line] = name
         return self._names[line]
 
@@ -236,8 +238,3 @@ class _Code:
             self._constants[id(value)] = f"c{len(self._constants)}"
             self.globals[self._constants[id(value)]] = value
         return self._constants[id(value)]
-
-
-def _attribute(root: nn.Module, path: str) -> Any:
-    """An attribute of `root` by its path, such as a constant of the captured graph."""
-    return operator.attrgetter(path)(root)

@@ -7,7 +7,7 @@ on a GPU is cheap, and there it also gives the dropout's result; only masks that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ackpt.capture.joint_graph import FORWARD, JointGraph
@@ -52,11 +52,14 @@ def _drawn(graph: JointGraph) -> set[int]:
     return {storage for storage, producer in producers.items() if graph.analysis.base_of[storage] == producer}
 
 
-def with_packed_masks(graph: JointGraph) -> JointGraph:
-    """`graph` with a bit per element for every mask: a lower bound of its cost also holds for plans that pack masks."""
+def with_packed_masks(graph: JointGraph, masks: Iterable[int] | None = None) -> JointGraph:
+    """`graph` with a bit per element for `masks`, by default for all.
+
+    A lower bound of its cost also holds for plans that pack masks.
+    """
     storages = list(graph.storages)
-    for storage, mask in graph.analysis.masks.items():
-        storages[storage] = replace(storages[storage], bytes=mask.packed_bytes)
+    for storage in graph.analysis.masks if masks is None else masks:
+        storages[storage] = replace(storages[storage], bytes=graph.analysis.masks[storage].packed_bytes)
     return replace(graph, storages=tuple(storages))
 
 
@@ -67,15 +70,12 @@ def _tiny(graph: JointGraph, profile: Profile, masks: set[int]) -> tuple[JointGr
     """
     assert profile.seconds is not None and profile.pack_seconds is not None
     analysis, seconds, workspace = graph.analysis, list(profile.seconds), list(profile.workspace_bytes)
-    storages = list(graph.storages)
-    for storage in masks:
-        storages[storage] = replace(storages[storage], bytes=analysis.masks[storage].packed_bytes)
+    tiny = replace(with_packed_masks(graph, masks), replays_random=False)
     for node in graph.nodes:
         for storage in masks.intersection(analysis.accessed[node.phase][node.id]):
             if node.id in analysis.allocated:
-                workspace[node.id] += graph.storages[storage].bytes - storages[storage].bytes
+                workspace[node.id] += graph.storages[storage].bytes - tiny.storages[storage].bytes
                 seconds[node.id] += profile.pack_seconds[storage] if node.phase == FORWARD else 0.0
-    tiny = replace(graph, storages=tuple(storages), replays_random=False)
     return tiny, replace(profile, seconds=tuple(seconds), workspace_bytes=tuple(workspace), pack_seconds=None)
 
 
