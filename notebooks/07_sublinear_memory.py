@@ -276,8 +276,7 @@ path = plots.save(figure, "results/figures/07_timelines.png")
 figure
 
 # %% [markdown]
-# *A step of 64 blocks. Each segment has one tooth; recursive halving has many small ones. What PyTorch's checkpoint
-# recomputes counts as temporaries here: the meter distinguishes only the recomputations of `ackpt`.*
+# *A step of 64 blocks. Each segment has one tooth; recursive halving has many small ones.*
 #
 # :::{admonition} Takeaway
 # :class: tip
