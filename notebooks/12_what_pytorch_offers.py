@@ -590,7 +590,7 @@ failures = {"baseline": "error", "save_on_cpu": "wrong", "ackpt": "error"}
 assert exhibit("a batch that is filled early", early_fill, tools) == failures
 
 # %% [markdown]
-# The correct gradient, for the batch of the forward, has only elements 2. On a GPU, `save_on_cpu` does copy, so tests on
+# For the batch of the forward, every element of the gradient should be 2. On a GPU, `save_on_cpu` does copy, so tests on
 # a CPU do not show what happens there.
 #
 # ### Checkpointing that evaluation mode turns off
