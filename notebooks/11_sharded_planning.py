@@ -229,10 +229,9 @@ for policy, plan in plans.items():
     print(f"{policy:4}  {peaks}   every event equal: {same}")
 
 # %% [markdown]
-# The choices for one block are those of {doc}`09_frontier`. They range from saving everything to saving nothing; each
-# choice drops, in addition to the previous one, the activations that free the most memory for their cost. The first
-# blocks get one choice and the rest another. The last blocks save more, because backward reads them first. The plan is
-# the cheapest such combination within the budget.
+# The choices for one block are those of {doc}`09_frontier`: useful sets of activations to save, from all to none. The
+# first blocks get one choice and the rest another. The last blocks save more, because backward reads them first. The
+# plan is the cheapest such combination within the budget.
 # It is optimal among these combinations, not among all plans. On the command line, for Llama 3 70B on 64 GPUs:
 #
 # ```bash
