@@ -41,8 +41,8 @@ class LiveBytes(TorchDispatchMode):
     Args:
         bound: an upper bound on the live bytes; None for no bound.
         exceeded: called once if the live bytes exceed `bound`, with their number and the name of the running autograd
-            node, None in the forward. It may raise an error. In backward it is called at the end, when all gradients are
-            complete.
+            node, None in the forward. It may raise an error. In backward it is called at the end, when all gradients
+            are complete.
         done: called at the end of a backward that stayed within the bound.
 
     ``most_bytes``: the largest number of live bytes. ``sizes``: a hash of the sizes of all results of the forward, in

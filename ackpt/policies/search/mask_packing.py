@@ -82,7 +82,7 @@ def _tiny(graph: JointGraph, profile: Profile, masks: set[int]) -> tuple[JointGr
 
 
 def _with_shares(graph: JointGraph, schedule: Schedule, shares, drawn: set[int]) -> list[Schedule]:
-    """Variants of `schedule` that save the masks `drawn`, and pack each of the `shares` of all saved masks.
+    """Variants of `schedule` that save the masks `drawn`; each packs another of the `shares` of all saved masks.
 
     The largest masks are packed first.
     """
