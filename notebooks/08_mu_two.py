@@ -197,8 +197,8 @@ for state in states(graph, no_link):
 # - `tanh_2` is dropped. Both effects apply to `tanh_1` and `tanh_3`, its neighbors.
 #
 # The choices do not yet fix the order of recomputation. A chain of dropped activations can be recomputed *once*, with
-# each member saved until its last use. Or it is recomputed for *each* of its members, as in the paper. With everything
-# dropped:
+# each member saved until its last use. Or it is recomputed for *each* of its members, as in the paper. We compare the two
+# orders with everything dropped:
 
 # %%
 for name, schedule in zip(("once", "each"), schedules_of(graph, no_link, state)):

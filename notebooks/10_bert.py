@@ -335,8 +335,8 @@ figure
 # *Plans (line: simulated, marker: measured) halve the dynamic peak with hardly any recomputed FLOPs. Per-block
 # checkpointing is one point above the line.*
 #
-# A plan can be saved and loaded. `ackpt.compile(model, plan=loaded, ...)` then runs it without a search, and any other
-# model refuses it.
+# A plan can be saved and loaded. `ackpt.compile(model, plan=loaded, ...)` then runs it without a search, and raises an
+# error for any other model.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:

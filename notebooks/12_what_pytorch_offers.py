@@ -328,7 +328,8 @@ assert measured["non-reentrant"].flops < measured["reentrant"].flops == measured
 # - The first *plan* has a lower peak than the memory budget of 0.5, and recomputes no matrix product.
 #
 # The figure shows the live memory of four of these steps. The memory budget saves little in the forward, but in backward
-# many recomputed tensors are live at one time. (The meter counts what PyTorch's tools recompute as temporaries.)
+# many recomputed tensors are live at one time. (The meter cannot identify the tensors that PyTorch's tools recompute, and
+# counts them as temporaries.)
 
 # %% alt="Live memory of one step with four methods, side by side. The baseline rises to one peak and falls. Per-block checkpointing stays low in the forward and has a spike per block in backward. The memory budget of 0.2 saves little in the forward, then climbs steeply in backward to a peak that is not far below the baseline's. The plan stays low in both halves and has the lowest peak."
 drawn = {"baseline": "baseline", "non-reentrant": "per block", "memory budget 0.2": "budget 0.2"}

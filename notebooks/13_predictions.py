@@ -207,8 +207,8 @@ print(f"one attention matrix has {4 * size['heads'] * size['length'] ** 2 / 2**2
 # unless that is a tensor subclass, as fake tensors are (`value_selecting_reduction_backward` in torch's
 # `FunctionsManual.cpp`). In that case it allocates a second tensor. So the prediction for sparsemax is too *high*.
 #
-# **Values decide.** A router sends tokens to experts. We assume that every expert gets the same number of tokens, which is
-# true only on average.
+# **The memory depends on values.** A router sends tokens to experts. We assume that every expert gets the same number of
+# tokens, which is true only on average.
 #
 # **Free blocks differ.** The allocated bytes of FitCheck's steps are exact or off by at most 0.05 %. But with eager
 # attention the predictions lack a few percent of the reserved bytes, often just one attention matrix: the real allocator
