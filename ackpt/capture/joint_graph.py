@@ -96,13 +96,13 @@ class JointGraph:
 
     @property
     def resident_bytes(self) -> int:
-        """Parameters, buffers, inputs, the optimizer's state and accumulated gradients."""
+        """Bytes of parameters, buffers, inputs, the optimizer's state and accumulated gradients."""
         own = sum(self.analysis.bytes[storage] for storage in self.analysis.resident)
         return own + self.optimizer_bytes + self.accumulated_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        """The gradients of the parameters, which the step leaves."""
+        """Bytes of the gradients of the parameters, which stay allocated after the step."""
         storages = {storage for node in self.gradients.values() for storage in self.nodes[node].storages}
         return sum(self.analysis.bytes[storage] for storage in storages)
 

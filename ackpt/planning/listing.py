@@ -16,7 +16,7 @@ CALLS = "call_function", "call_method"
 
 
 class Line:
-    """One operation: as an fx node, but its arguments and ``inputs`` are lines.
+    """One operation, like an fx node, but its arguments and ``inputs`` are lines.
 
     ``meta`` is the captured node's and must not be changed. ``is_size``: whether it computes sizes, not tensors.
     ``is_recomputed``: whether it is an operation of the forward that the backward repeats.
@@ -75,7 +75,7 @@ class Listing:
         return self.add(node.op, node.target, mapped(node.args, argument), kwargs, node.name, node.meta)
 
     def graph(self) -> fx.Graph:
-        """The same as an fx graph."""
+        """This listing as an fx graph."""
         graph = fx.Graph()
         made: dict[Line, fx.Node] = {}
         for line in self.lines:

@@ -18,7 +18,7 @@ from .listing import Line, Listing, mapped
 
 
 class RewriteError(RuntimeError):
-    """The rewritten modules allocate other bytes than simulated: a fault of ackpt, which is never run silently.
+    """The rewritten modules allocate other bytes than simulated. This is a bug in ackpt, and they do not run.
 
     Example:
         >>> issubclass(RewriteError, RuntimeError)
