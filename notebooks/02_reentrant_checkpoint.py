@@ -179,8 +179,8 @@ schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 # $$ \text{peak} = S \cdot \max\Bigl( \max_{i < k} \, (i - 1 + \ell_i + 2),\; k - 1 + \ell_k + 1 \Bigr) + 8 \text{ bytes}.
 #    $$
 #
-# For $k \ge 2$ equal regions this is $k + n / k$ activations. The minimum is $2 \sqrt n$ activations at $k = \sqrt n$, for
-# one more forward of the chain.
+# For $k \ge 2$ equal regions this is $k + n / k$ activations. The minimum is $2 \sqrt n$ activations at $k = \sqrt n$,
+# for one more forward of the chain.
 
 
 # %%
@@ -479,8 +479,8 @@ per_block = measure(step, resident=[model, data, offsets], warmup=0, repeats=0)
 all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), expected))
 
 # %% [markdown]
-# As in {doc}`01_where_memory_goes`, we predict the saved bytes of the checkpointed step from the inputs of the blocks, the
-# last norm and the loss; the first block's input is the data. The last line subtracts this prediction from the
+# As in {doc}`01_where_memory_goes`, we predict the saved bytes of the checkpointed step from the inputs of the blocks,
+# the last norm and the loss; the first block's input is the data. The last line subtracts this prediction from the
 # measurement:
 
 # %%

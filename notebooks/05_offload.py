@@ -230,9 +230,9 @@ path = write_text_atomic("results/tables/05_copies.md", table)
 # %% [markdown]
 # ### Storages, not tensors
 #
-# Several saved tensors may be views of one *storage*. Queries, keys and values often are: each is a third of the
-# output of one matrix product. The memory is freed only with the last view, so the engine copies the storage, and only once. Below, autograd
-# saves $q$, $k$, $v$ and the product $q k$: four tensors in two storages.
+# Several saved tensors may be views of one *storage*. Queries, keys and values often are: each is a third of the output
+# of one matrix product. The memory is freed only with the last view, so the engine copies the storage, and only once.
+# Below, autograd saves $q$, $k$, $v$ and the product $q k$: four tensors in two storages.
 
 # %%
 x = torch.randn(256, 768, requires_grad=True)
@@ -501,7 +501,7 @@ for T in lengths:
     print(f"{T:4} tokens: predicted overlap {pays.hidden_share:4.0%}, measured {shares[T][0]:4.0%}")
 print(pays)
 
-# %% tags=["measured-time", "nbval-ignore-output"] alt="Milliseconds per region against tokens: the copy is a straight line; forward and half of backward are curves that start below it and cross it near 1024 tokens. Measured points are near the lines."
+# %% tags=["measured-time", "nbval-ignore-output"] alt="Milliseconds per region against tokens: the copy is a straight line; forward and half of backward are curves that start below it and cross it between 512 and 1536 tokens. Measured points scatter around the lines."
 points = {"copy": [shares[T][1] for T in lengths], "forward": list(forward.values())}
 points["half of backward"] = [seconds / 2 for seconds in backward.values()]
 curves = {"copy": [fit.copy_seconds for fit in fits], "forward": [fit.forward_seconds for fit in fits]}
