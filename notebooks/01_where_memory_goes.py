@@ -10,7 +10,7 @@
 # - Split the memory of a step into a part fixed by the parameters and a part that grows with the batch.
 # - Derive both from the sizes of the model: 16 bytes per parameter, and a sum of widths per token.
 # - Measure both to the byte, and find the moment of the peak.
-# - Decide which part to reduce, and above how many tokens the activations dominate.
+# - Decide which part to reduce, and find the number of tokens above which the activations dominate.
 #
 # ## Notation
 #
@@ -146,9 +146,9 @@ print(f"predicted {4 * T * A:,}  measured {counted:,}")
 # which has the same size.)
 #
 # `ackpt.print_saved` lists what autograd saves, tensor by tensor, with the operation, the module and the source line.
-# Compare it with the table above: each row appears here with 4 bytes per element. The queries, keys and values are three
-# views of one storage, 1 MiB each. The list also contains what costs no further memory: parameters, the input, and views
-# of storages that are already listed.
+# Compare it with the table above: each row appears here with 4 bytes per element. The queries, keys and values are
+# three views of one storage, 1 MiB each. The list also contains tensors that need no further memory: parameters, the
+# input, and views of storages that are already listed.
 
 # %%
 ackpt.print_saved(block, x, sequences, 256)

@@ -385,7 +385,7 @@ for name, size in {"predicted": best, "predicted, plus the copy": best + missed}
 print(f"weights, gradients and Adam states: {16 * N / best:.0%} of the predicted peak")
 
 # %% [markdown]
-# Only fewer bytes of weights, gradients and Adam states could lower this peak much further.
+# To lower this peak much further, weights, gradients and Adam states must shrink.
 #
 # When is a vocabulary large? In bf16 a block saves $24 d + 4 f + 12 h + 8$ bytes per token, and a boundary has $4 d$.
 # The loss needs 10 bytes per logit when backward begins: the log-probabilities in bf16, a copy of them in fp32, and the

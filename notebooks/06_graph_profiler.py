@@ -404,7 +404,7 @@ print(f"node {often}, {graph.nodes[often].name} in the capture, runs as {names[o
 # %% [markdown]
 # A plan also carries the *hash* of its graph: a digest of operations and arguments with all shapes, dtypes and devices.
 # Other weights do not change the hash, but another number of rows does. Applying a plan to another graph raises an
-# error. `ackpt.compile` first simulates the plan for the new sizes.
+# error. When sizes change, `ackpt.compile` replans, or simulates an existing schedule at the new sizes before it runs it.
 
 # %%
 weights, rows = ackpt.trace(Tiny(), x, labels), ackpt.trace(tiny, x[:2], labels[:2])
