@@ -286,8 +286,9 @@ for T in lengths:
 # and the ratio approaches $9 / 7$: the more expensive the backward, the smaller the share of recomputation.
 #
 # Time must be measured. Both methods take turns, and each round gives one ratio. We print the median of five rounds,
-# with the lowest and the highest. Expect ratios above those in FLOPs: operations without FLOPs also take time, and every
-# region adds a fixed time ({doc}`02_reentrant_checkpoint`), which weighs most in short sequences.
+# with the lowest and the highest. On an idle machine, expect ratios above those in FLOPs: operations without FLOPs also
+# take time, and every region adds a fixed time ({doc}`02_reentrant_checkpoint`), which weighs most in short sequences.
+# On a busy machine, such short steps vary so much that their ratio means little.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for T in (lengths[0], lengths[-1]):
@@ -389,9 +390,9 @@ for method, formula in zip(methods, (baseline_peak, checkpoint_peak)):
 #
 # :::{admonition} Exercise 3: what fits
 # :class: note
-# A GPU has 24 GiB. On how many tokens of one sequence can you train the published model, without and with checkpointed
-# blocks? Estimate both from the table and the slopes, then check with `predict_experiment`. Mind the bend: for this
-# model, it lies between the last two lengths of the table.
+# A GPU has 24 GiB. How many tokens may a sequence have if you train the published model on this GPU, without and with
+# checkpointed blocks? Estimate both from the table and the slopes, then check with `predict_experiment`. Mind the bend:
+# for this model, it lies between the last two lengths of the table.
 # :::
 
 # %% tags=["solution"]
