@@ -9,9 +9,9 @@
 #
 # - Train a language model on real text with four methods, and see that they learn the same.
 # - Derive the memory of the vocabulary head, tokens times vocabulary times copies, and measure it.
-# - Compute the loss in chunks, so that never all logits are live at once, without additional FLOPs.
+# - Compute the loss in chunks, so that only the logits of one chunk are live at a time, without additional FLOPs.
 # - Derive the peak of all four methods, to the byte.
-# - Predict the peaks at the published sizes. The goal is at most 5200 MB where 15977 MB were published.
+# - Predict the peaks at the published sizes. The goal is at most 5200 MB; the published baseline needs 15977 MB.
 #
 # ## Notation
 #
@@ -271,7 +271,8 @@ for method in methods:
     print(f"{method:24} measured - by hand: {runs[method].peak_bytes - by_hand(method, T)} bytes")
 
 # %% [markdown]
-# Which of the two lowers the peak more if it is used alone? Decide with the formulas, then look at the table:
+# Which lowers the peak more if it is used alone, checkpointing or the chunked loss? Decide with the formulas, then look
+# at the table:
 
 # %% tags=["hide-input"]
 base = runs["baseline"]
@@ -292,8 +293,8 @@ path = write_text_atomic("results/tables/04_lm.md", markdown_table(rows, columns
 # ```{include} ../../results/tables/04_lm.md
 # ```
 #
-# What is live at the peak of each method? The meter distinguishes activations, recomputed ones and temporaries. The
-# formulas give the part that is logits.
+# What is live at the peak of each method? The meter distinguishes saved activations, recomputed activations and
+# temporaries. The formulas say how much of them is logits.
 
 # %% tags=["hide-input"] alt="Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, recomputed activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both."
 logits = {"baseline": 12 * T * V, "checkpoint": 12 * T * V, "chunked-loss": 8 * math.ceil(T / k) * V}
@@ -309,7 +310,8 @@ path = plots.save(figure, "results/figures/04_at_the_peak.png")
 figure
 
 # %% [markdown]
-# *Memory at the peak. Logits are most of the dynamic memory at the checkpointed peak; chunking the loss removes them.*
+# *Memory at the peak. With checkpointing alone, logits are most of the dynamic memory; chunking the loss removes nearly
+# all of them.*
 #
 # Neither method is enough alone. Checkpointing leaves the logits, chunking leaves the activations of the blocks, and
 # what is left determines the peak. With both, only one block or one chunk is live at a time.
@@ -372,7 +374,7 @@ path = write_text_atomic("results/tables/04_published.md", table)
 # ```{include} ../../results/tables/04_published.md
 # ```
 #
-# **The goal** was a peak of at most 5200 MB at 8192 tokens. To the prediction we add the copy that it may miss:
+# **The goal** was a peak of at most 5200 MB at 8192 tokens. We add the copy that the prediction may miss:
 
 # %%
 ours = {(p.config["method"], p.config["seq_len"]): p.metrics["peak_bytes"] for p in predicted}
@@ -383,7 +385,7 @@ for name, size in {"predicted": best, "predicted, plus the copy": best + missed}
 print(f"weights, gradients and Adam states: {16 * N / best:.0%} of the predicted peak")
 
 # %% [markdown]
-# To lower the peak further, one would have to reduce these.
+# To lower the peak further, you would have to reduce the weights, gradients and Adam states.
 #
 # When is a vocabulary large? In bf16 a block saves $24 d + 4 f + 12 h + 8$ bytes per token, and a boundary has $4 d$.
 # The loss needs 10 bytes per logit when backward begins: the log-probabilities in bf16, a copy of them in fp32, and the
@@ -434,8 +436,9 @@ for n in (2, 4, 8, 16):
     print(f"{n:2} chunks: {peak / 2**20:7.1f} MiB")
 
 # %% [markdown]
-# Once a chunk is smaller than what a later moment of the step needs, the peak moves to that moment: the recomputed
-# first block, with nearly all gradients complete. More chunks then only make the matrix products smaller.
+# Once a chunk needs less memory than a later moment of the step, the peak moves to that moment: the backward of the
+# recomputed first block, when nearly all gradients are complete. More chunks then only make the matrix products
+# smaller.
 #
 # :::{admonition} Exercise 3: one matrix for both ends
 # :class: note
