@@ -201,7 +201,10 @@ race(wait_for_copy=False), race(wait_for_copy=True)
 
 # %% tags=["hide-input"]
 columns = {name: name for name in ("bug", "with the bug", "fix", "with the fix")}
-caption = "Five bugs of asynchronous copies. The last one only costs time: buffers for 6 steps of 8 tensors."
+caption = (
+    "Five bugs of asynchronous copies. The last one only costs time; its row counts the buffers that 6 steps with 8 "
+    "tensors each allocate."
+)
 table = markdown_table(pitfalls.outcomes(), columns, caption, "tab-copies")
 path = write_text_atomic("results/tables/05_copies.md", table)
 
@@ -213,7 +216,7 @@ path = write_text_atomic("results/tables/05_copies.md", table)
 #
 # :::{admonition} Takeaway
 # :class: tip
-# Four rules make an asynchronous copy correct. It starts after the work of the stream that computes *now*. Its event is
+# Four rules make an asynchronous copy correct. It starts after the work of the *current* compute stream. Its event is
 # recorded after the copy. The device memory that it reads or writes is freed only after that event. Its buffer is
 # reused only after that event. A fifth rule makes copies fast: allocate buffers once.
 # :::
@@ -406,8 +409,8 @@ path = plots.save(figure, "results/figures/05_timelines.png")
 figure
 
 # %% [markdown]
-# *Offload of the inputs removes the ramp of the checkpointed step. With `sync`, each copy ends before compute goes on;
-# with `async`, the copies overlap with compute.*
+# *Offload of the inputs removes the ramp of the checkpointed step. The strips below the second and the third timeline
+# show the copies: with `sync`, each copy ends before compute goes on; with `async`, the copies overlap with compute.*
 #
 # The store can also be a disk, with `store="disk"`. Its buffers are memory-mapped files without a name, so the system
 # reclaims the space when the process ends, even after a crash.
@@ -415,12 +418,13 @@ figure
 # %% [markdown]
 # ## When copies add no time
 #
-# A copy adds no time if it ends while the device computes. How much time is there?
+# A copy adds no time if it ends while the device computes. How much time is available?
 #
-# - **Out.** In the forward, the copies of two consecutive inputs start one forward apart. A copy must end before the next
-#   one starts, so it has $F$.
-# - **In.** The copy back starts halfway through the backward of the following region: it has $R / 2$. A backward takes
-#   about two forwards, since each matrix product of the forward has two in backward. So this is $F$ again.
+# - **Out.** In the forward, the copies of two consecutive inputs start one forward apart. A copy must end before the
+#   next one starts, so the time $F$ is available.
+# - **In.** The copy back starts halfway through the backward of the following region: the time $R / 2$ is available. A
+#   backward takes about two forwards, since each matrix product of the forward has two in backward. So $R / 2$ is about
+#   $F$ again.
 #
 # Both copies overlap completely if $S / \lambda \le F$. (Without recomputation, the copies back have all of $R$, but a
 # block saves much more.) For a Transformer block of width $d$ with $4 d$ in the MLP and 2 bytes per element, this is
@@ -432,10 +436,11 @@ figure
 # `ackpt.offload_pays` evaluates the condition with measured times: it fits $F$ and $R$, each with a fixed, a linear and
 # a quadratic part, and compares them with the copy.
 #
-# Memory on this machine is fast. To see a crossover, we need a slow link, and compute with a large quadratic part. So
-# the regions consist of attention alone, and copies sleep: the link's bandwidth is set so that a copy at 1024 tokens
-# takes exactly the time that it has. Then we train six such regions over that link. The engine measures how long the
-# copies take and how long compute waits for them; the rest of the copies' time overlaps with compute.
+# Copies within the memory of this machine are fast. To see a crossover, we need a slow link, and
+# compute with a large quadratic part. So the regions consist of attention alone, and copies sleep: the link's bandwidth
+# is set so that a copy at 1024 tokens takes exactly the time that is available. Then we train six such regions over
+# that link. The engine measures how long the copies take and how long compute waits for them; the rest of the copies'
+# time overlaps with compute.
 
 
 # %%
@@ -508,8 +513,9 @@ curves["half of backward"] = [fit.backward_seconds / 2 for fit in fits]
 plots.line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="one region (ms)", unit=1e-3)
 
 # %% [markdown]
-# *Attention is quadratic in the tokens, the copy linear: above about 1024 tokens, compute takes longer than the
-# copies.* The measured shares follow the predicted ones only roughly, because they are times of threads on a busy CPU.
+# *The time of attention is quadratic in the number of tokens, and that of the copy is linear: for long sequences,
+# compute takes longer than the copies.* The measured shares follow the predicted ones only roughly, because they are
+# times of threads on a busy CPU.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -519,13 +525,13 @@ plots.line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", yl
 #
 # ## Which activations to offload
 #
-# If the link cannot carry all activations, some must be chosen. Every activation has an *inactive time*: the compute
-# between its last use in the forward and its first use in the backward. Its *swap time* is that of its copies out and
-# in. A copy can overlap only with the inactive time, and all copies in one direction share the link. So mu-TWO
-# (Purandare et al. 2023) swaps the activation with the longest inactive time first, and only while a swap adds less
-# time than the recomputation of another activation. In a chain, the inactive time falls from the first activation to the
-# last. So the engine, which copies in the order of the forward and keeps the last storages, makes the same choice.
-# {doc}`08_mu_two` decides for each activation.
+# If the link cannot carry all activations, you must choose some of them. Every activation has an *inactive time*: the
+# compute between its last use in the forward and its first use in the backward. Its *swap time* is the time of its
+# copies out and in. A copy can overlap only with the inactive time, and all copies in one direction share the link. So
+# mu-TWO (Purandare et al. 2023) swaps the activation with the longest inactive time first, and only while a swap adds
+# less time than the recomputation of another activation. In a chain, the inactive time falls from the first activation
+# to the last. So the engine, which copies in the order of the forward and keeps the last storages, makes the same
+# choice. {doc}`08_mu_two` decides for each activation.
 
 # %% [markdown]
 # ## Exercises
