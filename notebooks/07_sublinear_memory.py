@@ -195,9 +195,9 @@ for method in METHODS:
     print(f"{method:19}  peak {live:2} S, {again:3} blocks recomputed")
 
 # %% [markdown]
-# The theory predicts the saved tensors only. The *other* live tensors, incoming and outgoing gradients and the output
-# of the running operation, are not derived, neither by Chen et al. nor here: we read their number off these chains. It
-# is two for recursive halving and three otherwise, at any length. With them, is every number the predicted one?
+# The theory predicts the saved tensors only. Neither Chen et al. nor we derive the number of *other* live tensors,
+# which are incoming and outgoing gradients and the output of the running operation. We read it off these chains: it is
+# two for recursive halving and three otherwise, at any length. Do the predictions match if we add it?
 
 # %%
 OTHERS = {method: 2 if method == "recursive halving" else 3 for method in METHODS}
@@ -294,7 +294,7 @@ figure
 # the first. Here a block is a *step* and its output a *state*. To *reverse* a step, it runs the step from the state
 # before it, and then its backward immediately; this run counts as part of the reversal. A run that only moves on to a
 # later state is an *advance*. After $j$ advances, Revolve saves its second snapshot. The part after it is reversed with
-# one snapshot less, because the first one stays saved; the part before it follows with all $s$ snapshots:
+# one snapshot fewer, because the first one stays saved; the part before it follows with all $s$ snapshots:
 #
 # $$ P(n, s) = \min_{1 \le j < n} \; j + P(n - j, s - 1) + P(j, s) , \qquad
 # P(n, 1) = \frac{n (n - 1)}{2} , \quad P(1, s) = 0 . $$
@@ -329,7 +329,7 @@ print(f"{revolve.advances(steps, snapshots)} advances; no step runs more than {m
 figure
 
 # %% [markdown]
-# *Revolve's schedule for 16 steps with 3 snapshots.*
+# *Revolve reverses 16 steps with 3 snapshots, which it reuses from the end of the chain to its beginning.*
 #
 # The policy `revolve` runs such schedules. The first $n - 1$ of the $P$ advances belong to the forward that every
 # training step runs, so $P - (n - 1)$ products are recomputed. We check this on 16 blocks with 2 and 8 snapshots:
@@ -455,7 +455,7 @@ figure
 # its output. If a block saves $c$ times the bytes of its output, a segment of $\ell$ blocks saves $c \, \ell$ outputs,
 # and the sum to minimize is
 #
-# $$ k - 1 + \frac{c \, n}{k} , \qquad \text{least at } k = \sqrt{c \, n} . $$
+# $$ k - 1 + \frac{c \, n}{k} , \qquad \text{smallest at } k = \sqrt{c \, n} . $$
 #
 # This $k$ may exceed $n$; then every block should be a segment. For the blocks of this book $c = 10 + 2 f / d + \dots$,
 # which is 18 or more at $f = 4 d$. We cut sixteen of these blocks into $k$ segments and measure:
@@ -602,8 +602,8 @@ for k in (2, 4, 8, 16):
 
 # %% [markdown]
 # The more a block saves, the shorter its segments should be. In the first block of a segment, GELU's input is the
-# boundary, which is already live: that is one tensor less. It partly offsets the live tensors that the formula does not
-# count.
+# boundary, which is already live, so the segment saves one tensor fewer. This partly offsets the live tensors that the
+# formula does not count.
 #
 # :::{admonition} Exercise 2: two runs
 # :class: note
@@ -618,7 +618,7 @@ fewest, decreasing, [revolve.beta(s, 2) == (s + 1) * (s + 2) // 2 for s in (1, 1
 
 # %% [markdown]
 # $\beta(s, 2) = (s + 1)(s + 2) / 2$. Segments of decreasing length are Revolve with two runs, of which the first is the
-# forward itself. They need one activation more, because they save the activations inside the segment that is being
+# forward itself. They need one more activation, because they save the activations inside the segment that is being
 # reversed.
 #
 # :::{admonition} Exercise 3: save or recompute
