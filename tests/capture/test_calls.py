@@ -72,10 +72,10 @@ def test_a_call_in_words():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda model: (model, X.expand(2, 64, 8), {}), r"argument 0 then float32 \[64, 8\], now float32 \[2, 64, 8\]"),
-        (lambda model: (model.double(), X, {}), "parameters then 288 in .* float32.*, now 288 in .* float64"),
-        (lambda model: (model.eval(), X, {}), "mode then training, now evaluation"),
-        (lambda model: (model[:3], X, {}), "parameters then 288 in 8 .*now 216 in 6"),
+        (lambda model: (model, X.expand(2, 64, 8), {}), r"argument 0 was .*\[64, 8\] and is now .*\[2, 64, 8\]"),
+        (lambda model: (model.double(), X, {}), "parameters were 288 in .* float32.* and are now 288 in .* float64"),
+        (lambda model: (model.eval(), X, {}), "mode was training and is now evaluation"),
+        (lambda model: (model[:3], X, {}), "parameters were 288 in 8 .* and are now 216 in 6"),
         (lambda model: (model, X, {"differentiate": "all"}), None),
     ],
     ids=["dimensions", "dtype", "mode", "layers", "same graph"],
@@ -120,7 +120,7 @@ def test_a_plan_and_a_later_call_with_other_arguments():
         step(X[:3])
     step(X[:3].clone())
     step.eval()
-    with pytest.raises(PlanError, match="mode then training, now evaluation.*under torch.no_grad") as raised:
+    with pytest.raises(PlanError, match="mode was training and is now evaluation.*under torch.no_grad") as raised:
         step(X)
     assert "drop_last" not in str(raised.value)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_a_plan_and_a_later_call_with_other_arguments():
 def test_evaluation_with_gradients_is_not_blamed_on_the_batch():
     step = ackpt.compile(nn.Sequential(*(Drops(8, 8) for _ in range(4))), X, budget=0.86)
     step.eval()
-    with pytest.raises(ackpt.BudgetError, match="mode then training, now evaluation.*under torch.no_grad") as raised:
+    with pytest.raises(ackpt.BudgetError, match="mode was training and is now eval.*under torch.no_grad") as raised:
         step(X)
     assert "A fraction is relative" not in str(raised.value) and raised.value.least_bytes < step.plan.peak_bytes
 

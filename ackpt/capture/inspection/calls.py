@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ackpt.budget import is_share
 
 _MODE, _TRAINING, _EVALUATION = "mode", "training", "evaluation"
+_PARAMETERS = "parameters"
 MACHINE = "machine"  # given only where it is not the one that plans
 _LONGEST = 60  # characters of an argument that is no tensor
 _EVALUATE = (
@@ -32,7 +33,7 @@ def described(model: nn.Module, args, kwargs, differentiate: str = "loss") -> di
     return {
         "torch": torch.__version__,
         "model": type(model).__name__,
-        "parameters": f"{number:,} in {len(parameters)} tensors of {kinds}, {trained:,} trained",
+        _PARAMETERS: f"{number:,} in {len(parameters)} tensors of {kinds}, {trained:,} trained",
         _MODE: _mode(model),
         "autocast": _autocast(),
         "differentiate": differentiate,
@@ -45,17 +46,21 @@ def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) ->
 
     Example:
         >>> differences({"mode": "training", "argument 0": "int64 [8, 4]"}, {"mode": "evaluation"})
-        ['mode then training, now evaluation', 'argument 0 then int64 [8, 4], now not given']
+        ['mode was training and is now evaluation', 'argument 0 was int64 [8, 4] and is now not given']
     """
+    clauses = []
+    for name in names_of_differences(was, now):
+        without = "this one" if name == MACHINE else "not given"
+        past, present = ("were", "are") if name == _PARAMETERS else ("was", "is")
+        clauses.append(f"{name} {past} {was.get(name, without)} and {present} now {now.get(name, without)}")
+    return clauses
+
+
+def names_of_differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) -> list[str]:
+    """The names of everything that both calls are known to have had differently, as `differences` words them."""
     if was is None or now is None:
         return []
-    clauses = []
-    for name in {**was, **now}:
-        without = "this one" if name == MACHINE else "not given"
-        before, after = was.get(name, without), now.get(name, without)
-        if before != after:
-            clauses.append(f"{name} then {before}, now {after}")
-    return clauses
+    return [name for name in {**was, **now} if was.get(name) != now.get(name)]
 
 
 def another_plan(was, now, cause: str) -> str:
