@@ -312,11 +312,9 @@ class _Best:
         self.costs = np.full(slots + 1, np.inf)
         self.decisions = np.full(slots + 1, None, dtype=object)
 
-    def offer(self, decision: _Decision, costs, need) -> None:
-        """Offer `decision`, which needs at least `need` slots and costs `costs`, by slots or for all of them."""
-        costs = np.broadcast_to(np.asarray(costs, dtype=float), self.costs.shape).copy()
-        costs[: int(need)] = np.inf
-        self.take(costs, np.full(len(costs), decision, dtype=object))
+    def offer(self, decision: _Decision, costs: float, need) -> None:
+        """Offer `decision`, which needs at least `need` slots."""
+        self.choose(np.full((1, len(self.costs)), costs, dtype=float), np.array([need]), np.array([decision]))
 
     def choose(self, costs: np.ndarray, needs: np.ndarray, decisions: np.ndarray, start: int = 0) -> None:
         """Offer every row of `costs`, from the slot `start` on, with its own need and its own of `decisions`.
@@ -325,16 +323,12 @@ class _Best:
         """
         if not len(costs):
             return
-        slots = np.arange(costs.shape[1])
-        costs[slots < needs[:, None] - start] = np.inf
-        cheapest = np.argmin(costs, axis=0)
-        self.take(costs[cheapest, slots], decisions[cheapest], start)
-
-    def take(self, costs: np.ndarray, decisions: np.ndarray, start: int = 0) -> None:
-        """Take over from `decisions`, by slots from `start` on, wherever `costs` are lower."""
-        better = np.flatnonzero(costs < self.costs[start : start + len(costs)])
-        self.costs[start + better] = costs[better]
-        self.decisions[start + better] = decisions[better]
+        np.putmask(costs, np.arange(costs.shape[1]) < needs[:, None] - start, np.inf)
+        least = costs.min(axis=0)
+        better = np.flatnonzero(least < self.costs[start : start + len(least)])
+        if len(better):
+            self.costs[start + better] = least[better]
+            self.decisions[start + better] = decisions[costs[:, better].argmin(axis=0)]
 
     def first_slots_of(self, costs: np.ndarray) -> np.ndarray:
         """For each of `costs` the first slot in which the best one is at most as high."""
