@@ -79,9 +79,6 @@ class DynamicStep:
     def _workspace(self) -> DynamicWorkspace:
         return DynamicWorkspace(self.module, self.reference)
 
-    def is_compiled(self, schedule: Schedule) -> bool:
-        return (schedule.forward, schedule.backward) in self._compiled
-
     def run(self, schedule: Schedule, values: tuple[int, ...]) -> Callable[[Any], list[Any]]:
         """A function of the step's inputs, of these sizes, that runs `schedule`."""
         key = schedule.forward, schedule.backward
