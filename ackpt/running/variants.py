@@ -349,7 +349,7 @@ class Variants:
         if label := "" if attribute else variant.captured.reads.first_change():
             return "; ".join([f"{label} changed", *changes]), label  # a capture for all sizes is not valid then
         if changes:
-            names = ", ".join(change.partition(" then ")[0] for change in changes)
+            names = ", ".join(change.partition(" changed from ")[0] for change in changes)
             return "; ".join([*changes, *(attribute or ())[:1]]), names
         if attribute:
             return attribute

@@ -45,7 +45,7 @@ def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) ->
 
     Example:
         >>> differences({"mode": "training", "argument 0": "int64 [8, 4]"}, {"mode": "evaluation"})
-        ['mode then training, now evaluation', 'argument 0 then int64 [8, 4], now not given']
+        ['mode changed from training to evaluation', 'argument 0 changed from int64 [8, 4] to not given']
     """
     if was is None or now is None:
         return []
@@ -54,21 +54,21 @@ def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) ->
         without = "this one" if name == MACHINE else "not given"
         before, after = was.get(name, without), now.get(name, without)
         if before != after:
-            clauses.append(f"{name} then {before}, now {after}")
+            clauses.append(f"{name} changed from {before} to {after}")
     return clauses
 
 
 def another_plan(was, now, cause: str) -> str:
     """What to do if the given plan does not fit a later call, with its `cause` in words."""
     if _left_training(was, now):
-        return f"It fitted the call before. {_EVALUATE}."
+        return f"It matched the previous call. {_EVALUATE}."
     if not differences(was, now):
         return (
-            f"It fitted the call before. Since then, {cause}: change it back, or give a budget instead, which replans."
+            f"It matched the previous call. Since then, {cause}: change it back, or give a budget, which replans."
         )
     return (
-        "It fitted the call before. Make a second step with a plan for this call, leave out a last batch that differs, "
-        "as a DataLoader with drop_last=True does, or give a budget instead, which replans."
+        "It matched the previous call. Make a second step with a plan for this call, leave out a last batch that "
+        "differs, as a DataLoader with drop_last=True does, or give a budget instead, which replans."
     )
 
 
