@@ -59,5 +59,6 @@ class History:
         self._captures[group] += 1
         if self._captures[group] == _MOST:
             warn(
-                f"This step was captured and planned {_MOST} times because {group} changed (now: {cause}). {advice}",
+                f"This step was captured and planned {_MOST} times because {group} changed (most recently: {cause}). "
+                f"{advice}",
             )

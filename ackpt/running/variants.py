@@ -21,14 +21,7 @@ from ackpt.capture.aot import Capture, capture
 from ackpt.capture.as_compiled import measured_baseline
 from ackpt.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout
 from ackpt.capture.inspection.attributes import changed_attribute
-from ackpt.capture.inspection.calls import (
-    another_plan,
-    described,
-    differences,
-    named_leaves,
-    names_of_differences,
-    other_bytes,
-)
+from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes
 from ackpt.capture.inspection.model_checks import warn_of_hooks
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.optimizer_state import Loop
@@ -362,7 +355,7 @@ class Variants:
         if label := "" if attribute else variant.captured.reads.first_change():
             return "; ".join([f"{label} changed", *changes]), label  # a capture for all sizes is not valid then
         if changes:
-            names = ", ".join(names_of_differences(words, made_for))
+            names = ", ".join(change.partition(" changed from ")[0] for change in changes)
             return "; ".join([*changes, *(attribute or ())[:1]]), names
         if attribute:
             return attribute

@@ -356,7 +356,7 @@ def test_captures_are_logged_once_with_their_cause(caplog):
         for length in (20, 26, 26):
             step.prepare(ids(6, length))
     assert len(caplog.records) == len(step.history) == 2
-    assert step.history[1].cause == "argument 0 was int64 [6, 20] and is now int64 [6, 26]"
+    assert step.history[1].cause == "argument 0 changed from int64 [6, 20] to int64 [6, 26]"
 
 
 SCALE = 2.0
@@ -379,7 +379,7 @@ def test_a_value_that_changes_is_the_cause_of_a_capture_at_a_new_size(monkeypatc
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
     step.prepare(torch.ones(5, 8))
     assert kinds(step) == ["dynamic capture", "plan", "dynamic capture"]
-    sizes = "argument 0 was float32 [6, 8] and is now float32 [5, 8]"
+    sizes = "argument 0 changed from float32 [6, 8] to float32 [5, 8]"
     assert step.history[-1].cause == f"global 'SCALE' of {__name__} changed; {sizes}"
 
 
