@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 import ackpt
+from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.patches import fake_cache
+from ackpt.workloads import planned_shapes
 
 # The committed rates of a CPU, for subprocesses too: plans do not depend on the machine that runs the tests.
 os.environ["ACKPT_CALIBRATION"] = str(Path(__file__).parents[1] / "results" / "cpu_calibration.json")
@@ -274,3 +276,24 @@ def fresh_dynamo():
 def fresh_results():
     """No result on tensors without data is known from an earlier capture."""
     fake_cache._RESULTS.clear()
+
+
+_CAPTURED: dict[str, JointGraph] = {}
+
+
+@pytest.fixture(scope="module")
+def captured_once():
+    """A step that is planned from shapes is captured once, whatever plans and optimizers it is asked for."""
+    capture = planned_shapes.forward_and_backward
+
+    def known(step, config, where):
+        arguments = {name: getattr(value, "shape", value) for name, value in step.inputs.items()}
+        parameters = [(name, tensor.shape, tensor.requires_grad) for name, tensor in step.model.named_parameters()]
+        key = repr((config.step, config.autocast, config.device, config.scaling, step.model, arguments, parameters))
+        if key not in _CAPTURED:
+            _CAPTURED[key] = capture(step, config, where)
+        return _CAPTURED[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned_shapes, "forward_and_backward", known)
+        yield
