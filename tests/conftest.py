@@ -24,6 +24,10 @@ from ackpt.workloads import planned_shapes
 # The committed rates of a CPU, for subprocesses too: plans do not depend on the machine that runs the tests.
 os.environ["ACKPT_CALIBRATION"] = str(Path(__file__).parents[1] / "results" / "cpu_calibration.json")
 
+# Between tests, everything is collected: the many collections on the way, of objects that live, would take a twentieth
+# of the time.
+gc.set_threshold(100_000, 50, 50)
+
 # A filter for models that look at values unless they are compiled, where it is not the warning that is tested.
 CAPTURED_AS_COMPILED = "ignore:The model was captured as torch.compile runs it"
 
