@@ -11,13 +11,13 @@ from torch import nn
 import ackpt
 from ackpt.metering.meter import memory_format
 
-BUDGET = "6MiB"
+BUDGET = "5MiB"
 
 
 class LanguageModel(nn.Module):
     """An encoder over tokens, with its loss."""
 
-    def __init__(self, words=512, width=64, depth=2):
+    def __init__(self, words=512, width=64, depth=1):
         super().__init__()
         self.embedding = nn.Embedding(words, width)
         layers = (
@@ -62,14 +62,14 @@ def measured(model, step, inputs):
 torch.manual_seed(0)
 plain = LanguageModel()
 model = copy.deepcopy(plain)
-batches = [batch(length) for length in (32, 48, 17, 64, 90, 23)] + [batch(48, size=3)]
+batches = [batch(length) for length in (32, 48, 17, 90)] + [batch(48, size=3)]
 
 step = ackpt.compile(model, *batches[0], budget=BUDGET)  # the line to add
 for inputs in batches:
     expected, found = gradients(plain, plain, inputs), gradients(model, step, inputs)
     assert all(torch.equal(one, other) for one, other in zip(expected, found))
     peak = measured(model, step, inputs)
-    assert peak <= step.plan.peak_bytes <= 6 * 2**20
+    assert peak <= step.plan.peak_bytes <= 5 * 2**20
     shape, cost = list(inputs[0].shape), step.plan.cost
     print(f"{shape}: {memory_format(peak)}, recomputation costs {cost:.1%} of the step")
 

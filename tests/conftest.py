@@ -17,10 +17,16 @@ import torch
 from torch import nn
 
 import ackpt
+from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.patches import fake_cache
+from ackpt.workloads import planned_shapes
 
 # The committed rates of a CPU, for subprocesses too: plans do not depend on the machine that runs the tests.
 os.environ["ACKPT_CALIBRATION"] = str(Path(__file__).parents[1] / "results" / "cpu_calibration.json")
+
+# Between tests, everything is collected: the many collections on the way, of objects that live, would take a twentieth
+# of the time.
+gc.set_threshold(100_000, 50, 50)
 
 # A filter for models that look at values unless they are compiled, where it is not the warning that is tested.
 CAPTURED_AS_COMPILED = "ignore:The model was captured as torch.compile runs it"
@@ -274,3 +280,24 @@ def fresh_dynamo():
 def fresh_results():
     """No result on tensors without data is known from an earlier capture."""
     fake_cache._RESULTS.clear()
+
+
+_CAPTURED: dict[str, JointGraph] = {}
+
+
+@pytest.fixture(scope="module")
+def captured_once():
+    """A step that is planned from shapes is captured once, whatever plans and optimizers it is asked for."""
+    capture = planned_shapes.forward_and_backward
+
+    def known(step, config, where):
+        arguments = {name: getattr(value, "shape", value) for name, value in step.inputs.items()}
+        parameters = [(name, tensor.shape, tensor.requires_grad) for name, tensor in step.model.named_parameters()]
+        key = repr((config.step, config.autocast, config.device, config.scaling, step.model, arguments, parameters))
+        if key not in _CAPTURED:
+            _CAPTURED[key] = capture(step, config, where)
+        return _CAPTURED[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned_shapes, "forward_and_backward", known)
+        yield

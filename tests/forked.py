@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import runpy
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 # Takes a second or more to import. A server that has imported all of them, and run nothing, forks the processes.
 _SLOW = (
     *("torch", "torch._inductor.compile_fx", "ackpt.compiled", "accelerate", "lightning", "peft"),
+    *("torch.distributed.fsdp", "torch.nn.parallel"),
     *("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"),
 )
 
@@ -27,18 +30,33 @@ def start_method() -> str:
     return "forkserver"
 
 
-def output_of(script: Path, *arguments: str, folder: Path, threads: int | None = None) -> str:
-    """What a Python script prints, if it succeeds, run in `folder`."""
+def output_of(script: Path, *arguments: str, folder: Path, threads: int | None = None, ranks: int = 0) -> str:
+    """What a Python script prints, if it succeeds, run in `folder`; with `ranks`, by so many processes of one group."""
     context = multiprocessing.get_context(start_method())
-    with tempfile.TemporaryDirectory() as logs:
-        process = context.Process(target=_run, args=(str(script), arguments, str(folder), threads, logs))
-        process.start()
-        process.join()
-        assert process.exitcode == 0, Path(logs, "2").read_text(encoding="utf-8")
-        return Path(logs, "1").read_text(encoding="utf-8")
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank, environment in enumerate(_environments(ranks) if ranks else [{}]):
+            logs = stack.enter_context(tempfile.TemporaryDirectory())
+            given = str(script), arguments, str(folder), threads, logs, environment
+            processes.append((context.Process(target=_run, args=given), logs))
+            processes[rank][0].start()
+        for process, _ in processes:
+            process.join()
+        for process, logs in processes:
+            assert process.exitcode == 0, Path(logs, "2").read_text(encoding="utf-8")
+        return "".join(Path(logs, "1").read_text(encoding="utf-8") for _, logs in processes)
 
 
-def _run(script, arguments, folder, threads, logs):
+def _environments(ranks: int) -> list[dict[str, str]]:
+    """The variables that torchrun sets for each of the processes on one machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    return [{**shared, "LOCAL_WORLD_SIZE": str(ranks), "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(ranks)]
+
+
+def _run(script, arguments, folder, threads, logs, environment):
+    os.environ.update(environment)
     for number in (1, 2):  # stdout and stderr
         os.dup2(os.open(os.path.join(logs, str(number)), os.O_WRONLY | os.O_CREAT), number)
     gc.freeze()  # what the server imported is not collected

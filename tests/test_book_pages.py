@@ -65,8 +65,12 @@ def text(node: ast.AST) -> str:
 
 def is_quoted_from(message: str, source: str) -> bool:
     """Whether the parts of `message` between gaps occur in `source`, in their order."""
-    parts = [part.strip() for part in message.split(GAP) if part.strip()]
-    return re.search(".*".join(map(re.escape, parts)), source, re.DOTALL) is not None
+    start = 0
+    for part in filter(None, map(str.strip, message.split(GAP))):
+        start = source.find(part, start) + len(part)
+        if start < len(part):
+            return False
+    return True
 
 
 OUR_ERRORS = error_classes(errors, ackpt, graph, flops, data)

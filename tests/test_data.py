@@ -65,16 +65,15 @@ def test_the_embedded_corpus_is_the_language_reference():
     assert all(topic in text for topic in topics.values())
 
 
-def test_corpus_and_tokens_are_the_same_in_two_processes():
+def test_corpus_and_tokens_are_the_same_in_another_process():
     code = (
         "from ackpt import data; text = data.embedded_corpus(); "
         "stream = data.token_stream('embedded', vocab_size=700); "
         "ids = data.corpus_fingerprint(str(stream.tolist())); "
         "print(data.corpus_fingerprint(text), len(stream), ids)"
     )
-    outputs = {python(code, PYTHONHASHSEED=seed).stdout for seed in ("1", "2")}
+    output = python(code, PYTHONHASHSEED=str(1 + (os.environ.get("PYTHONHASHSEED") == "1"))).stdout
     stream = data.token_stream("embedded", vocab_size=700)
-    (output,) = outputs
     assert output.startswith(f"{data.corpus_fingerprint(data.embedded_corpus())} {len(stream)} ")
 
 
@@ -265,11 +264,6 @@ def test_a_missing_package_comes_with_its_pip_line(monkeypatch, package, call):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(DataError, match=rf'needs the package {package} .*: pip install "ackpt\[lm\]"'):
         call()
-
-
-def test_importing_the_module_imports_neither_package():
-    code = "import sys, ackpt.data; print([m for m in ('datasets', 'tokenizers') if m in sys.modules])"
-    assert python(code).stdout.strip() == "[]"
 
 
 # ---------------------------------------------------------------- tokens

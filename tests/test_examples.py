@@ -1,11 +1,9 @@
 """Every script of `examples/` runs as its docstring says, keeps what it promises, and stands in a guide of the book."""
 
 import ast
-import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,16 +25,14 @@ def commands(script: Path) -> list[str]:
 
 
 def run(command: str, folder: Path) -> list[str]:
-    """The lines that a command prints, if it succeeds, run in `folder` by a process of its own, on one thread."""
+    """The lines that a command prints, if it succeeds, run in `folder` by processes of its own, on one thread."""
     program, *arguments = command.split()
     arguments = [str(ROOT / one) if one.startswith("examples/") else one for one in arguments]
-    if program == "python":
-        return output_of(*arguments, folder=folder, threads=1).splitlines()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    start = [sys.executable, "-m", "torch.distributed.run"]
-    result = subprocess.run([*start, *arguments], capture_output=True, text=True, cwd=folder, env=environment)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
+    ranks = 0
+    if program == "torchrun":
+        assert arguments[:2] == ["--standalone", "--nproc-per-node"]
+        ranks, arguments = int(arguments[2]), arguments[3:]
+    return output_of(*arguments, folder=folder, threads=1, ranks=ranks).splitlines()
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 from imports import cycles, graph, modules, package_of
@@ -74,3 +76,24 @@ def test_a_module_says_what_it_is_for(name):
 
 def test_the_lazy_names_exist():
     assert all(hasattr(ackpt, name) for name in [*ackpt.__all__, "graph", "policies", "colab"])
+
+
+IMPORTED = """
+import sys, torch
+before = set(sys.modules)
+import ackpt
+first = set(sys.modules) - before
+assert not first & {"matplotlib", "IPython", "ackpt.colab", "ackpt.experiments", "ackpt.graph"}, first
+import ackpt.data
+assert not {"datasets", "tokenizers"} & set(sys.modules)
+assert callable(ackpt.trace) and "ackpt.graph" in sys.modules
+import ackpt.compiled
+loaded = set(sys.modules) - before
+assert "ackpt.progress" in loaded and not any(name.split(".")[0] == "tqdm" for name in loaded), loaded
+assert callable(ackpt.colab.run_demo)
+"""
+
+
+def test_what_only_some_users_need_is_imported_when_it_is_used():
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

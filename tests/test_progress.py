@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -117,9 +115,3 @@ def test_a_measurement_is_quiet(terminal):
     wider = torch.ones(5, 8)
     ackpt.measure(lambda: step(wider).sum().backward(), resident=[step, x, wider], repeats=0)
     assert len(step.history) == 2 and terminal.getvalue() == ""
-
-
-def test_importing_ackpt_does_not_import_tqdm():
-    code = "import sys, torch; before = set(sys.modules); import ackpt, ackpt.compiled; print({*sys.modules} - before)"
-    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "ackpt.progress" in names and "'tqdm" not in names

@@ -331,7 +331,9 @@ def _steps(graph: JointGraph, numbers: np.ndarray) -> tuple[Step, ...]:
 def _numbered_arrays(graph: JointGraph, numbers: np.ndarray) -> StepArrays:
     is_free = numbers >= len(graph.nodes)
     kinds = np.where(is_free, KINDS.index(FREE), KINDS.index(COMPUTE)).astype(np.int8)
-    return StepArrays(kinds, (numbers - is_free * len(graph.nodes)).astype(np.int32), _places(kinds))
+    places = dict.fromkeys(KINDS, np.empty(0, dtype=np.int32))
+    places[COMPUTE], places[FREE] = (np.flatnonzero(each).astype(np.int32) for each in (~is_free, is_free))
+    return StepArrays(kinds, (numbers - is_free * len(graph.nodes)).astype(np.int32), tuple(places.values()))
 
 
 def _places(kinds: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -197,6 +197,11 @@ def _within_reserved(budget, plan_within: Callable[..., Plan], memory_of: Callab
 
 def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
     """The graph of the step, as `where` would run it; sizes as its allocator hands them out."""
+    return with_optimizer(forward_and_backward(step, config, where), step.model, config)
+
+
+def forward_and_backward(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
+    """As `captured`, without an optimizer and what else the training loop holds."""
     choices = contextlib.nullcontext() if where is None else CapturedCudaChoices(gpu(where.name).capability)
     scaled = scaled_loss(step.model) if config.scaling else contextlib.nullcontext()
     with autocast("cpu", config.autocast), choices, scaled:
@@ -208,7 +213,7 @@ def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> Jo
             storages=tuple(dataclasses.replace(s, bytes=rounded(s.bytes, CUDA_BLOCK)) for s in graph.storages),
             on_cpu=False,
         )
-    return with_optimizer(graph, step.model, config)
+    return graph
 
 
 def with_optimizer(graph: JointGraph, model: torch.nn.Module, config: PlanConfig) -> JointGraph:

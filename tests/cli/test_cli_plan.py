@@ -20,6 +20,7 @@ from ackpt.workloads.cuda_capture import CapturedCudaChoices
 from ackpt.workloads.planned_shapes import PlanConfig, run_plan
 from ackpt.workloads.step_request import StepRequest, autocast
 
+pytestmark = pytest.mark.usefixtures("captured_once")
 BERT = ["bert-base", "--seq-len", "16", "--set", "dim=32", "ff_dim=64", "layers=1", "heads=2", "vocab_size=100"]
 GPT2 = ["hf:GPT2Config", "--seq-len", "16", "--set", "n_layer=1", "n_embd=32", "n_head=2", "vocab_size=100"]
 GPT2 += ["bos_token_id=0", "eos_token_id=0"]

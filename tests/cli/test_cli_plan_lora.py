@@ -9,6 +9,7 @@ from test_cli_plan import planned
 from ackpt.cli.command_line import main
 from ackpt.workloads.adapters import Lora
 
+pytestmark = pytest.mark.usefixtures("captured_once")
 pytest.importorskip("peft")
 TINY = ["hf:LlamaConfig", "--seq-len", "16", "--set", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=2"]
 TINY += ["num_attention_heads=4", "num_key_value_heads=4", "vocab_size=100"]

@@ -6,6 +6,7 @@ import pytest
 
 from ackpt.cli.command_line import main
 
+pytestmark = pytest.mark.usefixtures("captured_once")
 LM = ["lm", "--seq-len", "16", "--set", "dim=32", "ff_dim=64", "layers=2", "head_dim=16", "vocab_size=100"]
 
 

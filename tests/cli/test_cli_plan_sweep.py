@@ -10,6 +10,7 @@ from ackpt.cli.plan_sweep import Sweep
 from ackpt.workloads.planned_shapes import PlanConfig, run_plan
 from ackpt.workloads.step_request import StepRequest
 
+pytestmark = pytest.mark.usefixtures("captured_once")
 MIB = 2**20
 KINDS = "adamw-fused", "adamw-for-loop", "adamw-8bit"
 SMALL = [each for each in GPT2 if each not in ("--seq-len", "16")]

@@ -63,10 +63,10 @@ class ListBlock(nn.Module):
 class ListDenseNet(nn.Module):
     def __init__(self):
         super().__init__()
-        between = nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 32, 1, bias=False), nn.AvgPool2d(2)
-        stem, end = nn.Conv2d(3, 16, 3, padding=1, bias=False), (nn.BatchNorm2d(80), nn.ReLU())
-        self.features = nn.Sequential(stem, ListBlock(16, 8, 6), *between, ListBlock(32, 8, 6), *end)
-        self.head = nn.Linear(80, 10)
+        between = nn.BatchNorm2d(48), nn.ReLU(), nn.Conv2d(48, 24, 1, bias=False), nn.AvgPool2d(2)
+        stem, end = nn.Conv2d(3, 16, 3, padding=1, bias=False), (nn.BatchNorm2d(56), nn.ReLU())
+        self.features = nn.Sequential(stem, ListBlock(16, 8, 4), *between, ListBlock(24, 8, 4), *end)
+        self.head = nn.Linear(56, 10)
 
     def forward(self, x, labels):
         return F.cross_entropy(self.head(self.features(x).mean((2, 3))), labels)
@@ -87,9 +87,9 @@ def dynamic_peak(model, step, args):
 
 
 def lowest_peak_of_partitioner():
-    """The lowest measured peak of torch's partitioner over its settings."""
+    """The lowest measured peak of torch's partitioner; larger budgets give higher ones."""
     peaks = []
-    for aggressive, budget in ((False, 0.2), (True, 0.6), (True, 0.4), (True, 0.2)):
+    for aggressive, budget in ((False, 0.2), (True, 0.2)):
         torch._dynamo.reset()
         with config.patch(activation_memory_budget=budget, aggressive_recomputation=aggressive):
             model, args = list_densenet()

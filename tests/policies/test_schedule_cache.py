@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gzip
 import json
@@ -10,6 +11,7 @@ import pickle
 
 import pytest
 import torch
+from forked import start_method
 from torch import nn
 
 import ackpt
@@ -22,6 +24,16 @@ def model(width=16, depth=3):
 
 
 X = torch.ones(64, 8)
+
+
+@functools.cache
+def captured():
+    return ackpt.trace(model(), X)
+
+
+def graph():
+    """The graph of the model, as another capture has it: searches are remembered for a graph, not for equal ones."""
+    return dataclasses.replace(captured())
 
 
 @pytest.fixture
@@ -56,15 +68,15 @@ def test_a_second_run_does_not_search_and_has_the_same_plan(tmp_path, searches):
 
 def test_one_search_of_auto_serves_all_budgets(tmp_path, searches):
     for budget in (0.9, 0.8, 0.75, "1MB"):
-        plan = ackpt.plan(ackpt.trace(model(), X), budget, cache=tmp_path)
-        assert plan == ackpt.plan(ackpt.trace(model(), X), budget)
+        plan = ackpt.plan(graph(), budget, cache=tmp_path)
+        assert plan == ackpt.plan(graph(), budget)
     assert searches[0] == 1 + 3  # the last budget needs no search
 
 
 def test_other_policies_are_stored_for_their_limit_and_options(tmp_path, searches):
     for budget, options in ((0.75, {}), (0.75, {}), (0.85, {}), (0.85, {"order": "torch"}), (0.75, {})):
-        plan = ackpt.compile(model(), X, budget=budget, policy="min-cut", options=options, cache=tmp_path).plan
-        assert plan == ackpt.compile(model(), X, budget=budget, policy="min-cut", options=options).plan
+        plan = ackpt.plan(graph(), budget, "min-cut", cache=tmp_path, **options)
+        assert plan == ackpt.plan(graph(), budget, "min-cut", **options)
     assert searches[0] == 3 + 5
 
 
@@ -113,20 +125,20 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files_are_replaced_with_one_warning(tmp_path, searches, damage):
-    expected = ackpt.compile(model(), X, budget=0.75, cache=tmp_path).plan
+    expected = ackpt.plan(graph(), 0.75, cache=tmp_path)
     (file,) = tmp_path.iterdir()
     intact = file.read_bytes()
     file.write_bytes(DAMAGES[damage](intact))
     assert file.read_bytes() != intact
     with pytest.warns(UserWarning, match=f"{file.name} is damaged .* ignored and replaced") as warned:
-        assert ackpt.compile(model(), X, budget=0.75, cache=tmp_path).plan == expected
+        assert ackpt.plan(graph(), 0.75, cache=tmp_path) == expected
     assert len(warned) == 1 and searches == [2]
     assert file.read_bytes() == intact  # the same bytes, in one step
-    assert ackpt.compile(model(), X, budget=0.75, cache=tmp_path).plan == expected and searches == [2]
+    assert ackpt.plan(graph(), 0.75, cache=tmp_path) == expected and searches == [2]
 
 
 def test_the_files_are_json(tmp_path):
-    ackpt.compile(model(), X, budget=0.75, cache=tmp_path)
+    ackpt.plan(graph(), 0.75, cache=tmp_path)
     (file,) = tmp_path.iterdir()
     data = json.loads(gzip.decompress(file.read_bytes()))
     assert data["key"]["torch"] == torch.__version__ and len(data["schedules"]) > 1
@@ -158,8 +170,8 @@ def test_a_file_that_cannot_be_written_later_is_a_warning(tmp_path, monkeypatch)
 
     monkeypatch.setattr(module, "write_bytes_atomic", full)
     with pytest.warns(UserWarning, match="not in the cache: cannot write .*No space left"):
-        plan = ackpt.compile(model(), X, budget=0.75, cache=tmp_path).plan
-    assert plan == ackpt.compile(model(), X, budget=0.75).plan
+        plan = ackpt.plan(graph(), 0.75, cache=tmp_path)
+    assert plan == ackpt.plan(graph(), 0.75)
 
 
 def _run(folder, start, plans):
@@ -168,7 +180,7 @@ def _run(folder, start, plans):
 
 
 def test_processes_share_a_folder(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(start_method())
     start, plans = context.Barrier(2), context.Queue()
     processes = [context.Process(target=_run, args=(str(tmp_path), start, plans)) for _ in range(2)]
     for process in processes:
@@ -177,7 +189,7 @@ def test_processes_share_a_folder(tmp_path):
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    assert costs == {ackpt.compile(model(), X, budget=0.75).plan.cost}
+    assert costs == {ackpt.plan(graph(), 0.75).cost}
     assert [file.suffix for file in tmp_path.iterdir()] == [".gz"]  # and no temporary file
 
 

@@ -23,7 +23,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Tanh()) for _ in range(3))
+            *(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Tanh()) for _ in range(2))
         )
         self.unused = nn.Linear(4, 4)
 

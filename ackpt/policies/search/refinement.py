@@ -162,14 +162,13 @@ def without_runs(graph: JointGraph, order: list[int], skipped: Collection[int] =
     reads, boundary = graph.analysis.backward_reads, graph.boundary
     remaining: list[int] = []
     read: set[int] = set()
-    for at in range(len(order) - 1, -1, -1):
-        node = order[at]
+    for at, node in zip(range(len(order) - 1, -1, -1), reversed(order)):
         if at in skipped:
             continue
         if node < boundary:  # recomputed
             if node not in read:
                 continue
-            read.discard(node)
+            read.remove(node)
         remaining.append(node)
         read.update(reads[node])
     return scheduled(graph, None, remaining[::-1])
