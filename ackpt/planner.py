@@ -79,7 +79,8 @@ def plan(
             ``pip install "ackpt[plan]"``.
         profile: costs per node, from `ackpt.profile`. By default, times at the rates of the GPU or CPU that holds the
             tensors; see `ackpt.calibrate` for a CPU. For real tensors on the CPU, the workspace of every operation is
-            measured by running each distinct operation once.
+            measured by running each distinct operation once. Without data it counts as 0, so that the peak on a CPU may
+            be higher by some bytes: give ``ackpt.profile(graph, workspace="measured")``.
         cache: a folder that stores the result of the search. Later calls for an equal graph and profile read it, in any
             process. The plan is the same with and without it. Damaged files are replaced with a warning.
         options: the options of the policy.

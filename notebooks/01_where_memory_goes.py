@@ -118,7 +118,7 @@ assert measured.categories["optimizer"] == 8 * P + counters
 # | norm before attention | its input; one scale per token | $d + 1$ |
 # | query, key, value projection | its input | $d$ |
 # | norm of queries and keys | its input, which shares a storage with the values; one scale per head, twice | $3 d + 2 h$ |
-# | attention | normalised queries and keys; its output; one sum per head | $3 d + h$ |
+# | attention | normalized queries and keys; its output; one sum per head | $3 d + h$ |
 # | output projection | its input: the attention's output, counted above | $0$ |
 # | norm before the MLP | its input; one scale per token | $d + 1$ |
 # | up-projection | its input | $d$ |
@@ -179,9 +179,9 @@ counted = measured.timeline.at(measured.timeline.boundary)["activations"]
 print(f"predicted {predicted:,}  measured {counted:,}  missing {counted - predicted:,}")
 
 # %% [markdown]
-# The prediction misses a megabyte and four bytes. The four bytes are the gradient of the loss, the single 1 with which
-# backward begins. The megabyte is the loss itself: it is one number, but on the CPU `mse_loss` returns it in a storage
-# as large as its input. Only exact counting reveals this.
+# The prediction is 1 MiB and 4 bytes too low. The 4 bytes are the gradient of the loss, the single 1 with which
+# backward begins. The 1 MiB is the loss itself: it is a scalar, but on the CPU `mse_loss` returns it in a storage as
+# large as its input. Only exact counting reveals this.
 
 # %%
 loss = F.mse_loss(model(x, sequences, max_seqlen=256), x)
@@ -192,8 +192,8 @@ print(f"{loss.numel()} element in {loss_bytes:,} bytes; still missing: {counted 
 # :::{admonition} Takeaway
 # :class: tip
 # A step needs $16 P$ bytes for parameters, gradients and optimizer state, of which $12 P$ are resident. The activations
-# that the forward saves need $4 T (L A + d + 1)$ bytes. The first part does not depend on the batch, the second not on
-# the optimizer.
+# that the forward saves need $4 T (L A + d + 1)$ bytes. The first part does not depend on the batch, and the second
+# does not depend on the optimizer.
 # :::
 
 # %% [markdown]
@@ -321,8 +321,9 @@ figure
 # *With checkpointing, the inner activations of at most one block are live at a time: teeth instead of a triangle.*
 #
 # The forward now saves the input of every block (the first is resident), the input of the last norm with its scale, the
-# norm's output, and the loss. The teeth are *recomputed* activations, which backward both allocates and frees. The peak
-# has moved to the last tooth, where the gradients are nearly complete.
+# norm's output, and the loss. The teeth before the dashed line are activations that each block drops when it ends. The
+# teeth after it are *recomputed* activations, which backward both allocates and frees. The peak has moved to the last
+# tooth, where the gradients are nearly complete.
 
 # %%
 counted = checkpointed.timeline.at(checkpointed.timeline.boundary)["activations"]
@@ -361,8 +362,8 @@ figure
 # %% [markdown]
 # *Checkpointing lowers the peak because only one block's activations are live at a time: backward recomputes them.*
 #
-# The price is arithmetic: every block runs its forward twice. A backward costs about two forwards, because each matrix
-# product of the forward has two in backward, as in the formulas above. So the step grows from the cost of three
+# The price is recomputation: every block runs its forward twice. A backward costs about two forwards, because each
+# matrix product of the forward has two in backward, as in the formulas above. So the step grows from the cost of three
 # forwards to that of four, by a factor of at most $4 / 3$.
 
 # %%

@@ -207,14 +207,14 @@ path = plots.save(figure, "results/figures/02_segments.png")
 figure
 
 # %% [markdown]
-# *The peak of a chain of 64 layers is lowest in 8 regions, the square root of 64. Prediction and measurement agree to
+# *The peak of a chain of 64 layers is lowest with 8 regions, the square root of 64. Prediction and measurement agree to
 # the byte:*
 
 # %%
 [peak - prediction for peak, prediction in zip(peaks, formula)]
 
 # %% [markdown]
-# The timeline of the step in 8 regions shows the mechanism. The teeth on the left are first forwards: each region
+# The timeline of the step with 8 regions shows the mechanism. The teeth on the left are first forwards: each region
 # drops its activations when it ends, and its output becomes a boundary. (The ten lines would not show these teeth:
 # `ackpt.checkpoint` runs the first forward with a graph, for reasons given below.) The teeth on the right are
 # recomputations.
@@ -225,7 +225,7 @@ path = plots.save(figure, "results/figures/02_timeline.png")
 figure
 
 # %% [markdown]
-# *The forward of a chain in 8 regions leaves seven boundaries. The recomputation of each region needs a little more
+# *The forward of a chain with 8 regions leaves seven boundaries. The recomputation of each region needs a little more
 # memory than its first forward.*
 #
 # :::{admonition} Takeaway
@@ -286,8 +286,8 @@ y.sum().backward()
 y.tolist(), x.grad.tolist()
 
 # %% [markdown]
-# The gradient belongs to another dropout mask. The fix: save the state of the random number generator, and set it for
-# the recomputation.
+# The gradient belongs to a different dropout mask. The fix: save the state of the random number generator, and set it
+# for the recomputation.
 #
 # ### Autocast
 #
@@ -543,8 +543,8 @@ path = Record("reentrant_checkpoint", sizes, metrics, where).save("results/cpu/0
 #
 # :::{admonition} Exercise 1: regions of different lengths
 # :class: note
-# Four equal regions of a chain of 16 layers peak at $8 S$. But while an early region runs backward, only few boundaries
-# are live. Find lengths that peak at $7 S$, and measure them. How does the smallest peak grow with $n$?
+# Four equal regions of a chain of 16 layers peak at $8 S$. But while an early region runs backward, only a few
+# boundaries are live. Find lengths that peak at $7 S$, and measure them. How does the smallest peak grow with $n$?
 # :::
 
 
@@ -620,9 +620,9 @@ print(f"wide:   {saved_by(wide):,} = 4 x {4 * size:,}")
 # - The ten lines are wrong wherever the second run differs from the first. Thirty lines fix parameters, in-place
 #   updates, torch's random numbers and autocast. Most of the remaining errors are silent, in PyTorch's own checkpoint,
 #   too.
-# - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, with the exception above. The code is
-#   in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`. {doc}`12_what_pytorch_offers` shows more
-#   failures of PyTorch's own tools.
+# - `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in the case that no checkpoint
+#   detects. The code is in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
+#   {doc}`12_what_pytorch_offers` shows more failures of PyTorch's own tools.
 #
 # ## Sources
 #

@@ -390,9 +390,9 @@ for method, formula in zip(methods, (baseline_peak, checkpoint_peak)):
 #
 # :::{admonition} Exercise 3: what fits
 # :class: note
-# A GPU has 24 GiB. On how many tokens of one sequence can you train the published model, without and with checkpointed
-# blocks? Estimate both from the table and the slopes, then check with `predict_experiment`. Mind the bend: for this
-# model, it lies between the last two lengths of the table.
+# A GPU has 24 GiB. How many tokens may a sequence have if you train the published model on this GPU, without and with
+# checkpointed blocks? Estimate both from the table and the slopes, then check with `predict_experiment`. Mind the bend:
+# for this model, it lies between the last two lengths of the table.
 # :::
 
 # %% tags=["solution"]

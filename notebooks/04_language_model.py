@@ -11,7 +11,7 @@
 # - Derive the memory of the vocabulary head, tokens times vocabulary times copies, and measure it.
 # - Compute the loss in chunks, so that only one chunk's logits are live at a time, without additional FLOPs.
 # - Derive the peak of all four methods, to the byte.
-# - Predict the peaks at the published sizes. The goal is at most 5200 MB where 15977 MB were published.
+# - Predict the peaks at the published sizes. The goal is at most 5200 MB; the published baseline needs 15977 MB.
 #
 # ## Notation
 #
@@ -374,7 +374,7 @@ path = write_text_atomic("results/tables/04_published.md", table)
 # ```{include} ../../results/tables/04_published.md
 # ```
 #
-# **The goal** was a peak of at most 5200 MB at 8192 tokens. To the prediction we add the copy that it may miss:
+# **The goal** was a peak of at most 5200 MB at 8192 tokens. We add the copy that the prediction may miss:
 
 # %%
 ours = {(p.config["method"], p.config["seq_len"]): p.metrics["peak_bytes"] for p in predicted}

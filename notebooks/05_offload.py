@@ -201,7 +201,10 @@ race(wait_for_copy=False), race(wait_for_copy=True)
 
 # %% tags=["hide-input"]
 columns = {name: name for name in ("bug", "with the bug", "fix", "with the fix")}
-caption = "Five bugs of asynchronous copies. The last one only costs time: buffers for 6 steps of 8 tensors."
+caption = (
+    "Five bugs of asynchronous copies. The last one only costs time; its row counts the buffers that 6 steps with 8 "
+    "tensors each allocate."
+)
 table = markdown_table(pitfalls.outcomes(), columns, caption, "tab-copies")
 path = write_text_atomic("results/tables/05_copies.md", table)
 
@@ -406,8 +409,8 @@ path = plots.save(figure, "results/figures/05_timelines.png")
 figure
 
 # %% [markdown]
-# *Offload of the inputs removes the ramp of the checkpointed step. With `sync`, each copy ends before compute goes on;
-# with `async`, the copies overlap with compute.*
+# *Offload of the inputs removes the ramp of the checkpointed step. The strips below the second and the third timeline
+# show the copies: with `sync`, each copy ends before compute goes on; with `async`, the copies overlap with compute.*
 #
 # The store can also be a disk, with `store="disk"`. Its buffers are memory-mapped files without a name, so the system
 # reclaims the space when the process ends, even after a crash.
@@ -415,7 +418,7 @@ figure
 # %% [markdown]
 # ## When copies add no time
 #
-# A copy adds no time if it ends while the device computes. How much time is there?
+# A copy adds no time if it ends while the device computes. How much time is available?
 #
 # - **Out.** In the forward, the copies of two consecutive inputs start one forward apart. A copy must end before the next
 #   one starts, so it may take $F$.

@@ -178,8 +178,9 @@ ackpt.plan(tiny_graph, policy="none").saved_bytes
 # from shapes: the product of an $a \times b$ and a $b \times c$ matrix takes $2 \, a b c$ FLOPs. Seconds follow from the
 # rates of a device, as in the roofline model ({cite:t}`williams2009`), or are measured with `mode="measured"`.
 #
-# Workspaces do not follow from shapes. No tensor ever refers to this memory, but it counts while the operation runs.
-# On the CPU, `workspace="measured"` runs each different operation once and finds it. A small language model:
+# Workspaces do not follow from shapes. No tensor ever refers to this memory, but it counts while the operation runs. On
+# the CPU, `workspace="measured"` runs each different operation once and measures its workspace. We try it on a small
+# language model:
 
 # %%
 sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
@@ -216,7 +217,8 @@ with FakeTensorMode():
     optimizer = torch.optim.AdamW(language.parameters())
     large = ackpt.trace(language, words, starts, 512, words, optimizer=optimizer)
 plan = ackpt.plan(large, policy="none", profile=ackpt.profile(large, "h200"))
-print(large, f"{plan.peak_bytes / 2**30:.1f} GiB")
+print(large)
+print(f"peak {plan.peak_bytes / 2**30:.1f} GiB")
 
 # %% alt="Stacked area of the live memory of a training step of the language model over its allocations and frees. Parameters and optimizer state are thick flat layers. Activations rise in six equal stretches until backward begins. Then a spike of temporaries, the gradients in the loss, forms the peak. After it, activations fall while gradients grow."
 account = graph_profile.breakdown(large, plan)
@@ -376,7 +378,8 @@ path = plots.save(figure, "results/figures/06_orders.png")
 figure
 
 # %% [markdown]
-# *The same saved activations in three orders: measured live memory. The weight, 1 MiB, is resident.*
+# *Measured live memory with the same saved activations and three orders of recomputation: the order determines the
+# peak. The weight, 1 MiB, is resident.*
 #
 # The early order pays for all recomputation and gains nothing: its peak is the baseline's. The third order recomputes
 # twice as much and has the lowest peak.
@@ -468,8 +471,8 @@ for name, case in {"language model": (lm, call, targets), "ResNet": resnet}.item
 columns = {"model": "model", "policy": "policy", "saved": "saved, MiB", "peak": "dynamic peak, MiB"}
 columns |= {"again": "recomputed FLOPs, %", "off": "simulated - measured, bytes"}
 caption = (
-    "Planned steps on the CPU; all gradients are bitwise equal to the baseline's. The dynamic peak omits workspaces, "
-    "the last column includes those of this machine on both sides."
+    "Planned steps on the CPU; all gradients are bitwise equal to the baseline's. The dynamic peak omits workspaces; "
+    "the peaks in the last column include those of this machine."
 )
 table = markdown_table(rows, columns, caption, "tab-exact")
 path = write_text_atomic("results/tables/06_exact.md", table)

@@ -295,7 +295,7 @@ figure
 # the first. Here a block is a *step* and its output a *state*. To *reverse* a step, it runs the step from the state
 # before it, and then its backward immediately; this run counts as part of the reversal. A run that only moves on to a
 # later state is an *advance*. After $j$ advances, Revolve saves its second snapshot. The part after it is reversed with
-# one snapshot less, because the first one stays saved; the part before it follows with all $s$ snapshots:
+# one snapshot fewer, because the first one stays saved; the part before it follows with all $s$ snapshots:
 #
 # $$ P(n, s) = \min_{1 \le j < n} \; j + P(n - j, s - 1) + P(j, s) , \qquad
 # P(n, 1) = \frac{n (n - 1)}{2} , \quad P(1, s) = 0 . $$
@@ -456,7 +456,7 @@ figure
 # its output. If a block saves $c$ times the bytes of its output, a segment of $\ell$ blocks saves $c \, \ell$ outputs,
 # and the sum to minimize is
 #
-# $$ k - 1 + \frac{c \, n}{k} , \qquad \text{least at } k = \sqrt{c \, n} . $$
+# $$ k - 1 + \frac{c \, n}{k} , \qquad \text{smallest at } k = \sqrt{c \, n} . $$
 #
 # This $k$ may exceed $n$; then every block should be a segment. For the blocks of this book $c = 10 + 2 f / d + \dots$,
 # which is 18 or more at $f = 4 d$. We cut sixteen of these blocks into $k$ segments and measure:
@@ -603,8 +603,8 @@ for k in (2, 4, 8, 16):
 
 # %% [markdown]
 # The more a block saves, the shorter its segments should be. In the first block of a segment, GELU's input is the
-# boundary, which is already live: that is one tensor less. It partly offsets the live tensors that the formula does not
-# count.
+# boundary, which is already live, so the segment saves one tensor fewer. This partly offsets the live tensors that the
+# formula does not count.
 #
 # :::{admonition} Exercise 2: two runs
 # :class: note
@@ -619,7 +619,7 @@ fewest, decreasing, [revolve.beta(s, 2) == (s + 1) * (s + 2) // 2 for s in (1, 1
 
 # %% [markdown]
 # $\beta(s, 2) = (s + 1)(s + 2) / 2$. Segments of decreasing length are Revolve with two runs, of which the first is the
-# forward itself. They need one activation more, because they save the activations inside the segment that is being
+# forward itself. They need one more activation, because they save the activations inside the segment that is being
 # reversed.
 #
 # :::{admonition} Exercise 3: save or recompute

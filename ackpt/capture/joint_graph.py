@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -123,6 +123,14 @@ class JointGraph:
     def analysis(self) -> Analysis:
         """Tables derived from the graph (readers, aliases, what may be recomputed), each built at its first use."""
         return Analysis(self)
+
+    def resized(self, sizes: Sequence[int]) -> JointGraph:
+        """This graph with other bytes of its storages, for simulations; the shapes of its operations are unchanged."""
+        pairs = zip(self.storages, sizes, strict=True)
+        storages = tuple(each if each.bytes == size else replace(each, bytes=size) for each, size in pairs)
+        resized = replace(self, storages=storages)
+        vars(resized)["analysis"] = self.analysis.resized(resized)
+        return resized
 
     @cached_property
     def hash(self) -> str:

@@ -48,7 +48,7 @@ class OffloadPays:
         >>> pays.copy_seconds, pays.hidden
         (0.000262144, True)
         >>> str(pays).split(":")[0]
-        'At 1024 tokens copies overlap completely'
+        'At 1024 tokens, copies overlap completely with compute'
     """
 
     tokens: int
@@ -61,17 +61,18 @@ class OffloadPays:
     bandwidth: float
 
     def __str__(self) -> str:
-        at_tokens = "completely" if self.hidden else f"to {math.floor(100 * self.hidden_share)} %"
+        share = f"{math.floor(100 * self.hidden_share)} % of the copies' time overlaps"
+        at_tokens = "copies overlap completely" if self.hidden else share
         if self.hidden_from is None:
-            at_others = "they overlap completely at no length"
+            at_others = "Copies overlap completely at no length"
         elif self.hidden_from > 1:
-            at_others = f"they overlap completely from {self.hidden_from} tokens on"
+            at_others = f"Copies overlap completely from {self.hidden_from} tokens on"
         else:
-            at_others = "they overlap completely at any length"
+            at_others = "Copies overlap completely at any length"
         return (
-            f"At {self.tokens} tokens copies overlap {at_tokens}: one takes {1e3 * self.copy_seconds:.3g} ms at "
-            f"{self.bandwidth / 1e9:.3g} GB/s, a block {1e3 * self.forward_seconds:.3g} ms forward and "
-            f"{1e3 * self.backward_seconds:.3g} ms backward; {at_others}."
+            f"At {self.tokens} tokens, {at_tokens} with compute: a copy takes {1e3 * self.copy_seconds:.3g} ms "
+            f"at {self.bandwidth / 1e9:.3g} GB/s, and a block takes {1e3 * self.forward_seconds:.3g} ms forward and "
+            f"{1e3 * self.backward_seconds:.3g} ms backward. {at_others}."
         )
 
 

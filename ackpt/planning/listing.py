@@ -13,6 +13,7 @@ from torch import fx
 
 IS_RECOMPUTED = "ackpt_recomputed"  # in the meta of an fx node whose line is `is_recomputed`
 CALLS = "call_function", "call_method"
+_PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 class Line:
@@ -35,7 +36,8 @@ class Line:
         self.is_recomputed: bool = False
         inputs: dict[Line, None] = {}
         _collect(args, inputs)
-        _collect(tuple(self.kwargs.values()), inputs)
+        if kwargs:
+            _collect(tuple(kwargs.values()), inputs)
         self.inputs: tuple[Line, ...] = tuple(inputs)
 
     def __repr__(self) -> str:
@@ -98,27 +100,33 @@ class Listing:
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """`value` with ``function(n)`` for every line or fx node n in it."""
-    if isinstance(value, (Line, fx.Node)):
+    kind = type(value)
+    if kind is Line or kind is fx.Node:
         return function(value)
+    if kind in _PLAIN:
+        return value
     if isinstance(value, tuple):
         return tuple([mapped(each, function) for each in value])
     if isinstance(value, list):
         return [mapped(each, function) for each in value]
     if isinstance(value, dict):
         return {name: mapped(each, function) for name, each in value.items()}
-    if isinstance(value, slice):
+    if kind is slice:
         return slice(*(mapped(each, function) for each in (value.start, value.stop, value.step)))
     return value
 
 
 def _collect(value: Any, lines: dict[Line, None]) -> None:
     """Add the lines in `value` to `lines`."""
-    if isinstance(value, Line):
+    kind = type(value)
+    if kind is Line:
         lines[value] = None
+    elif kind in _PLAIN:
+        return
     elif isinstance(value, (tuple, list)):
         for each in value:
             _collect(each, lines)
     elif isinstance(value, dict):
         _collect(tuple(value.values()), lines)
-    elif isinstance(value, slice):
+    elif kind is slice:
         _collect((value.start, value.stop, value.step), lines)

@@ -58,7 +58,8 @@ def live_after(
 
     def change(value, by: int):
         nonlocal total, in_host
-        for storage, size in storages_in(value).items():
+        only_one = type(value) is Value
+        for storage, size in ((value.storage, value.layout.bytes),) if only_one else storages_in(value).items():
             if storage in uncounted:
                 continue
             before = users.get(storage, 0)

@@ -131,7 +131,7 @@ class Schedule:
         """Storages in host memory between forward and backward."""
         return self._in_both(OFFLOAD, PREFETCH)
 
-    @property
+    @functools.cached_property
     def packed(self) -> tuple[int, ...]:
         """Storages of dropout masks that are saved with one bit per element between forward and backward."""
         return self._in_both(PACK, UNPACK)

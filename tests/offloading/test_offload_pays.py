@@ -94,11 +94,11 @@ def test_from_which_length_on():
 def test_in_words():
     seconds = {n: n**2 * 1e-9 for n in (100, 1000)}
     assert str(offload_pays(500, seconds, bandwidth=1e9, tokens=100)) == (
-        "At 100 tokens copies overlap to 20 %: one takes 0.05 ms at 1 GB/s, a block 0.01 ms forward and 0.02 ms "
-        "backward; they overlap completely from 500 tokens on."
+        "At 100 tokens, 20 % of the copies' time overlaps with compute: a copy takes 0.05 ms at 1 GB/s, and a block "
+        "takes 0.01 ms forward and 0.02 ms backward. Copies overlap completely from 500 tokens on."
     )
-    assert str(offload_pays(4, {1: 1.0}, bandwidth=8)).endswith("; they overlap completely at any length.")
-    assert str(offload_pays(16, {1: 1.0}, bandwidth=8)).endswith("; they overlap completely at no length.")
+    assert str(offload_pays(4, {1: 1.0}, bandwidth=8)).endswith(". Copies overlap completely at any length.")
+    assert str(offload_pays(16, {1: 1.0}, bandwidth=8)).endswith(". Copies overlap completely at no length.")
 
 
 def test_a_bandwidth_is_measured(monkeypatch):
