@@ -42,14 +42,15 @@ def described(model: nn.Module, args, kwargs, differentiate: str = "loss") -> di
 
 
 def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) -> list[str]:
-    """A clause for everything that both calls are known to have had differently; none if one of them is not known.
+    """One clause for each difference between two described calls; none if one of them is not known.
 
     Example:
         >>> differences({"mode": "training", "argument 0": "int64 [8, 4]"}, {"mode": "evaluation"})
         ['mode was training and is now evaluation', 'argument 0 was int64 [8, 4] and is now not given']
     """
-    clauses = []
-    for name in names_of_differences(was, now):
+    names, clauses = names_of_differences(was, now), []
+    was, now = was or {}, now or {}
+    for name in names:
         without = "this one" if name == MACHINE else "not given"
         past, present = ("were", "are") if name == _PARAMETERS else ("was", "is")
         clauses.append(f"{name} {past} {was.get(name, without)} and {present} now {now.get(name, without)}")
@@ -57,7 +58,7 @@ def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) ->
 
 
 def names_of_differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) -> list[str]:
-    """The names of everything that both calls are known to have had differently, as `differences` words them."""
+    """The names of what differs between two described calls, as in `differences`."""
     if was is None or now is None:
         return []
     return [name for name in {**was, **now} if was.get(name) != now.get(name)]
@@ -66,14 +67,15 @@ def names_of_differences(was: Mapping[str, str] | None, now: Mapping[str, str] |
 def another_plan(was, now, cause: str) -> str:
     """What to do if the given plan does not fit a later call, with its `cause` in words."""
     if _left_training(was, now):
-        return f"It fitted the call before. {_EVALUATE}."
+        return f"It was valid for the previous call. {_EVALUATE}."
     if not differences(was, now):
         return (
-            f"It fitted the call before. Since then, {cause}: change it back, or give a budget instead, which replans."
+            f"It was valid for the previous call. Since then, {cause}: change it back, or give a budget instead, which "
+            "replans."
         )
     return (
-        "It fitted the call before. Make a second step with a plan for this call, leave out a last batch that differs, "
-        "as a DataLoader with drop_last=True does, or give a budget instead, which replans."
+        "It was valid for the previous call. Make a second step with a plan for this call, leave out a last batch that "
+        "differs, as a DataLoader with drop_last=True does, or give a budget instead, which replans."
     )
 
 
