@@ -248,7 +248,7 @@ del loss  # and with its graph, the bytes in the store
 {name: counts[name] for name in ("copies_out", "shared", "bytes_out")}, (3 + 1) * 256 * 256 * 4
 
 # %% [markdown]
-# ### What stays
+# ### What is not offloaded
 #
 # - **Parameters and buffers**, and views of them such as `w.t()`. The engine recognizes them by their storage.
 # - **Small tensors**, below `min_bytes`. Every copy has a fixed overhead, and a small tensor frees almost nothing.
