@@ -64,7 +64,7 @@ __all__ = [
     "trace",
 ]
 
-# Imported when asked for: Part II, which needs torch's compiler stack, and what experiments hang on.
+# Imported on first use: Part II, which needs torch's compiler stack, and what only experiments need.
 _LATER = {
     "Plan": ("ackpt.graph", "Plan"),
     "PlanError": ("ackpt.graph", "PlanError"),

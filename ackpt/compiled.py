@@ -112,8 +112,8 @@ def compile(
         TraceError: if the model cannot be captured as one graph, and is not planned in parts.
         RecordError: if the folder `cache` cannot be written.
         TypeError: for a keyword that looks like a misspelled keyword of `compile` and that the model's forward does not
-            have; for a tensor or a number as one of its own keywords that does not take it, and is not passed to the
-            model. If the model's forward has a parameter of the same name, a warning says so.
+            have; for a tensor or a number that was probably meant for the model, but is the value of a keyword of
+            `compile`. If the model's forward has a parameter of the same name as a keyword, a warning says so.
         PlanError: if `plan` was made for another model, other arguments or another version of torch, or if it offloads
             and the model is on the CPU; names the difference.
 

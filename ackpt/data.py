@@ -2,7 +2,7 @@
 
 Two corpora: "embedded", the language reference that ships with Python (`pydoc_data.topics`, about 0.5 MB: no
 network, no package), and "wikitext" (wikitext-103-raw-v1, streamed through `datasets` or read from a local
-copy). One never stands in silently for the other. Nothing but what `datasets` itself keeps is cached on disk.
+copy). Neither silently replaces the other. Nothing is cached on disk, except by `datasets` itself.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ WAYS_OUT = (
 
 
 class DataError(RuntimeError):
-    """A corpus cannot be had here; the message says why and names the ways out.
+    """A corpus is not available here; the message says why, and what to do.
 
     Example:
         >>> try:
@@ -100,7 +100,7 @@ def wikitext_corpus(
 
     Looked for in `path` (a parquet or arrow file, or a folder that holds some) if given, else in the cache of
     `datasets`, else streamed from the Hugging Face hub. Raises ValueError for an unknown split or a limit
-    below 1, DataError when the text cannot be had. Source: Merity et al. 2016, arXiv:1609.07843.
+    below 1, DataError if the text is not available. Source: Merity et al. 2016, arXiv:1609.07843.
 
     Example:
         >>> try:

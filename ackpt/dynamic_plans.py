@@ -1,8 +1,9 @@
 """Choose the schedule for each new size of a dynamic capture from one shared search.
 
-The Pareto frontier is computed at the largest sizes seen so far. At other sizes, the cheapest of its schedules whose
-simulated peak is within the budget runs, or one that is compiled already and costs at most 2 % of the step more. If
-none is within the budget, a search at these sizes follows, whose schedules join the others.
+The Pareto frontier is computed at the largest sizes seen so far. At other sizes, those of its schedules may run whose
+simulated peak is within the budget: the cheapest that is compiled already, until a cheaper one would have saved the
+time that compiling it takes (`Stopgap`). If none is within the budget, a search at these sizes follows, whose schedules
+join the others.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from ackpt.planning.plan import Plan
 from ackpt.planning.schedule import Schedule, everything
 from ackpt.planning.simulator import peak_of, step_peaks
 from ackpt.policies import auto
-from ackpt.policies.search.frontier import Point, frontier
+from ackpt.policies.search.frontier import frontier
 from ackpt.policies.search.recompute_costs import costs, step_cost
 from ackpt.policies.search.schedule_cache import CachedCandidates
 from ackpt.running.dynamic_step import DynamicStep
 from ackpt.running.eager_step import eager_peak_bound, eager_schedule
-from ackpt.running.planners import Choice
+from ackpt.running.planners import Candidate, Choice, Stopgap
 
 from .budget import dynamic_limit, is_share
 from .planner import MEASURED, baseline_of, check_runs, default_profile, of_model, plan, plan_of, resolved
 
-_SAME_COST = 0.02  # of the step: a schedule that is compiled already runs if no other is cheaper by more than this
+_SECONDS_PER_FLOP = 1e-11  # where the profile has no times, to compare costs with the time of compiling a schedule
 
 
 class DynamicPlans:
@@ -49,7 +50,8 @@ class DynamicPlans:
     ):
         self.step, self.budget, self.policy, self.options, self.folder = step, budget, policy, options, folder
         self.device = device
-        self._points: list[Point] = []
+        self._candidates: list[Candidate] = []  # from the least cost
+        self._seconds_per_byte = 0.0  # of the baseline, by its dynamic peak, where the candidates were searched
         self._described: tuple[tuple, tuple[JointGraph, Profile]] | None = None
         self._everything = everything(step.reference)
         self._eager_schedule = eager_schedule(step.reference)
@@ -74,29 +76,38 @@ class DynamicPlans:
                 own_bytes = peak_of(graph, self._eager_schedule, workspace)
                 choice = choice._replace(own_peak_bytes=own_bytes, own_plan=lambda: self._own_plan(values, choice))
             return choice
-        if not self._points:
+        if not self._candidates:
             self._search(max([*self.step.search_at, values], key=self._live_bytes), None)
-        chosen = self._cheapest(graph, workspace, limit)
+        seconds = self._seconds_per_byte * peak_bytes
+        chosen = self._fitting(graph, workspace, limit, seconds)
         if chosen is None:
             self._search(values, baseline_bytes)
-            chosen = self._cheapest(graph, workspace, limit)
+            chosen = self._fitting(graph, workspace, limit, seconds)
         if chosen is None:
             return self._searched(values, baseline_bytes)  # raises, and names the smallest feasible budget
-        return self._choice(chosen.schedule, values, baseline_bytes)
+        candidate, stopgap = chosen
+        candidate.is_compiled = True
+        return self._choice(candidate.schedule, values, baseline_bytes)._replace(stopgap=stopgap)
 
-    def _cheapest(self, graph: JointGraph, workspace, limit: int) -> Point | None:
-        """The cheapest known schedule within the limit, or one of nearly the same cost that is compiled already."""
+    def _fitting(
+        self, graph: JointGraph, workspace, limit: int, seconds: float
+    ) -> tuple[Candidate, Stopgap | None] | None:
+        """The candidate that should run within the limit, and whether as a stopgap; None if none is within it.
+
+        `seconds`: the estimated time of the baseline's step.
+        """
         workspace = np.array(workspace)
-        fitting = (each for each in self._points if _fits(graph, each.schedule, workspace, limit))
-        cheapest = next(fitting, None)
-        if cheapest is None or self.step.is_compiled(cheapest.schedule):
-            return cheapest
-        compiled = (
-            each
-            for each in self._points
-            if cheapest.cost <= each.cost <= cheapest.cost + _SAME_COST and self.step.is_compiled(each.schedule)
-        )
-        return next((each for each in compiled if _fits(graph, each.schedule, workspace, limit)), cheapest)
+        cheaper: list[Candidate] = []
+        for each in self._candidates:
+            if not _fits(graph, each.schedule, workspace, limit):
+                continue
+            if not each.is_compiled:
+                cheaper.append(each)
+                continue
+            stopgap = _stopgap(each, cheaper, seconds)
+            better = None if stopgap is None else stopgap.better()
+            return (each, stopgap) if better is None else (better, _stopgap(better, cheaper, seconds))
+        return (cheaper[0], None) if cheaper else None
 
     def _own_peak(self, graph: JointGraph, workspace, peak_bytes: int, baseline_bytes: int | None) -> int:
         """The dynamic peak of the model's own step, which may write in place what the graph computes out of place."""
@@ -109,16 +120,18 @@ class DynamicPlans:
         return min(peak_bytes, peak_of(graph, schedule, workspace))
 
     def _search(self, values: tuple[int, ...], baseline_bytes: int | None) -> None:
-        """Add the frontier at these sizes to the known schedules."""
+        """Add the frontier at these sizes to the candidates."""
         graph, profile = self._at(values, baseline_bytes)
         whole = step_cost(self._everything, costs(graph, profile)) or 1.0
         candidates = auto.candidates if self.folder is None else CachedCandidates(self.folder, auto.candidates)
-        points = [
+        seconds = whole if profile.seconds is not None else whole * _SECONDS_PER_FLOP
+        self._seconds_per_byte = seconds / (peak_of(graph, everything(graph), profile.workspace_bytes) or 1)
+        found = [
             # Searches at other sizes have costs of other steps.
-            point._replace(cost=point.cost / whole, schedule=self._own(point.schedule))
+            Candidate(point.cost / whole, self._own(point.schedule))
             for point in frontier(graph, profile, candidates)
         ]
-        self._points = sorted([*self._points, *points], key=lambda point: point.cost)
+        self._candidates = sorted([*self._candidates, *found], key=lambda each: each.cost)
 
     def _live_bytes(self, values: tuple[int, ...]) -> int:
         """The baseline's dynamic peak at these sizes without workspace, to compare sizes by."""
@@ -155,6 +168,12 @@ class DynamicPlans:
         )
         found = replace(found, dynamic=dynamic_of(self.step))
         return Choice(self._own(found.schedule), lambda: found)
+
+
+def _stopgap(candidate: Candidate, others: list[Candidate], seconds: float) -> Stopgap | None:
+    """`candidate` in the place of those among `others` that cost less; None if it is no stopgap."""
+    saves = tuple((each, (candidate.cost - each.cost) * seconds) for each in others if each.cost < candidate.cost)
+    return Stopgap(saves) if saves else None
 
 
 def _fits(graph: JointGraph, schedule: Schedule, workspace, limit: int) -> bool:

@@ -1,4 +1,4 @@
-"""Re-exports only: the public names of graphs, profiles, schedules and plans in one place.
+"""The public names of graphs, profiles, schedules and plans in one place; this module only re-exports them.
 
 ``import ackpt`` does not load it; ``ackpt.trace`` and ``ackpt.graph`` do when they are first used.
 """

@@ -58,12 +58,12 @@ def plan(
         policy: the policy that decides. Each takes the cheapest of its schedules whose simulated peak is within the
             budget.
 
-            ``"auto"``, the default, searches for the cheapest plan. It recomputes activations, packs
-            dropout masks where that is cheaper than drawing them again, and offloads if `profile` has times of copies
-            to the host and the copies overlap with compute. ``"none"`` saves everything
-            that backward reads. ``"full"`` is per-block checkpointing: it saves single tensors between blocks.
-            ``"manual"`` takes fates by the names of nodes: ``fates={"relu": "recomputed", "addmm": "saved"}``, also
-            ``"packed"`` for dropout masks, and ``"offloaded"`` if `profile` has times of copies to the host.
+            ``"auto"``, the default, searches for the cheapest plan. It recomputes activations, packs dropout masks
+            where that is cheaper than drawing them again, and offloads if `profile` has times of copies to the host and
+            the copies overlap with compute. ``"none"`` saves everything that backward reads. ``"full"`` is per-block
+            checkpointing: it saves single tensors between blocks. ``"manual"`` takes fates by the names of nodes:
+            ``fates={"relu": "recomputed", "addmm": "saved"}``. It also takes ``"packed"`` for dropout masks, and
+            ``"offloaded"`` if `profile` has times of copies to the host.
 
             ``"selective"`` checkpoints repeated blocks as transformers and torchtitan do, without a search. For its
             options ``every_n_layers``, ``save`` and ``offload`` see `ackpt.policies.chains.selective`.
@@ -79,7 +79,8 @@ def plan(
             ``pip install "ackpt[plan]"``.
         profile: costs per node, from `ackpt.profile`. By default, times at the rates of the GPU or CPU that holds the
             tensors; see `ackpt.calibrate` for a CPU. For real tensors on the CPU, the workspace of every operation is
-            measured by running each distinct operation once.
+            measured by running each distinct operation once. Without data it counts as 0, so that the peak on a CPU may
+            be higher by some bytes: give ``ackpt.profile(graph, workspace="measured")``.
         cache: a folder that stores the result of the search. Later calls for an equal graph and profile read it, in any
             process. The plan is the same with and without it. Damaged files are replaced with a warning.
         options: the options of the policy.

@@ -10,7 +10,7 @@
 # - Split the memory of a step into a part fixed by the parameters and a part that grows with the batch.
 # - Derive both from the sizes of the model: 16 bytes per parameter, and a sum of widths per token.
 # - Measure both to the byte, and find the moment of the peak.
-# - Decide which part to reduce, and above how many tokens the activations dominate.
+# - Decide which part to reduce, and find the number of tokens above which the activations dominate.
 #
 # ## Notation
 #
@@ -146,8 +146,9 @@ print(f"predicted {4 * T * A:,}  measured {counted:,}")
 # which has the same size.)
 #
 # `ackpt.print_saved` lists what autograd saves, tensor by tensor, with the operation, the module and the source line.
-# Compare it with the table above: each row appears here with 4 bytes per element. The list also contains what costs no
-# further memory: parameters, the input, and views of storages that are already listed.
+# Compare it with the table above: each row appears here with 4 bytes per element. The queries, keys and values are
+# three views of one storage, 1 MiB each. The list also contains tensors that need no further memory: parameters, the
+# input, and views of storages that are already listed.
 
 # %%
 ackpt.print_saved(block, x, sequences, 256)
@@ -210,9 +211,10 @@ figure
 # *The step peaks when backward begins: all activations are live, most gradients are not.*
 #
 # - At the far left, `zero_grad` frees the gradients of the previous step.
-# - During the forward, every operation saves what its backward will read, and nothing is freed.
+# - During the forward, every operation saves what its backward will read, and no activation is freed.
 # - Right of the dashed line, backward reads the activations in reverse order and frees them, while the gradients grow
-#   to their full size. The sawtooth on top shows *temporaries*: tensors that the next operation consumes.
+#   to their full size. The sawtooth on top shows *temporaries*: tensors that are freed as soon as the next operation has
+#   read them.
 # - At the end, the optimizer updates one parameter tensor after another. The thin band of activations that remains is
 #   the loss in its large storage.
 #
@@ -316,7 +318,7 @@ path = plots.save(figure, "results/figures/01_one_step_checkpointed.png")
 figure
 
 # %% [markdown]
-# *With checkpointing, backward recomputes one block at a time: teeth instead of a triangle.*
+# *With checkpointing, the inner activations of at most one block are live at a time: teeth instead of a triangle.*
 #
 # The forward now saves the input of every block (the first is resident), the input of the last norm with its scale, the
 # norm's output, and the loss. The teeth before the dashed line are activations that each block drops when it ends. The
@@ -358,7 +360,7 @@ path = plots.save(figure, "results/figures/01_at_the_peak.png")
 figure
 
 # %% [markdown]
-# *At the checkpointed peak, the recomputed activations of one block replace the saved activations of all blocks.*
+# *Checkpointing lowers the peak because only one block's activations are live at a time: backward recomputes them.*
 #
 # The price is recomputation: every block runs its forward twice. A backward costs about two forwards, because each
 # matrix product of the forward has two in backward, as in the formulas above. So the step grows from the cost of three

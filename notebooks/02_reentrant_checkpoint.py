@@ -153,8 +153,8 @@ from ackpt.experiments.widgets.chain_steps import chain_steps
 schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 
 # %% [markdown]
-# The animation compares the baseline with per-block checkpointing on a chain of 12 layers: each layer's inside is
-# dropped in the forward and recomputed just before its backward.
+# The animation compares the baseline with per-block checkpointing on a chain of 12 layers, each a linear operation and a
+# GELU. The activation between the two is dropped in the forward and recomputed just before the layer's backward.
 #
 # ```{schematic-explorer} ../../results/explorer/02_chain.json
 # :image: ../../results/figures/02_chain.png
@@ -173,14 +173,14 @@ schematics.publish(chain_steps(["baseline", "per-block"]), "02_chain")
 # - the $\ell_i$ activations that the region has just recomputed;
 # - two gradients, of the current layer's output and of its input.
 #
-# In the last region, one gradient fewer is live: backward begins with the gradient of a sum, which is one element,
+# In the last region only one gradient needs memory: backward begins with the gradient of a sum, a single element that is
 # expanded to the shape of the output without a copy. The loss and its gradient add 8 bytes. So
 #
 # $$ \text{peak} = S \cdot \max\Bigl( \max_{i < k} \, (i - 1 + \ell_i + 2),\; k - 1 + \ell_k + 1 \Bigr) + 8 \text{ bytes}.
 #    $$
 #
-# For $k \ge 2$ equal regions this is $k + n / k$ activations, smallest at $k = \sqrt n$, where it is $2 \sqrt n$: a
-# chain of $n$ layers needs the memory of $2 \sqrt n$ of them, for one more forward of the chain.
+# For $k \ge 2$ equal regions this is $k + n / k$ activations. The minimum is $2 \sqrt n$ activations at $k = \sqrt n$,
+# for one more forward of the chain.
 
 
 # %%
@@ -271,8 +271,8 @@ data.grad.item() / weight_in_forward
 
 # %% [markdown]
 # The recomputation uses the new weight. Without a checkpoint, autograd raises an error: each tensor counts its in-place
-# changes, and autograd compares that count for every saved tensor. The fix: also save the parameters
-# with `save_for_backward`. This needs no memory, since they are allocated anyway.
+# changes, and autograd compares that count for every saved tensor. The fix: also save the parameters with
+# `save_for_backward`. This needs no memory, since they are allocated anyway.
 #
 # ### Random numbers
 #
@@ -399,7 +399,7 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 #   forward.
 # - **Tensors in dicts, lists, tuples, dataclasses and keyword arguments** are inputs of the autograd node.
 # - **Both runs are compared**, operation by operation, with their numeric arguments. A branch that is taken differently
-#   and a changed setting raise an error.
+#   or a changed setting raises an error.
 #
 # ### A case that no checkpoint detects
 #
@@ -416,13 +416,13 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # ## Nested regions
 #
 # The recomputation of a region holds all of its activations, unless the region contains regions itself. Cut the chain
-# into $k$ outer regions of $m$ inner regions with $\ell$ layers each. The peak comes in the backward of the last outer
-# region. The live tensors are then the boundaries of both levels, one *inner* region, the recomputed output of the
-# outer region, and one gradient:
+# into $k$ outer regions of $m$ inner regions with $\ell$ layers each. The peak comes in the last outer region, when the
+# boundaries of both levels, the activations of one *inner* region, the recomputed output of the outer region and one
+# gradient are live:
 #
-# $$ (k - 1) + (m - 1) + \ell + 2 = k + m + \ell, \qquad n = k \, m \, \ell , $$
+# $$ (k - 1) + (m - 1) + \ell + 2 = k + m + \ell, \qquad n = k \, m \, \ell . $$
 #
-# which is smallest at $k = m = \ell = \sqrt[3] n$. The price: every layer runs once in the forward, once for its outer
+# This sum is smallest at $k = m = \ell = \sqrt[3] n$. The price: every layer runs once in the forward, once for its outer
 # region and once for its inner region.
 
 # %%
@@ -479,8 +479,9 @@ per_block = measure(step, resident=[model, data, offsets], warmup=0, repeats=0)
 all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), expected))
 
 # %% [markdown]
-# As in {doc}`01_where_memory_goes`, the saved bytes follow from the inputs of the blocks, the last norm and the loss; the
-# first block's input is the data. The last line subtracts this prediction from the measurement:
+# As in {doc}`01_where_memory_goes`, we predict the saved bytes of the checkpointed step from the inputs of the blocks,
+# the last norm and the loss; the first block's input is the data. The last line subtracts this prediction from the
+# measurement:
 
 # %%
 for name, run in {"baseline": baseline, "checkpointed": per_block}.items():
@@ -493,9 +494,9 @@ saved_bytes - 4 * (T * ((L - 1) * d + d + 1 + d) + T * d + 1)
 # ## What a region costs
 #
 # The additions of `ackpt.checkpoint` take a fixed time per region, whatever the region computes. To make this time
-# visible, the next cell times a tiny region, two linear layers of width 8, and a Transformer block with 512 tokens. All
+# visible, the next cell times a tiny region, two linear layers of width 8, and a Transformer block with 512 tokens. The
 # contenders take turns. Compare the *ratios*; the times depend on the machine and its load. On a busy machine even
-# the ratios of the block vary, so only a large difference means anything.
+# the ratios of the block vary by a tenth or more.
 
 # %% tags=["measured-time", "nbval-ignore-output", "hide-input"]
 tiny, few = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
@@ -518,10 +519,14 @@ for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer b
         print(f"  {label:20} {microseconds:8,.0f} µs, {ratio.median:.2f} times the baseline")
 
 # %% [markdown]
+# The tiny region shows the fixed time: less than a millisecond. For the block, nearly all of the added time is
+# recomputation. PyTorch's non-reentrant checkpoint recomputes less, because it stops as soon as backward has all the
+# tensors that it reads: it skips the last matrix product of the block.
+#
 # :::{admonition} Takeaway
 # :class: tip
 # The guarantees cost a fixed time per region, and the recomputation costs a forward per region. For regions as large as
-# a Transformer block only the second matters: make regions large, and leave the guarantees on.
+# a Transformer block, the recomputation dominates: make regions large, and leave the guarantees on.
 # :::
 
 # %% tags=["hide-input"]
@@ -551,13 +556,13 @@ for lengths in ([4, 4, 4, 4], [5, 4, 3, 2, 2]):
     print(lengths, f"predicted {predicted_peak(lengths):,}, measured {peak:,} = {peak // S} S + {peak % S}")
 
 # %% [markdown]
-# `checkpoint_sequential` chooses such lengths by default. It leaves the last segment without a region.
+# `ackpt.checkpoint_sequential` chooses such lengths by default. It does not recompute the last segment.
 #
 # :::{admonition} Exercise 2: halves of halves
 # :class: note
 # Checkpoint the first half of a chain, then treat both halves in the same way, down to one layer. How do the peak and
 # the number of forwards grow with $n$? Chen et al. prove $O(\log n)$ and $O(n \log n)$. Hint: every backward of a
-# region keeps the gradient of the region's output until it ends, so each level of nesting holds one gradient more.
+# region holds the gradient of the region's output until it ends, so each level of nesting adds one live gradient.
 # :::
 
 

@@ -9,7 +9,7 @@
 #
 # - Repeat a published experiment, scaled down to run on two CPU cores.
 # - Derive the peak of both methods: a slope in bytes per token above a fixed floor.
-# - Find the sequence length above which the boundaries, not the gradients, decide the checkpointed peak.
+# - Find the sequence length above which the boundaries, not the gradients, determine the checkpointed peak.
 # - Count the cost in floating-point operations, and measure it in time.
 # - Predict the peaks at the published sizes from shapes alone.
 #
@@ -196,7 +196,7 @@ print(f"T* = P_block / d = {T_star:.0f} tokens")
 # bytes of its boundary, but only beyond the bend. Below the bend, the peak comes after the boundaries are freed, when
 # gradients have taken their place.
 
-# %% tags=["hide-input"] alt="Peak memory over tokens. Baseline: a steep straight line. Checkpointed: a line that rises many times more slowly and bends upwards a little at 768 tokens. The measured points are on the predicted lines."
+# %% tags=["hide-input"] alt="Peak memory over tokens. Baseline: a steep straight line. Checkpointed: a line that rises six to nine times more slowly and bends upwards a little at 768 tokens. The measured points are on the predicted lines."
 ticks = (256, 512, 768, 1024)
 figure = plots.line_plot(
     ticks,
@@ -212,8 +212,8 @@ path = plots.save(figure, "results/figures/03_peak_over_tokens.png")
 figure
 
 # %% [markdown]
-# *Peak over the sequence length: measured (markers) and by the formulas (lines). With checkpointing, a token costs a
-# fraction of the baseline's bytes; the slope increases a little at the bend near 770 tokens.*
+# *Peak over the sequence length: measured (markers) and by the formulas (lines). With checkpointing, a token costs at
+# most a sixth of the baseline's bytes; the slope increases a little at the bend near 770 tokens.*
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -228,7 +228,7 @@ figure
 # The same step at the longest sequence, with both methods on one memory axis. Before you look, sketch the second one:
 # how many teeth, and do they rise or fall?
 
-# %% tags=["hide-input"] alt="Live memory of two training steps side by side. Baseline: activations rise in a ramp to the peak, where backward begins, and fall. Checkpoint: a low staircase of boundaries in the forward, then one tooth per block in backward, each as high as one block. Its peak is a quarter of the baseline's."
+# %% tags=["hide-input"] alt="Live memory of two training steps side by side. Baseline: activations rise in a ramp to the peak, where backward begins, and fall. Checkpoint: a low staircase of boundaries in the forward, then one tooth of recomputed activations per block in backward. Its peak is a quarter of the baseline's."
 longest = {method: runs[method, lengths[-1]] for method in methods}
 figure = orders_plot({m: run.timeline for m, run in longest.items()}, "", longest["baseline"].resident_bytes)
 path = plots.save(figure, "results/figures/03_side_by_side.png")
@@ -286,9 +286,9 @@ for T in lengths:
 # and the ratio approaches $9 / 7$: the more expensive the backward, the smaller the share of recomputation.
 #
 # Time must be measured. Both methods take turns, and each round gives one ratio. We print the median of five rounds,
-# with the lowest and the highest. On an idle machine, expect ratios above those in FLOPs: operations without FLOPs also
+# with the lowest and the highest. On a quiet machine, expect ratios above those in FLOPs: operations without FLOPs also
 # take time, and every region adds a fixed time ({doc}`02_reentrant_checkpoint`), which weighs most in short sequences.
-# On a busy machine, such short steps vary so much that their ratio means little.
+# On a busy machine, the range is wide.
 
 # %% tags=["measured-time", "nbval-ignore-output"]
 for T in (lengths[0], lengths[-1]):
@@ -419,8 +419,8 @@ for method in methods:
 # %% [markdown]
 # ## Appendix: why ours and theirs differ
 #
-# We can read the formulas backwards to see what the published peaks contain. We read their MB as $2^{20}$ bytes,
-# because from 2048 to 4096 tokens the published checkpointed peak then grows by exactly $8 d$ bytes per token.
+# We can solve the formulas for what the published peaks contain. We take their MB to be $2^{20}$ bytes, because from 2048
+# to 4096 tokens the published checkpointed peak then grows by exactly $8 d$ bytes per token.
 #
 # **The slope of the baseline.** In bf16 our block saves the residual stream at the two norms in 4 bytes per element,
 # all other activations in 2, and its scales and sums in 4, together $24 d + 4 f + 12 h + 8$ bytes per token:
@@ -436,8 +436,8 @@ for name, peak in {"published": theirs, "predicted": ours}.items():
 # %% [markdown]
 # (The predicted slope also contains the input and the temporaries at the peak.) The published model saves about half as
 # much again. The difference is about five fp32 copies of the block's input. A sequence of separate fp32 operations,
-# such as an unfused norm, saves such copies, and a fused kernel does not. The figures do not tell which operations they
-# were.
+# such as an unfused norm, saves such copies, and a fused kernel does not. The published peaks do not show which
+# operations save them.
 #
 # **The floor of the checkpointed peak.** $16 P$ bytes are the weights, gradients and Adam states:
 
@@ -448,8 +448,8 @@ print(f"published, extrapolated to 0 tokens: {(theirs['checkpoint', 2048] - 2048
 print(f"16 P: {16 * P_published / 2**20:,.0f} MiB, 20 P: {20 * P_published / 2**20:,.0f} MiB")
 
 # %% [markdown]
-# The published floor is about $4 P$ higher. Torch's default AdamW on a GPU would explain that: it updates all parameters
-# together (*foreach*) and allocates a temporary as large as the model. Our fused kernel allocates none.
+# The published floor is nearly $5 P$ bytes higher. Torch's default AdamW on a GPU would explain $4 P$ of them: it updates
+# all parameters together (*foreach*) and allocates a temporary as large as the model. Our fused kernel allocates none.
 #
 # The numbers of this page were measured here:
 

@@ -9,7 +9,7 @@
 #
 # - Train a language model on real text with four methods, and see that they learn the same.
 # - Derive the memory of the vocabulary head, tokens times vocabulary times copies, and measure it.
-# - Compute the loss in chunks, so that only the logits of one chunk are live at a time, without additional FLOPs.
+# - Compute the loss in chunks, so that only one chunk's logits are live at a time, without additional FLOPs.
 # - Derive the peak of all four methods, to the byte.
 # - Predict the peaks at the published sizes. The goal is at most 5200 MB; the published baseline needs 15977 MB.
 #
@@ -174,8 +174,7 @@ print(f"measured {baseline.dynamic_peak_bytes:>32,}")
 #
 # ## The logits, in chunks
 #
-# The gradient of the cross-entropy can be computed in the forward already. For one token with logits $z$ and target
-# $y$, it is
+# The forward can already compute the gradient of the cross-entropy. For one token with logits $z$ and target $y$, it is
 #
 # $$ \frac{\partial \ell}{\partial z} = \operatorname{softmax}(z) - e_y. $$
 #
@@ -210,7 +209,7 @@ for ours, grad in zip(by_chunks, (states.grad, head.weight.grad)):
 #
 # $$ \text{chunked head} = 4 \, V d + 4 \, T d + 2 \cdot 4 \, r V \text{ bytes} $$
 #
-# It also allocates a mask of $T$ bytes, two elements for each row of a chunk, and two for the loss.
+# It also allocates a mask of $T$ bytes, two elements for each row of a chunk, and two elements for the loss.
 
 
 # %%
@@ -232,7 +231,7 @@ for n in (2, 8, 32):
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# The logits are the one activation whose gradient is known in the forward already. Chunking the loss therefore does not
+# The logits are the one activation whose gradient is already known in the forward. Chunking the loss therefore does not
 # trade time for memory: no operation runs twice.
 # :::
 
@@ -271,8 +270,8 @@ for method in methods:
     print(f"{method:24} measured - by hand: {runs[method].peak_bytes - by_hand(method, T)} bytes")
 
 # %% [markdown]
-# Which lowers the peak more if it is used alone, checkpointing or the chunked loss? Decide with the formulas, then look
-# at the table:
+# Which lowers the peak more on its own, checkpointing or the chunked loss? Decide with the formulas, then look at the
+# table:
 
 # %% tags=["hide-input"]
 base = runs["baseline"]
@@ -294,7 +293,7 @@ path = write_text_atomic("results/tables/04_lm.md", markdown_table(rows, columns
 # ```
 #
 # What is live at the peak of each method? The meter distinguishes saved activations, recomputed activations and
-# temporaries. The formulas say how much of them is logits.
+# temporaries. The formulas tell how many of these bytes are logits.
 
 # %% tags=["hide-input"] alt="Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, recomputed activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both."
 logits = {"baseline": 12 * T * V, "checkpoint": 12 * T * V, "chunked-loss": 8 * math.ceil(T / k) * V}
@@ -310,11 +309,12 @@ path = plots.save(figure, "results/figures/04_at_the_peak.png")
 figure
 
 # %% [markdown]
-# *Memory at the peak. With checkpointing alone, logits are most of the dynamic memory; chunking the loss removes nearly
+# *Memory at the peak. Logits are most of the dynamic memory at the checkpointed peak; chunking the loss removes nearly
 # all of them.*
 #
-# Neither method is enough alone. Checkpointing leaves the logits, chunking leaves the activations of the blocks, and
-# what is left determines the peak. With both, only one block or one chunk is live at a time.
+# Neither method is enough alone. Checkpointing leaves the logits and chunking leaves the activations of the blocks, and
+# the remaining bytes determine the peak. With both, only the activations of one block or the logits of one chunk are
+# live at a time.
 #
 # ## FLOPs and time
 #
@@ -385,7 +385,7 @@ for name, size in {"predicted": best, "predicted, plus the copy": best + missed}
 print(f"weights, gradients and Adam states: {16 * N / best:.0%} of the predicted peak")
 
 # %% [markdown]
-# To lower the peak further, you would have to reduce the weights, gradients and Adam states.
+# To lower this peak much further, weights, gradients and Adam states must shrink.
 #
 # When is a vocabulary large? In bf16 a block saves $24 d + 4 f + 12 h + 8$ bytes per token, and a boundary has $4 d$.
 # The loss needs 10 bytes per logit when backward begins: the log-probabilities in bf16, a copy of them in fp32, and the
@@ -399,8 +399,8 @@ print(f"with checkpointed blocks, logits / boundaries = {10 * W / (layers * 4 * 
 # %% [markdown]
 # :::{admonition} Takeaway
 # :class: tip
-# With GPT-2's vocabulary, the logits need as much memory as all twelve blocks. Once the blocks are checkpointed, they
-# need ten times as much as the boundaries. Chunk the loss first: it adds no FLOPs.
+# With GPT-2's vocabulary, the logits need as much memory as all twelve blocks. Once the blocks are checkpointed, the
+# logits need ten times as much memory as the boundaries. Chunk the loss first: it adds no FLOPs.
 # :::
 
 # %% [markdown]
@@ -436,9 +436,8 @@ for n in (2, 4, 8, 16):
     print(f"{n:2} chunks: {peak / 2**20:7.1f} MiB")
 
 # %% [markdown]
-# Once a chunk needs less memory than a later moment of the step, the peak moves to that moment: the backward of the
-# recomputed first block, when nearly all gradients are complete. More chunks then only make the matrix products
-# smaller.
+# Once the logits of a chunk are small enough, the peak moves to a later moment of the step: the recomputation of the
+# first block, with nearly all gradients complete. More chunks then only make the matrix products smaller.
 #
 # :::{admonition} Exercise 3: one matrix for both ends
 # :class: note

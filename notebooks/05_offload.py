@@ -197,7 +197,7 @@ def race(wait_for_copy):
 race(wait_for_copy=False), race(wait_for_copy=True)
 
 # %% [markdown]
-# Implementations in use have had this bug and four more. Here each of them runs without and with its fix:
+# Implementations in use have had this bug and four more. The next cell runs each without and with its fix:
 
 # %% tags=["hide-input"]
 columns = {name: name for name in ("bug", "with the bug", "fix", "with the fix")}
@@ -216,7 +216,7 @@ path = write_text_atomic("results/tables/05_copies.md", table)
 #
 # :::{admonition} Takeaway
 # :class: tip
-# Four rules make an asynchronous copy correct. It starts after the work of the *current* compute stream. Its event is
+# Four rules make an asynchronous copy correct. It starts after the work in the *current* compute stream. Its event is
 # recorded after the copy. The device memory that it reads or writes is freed only after that event. Its buffer is
 # reused only after that event. A fifth rule makes copies fast: allocate buffers once.
 # :::
@@ -233,9 +233,9 @@ path = write_text_atomic("results/tables/05_copies.md", table)
 # %% [markdown]
 # ### Storages, not tensors
 #
-# Several saved tensors may be views of one *storage*. Queries, keys and values often are: each is a third of one matrix
-# product. The memory is freed only with the last view, so the engine copies the storage, and only once. Below, autograd
-# saves $q$, $k$, $v$ and the product $q k$: four tensors in two storages.
+# Several saved tensors may be views of one *storage*. Queries, keys and values often are: each is a third of the output
+# of one matrix product. The memory is freed only with the last view, so the engine copies the storage, and only once.
+# Below, autograd saves $q$, $k$, $v$ and the product $q k$: four tensors in two storages.
 
 # %%
 x = torch.randn(256, 768, requires_grad=True)
@@ -403,7 +403,7 @@ path = write_text_atomic("results/tables/05_ways.md", markdown_table(way_rows, c
 # gives the lowest peak: one *operation* at a time needs its tensors on the device, not one region. The price is the last
 # column: many times the bytes of the inputs must be copied out and back.
 
-# %% alt="Three memory timelines, one above the other: checkpointing without offload, with sync and with async offload. Without offload, the boundaries rise like a ramp through the forward and step down in backward; the other two have no ramp. Thin bars below each timeline are copies: with sync each ends at once, with async they overlap with compute."
+# %% alt="Three memory timelines, one above the other: checkpointing without offload, with sync and with async offload. Without offload, the boundaries rise like a ramp through the forward and step down in backward; the other two have no ramp. Thin bars below the last two are copies: with sync each ends at once, with async they overlap with compute."
 figure = offload_report.timelines_plot(records, "", [*ways][2:])
 path = plots.save(figure, "results/figures/05_timelines.png")
 figure
@@ -420,11 +420,10 @@ figure
 #
 # A copy adds no time if it ends while the device computes. How much time is available?
 #
-# - **Out.** In the forward, the copies of two consecutive inputs start one forward apart. A copy must end before the
-#   next one starts, so the time $F$ is available.
-# - **In.** The copy back starts halfway through the backward of the following region: the time $R / 2$ is available. A
-#   backward takes about two forwards, since each matrix product of the forward has two in backward. So $R / 2$ is about
-#   $F$ again.
+# - **Out.** In the forward, the copies of two consecutive inputs start one forward apart. A copy must end before the next
+#   one starts, so it may take $F$.
+# - **In.** The copy back starts halfway through the backward of the following region, so it may take $R / 2$. A backward
+#   takes about two forwards, since each matrix product of the forward has two in backward. So $R / 2$ is about $F$ again.
 #
 # Both copies overlap completely if $S / \lambda \le F$. (Without recomputation, the copies back have all of $R$, but a
 # block saves much more.) For a Transformer block of width $d$ with $4 d$ in the MLP and 2 bytes per element, this is
@@ -436,11 +435,11 @@ figure
 # `ackpt.offload_pays` evaluates the condition with measured times: it fits $F$ and $R$, each with a fixed, a linear and
 # a quadratic part, and compares them with the copy.
 #
-# Copies within the memory of this machine are fast. To see a crossover, we need a slow link, and
-# compute with a large quadratic part. So the regions consist of attention alone, and copies sleep: the link's bandwidth
-# is set so that a copy at 1024 tokens takes exactly the time that is available. Then we train six such regions over
-# that link. The engine measures how long the copies take and how long compute waits for them; the rest of the copies'
-# time overlaps with compute.
+# Memory on this machine is fast. To see a crossover, we need a slow link, and compute with a large quadratic part. So
+# the regions consist of attention alone, and each copy sleeps to simulate a slow link. We set the bandwidth of that link
+# so that a copy at 1024 tokens takes exactly the time available to it. Then we train six such regions. The engine
+# measures how long the copies take and how long compute waits for them; the rest of the copies' time overlaps with
+# compute.
 
 
 # %%
@@ -505,7 +504,7 @@ for T in lengths:
     print(f"{T:4} tokens: predicted overlap {pays.hidden_share:4.0%}, measured {shares[T][0]:4.0%}")
 print(pays)
 
-# %% tags=["measured-time", "nbval-ignore-output"] alt="Milliseconds per region against tokens: the copy is a straight line; forward and half of backward are curves that start below it and cross it near 1024 tokens. Measured points are near the lines."
+# %% tags=["measured-time", "nbval-ignore-output"] alt="Milliseconds per region against tokens: the copy is a straight line; forward and half of backward are curves that start below it and cross it between 512 and 1536 tokens. Measured points scatter around the lines."
 points = {"copy": [shares[T][1] for T in lengths], "forward": list(forward.values())}
 points["half of backward"] = [seconds / 2 for seconds in backward.values()]
 curves = {"copy": [fit.copy_seconds for fit in fits], "forward": [fit.forward_seconds for fit in fits]}
@@ -513,25 +512,25 @@ curves["half of backward"] = [fit.backward_seconds / 2 for fit in fits]
 plots.line_plot(lengths, points, curves, "", xlabel="tokens in the sequence", ylabel="one region (ms)", unit=1e-3)
 
 # %% [markdown]
-# *The time of attention is quadratic in the number of tokens, and that of the copy is linear: for long sequences,
-# compute takes longer than the copies.* The measured shares follow the predicted ones only roughly, because they are
-# times of threads on a busy CPU.
+# *Attention is quadratic in the tokens, the copy linear: beyond some length, compute takes longer than the copies. We set
+# the link so that this length is near 1024 tokens.* The fitted crossover and the measured shares vary, because both
+# come from times of threads on a busy CPU.
 #
 # :::{admonition} Takeaway
 # :class: tip
 # Inputs of regions are few bytes for a lot of compute, so $S / \lambda \le F$ is often met. Then offload costs memory
-# traffic but no time. Two measured numbers decide whether it is met, not the size of the model.
+# traffic but no time. To decide, measure two times: one copy and one forward.
 # :::
 #
 # ## Which activations to offload
 #
-# If the link cannot carry all activations, you must choose some of them. Every activation has an *inactive time*: the
-# compute between its last use in the forward and its first use in the backward. Its *swap time* is the time of its
-# copies out and in. A copy can overlap only with the inactive time, and all copies in one direction share the link. So
-# mu-TWO (Purandare et al. 2023) swaps the activation with the longest inactive time first, and only while a swap adds
-# less time than the recomputation of another activation. In a chain, the inactive time falls from the first activation
-# to the last. So the engine, which copies in the order of the forward and keeps the last storages, makes the same
-# choice. {doc}`08_mu_two` decides for each activation.
+# If the link cannot carry all activations, we must choose some. Every activation has an *inactive time*: the compute
+# time between its last use in the forward and its first use in the backward. Its *swap time* is the time of its copies
+# out and in. A copy can overlap only with the inactive time, and all copies in one direction share the link. So mu-TWO
+# (Purandare et al. 2023) swaps the activation with the longest inactive time first, and only while a swap adds less
+# time than the recomputation of another activation. In a chain, the inactive time falls from the first activation to the
+# last. So the engine, which copies in the order of the forward and keeps the last storages, makes the same choice.
+# {doc}`08_mu_two` makes this decision for each activation.
 
 # %% [markdown]
 # ## Exercises
@@ -668,9 +667,9 @@ own_peaks
 # ## Appendix: the published sizes
 #
 # A published experiment trains 12 Transformer blocks on a T4: the baseline, per-block checkpointing (`ckpt_classic`),
-# and per-block checkpointing with the inputs offloaded, in both modes. The table compares its figures with the peaks of
-# our model, predicted from shapes alone at the same sizes. In a terminal, `ackpt offload` runs the experiment, including
-# the offload of other tools.
+# and per-block checkpointing with the inputs offloaded, in both modes. The table compares its numbers with the peaks of
+# our model, predicted from shapes alone at the same sizes. In a terminal, `ackpt offload` runs the experiment, and also
+# measures the offload of other tools.
 
 # %% tags=["hide-input"]
 reference = load_reference("offload")

@@ -90,10 +90,10 @@ for node in joint.nodes:
 #
 # ## Live bytes and the peak
 #
-# Memory is allocated and freed per *storage*, not per node. `t` and `detach` compute nothing: their results are *views*,
-# tensors in the storage of another one. A storage is allocated by its first node and freed after the last node that
-# reads it or a view of it. Before operation $i$, $m_{i-1}$ bytes are live. The results and the workspace of $i$ are
-# allocated before anything is freed, so
+# Memory is allocated and freed per *storage*, not per node. `t` and `detach` compute nothing: their results are
+# *views*, tensors that share the storage of another tensor. A storage is allocated by its first node and freed after
+# the last node that reads it or a view of it. Before operation $i$, $m_{i-1}$ bytes are live. The results and the
+# workspace of $i$ are allocated before anything is freed, so
 #
 # $$ m_i = m_{i-1} + b_i - r_i , \qquad \text{peak} = \max_i \, (m_{i-1} + b_i + w_i) . $$
 #
@@ -245,10 +245,10 @@ path = write_text_atomic("results/tables/06_breakdown.md", table)
 # ```{include} ../../results/tables/06_breakdown.md
 # ```
 #
-# At the peak all activations are live: backward has only begun to free them. The temporaries are two gradients of
+# At the peak all activations are live: backward has not yet freed any. The temporaries are two gradients of
 # $T V$ elements, with respect to the log-probabilities and to the logits; {doc}`04_language_model` shows how to reduce
 # them. Each block saves $T \, (10 d + 2 f + 3 h + 2)$ elements, the $A$ per token of {doc}`01_where_memory_goes`. Every
-# node records the module that called it, so both statements can be checked:
+# node records the module that called it, so we can add up the saved bytes of each block and check both statements:
 
 # %%
 T, V, d, f, h = 4096, GPT2.vocab_size, GPT2.dim, GPT2.ff_dim, GPT2.heads
@@ -310,8 +310,8 @@ for saved in ([a1, a2, a3, a4], [a1, a3, a4]):
 # - **Early**: recompute all missing activations when backward begins. Then all $n$ are live, together with the first
 #   gradient.
 # - **Late**: recompute a segment of $k - 1$ activations when backward reaches it. At the first segment that backward
-#   reaches, the last of the $n / k$ saved activations is already freed, and the other $n / k - 1$ are live. So are two
-#   gradients: the one that a tanh's backward reads and the one it computes.
+#   reaches, the last of the $n / k$ saved activations is already freed, and the other $n / k - 1$ are live. Two
+#   gradients are also live: the one that a tanh's backward reads and the one it computes.
 # - **Again**: recompute one activation at a time, starting from the nearest saved one before it, and free the
 #   intermediate ones. In place of $k - 1$ recomputed activations, only one is live.
 #
@@ -390,11 +390,11 @@ figure
 # not enough, recompute more than once. A planner that chooses only sets leaves the peak to chance.
 # :::
 #
-# ## One id per operation
+# ## One id for each operation
 #
 # `ackpt` gives each operation an id once, when it captures the graph, and every copy of the node carries this id.
-# `rewrite` turns a schedule into two modules, forward and backward. In the third order above, one operation runs three
-# times in backward, under three names and one id:
+# `rewrite` turns a schedule into two modules, forward and backward. In the third order above, backward runs one operation
+# three times, under three names and one id:
 
 # %% tags=["hide-input"]
 names = collections.defaultdict(list)
@@ -406,8 +406,8 @@ print(f"node {often}, {graph.nodes[often].name} in the capture, runs as {names[o
 
 # %% [markdown]
 # A plan also carries the *hash* of its graph: a digest of operations and arguments with all shapes, dtypes and devices.
-# Other weights do not change the hash, but another number of rows does. A plan for another graph raises an error. If
-# only sizes differ, `ackpt.compile` simulates the plan for the new sizes before it runs the plan.
+# Other weights do not change the hash, but another number of rows does. Applying a plan to another graph raises an
+# error. When sizes change, `ackpt.compile` replans, or simulates an existing schedule at the new sizes before it runs it.
 
 # %%
 weights, rows = ackpt.trace(Tiny(), x, labels), ackpt.trace(tiny, x[:2], labels[:2])
@@ -545,8 +545,8 @@ frugal = measured(PlannedStep(lm, save_products), lm, *call, **targets)
 print(f"{frugal.dynamic_peak_bytes / lm_step.dynamic_peak_bytes:.2f} of the baseline's peak, {frugal.flops - lm_step.flops} recomputed FLOPs")
 
 # %% [markdown]
-# The policy lowers the peak by more than a third without recomputing a FLOP. It still costs time, because the
-# recomputed elementwise operations move bytes. This is *selective* checkpointing.
+# The policy lowers the peak by more than a third without recomputing a FLOP. It still costs time, because the recomputed
+# elementwise operations move bytes. This is *selective* checkpointing.
 #
 # ## What we have seen
 #

@@ -2,7 +2,7 @@
 # # Sublinear memory
 #
 # After this chapter you can say how little memory a chain of $n$ blocks can use and how much recomputation that takes.
-# You also know where these formulas, which are right for equal blocks, go wrong.
+# You also know where these formulas, which hold for equal blocks, go wrong.
 
 # %% [markdown]
 # ## Goals
@@ -20,7 +20,7 @@
 # |:--:|---|
 # | $n$ | blocks of a chain |
 # | $k$, $\ell$ | segments, and blocks in a segment |
-# | $S$ | bytes of a block's output; in the unit chain below, also of what its backward reads |
+# | $S$ | bytes of a block's output; in the unit chain below, also of the tensor that its backward reads |
 # | $c$ | bytes that a block saves for its backward, relative to those of its output |
 # | $s$, $r$ | snapshots; the number of times a step runs forward before its reversal |
 # | $P(n, s)$ | fewest advances that reverse $n$ steps with $s$ snapshots |
@@ -126,7 +126,7 @@ def in_segments(blocks, lengths, x):
 
 
 # %% [markdown]
-# At most all boundaries and one segment are live at the same time,
+# At the peak, all boundaries and one segment are live:
 #
 # $$ k - 1 + \frac{n}{k} \;\ge\; 2 \sqrt n - 1 , \qquad \text{with equality at } k = \sqrt n . $$
 #
@@ -195,9 +195,10 @@ for method in METHODS:
     print(f"{method:19}  peak {live:2} S, {again:3} blocks recomputed")
 
 # %% [markdown]
-# The theory predicts the saved tensors only. Neither Chen et al. nor we derive the number of *other* live tensors,
-# which are incoming and outgoing gradients and the output of the running operation. We read it off these chains: it is
-# two for recursive halving and three otherwise, at any length. Do the predictions match if we add it?
+# The theory predicts the saved tensors only. The *other* live tensors, incoming and outgoing gradients and the output
+# of the running operation, are not derived, neither by Chen et al. nor here: we read their number off these chains. It
+# is two for recursive halving and three otherwise, at any length. Once they are included, does every measured number
+# equal its prediction?
 
 # %%
 OTHERS = {method: 2 if method == "recursive halving" else 3 for method in METHODS}
@@ -265,7 +266,7 @@ figure
 # %% [markdown]
 # *Both axes are logarithmic: segments need about the square root of $n$, recursive halving about its logarithm.*
 
-# %% tags=["hide-input"] alt="Live memory of three training steps side by side. The baseline is a tall triangle. With equal segments the memory stays below a third of its height: a low ramp in the forward, and one tooth per segment in backward. With recursive halving it is lower still, with many small teeth."
+# %% tags=["hide-input"] alt="Live memory of three training steps side by side. The baseline is a tall triangle. With equal segments the memory stays below a third of its height: a low ramp in the forward, then one tooth of saved activations for the last segment and seven of recomputed activations for the others. With recursive halving it is lower still, with many small teeth."
 drawn = "baseline", "equal segments", "recursive halving"
 figure = graph_profile.orders_plot(
     {method: runs[method, 64].timeline.thinned(300) for method in drawn},
@@ -276,8 +277,8 @@ path = plots.save(figure, "results/figures/07_timelines.png")
 figure
 
 # %% [markdown]
-# *A step of 64 blocks. Each segment has one tooth; recursive halving has many small ones. What PyTorch's checkpoint
-# recomputes counts as temporaries here: the meter distinguishes only the recomputations of `ackpt`.*
+# *A step of 64 blocks. Each of the eight segments has one tooth, recomputed except for the last segment's, which comes
+# first; recursive halving has many small teeth.*
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -329,7 +330,7 @@ print(f"{revolve.advances(steps, snapshots)} advances; no step runs more than {m
 figure
 
 # %% [markdown]
-# *Revolve reverses 16 steps with 3 snapshots, which it reuses from the end of the chain to its beginning.*
+# *Revolve reverses 16 steps with three snapshots and runs no step forward more than three times before its reversal.*
 #
 # The policy `revolve` runs such schedules. The first $n - 1$ of the $P$ advances belong to the forward that every
 # training step runs, so $P - (n - 1)$ products are recomputed. We check this on 16 blocks with 2 and 8 snapshots:
@@ -343,8 +344,8 @@ for s in (2, 8):
 # %% [markdown]
 # Revolve saves states only, never the activations inside a block. When much memory is free, that is not optimal.
 #
-# How deep a chain fits into $m$ activations? The depth grows with the square of $m$, with its $r$-th power, or
-# exponentially:
+# How deep a chain fits into $m$ activations? The depth grows with the square of $m$ for decreasing segments, with its
+# $r$-th power for Revolve, and exponentially for recursive halving:
 
 # %% tags=["hide-input"]
 rows = []
@@ -394,7 +395,7 @@ for budget in (16, 13, 11, 9, 8):
     print(f"{budget:2} bytes, time {best.time}: {', '.join(ways)}")
 
 # %% [markdown]
-# A stage that is listed twice runs twice. The baseline takes 30, and no schedule fits into 7 bytes. Smaller budgets
+# A stage runs forward as often as it is listed. The baseline takes 30, and no schedule fits into 7 bytes. Smaller budgets
 # repeat forwards, the cheap ones first: stage 1, which saves 5 bytes and takes 1, before stage 0, which saves 2 bytes and
 # takes 2.
 #
@@ -445,8 +446,8 @@ figure
 # *On unequal blocks, no policy is cheaper than `rotor`, which also reaches the lowest peak.*
 #
 # This holds by construction: the candidates of our policy `rotor` include the schedules of the other policies, and the
-# simulator picks the cheapest one that fits. The others lose because they count blocks. They do not know that a
-# boundary in the first stage takes eight times as much memory as one in the last.
+# simulator picks the cheapest one that fits. The other policies count blocks. They ignore that a boundary in the first
+# stage needs eight times as much memory as a boundary in the last.
 
 # %% [markdown]
 # ## Where the formulas go wrong
@@ -509,7 +510,7 @@ figure
 #
 # **Blocks differ, and the graph may have more or fewer blocks than the model.** The next table compares the peaks that
 # the unit formulas promise, for the number of blocks in a model's graph, with the lowest peaks of two policies. These
-# are simulated; for ResNet-18 we also run the plan of `rotor`, and the measured peak must equal the simulated one.
+# peaks are simulated; for ResNet-18 we also run the plan of `rotor`, and the measured peak must equal the simulated one.
 
 # %% tags=["hide-input"]
 sizes = {"dim": 32, "ff_dim": 128, "head_dim": 16, "vocab_size": 64}

@@ -114,8 +114,8 @@ for i in intermediates:
 assert all(abs(i.recompute_ratio / by_hand - 1) < 1e-6 for i, by_hand in zip(intermediates, ratios))
 
 # %% [markdown]
-# The first five ratios are ours. The last line is the output of the network, which the loss reads. Here are the same two
-# quantities for a language model of three blocks:
+# The first five ratios equal those that we computed by hand. The last line is the output of the network, which the loss
+# reads. Here are the same two quantities for a language model of three blocks:
 
 # %%
 sizes = {"dim": 64, "ff_dim": 256, "head_dim": 16, "vocab_size": 256}
@@ -123,7 +123,7 @@ lm = models.LanguageModel(models.TransformerConfig(**sizes, layers=3))
 tokens = torch.randint(256, (512,))
 words = tokens, torch.tensor([0, 512], dtype=torch.int32), 512, tokens.roll(-1)
 
-# %% alt="Scatter of the activations of the language model: inactive milliseconds to the right, gigabytes freed per second of recomputation upwards, logarithmic. Outputs of products and elementwise operations lie between ten and two hundred, above the dashed line of the link at eight gigabytes per second; the small outputs of norms and sums lie below it, the loss lowest."
+# %% alt="Scatter plot of the activations of the language model. Horizontal axis: inactive time in milliseconds. Vertical axis, logarithmic: gigabytes freed per second of recomputation. Outputs of products and elementwise operations are between 15 and 220, above the dashed line of the link at eight gigabytes per second. The small outputs of norms and sums are below it, the loss lowest."
 lm_graph = ackpt.trace(lm, *words)
 lm_profile = ackpt.profile(lm_graph, t4)
 kinds = {"products and attention": [], "sums and norms": [], "other elementwise": []}
@@ -150,7 +150,7 @@ figure
 # copies that does not overlap with compute. The copy out may begin as soon as the activation is computed, while the next
 # operation still reads it, so a little more than the inactive time is available. Each operation can hide only one copy
 # at a time, so `Link` takes the run time of every operation (`costs`) and remembers what is left of it. `drop`
-# removes an activation and updates the prices of the others.
+# marks an activation for recomputation and updates the prices of the others.
 
 # %%
 hiding, kept, dropped, moved = Link(costs(graph, profile), graph.boundary), list(intermediates), [], []
@@ -177,7 +177,8 @@ while candidates := [i for i in kept if i not in moved]:
 #
 # ## Each choice changes the other prices
 #
-# Without a link, everything is recomputed. The table shows the ratio of each activation after every choice, in GB/s:
+# Without a link, the algorithm drops every activation, that is, it recomputes all of them. The table shows the ratio of
+# each activation after every choice, in GB/s:
 
 # %%
 no_link = replace(profile, swap_seconds=None)
@@ -196,8 +197,8 @@ for state in states(graph, no_link):
 # - `tanh_2` is dropped. Both effects apply to `tanh_1` and `tanh_3`, its neighbors.
 #
 # The choices do not yet fix the order of recomputation. A chain of dropped activations can be recomputed *once*, with
-# each member saved until its last use. Or it is recomputed for *each* of its members, as in the paper. With everything
-# dropped:
+# each member saved until its last use. Or it is recomputed for *each* of its members, as in the paper. We compare the two
+# orders with everything dropped:
 
 # %%
 for name, schedule in zip(("once", "each"), schedules_of(graph, no_link, state)):
@@ -232,8 +233,8 @@ assert plans["ilp"].cost <= plans["mu-two"].cost
 
 # %% [markdown]
 # The optimum recomputes only `tanh`. mu-TWO also recomputes `tanh_4`, which it dropped first for its high ratio. This
-# gains nothing: the peak comes where backward begins, and there backward needs `tanh_4` at once. A ratio knows bytes and
-# time, but not *when* the bytes are live, and a greedy algorithm never takes back a choice.
+# gains nothing: the peak is at the start of backward, which needs `tanh_4` at once. The ratio takes into account bytes
+# and time, but not *when* the bytes are live, and a greedy algorithm never takes back a choice.
 #
 # ## One step, before and after
 #
@@ -254,7 +255,7 @@ before, after = measured(lm), measured(planned)
 assert after.dynamic_peak_bytes == planned.plan.dynamic_peak_bytes <= planned.plan.limit_bytes
 print(f"added time {planned.plan.cost:.1%} by calibrated rates, {after.flops / before.flops - 1:.1%} more FLOPs")
 
-# %% alt="Live memory of two training steps of the language model side by side. Before: activations rise in three equal stretches to a peak of temporaries at the boundary. After: a flat ramp of saved activations, and waves of recomputed activations and temporaries in backward while gradients grow."
+# %% alt="Live memory of two training steps of the language model side by side. Before: activations rise in three equal stretches to a peak where backward begins. After: a flat ramp of saved activations, and waves of recomputed activations and temporaries in backward while gradients grow."
 timelines = {"before": before.timeline, "mu-two": after.timeline}
 figure = graph_profile.orders_plot(timelines, "", before.resident_bytes)
 path = plots.save(figure, "results/figures/08_language_model.png")
@@ -298,7 +299,7 @@ caption = "mu-TWO plans for half of the dynamic peak, without and with a link; f
 table = markdown_table(rows, columns, caption, "tab-link")
 path = write_text_atomic("results/tables/08_link.md", table)
 
-# %% alt="Simulated live memory of one step under three plans. Baseline: a high ramp up to the boundary and down. Recomputed: half as high. Swapped: also half as high; activations leave during forward and return one after the other in backward."
+# %% alt="Simulated live memory of one step under three plans. Baseline: a high ramp up to the start of backward, and down again. Recomputed: half as high. Swapped: also half as high; activations leave during forward and return one after the other in backward."
 figure = graph_profile.orders_plot(shown, "", baseline.resident_bytes)
 path = plots.save(figure, "results/figures/08_swapped.png")
 figure
@@ -340,8 +341,8 @@ for name in ("t4", "h200"):
 #
 # $$ B = \left\lfloor \frac{M - m_0}{m_1} \right\rfloor . $$
 #
-# We predict $B$ for a Transformer with sequences of 32 tokens, then run it. The limit is what the baseline takes for 16
-# sequences.
+# We predict $B$ for a Transformer with sequences of 32 tokens, then run it. The limit is the peak of the baseline with
+# 16 sequences.
 
 # %%
 def inputs(batch):
@@ -407,7 +408,7 @@ BATCHES = tuple(without)
 
 
 def fits(peak):
-    """The batch that needs so many MiB with the pipeline, interpolated between rows; at most that of the last row."""
+    """The batch whose peak with the pipeline is `peak` MiB, interpolated between rows; at most that of the last row."""
     pairs = list(zip(BATCHES, BATCHES[1:]))
     a, b = next((pair for pair in pairs if peak <= with_it[pair[1]]["peak"]), pairs[-1])
     slope = (with_it[b]["peak"] - with_it[a]["peak"]) / (b - a)
@@ -499,8 +500,8 @@ for name, dtype in (("t4", "float16"), ("h200", "bfloat16")):
     print(f"{name:5} d >= {rates.flops_per_second[dtype] / rates.link_bytes_per_second:,.0f}")
 
 # %% [markdown]
-# The output has half the bytes, so the condition is $d \ge \rho / \lambda$. But $\rho$ grows much more than by 2, and
-# so does the smallest width.
+# The output has half the bytes, so the condition is $d \ge \rho / \lambda$. But $\rho$ is more than twice as large, so
+# the smallest width grows, too.
 #
 # :::{admonition} Exercise 3: with much more memory
 # :class: note
@@ -524,7 +525,8 @@ print(f"{slopes[0] / slopes[1]:.2f}")
 #   does not know when the bytes are live.
 # - The same fates allow two orders: recompute each activation once, which is cheaper, or once per use, which can lower
 #   the peak.
-# - Copies overlap with compute if $d \ge 2 \rho / \lambda$ in fp32: wide layers on slow devices swap, others recompute.
+# - Copies overlap with compute if $d \ge 2 \rho / \lambda$ in fp32: swap where layers are wide and the device is slow,
+#   and recompute elsewhere.
 # - Peaks are linear in the batch size, so their slopes predict the largest batch.
 #
 # ## Sources
@@ -545,10 +547,10 @@ print(f"{slopes[0] / slopes[1]:.2f}")
 # | E | leaves the total recomputation time stale | chains look cheaper than they are | updated after every choice |
 # | F | the second case overwrites the first | recomputations are not counted | recounted |
 # | D, E, F | lists of sources | shared ancestors count twice | sets of operations |
-# | G | begins with all, adds recomputed tensors | no choice lowers the estimate | simulated |
+# | G | starts with all activations and adds recomputed ones | no choice lowers the estimate | simulated |
 #
-# Three of these errors in numbers, for the language model and for a tower of $x \leftarrow \sin x \cdot e^x$, in which
-# every floor doubles the paths:
+# The next cell shows three of these errors in numbers. For C it uses the language model; for D, repeated applications of
+# $x \leftarrow \sin x \cdot e^x$, each of which doubles the number of paths; for G, the small network.
 
 
 # %% tags=["hide-input"]

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # The optimum and the frontier
 #
-# After this chapter you can state the least that a budget must cost, measure how far each method is from that minimum,
-# and choose a method for a given budget.
+# After this chapter you can bound the cost of a budget from below, measure how far each method is from the optimum, and
+# choose a method for a given budget.
 
 # %% [markdown]
 # ## Goals
@@ -22,7 +22,7 @@
 # | $R_{t,i}$, $S_{t,i}$ | 1 if stage $t$ computes $i$; 1 if the result of $i$ is saved into stage $t$ |
 # | $p(s)$ | the operation that computes the storage $s$ |
 # | $u_s$, $v_i$ | the fraction of $s$ saved from forward to backward, and of $i$ recomputed, between 0 and 1 |
-# | $a$ | bytes live at an instant whatever is saved |
+# | $a$ | bytes that are live at an instant, no matter what is saved |
 #
 # The *frontier* consists of the plans that no other plan beats in both peak and cost. Costs are fractions of the
 # baseline's cost, peaks are fractions of its dynamic peak.
@@ -107,7 +107,7 @@ for budget in (7, 6, 5, 4, 3):
 # & \textstyle\sum b_s u_s \le B - a && \text{at every instant of backward.}
 # \end{aligned} $$
 #
-# The sum covers all storages that backward reads later. The bytes $a$ are live at that instant whatever is saved:
+# The sum covers all storages that backward reads later. The bytes $a$ are live at that instant no matter what is saved:
 # gradients, and the inputs and outputs of the current operation.
 #
 # All plans of this package run each backward operation once, in the graph's order. They satisfy these conditions with
@@ -259,8 +259,8 @@ print("gap of auto:", {budget: f"{gap:.1%}" for budget, gap in gaps.items()})
 # %% [markdown]
 # ## The frontier
 #
-# Now we compare with the tools that come with PyTorch. The first two wrap every layer in a checkpoint, *checkpoint*
-# as it is, and *selective* so that it saves the results of matrix products and attention:
+# Now we compare with the tools that come with PyTorch. The first two wrap every layer in a checkpoint: *checkpoint* saves
+# only the layer's input, *selective* also the results of matrix products and attention.
 
 # %%
 aten = torch.ops.aten
@@ -330,7 +330,7 @@ for point in points:
 different = {point["measured_peak_bytes"] for point in points}
 print(f"{len(points)} plans with {len(different)} different peaks match their predictions")
 
-# %% tags=["hide-input"] alt="Recomputed FLOPs over the measured dynamic peak, as fractions of the baseline. A blue staircase, policy auto, runs along the bottom from a peak of 1 to 0.6, rises slowly to 0.3, and then steeply. All other policies and PyTorch's tools are on it or above it, to the right. The points of PyTorch's memory budget move to the right as its setting falls, beyond 1. A dashed line, the lower bound, runs close below the staircase."
+# %% tags=["hide-input"] alt="Recomputed FLOPs over the measured dynamic peak, as fractions of the baseline. A blue staircase, policy auto, runs along the bottom from a peak of 1 to 0.6, rises slowly to 0.3, and then steeply. All other policies and PyTorch's tools are on it or above it, to the right. As its setting falls, the point of PyTorch's memory budget moves left from 0.9 to 0.64, and then right, beyond 1. A dashed line, the lower bound, runs below the staircase."
 figure = frontier_report.frontier_plot(record, "")
 path = plots.save(figure, "results/figures/09_frontier.png")
 figure
@@ -360,9 +360,9 @@ for row in metrics["peers"]:
 # The frontier of `auto` dominates. Against the other policies, this is nearly by construction: on graphs of this size
 # the plans of `full`, `rotor` and `mu-two` are among its candidates. Against PyTorch's tools, it is not.
 #
-# Look at the red squares, the memory budget. From one to the next the setting falls, from 1 to 0, which should trade
-# more FLOPs for less memory. But the setting bounds the *saved* bytes, not the live bytes. When backward recomputes
-# everything at its start, fewer bytes are saved and the peak rises.
+# Look at the red squares, the memory budget. Along the dotted line its setting falls from 1 to 0, and each step should
+# trade more FLOPs for less memory. Below 0.6 the peak rises instead, because the setting bounds the *saved* bytes, not
+# the live bytes. If backward recomputes everything at its start, fewer bytes are saved, but more are live at one time.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -413,29 +413,32 @@ print(f"a plan within the same peak: {planned:+.0%}")
 # it handles every operation in Python, which costs more than the operations of a model of this size. The memory budget
 # decomposes dropout and draws other masks than the baseline, so its gradients cannot be compared.
 #
-# ### Convolutions, and Inductor
+# ### More models, and Inductor
 #
-# Three more models: a ResNet-50 with a quarter of its channels, a U-Net, and a Transformer of which Inductor compiles
-# every step: the baseline, PyTorch's tools, and the plans of `auto`.
+# Four more steps: a Transformer without dropout, a ResNet-50 with a quarter of its channels, a U-Net, and a Transformer
+# of which Inductor compiles every step: the baseline, PyTorch's tools, and the plans of `auto`.
 
 # %% tags=["hide-input"]
-records = [record_of("resnet50"), record_of("unet"), timed, record_of("transformer-inductor")]
+more = [record_of(name) for name in ("transformer", "resnet50", "unet", "transformer-inductor")]
 
-# %% tags=["hide-input"] alt="Added time over the measured dynamic peak in four panels: ResNet-50, U-Net, BERT with dropout, and a Transformer with Inductor. In each, the two curves of auto rise as the peak falls, most steeply at its end. PyTorch's checkpoint and memory budget are above them. So is selective checkpointing on ResNet-50 and BERT; on the U-Net and with Inductor it is close to them."
-figure = frontier_times.times_plot(records, highest=0.8)
+# %% tags=["hide-input"] alt="Added time over the measured dynamic peak in four panels: Transformer, ResNet-50, U-Net, and Transformer with Inductor. In each, the curve of auto with rates rises as the peak falls, most steeply at its end. PyTorch's checkpoint and memory budget lie above it. Selective checkpointing does, too, on the Transformer and ResNet-50, and is close to it in the other two panels."
+figure = frontier_times.times_plot(more, highest=0.8)
 path = plots.save(figure, "results/figures/09_models.png")
 figure
 
 # %% [markdown]
-# *Added time and peak on four models. Marks are medians, bars are quartiles; marks at the upper edge are above it.
+# *Added time and peak of four steps. Marks are medians, bars are quartiles; marks at the upper edge are above it.
 # `auto` minimizes counted costs, `auto, rates` seconds at the calibrated rates; `full` is per-block checkpointing as a
 # plan. A setting of 1 of the memory budget is the min-cut partition.*
+#
+# The table adds the BERT. Its gap says how much of the step a better plan could save at most, in the modeled time.
 
 # %% tags=["hide-input"]
+records = [timed, *more]
 table_rows = frontier_times.times_rows(records)
 caption = (
     "Added time, measured, in % of the baseline's step: per-block checkpointing at its peak, `auto` within the same "
-    "peak and within half of the baseline's. The gap is that between the plan and the lower bound, of the modelled step."
+    "peak, and `auto` within half of the baseline's peak; and the optimality gap of the last one."
 )
 table = markdown_table(table_rows, frontier_times.COLUMNS, caption, "tab-frontier-models")
 path = write_text_atomic("results/tables/09_models.md", table)
@@ -459,7 +462,8 @@ print(f"Inductor: measured below predicted peak, by budget: {below}")
 
 # %% [markdown]
 # The aims of this project are at most 4 % at half of the peak, and at most half of the added time of per-block
-# checkpointing at its peak. The gap says how much of the step a better plan could save at most.
+# checkpointing at its peak. On the U-Net, some plans are faster than the baseline. A likely cause is that a step with a
+# smaller peak asks the operating system for fewer new pages of memory.
 #
 # Inductor fuses operations, so some tensors that the simulation counts never exist. Measured peaks are lower than
 # predicted ones, and `auto` refuses budgets that its plans would keep.
@@ -487,9 +491,9 @@ path = plots.save(figure, "results/figures/09_explorer.png")
 # :alt: Live memory of the planned step for budgets of 80, 50 and 30 percent of the baseline's peak. As the budget falls, the rising forward and the falling backward stay lower, and the backward gets longer.
 # ```
 #
-# Things to try. From 100 % down to 60 %: which activations are recomputed first? They are those that cost little but
-# traffic. At 40 %: what does the last layer still save, and why? Below 30 %: how does the backward grow as operations
-# are recomputed several times?
+# Move the slider and answer three questions. From 100 % down to 60 %, the plans first recompute activations that cost
+# memory traffic but almost no FLOPs: which ones? At 40 %: what does the last layer still save, and why? Below 30 %: how
+# does the backward grow as operations are recomputed several times?
 
 # %% [markdown]
 # ## Which method when
@@ -538,25 +542,26 @@ path = write_text_atomic("results/tables/09_standings.md", table)
 # - **full** and **chen-sqrt** save a tensor between blocks and recompute whole blocks, with their matrix products. Much
 #   of a block is nearly free to recompute: norms, activation functions, sums.
 # - **revolve** saves states only; it makes no use of spare memory. **rotor** saves a block as a whole, or not at all.
-# - **mu-two** evicts one tensor at a time. The more tensors it evicts, the more often each is recomputed again for
-#   other evicted tensors.
+# - **mu-two** evicts one tensor at a time. The more tensors it evicts, the more often each of them is recomputed on the
+#   way to others.
 # - **checkpoint** is *full* without a planner: one point, whatever the budget.
-# - **min-cut** and the **memory budget** choose well what to save, but they count saved bytes. Below some budget
-#   neither lowers the peak.
+# - **min-cut** and the **memory budget** choose well what to save, but they count saved bytes, not live bytes. At small
+#   budgets, neither lowers the peak further.
 #
 # None of this makes them bad. *checkpoint* and *selective* need no graph and no budget, and work where a model cannot
 # be captured. If the model fits with *selective*, which recomputes no matrix product, use it. Use `auto` when the peak
 # must stay within a given number of bytes.
 #
-# A plan explains its decisions. At 0.4:
+# A plan explains its decisions. This is the plan for a budget of 0.4:
 
 # %%
 plan = ackpt.plan(graph, 0.4, profile=profile)
 print(plan.table())
 
 # %% [markdown]
-# For each of its most expensive decisions, the plan lists the cost, and the peak if the tensor were saved. To check
-# that peak, the policy `manual` accepts fates by name: we pass those of this plan, with one changed.
+# For each of its most expensive decisions, the plan lists the cost, and how far the peak would be above the budget if the
+# tensor were saved. To check that peak, we use the policy `manual`, which accepts fates by name: we pass the fates of
+# this plan and change one.
 
 # %%
 for decision in plan.decisions[:2]:
@@ -577,8 +582,8 @@ for decision in plan.decisions[:2]:
 #
 # :::{admonition} Exercise 1: by hand
 # :class: note
-# Four layers instead of six, everything else as at the beginning of this chapter. The baseline has five live results at
-# its peak. What does the optimum cost with four bytes, and why is it impossible with three?
+# Take four layers instead of six, and leave everything else as at the beginning of this chapter. The baseline has five
+# live results at its peak. What does the optimum cost with four bytes, and why are three bytes infeasible?
 # :::
 
 # %% tags=["solution"]
@@ -589,8 +594,8 @@ for budget in (5, 4, 3):
         print(error)
 
 # %% [markdown]
-# The backward of a layer reads three results and computes one, so four results are live whatever else is freed. With
-# four bytes one forward is recomputed.
+# The backward of a layer reads three results and computes one, so four results are live even if everything else is
+# freed. With four bytes, one forward is recomputed.
 #
 # :::{admonition} Exercise 2: monotone plans
 # :class: note
@@ -613,7 +618,7 @@ print(f"peaks in order: {peaks}, costs in order: {costs}")
 # :::{admonition} Exercise 3: a ResNet
 # :class: note
 # Take a small ResNet. What are the lower bound and the costs of `auto` and `full` at 0.8 and 0.6 of its peak? What is
-# its smallest feasible budget, and why does it save less memory than the Transformer?
+# its smallest feasible budget, and why can a plan save less memory than on the Transformer?
 # :::
 
 # %% tags=["solution"]
@@ -629,8 +634,9 @@ except ackpt.BudgetError as error:
     print(error)
 
 # %% [markdown]
-# The first blocks of a ResNet hold most of its bytes, and each must be completely live when its backward runs: no plan
-# goes below that. Policies that recompute whole blocks do not get close to it. (None: infeasible for this policy.)
+# At the smallest peak, half of the dynamic memory is gradients, which no plan reduces. The largest activations of a
+# ResNet are in its first layers, and backward reaches these last, when nearly all gradients are live. Policies that
+# recompute whole blocks do not get close to this peak. (None: infeasible for this policy.)
 #
 # ## What we have seen
 #
@@ -655,7 +661,7 @@ WHAT = {
     "instead": "smaller tensors saved instead: a product for a sum, nothing for a dropout mask",
     "policies": "the plans of `rotor` and `mu-two`",
     "refined": "plans between two neighbors, with more activations saved",
-    "evicted": "plans that drop what only waits at the peak, and recompute it afterwards",
+    "evicted": "plans that drop activations which nothing reads at the peak, and recompute them afterwards",
 }
 within = (0.6, 0.4, 0.3, 0.24)
 table_rows = []
@@ -674,8 +680,8 @@ path = write_text_atomic("results/tables/09_parts.md", table)
 # ```
 #
 # Looking *into* the blocks gains most. The search cuts the graph where a single tensor separates earlier from later
-# operations. For each block, it finds the useful sets of tensors to save: no other set saves fewer bytes, peaks lower
-# and costs less. Then the recursion of rotor (chapter 7) combines them over the chain, with one difference. A block
+# operations. For each block, it finds the useful sets of tensors to save: no other set saves fewer bytes, has a lower
+# peak and costs less. Then the recursion of rotor (chapter 7) combines them over the chain, with one difference. A block
 # that is recomputed only to reach a later one may save a *part* of its activations, so that it need not be recomputed
 # again for its own backward. Each solution becomes a schedule and is simulated.
 #

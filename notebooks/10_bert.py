@@ -25,8 +25,8 @@
 #
 # *Per-block checkpointing* ({doc}`02_reentrant_checkpoint`) makes each block a region, which saves its input and is
 # recomputed in backward. A *plan* ({doc}`06_graph_profiler`) is a schedule of operations, made for a *budget*, an upper
-# bound on the peak. The *dynamic peak* is the largest number of bytes that the step allocates, without parameters,
-# optimizer states and inputs, which are allocated before it.
+# bound on the peak. The *dynamic peak* is the largest number of bytes that are live at one time during the step, without
+# parameters, optimizer states and inputs, which are allocated before it.
 
 # %%
 import copy
@@ -180,7 +180,8 @@ path = plots.save(figure, "results/figures/10_timelines.png")
 figure
 
 # %% [markdown]
-# *One step with three methods. At the same peak, a plan recomputes about half as many FLOPs as per-block checkpointing.*
+# *One step with three methods. Within the same peak, the plan recomputes less than half as many FLOPs as per-block
+# checkpointing.*
 #
 # Per-block checkpointing reaches its peak in the backward of a block that it has just recomputed, so recomputed tensors
 # take the place of saved ones. A plan's peak contains the activations that the budget left room to save.
@@ -281,9 +282,9 @@ path = write_text_atomic("results/tables/10_block.md", markdown_table(rows, colu
 # ```{include} ../../results/tables/10_block.md
 # ```
 #
-# The dropout mask of the attention weights, the weights after dropout and the output of GELU are the first to be
-# recomputed: they are large and need no matrix product. The attention weights follow: to recompute them, $q$ and $k$ are
-# multiplied again. The outputs of projections, such as the up-projection, come last.
+# The dropout mask of the attention weights and the output of GELU are the first to be recomputed, and the weights after
+# dropout are next: all three are large and need no matrix product. The attention weights follow: to recompute them, $q$
+# and $k$ are multiplied again. The outputs of projections, such as the up-projection, come last.
 #
 # The *cost* of a plan is the added time as a fraction of the baseline step, as modeled from FLOPs and moved bytes: an
 # operation without FLOPs still reads and writes memory. A plan also reports a lower bound: no schedule within the
@@ -311,7 +312,7 @@ for decision in tight.decisions[:4]:
     place = f"{decision.module}: {decision.name}"
     print(f"{decision.cost:6.2%}  {place:28} if saved: peak {over:.1f} MiB above the budget")
 
-# %% tags=["hide-input"] alt="Recomputed FLOPs over the dynamic peak, both in percent of the baseline. The line of the plans is at zero from a hundred down to little more than fifty percent of the peak, rises slowly until forty and steeply below thirty. The measured plan lies close to it. Per-block checkpointing is a single point far above the line."
+# %% tags=["hide-input"] alt="Recomputed FLOPs over the dynamic peak, both in percent of the baseline. The line of the plans is at zero from a hundred down to little more than fifty percent of the peak, rises slowly until forty and steeply below thirty. The measured plan is close to the line. Per-block checkpointing is a single point far above it."
 line = {}
 for plan in (*plans.values(), lowest):
     line[100 * plan.dynamic_peak_bytes / plan.baseline_dynamic_peak_bytes] = 100 * more_flops(plan)
@@ -334,8 +335,8 @@ figure
 # *Plans (line: simulated, marker: measured) halve the dynamic peak with hardly any recomputed FLOPs. Per-block
 # checkpointing is one point above the line.*
 #
-# A plan can be saved and loaded. `ackpt.compile(model, plan=loaded, ...)` then runs it without a search, and any other
-# model refuses it.
+# A plan can be saved and loaded. `ackpt.compile(model, plan=loaded, ...)` then runs it without a search, and raises an
+# error for any other model.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -391,7 +392,7 @@ for length, inputs in batches.items():
 
 # %% [markdown]
 # At every length, the gradients equal the baseline's bit for bit, and the peak equals the simulated one and stays
-# within the budget. The step's history counts its captures and plans:
+# within the budget. The history of the planned step lists its captures and plans. We count them:
 
 # %%
 for kind, events in Counter(event.kind for event in planned.history).items():
@@ -402,7 +403,7 @@ for kind, events in Counter(event.kind for event in planned.history).items():
 # as a symbol. This capture and one search for schedules serve all other lengths: at each of them, the known schedules
 # are simulated and the cheapest one within the budget runs. Where the baseline fits, the model itself runs.
 
-# %% tags=["hide-input"] alt="Peak at four lengths for three ways. The baseline is below 30 MiB at 32 and 64 tokens and far above it at 112 and 128. The plan has the peak of the baseline at the two short lengths, and stays just below 30 MiB at the others. Per-block checkpointing is lowest at every length."
+# %% tags=["hide-input"] alt="Peak at four lengths for three ways. The baseline is below 30 MiB at 32 and 64 tokens and far above it at 112 and 128. The plan has the peak of the baseline at the two short lengths, and stays just below 30 MiB at the others. Per-block checkpointing is lowest up to 112 tokens, and slightly above the plan at 128."
 figure = curves_plot(
     {name: {length: points[length] / MIB for length in sorted(lengths)} for name, points in peaks.items()},
     {"plan": {length: simulated[length] / MIB for length in sorted(lengths)}},
@@ -518,12 +519,12 @@ print(f"half the dynamic peak: {more_flops(ackpt.plan(dry_graph, 0.5)):.1%} more
 # %% [markdown]
 # Without dropout there are no masks, which removes $2 d + h T$ elements. The fused kernel saves no matrices, only one
 # element per head and token. That gives $A = 8 d + 2 f + h + 4$. The activations that were cheap to recompute are gone,
-# so halving the memory now takes recomputed matrix products.
+# so a plan for half the memory must recompute matrix products.
 #
 # :::{admonition} Exercise 2: when attention dominates
 # :class: note
-# From which length on do materialized attention matrices take more than everything else in a block, for BERT-large and
-# for ours?
+# From which length on do materialized attention matrices need more memory than everything else in a block, for BERT-large
+# and for our model?
 # :::
 
 # %% tags=["solution"]
@@ -545,8 +546,8 @@ for (a, cost_a), (b, cost_b) in zip(pairs, pairs[1:]):
     print(f"{a:5.1f} -> {b:5.1f} MiB: {(cost_b - cost_a) / (a - b):5.2f} % of the step's FLOPs per MiB")
 
 # %% [markdown]
-# The lower the budget, the more expensive the next MiB, because the cheap ones are already saved. So choose the largest
-# budget that fits.
+# The lower the budget, the more expensive the next MiB, because the cheap activations are already recomputed. So choose
+# the largest budget that fits.
 #
 # ## What we have seen
 #
@@ -556,8 +557,8 @@ for (a, cost_a), (b, cost_b) in zip(pairs, pairs[1:]):
 #   them can be recomputed without a matrix product.
 # - Losses, gradients and parameters are equal to the last bit over three steps, with dropout.
 # - The measured peak stays within the budget, at every length of a batch. An infeasible budget is refused.
-# - On BERT-large with fused attention, the cheap activations are gone before planning starts, and matrix products
-#   remain.
+# - On BERT-large with fused attention, the cheap activations are gone before planning starts, and what remains is mostly
+#   outputs of matrix products.
 # - The published increase of a third in time matches one extra forward of the blocks.
 #
 # ## Sources

@@ -117,14 +117,14 @@ for size, model in large.items():
 # The figure shows these events for a Llama with three checkpointed blocks, as predicted for one rank. When does a rank
 # have the parameters of two blocks at once?
 
-# %% tags=["hide-input"] alt="Bars over the allocations and frees of one step. The top row runs the forward, and after a dashed line recomputation and backward in turn, three times. The parameters of the root are gathered for the whole step. Those of blocks 1, 2 and 3 are gathered one after another in the forward, and in reverse order in backward, each for the recomputation and the backward of its block. The buffer of a block's gather is allocated just before its forward, but one block early in backward. Below, live memory: gathered parameters have the same height in forward and backward, and buffers of collectives are largest in backward."
+# %% tags=["hide-input"] alt="Bars over the allocations and frees of one step. The top row shows the forward, and after a dashed line the backward of the loss, then three times a recomputation and a backward. The parameters of the root are gathered for the whole step. Those of blocks 1, 2 and 3 are gathered one after another in the forward, and in reverse order in backward, each for the recomputation and the backward of its block. The buffer of a block's gather is allocated just before its forward, but one block early in backward. Below, live memory: gathered parameters have the same height in forward and backward, and buffers of collectives are largest in backward."
 figure = schematics.gathers_figure(gather_lanes())
 path = plots.save(figure, "results/figures/11_gathers.png")
 figure
 
 # %% [markdown]
-# *A block's parameters are gathered for its forward, and again for its recomputation and backward. In backward, the next
-# gather is under way meanwhile, so two blocks take memory: one as parameters, one as a buffer.*
+# *A block's parameters are gathered for its forward, and again for its recomputation and backward. During a block's
+# backward, the next block is already being gathered, so two blocks occupy memory: one as parameters, one as a buffer.*
 #
 # None of these sizes depends on the batch, and they hardly depend on $N$. For Llama 3, in GiB:
 
@@ -140,7 +140,7 @@ for size, model in large.items():
 # :class: tip
 # Sharding divides the resident memory by $N$, but not the temporary memory: the root, one block, the gather buffer of
 # the next block, and a reduction buffer. The reduction is in float32 here, so its buffer is as large as two blocks in
-# bf16. The floor is therefore the root and four blocks' worth, and no number of GPUs lowers it.
+# bf16. The floor is therefore the root plus four times the bytes of a block, and no number of GPUs lowers it.
 # :::
 #
 # ## A real sharded step, measured
@@ -229,9 +229,9 @@ for policy, plan in plans.items():
     print(f"{policy:4}  {peaks}   every event equal: {same}")
 
 # %% [markdown]
-# The choices for one block are those of {doc}`09_frontier`. They range from saving everything to saving nothing; each
-# next choice drops what frees the most memory for its cost. The first blocks get one choice and the rest another. The
-# last blocks save more, because backward reads them first. The plan is the cheapest such combination within the budget.
+# The choices for one block are those of {doc}`09_frontier`: useful sets of activations to save, from all to none. The
+# first blocks get one choice and the rest another. The last blocks save more, because backward reads them first. The
+# plan is the cheapest such combination within the budget.
 # It is optimal among these combinations, not among all plans. On the command line, for Llama 3 70B on 64 GPUs:
 #
 # ```bash
@@ -245,10 +245,10 @@ for policy, plan in plans.items():
 #
 # :::{admonition} Simulated, not measured
 # :class: warning
-# Nothing in the rest of this chapter ran on a GPU. The prediction that matched the measurement is made here for the
-# kernels of an H100 and for the block size of its allocator. It does not include the CUDA context, NCCL's own memory,
-# the workspaces of operations, or fragmentation. Leave room for these: 80 GiB is a round budget, and more than a GPU of
-# 80 GB has available.
+# Nothing in the rest of this chapter ran on a GPU. The predictor is the one that matched the measurement above, here with
+# the kernels of an H100 and the block size of its allocator. It does not include the CUDA context, NCCL's own memory, the
+# workspaces of operations, or fragmentation. Leave room for these: 80 GiB is a round budget, and more than a GPU of 80 GB
+# has available.
 # :::
 #
 # Each rank trains on one sequence of 8192 tokens with AdamW. Shards and reductions are in float32, the computation is
@@ -342,7 +342,7 @@ print(f"{links.reduces} reductions send {links.reduced_bytes:,} bytes")
 #
 # - `ackpt plan --fsdp` names what each block saves, but does not write these plans for you.
 # - The measurements above cover the baseline and per-block checkpointing. The memory of blocks with their own plans is
-#   counted as in {doc}`06_graph_profiler`, where the counts were exact on one machine. Sharded, it was not measured.
+#   counted as in {doc}`06_graph_profiler`, where the counts were exact on one machine. We did not measure it with sharding.
 #
 # ## Exercises
 #
@@ -361,14 +361,14 @@ logits = 8192 * 128256 / GIB
 print(f"{'logits in bf16':22} {2 * logits:5.2f} GiB, in float32 {4 * logits:.2f} GiB")
 
 # %% [markdown]
-# The loss: at the peak, three tensors with one float32 element per logit are live, the log-probabilities among the
-# activations and two gradients among the temporaries. (The logits in bf16 are freed by then.) The remedy is a loss in
-# chunks, as in {doc}`04_language_model`.
+# The loss takes most of it. At the peak, three tensors with one float32 element per logit are live: the log-probabilities
+# among the activations, and two gradients among the temporaries. (The logits in bf16 are freed by then.) The remedy is a
+# loss in chunks, as in {doc}`04_language_model`.
 #
 # :::{admonition} Exercise 2: reduction in bf16
 # :class: note
 # Reduce gradients in bf16 instead of float32. How much smaller is the reduction buffer of a block on a rank of 70B, and
-# how many bytes less does a rank send?
+# how many fewer bytes does a rank send?
 # :::
 
 # %% tags=["solution"]
@@ -378,7 +378,7 @@ for reduction in (torch.float32, torch.bfloat16):
     print(f"{reduction}: buffer {sizes.reduce / GIB:.2f} GiB, sent {sent / GIB:.0f} GiB")
 
 # %% [markdown]
-# It halves the buffer and the bytes sent. In return, the sum over $N$ ranks is less precise.
+# Reduction in bf16 halves the buffer and the bytes sent, but the sum over $N$ ranks is less precise.
 #
 # :::{admonition} Exercise 3: smaller GPUs
 # :class: note
@@ -393,7 +393,8 @@ for budget in ("40GiB", "24GiB"):
 # %% [markdown]
 # ## What we have seen
 #
-# - A rank stores $16 P / N$ bytes. For any $N$, it temporarily needs the root and about four blocks' worth in addition.
+# - A rank stores $16 P / N$ bytes. For any $N$, it also needs temporary memory for the root and for about four times the
+#   bytes of a block.
 # - The allocations that FSDP2 adds to a step can be counted: two processes measured the predicted bytes exactly.
 # - Equal blocks have equal windows, so four captured blocks predict eighty.
 # - Activations are not sharded, so Llama 3 70B does not fit within 80 GiB on any number of GPUs without recomputation.

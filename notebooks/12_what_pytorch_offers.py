@@ -188,7 +188,8 @@ for train in (partial(on_host, step), partial(step, run=offloaded)):
 #
 # `torch.compile` captures forward and backward as one graph and decides where to cut it. The tensors that cross the cut
 # are saved. Autograd's own cut saves what each operation needs. The *minimum cut* saves the fewest bytes from which
-# cheap operations can recompute the rest, even if nobody asks for checkpointing. The number of saved tensors:
+# cheap operations can recompute the rest, even if nobody asks for checkpointing. We count the tensors that each cut
+# saves:
 
 
 # %%
@@ -228,7 +229,7 @@ def compiled(budget):
 #
 # `model.activation_checkpointing_enable()` of `transformers` (before version 5.23: `gradient_checkpointing_enable`)
 # makes every layer call its forward through torch's non-reentrant checkpoint. `every_n_layers=2` selects every second
-# layer. The same in plain torch has the same peak, to the byte:
+# layer. The equivalent code in plain torch has the same peak, to the byte:
 
 # %%
 import transformers
@@ -326,10 +327,11 @@ assert measured["non-reentrant"].flops < measured["reentrant"].flops == measured
 # - The *memory budget* bounds saved bytes, not the peak. At 0.2 it saves less than at 0.5, and its peak is higher.
 # - The first *plan* has a lower peak than the memory budget of 0.5, and recomputes no matrix product.
 #
-# Live memory of four of these steps: the memory budget saves little in the forward, but in backward it holds many
-# recomputed tensors at a time.
+# The figure shows the live memory of four of these steps. The memory budget saves little in the forward, but in backward
+# many recomputed tensors are live at one time. (The meter cannot identify what compiled code recomputes: with the memory
+# budget, recomputed tensors count as temporaries.)
 
-# %% alt="Live memory of one step with four methods, side by side. The baseline rises to one peak and falls. Per-block checkpointing stays low in the forward and has a spike per block in backward. The memory budget of 0.2 saves little in the forward, then climbs steeply to more than twice that in backward. The plan stays low in both halves and has the lowest peak."
+# %% alt="Live memory of one step with four methods, side by side. The baseline rises to one peak and falls. Per-block checkpointing stays low in the forward and has a spike per block in backward. The memory budget of 0.2 saves little in the forward, then climbs steeply in backward to a peak that is not far below the baseline's. The plan stays low in both halves and has the lowest peak."
 drawn = {"baseline": "baseline", "non-reentrant": "per block", "memory budget 0.2": "budget 0.2"}
 drawn["`ackpt` plan, 0.45"] = "plan, 0.45"
 timelines = {label: measured[name].timeline for name, label in drawn.items()}
@@ -358,7 +360,7 @@ museum = []
 
 
 def exhibit(name, experiment, tools=calls):
-    """Run the experiment with each tool; the verdicts of the tools that do not give the baseline's result."""
+    """Run the experiment with each tool; return the verdicts of the tools whose result is not the baseline's."""
     verdicts, truth = {}, None
     for tool, call in tools.items():
         torch.manual_seed(0)
@@ -419,7 +421,7 @@ dist.destroy_process_group()
 # %% [markdown]
 # ### A frozen embedding
 #
-# As in most LoRA setups, the embedding is frozen. Which of three blocks and the head get a gradient?
+# As in most LoRA setups, the embedding is frozen. Which of the three blocks get a gradient, and does the head?
 
 
 # %%
@@ -436,8 +438,8 @@ def frozen_embedding(call):
 assert exhibit("a frozen embedding", frozen_embedding) == {"reentrant": "wrong"}
 
 # %% [markdown]
-# Only the head learns, and PyTorch only warns. `transformers` avoids this case by a hook that makes the embedding's
-# output require grad.
+# Only the head learns, and all that PyTorch does is warn. `transformers` avoids this case with a hook that makes the
+# embedding's output require grad.
 #
 # ### A mask that changes before backward
 #
@@ -499,8 +501,8 @@ assert exhibit("a mixture of experts", router_gradient) == {"reentrant": "wrong"
 
 # %% [markdown]
 # In the reentrant form, the router learns from choices that it did not make, and the second update of the bias cancels
-# the first. The non-reentrant form raises an error because the numbers of tokens differ. `ackpt` restores the bias for
-# the recomputation and updates it once.
+# the first. The non-reentrant form raises an error because the experts get other numbers of tokens than in the forward.
+# `ackpt` restores the bias for the recomputation and updates it once.
 #
 # ### Dropout under a memory budget
 #
@@ -536,7 +538,7 @@ tools["ackpt"] = ackpt.compile(Noisy(), torch.ones(4096, requires_grad=True), bu
 assert exhibit("dropout", zeros_agree, tools) == {"memory budget 0.9": "wrong", "memory budget 0.5": "wrong"}
 
 # %% [markdown]
-# At 1, the masks are saved. Below, a mask may be recomputed, and the recomputation draws other random numbers. Inductor
+# At 1, the masks are saved. Below 1, a mask may be recomputed, and the recomputation draws other random numbers. Inductor
 # uses the same partitioner. `ackpt` replays the random numbers.
 #
 # ### A choice that has no effect
@@ -565,8 +567,8 @@ failures = {"list [linear]": "wrong", "MUST_CPU_OFFLOAD": "wrong", "ackpt": "err
 assert exhibit("a choice that has no effect", some_effect, tools) == failures
 
 # %% [markdown]
-# Both recompute everything, without a warning. The names also depend on the device: attention is another operation on a
-# GPU. A manual plan of `ackpt` raises an error if a name does not exist.
+# Both choices are ignored without a warning, and the step recomputes everything. The names also depend on the device:
+# attention is another operation on a GPU. A manual plan of `ackpt` raises an error if a name does not exist.
 #
 # ### A change that hooks hide
 #
@@ -589,8 +591,8 @@ failures = {"baseline": "error", "save_on_cpu": "wrong", "ackpt": "error"}
 assert exhibit("a batch that is filled early", early_fill, tools) == failures
 
 # %% [markdown]
-# The gradient for the batch of the forward is 2. On a GPU, `save_on_cpu` does copy, so tests on a CPU do not show what
-# happens there.
+# For the batch of the forward, every element of the gradient should be 2. On a GPU, `save_on_cpu` does copy, so tests on
+# a CPU do not show what happens there.
 #
 # ### Checkpointing that evaluation mode turns off
 #
@@ -623,7 +625,7 @@ for name, tool, verdict in museum:
 table = [{**row, "fails": ", ".join(row["fails"])} for row in rows.values()]
 assert all(row["ackpt"] in ("right", "raises") and row["fails"] for row in table)
 columns = {"exhibit": "exhibit", "fails": "what fails in PyTorch's tools", "ackpt": "`ackpt`"}
-caption = "Exhibits of the bug museum. *Wrong* means another result than the correct one, without an error."
+caption = "Exhibits of the bug museum. *Wrong* means a result other than the correct one, without an error."
 path = write_text_atomic("results/tables/12_museum.md", markdown_table(table, columns, caption, "tab-museum"))
 steps = {name: {"dynamic_peak_bytes": one.dynamic_peak_bytes, "flops": one.flops} for name, one in measured.items()}
 sizes = {"tokens": N, "layers": L, "dim": d, "heads": h, "vocab_size": V}
@@ -660,8 +662,8 @@ assert difference == L * predicted
 # %% [markdown]
 # :::{admonition} Exercise 2: fix a script that runs out of memory
 # :class: note
-# This script accumulates the gradients of four small batches. Its dynamic peak must fit into 8 MiB. First fix it
-# without recomputing anything. Then fit it into 5 MiB.
+# This script accumulates the gradients of four small batches. Its dynamic peak must not exceed 8 MiB. First fix it
+# without recomputing anything. Then reduce the peak to 5 MiB.
 #
 # ```python
 # model.zero_grad()
@@ -717,6 +719,6 @@ assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(llama.pa
 #
 # - PyTorch's tools are short: hooks on saved tensors, a dispatch mode, a minimum cut. None accepts a limit on the peak
 #   in bytes.
-# - They fail where the recomputation differs from the forward, where gradients arrive in parts, and where a choice
-#   applies to nothing. Most of these failures are silent.
+# - They fail where the recomputation differs from the forward, where gradients arrive in parts, and where a choice has no
+#   effect. Most of these failures are silent.
 # - `ackpt` repeats the forward exactly or raises an error, and a budget in bytes bounds the measured peak.

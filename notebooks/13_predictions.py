@@ -1,8 +1,9 @@
 # %% [markdown]
-# # Predictions against the world
+# # Predicting published measurements
 #
 # After this chapter you can say how close a prediction from shapes alone comes to the memory that other people measured
-# on GPUs, how far you can trust each of its three figures, and what makes a prediction fail.
+# on GPUs, how far you can trust predictions of allocated bytes, of reserved bytes and of the driver's figure, and what
+# makes a prediction fail.
 
 # %% [markdown]
 # ## Goals
@@ -80,13 +81,13 @@ assert abs(peak - published["bytes"]) <= published["rounding"]
 # The file `results/reference/published-peaks.json` lists published figures: their source, the GPU, the sizes of the
 # step, the metric and the bytes. We did not copy anyone's code: we wrote each step from its description, in
 # `ackpt/experiments/published/`. No constant of the predictor comes from these rows. Where a prediction is wrong, this
-# chapter says so. Some first comparisons showed that our *description* of a step was wrong: it named other modes than a
-# script runs in one process, or other intermediate tensors than a function holds. We corrected these descriptions from
-# the scripts.
+# chapter says so. Some first comparisons showed that *our version* of a step was wrong: it ran other modes than the
+# script runs in one process, or held other intermediate tensors than the original function. We corrected these steps
+# after reading the scripts.
 #
 # Units follow from the sources' code: a GB of MONeT has $2^{30}$ bytes, and a GB of Cut Cross-Entropy 1000 MiB. Chapter 3
-# shows that a MB of the reference experiments is a MiB. The documentation of transformers states the size of its CUDA
-# context, which we add to the reserved bytes; otherwise we take the context from a table of the package.
+# shows that a MB of the reference experiments is a MiB. To predict an NVML figure, we add the size of the CUDA context to
+# the reserved bytes. The documentation of transformers states this size; otherwise we take it from a table of the package.
 #
 # Predicting all rows takes minutes, so predictions are stored, each under a key that depends on the step, its sizes, the
 # GPU and the code that predicts it. A row whose key changed is predicted again. `ackpt published` does the same in a
@@ -139,10 +140,10 @@ figure
 # ```{include} ../../results/tables/13_by_source.md
 # ```
 #
-# ## Are these the predictions of this package?
+# ## Are the stored predictions current?
 #
-# Stored numbers could be old. We predict the smallest figure of every step again, and require the stored bytes. Steps
-# of whole language models are left out, except for one fine-tuning step: they take ten seconds each.
+# Stored predictions could be out of date. We predict the smallest figure of every step again, and require the stored
+# bytes. Steps of whole language models are left out, except for one fine-tuning step: they take ten seconds each.
 
 # %%
 slow = {"vit-large", "gpt", "course-transformer", "bert-classifier"}
@@ -174,9 +175,9 @@ print([name for name in dir(F.relu6(y, inplace=True).grad_fn) if name == "_saved
 
 # %% [markdown]
 # The documentation of transformers measured BERT-large with torch 1.10 and transformers 4.15. With checkpointed layers
-# the predictions are close. Without, the published figures are larger by about one matrix of attention per layer and
-# sequence, a tensor that checkpointing discards. The old implementation seems to have saved one more; we cannot check
-# that without these versions.
+# the predictions are close. Without checkpointing, the published figures are larger by about one attention matrix per
+# layer and sequence, a tensor that checkpointing discards. The old implementation seems to have saved one more such
+# matrix; we cannot check that without these versions.
 
 # %%
 bert = [row for row in found if row["step"] == "bert-classifier" and "optimizer" not in row["sizes"]]
@@ -187,12 +188,12 @@ for row in bert:
         missing = (row["bytes"] - row["predicted"]) / sizes["batch"] / sizes["layers"]
         print(f"batch {sizes['batch']}, {kind:17} {missing / 2**20:6.2f} MiB per layer and sequence are missing")
 size = bert[0]["sizes"]
-print(f"one matrix of attention has {4 * size['heads'] * size['length'] ** 2 / 2**20:.2f} MiB")
+print(f"one attention matrix has {4 * size['heads'] * size['length'] ** 2 / 2**20:.2f} MiB")
 
 # %% [markdown]
-# The repository pytorch-memory-optim used a nightly build of torch 2.1, whose Adam for lists of tensors had larger
-# temporaries than today's. Its only step with SGD, which has none, is also the closest. The repository does not say how
-# much of the rest is due to free blocks, since it states reserved bytes only.
+# The repository pytorch-memory-optim used a nightly build of torch 2.1, whose `foreach` implementation of Adam had larger
+# temporaries than today's. Its only step with SGD, which has no temporaries, also has the smallest error. We cannot say
+# how much of the other errors is due to free blocks, since the repository states reserved bytes only.
 #
 # **The reference experiments used another model.** Chapters 3 and 4 show from the slopes of their tables that the
 # published blocks save more per token, and that their optimizer has a temporary as large as the parameters.
@@ -202,27 +203,27 @@ print(f"one matrix of attention has {4 * size['heads'] * size['length'] ** 2 / 2
 # `group_norm_kernel.cu`). Sorting more than 4096 elements on a GPU needs scratch memory. The predictor does not know
 # them: `ackpt/metering/kernel_memory.py` lists what it leaves out.
 #
-# **A fake tensor takes another path than a real one.** The backward of a sort writes into a tensor of zeros in place,
+# **A fake tensor takes a different path from a real one.** The backward of a sort writes into a tensor of zeros in place,
 # unless that is a tensor subclass, as fake tensors are (`value_selecting_reduction_backward` in torch's
-# `FunctionsManual.cpp`). Then it allocates a second one. So the prediction for sparsemax is too *high*.
+# `FunctionsManual.cpp`). In that case it allocates a second tensor. So the prediction for sparsemax is too *high*.
 #
-# **Values decide.** A router sends tokens to experts. We assume that every expert gets the same number of tokens, which is
-# true only on average.
+# **The memory depends on values.** A router sends tokens to experts. We assume that every expert gets the same number of
+# tokens, which is true only on average.
 #
-# **Free blocks differ.** Allocated bytes of FitCheck's steps are exact, but with eager attention the predictions lack a
-# few percent of the reserved bytes, often just one matrix of attention. There, the real allocator once could not reuse
-# a free block of that size. FitCheck repeats a quantized run three times, and its reserved bytes differ from run to
-# run.
+# **Free blocks differ.** The allocated bytes of FitCheck's steps are exact or off by at most 0.05 %. But with eager
+# attention the predictions lack a few percent of the reserved bytes, often just one attention matrix: the real allocator
+# could not reuse one free block of that size. FitCheck repeats a quantized run three times, and its reserved bytes differ
+# from run to run.
 
 # %% [markdown]
 # ## Times: how much slower is checkpointing?
 #
 # The rates of a data sheet also predict times, but only as if every kernel ran at these rates. Such a time is called
 # the *roofline*: for each operation, the larger of its FLOPs over the compute rate and its bytes over the bandwidth. A
-# *ratio* of two times of one step needs less: the kernels must fall short of the rates by the same factor with
-# checkpointing as without. The file `results/reference/published-ratios.json` lists published pairs of times. For each
-# we capture the step from shapes, make the schedule of the method that was measured, and divide the times of both
-# schedules. Nothing was fitted. We leave out communication between GPUs and the launch of kernels. The policy
+# *ratio* of two times of one step requires less: the kernels may fall short of the rates, as long as they do so by the
+# same factor with checkpointing as without. The file `results/reference/published-ratios.json` lists published pairs of
+# times. For each pair we capture the step from shapes, make the schedules of the two methods that were measured, and
+# divide their times. Nothing was fitted. We leave out communication between GPUs and the launch of kernels. The policy
 # `selective` gives the schedules of torchtitan, torchtune and transformers; the fates of the attention core and of
 # DenseNet's concatenations are set by name.
 #
@@ -251,8 +252,8 @@ _ = write_text_atomic("results/tables/13_time_ratios.md", ratio_table)
 # ```
 #
 # Where large kernels fill the GPU, the roofline predicts the ratio within a few percent. Megatron-LM's layers recompute
-# communication as well, which the prediction leaves out, but they also overlap some of it. The largest errors are those of
-# steps that run far below the roofline. We compare the predicted time with the published one:
+# communication as well, which the prediction leaves out, but they also overlap some of it. Most of the largest errors are
+# those of steps that run far below the roofline. We divide the predicted time by the published one:
 
 # %%
 for row in compared:
@@ -268,13 +269,14 @@ for row in compared:
 #
 # **The offload experiment ran at a seventh of the roofline.** Its published recomputation added 12 % to the baseline, but a
 # forward is a quarter of such a step or more. So about half of the baseline's time went to something that checkpointing
-# does not repeat. What that was is unknown. Such a part makes every relative cost smaller, and the
-# predictions are too high, most of all where copies add time as well.
+# does not repeat. We do not know what it was. Such a part makes every relative cost smaller, so the predictions are too
+# high, most of all where copies add time as well.
 #
 # ## What was left out
 #
 # A figure is left out if the source does not state what the step was, if the step ran code that allocates by itself
-# (Inductor's, Triton's, bitsandbytes'), or if it needs a model of memory that this package does not have.
+# (Inductor's, Triton's, bitsandbytes'), if it needs an operation or a model of memory that this package does not have, or
+# if it is not a measurement of its own.
 
 # %% tags=["hide-input"]
 left_out = report.reasons(excluded())
@@ -299,9 +301,9 @@ print(sum(line["n"] for line in left_out), "figures are left out")
 # The memory calculator of the {doc}`first page <../index>` plans nothing itself: it evaluates formulas. Every operation
 # of a step allocates $c\,b^i s^j$ bytes for batch size $b$ and length $s$, a peak is the largest of several sums of such
 # terms, and equal blocks repeat. `nox -s calculator` finds the formulas from plans of a few sizes of models with four
-# blocks, and refuses sizes that they do not reproduce to the byte. Models that are no row of equal blocks, such as T5,
-# Whisper and U-Nets, are planned as a whole at these sizes. The formulas are compared with plans of the *whole* models at
-# random settings, at sizes that are not in the grid.
+# blocks, and refuses sizes that they do not reproduce to the byte. Models that are not a chain of equal blocks, such as
+# T5, Whisper and U-Nets, are planned as a whole at these sizes. We compare the formulas with plans of the *whole* models
+# at random settings, at sizes that are not in the grid.
 
 # %% tags=["hide-input"]
 grid, sample = (json.loads(Path("results", "calculator", f"{name}.json").read_text()) for name in ("grid", "sample"))
@@ -370,7 +372,8 @@ for device in ("a100-80g", "h100-80g"):
 
 # %% [markdown] tags=["solution"]
 # Only the matrix products depend on it: cuBLAS has a workspace for the thread of the forward pass and one for the thread
-# of the backward pass, and both are larger on an H100.
+# of the backward pass, and both are larger on an H100. (With the layer, the peak is lower because the logits are then an
+# intermediate result: they are freed after the log-softmax, and they have no gradient of a previous step.)
 #
 # ## What we have seen
 #

@@ -2,7 +2,7 @@
 # # Run it on your GPU
 #
 # This page checks the promises of `ackpt` on the machine that runs it: a GPU if there is one, otherwise the CPU. To run
-# it on Colab's free GPU, open the notebook by the badge below, choose a GPU as the runtime's type, and then *Run all*.
+# it on Colab's free GPU, open the notebook with the Colab badge on this page, select a GPU runtime, and choose *Run all*.
 # In a terminal, `ackpt selftest` does the same.
 
 # %%
@@ -24,7 +24,7 @@ record = run_selftest(SelftestConfig(device), "notebooks/14_your_gpu.py")
 
 # %% [markdown]
 # Every check must pass. Gradients must equal the baseline's, bit for bit. On a CPU, predicted and measured peaks are
-# equal to the byte. On a GPU they may differ by 2 %, since libraries allocate workspaces of their own.
+# equal to the byte. On a GPU they may differ by up to 2 %, since libraries allocate workspaces of their own.
 
 # %%
 for check in record.metrics["checks"]:
@@ -42,8 +42,8 @@ print(text_table(record))
 # ## Records of the published experiments
 #
 # Chapters 3, 4, 5, 8, 9 and 10 compare predictions with published measurements. With records of a GPU, their tables get
-# one more column: what our models take on your GPU. One command runs the published experiments, the most important one
-# first:
+# additional columns: the measurements of our models on your GPU. One command runs the published experiments, the most
+# important one first:
 #
 # ```bash
 # ackpt gpu-suite --out results/gpu --minutes 30
@@ -51,7 +51,7 @@ print(text_table(record))
 # ```
 #
 # It writes a record after each run, with the machine, the versions, the date and the commit, and stops at the time
-# limit. The next call continues where the last one ended. `nox -s reproduce` then adds the columns. To run a single
+# limit. The next call continues where the last one ended. `nox -s reproduce` adds the columns. To run a single
 # experiment, use `ackpt synthetic`, `ackpt lm`, `ackpt offload`, `ackpt batch-size`, `ackpt bert` or `ackpt frontier`
 # with `--out results/gpu`; `--help` lists their options. On Colab, `ackpt.colab.run_demo()` runs the offload experiment
 # in one cell and shows its table and figures. {doc}`../status` says which tables have no such records yet.

@@ -7,6 +7,9 @@ import pytest
 import torch
 from forked import output_of
 
+from ackpt.experiments.reports.frontier_times import at_the_peak_of_blocks
+from ackpt.results import Record
+
 ROOT = Path(__file__).resolve().parent.parent
 BETWEEN = "=" * 10  # printed between the outputs of two examples
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -59,6 +62,16 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     reproduce, tests = (block.strip() for block in blocks("bash"))
     assert reproduce.endswith("nox -s reproduce")
     assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").rstrip().endswith("\n" + tests)
+
+
+@pytest.mark.parametrize("page", ["README.md", "book/index.md"])
+def test_the_headline_has_the_two_times_of_the_record(page: str) -> None:
+    times = at_the_peak_of_blocks(Record.load(ROOT / "results" / "frontiers" / "frontier-bert.json"))
+    assert times is not None
+    per_block, plan = (round(100 * time) for time in times)
+    said = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    headline = "At the peak of per-block checkpointing, a plan adds {} % of the step's time instead of {} %"
+    assert headline.format(plan, per_block) in said
 
 
 @pytest.mark.parametrize("target", re.findall(r"\]\(([^)]+)\)", README))

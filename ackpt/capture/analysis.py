@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 import weakref
@@ -60,6 +61,16 @@ class Analysis:
         self.sources = [n.id for n in graph.nodes if self.fx[n.id].op in ("placeholder", "get_attr")]
         self.tangents = [node for node in self.placeholders if graph.nodes[node].phase == BACKWARD]
         self.bytes = [storage.bytes for storage in graph.storages]
+
+    def resized(self, graph: JointGraph) -> Analysis:
+        """The tables of `graph`, this one with other bytes of its storages; both share those that no bytes change."""
+        shared = self.callers, self.effects, self._mask_elements, self.allocated, self._batch_norms  # made only once
+        assert shared and not self.restrided
+        resized = copy.copy(self)
+        resized.graph, resized.bytes = graph, [storage.bytes for storage in graph.storages]
+        for table in ("masks", "allocated_bytes", "recomputed_bytes"):
+            vars(resized).pop(table, None)
+        return resized
 
     @property
     def argument_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -257,7 +268,15 @@ class Analysis:
     @cached_property
     def masks(self) -> dict[int, Mask]:
         """By storage, the dropout masks that a schedule may pack: those that are dense and no results of the step."""
-        masks = {}
+        return {
+            storage: Mask(packed_bytes(self.bytes[storage] // dtype.itemsize), dtype, one)
+            for storage, (dtype, one) in self._mask_elements.items()
+        }
+
+    @cached_property
+    def _mask_elements(self) -> dict[int, tuple[torch.dtype, int]]:
+        """The dtype of every dropout mask that a schedule may pack, and the element that is not 0, as an integer."""
+        elements = {}
         for storage, base in self.base_of.items():
             fx, value = self.fx[base], self.fx[base].meta["val"]
             if fx.target is _NOISE:
@@ -269,10 +288,8 @@ class Analysis:
             is_dense = value.numel() * value.element_size() == value.untyped_storage().nbytes()
             can_pack = value.dtype == torch.bool or value.device.type == "cpu"
             if value.numel() and is_dense and can_pack and storage not in self.callers:
-                # The bytes of a graph for other sizes are right, the shapes of its values are not.
-                size = packed_bytes(self.bytes[storage] // value.element_size())
-                masks[storage] = Mask(size, value.dtype, one_of(value.dtype, dropout.args[1]))
-        return masks
+                elements[storage] = value.dtype, one_of(value.dtype, dropout.args[1])
+        return elements
 
     @cached_property
     def taken_from(self) -> dict[int, int]:
@@ -284,7 +301,10 @@ class Analysis:
     @cached_property
     def allocated_bytes(self) -> list[int]:
         """By node, the bytes that it allocates for its results."""
-        return [sum(self.bytes[s] for s in self.allocated.get(node, ())) for node in range(len(self.graph.nodes))]
+        sizes = [0] * len(self.graph.nodes)
+        for storage in self.graph.storages:
+            sizes[storage.producer] += storage.bytes
+        return sizes
 
     @cached_property
     def recomputed_bytes(self) -> list[int]:

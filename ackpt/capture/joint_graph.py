@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -96,13 +96,13 @@ class JointGraph:
 
     @property
     def resident_bytes(self) -> int:
-        """Parameters, buffers, inputs, the optimizer's state and accumulated gradients."""
+        """Bytes of parameters, buffers, inputs, the optimizer's state and accumulated gradients."""
         own = sum(self.analysis.bytes[storage] for storage in self.analysis.resident)
         return own + self.optimizer_bytes + self.accumulated_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        """The gradients of the parameters, which the step leaves."""
+        """Bytes of the gradients of the parameters, which stay allocated after the step."""
         storages = {storage for node in self.gradients.values() for storage in self.nodes[node].storages}
         return sum(self.analysis.bytes[storage] for storage in storages)
 
@@ -123,6 +123,14 @@ class JointGraph:
     def analysis(self) -> Analysis:
         """Tables derived from the graph (readers, aliases, what may be recomputed), each built at its first use."""
         return Analysis(self)
+
+    def resized(self, sizes: Sequence[int]) -> JointGraph:
+        """This graph with other bytes of its storages, for simulations; the shapes of its operations are unchanged."""
+        pairs = zip(self.storages, sizes, strict=True)
+        storages = tuple(each if each.bytes == size else replace(each, bytes=size) for each, size in pairs)
+        resized = replace(self, storages=storages)
+        vars(resized)["analysis"] = self.analysis.resized(resized)
+        return resized
 
     @cached_property
     def hash(self) -> str:

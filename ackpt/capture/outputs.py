@@ -15,7 +15,7 @@ from ackpt.checkpointing.guards import BACKWARD_FIRST
 from ackpt.errors import CheckpointError, TraceError
 from ackpt.metering.meter import memory_format
 
-from .analysis import Analysis
+from .analysis import Analysis, once_per_graph
 from .joint_graph import JointGraph
 
 _DIFFERENTIATE = ("loss", "all")
@@ -100,6 +100,7 @@ def no_gradient(value):
     return _NoGradient.apply(value.requires_grad_())
 
 
+@once_per_graph
 def depends_on(graph: JointGraph) -> tuple[frozenset[int] | None, ...]:
     """For every input of the step, the outputs on whose gradients its own depends; None if it has none.
 

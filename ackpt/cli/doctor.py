@@ -22,7 +22,8 @@ OPTIONAL = (
 
 def add_doctor(commands) -> None:
     """Add the command and its options."""
-    parser = commands.add_parser("doctor", help="what this machine can run, and how to install what is missing")
+    summary = "what this machine can run, and how to install what is missing"
+    parser = commands.add_parser("doctor", help=summary, description=f"{summary}.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_doctor)
 

@@ -29,7 +29,7 @@ def add_frontier(commands) -> None:
         "frontier",
         help=summary,
         description=f"{summary}. Exits with status 1 if the measured peak or FLOPs of a plan differ from the predicted "
-        "ones, or if its gradients are not bit-equal. With --compiler inductor they need not be.",
+        "ones, or if its gradients are not bit-equal. With --compiler inductor, these checks are skipped.",
     )
     add = parser.add_argument
     add(
@@ -47,7 +47,7 @@ def add_frontier(commands) -> None:
         metavar="SHARE",
         help="fractions of the baseline's dynamic peak (default 0.8 ... 0.1)",
     )
-    add("--peer", nargs="*", metavar="PEER", help="of torch: checkpoint selective memory-budget; without a name: none")
+    add("--peer", nargs="*", metavar="PEER", help="torch's tools: checkpoint selective memory-budget; no name: none")
     add("--setting", nargs="+", type=float, metavar="F", help="values of activation_memory_budget (default 1 ... 0)")
     add(
         "--costs",
@@ -59,7 +59,7 @@ def add_frontier(commands) -> None:
     add("--compiler", metavar="NAME", help="eager (default), or inductor, which compiles every step")
     add("--seed", type=int)
     add("--times", type=int, default=0, metavar="ROUNDS", help="interleaved rounds of timing (default 0: none)")
-    add("--clock", metavar="CLOCK", help="wall (default), or processor: without the time of other processes")
+    add("--clock", metavar="CLOCK", help="wall (default), or processor, which leaves out the time of other processes")
     add("--out", metavar="FOLDER", help="write the JSON record, and the figure if matplotlib is installed")
     add("--json", action="store_true", help="print the record as JSON instead of the table")
     parser.set_defaults(run=run_frontier_command)

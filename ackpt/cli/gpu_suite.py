@@ -21,11 +21,11 @@ def add_gpu_suite(commands) -> None:
         "that the folder lacks for this commit and configuration. Exits with status 1 if something failed.",
     )
     add = parser.add_argument
-    add("--out", metavar="FOLDER", help="folder for the records; needed without --predict")
+    add("--out", metavar="FOLDER", help="folder for the records; required without --predict")
     add("--only", type=names, metavar="E,E,...", help="some of synthetic,lm,offload,batch-size,bert,frontier")
-    add("--minutes", type=float, default=9.0, metavar="N", help="start no job that should end later (default 9)")
+    add("--minutes", type=float, default=9.0, metavar="N", help="start no job that would end later (default 9)")
     add("--tier", choices=TIERS, default="gpu", help="sizes: gpu (default) as published, cpu small")
-    add("--commit", metavar="SHA", help="the commit of this code, where git cannot tell it")
+    add("--commit", metavar="SHA", help="the commit of this code, if git cannot tell it")
     add("--predict", action="store_true", help="list the jobs with peaks predicted from shapes alone; --out saves them")
     parser.set_defaults(run=run_gpu_suite)
 

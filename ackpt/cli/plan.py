@@ -25,7 +25,7 @@ EXAMPLES = """examples:
 
 def add_plan(commands) -> None:
     """Add the command and its options."""
-    summary = "the peak of a model's training step, planned from shapes: no GPU, nothing allocated"
+    summary = "peak and plan of a model's training step, from shapes alone: needs neither a GPU nor the memory"
     parser = commands.add_parser(
         "plan",
         help=summary,
@@ -41,8 +41,8 @@ def add_plan(commands) -> None:
         help=f"{MODELS}; or hf: and a configuration of transformers: the name of its class, such as hf:GPT2Config, or "
         "the path of a config.json",
     )
-    add("--batch-size", type=int, default=1, metavar="N", help="sequences or images of a batch (default 1)")
-    add("--seq-len", type=int, metavar="N", help="tokens of a sequence; needed by models that read tokens")
+    add("--batch-size", type=int, default=1, metavar="N", help="sequences or images per batch (default 1)")
+    add("--seq-len", type=int, metavar="N", help="tokens per sequence; required for models that read tokens")
     add("--image-size", type=int, metavar="N", help="height and width (default: the model's, or 224)")
     add_set(add, "n_layer=48 dropout=0.0")
     add(
@@ -57,9 +57,9 @@ def add_plan(commands) -> None:
     add(
         "--optimizer",
         default="adamw",
-        help="adamw (default), adamw-fused, adamw-for-loop, adamw-8bit (bitsandbytes), adafactor, sgd, sgd-momentum, "
-        "or a class as module:Class, such as torch.optim:NAdam, whose state and step the peak includes; none for "
-        "forward and backward alone",
+        help="the optimizer, whose state and step the peak includes: adamw (default), adamw-fused, adamw-for-loop, "
+        "adamw-8bit (bitsandbytes), adafactor, sgd, sgd-momentum, or a class as module:Class, such as "
+        "torch.optim:NAdam; none plans forward and backward alone",
     )
     add("--clip-gradients", action="store_true", help="torch.nn.utils.clip_grad_norm_ runs before the optimizer's step")
     add(
@@ -75,15 +75,15 @@ def add_plan(commands) -> None:
     add(
         "--device-profile",
         metavar="DEVICE",
-        help="plan the step as on a GPU and say whether it fits its memory; one line for each of several, as in t4,l4: "
-        f"{', '.join(DEVICES)}",
+        help="plan the step for a GPU, and say whether it fits the GPU's memory; several GPUs, as in t4,l4, get one "
+        f"line each. One of {', '.join(DEVICES)}",
     )
     add(
         "--context-mib",
         type=int,
         metavar="N",
-        help="size of the CUDA context, instead of that known for the device: what nvidia-smi shows for a process that "
-        "has only created a tensor",
+        help="size of the CUDA context in MiB, instead of the known size for the device; nvidia-smi shows it for a "
+        "process that has only created a tensor",
     )
     add(
         "--budget",
@@ -93,8 +93,8 @@ def add_plan(commands) -> None:
     add(
         "--policy",
         help="one of ackpt.plan: none saves all that backward needs, full recomputes each block, auto recomputes as "
-        "little as the budget allows, selective is what the next three options choose; default: none without a budget, "
-        "auto with one",
+        "little as the budget allows, selective checkpoints what the next three options choose; default: none without "
+        "a budget, auto with one",
     )
     add(
         "--every-n-layers",
@@ -118,8 +118,8 @@ def add_plan(commands) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="plan one rank of N over which FSDP2 shards parameters, gradients and the optimizer's state; the batch is "
-        "that of a rank; with several N, the output names the fewest ranks that fit",
+        help="plan one of N ranks over which FSDP2 shards parameters, gradients and the optimizer's state, with "
+        "--batch-size per rank; with several N, the output names the fewest ranks that fit",
     )
     add(
         "--shard-dtype",
@@ -130,8 +130,9 @@ def add_plan(commands) -> None:
     add(
         "--sweep",
         metavar="OPTION=VALUES",
-        help="one line for each batch_size, seq_len, image_size or device_profile, and the largest size that fits: "
-        "seq_len=1024:16384 doubles from 1024 on, and then tries multiples of 1024; batch_size=4,8,12 tries these",
+        help="print one line for each batch_size, seq_len, image_size or device_profile, and the largest size that "
+        "fits: seq_len=1024:16384 doubles from 1024 on, and then tries multiples of 1024; batch_size=4,8,12 tries "
+        "these three sizes",
     )
     add(
         "--explain",
@@ -143,8 +144,8 @@ def add_plan(commands) -> None:
     add(
         "--output",
         metavar="FILE",
-        help="write the plan as JSON for ackpt.Plan.load; a plan without --device-profile can be passed to "
-        "ackpt.compile(..., plan=) for the same model called with such inputs, all different tensors",
+        help="write the plan as JSON for ackpt.Plan.load; ackpt.compile(..., plan=) runs a plan made without "
+        "--device-profile, for the same model and the printed inputs, each a tensor of its own",
     )
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_plan_command)

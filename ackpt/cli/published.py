@@ -13,7 +13,7 @@ def add_published(commands) -> None:
     parser = commands.add_parser(
         "published",
         help=summary,
-        description=f"{summary}: every published figure with its prediction and error. Predictions are kept in "
+        description=f"{summary}: every published figure with its prediction and error. Predictions are stored in "
         "results/predictions/published.json; those whose step or code changed are made again.",
     )
     add = parser.add_argument

@@ -96,7 +96,7 @@ def _this_cpu(given: str, threads: int) -> Device:
 def calibrate(path: str | os.PathLike[str]) -> Device:
     """Measure the rates of this CPU with the current number of threads, and write them to a file.
 
-    Use the file on other machines with ``ACKPT_CALIBRATION=FILE``, so that they plan as this one.
+    Use the file on other machines with ``ACKPT_CALIBRATION=FILE``, so that they plan with the rates of this one.
 
     Raises:
         RecordError: if the file cannot be written; before anything is measured.

@@ -16,11 +16,11 @@ from ackpt.errors import did_you_mean
 class Device:
     """Peak rates of a device.
 
-    ``memory_bytes``: nominal; what a process can use is less by the driver's share. ``flops_per_second``: by dtype,
-    dense, accumulated in float32, without what only sparse matrices reach; ``"float32"`` is without TF32, as torch
-    multiplies matrices unless told otherwise. ``memory_bytes_per_second``: of its own memory;
-    ``link_bytes_per_second``: to and from the host, in one direction, half of what data sheets add up. ``source``:
-    the document the figures are from. ``by_operation``: measured rates of operations by their names and dtypes, as
+    ``memory_bytes``: nominal; a process can use less, because the driver needs some. ``flops_per_second``: by dtype,
+    for dense matrices, accumulated in float32; ``"float32"`` is without TF32, as torch multiplies matrices by default.
+    ``memory_bytes_per_second``: of its own memory; ``link_bytes_per_second``: to or from the host, in one direction,
+    which is half of the figure in data sheets that add both directions. ``source``: the document that the figures are
+    from. ``by_operation``: measured rates of operations by their names and dtypes, as
     `ackpt.costs.calibration` finds them: FLOP/s where torch counts FLOPs, else elements of the largest tensor per
     second. ``seconds_per_call``: the least time of any operation. ``seconds_by_call``: measured times of calls with
     arguments of certain shapes, by `call_of`.

@@ -30,7 +30,8 @@ _WITHOUT = (
     *(aten.arange.default, aten.arange.start, aten.new_ones.default, aten.new_zeros.default, aten.full.default),
     *(aten.constant_pad_nd.default, aten.native_layer_norm.default, aten._log_softmax.default, aten._softmax.default),
     *(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default),
-    *(aten.nll_loss_forward.default, aten.nll_loss_backward.default),
+    *(aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten.embedding_dense_backward.default),
+    *(aten.ones.default, aten.tril.default, aten.sum.dim_IntList),
 )
 
 
@@ -108,8 +109,10 @@ class DynamicWorkspace:
         if not any(map(_has_expressions, tree_leaves(values))):
             return not any(map(_has_expressions, tensors))
         dtypes = {tensor.dtype for tensor in tensors}
-        if torch.Tag.pointwise in getattr(fx.target, "tags", ()):
-            return len(dtypes) == 1 and self._at_reference[place] <= _SCALAR_BYTES
+        if torch.Tag.pointwise in getattr(fx.target, "tags", ()) and len(dtypes) == 1:
+            return self._at_reference[place] <= _SCALAR_BYTES
+        if fx.target is aten.sum.dim_IntList and all(size == 1 for size in fx.meta["val"].shape):
+            return False  # the threads may share the elements of one sum, with a result each
         floats = {dtype for dtype in dtypes if dtype.is_floating_point}
         return fx.target in _WITHOUT and floats.issubset(_FLOATS) and not self._at_reference[place]
 

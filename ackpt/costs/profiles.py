@@ -50,12 +50,11 @@ class ProfileError(ValueError):
 class Profile:
     """Costs by node id.
 
-    ``flops``: floating-point operations; ``bytes_in``, ``bytes_out``: of all arguments and of the results, views
-    counting nothing; ``workspace_bytes``: what the operation takes and gives back within itself; ``seconds``: run
-    time, None where it is neither measured nor modelled. ``origin``: ``{field: "measured" | "analytic" | "given"}``.
-    ``swap_seconds``: by storage id, one copy between device and host, None as for ``seconds``. ``pack_seconds``: by
-    storage id, packing a dropout mask once, or unpacking it; None also without such masks. ``graph``: the hash of the
-    graph.
+    ``flops``: floating-point operations; ``bytes_in``, ``bytes_out``: of all arguments and of the results, where views
+    count 0; ``workspace_bytes``: what the operation allocates and frees internally; ``seconds``: run time, None if it
+    is neither measured nor modeled. ``origin``: ``{field: "measured" | "analytic" | "given"}``. ``swap_seconds``: by
+    storage id, one copy between device and host, None as for ``seconds``. ``pack_seconds``: by storage id, packing a
+    dropout mask once, or unpacking it; also None without such masks. ``graph``: the hash of the graph.
 
     Example:
         >>> import torch, ackpt
@@ -88,7 +87,7 @@ class Profile:
         """The profile that `to_json` wrote.
 
         Raises:
-            ProfileError: if it is none, or not whole.
+            ProfileError: if the data are not a profile, or are incomplete.
         """
         schema = {key: data.get(key) for key in _SCHEMA} if isinstance(data, dict) else None
         if schema != _SCHEMA:
@@ -130,9 +129,9 @@ class Profile:
             raise ProfileError(f"{path}: {error}") from error
 
     def to_csv(self, graph: JointGraph) -> str:
-        """One line per node: what it is, and every figure followed by where it is from; empty where there is none.
+        """One line per node: what it is, and every cost followed by its origin; both are empty if there is none.
 
-        ``swap_seconds`` are those of the storages that the node brings along.
+        ``swap_seconds`` are those of the storages that the node allocates.
 
         Raises:
             ProfileError: if the profile was made for another graph.
@@ -172,8 +171,8 @@ def profile(
     Args:
         graph: from `ackpt.trace`.
         device: in analytic mode the name of a device in `ackpt.costs.devices`, such as ``"h200"``, or a `Device`, whose
-            rates give the seconds; by default there are none. In measured mode that of the graph, ``"cpu"`` or
-            ``"cuda"``, which is the default.
+            rates give the seconds; by default there are no seconds. In measured mode ``"cpu"`` or ``"cuda"``: the
+            device of the graph, which is the default.
         mode: ``"analytic"`` runs nothing: FLOPs follow from torch's formulas, bytes are those of arguments and results,
             and seconds are the longer of the two times at the device's rates. ``"measured"`` runs the graph node by
             node, each operation once to warm up and then for the median of three, and measures its workspace. On CUDA

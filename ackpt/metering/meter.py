@@ -153,8 +153,8 @@ def measure(
         step_fn: one forward and backward, with or without an optimizer step; called without arguments. Its result is
             discarded at once.
         device: ``"cpu"`` or ``"cuda"``; by default the device of the resident tensors.
-        resident: modules, optimizers and tensors that are allocated before and after the step. Shared storages count
-            once. Gradients of resident parameters are identified by their ``.grad``.
+        resident: modules, optimizers, tensors and dicts of tensors that are allocated before and after the step. Shared
+            storages count once. Gradients of resident parameters are identified by their ``.grad``.
         warmup: number of steps before the measurement, so that optimizer state exists (or does not, with 0). The first
             one counts the FLOPs with `count_flops`; if that fails, a warning says why.
         repeats: number of timed steps; with 0, ``seconds`` is None.

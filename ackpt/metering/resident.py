@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-Item: TypeAlias = torch.nn.Module | torch.optim.Optimizer | torch.Tensor
+_Holder: TypeAlias = torch.nn.Module | torch.optim.Optimizer | torch.Tensor
+Item: TypeAlias = _Holder | Mapping[str, Any]
 
 
 def storages_of(tensor):
@@ -23,15 +24,15 @@ def storages_of(tensor):
 
 
 class Resident:
-    """The modules, optimizers and tensors that a step works on; raises TypeError for anything else."""
+    """The modules, optimizers and tensors that a step works on; raises TypeError for anything else.
+
+    A dict, such as a batch, counts as the tensors in it.
+    """
 
     def __init__(self, items: Iterable[Item]):
         if isinstance(items, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
             raise TypeError("resident must be an iterable of modules, optimizers and tensors, such as (model, batch)")
-        self.items = tuple(items)
-        for item in self.items:
-            if not isinstance(item, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
-                raise TypeError(f"resident holds a {type(item).__name__}; only modules, optimizers and tensors count")
+        self.items = tuple(holder for item in items for holder in _holders(item))
 
     def tensors(self):
         """``(category, tensor)`` of everything resident now; the first mention decides the category."""
@@ -90,7 +91,17 @@ class Resident:
         return resident | {key(storage): "gradients" for _, storage in self.gradients(counts)}
 
 
-def _as_loaded(item: Item):
+def _holders(item: Item) -> Iterator[_Holder]:
+    """`item`, or the tensors of a dict."""
+    if isinstance(item, Mapping):
+        yield from (leaf for leaf in tree_leaves(dict(item)) if isinstance(leaf, torch.Tensor))
+    elif isinstance(item, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
+        yield item
+    else:
+        raise TypeError(f"resident holds a {type(item).__name__}; only modules, optimizers and tensors count")
+
+
+def _as_loaded(item: _Holder):
     """Tensors of one item; of a module those of its children first, as ``Module._apply`` does."""
     if isinstance(item, torch.nn.Module):
         for child in item.children():

@@ -12,11 +12,14 @@ import contextlib
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+from unittest import mock
+
+import torch.utils.checkpoint
 
 from ackpt import autograd_state
 from ackpt.offloading import counters
 
-#: The categories of live bytes. ``recomputed``: by regions and plans of this package, not by torch's own checkpoint.
+#: The categories of live bytes. ``recomputed``: by regions, by plans, and by torch's non-reentrant checkpoint.
 CATEGORIES = ("parameters", "buffers", "inputs", "optimizer", "gradients", "activations", "recomputed", "temporaries")
 
 
@@ -227,7 +230,29 @@ def store_watched(note):
     counters.observers.append(watch)
     autograd_state.observers.append(note)
     try:
-        yield watch
+        with _recomputations_of_torch():
+            yield watch
     finally:
         counters.observers.remove(watch)
         autograd_state.observers.remove(note)
+
+
+@contextlib.contextmanager
+def _recomputations_of_torch():
+    """A context in which torch's non-reentrant checkpoint tells the observers when it recomputes.
+
+    Torch has no public hook for it. It enters a context of its own, for the saved tensors of the recomputation.
+    """
+    context = torch.utils.checkpoint._recomputation_hook
+
+    class Reporting(context):
+        def __enter__(self):
+            autograd_state.recomputation_begins()
+            return super().__enter__()
+
+        def __exit__(self, *args):
+            autograd_state.recomputation_ends()
+            return super().__exit__(*args)
+
+    with mock.patch.object(torch.utils.checkpoint, context.__name__, Reporting):
+        yield

@@ -22,7 +22,7 @@ from ackpt.offloading.cuda_transport import CudaTransport
 
 
 def offload(source: torch.Tensor):
-    """``(host, event)``: the storage of `source` in host memory, uint8[bytes]; it is there after `wait`."""
+    """``(host, event)``: a copy of the storage of `source` in host memory, uint8[bytes], complete after `wait`."""
     transport = _transport(source)
     if transport is None:
         size = source.untyped_storage().nbytes()
@@ -36,7 +36,7 @@ def offload(source: torch.Tensor):
 
 
 def prefetch(host: torch.Tensor, device: torch.device, dtype: torch.dtype, shape, strides, offset: int):
-    """``(tensor, event)``: a tensor on `device` that lies in a new storage with the bytes of `host`, after `wait`.
+    """``(tensor, event)``: a tensor on `device` in a new storage, which has the bytes of `host` after `wait`.
 
     ``shape``, ``strides`` and ``offset`` count elements of `dtype`.
     """
@@ -63,7 +63,7 @@ def wait(moved, source):
 
 
 class _Event:
-    """The end of a copy; the computing stream waits for it."""
+    """The end of a copy, for which the compute stream waits."""
 
     def __init__(self, transport, event, storage=None):
         self._transport, self._event, self._storage = transport, event, storage

@@ -43,8 +43,8 @@ _OF_CATEGORY = {"parameter": "parameters", "buffer": "buffers", "input": "inputs
 class Allocation:
     """A block of device memory, live in the entries ``begin <= i < end`` of the step's timeline; end None: to its end.
 
-    ``kind``: one of `LIVE`. ``node``: the operation or input whose result it holds, None for what the optimizer takes.
-    ``storage``: the storage of that result; None for workspace, RNG states, packed masks and what the optimizer takes.
+    ``kind``: one of `LIVE`. ``node``: the operation or input whose result it holds; None for memory of the optimizer.
+    ``storage``: the storage of that result; None for workspace, RNG states, packed masks and memory of the optimizer.
 
     Example:
         >>> import torch, ackpt

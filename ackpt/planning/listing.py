@@ -13,10 +13,11 @@ from torch import fx
 
 IS_RECOMPUTED = "ackpt_recomputed"  # in the meta of an fx node whose line is `is_recomputed`
 CALLS = "call_function", "call_method"
+_PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 class Line:
-    """One operation: as an fx node, but its arguments and ``inputs`` are lines.
+    """One operation, like an fx node, but its arguments and ``inputs`` are lines.
 
     ``meta`` is the captured node's and must not be changed. ``is_size``: whether it computes sizes, not tensors.
     ``is_recomputed``: whether it is an operation of the forward that the backward repeats.
@@ -35,7 +36,8 @@ class Line:
         self.is_recomputed: bool = False
         inputs: dict[Line, None] = {}
         _collect(args, inputs)
-        _collect(tuple(self.kwargs.values()), inputs)
+        if kwargs:
+            _collect(tuple(kwargs.values()), inputs)
         self.inputs: tuple[Line, ...] = tuple(inputs)
 
     def __repr__(self) -> str:
@@ -75,7 +77,7 @@ class Listing:
         return self.add(node.op, node.target, mapped(node.args, argument), kwargs, node.name, node.meta)
 
     def graph(self) -> fx.Graph:
-        """The same as an fx graph."""
+        """This listing as an fx graph."""
         graph = fx.Graph()
         made: dict[Line, fx.Node] = {}
         for line in self.lines:
@@ -98,27 +100,33 @@ class Listing:
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """`value` with ``function(n)`` for every line or fx node n in it."""
-    if isinstance(value, (Line, fx.Node)):
+    kind = type(value)
+    if kind is Line or kind is fx.Node:
         return function(value)
+    if kind in _PLAIN:
+        return value
     if isinstance(value, tuple):
         return tuple([mapped(each, function) for each in value])
     if isinstance(value, list):
         return [mapped(each, function) for each in value]
     if isinstance(value, dict):
         return {name: mapped(each, function) for name, each in value.items()}
-    if isinstance(value, slice):
+    if kind is slice:
         return slice(*(mapped(each, function) for each in (value.start, value.stop, value.step)))
     return value
 
 
 def _collect(value: Any, lines: dict[Line, None]) -> None:
     """Add the lines in `value` to `lines`."""
-    if isinstance(value, Line):
+    kind = type(value)
+    if kind is Line:
         lines[value] = None
+    elif kind in _PLAIN:
+        return
     elif isinstance(value, (tuple, list)):
         for each in value:
             _collect(each, lines)
     elif isinstance(value, dict):
         _collect(tuple(value.values()), lines)
-    elif isinstance(value, slice):
+    elif kind is slice:
         _collect((value.start, value.stop, value.step), lines)

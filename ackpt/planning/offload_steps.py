@@ -1,11 +1,11 @@
 """Insert offload steps into a schedule: when each offloaded storage leaves the device, and when it comes back.
 
-`packed` inserts the steps of packed dropout masks, which leave after their last use and come back before every reader.
-
 The copy to the host starts as soon as the storage is computed and overlaps with later operations of the forward. The
 storage is freed when the copy is complete, or earlier, after a wait, where the peak demands it. The copy back starts
 just early enough to be complete at the first use in backward, as far as the peak allows. Copies in one direction run
 one after another.
+
+`packed` inserts the steps that pack dropout masks after their last use in forward and unpack them in backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ackpt.costs.profiles import Profile
 from .schedule import COMPUTE, FREE, OFFLOAD, PACK, PREFETCH, UNPACK, WAIT, Schedule, ScheduleError, Step
 from .simulator import step_peaks
 
-_SOON = 30  # operations between two readers of a packed mask that share one unpacking
+_SOON = 30  # two readers of a packed mask share one unpacking if the second follows within so many operations
 
 
 def offloadable(graph: JointGraph, schedule: Schedule) -> list[int]:
@@ -45,10 +45,11 @@ def offloaded(
     """`schedule`, but with these saved `storages` in host memory between their uses in forward and backward.
 
     The dynamic peak stays within `limit_bytes`, or within the smallest peak that offloading these storages can give if
-    that is larger. Without times in the profile, every copy is waited for at once.
+    that is larger. Without times in the profile, the step waits for every copy at once.
 
     Raises:
-        ScheduleError: for storages that `schedule` does not save, that the caller holds, or if it offloads already.
+        ScheduleError: if `schedule` does not save one of `storages`, if the caller holds one, or if `schedule` already
+            offloads.
 
     Example:
         >>> import torch, ackpt
@@ -160,11 +161,12 @@ class _Placing:
 def packed(graph: JointGraph, schedule: Schedule, storages: Iterable[int]) -> Schedule:
     """`schedule`, but with these saved dropout masks packed between their uses in forward and backward.
 
-    Each is unpacked before its first reader, and again before a reader that follows more than `_SOON` operations later.
+    Each mask is unpacked before its first reader in backward. If the next reader follows more than 30 operations later,
+    the mask is freed in between and unpacked again.
 
     Raises:
-        ScheduleError: for storages that `schedule` does not save, that it also computes again, or that are no dropout
-            masks.
+        ScheduleError: if `schedule` does not save one of `storages` or also recomputes it, or if one is not a dropout
+            mask.
 
     Example:
         >>> import torch, ackpt
@@ -182,7 +184,7 @@ def packed(graph: JointGraph, schedule: Schedule, storages: Iterable[int]) -> Sc
     drawn = {s for node in schedule.backward_arrays.computed for s in analysis.allocated.get(node, ())}
     if wrong := sorted(storages - (analysis.masks.keys() & set(schedule.saved) - drawn)):
         raise ScheduleError(
-            f"storages {wrong} cannot be packed: they are not saved, computed again in backward, or no dropout masks"
+            f"storages {wrong} cannot be packed: they are not saved, or recomputed in backward, or not dropout masks"
         )
     last = {}
     for at, node in enumerate(schedule.forward_arrays.computed):
@@ -207,7 +209,7 @@ def packed(graph: JointGraph, schedule: Schedule, storages: Iterable[int]) -> Sc
 
 
 def _moved(schedule: Schedule, gone: set[int], dropped: set[int], out, back) -> Schedule:
-    """`schedule` with the steps `out` and `back`, without which the storages `gone` would be saved."""
+    """`schedule` with the steps `out` and `back` inserted, so that the storages `gone` are no longer saved."""
     forward = _inserted(schedule.forward, out)
     # The caller drops outputs when the forward is done, waits for copies included.
     is_dropped = [step.kind == FREE and step.id in dropped for step in forward]

@@ -95,17 +95,17 @@ class Plan:
     optimizer state; ``baseline_peak_bytes``: the peak without checkpointing; ``saved_bytes``: saved on the device for
     backward. ``flops``: of the step; ``recompute_flops``: of recomputation. ``limit_bytes``: the bound on dynamic bytes
     that follows from the budget, None without one. ``activations``: what backward reads, in the order of the forward.
-    ``cost``: of recomputation, as a fraction of the baseline's: seconds where the profile has them, packing and waiting
-    for copies included, else FLOPs and traffic weighed against each other. ``lower_bound``: no schedule within the
-    budget that packs and offloads nothing costs less, in the same unit; None without a budget, for a plan that packs or
-    offloads, or without scipy.
+    ``cost``: the cost that the plan adds, as a fraction of the baseline's cost. If the profile has times, it is the
+    added time, including packing and waits for copies; otherwise it is recomputed FLOPs plus weighted traffic.
+    ``lower_bound``: a cost that no schedule within the budget can beat without packing or offload; None without a
+    budget, for a plan that packs or offloads, or without scipy.
     ``decisions``: the most expensive recomputations. ``host_bytes``: the most bytes offloaded at one time, not part of
-    the peak. ``exposed_seconds``: of the step, in which computation waits for copies; None where the profile has no
-    times. ``made_for``: the call that the plan was made for, in words; None if unknown. ``note``: how a step captured
-    as ``torch.compile`` runs the model differs from the model's own; None for others. ``sizes``: the shape of every
+    the peak. ``exposed_seconds``: the seconds in which compute waits for copies; None if the profile has no times.
+    ``made_for``: the call that the plan was made for, in words; None if unknown. ``note``: how a step captured as
+    ``torch.compile`` runs the model differs from the model's own; None for other steps. ``sizes``: the shape of every
     tensor of that call; None if unknown. ``dynamic``: (index in ``sizes``, dimension) of the dimensions that were
-    dynamic when the step was captured. ``device``: the one whose times are minimized, as in the profile; ``"any"`` if
-    FLOPs and traffic are.
+    dynamic when the step was captured. ``device``: the device for which the plan minimizes time, as in the profile;
+    ``"any"`` if it minimizes FLOPs and traffic.
 
     Example:
         >>> import torch, ackpt
@@ -161,7 +161,10 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """The optimality gap, the excess over the lower bound as a fraction of the bound; None without a bound."""
+        """The optimality gap, ``(1 + cost) / (1 + lower_bound) - 1``: the time or cost of the step beyond the bound.
+
+        None without a lower bound.
+        """
         return None if self.lower_bound is None else (1 + self.cost) / (1 + self.lower_bound) - 1
 
     @cached_property
@@ -269,7 +272,7 @@ class Plan:
         """The plan that `save` wrote.
 
         Raises:
-            PlanError: if the file is no plan, is truncated, was written by another version, or changed after that.
+            PlanError: if the file is not a plan, is truncated, was written by another version, or was changed later.
         """
         data = read_json(path, "plan", PlanError)
         is_changed = isinstance(data, dict) and "digest" in data and data["digest"] != digest(data)

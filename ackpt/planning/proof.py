@@ -18,7 +18,7 @@ from .listing import Line, Listing, mapped
 
 
 class RewriteError(RuntimeError):
-    """The rewritten modules allocate other bytes than simulated: a fault of ackpt, which is never run silently.
+    """The rewritten modules allocate other bytes than simulated. This is a bug in ackpt, and they do not run.
 
     Example:
         >>> issubclass(RewriteError, RuntimeError)
@@ -58,7 +58,8 @@ def live_after(
 
     def change(value, by: int):
         nonlocal total, in_host
-        for storage, size in storages_in(value).items():
+        only_one = type(value) is Value
+        for storage, size in ((value.storage, value.layout.bytes),) if only_one else storages_in(value).items():
             if storage in uncounted:
                 continue
             before = users.get(storage, 0)

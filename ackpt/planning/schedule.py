@@ -131,7 +131,7 @@ class Schedule:
         """Storages in host memory between forward and backward."""
         return self._in_both(OFFLOAD, PREFETCH)
 
-    @property
+    @functools.cached_property
     def packed(self) -> tuple[int, ...]:
         """Storages of dropout masks that are saved with one bit per element between forward and backward."""
         return self._in_both(PACK, UNPACK)
@@ -185,15 +185,15 @@ def scheduled(graph: JointGraph, forward: Iterable[int] | None, backward: Iterab
 
 
 def lower(graph: JointGraph, saved: Iterable[int]) -> Schedule:
-    """The schedule that keeps the storages `saved` for backward and recomputes what else it needs: once, and late.
+    """The schedule that saves the storages `saved` and recomputes everything else that backward reads, once and late.
 
-    What one operation brings along has one fate: with a saved storage, its siblings are saved as far as backward
-    reads them; otherwise the operation would run again and bring the saved one along a second time. Each missing
-    value is recomputed right before its first use and freed right after its last. Views are rebuilt. What backward
-    does not need is not run again.
+    All results of one operation have the same fate: if one of them is saved, so are the others that backward reads,
+    because recomputing any of them would allocate the saved one a second time. Every other activation is recomputed
+    right before its first use and freed right after its last. Views are rebuilt. What backward does not need is not
+    recomputed.
 
     Raises:
-        ScheduleError: if a value is not saved that cannot be recomputed.
+        ScheduleError: if a storage that cannot be recomputed is not in `saved`.
 
     Example:
         >>> import torch, ackpt

@@ -32,9 +32,9 @@ class Simulation:
     ``timeline``: live dynamic bytes after every allocation and free. ``peak_bytes``: their maximum;
     ``resident_bytes``: parameters, buffers, inputs, optimizer state, accumulated gradients. ``peak_node``: the node
     that runs at the peak, None in the optimizer's step. ``saved_bytes``: saved on the device for backward. ``flops``:
-    of the whole step; ``recompute_flops``: of forward nodes that run in backward. ``seconds``: of the step, modelled or
-    measured, and of these ``exposed_seconds``, in which computation waits for copies; None where the profile has no
-    times. ``host_live``: bytes of the copies in host memory at every entry of the timeline.
+    of the whole step; ``recompute_flops``: of forward nodes that run in backward. ``seconds``: of the step, modeled or
+    measured; ``exposed_seconds``: the part in which compute waits for copies; both None if the profile has no times.
+    ``host_live``: bytes of the copies in host memory at every entry of the timeline.
 
     Example:
         >>> import torch, ackpt

@@ -12,11 +12,12 @@ options of a block `chains.block_options`.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
 from ackpt.capture.joint_graph import JointGraph
-from ackpt.planning.schedule import Schedule, everything, lower
+from ackpt.planning.schedule import Schedule, everything, lower, scheduled
 from ackpt.planning.simulator import peak_of
 from ackpt.policies.chains.block_stages import stages
 from ackpt.policies.chains.blocks import BlockChain, coarse_chain
@@ -89,8 +90,9 @@ def segments(graph: JointGraph) -> list[Schedule]:
     """Chen's segments, recomputed as a whole, and some of them one activation at a time."""
     segmented = segmentations(graph)
     some = evenly_spaced(segmented, max(_LEAST_SEGMENTATIONS, _SEGMENT_NODES // len(graph.nodes)))
-    one_by_one = (mu_two.once_for_each_reader(graph.analysis, saved) for saved in some)
     longest = _LONGEST * len(everything(graph).backward)
+    orders = (list(islice(mu_two.order_for_each_reader(graph.analysis, saved), longest + 1)) for saved in some)
+    one_by_one = (scheduled(graph, None, order) for order in orders if len(order) <= longest)
     return [
         *(lower(graph, saved) for saved in segmented),
         *(schedule for schedule in one_by_one if len(schedule.backward) <= longest),

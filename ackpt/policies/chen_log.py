@@ -1,10 +1,10 @@
 """Policy `chen-log`: split the chain of blocks recursively in half.
 
 This is the recursive view of Chen et al. 2016, section 4.2 (arXiv:1604.06174), with one saved tensor per level. On a
-chain of n equal blocks it takes O(log n) memory and O(n log n) recomputation (`chen.recursive_peak`,
+chain of n equal blocks it needs O(log n) memory and O(n log n) recomputation (`chen.recursive_peak`,
 `chen.recursive_extra_forwards`). Without a budget the recursion goes down to single blocks. With a budget it stops at
-the depth that is cheapest of those that fit; below that depth a stretch is recomputed as a whole. Halves have equally
-many blocks, not bytes, so the plan is not optimal.
+the cheapest depth that fits; below that depth, consecutive blocks are recomputed together. Halves have the same number
+of blocks, not the same bytes, so the plan is not optimal.
 """
 
 from __future__ import annotations

@@ -143,16 +143,22 @@ def once_for_each_reader(analysis: Analysis, saved) -> Schedule:
     Raises:
         ScheduleError: if a value is not saved that cannot be recomputed.
     """
+    return scheduled(analysis.graph, None, order_for_each_reader(analysis, saved))
+
+
+def order_for_each_reader(analysis: Analysis, saved) -> Iterator[int]:
+    """The backward of `once_for_each_reader`, one node after the other; on long chains it has millions."""
     graph = analysis.graph
     nodes = graph.nodes
     saved = {*saved, *(s for s in analysis.live_to_end if nodes[graph.storages[s].producer].phase == FORWARD)}
     live = live_before_backward(analysis, saved)
-    backward: list[int] = []
     for reader in analysis.needed_backward:
         runs = missing(analysis, reader, live)
-        backward += runs
+        yield from runs
+        if len(runs) == 1:
+            live.add(reader)
+            continue
         read = {storage for source in nodes[reader].inputs for storage in nodes[source].storages}
         recomputed = {s for node in runs if nodes[node].phase == FORWARD for s in analysis.allocated.get(node, ())}
         freed = {s for s in recomputed if not analysis.allocated[graph.storages[s].producer] & read}
         live |= {node for node in runs if not freed.intersection(nodes[node].storages)}
-    return scheduled(graph, None, backward)

@@ -1,10 +1,10 @@
 """Count the live bytes of a step while it runs, and compare them with a bound, on a CPU.
 
-A step in parts can allocate more than the measured one although it saves no more: the temporaries of an expert that got
-more tokens, for example. `LiveBytes` counts the results of all operations while they are allocated: those of the
-forward and of recomputations under a dispatch mode, and those of backward node by node, so that autograd's engine,
-which sums gradients between the nodes, does not run under the mode: it would no longer sum in place
-(``isTensorSubclassLike`` in torch/csrc/autograd/input_buffer.cpp). Not counted: what a kernel allocates within itself.
+A step in parts can allocate more than the measured step although it saves no more, for example because an expert gets
+more tokens and so needs larger temporaries. `LiveBytes` counts the results of all operations while they are allocated.
+A dispatch mode counts those of the forward and of recomputations. Backward is counted node by node, because autograd's
+engine sums gradients between the nodes, and under a mode it would no longer sum them in place
+(``isTensorSubclassLike`` in torch/csrc/autograd/input_buffer.cpp). Workspaces of kernels are not counted.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations allocate, each once while it is allocated.
 
     Args:
-        bound: more live bytes than this call `exceeded` once; None for no bound.
-        exceeded: gets the number of bytes, and the autograd node that runs, None in the forward. It may raise an error.
-            In backward it is called at the end, when all gradients are complete.
+        bound: an upper bound on the live bytes; None for no bound.
+        exceeded: called once if the live bytes exceed `bound`, with their number and the name of the running autograd
+            node, None in the forward. It may raise an error. In backward it is called at the end, when all gradients
+            are complete.
         done: called at the end of a backward that stayed within the bound.
 
-    ``most_bytes``: the most at one time. ``sizes``: a hash of the sizes of all results of the forward, in order.
+    ``most_bytes``: the largest number of live bytes. ``sizes``: a hash of the sizes of all results of the forward, in
+    order.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class LiveBytes(TorchDispatchMode):
         return outputs
 
     def _watch(self, outputs: Any, start: int, is_outer: bool) -> None:
-        """Count what the autograd nodes allocate that were made since `start` and lead to `outputs`."""
+        """Count what autograd nodes allocate, if they were created since `start` and lead to `outputs`."""
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         left = [tensor.grad_fn for tensor in tensors]
         seen = set(left)
@@ -255,5 +257,5 @@ def _references_of_one() -> tuple[int, int]:
 
 
 def current() -> LiveBytes | None:
-    """What counts the forward that runs in this thread; None if nothing does."""
+    """The `LiveBytes` that counts the forward in this thread; None if there is none."""
     return getattr(_local, "live", None)

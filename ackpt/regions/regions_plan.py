@@ -23,7 +23,7 @@ class RegionsPlan:
     ``fates``: by the paths of modules, ``"region"`` (saves its inputs, recomputes everything) or ``"planned"`` (a
     plan of its own); all other modules run as they are. ``saved_bytes``: the most that autograd saved at one time
     in the example, the recomputation of one region included; ``bound_bytes``: a later step that saves more raises a
-    `BudgetError`. ``kernel_bytes``: the part of the measured peak that kernels allocate within themselves, which
+    `BudgetError`. ``kernel_bytes``: the part of the measured peak that kernels allocate internally, which
     later steps are assumed not to exceed; None where later steps are not counted: on a GPU, and without a budget.
     ``cost``: of recomputation, as a fraction of the baseline's, in FLOPs and traffic weighed against each other.
     ``note``: why the model is not one graph. ``made_for``: the example call, in words.

@@ -52,11 +52,7 @@ class DynamicStep:
         """The reference with the storages' bytes at these sizes, for simulations; its operations are unchanged."""
         if self.reference.analysis.restrided:
             return self.graph(values)
-        sizes = self.module.storage_bytes(values)
-        storages = tuple(
-            replace(storage, bytes=size) for storage, size in zip(self.reference.storages, sizes, strict=True)
-        )
-        return replace(self.reference, storages=storages)
+        return self.reference.resized(self.module.storage_bytes(values))
 
     def graph(self, values: tuple[int, ...]) -> JointGraph:
         """The graph of a step with these sizes, with all its shapes."""
@@ -82,9 +78,6 @@ class DynamicStep:
     @cached_property
     def _workspace(self) -> DynamicWorkspace:
         return DynamicWorkspace(self.module, self.reference)
-
-    def is_compiled(self, schedule: Schedule) -> bool:
-        return (schedule.forward, schedule.backward) in self._compiled
 
     def run(self, schedule: Schedule, values: tuple[int, ...]) -> Callable[[Any], list[Any]]:
         """A function of the step's inputs, of these sizes, that runs `schedule`."""

@@ -18,8 +18,8 @@ class Event:
     """One capture or choice of a plan.
 
     ``kind``: ``"capture"`` (of one shape), ``"dynamic capture"`` (of all sizes of some dimensions), ``"search"`` (new
-    schedules), ``"plan"`` (a choice for new sizes), ``"regions"`` (a plan in parts), or ``"refused"`` (a dynamic
-    capture that was not possible).
+    schedules), ``"plan"`` (a choice for new sizes, or a cheaper one for sizes that came back), ``"regions"`` (a plan in
+    parts), or ``"refused"`` (a dynamic capture that was not possible).
     ``cause``: what made it necessary. ``seconds``: how long it took.
 
     Example:
@@ -59,5 +59,6 @@ class History:
         self._captures[group] += 1
         if self._captures[group] == _MOST:
             warn(
-                f"This step was captured and planned {_MOST} times because {group} changed (now: {cause}). {advice}",
+                f"This step was captured and planned {_MOST} times because {group} changed (most recently: {cause}). "
+                f"{advice}",
             )

@@ -40,11 +40,11 @@ class PlannedStep(nn.Module):
 
     Its other attributes and methods are the model's; a method that calls the model runs the step.
 
-    Called with other shapes, dtypes or switches than before, it captures and replans under the same budget.
-    Switches are ``train`` and ``eval``, ``requires_grad`` of parameters, autocast, floats and flags among the
-    arguments, and what the attributes of the modules hold, such as a dropout's ``p``, also in lists, dicts and a
-    ``SimpleNamespace``, and the plain values that the model's code reads from globals, closures, environment variables
-    and attributes of objects, such as ``SCALE`` or ``cfg.model.scale``. The 64 plans that were used last are kept; pass
+    If shapes, dtypes or settings differ from those of earlier calls, it captures the step again and replans under the
+    same budget. Settings are ``train`` and ``eval``, ``requires_grad`` of parameters, autocast, and floats and flags
+    among the arguments. They include attributes of modules, such as a dropout's ``p``, also in lists, dicts and a
+    ``SimpleNamespace``, and plain values that the model's code reads from globals, closures, environment variables and
+    attributes of objects, such as ``SCALE`` or ``cfg.model.scale``. The 64 most recently used plans are stored; pass
     what changes at every step as a tensor. Longer chains of attributes, objects in containers, and what properties and
     extensions in C return stay as they were captured. Other effects of the model's code, such as printing or calling
     hooks, happen during the capture, on tensors without data. If nothing requires grad, the model itself runs. Copies

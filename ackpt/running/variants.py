@@ -21,14 +21,7 @@ from ackpt.capture.aot import Capture, capture
 from ackpt.capture.as_compiled import measured_baseline
 from ackpt.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout
 from ackpt.capture.inspection.attributes import changed_attribute
-from ackpt.capture.inspection.calls import (
-    another_plan,
-    described,
-    differences,
-    named_leaves,
-    names_of_differences,
-    other_bytes,
-)
+from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes
 from ackpt.capture.inspection.model_checks import warn_of_hooks
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.optimizer_state import Loop
@@ -45,7 +38,7 @@ from .dynamic_dimensions import DynamicArgument, declared, declared_bounds, diff
 from .dynamic_step import DynamicStep
 from .history import History
 from .model_facts import WatchedModel
-from .planners import Choice, Planner
+from .planners import Choice, Planner, Stopgap
 
 _MOST_CAPTURES = 64
 _MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captured one by one
@@ -66,7 +59,7 @@ class Variant:
     """What runs calls of some sizes: ``run`` with the inputs of ``captured``, or the model itself if it is None.
 
     ``make_plan`` returns the `Plan`, which does not count the outputs at the places ``dropped`` during backward, and
-    which counts gradients of earlier steps if ``accumulates``.
+    which counts gradients of earlier steps if ``accumulates``. ``stopgap``: how long it runs, if not for good.
     """
 
     captured: Capture
@@ -74,10 +67,13 @@ class Variant:
     make_plan: Callable[[], Plan]
     dropped: tuple[int, ...] = ()
     accumulates: bool = False
+    stopgap: Stopgap | None = None
 
     def outputs(self, call: Call) -> Any:
         """The outputs of the planned step."""
         assert self.run is not None
+        if self.stopgap is not None:
+            self.stopgap.ran()
         inputs = self.captured.inputs(call.modules, call.leaves)
         outputs = self.run(inputs)
         dropped_before_backward(outputs, self.dropped, lambda: self._room_bytes.backward)
@@ -176,7 +172,8 @@ class Variants:
             if variant.captured.reads.are_same():
                 return variant
         served = _served_by(group, call)
-        return None if served is None else served[1].get(served[2])
+        variant = None if served is None else served[1].get(served[2])
+        return None if variant is None or (variant.stopgap is not None and variant.stopgap.better()) else variant
 
     def _new(self, group: _Group, call: Call) -> Variant:
         declared_bounds(self.dynamic, self.model, call)  # raises for a size outside of them
@@ -207,6 +204,8 @@ class Variants:
             return None
         start = time.perf_counter()
         step, variants, values = served
+        if values in variants:
+            cause = "a cheaper schedule pays for compiling it"
         variants[values] = self._chosen(step, call, values)
         self.history.add("plan", cause, time.perf_counter() - start)
         return variants[values]
@@ -292,7 +291,7 @@ class Variants:
             return variant
         run = self._checked(step.run(choice.schedule, values), call)
         dropped = dropped_places(step.reference, choice.schedule)
-        return Variant(step.captured, run, choice.plan, dropped, self.loop.accumulation)
+        return Variant(step.captured, run, choice.plan, dropped, self.loop.accumulation, choice.stopgap)
 
     def _of_model(self, captured: Capture, choice: Choice, call: Call, on_cpu: bool) -> Variant | None:
         """The model itself, if its own step keeps the budget; None otherwise.
@@ -356,7 +355,7 @@ class Variants:
         if label := "" if attribute else variant.captured.reads.first_change():
             return "; ".join([f"{label} changed", *changes]), label  # a capture for all sizes is not valid then
         if changes:
-            names = ", ".join(names_of_differences(words, made_for))
+            names = ", ".join(change.partition(" changed from ")[0] for change in changes)
             return "; ".join([*changes, *(attribute or ())[:1]]), names
         if attribute:
             return attribute

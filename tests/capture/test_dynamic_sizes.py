@@ -31,7 +31,7 @@ class Slices(nn.Module):
         length = ids.shape[1]
         x = self.embed(ids) + self.positions[:length]
         scores = (x @ x.transpose(1, 2)).masked_fill(~self.mask[:length, :length], float("-inf"))
-        x = torch.cat([scores.softmax(-1) @ x, x[:, :1]], 1)[:, 1:]
+        x = torch.cat([F.dropout(scores.softmax(-1), 0.1) @ x, x[:, :1]], 1)[:, 1:]
         logits = self.head(x)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
@@ -50,7 +50,12 @@ def test_an_instance_is_the_capture_of_its_sizes():
         assert operations(graph) == operations(alone)
         assert [s.bytes for s in graph.storages] == [s.bytes for s in alone.storages]
         assert [s.category for s in graph.storages] == [s.category for s in alone.storages]
-        assert [s.bytes for s in step.sized(sizes).storages] == [s.bytes for s in alone.storages]
+        resized = step.sized(sizes)
+        assert resized.storages == graph.storages
+        assert resized.resident_bytes == graph.resident_bytes
+        assert resized.analysis.masks
+        for table in ("bytes", "masks", "allocated_bytes", "recomputed_bytes"):
+            assert getattr(resized.analysis, table) == getattr(graph.analysis, table)
 
 
 def symbols_of(function, *sizes):

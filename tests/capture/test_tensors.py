@@ -99,3 +99,11 @@ def test_trace_and_compile_plan_a_model_on_meta_alike(name):
     graph = ackpt.trace(model.to("meta"), *args, **kwargs)
     assert not graph.has_data
     assert ackpt.plan(graph, budget="100%") == ackpt.compile(model, *args, budget="100%", **kwargs).plan
+
+
+@pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN"])
+def test_recurrent_layers_on_meta_are_captured_as_on_the_cpu(kind):
+    def traced(device):
+        return ackpt.trace(getattr(nn, kind)(8, 8, 2, device=device), torch.zeros(5, 2, 8, device=device))
+
+    assert traced("meta").hash == traced("cpu").hash

@@ -37,6 +37,10 @@ class Mixed(nn.Module):
             x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
         elif self.kind == "convolution":
             x = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        elif self.kind == "sums":
+            mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+            x = torch.where(mask, x @ x.transpose(1, 2), 0.0) @ x + x.sum((0, 1))
+            return self.head(x).square().mean() + x.exp().sum((0, 1, 2))
         elif self.kind == "expanded gradient":
             return F.gelu(self.linear(x)).sum()
         elif self.kind == "dtypes":
@@ -47,7 +51,9 @@ class Mixed(nn.Module):
         return F.cross_entropy(self.head(x.float()).flatten(0, 1), ids.flatten())
 
 
-@pytest.mark.parametrize("kind", ["attention", "fused", "convolution", "dtypes", "cumulative", "expanded gradient"])
+@pytest.mark.parametrize(
+    "kind", ["attention", "fused", "convolution", "dtypes", "cumulative", "sums", "expanded gradient"]
+)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_workspace_is_that_of_running_every_operation(kind, threads):
     was = torch.get_num_threads()

@@ -11,7 +11,7 @@ import torch
 import ackpt
 from ackpt.metering import cpu_meter as meter_cpu
 from ackpt.metering.meter import Measurement, MeterError, Seconds, compare_seconds, measure, memory_format
-from ackpt.metering.resident import Resident
+from ackpt.metering.resident import Resident, on
 
 N, D, FP32 = 32, 64, 4
 WEIGHT, BIAS, HIDDEN = D * D * FP32, D * FP32, N * D * FP32
@@ -196,6 +196,12 @@ def test_resident_storages_count_once():
     assert measured.categories["inputs"] == HIDDEN  # bytes of the storage, whatever the view
 
 
+def test_a_batch_counts_as_its_tensors():
+    ids, labels = torch.zeros(8), torch.zeros(4)
+    batch = {"input_ids": ids, "labels": labels, "use_cache": False}
+    assert Resident([batch]).bytes(on("cpu")) == Resident([ids, labels]).bytes(on("cpu")) == {"inputs": 48}
+
+
 def test_sparse_gradients():
     table = torch.nn.Embedding(10, D, sparse=True)
     index = torch.tensor([1, 3, 3])
@@ -295,7 +301,7 @@ ERRORS = {
     "half a warmup": (lambda: measure(lambda: None, warmup=1.5), ValueError, "warmup is 1.5"),
     "repeats": (lambda: measure(lambda: None, repeats=-1), ValueError, "repeats is -1"),
     "a model as resident": (lambda: Resident(torch.nn.Linear(1, 1)), TypeError, "must be an iterable"),
-    "resident of a dict": (lambda: Resident([{}]), TypeError, "holds a dict"),
+    "resident of a list": (lambda: Resident([[]]), TypeError, "holds a list"),
     "measure of a loss": (lambda: ackpt.measure(torch.ones(())), TypeError, A_LOSS),
     "predict of a loss": (lambda: ackpt.predict(torch.ones(())), TypeError, A_LOSS),
     "no function": (lambda: compare_seconds({}), ValueError, "at least one function"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ackpt
 from ackpt.metering import cuda_meter
@@ -62,6 +63,16 @@ def test_the_recomputed_tensors_of_a_region(meter):
     assert region.timeline.categories["recomputed"][-1] == 0
     saved, saved_by_baseline = (one.timeline.at(one.timeline.boundary) for one in (region, plain))
     assert saved["recomputed"] == 0 and saved["activations"] == saved_by_baseline["activations"] - 2 * S
+
+
+@pytest.mark.parametrize("meter", [ackpt.measure, ackpt.predict])
+def test_the_recomputed_tensors_of_the_checkpoint_of_torch(meter):
+    device = "meta" if meter is ackpt.predict else "cpu"
+    x = torch.randn(64, 32, device=device, requires_grad=True)
+    timeline = meter(step(lambda value: checkpoint(Sines(), value, use_reentrant=False), x), resident=[x]).timeline
+    # It stops once it has the inputs of all sines; the first one's is resident.
+    assert max(timeline.categories["recomputed"]) == 2 * S
+    assert timeline.categories["recomputed"][timeline.boundary] == timeline.categories["recomputed"][-1] == 0
 
 
 def test_every_region_of_a_chain_is_recomputed_in_its_turn():

@@ -261,7 +261,7 @@ def test_a_capture_names_all_that_changed(model):
     model.width = 17
     gradients(model, {name: tensor[:30] for name, tensor in BATCH.items()})
     cause = step.history[-1].cause
-    assert "x was float32 [32, 16] and is now float32 [30, 16]" in cause
+    assert "x changed from float32 [32, 16] to float32 [30, 16]" in cause
     assert "width of the model changed from 16 to 17" in cause
 
 

@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ackpt
+from ackpt.planning import schedule
+from ackpt.running import dynamic_step, planners
 
 WIDTH = 32
 
@@ -195,6 +197,45 @@ def test_a_length_for_which_no_known_schedule_fits_is_searched_for():
     check(step, model, ids(8, 22))
 
 
+def test_a_compiled_schedule_runs_until_a_cheaper_one_would_have_saved_the_time_to_compile_it(monkeypatch):
+    model, compiled = Words(4), []
+    compile_schedule = dynamic_step.compiled_schedule
+    monkeypatch.setattr(
+        dynamic_step, "compiled_schedule", lambda *given: compiled.append(given) or compile_schedule(*given)
+    )
+    step = ackpt.compile(model, ids(8, 20), budget="700kB")
+    for length in (44, 32):
+        check(step, model, ids(8, length))
+    assert len(compiled) == 1
+    expensive = step.plan.cost
+    (candidate, seconds), *_ = step._ackpt_planned._last[-1].stopgap.saves  # the cheapest, which saves most
+    steps = (candidate.missed_seconds + 2.5 * seconds) / candidate.compile_seconds
+    monkeypatch.setattr(planners, "_COMPILE_SECONDS", planners._COMPILE_SECONDS * steps)
+    check(step, model, ids(8, 32))  # two steps
+    assert step.prepare(ids(8, 32)).cost < expensive
+    assert len(compiled) == 2
+    assert step.history[-1].cause == "a cheaper schedule pays for compiling it"
+    check(step, model, ids(8, 32))
+    check(step, model, ids(8, 44))
+    assert len(compiled) == 2
+
+
+def test_what_a_schedule_would_have_saved_before_it_is_compiled_is_at_most_what_compiling_it_costs():
+    everything = schedule.everything(ackpt.trace(Words(), ids(8, 20)))
+    cheap, cheaper = planners.Candidate(0.2, everything), planners.Candidate(0.1, everything)
+    short = planners.Stopgap(((cheaper, 0.2 * cheaper.compile_seconds), (cheap, 0.1 * cheap.compile_seconds)))
+    long = planners.Stopgap(((cheap, 0.5 * cheap.compile_seconds),))
+    for stopgap in (short, long, short):
+        assert stopgap.better() is None
+        stopgap.ran()
+    assert long.better() is cheap  # with another step, it would have saved 1.2 times what compiling it costs
+    assert short.better() is None
+    cheap.is_compiled = True
+    assert short.better() is cheap
+    cheaper.is_compiled = True
+    assert short.better() is cheaper
+
+
 def test_special_lengths_are_captured_for_themselves():
     model = Words()
     step = ackpt.compile(model, ids(8, 20), budget=0.9)
@@ -315,7 +356,7 @@ def test_captures_are_logged_once_with_their_cause(caplog):
         for length in (20, 26, 26):
             step.prepare(ids(6, length))
     assert len(caplog.records) == len(step.history) == 2
-    assert step.history[1].cause == "argument 0 was int64 [6, 20] and is now int64 [6, 26]"
+    assert step.history[1].cause == "argument 0 changed from int64 [6, 20] to int64 [6, 26]"
 
 
 SCALE = 2.0
@@ -338,7 +379,7 @@ def test_a_value_that_changes_is_the_cause_of_a_capture_at_a_new_size(monkeypatc
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
     step.prepare(torch.ones(5, 8))
     assert kinds(step) == ["dynamic capture", "plan", "dynamic capture"]
-    sizes = "argument 0 was float32 [6, 8] and is now float32 [5, 8]"
+    sizes = "argument 0 changed from float32 [6, 8] to float32 [5, 8]"
     assert step.history[-1].cause == f"global 'SCALE' of {__name__} changed; {sizes}"
 
 

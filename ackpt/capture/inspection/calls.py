@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from ackpt.budget import is_share
 
 _MODE, _TRAINING, _EVALUATION = "mode", "training", "evaluation"
-_PARAMETERS = "parameters"
 MACHINE = "machine"  # given only where it is not the one that plans
 _LONGEST = 60  # characters of an argument that is no tensor
 _EVALUATE = (
@@ -33,7 +32,7 @@ def described(model: nn.Module, args, kwargs, differentiate: str = "loss") -> di
     return {
         "torch": torch.__version__,
         "model": type(model).__name__,
-        _PARAMETERS: f"{number:,} in {len(parameters)} tensors of {kinds}, {trained:,} trained",
+        "parameters": f"{number:,} in {len(parameters)} tensors of {kinds}, {trained:,} trained",
         _MODE: _mode(model),
         "autocast": _autocast(),
         "differentiate": differentiate,
@@ -42,39 +41,33 @@ def described(model: nn.Module, args, kwargs, differentiate: str = "loss") -> di
 
 
 def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) -> list[str]:
-    """One clause for each difference between two described calls; none if one of them is not known.
+    """A clause for everything that both calls are known to have had differently; none if one of them is not known.
 
     Example:
         >>> differences({"mode": "training", "argument 0": "int64 [8, 4]"}, {"mode": "evaluation"})
-        ['mode was training and is now evaluation', 'argument 0 was int64 [8, 4] and is now not given']
+        ['mode changed from training to evaluation', 'argument 0 changed from int64 [8, 4] to not given']
     """
-    names, clauses = names_of_differences(was, now), []
-    was, now = was or {}, now or {}
-    for name in names:
-        without = "this one" if name == MACHINE else "not given"
-        past, present = ("were", "are") if name == _PARAMETERS else ("was", "is")
-        clauses.append(f"{name} {past} {was.get(name, without)} and {present} now {now.get(name, without)}")
-    return clauses
-
-
-def names_of_differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) -> list[str]:
-    """The names of what differs between two described calls, as in `differences`."""
     if was is None or now is None:
         return []
-    return [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    clauses = []
+    for name in {**was, **now}:
+        without = "this one" if name == MACHINE else "not given"
+        before, after = was.get(name, without), now.get(name, without)
+        if before != after:
+            clauses.append(f"{name} changed from {before} to {after}")
+    return clauses
 
 
 def another_plan(was, now, cause: str) -> str:
     """What to do if the given plan does not fit a later call, with its `cause` in words."""
     if _left_training(was, now):
-        return f"It was valid for the previous call. {_EVALUATE}."
+        return f"It matched the previous call. {_EVALUATE}."
     if not differences(was, now):
         return (
-            f"It was valid for the previous call. Since then, {cause}: change it back, or give a budget instead, which "
-            "replans."
+            f"It matched the previous call. Since then, {cause}: change it back, or give a budget, which replans."
         )
     return (
-        "It was valid for the previous call. Make a second step with a plan for this call, leave out a last batch that "
+        "It matched the previous call. Make a second step with a plan for this call, leave out a last batch that "
         "differs, as a DataLoader with drop_last=True does, or give a budget instead, which replans."
     )
 

@@ -103,10 +103,8 @@ def off_meta(model: Any, leaves, spec, fake_mode: FakeTensorMode):
             replaced[id(tensor)] = shape_of(tensor)
         return replaced[id(tensor)]
 
-    # A copy of the modules, without one of the tensors.
-    model = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     with fake_mode:
-        for module in model.modules():
-            for named in (module._parameters, module._buffers):
-                named.update({name: replacement(tensor) for name, tensor in named.items() if tensor is not None})
-        return model, [replacement(leaf) if is_tensor(leaf) else leaf for leaf in leaves], spec
+        own = {id(tensor): replacement(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        leaves = [replacement(leaf) if is_tensor(leaf) else leaf for leaf in leaves]
+    # Replaced wherever a module holds them, as a recurrent layer does in a list too.
+    return copy.deepcopy(model, own), leaves, spec

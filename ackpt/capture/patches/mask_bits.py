@@ -1,9 +1,9 @@
 """Pack a dropout mask into one bit per element, and unpack it again; a plan may save the bits instead of the mask.
 
-A mask holds 0 or one other value: True, or 1/(1-p) in the dtype of the activations, as eager's dropout draws it. So the
-bits, the layout and that value give the same mask back, bit for bit. Elements count in the order of memory. Both
-operations allocate their result and nothing else from torch: on the CPU, numpy works on `_CHUNK` elements at a time; on
-a GPU, each bit is added to or taken from the bytes in place.
+A mask has two values: 0 and one other, which is True or, as eager's dropout draws it, 1/(1-p) in the dtype of the
+activations. So the bits, the layout and that value determine the mask, bit for bit. Elements are packed in memory
+order. Both operations allocate only their result from torch: on the CPU, numpy works on `_CHUNK` elements at a time; on
+a GPU, each bit is set or extracted in place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ torch.library.define(
 
 
 def packed_bytes(elements: int) -> int:
-    """Bytes of a packed mask of so many elements.
+    """The bytes of a packed mask with so many `elements`.
 
     Example:
         >>> packed_bytes(9)
@@ -76,6 +76,7 @@ def in_memory(mask: torch.Tensor) -> torch.Tensor:
 
 
 def pack_by_numpy(elements: torch.Tensor, bits: torch.Tensor) -> None:
+    """Pack `elements`, of which each is 0 or another value, into `bits`, on the CPU."""
     source, target = elements.numpy(), bits.numpy()
     for start in range(0, len(source), _CHUNK):
         is_kept = source[start : start + _CHUNK] != 0
@@ -83,6 +84,7 @@ def pack_by_numpy(elements: torch.Tensor, bits: torch.Tensor) -> None:
 
 
 def unpack_by_numpy(bits: torch.Tensor, elements: torch.Tensor, one: int) -> None:
+    """Unpack `bits` into `elements` that are 0 or `one`, on the CPU."""
     source, target, rows = bits.numpy(), elements.numpy(), _rows(one, elements.element_size())
     whole = len(target) // 8 * 8
     for start in range(0, whole, _CHUNK):
@@ -94,7 +96,7 @@ def unpack_by_numpy(bits: torch.Tensor, elements: torch.Tensor, one: int) -> Non
 
 
 def pack_in_place(elements: torch.Tensor, bits: torch.Tensor) -> None:
-    """Of elements that are 0 or 1."""
+    """Pack `elements` that are 0 or 1 into `bits`, on a GPU."""
     bits.copy_(elements[::8])
     for bit in range(1, 8):
         each = elements[bit::8]
@@ -102,7 +104,7 @@ def pack_in_place(elements: torch.Tensor, bits: torch.Tensor) -> None:
 
 
 def unpack_in_place(bits: torch.Tensor, elements: torch.Tensor) -> None:
-    """The opposite of `pack_in_place`."""
+    """Unpack `bits` into `elements` that are 0 or 1, on a GPU."""
     for bit in range(8):
         each = elements[bit::8]
         torch.bitwise_and(bits[: len(each)], 1 << bit, out=each)

@@ -40,6 +40,8 @@ def name_of(record: Record) -> str:
 def time_plot(record: Record, title: str | None = None):
     """A Figure of measured peak against added time, with its quartiles: policies, and torch's own tools.
 
+    One of the points of `auto` is its plan within the peak of per-block checkpointing.
+
     Raises:
         ValueError: if the record has no times.
     """
@@ -78,6 +80,7 @@ def times_plot(records: Sequence[Record], highest: float, title: str = ""):
             if index >= len(records) - 2:
                 axes.set_xlabel("dynamic peak, fraction of the baseline's", color=plots.TEXT, fontsize=9)
                 axes.tick_params(labelbottom=True)
+        panels.flat[0].set_ylim(top=highest)
         for axes in panels.flat[len(records) :]:
             axes.set_axis_off()
         looks = {"frameon": False, "labelcolor": plots.TEXT, "fontsize": 8.5, "handlelength": 1.6}
@@ -98,6 +101,10 @@ def _draw(axes, record: Record, highest: float | None = None) -> dict:
     points = [point for point in metrics["points"] if "seconds_ratio" in point]
     policies = dict.fromkeys(point["policy"] for point in points)
     series = {name: [point for point in points if point["policy"] == name] for name in policies}
+    within = [row for row in metrics["peers"] if row["peer"] == CHECKPOINT and "auto_seconds_ratio" in row]
+    series.get(_our_policy(record), []).extend(
+        {"measured_peak_bytes": row["auto_peak_bytes"], "seconds_ratio": row["auto_seconds_ratio"]} for row in within
+    )
     looks: list[dict] = [
         {"color": color, "marker": marker}
         for _, color, marker in zip(policies, color_palette("colorblind").as_hex(), "osPXvdhp", strict=False)
@@ -113,14 +120,13 @@ def _draw(axes, record: Record, highest: float | None = None) -> dict:
         samples = [row["seconds_ratio"]["samples"] for row in rows]
         y = np.array([added_time(row) for row in rows])
         shown = y if highest is None else np.minimum(y, highest)
-        spread = abs(np.transpose([np.quantile(each, (0.25, 0.75)) for each in samples]) - 1 - y) * (shown == y)
+        quartiles = np.transpose([np.quantile(each, (0.25, 0.75)) for each in samples]) - 1
+        spread = abs(np.minimum(quartiles, np.inf if highest is None else highest) - shown) * (shown == y)
         style = "-" if name.startswith(OURS) else "none"
         more = {"linestyle": style, "linewidth": 1.5, "capsize": 2, "markersize": 6, "clip_on": False}
         handles[name] = axes.errorbar(x, shown, spread, label=name, **more, **look)
     axes.axhline(0, color=TEXT, linewidth=0.8)
     axes.set_xlim(left=0)
-    if highest is not None:
-        axes.set_ylim(top=highest)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     return handles
 
@@ -161,9 +167,14 @@ def at_half(record: Record) -> dict | None:
 
 def _ours(record: Record) -> list[dict]:
     """The timed points of auto with the last kind of costs."""
-    costs = record.config["costs"]
-    policy = OURS if len(costs) == 1 else f"{OURS}, {costs[-1]}"
+    policy = _our_policy(record)
     return [point for point in record.metrics["points"] if point["policy"] == policy and "seconds_ratio" in point]
+
+
+def _our_policy(record: Record) -> str:
+    """The name of auto with the last kind of costs."""
+    costs = record.config["costs"]
+    return OURS if len(costs) == 1 else f"{OURS}, {costs[-1]}"
 
 
 def gap(point: dict) -> str:

@@ -6,6 +6,7 @@ unit (the activations of one operation) after the other, always the one that fre
 
 from __future__ import annotations
 
+import functools
 import heapq
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ import numpy as np
 from ackpt.capture.analysis import Analysis, once_per_graph
 from ackpt.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.planning.late_orders import LateOrders
-from ackpt.planning.lifetimes import uses_of
+from ackpt.planning.lifetimes import Uses, uses_of
 from ackpt.planning.schedule import missing_for
 from ackpt.policies.search.frontier import undominated
 from ackpt.progress import counted
@@ -64,6 +65,7 @@ class BlockStep:
         self.gradients = _read_later(analysis, block)
         self._late_orders = LateOrders(analysis, block.backward)
         self._last_recomputed: tuple[frozenset[int], frozenset[int], list[int]] | None = None
+        self._live: set[int] = set()  # when the nodes of the last recomputation run
         self._may_be_allocated = np.ones(len(analysis.bytes), dtype=bool)
         self._may_be_allocated[[*self.outside, *analysis.resident]] = False
         self._bytes, self._workspace = np.array(analysis.bytes), np.array(workspace)
@@ -86,7 +88,7 @@ class BlockStep:
 
     def _peak(self, order: list[int], start, end, is_backward: bool) -> int:
         """The peak while `order` runs; the storages `start` are live before it and `end` after it."""
-        uses = uses_of(self.analysis.graph, order, BACKWARD if is_backward else FORWARD)
+        uses = uses_of(self.analysis.graph, order, BACKWARD) if is_backward else self._forward_uses
         size = self._bytes
         last = np.full(len(size), -1)
         last[uses.storages] = uses.positions
@@ -105,12 +107,17 @@ class BlockStep:
         totals = np.cumsum(changes)[: len(order)] + self._workspace[order]
         return int(max(size[at_start].sum(), totals.max(initial=0)))
 
+    @functools.cached_property
+    def _forward_uses(self) -> Uses:
+        return uses_of(self.analysis.graph, self.block.forward, FORWARD)
+
     def _recomputed(self, saved: frozenset[int], wanted: frozenset[int]) -> list[int]:
         """Forward nodes that are recomputed for the block's output and the storages `wanted` if `saved` are saved."""
         if self._last_recomputed is None or self._last_recomputed[:2] != (saved, wanted):
-            live = self.given | _bases(self.analysis, saved)
+            if self._last_recomputed is None or self._last_recomputed[0] != saved:
+                self._live = self.given | _bases(self.analysis, saved)
             wanted_bases = _bases(self.analysis, self.block.output | wanted)
-            self._last_recomputed = saved, wanted, missing_for(self.analysis, wanted_bases, live)
+            self._last_recomputed = saved, wanted, missing_for(self.analysis, wanted_bases, self._live)
         return self._last_recomputed[2]
 
     def recompute_cost(self, saved: frozenset[int], wanted: frozenset[int]) -> float:
@@ -119,8 +126,8 @@ class BlockStep:
 
     def allocated_twice(self, saved: frozenset[int], wanted: frozenset[int]) -> frozenset[int]:
         """The storages of `saved` that recomputing the output and `wanted` allocates again, with their siblings."""
-        recomputed = self._recomputed(saved, wanted)
-        return saved & {s for node in recomputed for s in self.analysis.allocated.get(node, ())}
+        recomputed = set(self._recomputed(saved, wanted)) if saved else ()
+        return frozenset(s for s in saved if self.analysis.graph.storages[s].producer in recomputed)
 
     def without_duplicates(self, option: Option) -> Option:
         """`option` without the storages that recomputing the block's output allocates anyway."""

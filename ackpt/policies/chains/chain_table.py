@@ -137,9 +137,15 @@ class ChainTable:
             np.array([_RunStretch(number, length) for length in range(1, n + 1)], dtype=object)
             for number in self.partials
         ]
+        # By partial and first block of a stretch, for every block after it; by last block, for every block up to it.
+        self._saved_slots = [
+            [self._slots(self.input_bytes[s + 1 :] + (row[s + 1 : n] - row[s])) for s in range(n)] for row in self.saved
+        ]
+        self._gradient_slots = [self._slots(self.gradients[t + 1] - self.gradients[: t + 1]) for t in range(n)]
         self.options = [[self._options_of(stage, partial) for partial in self.partials] for stage in stages]
         self.later_passes: dict[tuple[int, int, int], _Solved] = {}  # by partial, first and last block
         self._rows = _Rows(slots + 1, len(self.partials) * n * (n + 1) // 2 + n)
+        self._later_rows = np.zeros((len(self.partials), n, n), dtype=np.int64)  # of the costs of later passes
         kind_of: dict[tuple, int] = {}
         kinds = [kind_of.setdefault(stage.numbers(), len(kind_of)) for stage in stages]
         solved: dict[tuple, _Solved] = {}
@@ -151,6 +157,7 @@ class ChainTable:
                     if key not in solved:
                         solved[key] = self._solve_later_pass(partial, s, t)
                     self.later_passes[partial, s, t] = solved[key]
+                    self._later_rows[partial, s, t] = solved[key].row
         self.first_passes: dict[int, _Solved] = {}  # by first block
         for s in range(n - 1, -1, -1):
             self.first_passes[s] = self._solve_first_pass(s)
@@ -180,8 +187,7 @@ class ChainTable:
         best.choose(rest, np.maximum(options.saved_slots, self._slots(need)), options.decisions)
         # A part may be saved when blocks are recomputed; from then on it is the same part until their backward.
         for new in self.partials if partial == 0 else (partial,):
-            rests = [self.later_passes[partial, j, t].row for j in range(s + 1, t + 1)]
-            self._offer_stretches(best, s, t, partial, new, incoming, rests)
+            self._offer_stretches(best, s, t, partial, new, incoming, self._later_rows[partial, s + 1 : t + 1, t])
         return self._solved(best)
 
     def _solve_first_pass(self, s: int) -> _Solved:
@@ -197,8 +203,8 @@ class ChainTable:
             rest = np.zeros((len(need), self.slots + 1))
         rest += options.costs[:, None]
         best.choose(rest, needs, options.decisions)
+        rests = np.array([self.first_passes[j].row for j in range(s + 1, t + 1)], dtype=np.int64)
         for new in self.partials:
-            rests = [self.first_passes[j].row for j in range(s + 1, t + 1)]
             self._offer_stretches(best, s, t, None, new, 0, rests)
         return self._solved(best)
 
@@ -206,7 +212,8 @@ class ChainTable:
         """Offer every stretch that starts with `s` and saves the partial `new`, then the rest, then the stretch.
 
         `partial`: what is saved of the blocks up to `t` before, None in the first pass, which costs nothing. `rests`:
-        the rows of the costs of what follows, by the length of the stretch.
+        the rows of the costs of what follows, by the length of the stretch. Costs do not rise with memory. So a stretch
+        is of use only in the slots where its least cost, with all memory, is below the best one so far.
         """
         if s == t:
             return
@@ -218,13 +225,20 @@ class ChainTable:
         running[0] -= self.input_bytes[s]  # the caller accounts for the input of the first block
         needs = np.maximum.accumulate(running) + incoming
         run_costs = np.zeros(t - s) if is_first else self.forward_costs[partial][j] - self.forward_costs[partial][s]
-        stretches = [self.later_passes[new, s, last].row for last in range(s, t)]
-        saved = self._slots(self.input_bytes[j] + (self.saved[new][j] - self.saved[new][s]))
-        gradients = self._slots(self.gradients[t + 1] - self.gradients[j])
-        costs = self._rows.moved(rests, saved)
-        costs += self._rows.moved(stretches, gradients)
-        costs += run_costs[:, None]
-        best.choose(costs, np.maximum(np.maximum(saved, gradients), self._slots(needs)), self.stretches[new])
+        stretches = self._later_rows[new, s, s:t]
+        saved, gradients = self._saved_slots[new][s][: t - s], self._gradient_slots[t][s + 1 :]
+        rows = self._rows
+        fits = np.maximum(saved + rows.first_finite[rests], gradients + rows.first_finite[stretches])
+        fits = np.maximum(fits, self._slots(needs))
+        # The sum in the order of the costs below, so that rounding cannot bring it above any of them.
+        stops = best.first_slots_of(rows.least[rests] + rows.least[stretches] + run_costs)
+        useful = np.flatnonzero(fits < stops)
+        if len(useful):
+            start, stop = fits[useful].min(), stops[useful].max()
+            costs = rows.moved(rests[useful], saved[useful], start, stop)
+            costs += rows.moved(stretches[useful], gradients[useful], start, stop)
+            costs += run_costs[useful, None]
+            best.choose(costs, fits[useful], self.stretches[new][useful], start)
 
     def _first_pass(self, s: int, slot: int) -> Iterator[Operation]:
         stage, t = self.stages[s], len(self.stages) - 1
@@ -273,7 +287,7 @@ class ChainTable:
 
     def _after(self, options: _Options, rest: _Solved) -> np.ndarray:
         """For every option the costs of `rest` with the memory that the option leaves, see `_Rows.moved`."""
-        return self._rows.moved([rest.row] * len(options.costs), options.saved_slots)
+        return self._rows.moved(np.full(len(options.costs), rest.row), options.saved_slots)
 
     def _solved(self, best: _Best) -> _Solved:
         return _Solved(self._rows.add(best.costs), best.costs, best.decisions)
@@ -298,29 +312,33 @@ class _Best:
         self.costs = np.full(slots + 1, np.inf)
         self.decisions = np.full(slots + 1, None, dtype=object)
 
-    def offer(self, decision: _Decision, costs, need) -> None:
-        """Offer `decision`, which needs at least `need` slots and costs `costs`, by slots or for all of them."""
-        costs = np.broadcast_to(np.asarray(costs, dtype=float), self.costs.shape).copy()
-        costs[: int(need)] = np.inf
-        self.take(costs, np.full(len(costs), decision, dtype=object))
+    def offer(self, decision: _Decision, costs: float, need) -> None:
+        """Offer `decision`, which needs at least `need` slots."""
+        self.choose(np.full((1, len(self.costs)), costs, dtype=float), np.array([need]), np.array([decision]))
 
-    def choose(self, costs: np.ndarray, needs: np.ndarray, decisions: np.ndarray) -> None:
-        """Offer every row of `costs` with its own need and its own of `decisions`; this changes `costs`."""
+    def choose(self, costs: np.ndarray, needs: np.ndarray, decisions: np.ndarray, start: int = 0) -> None:
+        """Offer every row of `costs`, from the slot `start` on, with its own need and its own of `decisions`.
+
+        This changes `costs`.
+        """
         if not len(costs):
             return
-        costs[np.arange(costs.shape[1]) < needs[:, None]] = np.inf
-        cheapest = np.argmin(costs, axis=0)
-        self.take(costs[cheapest, np.arange(costs.shape[1])], decisions[cheapest])
+        np.putmask(costs, np.arange(costs.shape[1]) < needs[:, None] - start, np.inf)
+        least = costs.min(axis=0)
+        better = np.flatnonzero(least < self.costs[start : start + len(least)])
+        if len(better):
+            self.costs[start + better] = least[better]
+            self.decisions[start + better] = decisions[costs[:, better].argmin(axis=0)]
 
-    def take(self, costs: np.ndarray, decisions: np.ndarray) -> None:
-        """Take over from `decisions`, by slots, wherever `costs` are lower."""
-        better = costs < self.costs
-        self.costs[better] = costs[better]
-        self.decisions[better] = decisions[better]
+    def first_slots_of(self, costs: np.ndarray) -> np.ndarray:
+        """For each of `costs` the first slot in which the best one is at most as high."""
+        return np.searchsorted(-self.costs, -costs)
 
 
 class _Rows:
     """The costs of all stretches by slots, in one array, so that many are read at once.
+
+    ``least``: by row, the cost with all memory; ``first_finite``: the first slot whose cost is finite.
 
     Args:
         width: of a row.
@@ -332,16 +350,23 @@ class _Rows:
         self._costs[:width] = np.inf  # read by the first row, moved to the right
         self._windows = np.lib.stride_tricks.sliding_window_view(self._costs, width)
         self._width, self._count = width, 0
+        self.least = np.full(most + 1, np.inf)
+        self.first_finite = np.full(most + 1, width)
 
     def add(self, costs: np.ndarray) -> int:
         """Add a row; returns its number."""
         self._count += 1
         self._costs[self._count * self._width : (self._count + 1) * self._width] = costs
+        self.least[self._count] = costs[-1]
+        self.first_finite[self._count] = np.searchsorted(-costs, -np.inf, side="right")
         return self._count
 
-    def moved(self, rows: list[int], by: np.ndarray) -> np.ndarray:
-        """These rows, each moved to the right by its own number of slots; what is left of it has no meaning."""
-        return self._windows[np.array(rows, dtype=np.int64) * self._width - np.minimum(by, self._width)]
+    def moved(self, rows: np.ndarray, by: np.ndarray, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """The slots from `start` to `stop` of these rows, each moved to the right by its own number of slots.
+
+        What is left of a row has no meaning.
+        """
+        return self._windows[rows * self._width - np.minimum(by, self._width), start:stop]
 
 
 def _prefix_sums(values) -> np.ndarray:

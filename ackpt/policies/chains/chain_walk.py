@@ -23,12 +23,8 @@ class Walk:
         self.saved = {*self.analysis.sources, *(self.analysis.base_of[s] for s in chain.pinned)}
         self.order: list[int] = []
         self._late_orders, self._own_bases = _late_orders(graph, chain), _own_bases(graph, chain)
-        self.gradients: set[int] = set()  # backward nodes that have run; their results live until they are read
-
-    @property
-    def in_first_forward(self) -> bool:
-        """Whether no backward has run yet."""
-        return not self.gradients
+        self._live = set(self.saved)  # and the backward nodes that have run; their results live until they are read
+        self.in_first_forward = True
 
     def save_output(self, block: int) -> None:
         """Run up to the end of `block` and save its output."""
@@ -45,20 +41,26 @@ class Walk:
         if not self.in_first_forward:
             self.order += recompute_late(self.analysis, sorted(bases), set(self.saved))
         self.saved |= bases
+        self._live |= bases
 
     def free_output(self, block: int) -> None:
         """Free the output of `block`."""
-        self.saved -= {self.analysis.base_of[s] for s in self.blocks[block].output}
+        bases = {self.analysis.base_of[s] for s in self.blocks[block].output}
+        self.saved -= bases
+        self._live -= bases
 
     def reverse(self, first: int, last: int) -> None:
         """Run the backward of the blocks `last` to `first`; each missing activation is recomputed once."""
-        live = self.saved | self.gradients
+        live = self._live
+        freed: set[int] = set()
         for block in reversed(self.blocks[first : last + 1]):
             order = self._late_orders[block.index].order(live)
+            freed.update(set(order).difference(live, block.backward), self._own_bases[block.index])
             live.update(order)
             self.order += order
-            self.gradients.update(block.backward)
-            self.saved -= self._own_bases[block.index]
+            self.in_first_forward &= not block.backward
+        self.saved -= freed
+        live -= freed
 
     def schedule(self) -> Schedule:
         """The schedule of everything so far."""

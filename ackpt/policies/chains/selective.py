@@ -1,7 +1,7 @@
 """Policy ``selective``: checkpointing of repeated blocks as transformers and torchtitan do it, without a search.
 
-It shows what their switches give, for comparison with ``auto``. A checkpointed block saves its inputs and the results
-of chosen operations, and runs all its other operations again right before its backward, as ``torch.utils.checkpoint``
+It shows the effect of their options, for comparison with ``auto``. A checkpointed block saves its inputs and the
+results of chosen operations, and recomputes everything else right before its backward, as ``torch.utils.checkpoint``
 does. torch also stores results that no recomputation reads, such as that of a block's last product; a plan does not.
 Blocks are the members of lists of modules, such as ``layers.0`` and ``layers.1``; in lists inside lists, the inner
 members.

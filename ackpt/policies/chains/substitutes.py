@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 
-from ackpt.capture.analysis import Analysis
+from ackpt.capture.analysis import Analysis, once_per_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.planning.schedule import Schedule, everything, live_before_backward, lower
 from ackpt.policies.search.frontier import evenly_spaced, pareto
@@ -77,6 +77,7 @@ def smaller(analysis: Analysis, saved, read, flops, cost, price: float) -> set[i
     `read`: storages that the baseline's backward reads. A substitute is saved together with those of its siblings.
     """
     graph = analysis.graph
+    results = _results(graph, tuple(flops))
     before: set[int] = set()
     saved = set(saved)
     while before != saved:  # a substitute of one activation may serve for another
@@ -84,7 +85,7 @@ def smaller(analysis: Analysis, saved, read, flops, cost, price: float) -> set[i
         live = live_before_backward(analysis, saved)
         for producer in sorted({graph.storages[storage].producer for storage in saved}):
             unit = analysis.allocated[producer] & saved
-            substitution = _substitution(analysis, saved, live, unit, flops) if unit and not flops[producer] else None
+            substitution = _substitution(analysis, saved, live, unit, results) if unit and not flops[producer] else None
             if substitution is None:
                 continue
             recomputed, dropped, added = substitution
@@ -99,12 +100,11 @@ def smaller(analysis: Analysis, saved, read, flops, cost, price: float) -> set[i
     return saved
 
 
-def _substitution(analysis: Analysis, saved: set[int], live: set[int], unit, flops):
+def _substitution(analysis: Analysis, saved: set[int], live: set[int], unit, results):
     """The nodes that are recomputed if `unit` is not saved, all storages dropped for it, and those saved instead.
 
     No recomputed node is a matrix product. None if `unit` needs a product itself, or cannot be recomputed.
     """
-    graph = analysis.graph
     dropped = set(unit)
     while True:
         dropped_bases = {analysis.base_of[storage] for storage in dropped}
@@ -115,18 +115,32 @@ def _substitution(analysis: Analysis, saved: set[int], live: set[int], unit, flo
             node = todo.pop()
             if node in recomputed or (node in live and node not in dropped_bases):
                 continue
-            storages = {s for s in analysis.storages(node, again=True) if analysis.base_of.get(s) == node}
-            producers = {node, *(graph.storages[s].producer for s in storages)}
-            if any(flops[producer] or producer in analysis.not_recomputable for producer in producers):
+            storages, is_recomputed = results[node]
+            if not is_recomputed:
                 if not storages or storages & dropped:
                     return None
                 added |= storages
                 continue
             recomputed.add(node)
-            todo += analysis.reads(node, again=True)
+            todo += analysis.backward_reads[node]
         reallocated = {s for node in recomputed for s in analysis.allocated.get(node, ())} & saved
         if (dropped | reallocated) & (analysis.live_to_end | analysis.must_be_saved):
             return None
         if reallocated <= dropped:
             return recomputed, dropped, added
         dropped = dropped | reallocated
+
+
+@once_per_graph
+def _results(graph: JointGraph, flops: tuple) -> list[tuple[frozenset[int], bool]]:
+    """By node of the forward, the storages whose base tensor it is, and whether they may be recomputed.
+
+    They may not if the operation is a matrix product, or cannot be recomputed.
+    """
+    analysis, results = graph.analysis, []
+    for node in range(graph.boundary):
+        storages = frozenset(s for s in analysis.storages(node, again=True) if analysis.base_of.get(s) == node)
+        producers = {node, *(graph.storages[s].producer for s in storages)}
+        is_recomputed = not any(flops[producer] or producer in analysis.not_recomputable for producer in producers)
+        results.append((storages, is_recomputed))
+    return results

@@ -1,8 +1,9 @@
-"""Add schedules that pack dropout masks instead of saving them or drawing them again.
+"""Add schedules that pack dropout masks instead of saving them whole or drawing them again.
 
 On a CPU, drawing a mask takes as long as tens of elementwise operations, and packing it about as long as one or two. So
-the search runs a second time on a graph whose masks take a bit per element, and its schedules then pack them. Drawing
-on a GPU is cheap, and there it also gives the dropout's result; only masks that a schedule saves are packed.
+the search runs a second time, on a graph whose masks have one bit per element, and the schedules that it finds then
+pack the masks. On a GPU, drawing is cheap, and the operation that draws a mask also computes the dropout's result. So
+only masks that a schedule saves are packed there.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ _LEAST = 4  # schedules of each frontier, whatever their size
 
 
 def packings(graph: JointGraph, profile: Profile, schedules: list[Schedule], search: Callable | None) -> list[Schedule]:
-    """The frontier of `schedules` and that of ``search(graph, profile)`` with tiny masks, all with masks packed.
+    """Schedules with packed masks, made from the frontier of `schedules` and from that of ``search(graph, profile)``.
 
-    Without `search`, schedules of the first frontier that draw masks again also pack these.
+    The search runs on the graph with one bit per element of each mask. Without `search`, schedules of the first
+    frontier that draw masks again also get variants that pack these masks.
 
-    Empty for a graph without masks, without times in the profile, or if the graph's compiler does not pack.
+    The list is empty if the graph has no masks, the profile has no times, or the graph's compiler does not pack.
     """
     if profile.pack_seconds is None or profile.seconds is None or not graph.replays_random:
         return []
@@ -53,9 +55,9 @@ def _drawn(graph: JointGraph) -> set[int]:
 
 
 def with_packed_masks(graph: JointGraph, masks: Iterable[int] | None = None) -> JointGraph:
-    """`graph` with a bit per element for `masks`, by default for all.
+    """`graph` in which `masks`, by default all, have one bit per element.
 
-    A lower bound of its cost also holds for plans that pack masks.
+    A lower bound on its cost also holds for plans that pack masks.
     """
     storages = list(graph.storages)
     for storage in graph.analysis.masks if masks is None else masks:
@@ -64,9 +66,9 @@ def with_packed_masks(graph: JointGraph, masks: Iterable[int] | None = None) -> 
 
 
 def _tiny(graph: JointGraph, profile: Profile, masks: set[int]) -> tuple[JointGraph, Profile]:
-    """The graph and profile for a search: `masks` take a bit per element, and are always saved.
+    """The graph and profile for a search in which `masks` have one bit per element and are always saved.
 
-    An operation that draws or reads a mask has the whole mask as workspace, and its recomputation unpacks it.
+    An operation that draws or reads a mask has the whole mask as workspace, and its recomputation unpacks the mask.
     """
     assert profile.seconds is not None and profile.pack_seconds is not None
     analysis, seconds, workspace = graph.analysis, list(profile.seconds), list(profile.workspace_bytes)
@@ -80,7 +82,7 @@ def _tiny(graph: JointGraph, profile: Profile, masks: set[int]) -> tuple[JointGr
 
 
 def _with_shares(graph: JointGraph, schedule: Schedule, shares, drawn: set[int]) -> list[Schedule]:
-    """`schedule` without draws of the masks `drawn`, each time with one of the `shares` of its saved masks packed.
+    """Variants of `schedule` that save the masks `drawn`; each packs another of the `shares` of all saved masks.
 
     The largest masks are packed first.
     """
