@@ -55,7 +55,7 @@ def cache_folder(cache: Cache | None) -> Path | None:
         probe.unlink()
     except OSError as error:
         raise RecordError(
-            f"cache={str(folder)!r} is no folder that can be written: {error.strerror or error}. Name another folder, "
+            f"cache={str(folder)!r} is not a writable folder: {error.strerror or error}. Name another folder, "
             "or leave cache out, which searches in every run."
         ) from error
     return folder
