@@ -126,12 +126,12 @@ class DynamicPlans:
         candidates = auto.candidates if self.folder is None else CachedCandidates(self.folder, auto.candidates)
         seconds = whole if profile.seconds is not None else whole * _SECONDS_PER_FLOP
         self._seconds_per_byte = seconds / (peak_of(graph, everything(graph), profile.workspace_bytes) or 1)
-        found = [
+        added = [
             # Searches at other sizes have costs of other steps.
             Candidate(point.cost / whole, self._own(point.schedule))
             for point in frontier(graph, profile, candidates)
         ]
-        self._candidates = sorted([*self._candidates, *found], key=lambda each: each.cost)
+        self._candidates = sorted([*self._candidates, *added], key=lambda each: each.cost)
 
     def _live_bytes(self, values: tuple[int, ...]) -> int:
         """The baseline's dynamic peak at these sizes without workspace, to compare sizes by."""

@@ -1,6 +1,5 @@
 """The offload experiment in one cell."""
 
-
 import pytest
 import torch
 

@@ -64,8 +64,9 @@ class Analysis:
 
     def resized(self, graph: JointGraph) -> Analysis:
         """The tables of `graph`, this one with other bytes of its storages; both share those that no bytes change."""
-        shared = self.callers, self.effects, self._mask_elements, self.allocated, self._batch_norms  # made only once
-        assert shared and not self.restrided
+        assert not self.restrided
+        for table in ("callers", "effects", "_mask_elements", "allocated", "_batch_norms"):
+            getattr(self, table)  # built now, once for all sizes
         resized = copy.copy(self)
         resized.graph, resized.bytes = graph, [storage.bytes for storage in graph.storages]
         for table in ("masks", "allocated_bytes", "recomputed_bytes"):

@@ -129,7 +129,7 @@ class Profile:
             raise ProfileError(f"{path}: {error}") from error
 
     def to_csv(self, graph: JointGraph) -> str:
-        """One line per node: what it is, and every cost followed by its origin; both are empty if there is none.
+        """One line per node: the operation, and each cost with its origin; both columns are empty for unknown costs.
 
         ``swap_seconds`` are those of the storages that the node allocates.
 

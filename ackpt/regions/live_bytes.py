@@ -257,5 +257,5 @@ def _references_of_one() -> tuple[int, int]:
 
 
 def current() -> LiveBytes | None:
-    """The `LiveBytes` that counts the forward in this thread; None if there is none."""
+    """The `LiveBytes` that counts the forward in this thread, or None."""
     return getattr(_local, "live", None)

@@ -101,16 +101,19 @@ def _draw(axes, record: Record, highest: float | None = None) -> dict:
     points = [point for point in metrics["points"] if "seconds_ratio" in point]
     policies = dict.fromkeys(point["policy"] for point in points)
     series = {name: [point for point in points if point["policy"] == name] for name in policies}
-    within = [row for row in metrics["peers"] if row["peer"] == CHECKPOINT and "auto_seconds_ratio" in row]
-    series.get(_our_policy(record), []).extend(
-        {"measured_peak_bytes": row["auto_peak_bytes"], "seconds_ratio": row["auto_seconds_ratio"]} for row in within
-    )
+    if (ours := _our_policy(record)) in series:
+        series[ours] += [
+            {"measured_peak_bytes": row["auto_peak_bytes"], "seconds_ratio": row["auto_seconds_ratio"]}
+            for row in metrics["peers"]
+            if row["peer"] == CHECKPOINT and "auto_seconds_ratio" in row
+        ]
     looks: list[dict] = [
         {"color": color, "marker": marker}
         for _, color, marker in zip(policies, color_palette("colorblind").as_hex(), "osPXvdhp", strict=False)
     ]
     series |= {f"torch: {name}": [row for row in metrics["peers"] if row["peer"] == name] for name in PEERS}
     looks += [{"color": _THEIRS, "marker": marker, "markerfacecolor": "none"} for marker in "D^s"]
+    top = np.inf if highest is None else highest
     handles = {}
     for (name, rows), look in zip(series.items(), looks, strict=True):
         if not rows:
@@ -119,9 +122,9 @@ def _draw(axes, record: Record, highest: float | None = None) -> dict:
         x = [row["measured_peak_bytes"] / metrics["baseline"]["measured_peak_bytes"] for row in rows]
         samples = [row["seconds_ratio"]["samples"] for row in rows]
         y = np.array([added_time(row) for row in rows])
-        shown = y if highest is None else np.minimum(y, highest)
+        shown = np.minimum(y, top)
         quartiles = np.transpose([np.quantile(each, (0.25, 0.75)) for each in samples]) - 1
-        spread = abs(np.minimum(quartiles, np.inf if highest is None else highest) - shown) * (shown == y)
+        spread = abs(np.minimum(quartiles, top) - shown) * (shown == y)
         style = "-" if name.startswith(OURS) else "none"
         more = {"linestyle": style, "linewidth": 1.5, "capsize": 2, "markersize": 6, "clip_on": False}
         handles[name] = axes.errorbar(x, shown, spread, label=name, **more, **look)
