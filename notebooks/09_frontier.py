@@ -462,8 +462,11 @@ print(f"Inductor: measured below predicted peak, by budget: {below}")
 
 # %% [markdown]
 # The aims of this project are at most 4 % at half of the peak, and at most half of the added time of per-block
-# checkpointing at its peak. On the U-Net, some plans are faster than the baseline. A likely cause is that a step with a
-# smaller peak asks the operating system for fewer new pages of memory.
+# checkpointing at its peak.
+#
+# While these steps were timed, the process kept the memory that it freed, as the allocator of a GPU does. By default,
+# glibc returns large blocks to the operating system, and the next step pays a page fault for each page that it gets
+# again. The larger the peak, the more of them: with page faults, plans for the U-Net are faster than its baseline.
 #
 # Inductor fuses operations, so some tensors that the simulation counts never exist. Measured peaks are lower than
 # predicted ones, and `auto` refuses budgets that its plans would keep.

@@ -106,16 +106,17 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
     bound, if the policy minimizes seconds.
 
     With `timed_rounds` every run has ``seconds_step``, and ``seconds_ratio`` to the model's own step, or to that of
-    Inductor. A peer also has the ratio of auto's plan within the peer's peak, ``auto_seconds_ratio``. Points with other
-    costs than the first have the policy ``"auto, rates"``, say. On a GPU there are no lower bounds, which do not hold
-    for its kernels, and runs have the allocator's counters. `failures` collects the runs that failed, which have no
-    point.
+    Inductor. On a CPU the process then keeps freed memory if it can, which ``keeps_freed_memory`` says. A peer also has
+    the ratio of auto's plan within the peer's peak, ``auto_seconds_ratio``. Points with other costs than the first have
+    the policy ``"auto, rates"``, say. On a GPU there are no lower bounds, which do not hold for its kernels, and runs
+    have the allocator's counters. `failures` collects the runs that failed, which have no point.
     """
     work = workload(config.model, config.sizes, config.seed, config.device, config.dtype)
     runs = Runs(work, config.seed, timed_rounds, config.clock)
     metrics = (_compiled if config.compiler == "inductor" else _run)(config, work, runs, failures)
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
     where = environment(config.device, command)
+    metrics["keeps_freed_memory"] = runs.keeps_freed_memory
     return Record(EXPERIMENT, {**settings, "threads": where["threads"]}, metrics, where)
 
 

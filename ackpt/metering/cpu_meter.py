@@ -8,8 +8,10 @@ written into the same stream as *marks*: profiler events with a special name.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
+import sys
 import time
 import weakref
 
@@ -24,6 +26,7 @@ from .timeline import MeterError, build_timeline, store_watched
 _ON_CPU = on("cpu")
 _MARK = "ackpt::"
 _LEVEL = "KINETO_LOG_LEVEL"
+_KEEP = ((-4, 0), (-1, -1))  # of glibc's malloc.h: M_MMAP_MAX, no block of its own; M_TRIM_THRESHOLD, never trim
 _BACKWARD = "autograd::engine::evaluate_function"
 
 
@@ -53,6 +56,18 @@ def trace(step_fn, warm_up, owned, device):
     assert profiler is not None and profiler.kineto_results is not None
     peaks = {"store_peak_bytes": store.peak_bytes} if store.peak_bytes else {}
     return build_timeline(_actions(profiler.kineto_results), before, after), resident_bytes, None, peaks
+
+
+def keep_freed_memory() -> bool:
+    """From now on, this process keeps freed memory for later allocations, as the allocator of a GPU does.
+
+    By default, glibc returns large blocks to the operating system. The next step then asks for them again, and the page
+    faults cost more the larger its peak is. Returns False where the C library has no such setting.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and all(mallopt(*setting) == 1 for setting in _KEEP)
 
 
 @contextlib.contextmanager

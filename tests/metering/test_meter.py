@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from forked import output_of
 
 import ackpt
 from ackpt.metering import cpu_meter as meter_cpu
@@ -325,3 +326,29 @@ def test_errors(call, error, message, monkeypatch):
 )
 def test_memory_format(size, text):
     assert memory_format(size) == text
+
+
+FAULTS = """
+import resource
+import torch
+from ackpt.metering.cpu_meter import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+print(faults())
+print(keep_freed_memory())
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sets options of glibc")
+def test_memory_that_is_kept_when_freed_causes_no_page_faults(tmp_path):
+    """A tensor of 64 MiB has 16384 pages of 4 KiB, or fewer larger ones."""
+    (tmp_path / "faults.py").write_text(FAULTS)
+    returned, kept_now, kept = output_of(tmp_path / "faults.py", folder=tmp_path).split()
+    assert kept_now == "True" and int(returned) > 30 and int(kept) < 10

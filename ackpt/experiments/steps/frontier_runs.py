@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch._functorch import config as functorch_config
 
+from ackpt.metering.cpu_meter import keep_freed_memory
 from ackpt.metering.meter import compare_seconds, count_flops, measure
 from ackpt.metering.resident import Resident
 from ackpt.planning.plan import Plan
@@ -24,10 +25,14 @@ _LAST_BITS = 2.0**-22  # relative, of float32
 
 
 class Runs:
-    """Runs of one workload, each from the same start and compared with the first one."""
+    """Runs of one workload, each from the same start and compared with the first one.
+
+    Where time is measured on a CPU, the process keeps freed memory if it can, so that page faults slow no step.
+    """
 
     def __init__(self, work: Workload, seed: int, timed_rounds: int, clock: Clock = "wall"):
         self.work, self.seed, self.timed_rounds = work, seed, timed_rounds
+        self.keeps_freed_memory = bool(timed_rounds) and work.device == "cpu" and keep_freed_memory()
         self.clock: Clock = clock
         self.start = [buffer.clone() for buffer in work.model.buffers()]
         self.flops = 0
