@@ -208,7 +208,7 @@ path = plots.save(figure, "results/figures/01_one_step.png")
 figure
 
 # %% [markdown]
-# *The step peaks when backward begins: all activations are live, most gradients are not.*
+# *The step peaks when backward begins: nearly all activations are live, and few gradients.*
 #
 # - At the far left, `zero_grad` frees the gradients of the previous step.
 # - During the forward, every operation saves what its backward will read, and no activation is freed.
@@ -288,8 +288,7 @@ figure
 # :::{admonition} Takeaway
 # :class: tip
 # Parameters set a fixed cost, and every token adds to it. Beyond $\tfrac{8}{3} d$ tokens the activations are the larger
-# part, and long sequences are always beyond it. A leaner optimizer lowers the fixed cost; only saving fewer activations
-# lowers the cost per token.
+# part. A leaner optimizer lowers the fixed cost; only fewer or smaller saved activations lower the cost per token.
 # :::
 
 # %% [markdown]
@@ -363,8 +362,8 @@ figure
 # *Checkpointing lowers the peak because only one block's activations are live at a time: backward recomputes them.*
 #
 # The price is recomputation: every block runs its forward twice. A backward costs about two forwards, because each
-# matrix product of the forward has two in backward, as in the formulas above. So the step grows from the cost of three
-# forwards to that of four, by a factor of at most $4 / 3$.
+# matrix product of the forward has two in backward, as in the formulas above. So the step grows from the FLOPs of
+# three forwards to those of four, by a factor of at most $4 / 3$.
 
 # %%
 print(f"checkpointed / baseline = {checkpointed.flops / measured.flops:.4f} in FLOPs")
@@ -417,7 +416,7 @@ print("16 P =", memory_format(16 * P1))
 print("activations of 8192 tokens:", memory_format(4 * 8192 * (L1 * A1 + d1 + 1)))
 
 # %% [markdown]
-# The activations: they are several times larger, they grow with every token, and they can be recomputed. Parameters,
+# The activations: they are three times as large, they grow with every token, and they can be recomputed. Parameters,
 # gradients and optimizer state cannot.
 
 # %% [markdown]

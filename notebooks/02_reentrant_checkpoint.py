@@ -493,10 +493,11 @@ saved_bytes - 4 * (T * ((L - 1) * d + d + 1 + d) + T * d + 1)
 # %% [markdown]
 # ## What a region costs
 #
-# The additions of `ackpt.checkpoint` take a fixed time per region, whatever the region computes. To make this time
-# visible, the next cell times a tiny region, two linear layers of width 8, and a Transformer block with 512 tokens. The
-# contenders take turns. Compare the *ratios*; the times depend on the machine and its load. On a busy machine even
-# the ratios of the block vary by a tenth or more.
+# The additions of `ackpt.checkpoint` take time per region and per operation, whatever the sizes of the tensors. To make
+# this time visible, the next cell times a tiny region, two linear layers of width 8, and a Transformer block with 512
+# tokens. The contenders take turns in rounds, and the cell prints the medians of the times and of each round's ratios.
+# Compare the *ratios*; the times depend on the machine and its load. On a busy machine even the ratios of the block
+# vary by a tenth or more.
 
 # %% tags=["measured-time", "nbval-ignore-output", "hide-input"]
 tiny, few = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)
@@ -519,14 +520,14 @@ for name, times, arguments in (("tiny region", 20, (tiny, few)), ("Transformer b
         print(f"  {label:20} {microseconds:8,.0f} µs, {ratio.median:.2f} times the baseline")
 
 # %% [markdown]
-# The tiny region shows the fixed time: less than a millisecond. For the block, nearly all of the added time is
+# The tiny region shows this time: less than a millisecond. For the block, nearly all of the added time is
 # recomputation. PyTorch's non-reentrant checkpoint recomputes less, because it stops as soon as backward has all the
 # tensors that it reads: it skips the last matrix product of the block.
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The guarantees cost a fixed time per region, and the recomputation costs a forward per region. For regions as large as
-# a Transformer block, the recomputation dominates: make regions large, and leave the guarantees on.
+# The time for the guarantees does not grow with the tensors; the recomputation costs a forward per region. For regions
+# as large as a Transformer block, the recomputation dominates: make regions large, and leave the guarantees on.
 # :::
 
 # %% tags=["hide-input"]
@@ -550,7 +551,7 @@ path = Record("reentrant_checkpoint", sizes, metrics, where).save("results/cpu/0
 
 # %% tags=["solution"]
 # A peak of p S allows p - 2 - (i - 1) layers in region i, and p - 1 - (k - 1) in the last one. The lengths decrease by
-# one from region to region, and their sum is at least n: p^2 / 2 = n, so p is about sqrt(2 n) in place of 2 sqrt(n).
+# one from region to region, so they sum to about p^2 / 2. This must reach n, so p is about sqrt(2 n), not 2 sqrt(n).
 for lengths in ([4, 4, 4, 4], [5, 4, 3, 2, 2]):
     peak = measured(functools.partial(chain, lengths)).dynamic_peak_bytes
     print(lengths, f"predicted {predicted_peak(lengths):,}, measured {peak:,} = {peak // S} S + {peak % S}")

@@ -74,7 +74,7 @@ def forward(model, x, offsets, longest, method):
 
 
 # %% [markdown]
-# The training step is also plain PyTorch:
+# The training step is plain PyTorch:
 
 
 # %%
@@ -193,8 +193,8 @@ print(f"T* = P_block / d = {T_star:.0f} tokens")
 
 # %% [markdown]
 # Without checkpointing, every block adds $4 A$ bytes per token to the slope. With checkpointing, it adds the $4 d$
-# bytes of its boundary, but only beyond the bend. Below the bend, the peak comes after the boundaries are freed, when
-# gradients have taken their place.
+# bytes of its boundary, but only beyond the bend at $T^*$. Below the bend, the peak comes after the boundaries are
+# freed, when gradients have taken their place.
 
 # %% tags=["hide-input"] alt="Peak memory over tokens. Baseline: a steep straight line. Checkpointed: a line that rises six to nine times more slowly and bends upwards a little at 768 tokens. The measured points are on the predicted lines."
 ticks = (256, 512, 768, 1024)
@@ -298,9 +298,9 @@ for T in (lengths[0], lengths[-1]):
 # %% [markdown]
 # ## Peaks from shapes alone
 #
-# A peak depends on shapes alone, so predicting it requires no real step. `ackpt.predict` runs the same step on *fake
-# tensors*, which have shapes but no data, and follows their allocations and frees. The prediction equals the
-# measurement to the byte. It even includes the loss, one element in a storage of $T d$ elements.
+# The sizes of tensors follow from their shapes, so predicting a peak requires no real step. `ackpt.predict` runs the
+# same step on *fake tensors*, which have shapes but no data, and follows their allocations and frees. The prediction
+# equals the measurement to the byte. It even includes the loss, one element in a storage of $T d$ elements.
 
 # %%
 T = lengths[-1]
@@ -386,7 +386,7 @@ for method, formula in zip(methods, (baseline_peak, checkpoint_peak)):
 # At 768 tokens or more, the CPU's attention kernel uses tiles of 256 queries instead of 64, against 512 keys each. Its
 # backward allocates two tiles in fp32 for each of two threads: $2 \cdot 2 \cdot 256 \cdot 512 \cdot 4$ bytes, or 2 MiB.
 # At 768 tokens, this lifts the attention of a block above its down-projection, where our formula expects the peak. At
-# 1024 tokens the MLP is larger again.
+# 1024 tokens, the peak is at the down-projection again.
 #
 # :::{admonition} Exercise 3: what fits
 # :class: note
@@ -419,11 +419,11 @@ for method in methods:
 # %% [markdown]
 # ## Appendix: why ours and theirs differ
 #
-# We can solve the formulas for what the published peaks contain. We take their MB to be $2^{20}$ bytes, because from 2048
+# The formulas help to find what the published peaks contain. We take their MB to be $2^{20}$ bytes, because from 2048
 # to 4096 tokens the published checkpointed peak then grows by exactly $8 d$ bytes per token.
 #
-# **The slope of the baseline.** In bf16 our block saves the residual stream at the two norms in 4 bytes per element,
-# all other activations in 2, and its scales and sums in 4, together $24 d + 4 f + 12 h + 8$ bytes per token:
+# **The slope of the baseline.** In bf16 our block saves the inputs of the two norms of width $d$ in 4 bytes per
+# element, all other activations in 2, and its scales and sums in 4, together $24 d + 4 f + 12 h + 8$ bytes per token:
 
 # %% tags=["hide-input"]
 theirs = {(r["method"], r["seq_len"]): r["peak"] * 2**20 for r in reference["rows"]}
@@ -450,6 +450,7 @@ print(f"16 P: {16 * P_published / 2**20:,.0f} MiB, 20 P: {20 * P_published / 2**
 # %% [markdown]
 # The published floor is nearly $5 P$ bytes higher. Torch's default AdamW on a GPU would explain $4 P$ of them: it updates
 # all parameters together (*foreach*) and allocates a temporary as large as the model. Our fused kernel allocates none.
+# For short sequences, the published peak would then be in the optimizer's step, where it hardly depends on the length.
 #
 # The numbers of this page were measured here:
 

@@ -204,8 +204,8 @@ for ours, grad in zip(by_chunks, (states.grad, head.weight.grad)):
 
 # %% [markdown]
 # `ackpt.chunked_cross_entropy` is this loop as one differentiable function. Its backward only multiplies by the
-# gradient of the loss. It allocates the gradients of the weight and of the hidden states, which every method needs, and
-# the logits of one chunk in two copies, because `logsumexp` makes a copy internally:
+# gradient of the loss. Its forward allocates the gradients of the weight and of the hidden states, which every method
+# needs, and the logits of one chunk in two copies, because `logsumexp` makes a copy internally:
 #
 # $$ \text{chunked head} = 4 \, V d + 4 \, T d + 2 \cdot 4 \, r V \text{ bytes} $$
 #
@@ -292,7 +292,7 @@ path = write_text_atomic("results/tables/04_lm.md", markdown_table(rows, columns
 # ```{include} ../../results/tables/04_lm.md
 # ```
 #
-# What is live at the peak of each method? The meter distinguishes saved activations, recomputed activations and
+# What is live at the peak of each method? `ackpt.measure` distinguishes saved activations, recomputed activations and
 # temporaries. The formulas tell how many of these bytes are logits.
 
 # %% tags=["hide-input"] alt="Stacked bars of the memory at the peak for four methods, from the bottom: parameters, optimizer, gradients, activations, recomputed activations, temporaries, logits. Logits are the largest part of baseline, nearly everything above parameters and optimizer with checkpoint, a thin slice with chunked-loss, and absent with both."
@@ -418,6 +418,7 @@ two = ("checkpoint", "checkpoint+chunked-loss")
 larger = replace(published, vocab_size=128_256, seq_lens=(8192,), methods=two)
 print(f"weights, gradients, Adam: {16 * (N + 2 * D * (128_256 - W)) / 2**30:.1f} GiB")
 print(f"logits: {10 * 128_256 * 8192 / 2**30:.1f} GiB")
+# Both peaks are in the head, so the second prediction may miss logsumexp's copy, 4 r V bytes or 0.5 GiB.
 (answers,) = predict_experiment(larger)
 for record in answers:
     print(f"{record.config['method']:24} {record.metrics['peak_bytes'] / 2**30:.1f} GiB")
@@ -425,8 +426,8 @@ for record in answers:
 # %% [markdown]
 # :::{admonition} Exercise 2: how many chunks?
 # :class: note
-# For the published model at 8192 tokens with checkpointed blocks: at how many chunks does the peak stop falling,
-# and why? Predict the peak for 2, 4, 8 and 16 chunks.
+# For the published model at 8192 tokens with checkpointed blocks: at how many chunks does the predicted peak stop
+# falling, and why? Predict the peak for 2, 4, 8 and 16 chunks.
 # :::
 
 # %% tags=["solution"]
