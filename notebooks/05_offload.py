@@ -143,7 +143,7 @@ schematics.publish(offload_lanes(), "05_lanes")
 
 # %% [markdown]
 # The animation shows both lanes for a Transformer of 12 checkpointed blocks, with the times that the planner of Part II
-# computes for an H200: copies of block inputs overlap with compute, and copies of all activations do not.
+# computes for an H200: copies of block inputs overlap completely with compute, copies of all activations only in part.
 #
 # ```{schematic-explorer} ../../results/explorer/05_lanes.json
 # :image: ../../results/figures/05_lanes.png
@@ -422,8 +422,9 @@ figure
 #
 # - **Out.** In the forward, the copies of two consecutive inputs start one forward apart. A copy must end before the next
 #   one starts, so it may take $F$.
-# - **In.** The copy back starts halfway through the backward of the following region, so it may take $R / 2$. A backward
-#   takes about two forwards, since each matrix product of the forward has two in backward. So $R / 2$ is about $F$ again.
+# - **In.** The copy back starts halfway through the backward that runs before its region's, so it may take $R / 2$. A
+#   backward takes about two forwards, since each matrix product of the forward has two in backward. So $R / 2$ is about
+#   $F$ again.
 #
 # Both copies overlap completely if $S / \lambda \le F$. (Without recomputation, the copies back have all of $R$, but a
 # block saves much more.) For a Transformer block of width $d$ with $4 d$ in the MLP and 2 bytes per element, this is

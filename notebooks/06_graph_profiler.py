@@ -206,8 +206,8 @@ assert predicted == lm_step.dynamic_peak_bytes
 #
 # ## The peak of a language model
 #
-# Shapes are enough to study a model that does not fit here: six blocks of GPT-2's size, 8 sequences of 512 tokens, and
-# the state of AdamW.
+# Shapes are enough to study a larger model: six blocks of GPT-2's size, 8 sequences of 512 tokens, and the state of
+# AdamW.
 
 # %%
 GPT2 = models.TransformerConfig(dim=768, ff_dim=3072, layers=6, head_dim=64, vocab_size=50257)
@@ -449,7 +449,8 @@ for name, state in states.items():
     print(f"{name:10} {state['1.num_batches_tracked']} batches, wrong: {', '.join(wrong) or 'nothing'}")
 
 # %% [markdown]
-# Operations that change their arguments, and collectives, cannot be recomputed: `ackpt` raises an error that names them.
+# Operations that change their arguments, and collectives, cannot be recomputed: a schedule that recomputes one raises
+# an error that names it.
 #
 # ## Predicted peaks equal measured peaks
 #

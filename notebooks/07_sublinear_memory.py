@@ -58,7 +58,7 @@ from ackpt.experiments.widgets.chain_steps import chain_steps
 schematics.publish(chain_steps(), "07_chain")
 
 # %% [markdown]
-# The animation runs a chain of 12 layers under the schedules of this chapter, and under a plan of `ackpt` within the
+# The animation runs a chain of 12 layers under some schedules of this chapter, and under a plan of `ackpt` within the
 # same peak as $\sqrt n$ segments.
 #
 # ```{schematic-explorer} ../../results/explorer/07_chain.json
@@ -154,8 +154,9 @@ def halves(blocks, x):
 
 
 # %% [markdown]
-# The memory $g$ of $n$ blocks is one saved tensor plus the memory of a half. Every level of the recursion recomputes
-# half of all blocks once. As before, the blocks that only compute a saved tensor need no recomputation, $n - 1$ in all:
+# The memory $g$ of $n$ blocks is one saved tensor plus the memory of half of the other blocks. Every level of the
+# recursion recomputes half of all blocks once. As before, the blocks that only compute a saved tensor need no
+# recomputation, $n - 1$ in all:
 #
 # $$ g(n) = 1 + g\Bigl(\frac{n - 1}{2}\Bigr) \approx \log_2 n , \qquad
 # \text{extra forwards} \approx \frac{n}{2} \log_2 n - (n - 1) . $$
@@ -197,8 +198,8 @@ for method in METHODS:
 # %% [markdown]
 # The theory predicts the saved tensors only. The *other* live tensors, incoming and outgoing gradients and the output
 # of the running operation, are not derived, neither by Chen et al. nor here: we read their number off these chains. It
-# is two for recursive halving and three otherwise, at any length. Once they are included, does every measured number
-# equal its prediction?
+# is two for recursive halving and three otherwise, at every length measured here. Once they are included, does
+# every measured number equal its prediction?
 
 # %%
 OTHERS = {method: 2 if method == "recursive halving" else 3 for method in METHODS}
@@ -333,7 +334,8 @@ figure
 # *Revolve reverses 16 steps with three snapshots and runs no step forward more than three times before its reversal.*
 #
 # The policy `revolve` runs such schedules. The first $n - 1$ of the $P$ advances belong to the forward that every
-# training step runs, so $P - (n - 1)$ products are recomputed. We check this on 16 blocks with 2 and 8 snapshots:
+# training step runs, and the run within a reversal skips its product, as above. So $P - (n - 1)$ products are
+# recomputed. We check this on 16 blocks with 2 and 8 snapshots:
 
 # %% tags=["hide-input"]
 for s in (2, 8):

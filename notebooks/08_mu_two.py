@@ -168,8 +168,8 @@ while candidates := [i for i in kept if i not in moved]:
     print("recompute" if again < waits else "swap")
 
 # %% [markdown]
-# Swapping wins where the inactive time hides both copies, as for `tanh_1`. The copies of the large `tanh` and `tanh_2`
-# would wait, so these are recomputed.
+# Swapping wins where the inactive time hides both copies, as for `tanh_1`. Compute would wait for the copies of the
+# large `tanh` and `tanh_2`, so these are recomputed.
 #
 # The paper stops as soon as its estimate of the peak fits. `ackpt.plan(graph, budget, policy="mu-two")` continues to
 # the end, simulates the schedule after every choice, and takes the cheapest one that fits the budget. A lower budget
@@ -194,7 +194,7 @@ for state in states(graph, no_link):
 #   would be recomputed twice: once for itself and once on the way to `tanh_4`. Its ratio halves. `addmm_5` has lost its
 #   source: recomputing it would now take two layers.
 # - `tanh` is dropped. `tanh_1` has lost its source: recomputing it now takes two layers, and its ratio falls.
-# - `tanh_2` is dropped. Both effects apply to `tanh_1` and `tanh_3`, its neighbors.
+# - `tanh_2` is dropped. The ratio of its source `tanh_1` halves, and `tanh_3` has lost its source.
 #
 # The choices do not yet fix the order of recomputation. A chain of dropped activations can be recomputed *once*, with
 # each member saved until its last use. Or it is recomputed for *each* of its members, as in the paper. We compare the two
@@ -238,7 +238,8 @@ assert plans["ilp"].cost <= plans["mu-two"].cost
 #
 # ## One step, before and after
 #
-# We plan the language model for 40 % of its dynamic peak and run it on this CPU, where there is no link to swap over:
+# We plan the language model for 40 % of its dynamic peak and run it on this CPU, where there is no link to swap over.
+# The rates are *calibrated*, that is, measured on this CPU:
 
 
 # %%
