@@ -19,13 +19,13 @@
 # | $B$ | the budget: bytes live at one time on top of the resident memory |
 # | $b_s$ | bytes of the storage $s$ |
 # | $c_i$ | cost of the operation $i$: its FLOPs, plus ten FLOPs for each byte that it reads or writes |
-# | $R_{t,i}$, $S_{t,i}$ | 1 if stage $t$ computes $i$; 1 if the result of $i$ is saved into stage $t$ |
+# | $R_{t,i}$, $S_{t,i}$ | 1 if stage $t$ computes $i$; 1 if the result of $i$ is still saved when stage $t$ starts |
 # | $p(s)$ | the operation that computes the storage $s$ |
 # | $u_s$, $v_i$ | the fraction of $s$ saved from forward to backward, and of $i$ recomputed, between 0 and 1 |
 # | $a$ | bytes that are live at an instant, no matter what is saved |
 #
 # The *frontier* consists of the plans that no other plan beats in both peak and cost. Costs are fractions of the
-# baseline's cost, peaks are fractions of its dynamic peak.
+# baseline's cost. Peaks and, in the tables, $B$ are fractions of its dynamic peak.
 
 # %%
 import statistics
@@ -254,7 +254,7 @@ print("gap of auto:", {budget: f"{gap:.1%}" for budget, gap in gaps.items()})
 # %% [markdown]
 # Down to 40 percent of the peak, no algorithm for such plans can beat `auto` by more than two percent. At small
 # budgets, its cost rises steeply and the lower bound does not. Part of this gap comes from the lower bound: it assigns
-# no bytes to recomputed results, and at such budgets they need most of the memory. We cannot separate the two effects.
+# no bytes to recomputed results, and at such budgets they need most of the memory. We do not know how large that part is.
 
 # %% [markdown]
 # ## The frontier
@@ -298,9 +298,9 @@ for name, call in TOOLS.items():
 #     compiled = torch.compile(model, backend="aot_eager_decomp_partition")  # runs operations one by one
 # ```
 #
-# We run these tools and seven policies, each policy at three budgets and at its smallest feasible one. Every step
-# starts from the same parameters and the same batch. Bytes are measured by the allocator, and FLOPs are counted during
-# execution. In a terminal, `ackpt frontier` does the same.
+# We run these tools and seven policies, each policy at three budgets, where they are feasible, and at its smallest
+# feasible one. Every step starts from the same parameters and the same batch. Bytes are measured by the allocator, and
+# FLOPs are counted during execution. In a terminal, `ackpt frontier` does the same.
 
 # %% tags=["hide-input"]
 config = FrontierConfig(
@@ -376,7 +376,7 @@ for row in metrics["peers"]:
 # baseline's step and as a ratio to it. The model is a BERT with dropout. `auto` plans it twice. With *counted* costs it
 # minimizes the cost used so far. With *rates*, the default of `ackpt.compile`, it minimizes seconds at the calibrated
 # rates of this CPU, where drawing a dropout mask is expensive. This takes minutes, so the page reads the record of the
-# command `ackpt frontier`, which names the machine:
+# command `ackpt frontier`, which names the machine. The last line below is the noise:
 
 # %% tags=["hide-input"]
 def record_of(name: str) -> Record:
@@ -416,7 +416,7 @@ print(f"a plan within the same peak: {planned:+.0%}")
 # ### More models, and Inductor
 #
 # Four more steps: a Transformer without dropout, a ResNet-50 with a quarter of its channels, a U-Net, and a Transformer
-# of which Inductor compiles every step: the baseline, PyTorch's tools, and the plans of `auto`.
+# with Inductor, which compiles the baseline, PyTorch's tools and the plans.
 
 # %% tags=["hide-input"]
 more = [record_of(name) for name in ("transformer", "resnet50", "unet", "transformer-inductor")]
@@ -429,16 +429,16 @@ figure
 # %% [markdown]
 # *Added time and peak of four steps. Marks are medians, bars are quartiles; marks at the upper edge are above it.
 # `auto` minimizes counted costs, `auto, rates` seconds at the calibrated rates; `full` is per-block checkpointing as a
-# plan. A setting of 1 of the memory budget is the min-cut partition.*
+# plan. For the memory budget, a setting of 1 is the default of `torch.compile`.*
 #
-# The table adds the BERT. Its gap says how much of the step a better plan could save at most, in the modeled time.
+# The table adds the BERT. The gap says how much of the step a better plan could save at most, in the modeled time.
 
 # %% tags=["hide-input"]
 records = [timed, *more]
 table_rows = frontier_times.times_rows(records)
 caption = (
-    "Added time, measured, in % of the baseline's step: per-block checkpointing at its peak, `auto` within the same "
-    "peak, and `auto` within half of the baseline's peak; and the optimality gap of the last one."
+    "Added time, measured, in % of the baseline's step: per-block checkpointing at its peak, `auto` with rates "
+    "within the same peak, and within half of the baseline's peak; and the optimality gap of the last one."
 )
 table = markdown_table(table_rows, frontier_times.COLUMNS, caption, "tab-frontier-models")
 path = write_text_atomic("results/tables/09_models.md", table)
@@ -548,12 +548,12 @@ path = write_text_atomic("results/tables/09_standings.md", table)
 # - **mu-two** evicts one tensor at a time. The more tensors it evicts, the more often each of them is recomputed on the
 #   way to others.
 # - **checkpoint** is *full* without a planner: one point, whatever the budget.
-# - **min-cut** and the **memory budget** choose well what to save, but they count saved bytes, not live bytes. At small
-#   budgets, neither lowers the peak further.
+# - **min-cut**, the algorithm of `torch.compile`, and the **memory budget** choose well what to save, but they count
+#   saved bytes, not live bytes. At small budgets, neither lowers the peak further.
 #
 # None of this makes them bad. *checkpoint* and *selective* need no graph and no budget, and work where a model cannot
-# be captured. If the model fits with *selective*, which recomputes no matrix product, use it. Use `auto` when the peak
-# must stay within a given number of bytes.
+# be captured. If a large model fits with *selective*, which recomputes no matrix product, use it. Use `auto` when the
+# peak must stay within a given number of bytes.
 #
 # A plan explains its decisions. This is the plan for a budget of 0.4:
 
@@ -661,7 +661,7 @@ WHAT = {
     "segments": "segments, recomputed as a whole or tensor by tensor",
     "blocks": "the best options of each block, combined over the chain",
     "levels": "blocks that save a part when they are recomputed for a later block",
-    "instead": "smaller tensors saved instead: a product for a sum, nothing for a dropout mask",
+    "instead": "smaller tensors saved instead: a product for a sum; dropout masks drawn again",
     "policies": "the plans of `rotor` and `mu-two`",
     "refined": "plans between two neighbors, with more activations saved",
     "evicted": "plans that drop activations which nothing reads at the peak, and recompute them afterwards",

@@ -476,8 +476,8 @@ print(f"ours, predicted, per-block against plain: peak {rows[1]['vs_plain']:+.1f
 
 # %% [markdown]
 # The plan for our small BERT halved its dynamic peak with hardly any recomputed FLOPs, because most activations were
-# cheap attention matrices. The fused kernel already recomputes these, and most of the remaining activations are outputs
-# of matrix products. So the same fraction costs more, but it is relative to a smaller peak.
+# cheap attention matrices. The fused kernel already recomputes these, and matrix products compute a larger part of the
+# remaining activations. So the same fraction costs more, but it is relative to a smaller peak.
 #
 # How comparable are the published figures?
 #
@@ -518,8 +518,8 @@ print(f"half the dynamic peak: {more_flops(ackpt.plan(dry_graph, 0.5)):.1%} more
 
 # %% [markdown]
 # Without dropout there are no masks, which removes $2 d + h T$ elements. The fused kernel saves no matrices, only one
-# element per head and token. That gives $A = 8 d + 2 f + h + 4$. The activations that were cheap to recompute are gone,
-# so a plan for half the memory must recompute matrix products.
+# element per head and token. That gives $A = 8 d + 2 f + h + 4$. Most of the activations that were cheap to recompute are
+# gone, so a plan for half the memory must recompute matrix products.
 #
 # :::{admonition} Exercise 2: when attention dominates
 # :class: note
@@ -557,8 +557,8 @@ for (a, cost_a), (b, cost_b) in zip(pairs, pairs[1:]):
 #   them can be recomputed without a matrix product.
 # - Losses, gradients and parameters are equal to the last bit over three steps, with dropout.
 # - The measured peak stays within the budget, at every length of a batch. An infeasible budget is refused.
-# - On BERT-large with fused attention, the cheap activations are gone before planning starts, and what remains is mostly
-#   outputs of matrix products.
+# - On BERT-large with fused attention, most cheap activations are gone before planning starts, so a plan for half of
+#   the dynamic peak already recomputes matrix products.
 # - The published increase of a third in time matches one extra forward of the blocks.
 #
 # ## Sources

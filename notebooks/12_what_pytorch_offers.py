@@ -469,8 +469,8 @@ assert exhibit("a mask that changes", two_batches) == {"reentrant": "wrong", "no
 #
 # ### A mixture of experts
 #
-# The router balances its experts: after each forward, an expert with too many tokens gets a lower bias. The
-# recomputation therefore chooses other experts.
+# The router balances its experts: each forward lowers the bias of an expert with too many tokens. The recomputation
+# therefore chooses other experts.
 
 
 # %%

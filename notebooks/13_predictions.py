@@ -81,8 +81,8 @@ assert abs(peak - published["bytes"]) <= published["rounding"]
 # The file `results/reference/published-peaks.json` lists published figures: their source, the GPU, the sizes of the
 # step, the metric and the bytes. We did not copy anyone's code: we wrote each step from its description, in
 # `ackpt/experiments/published/`. No constant of the predictor comes from these rows. Where a prediction is wrong, this
-# chapter says so. Some first comparisons showed that *our version* of a step was wrong: it ran other modes than the
-# script runs in one process, or held other intermediate tensors than the original function. We corrected these steps
+# chapter says so. Some first comparisons showed that *our version* of a step was wrong: it left out what the
+# script runs before the step, or held other intermediate tensors than the original function. We corrected these steps
 # after reading the scripts.
 #
 # Units follow from the sources' code: a GB of MONeT has $2^{30}$ bytes, and a GB of Cut Cross-Entropy 1000 MiB. Chapter 3
@@ -135,7 +135,7 @@ path = plots.save(figure, "results/figures/13_errors.png")
 figure
 
 # %% [markdown]
-# *Most predictions of allocated bytes are exact; the sections below give the reasons for the others.*
+# *Most predictions of allocated bytes are exact; a section below explains the largest errors.*
 #
 # ```{include} ../../results/tables/13_by_source.md
 # ```
@@ -143,7 +143,7 @@ figure
 # ## Are the stored predictions current?
 #
 # Stored predictions could be out of date. We predict the smallest figure of every step again, and require the stored
-# bytes. Steps of whole language models are left out, except for one fine-tuning step: they take ten seconds each.
+# bytes. Four steps of whole Transformers are left out: they take ten seconds each.
 
 # %%
 slow = {"vit-large", "gpt", "course-transformer", "bert-classifier"}
@@ -164,7 +164,7 @@ for row in report.worst(found, 0.02):
     print(f"{row['error']:+7.1%}  {row['metric']:10} {row['step']:24} {row['source']}")
 
 # %% [markdown]
-# Each of them has a reason that we can name, or at least narrow down.
+# For most of them, we can name the reason, or at least narrow it down.
 #
 # **The step ran on another version of torch.** MONeT measured MobileNet V2 with torch 1.5, where backward read the
 # *result* of an in-place ReLU6. Today backward reads its *input*, which torch must copy before it is overwritten:
@@ -211,7 +211,7 @@ print(f"one attention matrix has {4 * size['heads'] * size['length'] ** 2 / 2**2
 # tokens, which is true only on average.
 #
 # **Free blocks differ.** The allocated bytes of FitCheck's steps are exact or off by at most 0.05 %. But with eager
-# attention the predictions lack a few percent of the reserved bytes, often just one attention matrix: the real allocator
+# attention, some predictions lack 6 % to 9 % of the reserved bytes, often just one attention matrix: the real allocator
 # could not reuse one free block of that size. FitCheck repeats a quantized run three times, and its reserved bytes differ
 # from run to run.
 
@@ -291,7 +291,7 @@ print(sum(line["n"] for line in left_out), "figures are left out")
 #
 # :::{admonition} Takeaway
 # :class: tip
-# The allocated peak of a step in plain PyTorch can be known before the step runs, mostly to the byte. Leave a few percent
+# The allocated peak of a step in plain PyTorch can be known before the step runs, mostly to the byte. Leave 10 % to 20 %
 # for reserved bytes, and ask the driver for the size of the CUDA context. A larger error means that the description of
 # the step is incomplete, or that a library allocates something that shapes do not show.
 # :::
@@ -303,7 +303,7 @@ print(sum(line["n"] for line in left_out), "figures are left out")
 # terms, and equal blocks repeat. `nox -s calculator` finds the formulas from plans of a few sizes of models with four
 # blocks, and refuses sizes that they do not reproduce to the byte. Models that are not a chain of equal blocks, such as
 # T5, Whisper and U-Nets, are planned as a whole at these sizes. We compare the formulas with plans of the *whole* models
-# at random settings, at sizes that are not in the grid.
+# at random settings.
 
 # %% tags=["hide-input"]
 grid, sample = (json.loads(Path("results", "calculator", f"{name}.json").read_text()) for name in ("grid", "sample"))

@@ -41,7 +41,7 @@ print(text_table(record))
 # %% [markdown]
 # ## Records of the published experiments
 #
-# Chapters 3, 4, 5, 8, 9 and 10 compare predictions with published measurements. With records of a GPU, their tables get
+# Chapters 3, 4, 5 and 10 compare predictions with published measurements. With records of a GPU, their tables get
 # additional columns: the measurements of our models on your GPU. One command runs the published experiments, the most
 # important one first:
 #
