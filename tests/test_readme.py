@@ -70,7 +70,7 @@ def test_the_headline_has_the_two_times_of_the_record(page: str) -> None:
     assert times is not None
     per_block, plan = (round(100 * time) for time in times)
     said = " ".join((ROOT / page).read_text(encoding="utf-8").split())
-    headline = "At the peak of per-block checkpointing, a plan adds {} % of the step's time instead of {} %"
+    headline = "At the peak of PyTorch's per-block checkpointing, a plan adds {} % of the step's time instead of {} %"
     assert headline.format(plan, per_block) in said
 
 
