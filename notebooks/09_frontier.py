@@ -649,7 +649,7 @@ except ackpt.BudgetError as error:
 # - The cheapest plan is the solution of an integer program, feasible for a few layers. A linear program bounds its cost
 #   from below for any graph, and every plan with a budget carries that lower bound and its gap.
 # - Where the optimum is known, `auto` reaches it on chains, and costs a little more on a U-Net. On the Transformer it
-#   is within two percent of the lower bound until the budget gets very small, where the gap is large.
+#   is within two percent of the lower bound down to 40 percent of the peak; at the smallest budgets the gap is large.
 # - We measured policies and PyTorch's tools on one model: no point is below the frontier of `auto`. PyTorch's memory
 #   budget bounds the saved bytes, and its peak can rise as its setting falls.
 # - The frontier shows which method to use when: *selective* or nothing while the model nearly fits, a plan below that.
