@@ -43,7 +43,7 @@ FAST = """
     test_api_page.py test_imports.py test_results.py
 """.split()
 # Folders of `tests/` that are jobs of `nox -s all`. What they leave is one more job; each takes about five minutes.
-PARTS = ("running policies integrations costs", "capture planning experiments models")
+PARTS = ("running policies integrations", "capture planning experiments models costs")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # The second brings axe-core: other versions of it have other rules.
 BROWSER = [
