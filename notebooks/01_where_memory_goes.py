@@ -78,9 +78,8 @@ print(f"P = {P:,}, counted {sum(p.numel() for p in model.parameters()):,}")
 # %% [markdown]
 # Every parameter needs three more tensors of its size: its gradient and AdamW's two running averages. That makes $4 P$
 # elements, or $16 P$ bytes in fp32, independent of the batch. Of these 16 bytes per parameter, 12 are resident: the
-# parameter itself and the two averages persist from step to step. The other 4, the gradient, are dynamic here, because
-# `zero_grad` frees the gradients and backward allocates them again. (With `zero_grad(set_to_none=False)` they would be
-# resident, too.)
+# parameter itself and the two averages persist from step to step. The other 4, the gradient, are dynamic, because
+# `zero_grad` frees the gradients and backward allocates them again.
 #
 # `ackpt.measure` runs the step a few times and reads the allocator's events. Inputs also count as resident.
 

@@ -147,7 +147,7 @@ schematics.publish(offload_lanes(), "05_lanes")
 #
 # ```{schematic-explorer} ../../results/explorer/05_lanes.json
 # :image: ../../results/figures/05_lanes.png
-# :alt: Two lanes over the time of one training step, compute above copies, with live memory below, for three schedules. If the inputs of the blocks are copied out during the forward and back ahead of their use, compute has no gaps. If they are copied back only when they are needed, compute pauses before every block. If all activations are copied, the lane of copies is full and the step takes more than twice as long.
+# :alt: Two lanes over the time of one training step, compute above copies, with live memory below, for three schedules. If the inputs of the blocks are copied out during the forward and back ahead of their use, compute has no gaps. If they are copied back only when they are needed, compute pauses for each copy. If all activations are copied, the lane of copies is full and the step takes more than twice as long.
 # ```
 
 # %% [markdown]

@@ -149,7 +149,7 @@ def in_segments(blocks, lengths, x):
 def halves(blocks, x):
     if len(blocks) == 1:
         return blocks[0](x)
-    middle = len(blocks) // 2
+    middle = (len(blocks) + 1) // 2
     return halves(blocks[middle:], save_input(halves, blocks[:middle], x))
 
 
@@ -284,7 +284,7 @@ figure
 # :::{admonition} Takeaway
 # :class: tip
 # $\sqrt n$ segments need $2 \sqrt n - 1$ activations for less than one extra forward. Recursive halving needs about
-# $\log_2 n$ activations and half an extra forward per doubling of $n$. On equal blocks both hold to the byte, once the
+# $\log_2 n$ activations and half an extra forward per doubling of $n$. On equal blocks, measurements match both once the
 # other live tensors are included.
 # :::
 
@@ -644,7 +644,7 @@ print([revolve.advances(8, s) + 8 + 8 for s in range(1, 9)])
 # ## What we have seen
 #
 # - $\sqrt n$ segments save $2 \sqrt n - 1$ activations for less than one extra forward. Recursive halving saves about
-#   $\log_2 n$ for half an extra forward per doubling. Measured chains match both, to the byte and to the FLOP.
+#   $\log_2 n$ for half an extra forward per doubling. Measured chains match both.
 # - Revolve is optimal if only states are saved: $s$ snapshots and $r$ runs reverse $\beta(s, r)$ steps. A chain of
 #   1,024 blocks fits into the memory of a few dozen activations.
 # - rotor takes the differences between blocks into account, and may save the activations inside a block.

@@ -47,7 +47,7 @@ def test_the_examples_print_what_the_readme_says(printed: list[str]) -> None:
 def test_the_budget_is_kept_as_the_books_first_page_says(printed: list[str]) -> None:
     (said,) = blocks("text", (ROOT / "book" / "index.md").read_text(encoding="utf-8"))
     if torch.__version__ < "2.13":  # autograd holds the gradient that comes in, half a MiB, until backward ends
-        said = said.replace("53.4 MiB measured", "53.9 MiB measured")
+        said = said.replace("52.9 MiB measured", "53.4 MiB measured")
     assert printed[2] == said
 
 
@@ -70,7 +70,7 @@ def test_the_headline_has_the_two_times_of_the_record(page: str) -> None:
     assert times is not None
     per_block, plan = (round(100 * time) for time in times)
     said = " ".join((ROOT / page).read_text(encoding="utf-8").split())
-    headline = "At the peak of per-block checkpointing, a plan adds {} % of the step's time instead of {} %"
+    headline = "At the peak of PyTorch's per-block checkpointing, a plan adds {} % of the step's time instead of {} %"
     assert headline.format(plan, per_block) in said
 
 

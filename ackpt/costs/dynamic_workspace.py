@@ -3,23 +3,26 @@
 An operation is measured at new sizes only if its workspace may depend on them. That of an elementwise operation on
 tensors of one dtype does not if it is at most a scalar at the captured sizes: TensorIterator in ATen allocates
 temporaries only to convert dtypes, but a kernel such as that of gelu's backward may copy an argument. Nor does that of
-the operations in `_WITHOUT` that had none at the captured sizes: their CPU kernels allocate nothing but results.
+the operations in `_WITHOUT` that had none at the captured sizes: their CPU kernels allocate nothing but results. For
+the operations in `_FORMULAS`, a formula replaces the measurement if it is exact at the captured sizes.
 `tests/costs/test_dynamic_workspace.py` compares this with running every operation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ackpt.capture.dynamic_sizes import DynamicModule, expression
 from ackpt.capture.joint_graph import JointGraph
 
 from .run_alone import in_own_thread
-from .workspace import allocation_of, results_agree, runs_alone, workspace_bytes
+from .workspace import allocation_of, results_agree, runs_alone, value_of, workspace_bytes
 
 aten = torch.ops.aten
 _SCALAR_BYTES = 16  # of the largest element
@@ -47,11 +50,31 @@ class _Layout(NamedTuple):
     is_neg: bool
 
 
+def _safe_softmax(threads: int, x: _Layout, dim: int, *_) -> int:
+    """Minus infinity, and a byte for each element and each row: whether it is that number."""
+    elements = prod(x.shape)
+    return elements + elements // x.shape[dim] + x.dtype.itemsize
+
+
+def _layer_norm_backward(threads: int, gradient: _Layout, x: _Layout, normalized: list[int], *others) -> int:
+    """For each thread its sums of the gradients of weight and bias."""
+    *_, (_, *of_parameters) = others
+    return 2 * threads * prod(normalized) * x.dtype.itemsize if any(of_parameters) else 0
+
+
+# Of the number of threads and the operation's arguments.
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    aten._safe_softmax.default: _safe_softmax,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+}
+
+
 class DynamicWorkspace:
     """The workspace of every node of an instance of `dynamic`; `reference` is the instance that was captured."""
 
     def __init__(self, dynamic: DynamicModule, reference: JointGraph):
         self.dynamic, self.reference = dynamic, reference
+        self._threads = torch.get_num_threads()
         self._at_reference = workspace_bytes(reference)
         self._known: dict[tuple, int] = {}
 
@@ -64,10 +87,14 @@ class DynamicWorkspace:
         """Bytes by node id at these sizes of the dynamic dimensions."""
         found = list(self._at_reference)
         numbers = iter(self.dynamic.symbols.evaluated(self._expressions, values))
-        todo = []
-        for places, target, leaves, spec, _ in self._calls:
+        todo, threads = [], torch.get_num_threads()
+        for places, target, leaves, spec, formula in self._calls:
             call = [_evaluated(leaf, numbers) for leaf in leaves]
-            todo.append((places, target, call, spec, (target, spec, tuple(map(_key, call)), torch.get_num_threads())))
+            key = target, spec, tuple(map(_key, call)), threads
+            if formula is not None and key not in self._known:
+                args, _ = tree_unflatten(call, spec)
+                self._known[key] = formula(threads, *args)
+            todo.append((places, target, call, spec, key))
         if any(key not in self._known for *_, key in todo):
             in_own_thread(lambda: self._measure(todo))
         for places, *_, key in todo:
@@ -83,7 +110,8 @@ class DynamicWorkspace:
 
     @cached_property
     def _calls(self) -> list[tuple]:
-        """(nodes, operation, leaves of its arguments, their pytree, key) of every different call that must run."""
+        """(nodes, operation, leaves of its arguments, their pytree, formula) of every different call that depends on
+        sizes; it must run if there is no formula."""
         calls: dict[tuple, tuple] = {}
         for node in self.reference.nodes:
             fx = self.dynamic.fx[node.id]
@@ -92,8 +120,9 @@ class DynamicWorkspace:
             call = torch.fx.map_arg((fx.args, fx.kwargs), self._value)
             leaves, spec = tree_flatten(call)
             leaves = [_layout(leaf) for leaf in leaves]
-            key = fx.target, spec, tuple(map(_key, leaves))
-            calls.setdefault(key, ([], fx.target, leaves, spec, key))[0].append(node.id)
+            formula = self._formula(node.id)
+            key = fx.target, spec, tuple(map(_key, leaves)), formula
+            calls.setdefault(key, ([], fx.target, leaves, spec, formula))[0].append(node.id)
         return list(calls.values())
 
     @cached_property
@@ -102,6 +131,18 @@ class DynamicWorkspace:
 
     def _value(self, node: torch.fx.Node) -> Any:
         return node.meta["val"] if "val" in node.meta else getattr(self.dynamic.module, str(node.target))
+
+    def _formula(self, place: int) -> Callable[..., int] | None:
+        """The formula of an operation, if it gives the workspace at the captured sizes, so that nothing is copied."""
+        fx = self.reference.analysis.fx[place]
+        if fx.target not in _FORMULAS:
+            return None
+        call = torch.fx.map_arg((fx.args, fx.kwargs), lambda node: value_of(self.reference, node))
+        args, kwargs = tree_map(_layout, call)
+        dtypes = {leaf.dtype for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)}
+        formula = _FORMULAS[fx.target]
+        is_exact = dtypes.issubset(_FLOATS) and len(dtypes) == 1 and not kwargs
+        return formula if is_exact and formula(self._threads, *args) == self._at_reference[place] else None
 
     def _keeps_its_workspace(self, fx: torch.fx.Node, place: int) -> bool:
         values = [self._value(node) for node in fx.all_input_nodes]

@@ -1,4 +1,4 @@
-"""Running, the last stage: choose and run the plan of each call.
+"""Choose and run the plan of each call.
 
 Read `planned_step` first, then `variants`, which finds or makes what serves a call. `compiled_schedule` turns a
 captured step and a schedule into an autograd function, whose code is `generated_code`; `dynamic_step` is a capture that

@@ -81,6 +81,13 @@ def dropped_places(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
     return tuple(place for place, storages in graph.analysis.dropped_outputs.items() if not storages & saved)
 
 
+class _Outline(_LazyGraphModule):
+    """A module that never runs. AOTAutograd copies that of the backward, to compile it later; one copy is enough."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
 def _outline(listing: Listing) -> fx.GraphModule:
     """The inputs and outputs of `listing`, all that AOTAutograd looks at; it never runs, so it needs no code."""
     made: dict[Line, Line] = {}
@@ -93,7 +100,7 @@ def _outline(listing: Listing) -> fx.GraphModule:
     outputs = mapped(listing.output.args, value)
     inputs = listing.placeholders
     others = (line for line in made.values() if line.op != "placeholder")
-    return _LazyGraphModule({}, Listing([*inputs, *others, Line("output", "output", outputs)]).graph())
+    return _Outline({}, Listing([*inputs, *others, Line("output", "output", outputs)]).graph())
 
 
 def _fresh(joint):

@@ -93,7 +93,7 @@ def _without_undone_views(listing: Listing) -> list[Line]:
             continue
         if line.target is _ATEN.detach.default:
             renamed[original] = line.args[0]
-        elif (same := next((base for base in _bases(line) if _is_same(line, base)), None)) is not None:
+        elif line.target in _VIEWS and (same := next((base for base in _bases(line) if _is_same(line, base)), None)):
             renamed[original] = same
     read: set[Line] = set()
     needed: list[Line] = []

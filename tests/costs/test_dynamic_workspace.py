@@ -35,6 +35,9 @@ class Mixed(nn.Module):
             x = F.dropout(scores.softmax(-1), 0.1) @ self.linear(x)
         elif self.kind == "fused":
             x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
+        elif self.kind == "masked":
+            mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+            x = self.norm(F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=mask)[:, 0])
         elif self.kind == "convolution":
             x = self.conv(x.transpose(1, 2)).transpose(1, 2)
         elif self.kind == "sums":
@@ -52,7 +55,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind", ["attention", "fused", "convolution", "dtypes", "cumulative", "sums", "expanded gradient"]
+    "kind", ["attention", "fused", "masked", "convolution", "dtypes", "cumulative", "sums", "expanded gradient"]
 )
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_workspace_is_that_of_running_every_operation(kind, threads):
