@@ -41,7 +41,7 @@ WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")  # "wikitext" redirect
 SPLITS = ("train", "validation", "test")
 LIMIT_CHARS = 20_000_000  # more than 500 steps of 8192 tokens read
 KINDS = (".parquet", ".arrow")
-# the other configurations of the repository, and what datasets keeps beside the data
+# other configurations of the repository, and files that `datasets` stores next to the data
 NOT_THE_DATA = re.compile(r"/(wikitext-(2-raw-v1|2-v1|103-v1)/|cache-[^/]*$|[^/]*\.incomplete/)")
 BYTES = 256  # the alphabet of a byte-level tokenizer
 PROBE_SECONDS = 5.0

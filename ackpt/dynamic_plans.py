@@ -1,9 +1,9 @@
 """Choose the schedule for each new size of a dynamic capture from one shared search.
 
-The Pareto frontier is computed at the largest sizes seen so far. At other sizes, those of its schedules may run whose
-simulated peak is within the budget: the cheapest that is compiled already, until a cheaper one would have saved the
-time that compiling it takes (`Stopgap`). If none is within the budget, a search at these sizes follows, whose schedules
-join the others.
+The Pareto frontier is computed at the largest sizes seen so far. At other sizes, the schedules of this frontier
+whose simulated peak is within the budget may run. The cheapest compiled one runs until a cheaper one would have saved
+the time that its compilation takes (`Stopgap`). If none is within the budget, a search at these sizes adds its
+schedules to the others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SECONDS_PER_FLOP = 1e-11  # where the profile has no times, to compare costs wi
 
 
 class DynamicPlans:
-    """Chooses what runs at given sizes of `step`; called with the sizes and the baseline's peak if it was measured."""
+    """Chooses the schedule for sizes of `step`; called with the sizes and the baseline's peak if it was measured."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class DynamicPlans:
             self.device = resolved(self.step.graph(values), MEASURED)
         if self._described is None or self._described[0] != (values, baseline_bytes):
             self._described = (values, baseline_bytes), described(self.step, values, baseline_bytes, self.device)
-        return self._described[1]  # of the same graph, so that one search serves all who ask
+        return self._described[1]  # of the same graph, so that one search serves all callers
 
     def _choice(self, schedule: Schedule, values: tuple[int, ...], baseline_bytes: int | None) -> Choice:
         def make_plan() -> Plan:
@@ -177,7 +177,7 @@ def _stopgap(candidate: Candidate, others: list[Candidate], seconds: float) -> S
 
 
 def _fits(graph: JointGraph, schedule: Schedule, workspace, limit: int) -> bool:
-    """Whether the peak of `schedule` is within the limit; what it saves alone decides in most cases."""
+    """Whether the peak of `schedule` is within the limit; in most cases, its saved bytes alone decide."""
     return saved_bytes(graph, schedule) <= limit and peak_of(graph, schedule, workspace) <= limit
 
 

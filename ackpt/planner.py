@@ -176,7 +176,7 @@ class Baseline(NamedTuple):
 
 
 def baseline_of(graph: JointGraph, profile: Profile, budget) -> Baseline:
-    """The baseline of `graph`; raises for an invalid budget, and for a fraction of a peak that is not known."""
+    """The baseline of `graph`; raises for an invalid budget, and for a fraction of an unknown peak."""
     schedule = everything(graph)
     simulated = simulate(graph, profile, schedule)
     peak_bytes = _baseline_bytes(graph, profile, schedule, simulated, budget)
@@ -212,7 +212,7 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
 
 
 def model_keeps(graph: JointGraph, workspace_bytes, limit: int) -> bool:
-    """Whether the model's own step surely stays within `limit` dynamic bytes, so that it may run instead of a plan."""
+    """Whether the model's own step surely needs at most `limit` dynamic bytes, so that it may run instead of a plan."""
     return graph.as_compiled is None and eager_peak_bound(graph, eager_schedule(graph), workspace_bytes) <= limit
 
 
@@ -303,7 +303,7 @@ def _plan(
     baseline_cost = _baseline_cost(baseline, cost)
     node = None if simulated.peak_node is None else graph.nodes[simulated.peak_node]
     peak_node = "the optimizer's step"
-    # The lower bound holds for schedules that offload nothing.
+    # The lower bound is valid only for schedules without offload.
     has_bound = limit is not None and not copies(schedule)
     if node is not None:
         peak_node = f"{node.name} ({node.target}), {node.phase} of {node.module or 'the model'!r}"

@@ -43,7 +43,7 @@ class _Line:
         from tqdm import tqdm  # only here: importing ackpt does not need it
 
         class Bar(tqdm):
-            monitor_interval = 0  # no second thread that stays
+            monitor_interval = 0  # no second thread that remains
 
         with Bar(desc=self._text(), bar_format="{desc} [{elapsed}]", file=self.stream, leave=False) as bar:
             bar.start_t = self.start

@@ -1,4 +1,4 @@
-"""A loop of accelerate within a budget (needs `pip install "ackpt[hf]"`).
+"""Train with accelerate within a budget (needs `pip install "ackpt[hf]"`).
 
 python examples/accelerate_loop.py
 """
@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import ackpt
 from ackpt.metering.meter import memory_format
 
-SMALL_BATCHES = 2
+MICRO_BATCHES = 2
 
 
 class Net(nn.Module):
-    """Layers and the loss: the budget covers what the model computes."""
+    """A network that returns its loss, so that the budget covers the loss as well."""
 
     def __init__(self, width=64, depth=4):
         super().__init__()
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 def train(model, data):
     accelerator = Accelerator(
-        cpu=True, mixed_precision="bf16", gradient_accumulation_steps=SMALL_BATCHES
+        cpu=True, mixed_precision="bf16", gradient_accumulation_steps=MICRO_BATCHES
     )
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters()), DataLoader(data, batch_size=512)
@@ -46,11 +46,11 @@ def train(model, data):
     return accelerator, model, optimizer
 
 
-def measured(accelerator, model, optimizer, batch):
-    """The peak of the steps of some small batches and of the optimizer."""
+def measure_peak(accelerator, model, optimizer, batch):
+    """The peak of one optimizer step with its micro-batches, in bytes."""
 
     def step():
-        for _ in range(SMALL_BATCHES):
+        for _ in range(MICRO_BATCHES):
             accelerator.backward(model(*batch))
         optimizer.step()
         optimizer.zero_grad()
@@ -60,21 +60,21 @@ def measured(accelerator, model, optimizer, batch):
 
 
 torch.manual_seed(0)
-plain = Net()
-model = copy.deepcopy(plain)
+baseline = Net()
+model = copy.deepcopy(baseline)
 data = TensorDataset(torch.randn(2048, 64), torch.randn(2048, 64))
 batch = [tensor[:512].clone() for tensor in data.tensors]
 
-# The next line is the one to add.
+# Add this call to your script.
 step = ackpt.apply_budget(
     model, batch, budget="4.5MiB", optimizer="adamw", accumulation=True
 )
-trained, baseline = train(model, data), train(plain, data)
+trained, expected = train(model, data), train(baseline, data)
 
-assert all(map(torch.equal, plain.parameters(), model.parameters()))
-before, after = measured(*baseline, batch), measured(*trained, batch)
-promised = step.plan.peak_bytes
-assert after <= promised <= 4.5 * 2**20 < before
-print(f"plain {memory_format(before)}, planned {memory_format(promised)}")
-print(f"measured {memory_format(after)}")
-print("parameters as without a budget, to the last bit")
+assert all(map(torch.equal, baseline.parameters(), model.parameters()))
+baseline_peak, peak = measure_peak(*expected, batch), measure_peak(*trained, batch)
+planned_peak = step.plan.peak_bytes
+assert peak <= planned_peak <= 4.5 * 2**20 < baseline_peak
+print(f"baseline {memory_format(baseline_peak)}, plan {memory_format(planned_peak)}")
+print(f"measured {memory_format(peak)}")
+print("parameters equal the baseline's to the last bit")

@@ -1,4 +1,4 @@
-"""Gradients of several small batches in one optimizer step, within a limit.
+"""Accumulate the gradients of several micro-batches within a budget.
 
 python examples/accumulation.py
 """
@@ -13,7 +13,7 @@ from ackpt.metering.meter import memory_format
 
 
 class Net(nn.Module):
-    """Layers and the loss."""
+    """A network that returns its loss."""
 
     def __init__(self, width=64, depth=3):
         super().__init__()
@@ -26,40 +26,41 @@ class Net(nn.Module):
         return nn.functional.mse_loss(self.layers(x), targets)
 
 
-def accumulate(model, small_batches):
+def accumulate(model, micro_batches):
     model.zero_grad()
-    for batch in small_batches:
-        (model(*batch) / len(small_batches)).backward()
+    for batch in micro_batches:
+        (model(*batch) / len(micro_batches)).backward()
 
 
-def measured(model, small_batches):
-    """The most bytes that this allocates, gradients among them."""
-    resident = [model, *(tensor for batch in small_batches for tensor in batch)]
+def measure_peak(model, micro_batches):
+    """The dynamic peak of all micro-batches in bytes, including the gradients."""
+    resident = [model, *(tensor for batch in micro_batches for tensor in batch)]
 
     def step():
-        accumulate(model, small_batches)
+        accumulate(model, micro_batches)
 
     measurement = ackpt.measure(step, resident=resident, warmup=0, repeats=0)
     return measurement.dynamic_peak_bytes
 
 
 torch.manual_seed(0)
-plain = Net()
-model = copy.deepcopy(plain)
-small_batches = [(torch.randn(512, 64), torch.randn(512, 64)) for _ in range(3)]
-before = measured(plain, small_batches)
-resident = sum(tensor.nbytes for tensor in (*model.parameters(), *small_batches[0]))
-limit = resident + int(0.75 * before)
+baseline = Net()
+model = copy.deepcopy(baseline)
+micro_batches = [(torch.randn(512, 64), torch.randn(512, 64)) for _ in range(3)]
+baseline_peak = measure_peak(baseline, micro_batches)
+resident = sum(tensor.nbytes for tensor in (*model.parameters(), *micro_batches[0]))
+budget = resident + int(0.75 * baseline_peak)
 
-# From the second small batch on there are gradients: the plan counts them.
-planned = ackpt.compile(model, *small_batches[0], budget=limit, accumulation=True)
+# From the second micro-batch on, the plan counts the accumulated gradients.
+planned = ackpt.compile(model, *micro_batches[0], budget=budget, accumulation=True)
 
-accumulate(plain, small_batches)
-accumulate(planned, small_batches)
-for one, other in zip(plain.parameters(), model.parameters()):
-    torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
-after, plan = measured(planned, small_batches), planned.plan
-assert after <= plan.peak_bytes - resident and plan.peak_bytes <= limit
-print(f"plain {memory_format(before)}, limit {memory_format(limit - resident)}")
-print(f"measured {memory_format(after)}, with the accumulated gradients")
-print("gradients as without a plan, to the last bit")
+accumulate(baseline, micro_batches)
+accumulate(planned, micro_batches)
+for expected, actual in zip(baseline.parameters(), model.parameters()):
+    torch.testing.assert_close(actual.grad, expected.grad, rtol=0, atol=0)
+peak, planned_peak = measure_peak(planned, micro_batches), planned.plan.peak_bytes
+assert resident + peak <= planned_peak <= budget
+budget_left = memory_format(budget - resident)
+print(f"baseline {memory_format(baseline_peak)}, budget {budget_left}")
+print(f"measured {memory_format(peak)}, including the accumulated gradients")
+print("gradients equal the baseline's to the last bit")

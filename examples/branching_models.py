@@ -1,4 +1,4 @@
-"""Train a model that branches on values within a budget, and check the guide.
+"""Train a model that branches on values within a budget.
 
 python examples/branching_models.py
 """
@@ -13,7 +13,7 @@ import ackpt
 
 
 class SkipsAtRandom(nn.Module):
-    """A residual block that is skipped at random, by a branch in Python."""
+    """A residual block that a Python branch skips at random."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def train(model: nn.Module, batch, steps: int = 5) -> list[float]:
-    """The losses of a few steps, with the same random numbers every time."""
+    """The losses of a few steps with fixed random seeds."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1)
     random.seed(1)
@@ -75,4 +75,4 @@ measured = ackpt.measure(
 assert measured.peak_bytes <= step.plan.resident_bytes + (step.plan.limit_bytes or 0)
 mib = 2**20
 print(f"measured peak {measured.peak_bytes / mib:.1f} MiB")
-print(f"without a plan up to {step.plan.baseline_peak_bytes / mib:.1f} MiB")
+print(f"baseline peak {step.plan.baseline_peak_bytes / mib:.1f} MiB")

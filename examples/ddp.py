@@ -1,8 +1,8 @@
-"""DistributedDataParallel, every rank within the same budget.
+"""Train with DistributedDataParallel, with the same budget on every rank.
 
     torchrun --standalone --nproc-per-node 2 examples/ddp.py
 
-On several machines: see book/guides/ddp.md.
+For several machines, see book/guides/ddp.md.
 """
 
 import copy
@@ -17,7 +17,7 @@ from ackpt.metering.meter import memory_format
 
 
 class Net(nn.Module):
-    """Layers and the loss."""
+    """A network that returns its loss."""
 
     def __init__(self, width=64, depth=3):
         super().__init__()
@@ -36,12 +36,12 @@ def train(model, batches):
         optimizer.zero_grad()
         with model.no_sync():
             model(*first).backward()
-        model(*second).backward()  # the gradients of both, averaged over the ranks
+        model(*second).backward()  # averages the gradients over all ranks
         optimizer.step()
 
 
-def measured(model, batch):
-    """The most bytes that one forward and backward allocate on this rank."""
+def measure_peak(model, batch):
+    """The dynamic peak of one forward and backward on this rank, in bytes."""
 
     def step():
         model.zero_grad()
@@ -53,32 +53,31 @@ def measured(model, batch):
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
 torch.manual_seed(0)
-plain = Net()
-model = copy.deepcopy(plain)
+baseline = Net()
+model = copy.deepcopy(baseline)
 torch.manual_seed(dist.get_rank())
 batches = [
     [tuple(torch.randn(rows, 64) for _ in ("x", "targets")) for _ in range(2)]
-    for rows in (512, 384, 448)  # sizes may change, also from rank to rank
-]  # of two micro batches each
+    for rows in (512, 384, 448)  # sizes may differ between steps and ranks
+]  # each step has two micro-batches
 batch = batches[0][0]
 
-# First plan, then distribute. Each second micro batch runs while gradients exist.
+# Plan first, then distribute. The second micro-batch accumulates gradients.
 planned = ackpt.compile(model, *batch, budget=0.7, accumulation=True)
 parallel = DistributedDataParallel(planned)
 train(parallel, batches)
 
-plain = DistributedDataParallel(plain)
-train(plain, batches)
-for one, other in zip(plain.parameters(), model.parameters()):
-    assert torch.equal(one, other)
-before, after = measured(plain, batch), measured(parallel, batch)
-promised = planned.plan.dynamic_peak_bytes
-assert after <= promised <= 0.7 * before
+baseline = DistributedDataParallel(baseline)
+train(baseline, batches)
+assert all(map(torch.equal, baseline.parameters(), model.parameters()))
+baseline_peak, peak = measure_peak(baseline, batch), measure_peak(parallel, batch)
+planned_peak = planned.plan.dynamic_peak_bytes
+assert peak <= planned_peak <= 0.7 * baseline_peak
 peaks = [None] * dist.get_world_size()
-dist.all_gather_object(peaks, (promised, after))
-assert len(set(peaks)) == 1  # equal shapes, equal plans
+dist.all_gather_object(peaks, (planned_peak, peak))
+assert len(set(peaks)) == 1  # equal shapes give equal plans
 if dist.get_rank() == 0:
-    print(f"plain {memory_format(before)}, planned {memory_format(promised)}")
-    print(f"measured {memory_format(after)}, on each of {len(peaks)} ranks")
-    print("parameters as without a plan, to the last bit")
+    sizes = map(memory_format, (baseline_peak, planned_peak, peak))
+    print("baseline {}, plan {}, measured {} on every rank".format(*sizes))
+    print("parameters equal the baseline's to the last bit")
 dist.destroy_process_group()

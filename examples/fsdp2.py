@@ -1,8 +1,8 @@
-"""FSDP2: sharded block by block, or as one and within a budget.
+"""Train with FSDP2: sharded block by block, or as one unit within a budget.
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp2.py
 
-On several machines: see book/guides/fsdp2.md.
+For several machines, see book/guides/fsdp2.md.
 """
 
 import copy
@@ -17,7 +17,7 @@ from ackpt.metering.meter import memory_format
 
 
 class Net(nn.Module):
-    """Blocks and the loss."""
+    """Residual blocks; returns the loss."""
 
     def __init__(self, width=64, depth=4):
         super().__init__()
@@ -32,15 +32,15 @@ class Net(nn.Module):
         return nn.functional.mse_loss(x, targets)
 
 
-def shard(model):
-    """Parameters are whole for one block at a time, and for the next one."""
+def shard_by_block(model):
+    """Shard so that at most two blocks are unsharded at a time."""
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)
 
 
 def train(model, batches):
-    """A step for each: this rank's parameters, and the first one's peak in bytes."""
+    """Train on batches of any size; returns local parameters and the dynamic peak."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(batch):
@@ -58,28 +58,28 @@ def train(model, batches):
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
 torch.manual_seed(0)
-plain = Net()
-checkpointed, model = copy.deepcopy(plain), copy.deepcopy(plain)
-whole = sum(parameter.nbytes for parameter in plain.parameters())
+baseline = Net()
+checkpointed, model = copy.deepcopy(baseline), copy.deepcopy(baseline)
+unsharded = sum(parameter.nbytes for parameter in model.parameters())
 torch.manual_seed(dist.get_rank())
-batches = [
-    tuple(torch.randn(rows, 64) for _ in ("x", "targets"))
-    for rows in (1024, 768, 896)  # sizes may change
-]
+batches = [(torch.randn(n, 64), torch.randn(n, 64)) for n in (1024, 768, 896)]
 
-expected, before = train(shard(plain), batches)
-ackpt.apply_activation_checkpointing(checkpointed)  # first the regions, then the shards
-found, regions = train(shard(checkpointed), batches)
-assert all(torch.equal(one, other) for one, other in zip(expected, found))
+expected, baseline_peak = train(shard_by_block(baseline), batches)
+ackpt.apply_activation_checkpointing(checkpointed)  # checkpoint, then shard
+trained, block_peak = train(shard_by_block(checkpointed), batches)
+assert all(map(torch.equal, expected, trained))
 
 planned = ackpt.compile(model, *batches[0], budget=0.5)  # plan, then shard
-found, after = train(fully_shard(planned), batches)  # parameters are whole
-assert all(torch.equal(one, other) for one, other in zip(expected, found))
+trained, peak = train(fully_shard(planned), batches)
+assert all(map(torch.equal, expected, trained))
 
-promised = planned.plan.dynamic_peak_bytes
-assert regions < before and after <= promised + whole
+# The budget, a fraction, does not include the unsharded parameters.
+planned_peak = planned.plan.dynamic_peak_bytes + unsharded
+assert block_peak < baseline_peak and peak <= planned_peak
 if dist.get_rank() == 0:
-    print(f"blocks: plain {memory_format(before)}, regions {memory_format(regions)}")
-    print(f"as one: planned {memory_format(promised)}, beside {memory_format(whole)}")
-    print(f"measured {memory_format(after)}; parameters are equal to the last bit")
+    sizes = map(memory_format, (baseline_peak, block_peak))
+    print("sharded by block: baseline {}, checkpointed {}".format(*sizes))
+    sizes = map(memory_format, (planned_peak, peak))
+    print("sharded as one unit: plan with parameters {}, measured {}".format(*sizes))
+    print("parameters equal the baseline's to the last bit")
 dist.destroy_process_group()

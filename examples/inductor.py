@@ -1,4 +1,4 @@
-"""A budget behind torch.compile, with Inductor's fused kernels (needs a C++ compiler).
+"""Compile a planned step with Inductor (needs a C++ compiler).
 
 python examples/inductor.py
 """
@@ -13,7 +13,7 @@ from ackpt.metering.meter import memory_format
 
 
 class Net(nn.Module):
-    """Layers and the loss."""
+    """A network that returns its loss."""
 
     def __init__(self, width=64, depth=3):
         super().__init__()
@@ -27,8 +27,8 @@ class Net(nn.Module):
         return nn.functional.mse_loss(self.layers(x), targets)
 
 
-def measured(model, batch):
-    """The most bytes that one forward and backward allocate."""
+def measure_peak(model, batch):
+    """The dynamic peak of one forward and backward, in bytes."""
 
     def step():
         model.zero_grad()
@@ -40,20 +40,21 @@ def measured(model, batch):
 
 
 torch.manual_seed(0)
-plain = Net()
-model = copy.deepcopy(plain)
+baseline = Net()
+model = copy.deepcopy(baseline)
 batch = torch.randn(1024, 64), torch.randn(1024, 64)
 
 plans = []
 options = {"budget": 0.7, "compiler": "inductor", "on_plan": plans.append}
 compiled = torch.compile(model, backend="ackpt", options=options)  # the line to add
 
-before, after = measured(plain, batch), measured(compiled, batch)
-(plan,) = plans  # one graph, one plan
-for one, other in zip(plain.parameters(), model.parameters()):
-    torch.testing.assert_close(one.grad, other.grad)  # fused kernels round differently
-promised = plan.dynamic_peak_bytes
-assert after <= promised <= 0.7 * plan.baseline_dynamic_peak_bytes
-print(f"plain {memory_format(before)}, planned {memory_format(promised)}")
-print(f"measured {memory_format(after)}")
-print("gradients as without a plan, but for the last bits")
+baseline_peak, peak = measure_peak(baseline, batch), measure_peak(compiled, batch)
+(plan,) = plans  # one graph has one plan
+for expected, actual in zip(baseline.parameters(), model.parameters()):
+    # Fused kernels round differently.
+    torch.testing.assert_close(actual.grad, expected.grad)
+planned_peak = plan.dynamic_peak_bytes
+assert peak <= planned_peak <= 0.7 * plan.baseline_dynamic_peak_bytes
+print(f"baseline {memory_format(baseline_peak)}, plan {memory_format(planned_peak)}")
+print(f"measured {memory_format(peak)}")
+print("gradients equal the baseline's except in the last bits")

@@ -1,4 +1,4 @@
-"""The Trainer of Lightning within a budget (needs `pip install lightning`).
+"""Train with Lightning within a budget (needs `pip install lightning`).
 
 python examples/lightning_loop.py
 """
@@ -44,7 +44,7 @@ class Training(lightning.LightningModule):
 
 
 def train(net, data):
-    """The loss in validation after one epoch."""
+    """The validation loss after one epoch."""
     options = {"max_epochs": 1, "accumulate_grad_batches": 2, "accelerator": "cpu"}
     options["enable_checkpointing"] = False
     trainer = lightning.Trainer(**options, **dict.fromkeys(QUIET, False))
@@ -52,7 +52,9 @@ def train(net, data):
     return trainer.callback_metrics["loss"]
 
 
-def measured(net, batch):
+def measure_peak(net, batch):
+    """The peak of two accumulated micro-batches, in bytes."""
+
     def step():
         net.zero_grad()
         for _ in range(2):
@@ -62,16 +64,18 @@ def measured(net, batch):
 
 
 torch.manual_seed(0)
-plain = Net()
-net = copy.deepcopy(plain)
+baseline = Net()
+net = copy.deepcopy(baseline)
 data = TensorDataset(torch.randn(2048, 64), torch.randn(2048, 64))
 batch = [tensor[:512].clone() for tensor in data.tensors]
 
-step = ackpt.apply_budget(net, batch, budget="4MiB", accumulation=True)  # to add
-assert torch.equal(train(net, data), train(plain, data))
-assert all(map(torch.equal, plain.parameters(), net.parameters()))
-before, after = measured(plain, batch), measured(net, batch)
-promised = step.plan.peak_bytes
-assert after <= promised <= 4 * 2**20 < before
-print(f"plain {memory_format(before)}, planned {memory_format(promised)}")
-print(f"measured {memory_format(after)}; trained as without a budget to the last bit")
+# Add this line to your script.
+step = ackpt.apply_budget(net, batch, budget="4MiB", accumulation=True)
+assert torch.equal(train(net, data), train(baseline, data))
+assert all(map(torch.equal, baseline.parameters(), net.parameters()))
+baseline_peak, peak = measure_peak(baseline, batch), measure_peak(net, batch)
+planned_peak = step.plan.peak_bytes
+assert peak <= planned_peak <= 4 * 2**20 < baseline_peak
+print(f"baseline {memory_format(baseline_peak)}, plan {memory_format(planned_peak)}")
+print(f"measured {memory_format(peak)}")
+print("parameters equal the baseline's to the last bit")

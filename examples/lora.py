@@ -1,4 +1,4 @@
-"""LoRA adapters on a frozen model within a budget (needs `pip install "ackpt[hf]"`).
+"""Train LoRA adapters within a budget (needs `pip install "ackpt[hf]"`).
 
 python examples/lora.py
 """
@@ -31,16 +31,17 @@ def llama():
 
 
 def step(model, batch):
-    """One step of the adapters in float32 over the frozen weights in bfloat16."""
+    """The gradients of one step, with float32 adapters and bfloat16 frozen weights."""
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**batch).loss
     loss.backward()
-    named = model.named_parameters()
-    return {name: each.grad for name, each in named if each.grad is not None}
+    gradients = {name: each.grad for name, each in model.named_parameters()}
+    return {name: grad for name, grad in gradients.items() if grad is not None}
 
 
-def measured(model, batch):
+def measure_peak(model, batch):
+    """The peak of one step in bytes."""
     resident = [model, *batch.values()]
     return ackpt.measure(
         lambda: step(model, batch), resident=resident, warmup=0, repeats=0
@@ -48,30 +49,30 @@ def measured(model, batch):
 
 
 torch.manual_seed(0)
-plain = get_peft_model(llama(), ADAPTERS)
-model = copy.deepcopy(plain)
+baseline = get_peft_model(llama(), ADAPTERS)
+model = copy.deepcopy(baseline)
 ids = torch.randint(64, (8, 128))
 batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
 
 with torch.autocast("cpu", torch.bfloat16):  # as the step will run
     planned = ackpt.apply_budget(model, batch, budget="5MiB")  # the line to add
 
-before, after = measured(plain, batch), measured(model, batch)
+baseline_peak, peak = measure_peak(baseline, batch), measure_peak(model, batch)
 torch.manual_seed(1)  # for dropout
-expected = step(plain, batch)
+expected = step(baseline, batch)
 torch.manual_seed(1)
 gradients = step(model, batch)
 assert all("lora" in name for name in gradients)  # frozen weights have no gradients
 assert gradients.keys() == expected.keys()
 assert all(torch.equal(gradients[name], expected[name]) for name in expected)
-promised = planned.plan.peak_bytes
-assert after <= promised <= 5 * 2**20 < before
+planned_peak = planned.plan.peak_bytes
+assert peak <= planned_peak <= 5 * 2**20 < baseline_peak
 
-# The same model without data, in which any size can be planned.
+# The same model without data: this works for a model of any size.
 shapes = ackpt.from_shapes(lambda: get_peft_model(llama(), ADAPTERS))
 with torch.autocast("cpu", torch.bfloat16):
     graph = ackpt.trace(shapes, **batch)
 assert graph.gradient_bytes == sum(each.nbytes for each in gradients.values())
-print(f"plain {memory_format(before)}, planned {memory_format(promised)}")
-print(f"measured {memory_format(after)}; {planned.plan.cost:.1%} recomputed")
-print("gradients of the adapters as without a budget, to the last bit")
+print(f"baseline {memory_format(baseline_peak)}, plan {memory_format(planned_peak)}")
+print(f"measured {memory_format(peak)}, cost {planned.plan.cost:.1%} of the step")
+print("gradients of the adapters equal the baseline's to the last bit")

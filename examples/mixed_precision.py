@@ -1,4 +1,4 @@
-"""Mixed precision with a loss scaler, within a budget.
+"""Train in mixed precision with a loss scaler, within a budget.
 
 python examples/mixed_precision.py
 """
@@ -15,7 +15,7 @@ DEVICE, STEPS = "cpu", 4
 
 
 class Net(nn.Module):
-    """Layers and the loss."""
+    """A network that returns its loss."""
 
     def __init__(self, width=64, depth=3):
         super().__init__()
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 def train(model, batch):
-    """The scale of the loss before every step, and after the last one."""
+    """The loss scale before every step and after the last one."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**26)  # gradients overflow
     scales = [scaler.get_scale()]
@@ -44,8 +44,8 @@ def train(model, batch):
     return scales
 
 
-def measured(model, batch):
-    """The most bytes that one forward and backward allocate."""
+def measure_peak(model, batch):
+    """The dynamic peak of one forward and backward, in bytes."""
 
     def step():
         model.zero_grad()
@@ -58,22 +58,21 @@ def measured(model, batch):
 
 
 torch.manual_seed(0)
-plain = Net().to(DEVICE)
-model = copy.deepcopy(plain)
+baseline = Net().to(DEVICE)
+model = copy.deepcopy(baseline)
 batch = torch.randn(2, 512, 64, device=DEVICE).unbind()
 
 with torch.autocast(DEVICE, torch.float16):  # as the step will run
     planned = ackpt.compile(model, *batch, budget=0.7)
 scales = train(planned, batch)
 
-assert scales == train(plain, batch)
+assert scales == train(baseline, batch)
 skipped = sum(after < before for before, after in zip(scales, scales[1:]))
 assert 0 < skipped < STEPS
-for one, other in zip(plain.parameters(), model.parameters()):
-    assert torch.equal(one, other)
-before, after = measured(plain, batch), measured(planned, batch)
-promised = planned.plan.dynamic_peak_bytes
-assert after <= promised <= 0.7 * before
-print(f"plain {memory_format(before)}, planned {memory_format(promised)}")
-print(f"measured {memory_format(after)}; {skipped} of {STEPS} steps skipped")
-print("scales and parameters as without a plan, to the last bit")
+assert all(map(torch.equal, baseline.parameters(), model.parameters()))
+baseline_peak, peak = measure_peak(baseline, batch), measure_peak(planned, batch)
+planned_peak = planned.plan.dynamic_peak_bytes
+assert peak <= planned_peak <= 0.7 * baseline_peak
+print(f"baseline {memory_format(baseline_peak)}, plan {memory_format(planned_peak)}")
+print(f"measured {memory_format(peak)}; {skipped} of {STEPS} steps skipped")
+print("scales and parameters equal the baseline's to the last bit")

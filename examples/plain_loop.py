@@ -1,4 +1,4 @@
-"""A plain training loop whose step allocates at most half of what it did.
+"""A plain training loop with half of the baseline's dynamic peak.
 
 python examples/plain_loop.py
 """
@@ -13,7 +13,7 @@ from ackpt.metering.meter import memory_format
 
 
 class Net(nn.Module):
-    """Residual blocks and the loss: the budget covers what the model computes."""
+    """A network that returns its loss, so that the budget covers the loss as well."""
 
     def __init__(self, width=64, depth=4, classes=16):
         super().__init__()
@@ -37,8 +37,8 @@ def train(model, batches):
         optimizer.step()
 
 
-def measured(model, batch):
-    """The most bytes that one forward and backward allocate."""
+def measure_peak(model, batch):
+    """The dynamic peak of one forward and backward, in bytes."""
 
     def step():
         model.zero_grad()
@@ -49,19 +49,19 @@ def measured(model, batch):
 
 
 torch.manual_seed(0)
-plain = Net()
-model = copy.deepcopy(plain)
+baseline = Net()
+model = copy.deepcopy(baseline)
 batches = [(torch.randn(1024, 64), torch.randint(16, (1024,))) for _ in range(3)]
 
 planned = ackpt.compile(model, *batches[0], budget=0.5)  # the line to add
 train(planned, batches)
 
-train(plain, batches)
-for one, other in zip(plain.parameters(), model.parameters()):
-    assert torch.equal(one, other)
-before, after = measured(plain, batches[0]), measured(planned, batches[0])
-promised = planned.plan.dynamic_peak_bytes
-assert after <= promised <= 0.5 * before
-print(f"plain {memory_format(before)}, planned {memory_format(promised)}")
-print(f"measured {memory_format(after)}; {planned.plan.cost:.1%} runs again")
-print("parameters as without a plan, to the last bit")
+train(baseline, batches)
+assert all(map(torch.equal, baseline.parameters(), model.parameters()))
+baseline_peak = measure_peak(baseline, batches[0])
+peak = measure_peak(planned, batches[0])
+planned_peak = planned.plan.dynamic_peak_bytes
+assert peak <= planned_peak <= 0.5 * baseline_peak
+print(f"baseline {memory_format(baseline_peak)}, plan {memory_format(planned_peak)}")
+print(f"measured {memory_format(peak)}, cost {planned.plan.cost:.1%} of the step")
+print("parameters equal the baseline's to the last bit")

@@ -1,4 +1,4 @@
-"""Plan once, save the plan, and train by it in another process or on another machine.
+"""Plan once, save the plan, and train with it in another process.
 
 python examples/saved_plan.py plan plan.json
 python examples/saved_plan.py train plan.json
@@ -14,7 +14,7 @@ from ackpt.metering.meter import memory_format
 
 
 class Net(nn.Module):
-    """Layers and the loss."""
+    """A network that returns its loss."""
 
     def __init__(self, width=64, depth=3):
         super().__init__()
@@ -31,8 +31,8 @@ def batch_of(size):
     return torch.randn(size, 64), torch.randn(size, 64)
 
 
-def make(path):
-    """Weights, data and sizes may be others; dtypes, devices and code may not."""
+def make_plan(path):
+    """The plan serves other weights, data and sizes, but no other dtypes or code."""
     planned = ackpt.compile(Net(), *batch_of(512), budget=0.7)
     planned.plan.save(path)
     print(f"planned {memory_format(planned.plan.dynamic_peak_bytes)}, saved to {path}")
@@ -40,20 +40,19 @@ def make(path):
 
 def train(path):
     model, plan = Net(), ackpt.Plan.load(path)
-    planned = ackpt.compile(model, *batch_of(512), plan=plan)  # nothing is searched for
-    for size in (512, 100):  # a smaller last batch, too
+    planned = ackpt.compile(model, *batch_of(512), plan=plan)  # no search
+    for size in (512, 100):  # also a smaller last batch
         check(model, planned, batch_of(size))
     try:
         planned(*batch_of(2048))
     except ackpt.BudgetError as error:
         print(f"four times the batch: {error}")
     else:
-        raise AssertionError("a step ran that exceeds the budget of the plan")
+        raise AssertionError("a step ran although it exceeds the budget of the plan")
 
 
 def check(model, planned, batch):
-    """The step has the planned peak and the gradients of the model's own step."""
-
+    """Check that the step keeps the planned peak and has the baseline's gradients."""
     planned.prepare(*batch)
 
     def step():
@@ -62,15 +61,15 @@ def check(model, planned, batch):
 
     measured = ackpt.measure(step, resident=[model, *batch], warmup=0, repeats=0)
     assert measured.dynamic_peak_bytes <= planned.plan.dynamic_peak_bytes
-    found = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     model(*batch).backward()
     expected = [parameter.grad for parameter in model.parameters()]
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
     peak = memory_format(measured.dynamic_peak_bytes)
-    print(f"{len(batch[0])} rows: measured {peak}; gradients are equal")
+    print(f"{len(batch[0])} rows: measured {peak}; gradients equal the baseline's")
 
 
 if len(sys.argv) != 3 or sys.argv[1] not in ("plan", "train"):
     sys.exit(__doc__)
-{"plan": make, "train": train}[sys.argv[1]](sys.argv[2])
+{"plan": make_plan, "train": train}[sys.argv[1]](sys.argv[2])

@@ -1,4 +1,4 @@
-"""The Trainer of transformers within a budget (needs `pip install "ackpt[hf]"`).
+"""Use the transformers Trainer within a budget (needs `pip install "ackpt[hf]"`).
 
 python examples/trainer.py
 """
@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import ackpt
 from ackpt.metering.meter import memory_format
 
-STEPS, SMALL_BATCHES = 4, 2
+STEPS, MICRO_BATCHES = 4, 2
 ARGUMENTS = {
     "max_steps": STEPS,
-    "gradient_accumulation_steps": SMALL_BATCHES,
+    "gradient_accumulation_steps": MICRO_BATCHES,
     "bf16": True,
     "eval_strategy": "steps",
     "eval_steps": 2,
@@ -28,13 +28,13 @@ ARGUMENTS = {
 
 
 class MeasuringTrainer(Trainer):
-    """Measures its last forward and backward, while gradients are accumulated."""
+    """Measures the peak of the last micro-batch, with the accumulated gradients."""
 
     peak, calls = 0, 0
 
     def training_step(self, model, inputs, *args, **kwargs):
         self.calls += 1
-        if self.calls != STEPS * SMALL_BATCHES:
+        if self.calls != STEPS * MICRO_BATCHES:
             return super().training_step(model, inputs, *args, **kwargs)
         losses, run = [], super().training_step
 
@@ -58,8 +58,8 @@ def train(model, folder, resume=None):
 torch.manual_seed(0)
 heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "use_cache": False}
 sizes = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2}
-plain = LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=64))
-model, resumed = copy.deepcopy(plain), copy.deepcopy(plain)
+baseline = LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=64))
+model, resumed = copy.deepcopy(baseline), copy.deepcopy(baseline)
 texts = torch.randint(64, (32, 64))
 data: Any = [{"input_ids": row, "labels": row} for row in texts]
 batch = {"input_ids": texts[:4], "labels": texts[:4]}
@@ -67,14 +67,15 @@ options = {"budget": "1.9MiB", "optimizer": "adamw", "accumulation": True}
 step = ackpt.apply_budget(model, batch, **options)  # the line to add
 ackpt.apply_budget(resumed, batch, **options)
 with tempfile.TemporaryDirectory() as folder:
-    before, losses = train(plain, folder + "/0")
-    after, others = train(model, folder)
+    reference, expected = train(baseline, folder + "/0")
+    trainer, losses = train(model, folder)
     train(resumed, folder, resume=folder + "/checkpoint-2")
     saved = LlamaForCausalLM.from_pretrained(folder + "/checkpoint-4")
-assert losses == others
+assert losses == expected
 for each in (model, resumed, saved):
-    assert all(map(torch.equal, plain.parameters(), each.parameters()))
-promised = step.plan.peak_bytes
-assert after.peak <= promised <= 1.9 * 2**20 < before.peak
-peaks = (memory_format(peak) for peak in (before.peak, promised, after.peak))
-print("plain {}, planned {}, measured {}; resumed to the last bit".format(*peaks))
+    assert all(map(torch.equal, baseline.parameters(), each.parameters()))
+planned_peak = step.plan.peak_bytes
+assert trainer.peak <= planned_peak <= 1.9 * 2**20 < reference.peak
+peaks = map(memory_format, (reference.peak, planned_peak, trainer.peak))
+print("baseline {}, plan {}, measured {}".format(*peaks))
+print("parameters equal the baseline's to the last bit, also after resuming")

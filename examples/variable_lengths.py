@@ -1,4 +1,4 @@
-"""Batches of many lengths: one capture and one search, within one budget in bytes.
+"""Train on batches of many lengths within one budget in bytes.
 
 python examples/variable_lengths.py
 """
@@ -15,7 +15,7 @@ BUDGET = "5MiB"
 
 
 class LanguageModel(nn.Module):
-    """An encoder over tokens, with its loss."""
+    """A transformer encoder that returns its loss."""
 
     def __init__(self, words=512, width=64, depth=1):
         super().__init__()
@@ -50,25 +50,27 @@ def gradients(model, step, inputs):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def measured(model, step, inputs):
+def measure_peak(model, step, inputs):
+    """The peak of one forward and backward in bytes."""
+
     def run():
         model.zero_grad()
         step(*inputs).backward()
 
-    found = ackpt.measure(run, resident=[model, *inputs], warmup=0, repeats=0)
-    return found.peak_bytes
+    measurement = ackpt.measure(run, resident=[model, *inputs], warmup=0, repeats=0)
+    return measurement.peak_bytes
 
 
 torch.manual_seed(0)
-plain = LanguageModel()
-model = copy.deepcopy(plain)
+baseline = LanguageModel()
+model = copy.deepcopy(baseline)
 batches = [batch(length) for length in (32, 48, 17, 90)] + [batch(48, size=3)]
 
 step = ackpt.compile(model, *batches[0], budget=BUDGET)  # the line to add
 for inputs in batches:
-    expected, found = gradients(plain, plain, inputs), gradients(model, step, inputs)
-    assert all(torch.equal(one, other) for one, other in zip(expected, found))
-    peak = measured(model, step, inputs)
+    expected = gradients(baseline, baseline, inputs)
+    assert all(map(torch.equal, expected, gradients(model, step, inputs)))
+    peak = measure_peak(model, step, inputs)
     assert peak <= step.plan.peak_bytes <= 5 * 2**20
     shape, cost = list(inputs[0].shape), step.plan.cost
     print(f"{shape}: {memory_format(peak)}, recomputation costs {cost:.1%} of the step")
@@ -76,4 +78,4 @@ for inputs in batches:
 for event in step.history:
     print(f"{event.kind}: {event.cause}")
 assert [event.kind for event in step.history].count("capture") == 1
-print(f"gradients as without a plan, to the last bit; every peak within {BUDGET}")
+print(f"gradients equal the baseline's to the last bit; every peak within {BUDGET}")

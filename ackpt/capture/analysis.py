@@ -52,7 +52,7 @@ class Analysis:
         self.fx = {node.meta["ackpt_id"]: node for node in graph.module.graph.nodes}
         output = self.fx[len(graph.nodes)]
         returned = [None if node is None else node.meta["ackpt_id"] for node in output.args[0]]
-        # Gradients that nobody needs have no description.
+        # Unused gradients have no description.
         count = sum(described is not None and not hasattr(described, "grad_of") for described in output.meta["desc"])
         self.outputs: tuple[int | None, ...] = tuple(returned[:count])
         self.bw_outputs: tuple[int | None, ...] = tuple(returned[count:])
@@ -63,7 +63,7 @@ class Analysis:
         self.bytes = [storage.bytes for storage in graph.storages]
 
     def resized(self, graph: JointGraph) -> Analysis:
-        """The tables of `graph`, this one with other bytes of its storages; both share those that no bytes change."""
+        """The tables of `graph`, this one with other bytes of its storages; both share tables without bytes."""
         assert not self.restrided
         for table in ("callers", "effects", "_mask_elements", "allocated", "_batch_norms"):
             getattr(self, table)  # built now, once for all sizes
@@ -100,7 +100,7 @@ class Analysis:
 
     @cached_property
     def callers(self) -> set[int]:
-        """Storages that the caller holds for a while or to the end, so that they cannot move."""
+        """Storages that the caller references at some time, so that they cannot move."""
         return self.live_to_end | self.dropped
 
     @cached_property
@@ -176,7 +176,7 @@ class Analysis:
 
     @cached_property
     def always_computed(self) -> dict[int, None]:
-        """Forward nodes that the outputs and the effects depend on, in order: whatever is saved, the forward runs them.
+        """Forward nodes that the outputs and the effects depend on, in order: the forward runs them in every schedule.
 
         A dict, which is a set with an order.
         """

@@ -40,7 +40,7 @@ from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, symbolic
 from .outputs import check_differentiate, check_outputs, no_gradient, refuse_overlaps, without_gradient
 from .patches import casts
 
-_HELD = "held by the model's code"  # no attribute can be called so
+_HELD = "held by the model's code"  # not a valid attribute name
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Capture a model as `torch.compile` runs it, where that is the only way, and compare the results with eager's.
+"""Capture a model as `torch.compile` runs it, if that is the only way, and compare the results with eager's.
 
 Many models read tensor values unless ``torch.compiler.is_compiling()`` returns True. Captured that way, they may use
 other formulas. The model's own step is the baseline of every budget, so this module runs it, measures its peak and

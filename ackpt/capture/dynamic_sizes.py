@@ -1,9 +1,9 @@
 """Capture a step with symbolic sizes, so that one capture serves all sizes of its dynamic dimensions.
 
-`symbolic` gives chosen dimensions of a call's tensors symbols in place of numbers, and integers among its arguments,
-which count as the length of an empty tensor. A step captured from such tensors has sizes that are expressions in these
-symbols, and guards, the conditions under which the capture holds. `Symbols` evaluates both. `concrete` is the captured
-module at given sizes, so everything after the capture sees numbers alone.
+`symbolic` replaces chosen dimensions of a call's tensors, and integers among its arguments, by symbols. An integer is
+represented as the length of an empty tensor. A step captured from such tensors has sizes that are expressions in these
+symbols, and guards, the conditions under which the capture is valid. `Symbols` evaluates both. `concrete` is the
+captured module at given sizes, so all later stages see only numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SLICE_BACKWARD = torch.ops.aten.slice_backward.default
 _SLICES = (torch.ops.aten.slice.Tensor, _SLICE_BACKWARD)
 SMALLEST = 2  # torch captures the sizes 0 and 1 as numbers
-LARGEST = 2**62  # that fits torch's sizes; larger integers stay numbers
+LARGEST = 2**62  # the largest that fits torch's sizes; larger integers remain numbers
 
 
 @dataclass(frozen=True, order=True)
@@ -58,7 +58,7 @@ def layout(leaf) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def empty_tensor(length: int, leaves: Sequence[Any]) -> torch.Tensor:
-    """The tensor without elements that stands for an integer among `leaves`."""
+    """The tensor without elements that represents an integer among `leaves`."""
     device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
     return torch.empty(length, 0, device=device)
 
@@ -69,7 +69,7 @@ def integers(leaves: Sequence[Any], dimensions: Sequence[Dimension]) -> frozense
 
 
 def _not_a_view(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or the same memory without its base, whose sizes would get symbols of their own, if it is all of it."""
+    """`tensor`; if it covers all of its base, detached from the base, whose sizes would get symbols of their own."""
     is_all = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
     if not tensor._is_view() or tensor.requires_grad or not is_all:
         return tensor
@@ -99,12 +99,12 @@ def symbolic(leaves: Sequence[Any], dimensions: Sequence[Dimension], mode: FakeT
 
 
 class Symbols:
-    """The symbols of a capture: which dimension each stands for, and what the capture assumes about their values.
+    """The symbols of a capture: the dimension of each, and what the capture assumes about their values.
 
     Args:
         dimensions: the dynamic dimensions of the call.
         leaves: of the call, with symbolic tensors.
-        numbers: indices of those that stand for integers.
+        numbers: indices of those that represent integers.
 
     ``all``: the symbols, one for each of ``dimensions``.
     """

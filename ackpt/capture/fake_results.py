@@ -1,8 +1,8 @@
 """The results of operations on fake tensors, computed once for equal arguments.
 
 The storages that an operation returns follow from the layouts of its tensors (dtype, shape, strides, storage size) and
-from its other arguments. An operation whose equal has run already, in another layer or for another schedule, therefore
-does not run again: running it on fake tensors takes most of the time of a proof.
+from its other arguments. If an equal operation has run already, in another layer or for another schedule, its result is
+reused: running operations on fake tensors takes most of the time of a proof.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .joint_graph import JointGraph
 
 
 class Layout:
-    """What tensors of equal layouts have in common; `example` is one of them."""
+    """The properties that tensors of equal layouts share; `example` is one of them."""
 
     def __init__(self, example: torch.Tensor):
         self.example, self.bytes = example, example.untyped_storage().nbytes()
@@ -125,7 +125,7 @@ def fake_results(graph: JointGraph) -> FakeResults:
 
 
 def _key(argument, given: list[int]) -> Any:
-    """What decides a result about an argument; appends the storages that were not `given` before."""
+    """The properties of an argument that determine a result; appends the storages that were not `given` before."""
     if isinstance(argument, Value):
         if argument.storage not in given:
             given.append(argument.storage)

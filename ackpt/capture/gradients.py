@@ -1,6 +1,6 @@
 """Correct the storages of gradients in the captured graph, which differ from those that autograd uses.
 
-The gradient that a caller passes for an output has a storage of its own, but torch's tangents, which stand for these
+The gradient that a caller passes for an output has a storage of its own, but torch's tangents, which represent these
 gradients in the graph, share the storages of the outputs. Returned gradients: a leaf without a gradient keeps the
 tensor that backward returns for it if nothing else references this tensor and its strides are the leaf's; otherwise
 autograd clones it. That clone becomes an operation at the end of the backward, so that plans count it.
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def move_tangents(module: fx.GraphModule) -> None:
-    """Give every tangent of `module`, and the views of it, a storage that holds the tangent and nothing else."""
+    """Give every tangent of `module`, and the views of it, a storage of their own, which has no other tensors."""
     moved: dict[fx.Node, list[int]] = {}
     for node in module.graph.nodes:
         was = _storages(node)

@@ -1,6 +1,6 @@
 """Find the operations that eager mode runs in place, to simulate the peak of the eager step.
 
-AOTAutograd turns ``x.add_(y)`` into ``add(x, y)``, whose result has its own memory. So it does with the sums of
+AOTAutograd turns ``x.add_(y)`` into ``add(x, y)``, whose result has its own memory. The same is true of the sums of
 gradients that autograd's engine makes in place. Fractional budgets are relative to the peak of the model's own step,
 where ``x`` and the result share one storage. `eager_graph` merges such storages, so that simulating it gives that peak.
 """
@@ -31,11 +31,11 @@ _RUNS_IN = "ackpt_autograd_node"  # on nodes of the backward: the autograd node 
 RECORDS = "ackpt_records"  # on layers of oneDNN: whether autograd records them
 _RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
 _SUM, _SUMS_OWN = "ackpt_gradient_sum", "ackpt_sums_own_gradients"
-# What functionalization makes of a write to a part of a tensor when the whole is read: operation(whole, part, ...).
+# The result of functionalizing a write to a slice of a tensor that is then read in full: operation(whole, part, ...).
 _INTO_WHOLE = ("aten::slice_scatter", "aten::select_scatter", "aten::diagonal_scatter", "aten::as_strided_scatter")
 _INTO_WHOLE += ("ackpt_graph::with_strides",)  # eager's tensor has these strides already
 _FILLED = "ackpt_graph::filled"
-# Derivative formulas write in place into zeros that they allocate, except for the kind of tensors that a capture uses:
+# Derivative formulas write in place into zeros that they allocate, except for tensor subclasses, as in a capture:
 # see areAnyTensorSubclassLike in torch's FunctionsManual.cpp and TensorAdvancedIndexing.cpp.
 _INTO_ZEROS = ("aten::index_add", "aten::scatter_add", "aten::scatter", "aten::index_put", "aten::masked_scatter")
 _ZEROS = ("aten::new_zeros", "aten::zeros", "aten::zeros_like")
@@ -100,7 +100,7 @@ def _summed_into(fx, graph: JointGraph):
     """The node whose memory the engine reuses for the sum of gradients `fx`; None if it is no such sum.
 
     The engine adds in place to a gradient that nothing else references (``can_accumulate_inplace`` in torch's
-    input_buffer.cpp): not to a view, to what the caller holds, or to what a later operation reads.
+    input_buffer.cpp): not to a view, to a tensor that the caller references, or to one that a later operation reads.
     """
     first = fx.args[0] if fx.meta.get(_SUM) else None
     if not isinstance(first, torch.fx.Node):

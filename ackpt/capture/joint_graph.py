@@ -1,6 +1,6 @@
 """The joint graph: forward and backward of one step as one list of operations, and the storages that they use.
 
-`JointGraph` is what capture hands to all later stages. Its parts are in `operations`, and the tables that several
+Capture returns a `JointGraph` to all later stages. Its parts are in `operations`, and the tables that several
 stages derive from it in `analysis`.
 """
 
@@ -23,9 +23,9 @@ from .operations import BACKWARD, CATEGORIES, FORWARD, Node, Storage
 class AsCompiled:
     """Why a step was captured as ``torch.compile`` runs the model, and how it differs from the model's own step.
 
-    ``reason``: where the model looks at values. ``baseline_bytes``: the dynamic peak of the model's own step, measured;
-    None where there are no data, and while a profiler runs. ``difference``: what differs most, empty where outputs,
-    gradients and buffers are bit-equal; None where they were not compared, as on a CUDA device.
+    ``reason``: where the model reads values. ``baseline_bytes``: the dynamic peak of the model's own step, measured;
+    None without data, and while a profiler runs. ``difference``: the largest difference, empty if outputs, gradients
+    and buffers are bit-equal; None if they were not compared, as on a CUDA device.
 
     Example:
         >>> print(AsCompiled("module 'head' looks at values", 1024, ""))
@@ -112,7 +112,7 @@ class JointGraph:
         return next((node.id for node in self.nodes if node.phase == BACKWARD), len(self.nodes))
 
     def bytes(self) -> dict[str, int]:
-        """Bytes by category, each storage once; those of activations are what a baseline step keeps for backward."""
+        """Bytes by category, each storage once; those of activations are saved for backward by a baseline step."""
         sizes: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         for storage in self.storages:
             sizes[storage.category] += storage.bytes
@@ -134,7 +134,7 @@ class JointGraph:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of what is computed from what (operations, arguments, shapes, dtypes, devices) and lies where.
+        """SHA-256 of the operations with their arguments, shapes, dtypes, devices and storages.
 
         Names do not matter; whether two values share a storage does, and which outputs the caller drops.
         """
@@ -158,7 +158,7 @@ class JointGraph:
 
 
 def _identity(node) -> list:
-    """What makes two nodes the same, whatever they are called."""
+    """The properties in which equal nodes agree; names are not among them."""
 
     def argument(value):
         if isinstance(value, torch.fx.Node):
@@ -184,7 +184,7 @@ _INPUTS = {"ParamAOTInput": "parameter", "BufferAOTInput": "buffer", "TangentAOT
 
 
 def with_accesses(nodes, sizes, ordered, returned, gradients):
-    """The storages of these `sizes`, with what touches them; ``ordered``: the fx node of each id."""
+    """The storages of these `sizes`, with the nodes that use them; ``ordered``: the fx node of each id."""
     touched: dict[int, list[int]] = {key: [] for key in sizes}
     members: dict[int, list[int]] = {key: [] for key in sizes}
     for node in nodes:
@@ -201,7 +201,7 @@ def with_accesses(nodes, sizes, ordered, returned, gradients):
         backward = [node_id for node_id in touched[key] if nodes[node_id].phase == BACKWARD]
         if ordered[producer].op == "placeholder":
             category = _INPUTS.get(type(ordered[producer].meta["desc"]).__name__, "input")
-        elif ordered[producer].op == "get_attr":  # a constant of the model's code, held by the graph
+        elif ordered[producer].op == "get_attr":  # a constant of the model's code, which the graph references
             category = "buffer"
         elif key in given_back:
             category = "gradient"

@@ -29,7 +29,7 @@ _LEAST_8BIT, _BLOCK_8BIT = 4096, 256  # elements
 
 
 class Loop(NamedTuple):
-    """What the loop around a step holds.
+    """The parts of the training loop around a step that need memory.
 
     ``optimizer``: of the model's parameters, or the name of one in ``torch.optim``; None to leave it out.
     ``accumulation``: whether gradients of earlier steps exist. ``clipping``: ``torch.nn.utils.clip_grad_norm_`` runs
@@ -51,7 +51,7 @@ def check_optimizer(model: torch.nn.Module, optimizer) -> None:
     """Raise an error unless `optimizer` is None, the name of an optimizer, or an optimizer of parameters of `model`.
 
     Raises:
-        TypeError: if it is no ``torch.optim.Optimizer``.
+        TypeError: if it is not a ``torch.optim.Optimizer``.
         ValueError: if it has none of the parameters of `model`, or if torch has no optimizer of this name.
     """
     if optimizer is None:

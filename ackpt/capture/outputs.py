@@ -20,7 +20,7 @@ from .joint_graph import JointGraph
 
 _DIFFERENTIATE = ("loss", "all")
 _OUTPUTS = ("drop", "keep")
-_ALWAYS = -1  # stands for an output that backward always reaches
+_ALWAYS = -1  # represents an output that backward always reaches
 
 
 def check_differentiate(differentiate) -> str:
@@ -261,7 +261,7 @@ def gradients_before_backward(outputs, parameters, room_bytes: Callable[[], int 
 
 
 def dropped_before_backward(outputs, places: Sequence[int], room_bytes: Callable[[], int | None], node=None) -> None:
-    """Raise an error when backward begins while the caller holds outputs that the plan does not count.
+    """Raise an error when backward begins while the caller references outputs that the plan does not count.
 
     Args:
         outputs: what the step returned; ``places``: indices of those that the caller is to drop.

@@ -40,7 +40,7 @@ def trace(
         differentiate: the outputs whose gradients are planned. ``"all"``: all outputs that require grad. ``"loss"``: if
             exactly one of these is a scalar, that one alone, as in ``model(**batch).loss.backward()``; otherwise all.
         outputs: the outputs that stay live during backward. ``"drop"``: the caller drops outputs that get no gradient
-            before backward, as in ``loss = model(**batch).loss``. ``"keep"``: the caller holds all outputs, which then
+            before backward, as in ``loss = model(**batch).loss``. ``"keep"``: the caller keeps all outputs, which then
             count until the step ends.
         optimizer: the optimizer of the model's parameters, or the name of one in ``torch.optim`` with its default
             options, such as ``"adamw"``. Its state counts as resident, and the temporary memory of its step is part of
@@ -76,7 +76,7 @@ def trace(
 def captured_graph(
     captured: Capture, model, args, kwargs, loop: Loop = NO_LOOP, instance: fx.GraphModule | None = None
 ) -> JointGraph:
-    """The graph of a captured step, with what the capture knows about the call.
+    """The graph of a captured step, with the facts that the capture recorded about the call.
 
     `instance`: the captured module at the sizes of the call, if it was captured with dynamic dimensions.
     """
@@ -163,7 +163,7 @@ def described_graph(module, **fields) -> JointGraph:
 def _in_order(module):
     """Nodes as they run: inputs, forward, gradients of the outputs, backward.
 
-    What changes buffers stands behind everything in the captured graph; it belongs to the end of the forward.
+    Writes to buffers are the last operations of the captured graph, but they belong to the end of the forward.
     """
     nodes = [node for node in module.graph.nodes if node.op != "output"]
     for node in nodes:  # torch's own passes leave new nodes without a tag
@@ -184,7 +184,7 @@ _BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 
 
 def _without_running_statistics(graph):
-    """In training, the backward of a batch norm is handed the running statistics, but uses those of the batch."""
+    """In training, the backward of a batch norm receives the running statistics, but uses those of the batch."""
     for node in graph.find_nodes(op="call_function", target=_BATCH_NORM_BACKWARD):
         if node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])

@@ -193,7 +193,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _region():
-    """Stands for the function of a nested region in a `Call`."""
+    """A placeholder for the function of a nested region in a `Call`."""
 
 
 class Path(NamedTuple):
@@ -299,7 +299,7 @@ def _first_with_grad(result):
 
 
 def _plain(value):
-    """What two runs compare of `value`: a plain value, a parameter's identity, None for a tensor, else the type."""
+    """The part of `value` to compare: a plain value, a parameter's identity, None for a tensor, else the type."""
     if type(value) in _ATOMS or isinstance(value, numbers.Number):
         return value
     if isinstance(value, torch.Tensor):

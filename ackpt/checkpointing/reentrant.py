@@ -70,7 +70,7 @@ def checkpoint(
             Parameters and closed-over tensors receive gradients like arguments.
         preserve_rng_state: whether the recomputation replays every random number stream that the region drew from
             (torch on all devices, Python's ``random``, numpy, and generator objects that the arguments refer to).
-        offload: where the saved inputs stay until backward: ``None`` for their device, ``"sync"`` or ``"async"`` for
+        offload: where the saved inputs are until backward: ``None`` for their device, ``"sync"`` or ``"async"`` for
             host memory, or an :func:`offload_saved_tensors` object, whose settings then apply.
 
     Returns:

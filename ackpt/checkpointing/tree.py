@@ -14,7 +14,7 @@ import torch
 
 
 class Slot:
-    """Stands for tensor number ``index`` in a stripped structure."""
+    """A placeholder for tensor number ``index`` in a stripped structure."""
 
     __slots__ = ("index",)
 
@@ -131,7 +131,7 @@ def _map(obj, change):
 def _map_fields(obj, new, change):
     """Set the changed fields of dataclass `obj` on `new`, a copy that is made when first needed.
 
-    Neither ``__init__`` nor ``__post_init__`` runs again, and frozen dataclasses work.
+    ``__init__`` and ``__post_init__`` are not called a second time, and frozen dataclasses work.
     """
     for field in dataclasses.fields(obj):
         if not hasattr(obj, field.name):

@@ -122,7 +122,7 @@ def remove_activation_checkpointing(model: nn.Module) -> list[str]:
 
 
 class _Checkpointed:
-    """Mixin in front of a module's class; the combined class runs the original ``forward`` as one region."""
+    """Mixin that precedes a module's class; the combined class runs the original ``forward`` as one region."""
 
     _checkpoint_options: dict
 

@@ -84,7 +84,7 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def error(self, message):
-        """Exits with one line instead of the whole usage."""
+        """Exits with one line instead of the full usage."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 

@@ -1,4 +1,4 @@
-"""What several commands share: options, the configuration that they make, output folders, and printing records."""
+"""Helpers of several commands: options, the configuration that they make, output folders, and printing records."""
 
 from __future__ import annotations
 

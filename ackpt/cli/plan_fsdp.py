@@ -20,7 +20,7 @@ def run(config: PlanConfig, shardings: list[Sharding]) -> tuple[ShardedModel, li
     """Return the plan for each number of ranks, or the error that refuses it.
 
     Raises:
-        BudgetError: if no plan keeps the budget; the error of the last number of ranks.
+        BudgetError: if the budget is infeasible; the error of the last number of ranks.
         ValueError: for a step that cannot be built, captured or sharded.
     """
     model = ShardedModel(config)
@@ -61,14 +61,14 @@ def text(model: ShardedModel, shardings: list[Sharding], plans) -> str:
 
 
 def fits(model: ShardedModel, plan: ShardedPlan) -> bool:
-    """Whether the device, if there is one, holds the plan."""
+    """Whether the plan fits the device, if there is one."""
     return model.device is None or plan.peak_bytes <= model.device.memory_bytes
 
 
 def to_json(model: ShardedModel, shardings: list[Sharding], plans) -> dict:
     """The same as plain data, sizes in bytes: the format of `plan_text.to_json`; for several numbers of ranks, a sweep.
 
-    What a sharded plan does not have is None.
+    A field that a sharded plan does not have is None.
     """
     data = [{"ranks": sharding.ranks, **_data(model, sharding, plan)} for sharding, plan in zip(shardings, plans)]
     if len(data) == 1:

@@ -94,7 +94,7 @@ def run(config: PlanConfig, sweep: Sweep) -> Rows:
 
 
 def fits(row: Planned | BudgetError) -> bool:
-    """Whether there is a plan, and the device, if any, holds it."""
+    """Whether there is a plan, and it fits the device, if there is one."""
     return isinstance(row, Planned) and (row.memory is None or row.memory.fits)
 
 

@@ -23,7 +23,7 @@ ON_A_CPU = "as the CPU runs it; not included: workspaces of operations"
 
 
 def text(planned: Planned) -> str:
-    """The step, its peak by category, the plan, the ten largest activations, and whether the device holds it."""
+    """The step, its peak by category, the plan, the ten largest activations, and whether the step fits the device."""
     config, plan = planned.config, planned.plan
     dtype = dtype_name(config.step.dtype)
     mixed = "" if config.autocast == "float32" else f", autocast to {config.autocast}"
@@ -59,7 +59,7 @@ def how_it_runs(planned: Planned, path: str) -> str:
 
 
 def explanation(planned: Planned) -> Explanation:
-    """Where the memory of the planned step goes."""
+    """The memory of the planned step by category."""
     kind, model = optimizer_kind(planned.config.optimizer), planned.step.model
     optimizer = None if kind is None else kind(model.parameters())
     return explained(planned.graph, planned.profile, planned.plan, model, optimizer)
@@ -106,7 +106,7 @@ def to_json(planned: Planned, shown: Explanation | None = None) -> dict:
 
 
 def plan_step(config: PlanConfig, step: TrainingStep) -> dict:
-    """What was planned, as plain data: the step and the options of its plan."""
+    """The planned step as plain data: the step and the options of its plan."""
     return {
         "model": config.step.model,
         "class": type(step.model).__name__.removeprefix("_"),

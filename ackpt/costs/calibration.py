@@ -1,4 +1,4 @@
-"""Measure the rates of this machine's CPU, once, and keep them in a file.
+"""Measure the rates of this machine's CPU, once, and store them in a file.
 
 Data sheets of CPUs do not say how fast torch's kernels run: an operation that draws random numbers takes as long as
 tens of additions of the same size. So each kind of operation runs once on example arguments. `this_cpu` returns the

@@ -144,7 +144,7 @@ _GUESSED_LINK = 16e9
 
 
 def rates_of(properties: Any) -> Device | None:
-    """The rates of the GPU with these properties; None for one of an architecture that is not known.
+    """The rates of the GPU with these properties; None for an unknown architecture.
 
     Args:
         properties: from ``torch.cuda.get_device_properties``.

@@ -1,8 +1,8 @@
 """The times of operations that a compiler fuses: a chain of elementwise operations reads once and writes once.
 
 Alone, each operation of the chain reads its arguments from memory and writes its result. In one kernel, a result that
-only elementwise operations read stays in registers. So the recomputation of a chain costs one read and one write, and
-what its operations compute.
+only elementwise operations read remains in registers. The recomputation of a chain therefore costs one read, one write
+and the arithmetic of its operations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Time every distinct operation of a graph on its device, alone and with made-up arguments.
 
-`ackpt.profile` with ``mode="measured"`` runs the whole graph instead, with the values that it computes. Here an
-operation that all layers repeat runs for one of them, so the time grows with the kinds of layers, not their number.
+`ackpt.profile` with ``mode="measured"`` runs the whole graph instead, with the values that it computes. Here, an
+operation that all layers repeat runs only once, so the time grows with the kinds of layers, not their number.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Profile:
         return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the profile as JSON, whole or not at all.
+        """Write the profile as JSON, completely or not at all.
 
         Raises:
             RecordError: if it cannot be written there.
@@ -209,7 +209,7 @@ def profile(
 
 def default_rates(graph: JointGraph) -> devices.Device | None:
     """The rates of the device that holds the tensors of `graph`: of a GPU by its name or properties, of the CPU as it
-    is calibrated; None if they are not known.
+    is calibrated; None if they are unknown.
     """
     device = device_of(graph)
     if device.type == "cpu":
@@ -320,10 +320,10 @@ def _calls(graph: JointGraph):
 
 
 def rates(device: Any) -> devices.Device | None:
-    """The rates of a device that is named or given; None for None.
+    """The rates of a device that is named or passed; None for None.
 
     Raises:
-        TypeError, ValueError: if it is neither, or not known.
+        TypeError, ValueError: if it is neither, or unknown.
     """
     if device is None or isinstance(device, devices.Device):
         return device
@@ -339,7 +339,7 @@ def rates(device: Any) -> devices.Device | None:
 
 
 def _check_figures(name: str, values, flops, origin) -> None:
-    """Refuse what is no list of figures with an origin; those by node must be as many as the FLOPs."""
+    """Refuse fields that are not lists of figures with an origin; each list by node must be as long as the FLOPs."""
     if values is None and name in _TIMES:
         return
     number = int if name in _COUNTS else (int, float)

@@ -25,7 +25,7 @@ from ackpt.metering.timeline import MeterError
 class Allocations:
     """What one run of an operation allocated, in bytes.
 
-    ``workspace``: the peak beyond what is still allocated at the end; ``left``: what is, its new results;
+    ``workspace``: the peak beyond what is still allocated at the end; ``left``: the latter, its new results;
     ``results``: of each result the dtype and the bytes of its storage, None for what is not a tensor.
     """
 

@@ -44,7 +44,7 @@ def workspace_bytes(graph: JointGraph) -> tuple[int, ...]:
 
     Exact to the byte for what torch's CPU allocator hands out in the operation's own thread; memory that a library
     (oneDNN, MKL) allocates elsewhere is not included, nor in ``ackpt.measure``. Some kernels allocate a buffer for
-    each of ``torch.get_num_threads()`` threads, so the sizes hold for that number. The arguments consist of 0.5, True
+    each of ``torch.get_num_threads()`` threads, so sizes depend on that number. The arguments consist of 0.5, True
     and 0, and a workspace that depends on values (``index_put`` by a mask, ``ctc_loss``) is that of these values. A
     collective cannot run alone and counts as 0. Needs the memory of the largest operation.
 
@@ -85,7 +85,7 @@ def runs_alone(node: torch.fx.Node) -> bool:
 
 
 def results_agree(graph: JointGraph) -> bool:
-    """Whether all operations return results of the shapes, strides and storages that the graph says."""
+    """Whether all operations return results with the shapes, strides and storages of the graph."""
     return _measured(graph, torch.get_num_threads())[1]
 
 
@@ -95,7 +95,7 @@ def _allocations(graph: JointGraph) -> dict[int, Allocations]:
 
 @once_per_graph
 def _measured(graph: JointGraph, threads: int) -> tuple[dict[int, Allocations], bool]:
-    """What every operation allocates with so many threads, by node id, views and the like left out; and whether all
+    """The bytes that every operation allocates with so many threads, by node id, without views; and whether all
     results are as in the graph."""
     analysis = graph.analysis
     stage("measuring the workspace of operations")
@@ -149,7 +149,7 @@ def allocation_of(node, target, call) -> Allocations:
 
 
 def _run(node, target, call, runs: int = 2) -> tuple[Allocations, Any]:
-    """What an operation allocates, and its result without data; the first of all runs may fill caches that stay."""
+    """What an operation allocates, and its result without data; the first of all runs may fill permanent caches."""
     leaves, spec = tree_flatten(call)
     reasons = []
     for fill in _FILLS:

@@ -1,7 +1,7 @@
 """Peak memory and latency against the batch size, with and without checkpointing; the largest batch within a limit.
 
-Published for a ResNet, at batches of 4 to 64, by a reproduction of mu-TWO (Purandare et al., MLSys 2023). A batch is
-measured where it fits the machine, else predicted from shapes; a record says which by its experiment's name.
+Published for a ResNet, at batches of 4 to 64, by a reproduction of mu-TWO (Purandare et al., MLSys 2023). A batch
+is measured if it fits the machine, and otherwise predicted from shapes; the experiment's name in the record says which.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class BatchSizeConfig:
     """Sizes and settings. `limit`: bytes of the whole peak, or ``"auto"``, the baseline's peak at the middle batch.
 
     A method with a budget, such as ``"auto@0.5"``, is compared at every batch size. A policy without one, such as
-    ``"auto"``, has the limit as its budget, and its largest batch is searched. The other methods take part in both.
+    ``"auto"``, has the limit as its budget and takes part only in the search for the largest batch. All other methods
+    take part in both.
     """
 
     model: str = "resnet50"
@@ -131,7 +132,7 @@ def run_batch_size(config: BatchSizeConfig, command: str = "", timed_rounds: int
     the whole peak.
 
     Raises:
-        GradientsDiffer: if a method's gradients are not those of the plain model; on the CPU they must be bit-equal.
+        GradientsDiffer: if a method's gradients are not those of the baseline; on the CPU they must be bit-equal.
     """
     shapes = _shapes(config)
     limit = _limit(config, shapes, predict_only)
@@ -146,7 +147,7 @@ def compare_steps(config: BatchSizeConfig, command: str = "", timed_rounds: int 
 
 
 def search_largest(config: BatchSizeConfig, command: str = "", failures=STRICT):
-    """The lists of `run_batch_size` for the largest batches, one per method; the batches help to guess."""
+    """The lists of `run_batch_size` for the largest batches, one per method; the search starts from the batches."""
     shapes = _shapes(config)
     yield from _searched(config, _limit(config, shapes, False), shapes, command, False, failures)
 
@@ -203,7 +204,7 @@ def step_metrics(
     baseline_fits = not predict_only and does_not_fit(baseline["peak_bytes"], setting.device) is None
     runs = []
     for each in methods:
-        if baseline_fits:  # then the methods that save memory fit, too; their plans predict them
+        if baseline_fits:  # then the methods that save memory fit, too; their plans predict their peaks
             runs.append(each)
             continue
         try:
@@ -259,7 +260,7 @@ def _measured(shapes: Shapes, methods, baseline_fits: bool, timed_rounds: int, f
 
 
 def _limit(config: BatchSizeConfig, shapes, predict_only: bool) -> int:
-    """The limit in bytes; on a GPU auto is the reserved memory, because that is what can be limited there."""
+    """The limit in bytes; on a GPU, ``"auto"`` refers to reserved memory, because torch can limit only that."""
     if config.limit != AUTO_LIMIT:
         return parse_bytes(config.limit) if isinstance(config.limit, str) else config.limit
     middle = shapes(sorted(config.batches)[len(config.batches) // 2])

@@ -1,8 +1,8 @@
 """BERT's masked-language-model step: per-block checkpointing, and plans of policy auto at several budgets.
 
 Published for BERT-large on one GPU with a per-module switch (average memory and time of the whole run). The small
-tier measures a small BERT and predicts the published one from shapes, as on a GPU. `of_blocks` and `saved_in` say what
-plans do with the activations of the blocks.
+tier measures a small BERT and predicts the published one from shapes, as on a GPU. `of_blocks` and `saved_in` show
+which activations of the blocks a plan saves.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CPU = BertStepConfig(
 
 
 def configuration(tier: str = "cpu", **changes) -> BertStepConfig:
-    """The tier's configuration with `changes`; fields of the model that are not among them stay those of the tier."""
+    """The tier's configuration with `changes`; other fields of the model keep the tier's values."""
     base = CPU if tier == "cpu" else GPU
     if "fields" in changes:
         changes["fields"] = {**base.fields, **changes["fields"]}
@@ -87,7 +87,7 @@ def run_bert(
     tier's is followed by predictions of the published sizes, in records of the experiment ``bert-predicted``.
 
     Raises:
-        GradientsDiffer: if a method's gradients are not those of the plain model; on the CPU they must be bit-equal.
+        GradientsDiffer: if a method's gradients are not those of the baseline; on the CPU they must be bit-equal.
     """
     yield _records(config, command, timed_rounds, predict_only, failures)
     if config.device == "cpu" and not predict_only:

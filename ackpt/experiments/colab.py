@@ -17,7 +17,7 @@ def run_demo(device: str | None = None, *, timed_rounds: int = 3, **overrides: A
 
     Args:
         device: ``"cuda"`` (the published size) or ``"cpu"`` (a small one); by default a GPU if there is one.
-        timed_rounds: interleaved rounds for the times; with 0 there are none.
+        timed_rounds: interleaved rounds for the times; 0 measures no times.
         overrides: fields of ``ackpt.experiments.offload.OffloadConfig``: total_tokens, layers, dim, methods, ...
 
     Returns:

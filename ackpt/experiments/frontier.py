@@ -1,4 +1,4 @@
-"""The experiment ``frontier``: every policy and every peer on one model, measured peak against recomputation.
+"""The experiment ``frontier``: measured peak and recomputation of every policy and every peer on one model.
 
 Every schedule runs once, with its bytes and FLOPs measured, from the same parameters, buffers and batch as a step of
 policy ``none``; gradients and buffers must be bit-equal to those of that step. A peer runs one step before, in which
@@ -47,13 +47,13 @@ COSTS = {
     "measured": "seconds of each operation, measured",
 }
 COMPILERS = ("eager", "inductor")
-_BOUNDED = 20  # the baseline's peak is divided into so many limits, each with a lower bound
+_BOUNDED = 20  # number of equally spaced limits up to the baseline's peak, each with a lower bound
 _TOO_LITTLE = 1e-9  # of the baseline's peak: every policy refuses it, naming its smallest feasible budget
 
 
 @dataclass(frozen=True)
 class FrontierConfig:
-    """What is compared: `sizes` change those of the model, `settings` are of the peer ``memory-budget``, `seed` is that
+    """The runs to compare: `sizes` change the model's, `settings` are of the peer ``memory-budget``, `seed` is that
     of weights and batch. `compiler`: ``"eager"``, or ``"inductor"``. `clock`: of `ackpt.compare_seconds`.
     """
 
@@ -102,14 +102,15 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
     that changed last bits of the parameters make; ``points``, one per policy and budget (None: the smallest feasible
     budget of the policy), for a refused budget with ``least_bytes`` only; ``not_run``, the reasons by policy;
     ``front``, the frontier of policy auto, planned but not run; ``bounds``, lower bounds of the recomputed FLOPs within
-    a limit; ``peers``. Peaks are dynamic, in bytes. ``gap_seconds`` of a point is what its plan costs above the lower
-    bound, if the policy minimizes seconds.
+    a limit; ``peers``. Peaks are dynamic, in bytes. ``gap_seconds`` of a point is the optimality gap
+    of its plan, if the policy minimizes seconds.
 
     With `timed_rounds` every run has ``seconds_step``, and ``seconds_ratio`` to the model's own step, or to that of
     Inductor. On a CPU the process then keeps freed memory if it can, which ``keeps_freed_memory`` says. A peer also has
-    the ratio of auto's plan within the peer's peak, ``auto_seconds_ratio``. Points with other costs than the first have
-    the policy ``"auto, rates"``, say. On a GPU there are no lower bounds, which do not hold for its kernels, and runs
-    have the allocator's counters. `failures` collects the runs that failed, which have no point.
+    the ratio of auto's plan within the peer's peak, ``auto_seconds_ratio``. For costs other than the first, the
+    policy's name includes them, as in ``"auto, rates"``. On a GPU there are no lower bounds, because
+    they are not valid for its kernels, and runs have the allocator's counters. `failures` collects the runs that
+    failed, which have no point.
     """
     work = workload(config.model, config.sizes, config.seed, config.device, config.dtype)
     runs = Runs(work, config.seed, timed_rounds, config.clock)
@@ -153,7 +154,7 @@ def _run(config, work: Workload, runs: Runs, failures) -> dict:
 
 
 def _compiled(config, work: Workload, runs: Runs, failures) -> dict:
-    """The metrics with Inductor. `auto` has no point at its smallest peak, other policies have only one, that one."""
+    """The metrics with Inductor. `auto` has no point at its smallest peak; other policies have only that point."""
     baseline = runs.first_by_inductor()
     peak, resident = baseline["measured_peak_bytes"], baseline["resident_bytes"]
     points = []

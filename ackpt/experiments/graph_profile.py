@@ -1,4 +1,4 @@
-"""What the graph of a step says, by category, and whether that is what is measured."""
+"""The live bytes of a step's graph by category, and a comparison with measured bytes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def orders_plot(steps: dict[str, Timeline], title: str, resident_bytes: int):
 
 
 def random_fates(graph, seed: int) -> dict[str, str]:
-    """Fates for the policy manual: a coin decides for every operation that may be recomputed whether it is."""
+    """Fates for the policy manual: for every operation that may be recomputed, a random choice decides."""
     analysis, coin, fates = graph.analysis, random.Random(seed), {}
     for producer in sorted({graph.storages[storage].producer for storage in analysis.savable}):
         siblings = sorted(analysis.allocated[producer] & analysis.savable)
@@ -76,8 +76,8 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """Predict and run a step by every policy; returns whether bytes and gradients agree.
 
-    The plans are made from shapes alone, so that they are the same everywhere. To compare them with the allocator, they
-    are simulated once more with measured workspaces.
+    The plans are made from shapes alone, so they are the same on every machine. For the comparison with the allocator,
+    they are simulated once more with measured workspaces.
 
     Args:
         model, args, kwargs: called on the CPU, returning a scalar loss.

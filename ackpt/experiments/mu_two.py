@@ -1,7 +1,7 @@
 """mu-TWO step by step: the attributes of intermediates, how every choice changes them, and the printed pseudocode.
 
-Purandare et al., mu-TWO, MLSys 2023; the policy is `ackpt.policies.mu_two`. Functions whose name begins with
-``printed`` repeat one error of the paper's pseudocode each, so that its effect can be measured.
+Purandare et al., mu-TWO, MLSys 2023; the policy is `ackpt.policies.mu_two`. Each function whose name begins
+with ``printed`` reproduces one error of the paper's pseudocode, so that its effect can be measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def intermediates_of(graph: JointGraph, profile) -> list[Intermediate]:
 
 @dataclass(frozen=True)
 class Choice:
-    """One choice of algorithm B and its effects.
+    """One choice of algorithm B, and its effects.
 
     ``chosen``: name, None before the first choice; ``total_recomp_time``: of every intermediate that is neither dropped
     nor swapped, by name, after the choice; ``recomp_time``: of those that are dropped; ``saved_bytes``: saved on the
@@ -80,9 +80,9 @@ def _choice(graph: JointGraph, profile, state: State, every: list[Intermediate])
 def printed_peak(graph: JointGraph, profile, every: list[Intermediate], kept: list[Intermediate]) -> int:
     """The dynamic peak by algorithm G as printed: never lower than the baseline's.
 
-    Intermediates that are not `kept` are away from their last access in the forward to its end. But backward begins
-    with all of `every`, and what comes back is added to that and deleted once. The estimate leaves out that other
-    operations must run, and other storages live, to bring them back.
+    Intermediates that are not in `kept` are not live from their last access in the forward to its end. But backward
+    begins with all of `every`, and recomputed or swapped-in intermediates are added to that and deleted once. The
+    estimate ignores that recomputing them needs other operations and other live storages.
     """
     plain = everything(graph)
     orders = [[step.id for step in steps if step.kind == "compute"] for steps in (plain.forward, plain.backward)]
@@ -106,7 +106,7 @@ def printed_peak(graph: JointGraph, profile, every: list[Intermediate], kept: li
 
 
 def printed_overhead(wanted: Intermediate, run_time, boundary: int) -> float:
-    """Seconds by algorithm C as printed: below 0 if the last operation takes longer than the rest of the copy."""
+    """Seconds by algorithm C as printed: negative if the last operation takes longer than the rest of the copy."""
     assert wanted.swap_time is not None
     left = wanted.swap_time
     for node in range(wanted.first_bw_access - 1, boundary - 1, -1):

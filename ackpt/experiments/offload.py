@@ -41,7 +41,7 @@ LOSS_SCALE = 2.0**16  # float16 only: the mean over all outputs has gradients th
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Sizes and settings. `batch_size` sequences share `total_tokens`; `steps` are compared with the plain model's."""
+    """Sizes and settings. `batch_size` sequences share `total_tokens`; `steps` are compared with the baseline's."""
 
     total_tokens: int = 2048
     batch_size: int = 8
@@ -151,7 +151,7 @@ def run_offload(config: OffloadConfig = CPU, command: str = "", timed_rounds: in
 
 
 def predict_offload(config: OffloadConfig = GPU, command: str = "") -> list[Record]:
-    """Peaks from shapes alone, as on `config.device`, which need not be there; one Record per method.
+    """Peaks from shapes alone, as on `config.device`, which need not exist; one Record per method.
 
     The records' experiment is ``offload-predicted``; they hold bytes, copies and FLOPs, no times.
     """
@@ -204,7 +204,7 @@ COUNTED = ("copies_out", "copies_in", "bytes_out", "bytes_in", "shared", "found"
 def _check(config, model, methods, failures) -> dict[str, dict]:
     """Compare the gradients of every step with the baseline's; returns differences and the engine's counts.
 
-    Batches differ from step to step, so that a stale buffer would be seen.
+    Batches differ from step to step, so that a stale buffer causes a difference.
     """
     checked: dict[str, dict] = {name: {"gradients_difference": 0.0} for name in methods}
     baseline = make_method("baseline", model, config.device, config.min_bytes)
@@ -285,7 +285,7 @@ def _copy_seconds(stats) -> dict:
 
 @contextlib.contextmanager
 def _a_core_for_copies(device: str):
-    """Inside, compute leaves one core of a CPU with several to the worker that copies."""
+    """Inside, compute leaves one core of a multi-core CPU to the worker that copies."""
     threads = torch.get_num_threads()
     if device == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,6 +1,6 @@
-"""How far are plans from the least that must run again? The exact answer on small graphs, a bound on large ones.
+"""The optimality gaps of plans: exact on small graphs, by a lower bound on large ones.
 
-Costs are shares of the baseline's, of FLOPs and traffic weighed against each other as the policies do.
+Costs are fractions of the baseline's cost. As in the policies, a cost is a weighted sum of FLOPs and memory traffic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ackpt.policies.search.refinement import refined
 
 
 class MLPBlock(nn.Module):
-    """x [rows, width] -> x + MLP(norm(x)), the half of a Transformer's layer that has no attention."""
+    """x [rows, width] -> x + MLP(norm(x)): a Transformer layer without its attention."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -38,7 +38,7 @@ class MLPBlock(nn.Module):
 
 
 class SmallUNet(nn.Module):
-    """Images [batch, 3, height, width] -> a scalar: two scales down, two up, the way up reading the way down."""
+    """Images [batch, 3, height, width] -> a scalar: two scales down, two up, with skip connections."""
 
     def __init__(self):
         super().__init__()
@@ -58,18 +58,18 @@ def _conv(inputs: int, outputs: int) -> nn.Conv2d:
 
 
 def distances(graph, profile, budgets, policies, *, exact: bool = False) -> list[dict]:
-    """What the policies pay within each budget, and what must be paid.
+    """The cost of each policy and the lower bound, for each budget.
 
     Args:
         graph, profile: of the step.
-        budgets: shares of the baseline's dynamic peak.
+        budgets: fractions of the baseline's dynamic peak.
         policies: names of policies.
-        exact: solve the integer program, too, until it is optimal.
+        exact: also solve the integer program to optimality.
 
     Returns:
-        A row per budget: ``budget``; ``bound``, the linear program's, None where nothing fits; the cost by each policy,
-        None where it refuses the budget; and, if exact, ``ilp`` with ``ilp_bound``, below which no plan of the integer
-        program lies, both None where it has none.
+        A row per budget: ``budget``; ``bound``, the linear program's lower bound, None if the budget is infeasible; the
+        cost of each policy, None if the policy refuses the budget. If `exact`, also ``ilp``, the cost of the integer
+        program's plan, and ``ilp_bound``, its lower bound; both are None if it has no plan.
     """
     plain = plan(graph, policy="none", profile=profile)
     unit = step_cost(everything(graph), costs(graph, profile)) or 1.0
@@ -93,13 +93,14 @@ def distances(graph, profile, budgets, policies, *, exact: bool = False) -> list
 
 
 def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
-    """The front of ``auto`` as it grows with each part of the search; the last is the front that it plans from.
+    """The Pareto frontier of ``auto`` after each part of its search; the last one is the frontier that it plans from.
 
-    ``segments``: the baseline, and segments run again as a whole or value by value; ``blocks``: every block by the
-    best of its own options, and dynamic programming over the chain; ``levels``: the same with blocks of which a part
-    stays when they are run for a later one; ``instead``: and smaller values saved instead, such as a product instead of
-    a sum; ``policies``: and the plans of rotor and mu-TWO; ``refined``: and what lies between two neighbours;
-    ``evicted``: and plans without the activations that only wait at a peak.
+    Each part adds plans to the part before it. ``segments``: the baseline, and segments recomputed at once or one
+    activation at a time. ``blocks``: dynamic programming over the chain, with the best options of every block.
+    ``levels``: the same, with blocks of which a part remains saved after their recomputation for a later block.
+    ``instead``: smaller activations saved as substitutes, such as a product instead of a sum. ``policies``: the plans
+    of rotor and mu-TWO. ``refined``: plans between two neighbors on the frontier. ``evicted``: plans without
+    activations that are live at a peak but not used there.
     """
     candidates = [everything(graph), full.schedule(graph, profile, None), *auto.segments(graph)]
     fronts = {"segments": pareto(graph, profile, candidates)}
@@ -123,7 +124,7 @@ def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
 
 
 def least_costs(graph, profile, points: list[Point], budgets) -> dict[float, float | None]:
-    """``{budget: cost of the cheapest point of a front that fits}``; None if none does."""
+    """``{budget: cost of the cheapest point within it}``; None if no point is."""
     unit = step_cost(everything(graph), costs(graph, profile)) or 1.0
     peak = peak_of(graph, everything(graph), profile.workspace_bytes)
     cost_of: dict[float, float | None] = {}
@@ -135,7 +136,7 @@ def least_costs(graph, profile, points: list[Point], budgets) -> dict[float, flo
 
 
 def _by_blocks(graph, profile, partials: int | None) -> list:
-    """The schedules of auto's dynamic programming, with at most so many partial savings of blocks."""
+    """The schedules of auto's dynamic programming, with at most `partials` partly saved versions of each block."""
     memory_bytes = peak_of(graph, everything(graph), profile.workspace_bytes)
     return [
         schedule

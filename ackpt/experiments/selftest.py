@@ -1,7 +1,8 @@
 """The experiment ``selftest``: the promises of the package, checked on this machine in at most two minutes.
 
-A Transformer takes steps as it is, in regions, in regions whose inputs are offloaded, and as planned at half the peak.
-Gradients must be bit-equal, peaks as predicted, the budget kept. Times are compared with the planner's.
+A Transformer runs steps without checkpointing, in regions, in regions with offloaded inputs, and planned at half the
+peak. Gradients must be bit-equal, peaks must match the predictions, and the plan must keep its budget. Times are
+compared with the planner's.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SIZES = {
     "cpu": {"batch_size": 2, "seq_len": 256, "layers": 4, "dim": 256, "heads": 4, "ff_dim": 1024, "vocab_size": 512},
     "cuda": {"batch_size": 4, "seq_len": 1024, "layers": 8, "dim": 512, "heads": 8, "ff_dim": 2048, "vocab_size": 4096},
 }
-# A GPU's libraries allocate workspaces that are not all known; a CPU's peaks are equal to the byte.
+# Some workspaces of a GPU's libraries are unknown; on a CPU, peaks are equal to the byte.
 TOLERANCE = {"cpu": 0.0, "cuda": 0.02}
 RESERVED, RESERVED_TOLERANCE = "reserved_peak_bytes", 0.1  # segments have 2 or 20 MiB
 
@@ -67,7 +68,7 @@ def run_selftest(config: SelftestConfig, command: str = "") -> Record:
     """Run all checks; returns one Record with the ``methods`` and their ``checks``, each ``passed`` or not.
 
     Per method: ``predicted_peak_bytes`` and ``measured_peak_bytes`` (dynamic, on a GPU the allocator's),
-    ``gradients_difference`` (0.0: bit-equal) and ``seconds_ratio`` to the model's own step; where it is known,
+    ``gradients_difference`` (0.0: bit-equal) and ``seconds_ratio`` to the model's own step; if it is known, also
     ``predicted_ratio``, and for offload ``seconds_hidden_share`` of the copies.
     """
     work = workload("transformer", SIZES[config.device], config.seed, config.device)

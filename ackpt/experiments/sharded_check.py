@@ -1,7 +1,7 @@
 """The experiment ``sharded_check``: a step that FSDP2 runs in processes over gloo, measured and predicted.
 
-The prediction is that of `ackpt.sharded.planner`, with the copies that gloo makes. Some of these are made by threads
-that free them at their own pace, so the lowest peak of several steps is taken.
+The prediction is that of `ackpt.sharded.planner`, with the copies that gloo makes. Some threads free their copies
+late, so the measured peak is the lowest one of several steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ METHODS = ("none", "full")
 class Checked:
     """Bytes of one rank's step: measured, in order of the ranks, and predicted.
 
-    ``arguments``: the part of ``predicted_bytes`` for arguments that checkpointed blocks hold and do not read.
+    ``arguments``: the part of ``predicted_bytes`` for arguments that checkpointed blocks save but do not read.
     """
 
     method: str

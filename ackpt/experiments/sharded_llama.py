@@ -72,7 +72,7 @@ def again(plan: ShardedPlan) -> float:
 
 
 def layers(plan: ShardedPlan) -> dict[str, int]:
-    """Bytes at the peak; what is gathered and what collectives work in as one."""
+    """Bytes at the peak by category; gathered parameters and the buffers of collectives are one category."""
     sizes = plan.at_peak()
     gathered = sizes.pop(GATHERED, 0) + sizes.pop(COMMUNICATION, 0)
     gradients = sizes.pop(REDUCED, 0) + sizes.pop(UNREDUCED, 0)
@@ -82,7 +82,7 @@ def layers(plan: ShardedPlan) -> dict[str, int]:
 
 
 def drawn(timeline: Timeline) -> Timeline:
-    """The timeline by the categories that figures know: what is gathered as buffers, all gradients as one."""
+    """The timeline by the categories that figures know: gathered parameters as buffers, all gradients as one."""
     names = {GATHERED: "buffers", COMMUNICATION: "buffers", REDUCED: "gradients", UNREDUCED: "gradients"}
     categories: dict[str, list[int]] = {}
     for name, series in timeline.categories.items():

@@ -56,7 +56,7 @@ class Chain(nn.Module):
 
 
 def pyramid(stages: int, blocks: int, width: int) -> Chain:
-    """Stages of `blocks` blocks; from one to the next activations halve in bytes and blocks compute the same FLOPs."""
+    """Stages of `blocks` blocks; each stage has half the activation bytes of the last one and the same FLOPs."""
     layers: list[nn.Module] = []
     for stage in range(stages):
         layers += [Narrowing(width * 2 ** (stage - 1))] if stage else []
@@ -67,7 +67,7 @@ def pyramid(stages: int, blocks: int, width: int) -> Chain:
 class Run(NamedTuple):
     """A planned step of a chain.
 
-    ``live``: the number of activations that the peak has room for, apart from gradients of parameters; ``rest_bytes``:
+    ``live``: the number of activations that fit in the peak next to the gradients of parameters; ``rest_bytes``:
     the rest of the peak; ``recomputed_blocks``: the matrix products that were recomputed.
     """
 

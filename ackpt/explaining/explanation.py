@@ -137,10 +137,10 @@ def explain(
         batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor.
         budget, policy: the plan to explain, as in `ackpt.plan`. The default policy is ``"none"`` without a budget and
             ``"auto"`` with one. On a CPU, the model's own step allocates 8 bytes more for each product of an activation
-            and a Python number, because autograd saves the number as a tensor. It may also hold temporaries longer.
+            and a Python number, because autograd saves the number as a tensor. It may also free temporaries later.
         optimizer: the optimizer that trains the model; its state and its step then count toward the peak.
         device: a device of `ackpt.costs.devices`, such as ``"h200"``, whose rates give the seconds of recomputation.
-            By default the one that holds the tensors. If its rates are not known, FLOPs take the place of seconds.
+            By default the one that holds the tensors. If its rates are unknown, FLOPs replace seconds.
         ranks: the number of processes over which the suggestion to shard distributes the model.
         differentiate, outputs: as in `ackpt.trace`.
 

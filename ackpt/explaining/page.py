@@ -182,7 +182,7 @@ def _table(heads, rows) -> str:
 
 
 def module_tree(lines: tuple[SavedLine, ...], types) -> str:
-    """Nested ``details``: every module with what it and its parts save, and the lines that save it."""
+    """Nested ``details``: every module with the bytes that it and its parts save, and the lines that save them."""
     below: dict[str, int] = {"": 0}
     children: dict[str, list[str]] = {}
     for line in lines:

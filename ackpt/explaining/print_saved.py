@@ -1,7 +1,7 @@
 """`ackpt.print_saved`: print one line per tensor that autograd saves, in eager mode without a capture.
 
-Hooks on saved tensors see every tensor when it is saved. Which operation saved it is asked afterwards: autograd's graph
-is walked from the outputs, and every node unpacks its saved tensors once.
+Hooks on saved tensors see every tensor when it is saved. To find the operation that saved it, this module then
+walks autograd's graph from the outputs, and every node unpacks its saved tensors once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def print_saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
 
 class _Saved:
-    """What is known of one saved tensor; it lives as long as autograd needs the tensor."""
+    """The facts about one saved tensor; it exists as long as autograd needs the tensor."""
 
     def __init__(self, tensor: torch.Tensor, module: str | None, source: str):
         self.tensor = tensor.detach()  # autograd's graph and a result that it saves would keep each other
@@ -139,7 +139,7 @@ class _Recorder:
         self.unpacked.clear()
 
     def lines(self) -> Iterator[str]:
-        gc.collect()  # what autograd no longer holds is not saved
+        gc.collect()  # a tensor that autograd has freed is not saved
         counted: set[tuple[int, ...]] = set()
         sizes = {"parameter": 0, "buffer": 0, "input": 0, "": 0}
         rows = []

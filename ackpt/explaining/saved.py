@@ -16,9 +16,9 @@ from ackpt.planning.schedule import everything
 
 @dataclass(frozen=True)
 class SavedLine:
-    """What one source line of one module saves for backward in the baseline.
+    """The activations that one source line of one module saves for backward in the baseline.
 
-    ``nodes``: the names of the nodes; ``operations``: what computes each; ``fates``: what the plan does with it.
+    ``nodes``: the names of the nodes; ``operations``: the operation of each; ``fates``: its fate in the plan.
     ``bytes``: of all, ``saved_bytes``: of those that the plan saves. ``flops`` and ``seconds``: to recompute them from
     the other saved activations, parameters and inputs; ``seconds`` is None without a device. ``reason``: why they
     cannot be recomputed; "" if they can.
@@ -91,7 +91,7 @@ def _recomputation(analysis: Analysis, storages: list[int], saved: set[int]) -> 
 
 
 def totals(lines: Iterable[SavedLine], key: Callable[[SavedLine], str]) -> dict[str, int]:
-    """Bytes by what `key` says of a line, the largest first."""
+    """Bytes by the `key` of a line, the largest first."""
     sizes: dict[str, int] = {}
     for line in lines:
         sizes[key(line)] = sizes.get(key(line), 0) + line.bytes

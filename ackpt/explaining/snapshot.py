@@ -79,7 +79,7 @@ def _block(place: int, size: int, state: str, frames) -> dict[str, Any]:
 
 
 def _frames(explanation: Explanation, block: Allocation) -> list[dict[str, Any]]:
-    """What the block holds as the innermost frame, then the user's line, then the module."""
+    """The frames of a block: its content as the innermost one, then the user's line, then the module."""
     name = f"{block.kind}: {described(explanation.graph, block)}"
     if block.node is None:
         return [{"name": name, "filename": "optimizer", "line": 0}]

@@ -132,7 +132,7 @@ def _recomputed_blocks(full: Plan) -> str:
 class _ChunkedLoss:
     """A graph without its logits and the tensors of their size that only the loss uses.
 
-    ``live_bytes``: what the forward of a chunked loss has live in their place at its end: the gradients of the hidden
+    ``live_bytes``: the live bytes that replace them at the end of a chunked loss's forward: the gradients of the hidden
     states and of the head's weight if it is trained, else the hidden states themselves; ``chunk_bytes``: the logits of
     one chunk and their exponentials. ``where``: the loss in words.
     """

@@ -21,7 +21,7 @@ _UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 
 
 def text(explanation: Explanation) -> str:
-    """Everything: the peak and what is live there, what is saved by place, totals, and what would help."""
+    """The full text: the peak and the live bytes at it, saved activations by line, totals, and suggestions."""
     plan, lines = explanation.plan, explanation.saved
     baseline = sum(line.bytes for line in lines)
     shown = [f"peak              {memory_format(plan.peak_bytes)}, reached at {plan.peak_node}"]
@@ -108,7 +108,7 @@ def where_text(group: list[SavedLine]) -> str:
 
 
 def cost_text(group: list[SavedLine]) -> str:
-    """What recomputing all lines of a group costs: seconds if they are known, else FLOPs."""
+    """The cost of recomputing all lines of a group: seconds if they are known, else FLOPs."""
     if group[0].reason:
         return "cannot"
     seconds = [line.seconds for line in group if line.seconds is not None]

@@ -62,7 +62,7 @@ def backend(
     that contains models, such as one that computes a loss, may take the place of the model.
 
     Args:
-        gm: the graph that Dynamo has captured, for the compiler ``"inductor"``; it must be the whole model.
+        gm: the graph that Dynamo has captured, for the compiler ``"inductor"``; it must be the complete model.
         example_inputs: fake tensors.
         options: ``budget``, ``policy`` and the options of the policy, as in `ackpt.plan`; ``differentiate``,
             ``device_profile``, ``costs``, ``outputs``, ``optimizer``, ``accumulation`` and ``cache``, as in
@@ -96,7 +96,7 @@ def backend(
     if not torch.is_grad_enabled():  # evaluation, which needs no plan
         return _by_inductor(gm, example_inputs)
     for value in example_inputs:
-        # A plan holds for one shape: guard on it, so that another shape is compiled and planned again.
+        # A plan is valid for one shape: guard on it, so that another shape is compiled and planned again.
         for size in value.shape if isinstance(value, torch.Tensor) else [value]:
             int(size)
     if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
@@ -156,7 +156,7 @@ def _counted(run, planned: bool):
 
 
 class _Partition(CustomPartitionerFn):
-    """Plans the joint graph that Inductor hands over, and splits it as planned."""
+    """Plans the joint graph that Inductor passes, and splits it as planned."""
 
     def __init__(self, gm: fx.GraphModule, options: Options):
         self.options = options
@@ -221,7 +221,7 @@ def _compiled_before() -> bool:
 
 
 def _flat(joint_inputs):
-    """Torch hands over (inputs, tangents)."""
+    """Torch passes (inputs, tangents)."""
     return [value for part in joint_inputs for value in (part if isinstance(part, (list, tuple)) else [part])]
 
 

@@ -102,7 +102,7 @@ class _Function(nn.Module):
 
 
 def _modules_in(value, name: str, depth: int, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of the modules that `value` is, holds or, as a function, refers to."""
+    """(name, module) of the modules that `value` is, contains or, as a function, refers to."""
     if isinstance(value, nn.Module):
         yield name, value
     elif depth > 0 and id(value) not in seen:

@@ -1,4 +1,4 @@
-"""Count the FLOPs of an operation or of a whole step.
+"""Count the FLOPs of an operation or of a complete step.
 
 The rules are those of ``torch.utils.flop_counter``, with formulas for kernels of attention and oneDNN's LSTM that some
 versions of torch do not count. Compiled code is counted as it runs, if its compiler runs torch's operations.

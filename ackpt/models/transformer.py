@@ -1,6 +1,6 @@
 """The Transformer of the reference experiments: pre-norm blocks over packed, variable-length sequences.
 
-A batch is one matrix ``[tokens, dim]`` in which the sequences lie one behind the other; ``cu_seqlens``
+A batch is one matrix ``[tokens, dim]`` in which the sequences follow one another; ``cu_seqlens``
 (int32, sequences + 1 offsets, from 0 to tokens) says where each begins, so nothing is padded. There is no
 position embedding: the language model reads positions off its causal mask.
 """

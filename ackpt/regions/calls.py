@@ -23,7 +23,7 @@ _MOST_SIZES = 8  # of the arguments of one planned module; with other sizes it r
 
 @contextlib.contextmanager
 def installed(calls: Mapping[nn.Module, Callable]) -> Iterator[None]:
-    """Inside, calling one of these modules calls what stands for it."""
+    """Inside, a call of one of these modules calls its replacement."""
     for module, call in calls.items():
         module._compiled_call_impl = call
     try:
@@ -78,7 +78,7 @@ def bytes_of(arguments: Any) -> int:
 
 
 class PlannedCall:
-    """Runs a module as a planned step of its own; as a region where that cannot serve the arguments.
+    """Runs a module as a planned step of its own; as a region if the plan cannot serve the arguments.
 
     `refused`: called with the reason when a plan for new arguments is not possible.
     """

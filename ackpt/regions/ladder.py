@@ -2,8 +2,8 @@
 
 Every module has options that save fewer bytes and cost recomputation, and submodules with options of their own. The
 combinations with the least cost for their saved bytes form the lower convex hull, which is the merge of the submodules'
-hulls by cost per byte. As a region is recomputed as a whole, hulls with smaller regions follow, and the combinations
-with the lowest estimated peaks for their costs are tried in real steps.
+hulls by cost per byte. A region is recomputed all at once, so hulls with smaller regions follow. The combinations with
+the lowest estimated peaks for their costs are tried in real steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_SIZES = 8  # of regions that are the largest of a combination
 class Option(NamedTuple):
     """One way to run a module.
 
-    ``fate``: "planned" or "region". ``bytes``: how many fewer autograd saves than with the module as it is. ``cost``:
+    ``fate``: "planned" or "region". ``bytes``: the decrease in saved bytes. ``cost``:
     of the recomputation. ``share``: of a planned module, its budget as a fraction of its baseline's dynamic peak.
     """
 
@@ -47,7 +47,7 @@ class Choices:
 
 
 class Combination(NamedTuple):
-    """Options by the paths of modules, none of which is inside of another; with their sums of bytes and cost."""
+    """Options by the paths of modules, none inside another, with their sums of bytes and cost."""
 
     bytes: int
     cost: float
@@ -127,7 +127,7 @@ def hull(choices: Choices, largest: int) -> list[Combination]:
 
 
 def _merged(ladders: list[list[Combination]]) -> list[Combination]:
-    """The combinations of one combination of each ladder: the step with the least cost per byte comes first."""
+    """Merge ladders: combine one combination of each, in the order of increasing cost per byte."""
     steps = []
     for number, combinations in enumerate(ladders):
         for before, after in zip(combinations, combinations[1:]):
@@ -166,7 +166,7 @@ def _is_above(first: Combination, middle: Combination, last: Combination) -> boo
 
 
 def needed_bytes(choices: Choices, options: dict[str, Option]) -> list[tuple[Choices, int]]:
-    """For the outermost modules that run as they are but can be regions: the bytes that they need.
+    """The bytes that each outermost module needs to run unchanged, if it could also run as a region.
 
     Such a module needs the bytes that it saves, those that all later modules save as regions, and those that the
     largest recomputation among these adds. A step that has less room left can still run this module as a region.

@@ -30,7 +30,7 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 class MeasuredStep:
-    """One forward and backward of a model with given arguments, which leaves no trace.
+    """One forward and backward of a model with given arguments, which undoes its side effects.
 
     Tensors, gradients, random numbers and attributes of modules are restored after every run. Other effects of the
     model's code, such as printing, happen at every run.

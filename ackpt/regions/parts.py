@@ -1,6 +1,6 @@
 """Capture and plan the modules that can be captured alone, and list their savings and costs.
 
-Modules are tried from the outside to the inside. Where a capture fails, the error names the module whose code is the
+Modules are tried from the outside to the inside. If a capture fails, the error names the module whose code is the
 cause; every module that contains one of its class runs in eager mode, and its submodules are tried.
 """
 
@@ -33,9 +33,9 @@ _CONTAINERS = "torch.nn.modules.container"
 
 
 class PartPlan(NamedTuple):
-    """A plan of a module: its budget as a fraction of the module's baseline, and what it does.
+    """A plan of a module: its budget as a fraction of the module's baseline, and its effect.
 
-    ``bytes``: how many fewer it saves than the baseline; ``cost``: of recomputation, as a fraction of its forward's.
+    ``bytes``: the decrease in saved bytes; ``cost``: of recomputation, as a fraction of its forward's.
     """
 
     share: float

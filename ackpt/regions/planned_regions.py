@@ -1,6 +1,6 @@
 """`PlannedRegions`: choose regions and planned modules by measuring real steps, and check every step against a bound.
 
-It stands in for `Variants` in a `PlannedStep` whose model cannot be captured as one graph.
+It replaces `Variants` in a `PlannedStep` whose model cannot be captured as one graph.
 """
 
 from __future__ import annotations

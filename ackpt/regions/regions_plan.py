@@ -66,7 +66,7 @@ class RegionsPlan:
 
     @property
     def baseline_dynamic_peak_bytes(self) -> int | None:
-        """The dynamic peak of the model's own step; None if it is not known."""
+        """The dynamic peak of the model's own step; None if it is unknown."""
         return None if self.baseline_peak_bytes is None else self.baseline_peak_bytes - self.resident_bytes
 
     def save(self, path: str | os.PathLike[str]) -> NoReturn:

@@ -51,7 +51,7 @@ class SavedBytes:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[SavedBytes]:
-        """Count what autograd saves inside."""
+        """Count the bytes that autograd saves inside."""
         before = getattr(_local, "counter", None)
         _local.counter = self
         try:
@@ -94,7 +94,7 @@ class SavedBytes:
 
     @contextlib.contextmanager
     def _of_region(self) -> Iterator[None]:
-        """Count what autograd saves inside as what a recomputation will save in addition to what is saved now."""
+        """Count the bytes that autograd saves inside as those of a recomputation, on top of the bytes saved now."""
         inner = SavedBytes(bound=self._bound, exceeded=self._exceeded, base=self.bytes)
         inner._counted = dict.fromkeys(self._counted)
         with inner.counting():
@@ -122,7 +122,7 @@ def counting_a_region():
 
 @contextlib.contextmanager
 def not_counting():
-    """Inside, the hooks of the count are off, as a capture needs it."""
+    """Inside, the hooks of the count are off, as a capture requires."""
     counter = getattr(_local, "counter", None)
     hooks = _hooks._top_saved_tensors_default_hooks(True)
     if counter is None or hooks is None or getattr(hooks[0], "__self__", None) is not counter:

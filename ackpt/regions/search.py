@@ -21,7 +21,7 @@ from .saved_bytes import SavedBytes
 from .step_profile import Unit
 
 _DRAWS = 4  # more steps to measure, with other random numbers, of a model that draws some
-_EVEN = 8  # combinations to measure where the one that saves the least is not within the budget
+_EVEN = 8  # combinations to measure if the one that saves the fewest bytes exceeds the budget
 _SMALLEST = 1000  # an option that saves less than this fraction of all saved bytes is not tried
 
 
@@ -53,7 +53,7 @@ class Search:
     Args:
         step: with the example batch.
         choices: of its modules.
-        calls: what the modules of a combination run instead of themselves.
+        calls: the replacements that run for the modules of a combination.
         optimizer_step_bytes: that the optimizer's step takes in addition to gradients.
         counts_live: whether later forwards run under `LiveBytes`, as those of the search then do, too: under a mode,
             some operations of torch make other copies.

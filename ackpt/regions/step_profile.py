@@ -62,7 +62,7 @@ class Unit:
 
 
 class StepProfile:
-    """Runs a forward with every module watched; ``root`` is the model's unit, ``cost`` that of the whole step.
+    """Runs a forward with every module watched; ``root`` is the model's unit, ``cost`` that of the step.
 
     Args:
         model: whose modules are watched; one that is scripted or compiled is part of the module that calls it.

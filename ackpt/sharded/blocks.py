@@ -4,7 +4,7 @@ A block is recomputed in its own backward, for which FSDP2 gathers its parameter
 collective. Therefore a window depends on the choice of its own block only, and a step with any mix of choices is a row
 of windows. Equal blocks have equal windows.
 
-The choices that save everything, or recompute a whole block, are those of eager blocks, without and with
+The choices that save everything, or recompute a complete block, are those of eager blocks, without and with
 `ackpt.checkpoint`; the others are those of ``fully_shard(ackpt.compile(block, ...))``.
 """
 
@@ -38,8 +38,8 @@ CAPTURED = 4  # blocks that are captured of deeper models: the first, the last, 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to treat a block. ``kept``: the storages saved inside each block; ``again``: its whole forward is
-    recomputed, as by per-block checkpointing; otherwise only what is missing, late and once."""
+    """One way to treat a block. ``kept``: the storages saved inside each block; ``again``: its complete forward
+    is recomputed, as by per-block checkpointing; otherwise only missing activations are, late and once."""
 
     name: str
     kept: tuple[frozenset[int], ...]
@@ -66,7 +66,7 @@ class Blocks:
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
-        """Saving all, per-block checkpointing, and what lies between where the blocks form a chain."""
+        """Saving all, per-block checkpointing, and choices between these if the blocks form a chain."""
         return (*self.eager_choices, *self._between())
 
     @cached_property
@@ -76,7 +76,7 @@ class Blocks:
         return Choice(PLAIN, self._saved_plainly), Choice(PER_BLOCK, nothing, again=True)
 
     def schedule(self, row) -> Schedule:
-        """The schedule with the choice ``row[block]`` for every block; ``row[0]``, the root's, is plain."""
+        """The schedule with the choice ``row[block]`` for every block; ``row[0]``, the root's, recomputes nothing."""
         saved = set(self._saved_plainly[ROOT] | self._handed)
         for block in range(1, len(self.groups)):
             saved |= row[block].kept[block]
@@ -98,7 +98,7 @@ class Blocks:
         return self.schedule([choice] * len(self.groups))
 
     def _freed_as_by_autograd(self, schedule: Schedule, eager) -> Schedule:
-        """`schedule`, in which eager blocks free what one function of autograd reads when all of that is done."""
+        """`schedule`; eager blocks free the tensors of an autograd function after the last of its operations."""
         nodes, fx = self.graph.nodes, self.analysis.fx
         steps: list[Step] = []
         late: list[Step] = []

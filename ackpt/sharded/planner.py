@@ -1,8 +1,8 @@
 """Plans for one rank of a model sharded by FSDP2: its memory, and the cheapest choice per block within a budget.
 
 A model of equal blocks is captured with a few of them; the others have the same windows, see `blocks`. The first blocks
-get one choice and the rest another that recomputes less, since backward reads the last blocks first. The cheapest such
-plan within the budget wins.
+get one choice and the rest another that recomputes less, since backward reads the last blocks first. The planner
+returns the cheapest such plan within the budget.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ShardedPlan:
     """One rank's step.
 
     ``resident``: resident bytes by category; ``timeline``: dynamic bytes after every event; ``baseline_bytes``: dynamic
-    peak without checkpointing; ``flops``: of the whole step; ``recompute_flops``: of recomputation; ``cost``: added
+    peak without checkpointing; ``flops``: of the step; ``recompute_flops``: of recomputation; ``cost``: added
     time as a fraction of the baseline step. ``runs``: the blocks from the first to the last.
     """
 
@@ -94,7 +94,7 @@ class ShardedPlan:
 class ShardedModel:
     """A step, captured once, and its plans for any number of ranks.
 
-    ``stands_for``: the number of blocks of the whole model; ``groups``: its parameters.
+    ``stands_for``: the number of blocks of the complete model; ``groups``: its parameters.
     """
 
     def __init__(self, config: PlanConfig, whole: bool = False):
@@ -117,7 +117,7 @@ class ShardedModel:
 
         Raises:
             BudgetError: if the budget is infeasible; names the smallest feasible one.
-            ValueError: for a value that is no budget, a policy that does not plan shards, and unsupported models.
+            ValueError: for a value that is not a budget, a policy that does not plan shards, and unsupported models.
         """
         policy = policy or ("none" if budget is None else "auto")
         if policy not in POLICIES:

@@ -163,7 +163,7 @@ def groups_of(model: nn.Module) -> tuple[Group, ...]:
 
 
 def sharded_optimizer(kind, groups: tuple[Group, ...], sharding: Sharding, on_cpu: bool) -> tuple[int, int]:
-    """Bytes of one rank's state of an optimizer of the class `kind`, and the most that its step takes beside that.
+    """Bytes of one rank's state of an optimizer of the class `kind`, and the most that its step allocates in addition.
 
     Equal blocks add the same bytes each, so that two and three of them determine the sum for all.
     """

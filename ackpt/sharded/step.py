@@ -3,7 +3,7 @@
 A window is an uninterrupted run of one group: the root or a block, in the forward or in the backward. FSDP2's hooks run
 at its ends. Before a block's forward its parameters are gathered, while the buffer of the previous gather is still
 allocated; afterwards they are freed. In the backward each block starts the gather of the next one, and after its own
-backward its parameters are freed and its gradients reduced, in a buffer that lives until the next reduction. The root
+backward its parameters are freed and its gradients reduced, in a buffer that is live until the next one. The root
 is gathered first and reduced last.
 """
 
@@ -26,7 +26,7 @@ _UNREDUCED, _ACTIVATION, _RECOMPUTED, _TEMPORARY, _REDUCED, _GATHERED, _COMMUNIC
 
 
 class ShardingError(ValueError):
-    """A step that FSDP2 would run differently from the account here."""
+    """A step that FSDP2 would run differently from this model of it."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class _Walk:
             self._add(size, _COMMUNICATION)
 
     def _reduce(self, group: int) -> None:
-        """Free the parameters and reduce the gradients, of which the last is freed when all is done."""
+        """Free the parameters and reduce the gradients, of which the last one is freed at the end."""
         sizes, gradients = self.sizes[group], self.gradients[group]
         self._add(-sizes.unsharded, _GATHERED)
         if not gradients:
@@ -228,7 +228,7 @@ def _owned(live):
 
 
 def _gradients(graph: JointGraph, group: Group) -> list[int]:
-    """Bytes of the gradients of a group's parameters, in their order; each lies in memory of its own."""
+    """Bytes of the gradients of a group's parameters, in their order; each has its own storage."""
     analysis = graph.analysis
     node_ids = [graph.gradients[weight.name] for weight in group.weights if weight.name in graph.gradients]
     return [analysis.bytes[storage] for node_id in node_ids for storage in graph.nodes[node_id].storages]

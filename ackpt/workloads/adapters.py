@@ -13,7 +13,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Lora:
-    """What ``--lora`` asks for: `fields` of peft's ``LoraConfig``; empty for peft's defaults.
+    """The value of ``--lora``: `fields` of peft's ``LoraConfig``; empty for peft's defaults.
 
     Example:
         >>> Lora.parsed(["r=16", "targets=q_proj,v_proj"]).fields
@@ -66,7 +66,7 @@ class Lora:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The fields of a file that ``PeftModel.save_pretrained`` wrote, without those that say what it is for."""
+    """The fields of a file that ``PeftModel.save_pretrained`` wrote, without those that describe its purpose."""
     try:
         data = json.loads((path / "adapter_config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -43,7 +43,7 @@ class DeviceMemory:
 def device_memory(
     graph: JointGraph, profile: Profile, plan: Plan, where: Device, on: Gpu, context_bytes: int | None = None
 ) -> DeviceMemory:
-    """The memory that the step of `plan` takes on a GPU; `context_bytes` replaces the known size of the context."""
+    """The memory of `plan`'s step on a GPU; `context_bytes` replaces the known size of the context."""
     blocks = allocations(graph, plan.schedule, profile.workspace_bytes)
     resident = [block for block in blocks if block.kind in RESIDENT]
     dynamic = [block for block in blocks if block.kind not in RESIDENT]

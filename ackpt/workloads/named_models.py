@@ -105,7 +105,7 @@ def _padded_tokens(model, request):
 
 
 def _latents(model, request):
-    """Inputs of a diffusion step; each latent pixel stands for 8 by 8 of --image-size."""
+    """Inputs of a diffusion step; each latent pixel represents 8 by 8 pixels of --image-size."""
     config, options = model.config, {"dtype": request.dtype}
     batch, channels, height, width = request.images(config.channels, SDXL_PIXELS).shape
     if height % (multiple := 8 * 2 ** (len(config.widths) - 1)):

@@ -44,12 +44,12 @@ OPTIMIZERS: dict[str, OptimizerKind | None] = {
 
 @functools.cache
 def optimizer_kind(name: str) -> OptimizerKind | None:
-    """What makes the optimizer of given parameters; None for ``"none"``.
+    """A function that makes the optimizer of given parameters; None for ``"none"``.
 
     `name`: one of `OPTIMIZERS`, or a class in a module, such as ``torch.optim:NAdam``, with its default options.
 
     Raises:
-        ValueError: for any other name, a module that cannot be imported, and what is no optimizer.
+        ValueError: for any other name, a module that cannot be imported, and a class that is not an optimizer.
 
     Example:
         >>> optimizer_kind("torch.optim:NAdam").__name__

@@ -1,7 +1,7 @@
 """``ackpt plan``: the peak of a training step of any model, planned from its shapes.
 
-Neither the model nor its inputs have data: all of it lies on the meta device, so what fits nowhere can be planned
-anywhere. With a device profile the step is captured as a GPU would run it, see `plan_cuda`.
+The model and its inputs have no data: they are on the meta device, so any machine can plan a step that fits no
+device. With a device profile the step is captured as a GPU would run it, see `plan_cuda`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What to plan: the step, autocast's dtype (float32: none), the optimizer, a device by name, budget and policy.
+    """A request: the step, autocast's dtype (float32: none), the optimizer, a device by name, budget and policy.
 
     The policy is none without a budget, auto with one, unless another is named. A budget such as "15GiB reserved"
     bounds what the device's caching allocator reserves. `context_mib` replaces the size of the CUDA context that is
@@ -89,8 +89,8 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan of `graph`, the graph of `step`, with the costs in `profile`. `memory`: what it takes on the device.
-    `least_bytes`: the smallest peak of policy full, where the device's memory does not hold that of `plan`.
+    """A plan of `graph`, the graph of `step`, with the costs in `profile`. `memory`: its bytes on the device.
+    `least_bytes`: the smallest peak of policy full, if that of `plan` does not fit the device.
     """
 
     config: PlanConfig
@@ -143,8 +143,8 @@ def run_plan(config: PlanConfig) -> Planned:
     """Capture the step and plan it.
 
     Raises:
-        BudgetError: if the budget cannot be kept; names the smallest that can.
-        ValueError: for a step that cannot be built or captured, and what is no budget.
+        BudgetError: if the budget is infeasible; names the smallest feasible one.
+        ValueError: for a step that cannot be built or captured, and an invalid budget.
     """
     with no_collection():  # of the many objects of a capture, few are garbage
         return _run_plan(config)
@@ -196,12 +196,12 @@ def _within_reserved(budget, plan_within: Callable[..., Plan], memory_of: Callab
 
 
 def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
-    """The graph of the step, as `where` would run it; sizes as its allocator hands them out."""
+    """The graph of the step, as `where` would run it; sizes as its allocator rounds them."""
     return with_optimizer(forward_and_backward(step, config, where), step.model, config)
 
 
 def forward_and_backward(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
-    """As `captured`, without an optimizer and what else the training loop holds."""
+    """As `captured`, without an optimizer and the other tensors of the training loop."""
     choices = contextlib.nullcontext() if where is None else CapturedCudaChoices(gpu(where.name).capability)
     scaled = scaled_loss(step.model) if config.scaling else contextlib.nullcontext()
     with autocast("cpu", config.autocast), choices, scaled:
@@ -217,7 +217,7 @@ def forward_and_backward(step: TrainingStep, config: PlanConfig, where: Device |
 
 
 def with_optimizer(graph: JointGraph, model: torch.nn.Module, config: PlanConfig) -> JointGraph:
-    """`graph`, of a step without an optimizer, with that of `config` and what else its training loop holds."""
+    """`graph`, of a step without an optimizer, with that of `config` and the other tensors of its training loop."""
     kind = optimizer_kind(config.optimizer)
     optimizer = None if kind is None else kind(model.parameters())
     graph = with_loop(graph, model, Loop(optimizer, config.accumulation, config.clipping, config.scaling))

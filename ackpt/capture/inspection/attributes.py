@@ -65,7 +65,7 @@ def every_module(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def attributes(modules) -> tuple:
-    """The attributes of these modules, but for parameters, buffers and modules, in a form that a call can compare.
+    """The attributes of these modules, except parameters, buffers and modules, in a form that a call can compare.
 
     Hooks are represented by the ids of their handles, which are unique.
     """
@@ -114,7 +114,7 @@ def _value_in(fact) -> str | None:
 
 
 def is_constant(value) -> bool:
-    """Whether `comparable` gives the same for this object forever, whatever its holder does with it."""
+    """Whether `comparable` always returns the same for this object, whatever the code that owns it does."""
     if isinstance(value, tuple):
         return all(map(is_constant, value))
     return isinstance(value, _PLAIN + _FUNCTIONS)
@@ -137,7 +137,7 @@ def comparable(value):
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, is_same, settle=None):
-    """Inside, the forward of `model` runs; afterwards the model holds what it held before.
+    """Inside, the forward of `model` runs; afterwards its attributes are restored.
 
     Args:
         model: all attributes of it and its submodules are compared, and the items of lists and dicts among them; so are
@@ -228,7 +228,7 @@ def repeated_draws(source: str) -> TraceError:
 
 @contextlib.contextmanager
 def arguments_unchanged(arguments):
-    """Inside, a forward runs with `arguments`, whose lists and dicts are copies of those that the caller holds.
+    """Inside, a forward runs with `arguments`, whose lists and dicts are copies of the caller's.
 
     Raises:
         TraceError: if it changes one of them, which the caller would never see.
@@ -273,7 +273,7 @@ def restore(container, copy) -> None:
 
 
 def changed_items(container, copy, is_same):
-    """(key, value before, value now) of what is not as it was; None stands for no value."""
+    """(key, value before, value now) of every changed item; None means no value."""
     if isinstance(container, dict):
         pairs = [(key, copy.get(key), container.get(key)) for key in {**copy, **container}]
     else:

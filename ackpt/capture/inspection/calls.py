@@ -1,7 +1,7 @@
 """Describe a call in words, and how it differs from an earlier one, for error messages.
 
-A graph's hash says that two steps differ, not in what. These words go with a graph and its plan for the errors alone:
-nothing is decided by them.
+A graph's hash shows that two steps differ, but not how. A graph and its plan carry these words only for error
+messages; no decision depends on them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ackpt.budget import is_share
 
 _MODE, _TRAINING, _EVALUATION = "mode", "training", "evaluation"
 MACHINE = "machine"  # given only where it is not the one that plans
-_LONGEST = 60  # characters of an argument that is no tensor
+_LONGEST = 60  # characters of an argument that is not a tensor
 _EVALUATE = (
     "The model was in training mode then and is in evaluation mode now, but gradients are on: run evaluation under "
     "torch.no_grad(), which calls the model without a plan"
@@ -41,7 +41,7 @@ def described(model: nn.Module, args, kwargs, differentiate: str = "loss") -> di
 
 
 def differences(was: Mapping[str, str] | None, now: Mapping[str, str] | None) -> list[str]:
-    """A clause for everything that both calls are known to have had differently; none if one of them is not known.
+    """A clause for every known difference between the calls; empty if one of them is unknown.
 
     Example:
         >>> differences({"mode": "training", "argument 0": "int64 [8, 4]"}, {"mode": "evaluation"})
@@ -73,7 +73,7 @@ def another_plan(was, now, cause: str) -> str:
 
 
 def other_bytes(was, now, budget, cause: str) -> str:
-    """What to do where a later call cannot keep the budget that an earlier one has kept."""
+    """What to do if the budget is infeasible for a later call but was feasible for an earlier one."""
     said = f"The budget was feasible for the earlier call: {'; '.join(differences(was, now)) or cause}."
     if not is_share(budget):
         evaluate = f" {_EVALUATE}." if _left_training(was, now) else ""
@@ -139,5 +139,5 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _device(tensor: torch.Tensor) -> str:
-    """What lies on no device is planned as if it were the CPU's."""
+    """Tensors without a device are planned as tensors on the CPU."""
     return "" if tensor.device.type in ("cpu", "meta") else f" on {tensor.device}"

@@ -28,7 +28,7 @@ class Closures:
         self._frames.append(frame)
 
     def ended(self) -> None:
-        """Let go of all frames, as the model's forward has ended."""
+        """Drop all frames, because the model's forward has ended."""
         left = [frame.f_code for frame in self._frames if not self._is_found(frame)]
         self._unknown.update({id(code): code for code in left})
         self._frames = []

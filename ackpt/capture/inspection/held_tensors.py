@@ -37,7 +37,7 @@ class Held(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def is_same(self, tensor, other) -> bool:
-        """Whether `other` stands for `tensor`."""
+        """Whether `other` represents `tensor`."""
         return self.traced.get(id(tensor)) is other
 
     def _replaced(self, value):

@@ -98,7 +98,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def check_model(model, except_opaque: bool = False) -> None:
-    """Refuse what is no module, and what cannot be captured as it runs.
+    """Refuse a model that is not a module or cannot be captured.
 
     Args:
         except_opaque: whether submodules may be scripted or compiled.

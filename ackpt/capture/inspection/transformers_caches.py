@@ -36,7 +36,7 @@ def flatten_outputs(outputs):
 
 
 def _is_cache(value) -> bool:
-    """Of keys and values alone: some caches hold more, and stay what cannot be rebuilt."""
+    """Only of keys and values: a cache that contains more cannot be rebuilt."""
     if type(value).__module__ != "transformers.cache_utils":
         return False
     parts = [getattr(value, name, None) for name in _PARTS if hasattr(value, name)] or [value]

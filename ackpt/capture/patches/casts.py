@@ -37,7 +37,7 @@ def is_weight(tensor) -> bool:
 
 
 def start(*traced: torch.Tensor) -> None:
-    """From here to `stop`, autocast casts once each of the traced tensors that stand for weights."""
+    """From here to `stop`, autocast casts once each of the traced tensors that represent weights."""
     stop()
     _weights.update({id(tensor): tensor for tensor in traced})
 
@@ -58,7 +58,7 @@ def once(traced):
 
 @contextlib.contextmanager
 def kept_casts():
-    """Inside, a capture heeds `start` and `stop`, and forgets casts where autocast does."""
+    """Inside, a capture obeys `start` and `stop`, and drops cached casts where autocast does."""
     clear, switch = torch.clear_autocast_cache, torch.set_autocast_enabled
     capturing_thread = threading.get_ident()
 
@@ -91,5 +91,5 @@ def _to(x, dtype, *args, **kwargs):
 
 
 def _autocast_asks(device: str) -> bool:
-    """Autocast's kernels switch autocast off while they cast, and only they."""
+    """Only autocast's own kernels switch autocast off while they cast."""
     return _region.get(device, False) and not torch.is_autocast_enabled(device)

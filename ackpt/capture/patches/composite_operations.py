@@ -32,12 +32,12 @@ _WHOLE = [
     aten.softshrink.default,
     aten.multi_margin_loss.default,
     aten.multilabel_margin_loss_forward.default,
-    aten.istft.default,  # looks at the values of its window, so that no model with it can be captured
+    aten.istft.default,  # reads the values of its window, so that no model with it can be captured
 ]
 
 
 def _resizing(packet):
-    """What the C++ of ``packet.vec`` does, for sizes that may be symbols."""
+    """The computation of the C++ of ``packet.vec``, for sizes that may be symbols."""
 
     def vec(x, output_size, *rest):
         *options, factors = rest
@@ -48,7 +48,7 @@ def _resizing(packet):
 
 
 def _max_pool1d_with_indices(x, kernel_size, stride=(), padding=(0,), dilation=(1,), ceil_mode=False):
-    """What the C++ does, for sizes that may be symbols."""
+    """The computation of the C++, for sizes that may be symbols."""
     sizes = [
         (least, *each) for least, each in zip((1, 1, 0, 1), (kernel_size, stride or kernel_size, padding, dilation))
     ]

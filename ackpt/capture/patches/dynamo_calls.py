@@ -19,7 +19,7 @@ from torch import nn
 
 @functools.cache
 def break_graphs_at(has_plan: Callable[[nn.Module], bool]) -> None:
-    """From here on, Dynamo does not trace into modules for which ``has_plan(module)`` holds."""
+    """From here on, Dynamo does not trace into modules for which ``has_plan(module)`` is true."""
     from torch._dynamo.exc import unimplemented
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 

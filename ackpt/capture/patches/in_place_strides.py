@@ -1,6 +1,6 @@
 """Give a tensor that was changed in place the strides that it has in eager mode.
 
-Captured, ``x.relu_()`` becomes ``relu(x)``, whose result is contiguous where `x` has gaps, as the parts of a split
+When captured, ``x.relu_()`` becomes ``relu(x)``, whose result is contiguous where `x` has gaps, as the parts of a split
 tensor have, or where `x` is channels last with sizes of 1. Strides decide how later operations round: a vectorized
 loop runs over a row or over all elements, and convolutions and resizing take the memory format from them.
 

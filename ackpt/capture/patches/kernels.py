@@ -1,7 +1,7 @@
 """Correct the dtypes, strides and storages of fake results where they differ from torch's CPU kernels.
 
 With half-precision values and float32 weights, the CPU's norms return float32 statistics. Batch norm returns strides
-that are contiguous or channels last, and its backward computes no gradient that nobody needs. Losses, activations,
+that are contiguous or channels last, and its backward computes no unused gradient. Losses, activations,
 padding and rolling write in an order of their own; some losses leave their scalar in a storage for all elements, and
 `F.fold` its image in one for all columns.
 
@@ -87,7 +87,7 @@ def _batch_norm_with_new_statistics(results, x, weight, bias, mean, variance, *r
 
 
 def _laid_out(result, x, memory_format=None):
-    """Several kernels write channels last or contiguously, as fits `x`, whatever other order that has."""
+    """Several kernels write channels last or contiguously, depending on `x`, which may have any order."""
     shape = torch.empty_like(x, memory_format=memory_format or suggest_memory_format(x))
     return result if result.stride() == shape.stride() else torch.empty_like(shape, dtype=result.dtype)
 
@@ -130,14 +130,14 @@ def _group_norm_backward(results, gradient, x, *rest):
 
 
 def _batch_norm_backward(results, gradient, x, *rest):
-    """The kernel makes no gradient of an input that needs none."""
+    """The kernel computes no gradient for an input that needs none."""
     *_, mask = rest
     is_alike = suggest_memory_format(gradient) == suggest_memory_format(x)
     return _laid_out(results[0], x, _preferred(x) if is_alike else None) if mask[0] else None, *results[1:]
 
 
 def _contiguous(results, *args):
-    """These kernels write contiguously, whatever order what they read has."""
+    """These kernels write contiguously, whatever the order of their inputs."""
 
     def written(result):
         return None if result is None else torch.empty_like(result, memory_format=torch.contiguous_format)
@@ -150,7 +150,7 @@ def _binary_cross_entropy(result, x, *rest):
 
 
 def _fold(result, x, *rest):
-    """The kernel makes its result in memory for the columns, of which there are more where they overlap."""
+    """The kernel allocates its result with the size of the columns, which is larger if they overlap."""
     if not x.numel() > result.numel() > 0:
         return result
     return torch.empty(x.numel(), dtype=result.dtype, device=result.device).resize_(result.shape)
@@ -166,7 +166,7 @@ def _with_a_number(fake_mode, operation, x, other, *rest, **kwargs):
     """For one image whose channels are last, the kernels keep the strides of `x`, which are not unique then."""
     is_known = isinstance(x, torch.Tensor) and not x._has_symbolic_sizes_strides and x.device.type == "cpu"
     if not is_known or isinstance(other, torch.Tensor) or x.dim() not in _LAST or x.shape[0] != 1:
-        return NotImplemented  # torch's rule holds
+        return NotImplemented  # torch's rule applies
     with _rules([{operation: table[operation]} for table in _TORCHS]), fake_mode:
         result = operation(x, other, *rest, **kwargs)
     if x.is_contiguous() or x.numel() == 0 or not x.is_contiguous(memory_format=_LAST[x.dim()]):
@@ -190,7 +190,7 @@ def _view(fake_mode, operation, x, shape):
         return result
     with fake_mode:
         kernels = x.as_strided(result.shape, strides, x.storage_offset())
-    # Elsewhere torch's strides stay: captures with symbols, which serve other sizes, have the same ones.
+    # Otherwise torch's strides remain: captures with symbols, which serve other sizes, have the same ones.
     return result if suggest_memory_format(kernels) == suggest_memory_format(result) else kernels
 
 

@@ -13,7 +13,7 @@ import contextlib
 def put(kernels):
     """Inside, capturing computes operations by other functions: ``{(operation, dispatch key): function}``.
 
-    None stands for torch's C++, as in eager.
+    None means torch's C++, as in eager.
     """
     were = {(operation, key): operation.py_kernels.get(key) for operation, key in kernels}
     _put(kernels)

@@ -1,9 +1,9 @@
-"""Capture recurrent layers as single operations, and save what oneDNN's backward reads.
+"""Capture recurrent layers as single operations, and save the tensors that oneDNN's backward reads.
 
 Torch's Python code for ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` leaves out the dropout between layers, rounds
 differently, and runs oneDNN's LSTM as in inference if the input requires no grad; `composite_operations` puts C++ in
 its place.
-OneDNN's LSTM saves what its backward needs only where autograd records. A captured step runs without autograd, so the
+OneDNN's LSTM saves the tensors for its backward only if autograd records. A captured step runs without autograd, so the
 layer is an operation of ours that saves it.
 
 Torch: ``lstm_impl`` and ``gru_impl`` in ``torch/_decomp/decompositions.py``; ``mkldnn_rnn_layer`` in
@@ -27,9 +27,9 @@ torch.library.define("ackpt_graph::rnn_layer_inference", str(_ONEDNN._schema).pa
 
 
 def keep_for_backward(graph: torch.fx.Graph) -> None:
-    """Every layer of oneDNN in a captured `graph` keeps what its backward needs when it runs.
+    """Make every oneDNN layer in a captured `graph` save the tensors that its backward needs.
 
-    Under ``torch.no_grad()``, oneDNN runs another kernel, which keeps nothing and rounds differently.
+    Under ``torch.no_grad()``, oneDNN runs another kernel, which saves nothing and rounds differently.
     """
     for node in graph.find_nodes(op="call_function", target=_ONEDNN):
         if node.meta.get(RECORDS, True):

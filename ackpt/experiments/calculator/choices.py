@@ -1,4 +1,4 @@
-"""What a reader of the calculator chooses from: ways of training, GPUs and policies, as ``ackpt plan`` takes them."""
+"""The choices of the calculator: ways of training, GPUs and policies, as ``ackpt plan`` takes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODES = {
 }
 NONE, FIRST_BLOCKS, PER_BLOCK = "none", "first blocks", "per block"
 POLICIES = (NONE, FIRST_BLOCKS, PER_BLOCK)
-# A GPU of each kind that chooses kernels in its own way; the first is the one whose steps are captured at all sizes.
+# One GPU for each way of choosing kernels. Only the first one's steps are captured at all sizes.
 KINDS = {"8.0": "a100-80g", "9.0": "h100-80g", "8.9": "l4", "7.5": "t4"}
 
 
@@ -36,7 +36,7 @@ def kind_of(on: Gpu) -> str:
 def plan_config(
     preset: Preset, mode: str, on: str, batch: int, length: int | None, layers: int | None = None, **more
 ) -> PlanConfig:
-    """What to ask ``ackpt plan`` for: the step of a model on the GPU called `on`."""
+    """The request for ``ackpt plan``: the step of a model on the GPU called `on`."""
     half = "bfloat16" if "bfloat16" in device(on).flops_per_second else "float16"
     lora = Lora({"r": LORA_RANK, "target_modules": list(preset.lora)}) if mode == LORA else None
     fields = preset.fields if layers is None else {**preset.fields, preset.depth: layers}
@@ -52,7 +52,7 @@ def plan_config(
 
 
 def shardings(mode: str) -> dict[str, Sharding]:
-    """Modes of sharded steps whose blocks compute as those of `mode`; the number of ranks is a stand-in."""
+    """Modes of sharded steps whose blocks compute as in `mode`; the number of ranks is a placeholder."""
     if mode == HALF:
         return {HALF: Sharding(2), MIXED: Sharding(2, DTYPES["float32"], DTYPES["float32"])}
     return {SINGLE: Sharding(2)} if mode == SINGLE else {}

@@ -1,4 +1,4 @@
-"""The grid of the memory calculator: for every model and way of training, the formulas of its peaks, as plain data.
+"""The grid of the memory calculator: the formulas of the peaks for every model and way of training, as plain data.
 
 A step is captured at three sizes, with `CAPTURED` blocks if the model is a row of equal blocks, see `measured`. GPUs
 whose compute capability leads to the same events share formulas.
@@ -41,14 +41,14 @@ MADE_BY = {
     "sgd-momentum": "torch.optim.SGD(model.parameters(), momentum=0.9)",
 }
 SHARDED_OPTIMIZERS = ("adamw", "adamw-fused", "sgd", "sgd-momentum")
-ALIKE = 2e-4  # of what a step allocates in all
-LARGEST = {MIXED: 4 * 10**9, SINGLE: 4 * 10**8}  # parameters of models on one GPU; above, 32 bits fit none
+ALIKE = 2e-4  # of all bytes that a step allocates
+LARGEST = {MIXED: 4 * 10**9, SINGLE: 4 * 10**8}  # parameters of models on one GPU; larger models fit no GPU in 32 bits
 LARGEST_OLD = 2 * 10**9  # and on T4 and V100, whose kernels may need other memory
-WIDEST = 192  # heads, which every GPU from compute capability 8.0 on takes alike
+WIDEST = 192  # heads, for which all GPUs from compute capability 8.0 on use the same kernels
 def entry_of(preset: Preset, known: dict[tuple[str, str], list[Measured]]) -> dict:
     """The data of one model; formulas that several ways of training or kinds of GPUs share are stored once.
 
-    `known`: steps of other models by mode and kind of GPU, to which those of this one are added.
+    `known`: steps of other models by mode and kind of GPU; the function adds the steps of this model.
     """
     formulas: list[dict] = []
 
@@ -119,7 +119,7 @@ def resident(preset: Preset, mode: str) -> dict:
 
 
 def _optimizer(name: str, kind, model, preset: Preset) -> list[int]:
-    """Bytes of an optimizer's state and step; equal blocks add the same bytes each, so that 2 and 3 determine all."""
+    """Bytes of an optimizer's state and step; each block adds the same bytes, so 2 and 3 blocks determine all."""
     groups, parameters = groups_of(model), dict(model.named_parameters())
     blocks = len(groups) - 1
 
@@ -133,7 +133,7 @@ def _optimizer(name: str, kind, model, preset: Preset) -> list[int]:
 
 
 def sharded_resident(preset: Preset, mode: str, name: str, unsharded: dict) -> dict:
-    """The same of one rank; `unsharded`: of the whole model.
+    """The same bytes for one rank; `unsharded`: those of the unsharded model.
 
     ``parameters``: a list over the numbers of ranks in `RANKS`. ``optimizers``: state and step in multiples of the
     shards, and bytes of the state that each rank holds in addition, such as counts of steps.
@@ -152,7 +152,7 @@ def sharded_resident(preset: Preset, mode: str, name: str, unsharded: dict) -> d
 
 
 def header() -> dict:
-    """What does not depend on models."""
+    """The part of the grid that does not depend on the model."""
     gpus = {
         name: {
             "memory": device(name).memory_bytes,
@@ -174,7 +174,7 @@ def header() -> dict:
 
 
 def _two_blocks(preset: Preset, kind: str) -> list[int]:
-    """Bytes that a step with two blocks allocates in all, without and with recomputation, on GPUs of this kind."""
+    """All bytes that a step with two blocks allocates, without and with recomputation, on GPUs of this kind."""
     point = points_of(preset).second if preset.has_tokens else points_of(preset).first
     layers = 2 if preset.repeats else None
     captured = CapturedStep.of(
@@ -185,7 +185,7 @@ def _two_blocks(preset: Preset, kind: str) -> list[int]:
 
 
 def _alike(preset: Preset, count: int) -> set[str]:
-    """The kinds of GPUs on which a step allocates the same, but for a few blocks of 512 bytes, as on the first kind.
+    """The kinds of GPUs on which a step allocates as on the first kind, except for a few blocks of 512 bytes.
 
     In rows of equal blocks, Hopper's kernels of attention allocate what Ampere's do, and Ada's, too, up to a width of
     heads of 192. Others may attend to a mask or to another number of tokens, so they are compared.

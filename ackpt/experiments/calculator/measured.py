@@ -1,4 +1,4 @@
-"""The steps of a model at several sizes, and the formulas that follow from their windows."""
+"""Capture the steps of a model at several sizes, and derive formulas from their windows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def points_of(preset: Preset) -> Points:
 
 
 class At:
-    """The windows of a step at one size, by what it does."""
+    """The windows of a step at one size, for each variant of the step."""
 
     def __init__(self, captured: CapturedStep, point: Point, mode: str, ranks: Sequence[int], has_windows: bool):
         self.point = point
@@ -82,17 +82,17 @@ class At:
 class Measured:
     """The step of a preset at several sizes, on one kind of GPU; ``layers``: how many of its blocks are captured.
 
-    ``like``: the same for a model with equal events but other widths, which has the exponents; then one size is enough.
+    ``like``: the steps of a model with equal events but other widths. It provides the exponents, so one size is enough.
     """
 
     def __init__(self, preset: Preset, mode: str, layers: int | None, points: Points, at: list[At], like=None):
         self.preset, self.layers, self.points, self.at, self.like = preset, layers, points, at, like
         self.blocks = len(groups_of(whole_step(preset, mode).model)) - 1
-        self.found: list[np.ndarray] = []  # coefficients in the order in which they are asked for
+        self.found: list[np.ndarray] = []  # coefficients in the order of the requests
 
     @classmethod
     def of(cls, preset: Preset, mode: str, kind: str, known: Sequence[Measured] = ()) -> Measured:
-        """The step at all sizes; with few blocks if the others' windows repeat. `known`: steps of similar models."""
+        """The step at all sizes; with few blocks if their windows repeat. `known`: steps of similar models."""
         points = points_of(preset)
         layers, first = None, None
         if preset.repeats:
@@ -114,7 +114,7 @@ class Measured:
         return cls(preset, mode, layers, points, [first, *rest])
 
     def _terms(self, values: list) -> np.ndarray:
-        """Coefficients of the values of each size, which are asked for in the order of `like`."""
+        """Coefficients of the values of each size, requested in the order of `like`."""
         if self.like is None:
             found = terms(values, self.points)
         else:
@@ -150,7 +150,7 @@ class Measured:
         return single, sharded
 
     def _flops(self, by_node: np.ndarray, recomputed: Sequence[int]) -> dict:
-        """FLOPs of the step, of per-block checkpointing, and by number of checkpointed blocks: of none and each."""
+        """FLOPs of the step, of per-block checkpointing, and per number of checkpointed blocks: for none and each."""
         first = self.at[0]
         count = 1 + (self.layers or self.blocks)
         flops, again = (np.zeros((count, len(TERMS)), dtype=np.int64) for _ in range(2))
@@ -182,7 +182,7 @@ class Measured:
         return self._with_ranks(events, by_ranks) if by_ranks else events
 
     def _with_ranks(self, events, by_ranks):
-        """`events` with a column for each number of ranks, in which the events are that do not depend on sizes."""
+        """`events` with a column for each number of ranks, for the events that do not depend on sizes."""
         wide = []
         for (phase, group, one), windows in zip(events, zip(*by_ranks, strict=True)):
             columns = np.zeros((len(one.category), len(RANKS)), dtype=np.int64)
@@ -216,10 +216,10 @@ class Measured:
         return {"peaks": policies, "end": _by_category(end, categories)}
 
     def _deep(self, runs: dict, policy: str) -> list[Run]:
-        """The whole model's row of windows: repeated ones stand for the blocks between the first and the last.
+        """The row of windows of all blocks: repeated windows represent the blocks between the first and the last.
 
         With m checkpointed blocks, the windows of blocks 1, m, m + 1 and the last are those of blocks 1 to 4 of a step
-        with 2 checkpointed blocks; those between are as if all or no blocks were checkpointed.
+        with 2 checkpointed blocks; those between are as in a step with all blocks checkpointed, or none.
         """
         row = []
         for place, (phase, group, events) in enumerate(runs[policy]):
@@ -251,7 +251,7 @@ def _trimmed(coefficients) -> list[int]:
 
 
 def _by_category(instant: np.ndarray, categories: Sequence[str]) -> dict[str, list]:
-    """Formulas (category, power of m, term) by category: coefficients, and those times m and of ranks if there are any.
+    """Formulas (category, power of m, term) by category: coefficients, then those of m and of ranks if there are any.
 
     A formula is ``[sizes]``, ``[sizes, sizes per m]`` or ``[sizes, sizes per m, numbers by ranks, those per m]``.
     """

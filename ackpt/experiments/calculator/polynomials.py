@@ -2,8 +2,8 @@
 
 Every event of a step allocates ``c b^i t^j`` bytes, with batch size b and length t in units of `UNIT` tokens; events of
 collectives depend on the number of ranks instead. The exponents follow from plans of two sizes and must reproduce a
-third to the byte. Live bytes are sums of such terms, and a peak is the largest of several sums. Of these, a row of
-windows keeps those that are the largest for some sizes.
+third to the byte. Live bytes are sums of such terms, and a peak is the largest of several sums. A row of
+windows keeps only the sums that are the largest for some sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 UNIT = 128  # tokens
 TERMS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))  # exponents of b and t
 BLOCK = 512  # bytes to which CUDA's allocator rounds
-# Labels of language models have one more column: bytes and the term that they are in, of small batches one block.
+# Labels of language models have one more column: its bytes and their term, one block for small batches.
 COLUMNS = ((0, 0), (BLOCK, 0), (-BLOCK, 0), (8, 1), (-8, 1))
 RANKS = (2, 4, 8, 16, 32, 64)
 
@@ -33,7 +33,7 @@ class Point(NamedTuple):
 
 
 class Points(NamedTuple):
-    """Two sizes that determine exponents, since each has another ratio, and one that checks them."""
+    """Two sizes whose different ratios determine the exponents, and one that checks them."""
 
     first: Point
     second: Point
@@ -66,10 +66,10 @@ def terms(values: Sequence[Sequence[int]], points: Points) -> np.ndarray:
 
 
 def terms_like(values: Sequence[int], reference: np.ndarray, at: Point) -> np.ndarray:
-    """Coefficients (event, term) of `values` at one size, with the exponents of `reference`, those of such a model.
+    """Coefficients (event, term) of `values` at one size, with the exponents of `reference`, which has the same events.
 
     Raises:
-        NotExact: if there are other events, or values that such terms do not have.
+        NotExact: if the events differ, or if no such terms have these values.
     """
     if len(values) != len(reference):
         raise NotExact(f"{len(values)} events are not {len(reference)}")
@@ -125,7 +125,7 @@ class Run(NamedTuple):
 def instants(runs: Sequence[Run], categories: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Live bytes (instant, category, power of m, term) of a row of windows, and those at its end.
 
-    Of a window that repeats, the first and the last are enough: live bytes are linear in between.
+    For a window that repeats, the first and the last are enough: live bytes are linear between them.
     """
     live = np.zeros((categories, 2, width), dtype=np.int64)
     rows = [live[None].copy()]
@@ -146,7 +146,7 @@ def instants(runs: Sequence[Run], categories: int, width: int) -> tuple[np.ndarr
 
 
 def features(points: Sequence[tuple[int, float]], ranks: Sequence[int] = ()) -> np.ndarray:
-    """The values of all terms (place, term); with `ranks`, those of every number of ranks follow the others'."""
+    """The values of all terms (place, term); with `ranks`, the values for every number of ranks follow."""
     of_sizes = np.array([[b**i * t**j for i, j in TERMS] for b, t in points], dtype=float)
     if not ranks:
         return of_sizes
@@ -155,7 +155,7 @@ def features(points: Sequence[tuple[int, float]], ranks: Sequence[int] = ()) -> 
 
 
 def upper(live: np.ndarray, places: np.ndarray, blocks: Sequence[int]) -> np.ndarray:
-    """The rows of `live` that are the first of the largest anywhere among `places` (place, term) and `blocks`."""
+    """The rows of `live` that are the largest (the first of equals) for some of `places` (place, term) and `blocks`."""
     total = live.sum(axis=1)  # instant, power of m, term
     chosen: set[int] = set()
     for m in blocks:

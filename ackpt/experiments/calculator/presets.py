@@ -12,10 +12,10 @@ LORA_RANK = 16
 class Preset:
     """A model: `name` in addresses, `label` for readers, `model` and `fields` for ``ackpt plan``.
 
-    ``depth``: the field with the number of equal blocks, if there are any, else the whole model is captured;
+    ``depth``: the field with the number of equal blocks; without one, all blocks are captured;
     ``longest``: the most tokens of a sequence, 0 for images; ``lora``: the modules that get adapters; ``example``: what
-    a batch consists of, apart from tokens; ``multiple``: of which lengths are multiples, since kernels of attention
-    copy a mask of other lengths.
+    a batch consists of, apart from tokens; ``multiple``: all lengths are multiples of it, since attention
+    kernels copy a mask of any other length.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Preset:
 
     @property
     def repeats(self) -> bool:
-        """Whether the model may be a row of equal blocks, whose number ``depth`` sets."""
+        """Whether the model can be a row of equal blocks, whose number is in the field ``depth``."""
         return bool(self.depth)
 
     @property

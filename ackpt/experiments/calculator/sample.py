@@ -1,4 +1,4 @@
-"""A sample of settings of the calculator, drawn at random, with what ``ackpt plan`` says about the whole model."""
+"""A random sample of the calculator's settings, with the figures that ``ackpt plan`` computes for the model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .choices import FIRST_BLOCKS
 from .settings import Setting, by_formula, by_plan
 
 SEED = 23
-LARGEST_WHOLE = 2 * 10**9  # parameters; larger models are planned as ranks, which takes a few of their blocks
+LARGEST_WHOLE = 2 * 10**9  # parameters; larger models are planned as ranks, from a few of their blocks
 JOINED = ("activations", "temporaries")
 LARGEST_TOKENS = 2**18  # of a batch
 
 
 def drawn(data: dict, seed: int = SEED) -> Iterator[Setting]:
-    """Random settings of the grid, without end: models, GPUs, sizes between those of the grid, ranks and policies."""
+    """An infinite iterator of random settings: models, GPUs, sizes between those of the grid, ranks and policies."""
     dice = random.Random(seed)
     while True:
         preset = dice.choice(data["presets"])
@@ -65,6 +65,6 @@ def difference(data: dict, row: dict) -> float:
 
 
 def _joined(at_peak: dict) -> dict:
-    """Bytes by category; two instants of one peak may count a block's last result as temporary or as activation."""
+    """Bytes by category; at two instants with the same peak, a block's last result may count differently."""
     rest = {name: size for name, size in at_peak.items() if name not in JOINED}
     return {**rest, "activations": sum(at_peak.get(name, 0) for name in JOINED)}

@@ -1,4 +1,4 @@
-"""One setting of the memory calculator: its peak by the formulas of the grid, as on the page, and by a plan."""
+"""One setting of the memory calculator: its peak by the grid's formulas, as on the page, and by a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .windows import CapturedStep
 
 @dataclass(frozen=True)
 class Setting:
-    """What a reader chooses: the `name` of a preset, a GPU, a way of training, an optimizer, sizes, ranks and a policy.
+    """A reader's choices: the `name` of a preset, a GPU, a way of training, an optimizer, sizes, ranks and a policy.
 
     ``length``: 0 for images. ``blocks``: how many are checkpointed by the policy ``"first blocks"``.
     """
@@ -37,7 +37,7 @@ class Setting:
         return HALF if self.ranks > 1 and self.mode == MIXED else self.mode
 
     def config(self) -> PlanConfig:
-        """What to ask ``ackpt plan`` for."""
+        """The request for ``ackpt plan``."""
         preset = next(preset for preset in PRESETS if preset.name == self.preset)
         sizes = self.batch, self.length or None
         return plan_config(preset, self.computed_as, self.gpu, *sizes, optimizer=self.optimizer)
@@ -86,7 +86,7 @@ def by_formula(data: dict, setting: Setting) -> dict:
 
 
 def by_plan(setting: Setting) -> dict:
-    """The same from a plan of the whole model, as ``ackpt plan`` makes it."""
+    """The same figures from a plan of the complete model, as ``ackpt plan`` makes it."""
     if setting.ranks > 1:
         sharding = replace(shardings(setting.computed_as)[setting.mode], ranks=setting.ranks)
         rank = ShardedModel(setting.config()).plan(sharding, policy={NONE: "none", PER_BLOCK: "full"}[setting.policy])

@@ -1,4 +1,4 @@
-"""What the root and each block of a step allocate, without recomputation and with per-block checkpointing.
+"""The allocations of the root and of each block of a step, without recomputation and with per-block checkpointing.
 
 A window is an uninterrupted run of the root or of one block, in the forward or in the backward. Models of equal blocks
 are captured with a few of them: windows of blocks in the middle repeat, see `ackpt.sharded.blocks`. Sharded steps
@@ -70,7 +70,7 @@ class CapturedStep:
         return saved
 
     def windows(self, schedule: Schedule) -> list[Window]:
-        """The windows of `schedule`; the last one belongs to the root and is what the step leaves."""
+        """The windows of `schedule`; the last one belongs to the root and has the bytes that remain after the step."""
         live = follow(self.graph, schedule, self.profile.workspace_bytes)
         rows: list[Window] = []
         events: list[tuple[int, int]] = []
@@ -97,7 +97,7 @@ class CapturedStep:
         return [step_windows(self.graph, schedule, workspace, self.groups, sharding) for schedule in blocks]
 
     def recomputed_by_ranks(self) -> list[int]:
-        """Nodes that per-block checkpointing of a sharded step recomputes: the whole forward of each block."""
+        """Nodes that per-block checkpointing of a sharded step recomputes: the complete forward of each block."""
         return recomputed(self.graph, self._schedules[0][1])
 
     @cached_property

@@ -151,7 +151,7 @@ def tensor_in_a_dict(checkpoint):
 
 
 def grad_mode(checkpoint):
-    """Whether a layer that looks at the grad mode has the output of the plain call."""
+    """Whether a layer that looks at the grad mode has the same output as without a checkpoint."""
     encoder = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
     x = torch.randn(2, 8, 64, requires_grad=True)
     return torch.equal(checkpoint(encoder, x), encoder(x))
@@ -223,7 +223,7 @@ def verdicts(checkpoints: Mapping[str, Callable]) -> list[dict[str, str]]:
     Args:
         checkpoints: ``{name: checkpoint}``; each is called as ``checkpoint(function, *args, **kwargs)``.
 
-    Where the plain call raises an error, ``error`` is the correct verdict and any result is ``wrong``.
+    If the call without a checkpoint raises an error, ``error`` is the correct verdict and any result is ``wrong``.
 
     Example:
         >>> import ackpt

@@ -1,6 +1,6 @@
 """Pitfalls of asynchronous copies: five bugs, each with its fix, on the streams of `ackpt.offloading.cpu_streams`.
 
-The first four are races, whose result is correct most of the time. To make a race fail every time, one side is delayed
+The first four are races: their results are usually correct. To make a race fail every time, one side is delayed
 until the other has finished, for at most `DELAY` seconds.
 """
 
@@ -18,7 +18,7 @@ DELAY = 0.1
 
 
 class Race:
-    """A `block` of device memory, a `host` buffer, and two streams; `passed` tells the delayed side that it may go."""
+    """A `block` of device memory, a `host` buffer, and two streams; `passed` tells the delayed side to continue."""
 
     def __init__(self):
         self.compute, self.copies = Stream("compute"), Stream("copies")

@@ -1,4 +1,4 @@
-"""Memory that others measured on GPUs, predicted from shapes alone.
+"""Predictions, from shapes alone, of memory measurements that others published for GPUs.
 
 The rows are facts in ``results/reference/published-peaks.json``: source, step, sizes, metric and bytes. `steps` names
 the training steps, which `layers`, `losses`, `images`, `language` and `finetuning` build on fake tensors. `predictions`

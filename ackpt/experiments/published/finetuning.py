@@ -32,7 +32,7 @@ def lora_causal_lm(
     family: str = "llama",
     **fields: Any,
 ) -> PublishedStep:
-    """AdamW on fp32 LoRA adapters of a frozen fp16 model, every layer checkpointed by transformers."""
+    """AdamW on fp32 LoRA adapters of a frozen fp16 model, with every layer checkpointed by transformers."""
     import peft
     import transformers
 
@@ -125,7 +125,7 @@ def gpt2_trainer(*, batch: int, length: int) -> PublishedStep:
 
 @contextlib.contextmanager
 def _keys_for_all_heads():
-    """Inside, memory-efficient attention runs, on keys and values that are repeated for all heads of the queries."""
+    """Inside, attention is memory-efficient, with keys and values repeated for all heads of the queries."""
     attend = F.scaled_dot_product_attention
 
     def repeated(query, key, value, *args, enable_gqa=False, **kwargs):

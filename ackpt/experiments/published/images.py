@@ -33,7 +33,7 @@ def vgg16_sum(*, batch: int, image: int) -> PublishedStep:
 
 
 def unet_sum(*, batch: int, height: int, width: int) -> PublishedStep:
-    """U-Net with four levels; average pooling to the size of the upper level takes the place of upsampling."""
+    """U-Net with four levels; average pooling to the size of the upper level replaces upsampling."""
     return _summed(_UNet(height, width), torch.empty(batch, 3, height, width))
 
 
@@ -61,7 +61,7 @@ def vit_large(
 ) -> PublishedStep:
     """One step of a fine-tuned ViT-L/16 with 10 classes; `precision`: 32, 16-mixed, bf16 or 16.
 
-    With `accumulation`, the step ends with the optimizer's, after the last of several batches.
+    With `accumulation`, the step runs several micro-batches and ends with the optimizer's step.
     """
     kind = {"32": torch.float32, "16-mixed": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}[precision]
     with default_dtype(kind):

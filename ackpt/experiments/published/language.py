@@ -1,7 +1,7 @@
 """Language models of published measurements that are written in plain torch, and the reference experiments' models.
 
 `gpt` is the GPT-2 of the repository LLMs-from-scratch, `course_transformer` the Transformer of an assignment of the
-course CS336: both compute what those do, operation by operation.
+course CS336: both run the same operations as the originals.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _GPT(nn.Module):
 def course_transformer(
     *, batch: int, length: int, dim: int, ff: int, layers: int, heads: int, mode: str, dtype: str
 ) -> PublishedStep:
-    """Forward, or forward and backward; between two steps, the last logits stay, and their graph unless it was used."""
+    """Forward, or forward and backward. The last logits remain between steps, and their graph unless backward ran."""
     model = _CourseTransformer(dim, ff, layers, heads, length, vocabulary=10_000)
     tokens, targets = (torch.empty(batch, length, dtype=torch.int64) for _ in range(2))
     last: list[Tensor] = []
@@ -212,7 +212,7 @@ class _CourseBlock(nn.Module):
 
 
 class _CourseTransformer(nn.Module):
-    """Tokens are embedded by the product of a one-hot matrix and the weight."""
+    """Embeds tokens by the product of a one-hot matrix and the weight."""
 
     def __init__(self, dim: int, ff: int, layers: int, heads: int, length: int, vocabulary: int):
         super().__init__()
@@ -263,5 +263,5 @@ def reference_offload(*, method: str) -> PublishedStep:
 
 
 def linear_layers(*, count: int, dim: int) -> PublishedStep:
-    """Layers that are only created."""
+    """Layers that are created but not run."""
     return PublishedStep(lambda: None, tuple(nn.Linear(dim, dim) for _ in range(count)))

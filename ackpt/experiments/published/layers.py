@@ -63,7 +63,7 @@ def group_norm(*, batch: int, channels: int, length: int, group: int) -> Publish
 
 
 def neighborhood_attention(*, batch: int, length: int, dim: int, heads: int) -> PublishedStep:
-    """Attention with a mask of neighbors on the whole matrix of scores; the fused layer lives during the step, too."""
+    """Attention with a mask of neighbors on the full matrix of scores; the fused layer is live during the step, too."""
     query, key, value, out, *others = (nn.Linear(dim, dim) for _ in range(8))
     x = torch.empty(batch, length, dim, requires_grad=True)
 

@@ -88,7 +88,7 @@ def jensen_shannon_by_rows(*, rows: int, vocabulary: int) -> PublishedStep:
 
 
 def linear_cross_entropy(*, rows: int, dim: int, vocabulary: int, dtype: str) -> PublishedStep:
-    """A language model's head and its loss; a second head lives during the step."""
+    """A language model's head and its loss; a second head is live during the step."""
     kind = getattr(torch, dtype)
     head, other = (nn.Linear(dim, vocabulary, bias=False, dtype=kind) for _ in range(2))
     x, targets = torch.empty(rows, dim, dtype=kind, requires_grad=True), torch.empty(rows, dtype=torch.int64)
@@ -103,7 +103,7 @@ def linear_cross_entropy(*, rows: int, dim: int, vocabulary: int, dtype: str) ->
 def capped_linear_cross_entropy(
     *, rows: int, dim: int, vocabulary: int, dtype: str, cap: float, backward: bool
 ) -> PublishedStep:
-    """The loss of logits that a tanh limits, in float32; the published figure is what the step adds."""
+    """The float32 loss of logits that a tanh caps; the published figure is the memory that the step adds."""
     kind = getattr(torch, dtype)
     x, weight = (torch.empty(n, dim, dtype=kind, requires_grad=True) for n in (rows, vocabulary))
     targets = torch.empty(rows, dtype=torch.int64)
@@ -123,7 +123,7 @@ def capped_linear_cross_entropy(
 
 
 def linear_jensen_shannon(*, rows: int, dim: int, vocabulary: int, dtype: str) -> PublishedStep:
-    """The divergence of two heads' distributions, of which both get gradients."""
+    """The divergence of two heads' distributions; both heads get gradients."""
     kind = getattr(torch, dtype)
     student, teacher = (nn.Linear(dim, vocabulary, bias=False, dtype=kind) for _ in range(2))
     x, y = torch.empty(rows, dim, dtype=kind, requires_grad=True), torch.empty(rows, dim, dtype=kind)

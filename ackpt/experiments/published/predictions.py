@@ -1,8 +1,8 @@
-"""Predictions of published measurements, and the file that keeps them.
+"""Predictions of published measurements, and the file that stores them.
 
-The rows are facts in ``results/reference/published-peaks.json``. `Predictions` keeps what is predicted for them in
+The rows are facts in ``results/reference/published-peaks.json``. `Predictions` stores the predictions in
 ``results/predictions/published.json``, each under a key that depends on the step, its sizes, the GPU and the code that
-predicts: where one of them changes, the step is predicted again.
+predicts. If one of these changes, the step is predicted again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REFERENCE = "published-peaks"
 FILE = REFERENCES.parent / "predictions" / "published.json"
 PACKAGE = Path(ackpt.__file__).parent
 _ALWAYS = ("metering", *(f"experiments/published/{name}.py" for name in ("step", "training", "prediction")))
-_ALSO = {  # what the code of these steps calls
+_ALSO = {  # the code that these steps call
     "resnet50-sum": ("models",),
     **dict.fromkeys(
         ("reference-training", "reference-offload"),
@@ -58,7 +58,7 @@ def code_version(step: str) -> str:
 
 
 def version_of(places: Iterable[str], *more_files: str) -> str:
-    """A hash of the files in these places of the package, and of more, without comments and docstrings."""
+    """A hash of the given files and folders of the package, and of `more`, without comments and docstrings."""
     files = {*more_files, *(str(file) for place in places for file in _files(PACKAGE / place))}
     return digest([_code(Path(file)) for file in sorted(files)])
 
@@ -85,12 +85,12 @@ def digest(value: Any) -> str:
 
 
 def group(row: dict[str, Any]) -> tuple[str, dict[str, Any], str | None]:
-    """What determines a row's prediction: step, sizes and GPU."""
+    """The inputs of a row's prediction: step, sizes and GPU."""
     return row["step"], row["sizes"], row["gpu"]
 
 
 class Predictions:
-    """The predictions in `file`; ``predicted``: how many were predicted since it was read.
+    """The predictions in `file`; ``predicted``: the number of predictions made since it was read.
 
     Example:
         >>> from ackpt.experiments.published import Predictions, rows
@@ -115,7 +115,7 @@ class Predictions:
         return digest([*group(row), self._code(row["step"])])
 
     def of(self, row: dict[str, Any], anew: bool = False) -> dict[str, Any]:
-        """The row with ``predicted`` bytes and relative ``error``; predicted now if its key has no entry, or `anew`."""
+        """The row with ``predicted`` bytes and relative ``error``; predicted now if the file lacks it, or if `anew`."""
         key = self.key(row)
         if anew or key not in self.stored:
             self.stored[key] = {"step": row["step"], "bytes": self.predicts(*group(row))}

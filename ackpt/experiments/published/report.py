@@ -10,7 +10,7 @@ from ackpt.results import markdown_table
 
 TICKS = (-50, -10, -1, -0.1, 0, 0.1, 1, 10, 50)
 METRICS = ("allocated", "reserved", "NVML")
-OPERATORS = ("Liger-Kernel", "Cut Cross-Entropy README", "pytorch_memlab README")  # no whole training step of a model
+OPERATORS = ("Liger-Kernel", "Cut Cross-Entropy README", "pytorch_memlab README")  # not complete training steps
 
 
 def metric_of(row: dict[str, Any]) -> str:

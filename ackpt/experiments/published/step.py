@@ -1,4 +1,4 @@
-"""`PublishedStep`: one step of a published measurement, with the tensors that live before and after it."""
+"""`PublishedStep`: one step of a published measurement, with the tensors that are live before and after it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 class PublishedStep(NamedTuple):
-    """One step, the modules, optimizers and tensors that live before and after it, and what runs once before.
+    """One step; modules, optimizers and tensors that are live before and after it; a function that runs once before.
 
-    `added`: the published figure is what the step adds to the bytes before it.
+    `added`: the published figure is the number of bytes that the step adds.
     """
 
     run: Callable[[], object]
@@ -26,7 +26,7 @@ def in_mode(mode: str, forward: Callable[[], Tensor], *tensors: Any, fill=torch.
     """The step that a benchmark script measures in a mode: forward, backward or both; the graph is retained.
 
     The scripts measure all modes in one process, so a forward step, too, starts with the workspaces of both threads. A
-    backward step starts with what the forward left, and with the gradient of its result.
+    backward step starts with the tensors that the forward left, and with the gradient of its result.
     """
     left: list[Tensor] = []
 
@@ -49,7 +49,7 @@ def in_mode(mode: str, forward: Callable[[], Tensor], *tensors: Any, fill=torch.
 
 
 def given_gradient(module: nn.Module, x: Tensor, *others: Any) -> PublishedStep:
-    """Forward and backward from a gradient that exists before; `others` live during the step."""
+    """Forward and backward from an existing gradient; `others` are live during the step."""
     grad = torch.empty_like(x)
 
     def run():

@@ -23,7 +23,7 @@ class _Core(nn.Module):
 
 
 class _MegatronLayer(nn.Module):
-    """One of `ranks` shares of a layer. With `sequence_parallel`, norms, dropout and residuals have their share, too.
+    """One rank's share of a layer. With `sequence_parallel`, norms, dropout and residuals are divided as well.
 
     An all-gather becomes a copy of the share, a reduce-scatter a part of the result; an all-reduce is left out.
     """

@@ -1,9 +1,9 @@
-"""Published ratios of times, such as checkpointed / baseline, and the ratios that rates of data sheets predict.
+"""Published ratios of times, such as checkpointed / baseline, and the ratios predicted from the rates in data sheets.
 
 The rows are facts in ``results/reference/published-ratios.json``. A step is captured from shapes; the time of a method
 is that of its schedule on the row's GPU, each operation at the roofline, and one pass of the optimizer over parameters,
-gradients and state. Blocks of one model take equal times, so steps with two and with four blocks give that of any
-number. Communication between GPUs and the launch of kernels take no time here.
+gradients and state. All blocks of a model take the same time, so steps with two and with four blocks determine the
+time for any number. Communication between GPUs and kernel launches count as zero.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _GPUS = {**DEVICES, _TITAN_X.name: _TITAN_X}
 
 
 class Step(NamedTuple):
-    """A captured step, its costs on a GPU, and the seconds of what no method changes."""
+    """A captured step, its costs on a GPU, and the seconds that are the same for all methods."""
 
     graph: JointGraph
     profile: Profile
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 class Times:
     """Predicted times, kept in `file` under keys that depend on the step, the GPU, the method and the code.
 
-    ``predicted``: how many were predicted since the file was read.
+    ``predicted``: the number of predictions made since the file was read.
     """
 
     def __init__(self, file: Path = FILE):
@@ -70,7 +70,7 @@ class Times:
             raise RecordError(f"{self.file} cannot be read: delete it and predict again") from error
 
     def of(self, row: dict[str, Any], is_second: bool = False, anew: bool = False) -> float:
-        """Seconds of the step of a row by its method; `is_second`: of the step and method that it is compared with."""
+        """Seconds of the step of a row by its method; `is_second`: those in the denominator of its ratio."""
         sizes = {**row["sizes"], **row.get("sizes_against", {})} if is_second else row["sizes"]
         arguments = (row["step"], row["gpu"], row["against" if is_second else "method"], sizes)
         key = digest([*arguments, self._code])

@@ -104,7 +104,7 @@ def largest_rows(records) -> list[dict]:
 
 
 def text_table(records) -> str:
-    """Both tables in columns, and below them what was not run, the machine, the versions."""
+    """Both tables in columns, and below them the methods that were not run, the machine, the versions."""
     if not records:
         return "no records"
     steps = table(rows(records, _published(records[0].config)), COLUMNS, FORMS, always=("peak",))

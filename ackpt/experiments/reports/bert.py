@@ -54,7 +54,7 @@ def _row(record, baseline) -> dict:
 
 
 def published_rows(predicted, measured=()) -> list[dict]:
-    """One row per predicted record: the published figures, our prediction, and what was measured at that size on a GPU.
+    """One row per predicted record: the published figures, our prediction, and the measurement at that size on a GPU.
 
     Args:
         predicted: records of one size, with that of the method ``plain``.
@@ -97,7 +97,7 @@ def _against(row, reference, name: str):
 
 
 def text_table(records) -> str:
-    """One table per size, and below them what was not run, and the published figures."""
+    """One table per size, and below them the methods that were not run, and the published figures."""
     if not records:
         return "no records"
     sizes: dict[tuple, list] = {}

@@ -9,7 +9,7 @@ from ackpt import plots
 
 from .tables import MIB
 
-HIGHLIGHT = "#b5402f"  # in a stack, the color of what is no category
+HIGHLIGHT = "#b5402f"  # in a stack, the color of parts that are not a category
 
 
 def stacked_plot(labels, parts: dict, title: str, *, ylabel="memory at the peak", limit: int | None = None):
@@ -111,7 +111,7 @@ def ratio_plot(points: dict[str, list[tuple[float, float]]], link: float, title:
 
     Args:
         points: ``{kind: [(milliseconds, GB/s), ...]}``.
-        link: GB/s that swapping out and in frees, drawn as a line.
+        link: GB/s that swapping frees, drawn as a line.
         title: the finding.
     """
     with plots.style.context("default"):

@@ -73,7 +73,7 @@ def broken_promises(record) -> list[str]:
 
 
 def comparison(record) -> dict:
-    """Policy auto compared with the peers; what cannot be compared is None.
+    """Policy auto compared with the peers; an entry is None if there is nothing to compare.
 
     Returns:
         ``beaten``: peers' points at or below `TIGHT` for which auto has a plan within their peak and with no more
@@ -143,7 +143,7 @@ def _name(row) -> str:
 
 
 def text_table(record) -> str:
-    """The rows in columns; below them the model, what was not run, and how auto compares with the peers."""
+    """The rows in columns; below them the model, the policies not run, and how auto compares with the peers."""
     return "\n".join([*table(rows(record), COLUMNS, left=1), "", *_notes(record)])
 
 
@@ -189,8 +189,8 @@ def finding(record) -> str:
 def frontier_plot(record, title: str | None = None):
     """A Figure of measured peak against FLOPs of recomputation: auto's frontier, other policies, peers, lower bound.
 
-    A cross marks a peer whose gradients or buffers are wrong. Points that recompute far more than the peers, or without
-    peers than auto, lie above the axis and are listed next to it.
+    A cross marks a peer whose gradients or buffers are wrong. Points that recompute far more than the peers, or than
+    auto if there are no peers, are outside the axis and are listed next to it.
 
     Args:
         title: by default `finding`.
@@ -215,7 +215,7 @@ def frontier_plot(record, title: str | None = None):
                 x = [row[peak] / base["measured_peak_bytes"] for row in rows_]
                 axes.plot(x, [row["recompute_flops"] / base["flops"] for row in rows_], label=label, **looks)
 
-        # A lower bound within a limit holds for every smaller peak; a plan fits into every larger budget.
+        # A lower bound for a limit is valid for every smaller peak; a plan fits every larger budget.
         bounds = [row for row in record.metrics["bounds"][::-1] if row["recompute_flops"] is not None]
         dashed = {"color": plots.TEXT, "linewidth": 1.2, "linestyle": (0, (4, 3))}
         draw(bounds, "lower bound", "limit_bytes", drawstyle="steps-pre", **dashed)
@@ -241,7 +241,7 @@ def frontier_plot(record, title: str | None = None):
 
 
 def _above(axes, record) -> float:
-    """The upper end of the axis; lists the policies that lie above it."""
+    """The upper end of the axis; lists the policies above it."""
     from ackpt.plots import TEXT
 
     flops = record.metrics["baseline"]["flops"]

@@ -1,4 +1,4 @@
-"""Which method when: what a record of the experiment ``frontier`` says about every method, budget by budget.
+"""Which method to use when: a comparison of all methods for each budget, from a record of the experiment ``frontier``.
 
 Peaks and FLOPs of recomputation are fractions of the baseline's. A peer with wrong gradients or buffers is left out.
 """
@@ -50,7 +50,7 @@ def by_budget(record) -> list[dict]:
 
     Returns:
         Rows with ``low`` and ``high``, the range, ``high`` not included and None for the first; ``best``, the methods
-        that recompute least, and ``again``, how much they recompute at both ends; ``torch`` and ``torch_again``, the
+        that recompute least, and ``again``, their recomputation at both ends; ``torch`` and ``torch_again``, the
         same for torch's own tools, [] and None if none of them fits.
     """
     points_of = methods(record)
@@ -79,8 +79,8 @@ def standings(record) -> list[dict]:
     """How every other method compares with auto.
 
     Returns:
-        Rows with ``method``; ``peak``, its smallest, ``again``, what it recomputes there, and ``auto``, what auto
-        recomputes within that peak; ``points``, the number of its different points, and of these ``ahead``, the number
+        Rows with ``method``; ``peak``, its smallest, ``again``, its recomputation there, and ``auto``, that of
+        auto within that peak; ``points``, the number of its different points, and of these ``ahead``, the number
         with fewer FLOPs than auto has within their peak, and ``level``, the number with as many.
     """
     points_of = methods(record)

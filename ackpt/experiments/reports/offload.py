@@ -48,8 +48,8 @@ def file_name(record) -> str:
 def rows(records, published=None) -> list[dict]:
     """One row per record, with the keys of `COLUMNS`; a missing figure is None.
 
-    Sizes are in MiB, times in ms, differences and shares in percent; ``store`` is None where a peer's store is not
-    known. `published` comes from ``results.load_reference("offload")``; its figures are not converted. The row of a
+    Sizes are in MiB, times in ms, differences and shares in percent; ``store`` is None if a peer's store is
+    unknown. `published` comes from ``results.load_reference("offload")``; its figures are not converted. The row of a
     method that was not run has a key ``not_run``, the reason.
     """
     by_method = {record.config["method"]: record.metrics for record in ran(records)}
@@ -79,7 +79,7 @@ def _row(record, by_method, printed) -> dict:
 
 
 def text_table(records) -> str:
-    """The rows in columns; below them what was not run and why, the machine, the versions, how to read it."""
+    """The rows in columns; below them the methods not run, with reasons, machine, versions, and an explanation."""
     if not records:
         return "no records"
     reference = published("offload")
@@ -208,7 +208,7 @@ def _copies(plots, axes, step, highest, handles) -> None:
     """Draw copies as thin bars below the zero line, one lane for each direction; staggered, since they may overlap."""
     if not step.copies:
         return
-    shortest = len(step.live) / 250  # compute may wait for a copy at once: its bar would be too short to see
+    shortest = len(step.live) / 250  # compute may wait for a copy immediately: its bar would be too short to see
     for number, copy in enumerate(step.copies):
         depth, color = LANES[copy.way]
         height = -(depth + 0.03 * (number % 2)) * highest

@@ -1,6 +1,6 @@
-"""Schematics as figures: the stills of the animated ones, for readers without scripts, and two that do not move.
+"""Schematics as figures: stills of the animated ones for readers without JavaScript, and two that are not animated.
 
-A still shows the frame on which its animation rests.
+A still shows the frame at which its animation stops.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def autograd_figure(data: dict):
 
 
 def gathers_figure(data: dict):
-    """What runs, below it the parameters that are gathered, and their bytes, of `gather_lanes`' data."""
+    """The running operations, below them the gathered parameters and their bytes, of `gather_lanes`' data."""
     groups = range(data["blocks"] + 1)
     runs = LANES | {"f": plots.COLORS["other"]}  # parameters have the color of the forward's lane
     with plots.style.context("default"):

@@ -1,6 +1,6 @@
-"""What the reports share: tables as text, sizes in MiB, differences in percent, and notes on where figures come from.
+"""Helpers of all reports: tables as text, sizes in MiB, differences in percent, and notes on where figures come from.
 
-Each report next to this file adds what is its own: the columns, the notes below its table, its figures.
+Each report next to this file adds its own columns, the notes below its table, and its figures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def table(rows, headings: Mapping[str, str], forms: Mapping | None = None, left:
     Args:
         rows: dictionaries; a key that is missing, or None, is shown as ``-``.
         headings: ``{key: heading}``, in the order of the columns.
-        forms: ``{key: format}``, such as `PERCENT`, of the columns that `cell` would not show as wanted.
+        forms: ``{key: format}``, such as `PERCENT`, of the columns for which the format of `cell` does not fit.
         left: how many columns, from the first, are aligned to the left.
         always: keys of the columns that are shown even if no row has a value.
 

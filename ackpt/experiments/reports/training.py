@@ -27,7 +27,7 @@ def baseline_of(record, records):
 def rows(records) -> list[dict]:
     """One row per record: sizes in MiB, FLOPs in 1e9, and the peak's difference from the baseline's in percent.
 
-    What was not measured has no key: a prediction has neither times nor losses.
+    Figures that were not measured have no key: a prediction has neither times nor losses.
     """
     all_rows = []
     for record in records:

@@ -156,7 +156,7 @@ class _Convolutions(nn.Sequential):
 
 
 class _UNet(nn.Module):
-    """Segments images: two scales down, two up, each step up reading the result of its scale on the way down.
+    """Segments images: two scales down, two up, with a skip connection at each scale.
 
     Source: Ronneberger et al. 2015, arXiv:1505.04597, with padded convolutions, and norms as in diffusion models.
     """

@@ -9,7 +9,7 @@ NEGLIGIBLE = 1e-2  # of the largest gradient of all
 
 
 class GradientsDiffer(RuntimeError):
-    """A method's gradients are not those of the plain model."""
+    """A method's gradients are not those of the baseline."""
 
 
 def require_equal(
@@ -27,7 +27,7 @@ def require_equal(
         gradients, wanted: by the names of the parameters, on the CPU.
         exact: whether they must be bit-equal.
         negligible: unless `exact`, gradients below this fraction of the largest of all are compared with that fraction:
-            some are zero but for rounding, as those of a bias before a softmax.
+            some are zero except for rounding, such as those of a bias before a softmax.
         tolerance: of gradients that need not be bit-equal; None compares without requiring anything.
 
     Raises:

@@ -1,7 +1,7 @@
 """The largest batch whose step stays within a limit of memory: found by search, checked by running it.
 
-On the CPU a batch that should fit by its prediction is run, and the measured peak decides. On a GPU
-every batch that is asked for is run, with `torch.cuda.set_per_process_memory_fraction` as the limit.
+On the CPU, the search runs a batch that fits according to its prediction, and the measured peak decides. On a GPU,
+the search runs every batch that it tries, with `torch.cuda.set_per_process_memory_fraction` as the limit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Largest:
 
 
 def search(fits: Callable[[int], bool], guess: int = 1, at_most: int = AT_MOST) -> int:
-    """The largest n from 0 to `at_most` with ``fits(n)``, for a `fits` that holds for every smaller n, too.
+    """The largest n from 0 to `at_most` with ``fits(n)``, if `fits` is true for every smaller n, too.
 
     Starts at `guess` with strides that double until the answer is enclosed, then bisects. `fits` has been called for
     the result and for the next larger number.

@@ -125,7 +125,7 @@ class RunStep:
         return (self.model, self.optimizer, *tensors(self.inputs))
 
     def prepare(self, method: Method):
-        """Plan the method's step; raises NotRun if its budget cannot be kept."""
+        """Plan the method's step; raises NotRun if its budget is infeasible."""
         remove_activation_checkpointing(self.model)
         if method.policy is None or method in self.planned:
             return
@@ -157,7 +157,7 @@ class RunStep:
 
 
 def switch(model, method: Method) -> None:
-    """Checkpoint every block of the model, or none, as the method says."""
+    """Checkpoint every block of the model, or none, depending on the method."""
     if method.name == PER_BLOCK:
         apply_activation_checkpointing(model, BLOCKS)
     else:

@@ -123,7 +123,7 @@ def _trl(model, switch_on) -> Method:
 
 
 def _transformers(model, offload: bool):
-    """transformers' own switch, which works on its models only: so the blocks become layers of such a model."""
+    """The checkpointing of transformers; it works only on its own models, so the blocks become layers of one."""
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -1,11 +1,11 @@
 """torch's own tools that fit a step into memory, each called as its documentation says.
 
 ``checkpoint``: ``torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`` around every block. ``selective``:
-the same with ``create_selective_checkpoint_contexts``, which keeps the results of matrix products, convolutions and
-attention. ``memory-budget``: ``torch._functorch.config.activation_memory_budget``, a fraction between saving nothing
-but inputs (0) and what backward needs (1), under ``torch.compile``. Its backend is the one that partitions the graph
-and runs the parts operation by operation, so that they can be counted. With the compiler ``"inductor"``, Inductor
-compiles the step of every tool.
+the same with ``create_selective_checkpoint_contexts``, which saves the results of matrix products, convolutions and
+attention. ``memory-budget``: ``torch._functorch.config.activation_memory_budget``, a fraction between saving only
+inputs (0) and all activations that backward needs (1), under ``torch.compile``. Its backend partitions the graph and
+runs the parts operation by operation, so that they can be counted. With the compiler ``"inductor"``, Inductor compiles
+the step of every tool.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def peer(name: str, workload: Workload, setting: float | None = None, compiler: 
                 yield model
         else:
             options = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if name == SELECTIVE else {}
-            # The same objects in every call: Dynamo would compile others again.
+            # The same objects in every call: Dynamo would recompile for new ones.
             wraps = [partial(checkpoint, block.forward, use_reentrant=False, **options) for block in workload.blocks]
             yield partial(_checkpointed, workload, model, wraps)
 
 
 def by_inductor(model: nn.Module) -> Callable:
-    """The model as Inductor compiles it; every result has code of its own, though Dynamo keeps it with the model's."""
+    """The model as Inductor compiles it; every result has its own code, because Dynamo caches by code."""
     from torch._inductor.compile_fx import compile_fx
 
     return torch.compile(model, backend=lambda graph, inputs: compile_fx(graph, inputs))
@@ -78,7 +78,7 @@ def _checkpointed(workload: Workload, model: Callable, wraps, *args):
 
 @contextlib.contextmanager
 def fresh_dynamo():
-    """Forget what Dynamo compiled, before and after: it stays with the code of the model, whatever the setting was."""
+    """Reset Dynamo before and after: its compiled code stays attached to the model, whatever the setting was."""
     torch._dynamo.reset()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the experiments share: checks of configurations, entries of records, the host's free memory."""
+"""Helpers that the experiments share: checks of configurations, entries of records, the host's free memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def require_lengths(config) -> None:
 
 
 def record_config(config, **more) -> dict:
-    """The configuration for a record, without the methods and lengths, of which each record has one; and `more`."""
+    """The configuration for a record, without methods and lengths, since each record has one of each; and `more`."""
     settings = {name: value for name, value in asdict(config).items() if name not in ("methods", "seq_lens")}
     if settings.get("dataset_path"):
         settings["dataset_path"] = "a local copy"  # a path says nothing on another machine
@@ -38,7 +38,7 @@ def record_metrics(measured) -> dict:
 
 
 def block_bytes(device: str) -> int | None:
-    """What `predict` rounds blocks to where methods are compared with plans, which have no allocator either."""
+    """The block size to which `predict` rounds for comparison with plans, which do not model an allocator."""
     return BLOCK if device == "cuda" else None
 
 

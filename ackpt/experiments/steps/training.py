@@ -80,7 +80,7 @@ class LossesDiffer(RuntimeError):
 
 
 def adamw(model, learning_rate: float):
-    """AdamW with torch's fused kernel, which allocates no temporaries of the size of the model."""
+    """AdamW with torch's fused kernel, which allocates no temporary memory proportional to the model."""
     return torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
 
 

@@ -1,4 +1,4 @@
-"""All published experiments as a list of jobs, most important first, run one after the other until the time is up.
+"""All published experiments as a list of jobs, most important first, run one after the other until the time runs out.
 
 A job is done when its records are in the folder and ``jobs/<name>.json`` there says so for this commit and this
 configuration; then it is skipped. Every file is written in one step, ``jobs/<name>.json`` last, so that an interruption
@@ -30,7 +30,7 @@ from ackpt.experiments.steps.failures import Failures, described
 from ackpt.results import Record, RecordError, environment, write_text_atomic
 
 DONE, FAILED, CUT_OFF = "done", "failed", "cut off"
-WHOLE, PREDICTION = "the job itself", "the prediction"  # names in `Outcome.failed` that are no method
+WHOLE, PREDICTION = "the job itself", "the prediction"  # names in `Outcome.failed` that are not methods
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -69,7 +69,7 @@ class Outcome:
 
 
 class OutOfTime(BaseException):
-    """The suite's time is up in the middle of a job. Not an Exception, so that no experiment catches it."""
+    """The suite's time ran out during a job. Not an Exception, so that no experiment catches it."""
 
 
 def run_suite(jobs, folder, command: str = "", minutes: float = 9, say: Callable[[str], object] = lambda line: None):

@@ -1,6 +1,6 @@
 """The jobs of the suite: the published configurations for a GPU, most important first, and the same small for a CPU.
 
-Minutes are estimates for one H200, or for one core of a CPU; they hold until a job of the kind has been measured.
+Minutes are estimates for one H200, or for one core of a CPU; they apply until a job of that experiment is measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXPERIMENTS = ("synthetic", "lm", "offload", "batch-size", "bert", "frontier")
 STEPS = ("plain", "per-block", "auto@per-block", "auto@0.5", "auto@0.4", "auto@0.33")
 PUBLISHED_PEAK = "mu-two@4392MiB"  # of results/reference/mu-two-resnet.json, at 64 images
 SEARCHED = ("plain", "per-block", "auto")
-BOUNDARIES = (*OURS[:4], "save_on_cpu", "offload_wrapper")  # the others keep all in host memory
+BOUNDARIES = (*OURS[:4], "save_on_cpu", "offload_wrapper")  # the other methods offload all activations
 OFFLOADS = ("baseline", "ckpt_classic", "ckpt_async_offload", "save_on_cpu")
 TRANSFORMER = {"layers": 12, "dim": 1024, "heads": 16, "ff_dim": 4096, "vocab_size": 8192, "batch_size": 8}
 
@@ -36,7 +36,7 @@ def jobs(tier: str, only=EXPERIMENTS) -> list[Job]:
     """The jobs of ``"gpu"`` or ``"cpu"`` that belong to the experiments named, most important first.
 
     Raises:
-        ValueError: for what is none of `EXPERIMENTS`, and for no name at all.
+        ValueError: for a name that is not in `EXPERIMENTS`, and for an empty list.
     """
     if not only:
         raise ValueError(f"give at least one experiment: {', '.join(EXPERIMENTS)}")

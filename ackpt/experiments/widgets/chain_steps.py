@@ -1,7 +1,7 @@
 """The book's animated graph: the forward and backward of a chain under several schedules, frame by frame, as data.
 
 The chain is captured from shapes, the schedules are those of the policies, and the live bytes are the simulator's. The
-page draws what is here and computes nothing else.
+page only draws this data.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ VARIANTS = {
     "revolve": ["Revolve", "Within a third of the baseline's peak, from a few snapshots."],
     "plan": ["a plan of ackpt", "Within the peak of sqrt(n), at the least cost."],
 }
-LAYERS, DIM, ROWS = 12, 32, 512  # the weights are small beside the activations
+LAYERS, DIM, ROWS = 12, 32, 512  # the weights are small compared with the activations
 REVOLVE_BUDGET = 1 / 3  # relative to the baseline
 
 
 def chain_steps(variants=tuple(VARIANTS)) -> dict:
-    """A chain of linear layers and GELUs under several schedules: what is live, step by step.
+    """A chain of linear layers and GELUs under several schedules: the live activations, step by step.
 
     Returns:
         Plain JSON. ``columns``: the operations of the forward in order; each has a node in the forward and one in the

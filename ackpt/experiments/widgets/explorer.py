@@ -1,6 +1,6 @@
-"""The frontier explorer of the book: for every budget in even steps the plan of policy auto, as data for a page.
+"""The frontier explorer of the book: the plan of policy auto for evenly spaced budgets, as data for a page.
 
-The page shows what is here and computes nothing but differences and shares, so that its numbers are the plans' own.
+The page computes only differences and fractions of these numbers, so everything that it shows comes from the plans.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BUCKETS = 160  # of events, of which each keeps the one with most live bytes
 
 
 def explorer(graph, profile, record) -> dict:
-    """What the page needs: budgets, plans, activations, and the front that they lie on.
+    """The data of the page: budgets, plans, activations, and their Pareto frontier.
 
     Args:
         graph, profile: of the step.
@@ -33,9 +33,9 @@ def explorer(graph, profile, record) -> dict:
     Returns:
         Plain JSON. ``budgets``: in percent of the baseline's dynamic peak, with ``plan``, an index into ``plans``,
         None where the budget is refused, and ``lower_bound``, the least cost within that budget. A plan's ``fates`` has
-        a letter for each of ``activations``, s for saved, r for recomputed, - for what neither this plan's backward nor
-        the baseline's needs; its ``live`` has bytes by category for each bucket of ``events_in_bucket`` allocations
-        and frees, taken where most live; ``boundary`` counts the buckets before backward. ``least_bytes``: the smallest
+        a letter for each of ``activations``: s for saved, r for recomputed, - if neither this plan's backward nor the
+        baseline's needs it. Its ``live`` has bytes by category for each bucket of ``events_in_bucket`` allocations and
+        frees, at the bucket's peak; ``boundary`` counts the buckets before backward. ``least_bytes``: the smallest
         dynamic peak that can be planned.
     """
     plain = plan(graph, policy="none", profile=profile)
@@ -77,7 +77,7 @@ def explorer(graph, profile, record) -> dict:
 
 
 def _plans(graph, profile) -> tuple[list[dict], list[Plan]]:
-    """The budgets, from the least to the whole, and the different plans for them."""
+    """The budgets, from the smallest feasible one to the baseline's peak, and the distinct plans for them."""
     budgets, plans = [], {}
     for percent in range(100, 0, -STEP):
         row: dict = {"percent": percent, "plan": None, "lower_bound": None}
@@ -106,7 +106,7 @@ def _shown(planned: Plan, activations: list[str], names: list[str], width: int) 
 
 
 def _highest(timeline: Timeline, width: int) -> tuple[list[int], int]:
-    """In each bucket of `width` events the one with most live bytes, and how many buckets lie before backward."""
+    """In each bucket of `width` events the one with most live bytes, and the number of buckets before backward."""
     starts = range(0, len(timeline.live), width)
     highest = [
         max(range(start, min(start + width, len(timeline.live))), key=timeline.live.__getitem__) for start in starts

@@ -1,4 +1,4 @@
-"""The book's still of FSDP2's gathers: when a rank has which parameters, against forward, recomputation and backward.
+"""The book's still of FSDP2's gathers: which parameters a rank has during forward, recomputation and backward.
 
 The events are those that `ackpt.sharded` predicts for a small Llama with checkpointed blocks.
 """
@@ -58,7 +58,7 @@ def _starts(windows: list[Window]) -> list[int]:
 
 
 def _runs(windows: list[Window]) -> list[list]:
-    """Windows by what they do; a recomputation ends with the last allocation of a recomputed activation."""
+    """Windows by phase; a recomputation ends with the last allocation of a recomputed activation."""
     runs = []
     for window, start in zip(windows, _starts(windows)):
         end = start + len(window.events)
@@ -85,7 +85,7 @@ def _gathered(windows: list[Window]) -> list[list[int]]:
 
 
 def _buffers(windows: list[Window], sizes: list[int]) -> list[list[int]]:
-    """Gathers run in the order root, blocks, blocks in reverse; each buffer is known by its size."""
+    """Gathers run in the order root, blocks, blocks in reverse; each buffer is identified by its size."""
     numbers = range(1, BLOCKS + 1)
     order = [ROOT, *numbers, *reversed(numbers)]
     events = [event for window in windows for event in window.events]

@@ -36,7 +36,7 @@ _WAYS = {OFFLOAD: "out", PREFETCH: "in"}
 
 
 def offload_lanes(config: TransformerConfig = CONFIG, tokens: int = TOKENS, device: str = DEVICE) -> dict:
-    """One step of a Transformer in bf16 that offloads, on the rates of `device`: compute and copies in time.
+    """One step of a Transformer in bf16 that offloads, on the rates of `device`: compute and copies over time.
 
     Returns:
         Plain JSON. Each of ``variants`` has ``compute`` (f: forward, r: recomputation, b: backward) and ``copies``
@@ -54,7 +54,7 @@ def offload_lanes(config: TransformerConfig = CONFIG, tokens: int = TOKENS, devi
     ]
     without = lower(graph, outputs)
     before = simulate(graph, profile, without)
-    inputs = outputs[:-1]  # the last of them stays: backward reads it first
+    inputs = outputs[:-1]  # the last of them is not offloaded: backward reads it first
     # A copy may take until the memory is needed, as long as the peak without offload is not exceeded.
     overlap = offloaded(graph, without, inputs, profile, before.peak_bytes)
     peak_bytes = simulate(graph, profile, overlap).peak_bytes
@@ -136,6 +136,6 @@ def _live(graph: JointGraph, profile: Profile, schedule: Schedule, steps, second
         bucket = min(int(BUCKETS * now / seconds), BUCKETS - 1)
         for series, size in zip(sizes, (bytes_live[0] + workspace, bytes_live[1])):
             series[bucket] = max(series[bucket] or 0, size)
-    # While an operation runs, what was live before it is.
+    # While an operation runs, everything that was live before it is still live.
     device, host = (list(accumulate(series, lambda before, now: before if now is None else now)) for series in sizes)
     return {"device": [size or 0 for size in device], "host": [size or 0 for size in host]}
