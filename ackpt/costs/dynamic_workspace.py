@@ -110,8 +110,10 @@ class DynamicWorkspace:
 
     @cached_property
     def _calls(self) -> list[tuple]:
-        """(nodes, operation, leaves of its arguments, their pytree, formula) of every different call that depends on
-        sizes; it must run if there is no formula."""
+        """(nodes, operation, leaves of its arguments, their pytree, formula) of every call that depends on sizes, once.
+
+        A call without a formula must run.
+        """
         calls: dict[tuple, tuple] = {}
         for node in self.reference.nodes:
             fx = self.dynamic.fx[node.id]

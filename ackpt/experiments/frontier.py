@@ -102,15 +102,15 @@ def run_frontier(config: FrontierConfig, command: str = "", timed_rounds: int = 
     that changed last bits of the parameters make; ``points``, one per policy and budget (None: the smallest feasible
     budget of the policy), for a refused budget with ``least_bytes`` only; ``not_run``, the reasons by policy;
     ``front``, the frontier of policy auto, planned but not run; ``bounds``, lower bounds of the recomputed FLOPs within
-    a limit; ``peers``. Peaks are dynamic, in bytes. ``gap_seconds`` of a point is the optimality gap
-    of its plan, if the policy minimizes seconds.
+    a limit; ``peers``. Peaks are dynamic, in bytes. ``gap_seconds`` of a point is the optimality gap of its plan, if
+    the policy minimizes seconds.
 
     With `timed_rounds` every run has ``seconds_step``, and ``seconds_ratio`` to the model's own step, or to that of
     Inductor. On a CPU the process then keeps freed memory if it can, which ``keeps_freed_memory`` says. A peer also has
     the ratio of auto's plan within the peer's peak, ``auto_seconds_ratio``. For costs other than the first, the
-    policy's name includes them, as in ``"auto, rates"``. On a GPU there are no lower bounds, because
-    they are not valid for its kernels, and runs have the allocator's counters. `failures` collects the runs that
-    failed, which have no point.
+    policy's name includes them, as in ``"auto, rates"``. On a GPU there are no lower bounds, because they are not valid
+    for its kernels, and runs have the allocator's counters. `failures` collects the runs that failed, which have no
+    point.
     """
     work = workload(config.model, config.sizes, config.seed, config.device, config.dtype)
     runs = Runs(work, config.seed, timed_rounds, config.clock)

@@ -115,7 +115,10 @@ class Predictions:
         return digest([*group(row), self._code(row["step"])])
 
     def of(self, row: dict[str, Any], anew: bool = False) -> dict[str, Any]:
-        """The row with ``predicted`` bytes and relative ``error``; predicted now if the file lacks it, or if `anew`."""
+        """The row with ``predicted`` bytes and relative ``error``.
+
+        They are predicted now if the file has no prediction for its inputs, or if `anew`.
+        """
         key = self.key(row)
         if anew or key not in self.stored:
             self.stored[key] = {"step": row["step"], "bytes": self.predicts(*group(row))}
