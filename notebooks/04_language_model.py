@@ -50,8 +50,9 @@ SOURCE = "notebooks/04_language_model.py"
 # ## The text
 #
 # The published experiment reads wikitext-103. This page reads a text that needs no network: the *embedded* corpus, the
-# language reference in Python's standard library. A tokenizer for byte-pair encoding is trained on the same text, and
-# we cut random windows of $T + 1$ tokens: the model reads the first $T$ and predicts the last $T$.
+# names of Unicode's characters, which are the same in every version of Python (LATIN SMALL LETTER A WITH GRAVE). A
+# tokenizer for byte-pair encoding is trained on the same text, and we cut random windows of $T + 1$ tokens: the model
+# reads the first $T$ and predicts the last $T$.
 
 # %%
 config = TransformerConfig(dim=128, ff_dim=512, layers=4, head_dim=32, vocab_size=4096)

@@ -18,7 +18,7 @@ def add_lm(commands) -> None:
     add("--vocab-size", type=int, help="the model's vocabulary")
     add("--tokenizer-vocab", type=int, help="the tokenizer's vocabulary, at most the model's")
     add("--loss-chunks", type=int, help="number of chunks of the chunked loss")
-    add("--dataset", help="embedded (from Python's standard library) or wikitext (wikitext-103-raw-v1)")
+    add("--dataset", help="embedded (the names of Unicode's characters) or wikitext (wikitext-103-raw-v1)")
     add("--dataset-path", metavar="FOLDER", help="a local copy of wikitext (parquet or arrow)")
 
 
