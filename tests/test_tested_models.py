@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_two_models_have_equal_gradients_within_the_promised_peak(tmp_path):
     file = tmp_path / "record.json"
-    names = ["torch MLP", "torch CNN"]
+    names = ["torch MLP", "torch MLP-Mixer"]
     command = [sys.executable, "tools/tested_models.py", "--file", str(file)]
     only = [word for name in names for word in ("--only", name)]
     done = subprocess.run([*command, *only], cwd=ROOT, capture_output=True, text=True, timeout=300)

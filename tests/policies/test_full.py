@@ -41,15 +41,15 @@ def gpt2():
 
 def resnet18():
     model = ResNet(ResNetConfig("basic", (2, 2, 2, 2), width=8, num_classes=5))
-    return model, (torch.randn(8, 3, 64, 64), torch.randint(5, (8,))), {}
+    return model, (torch.randn(32, 3, 64, 64), torch.randint(5, (32,))), {}
 
 
 def hf_resnet():
     config = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16, 32, 64], depths=[2, 2, 2, 2], num_labels=5, layer_type="basic"
     )
-    images = torch.randn(8, 3, 64, 64)
-    return transformers.ResNetForImageClassification(config), (images, torch.randint(5, (8,))), {}
+    images = torch.randn(32, 3, 64, 64)
+    return transformers.ResNetForImageClassification(config), (images, torch.randint(5, (32,))), {}
 
 
 MODELS = {build.__name__: build for build in (language_model, bert, gpt2, resnet18, hf_resnet)}
