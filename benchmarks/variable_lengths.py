@@ -2,10 +2,11 @@
 
     python benchmarks/variable_lengths.py --budget 110MiB
 
-Prints, per length, the plan of its first step, the seconds of a step, and what the first step takes beyond the next one
-in which nothing is planned, and where the time of all first steps goes, relative to eager training. Of the
-recomputation, the lower bounds of all lengths are the part that the budget forces on every schedule. Eager and planned
-steps are interleaved, length by length. Results are bit-equal, which is checked. Seconds are those of the processor
+Prints, per length, the plan of its first step, the seconds of that step and of the model's own first step of that
+length, and where the time of all first steps goes, relative to eager training: a loop in which every length occurs
+once. Which of the two comes first alternates from length to length, because the first one also pays for memory that
+the process gets from the system. Of the recomputation, the lower bounds of all lengths are the part that the budget
+forces on every schedule. Results are bit-equal, which is checked. Seconds are those of the processor
 (`time.process_time`), which other processes disturb less; use one thread (``OMP_NUM_THREADS=1``), because the threads
 of a process add up.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import random
 import statistics
 import time
@@ -53,54 +53,49 @@ def main() -> None:
     compiled = timed_calls(dynamic_step, "compiled_schedule")
     measured = timed_calls(variants, "measured_baseline")
     searched = timed_calls(DynamicPlans, "_search")
-    eager = again = recomputed = forced = first = compiling = 0.0
-    lines: dict[int, tuple[float, str, Callable]] = {}
+    chosen = timed_calls(variants.Variants, "of")
+    eager = first = recomputed = forced = 0.0
+    lines: list[tuple[float, str, Callable]] = []
     beyond: dict[bool, list[float]] = {False: [], True: []}  # by whether a schedule was compiled
-    schedules = 0  # compiled in first steps
-    for length in lengths:
+    for at, length in enumerate(lengths):
         inputs = batch(length, given.mask)
         events, before = len(step.history), len(compiled)
-        model_seconds, expected = timed(model, model, inputs)
-        new_seconds, gradients = timed(model, step, inputs)
-        is_new, newly = len(step.history) > events, compiled[before:]
+        chosen_before = sum(chosen)
+        calls = {"eager": model, "planned": step}
+        order = list(calls)[:: 1 if at % 2 else -1]
+        seconds, gradients = {}, {}
+        for name in order:
+            seconds[name], gradients[name] = timed(model, calls[name], inputs)
         make_plan = step._ackpt_planned._last[-1].make_plan  # of the first step; later ones may run a cheaper schedule
-        known_seconds = math.inf
-        while math.isinf(known_seconds):
-            before = len(step.history)
-            seconds, _ = timed(model, step, inputs)
-            known_seconds = seconds if len(step.history) == before else math.inf
-        model_seconds = min(timed(model, model, inputs)[0], model_seconds)
-        known_seconds = min(known_seconds, new_seconds)
-        eager, again, first = eager + model_seconds, again + known_seconds, first + new_seconds
-        compiling, schedules = compiling + sum(newly), schedules + len(newly)
-        if is_new:
-            beyond[bool(newly)].append(new_seconds - known_seconds)
+        eager, first = eager + seconds["eager"], first + seconds["planned"]
+        newly, choosing = compiled[before:], sum(chosen) - chosen_before
+        if len(step.history) > events:
+            beyond[bool(newly)].append(choosing)
         kinds = [event.kind for event in step.history[events:]] + ["compiled"] * len(newly)
-        lines[length] = (
-            model_seconds,
-            f"length {length:4}: {', '.join(kinds) or 'known':14}  same {all(map(torch.equal, expected, gradients))}, "
-            f"eager {model_seconds:.3f} s, planned {known_seconds:.3f} s, "
-            f"first time +{1000 * (new_seconds - known_seconds):.0f} ms",
-            make_plan,
+        is_same = all(map(torch.equal, gradients["eager"], gradients["planned"]))
+        line = (
+            f"length {length:4}: {', '.join(kinds) or 'known':14}  same {is_same}, eager {seconds['eager']:.3f} s, "
+            f"planned {seconds['planned']:.3f} s, of it choosing and compiling {1000 * choosing:.0f} ms"
         )
-    for model_seconds, line, make_plan in lines.values():  # afterwards, because a description in full takes time
+        lines.append((seconds["eager"], line, make_plan))
+    for model_seconds, line, make_plan in lines:  # afterwards, because a description in full takes time
         plan = make_plan()
         bound = plan.lower_bound or 0.0
         recomputed, forced = recomputed + plan.cost * model_seconds, forced + bound * model_seconds
         print(f"{line}, cost {plan.cost:.1%}, lower bound {bound:.1%}, peak {plan.peak_bytes:,}")
+    others = sum(chosen) - sum(compiled) - sum(measured) - sum(searched)
     rows = {
         "eager steps": eager,
-        "recomputation": again - eager,
-        "- by the plans": recomputed,
-        "- lower bound of any schedule": forced,
-        f"compiling {schedules} schedules": compiling,
-        "measuring the model's own step once": sum(measured),
-        f"searching {len(searched)} times": sum(searched),
-        "choosing schedules, other": first - again - compiling - sum(measured) - sum(searched),
-        "all first steps": first,
+        "planned steps": first,
+        f"- compiling {len(compiled)} schedules": sum(compiled),
+        "- measuring the model's own step once": sum(measured),
+        f"- searching {len(searched)} times": sum(searched),
+        "- choosing schedules, other": others,
+        "- recomputation of the plans, by their cost": recomputed,
+        "  of it lower bound of any schedule": forced,
     }
     for name, seconds in rows.items():
-        print(f"{name:40} {seconds:6.2f} s {seconds / eager:6.3f}")
+        print(f"{name:44} {seconds:6.2f} s {seconds / eager:6.3f}")
     for is_compiled, seconds in beyond.items():
         if seconds:
             schedule = "newly compiled" if is_compiled else "known"
