@@ -1,9 +1,9 @@
 """Simulate the peak of the model's eager step, and an upper bound on it.
 
 Eager mode differs from the captured graph in three ways. It writes in place what the graph computes out of place
-(`ackpt.capture.in_place`), and an autograd node releases its saved tensors when it is done, not after the last
-operation that reads them (``release_variables`` in torch/csrc/autograd/engine.cpp, called after ``validate_outputs``). And where a factor or
-divisor is a number, autograd saves it as a tensor of one element.
+(`ackpt.capture.in_place`). An autograd node releases its saved tensors when it is done, not after the last operation
+that reads them (``release_variables`` in torch/csrc/autograd/engine.cpp, called after ``validate_outputs``). And where
+a factor or divisor is a number, autograd saves it as a tensor of one element.
 """
 
 from __future__ import annotations
