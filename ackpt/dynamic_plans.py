@@ -27,7 +27,7 @@ from ackpt.policies.search.frontier import frontier
 from ackpt.policies.search.recompute_costs import costs, step_cost
 from ackpt.policies.search.schedule_cache import CachedCandidates
 from ackpt.running.dynamic_step import DynamicStep
-from ackpt.running.eager_step import eager_peak_bound, eager_schedule, saved_number_bytes
+from ackpt.running.eager_step import eager_peak_bound, eager_schedule
 from ackpt.running.planners import Candidate, Choice, Stopgap
 
 from .budget import dynamic_limit, is_share
@@ -73,7 +73,7 @@ class DynamicPlans:
         if peak_bytes <= limit:
             choice = self._choice(self._everything, values, baseline_bytes)
             if graph.as_compiled is None and eager_peak_bound(graph, self._eager_schedule, workspace) <= limit:
-                own_bytes = peak_of(graph, self._eager_schedule, workspace) + saved_number_bytes(graph)
+                own_bytes = peak_of(graph, self._eager_schedule, workspace)
                 choice = choice._replace(own_peak_bytes=own_bytes, own_plan=lambda: self._own_plan(values, choice))
             return choice
         if not self._candidates:

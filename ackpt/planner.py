@@ -29,7 +29,7 @@ from ackpt.policies.search.frontier import cheapest
 from ackpt.policies.search.recompute_costs import added_cost, costs, packing_cost, step_cost
 from ackpt.policies.search.schedule_cache import Cache, CachedCandidates, cache_folder, cached
 from ackpt.progress import shown, stage
-from ackpt.running.eager_step import eager_peak, eager_peak_bound, eager_schedule, saved_number_bytes
+from ackpt.running.eager_step import eager_peak, eager_peak_bound, eager_schedule
 
 from .budget import dynamic_limit, is_share, least_share, readable, unit_hint
 from .errors import BudgetError, did_you_mean
@@ -219,7 +219,7 @@ def model_keeps(graph: JointGraph, workspace_bytes, limit: int) -> bool:
 def of_model(graph: JointGraph, profile: Profile, plan: Plan) -> Plan:
     """`plan`, which saves everything, with the peak and timeline of the model's own step, which runs in its place."""
     simulated = simulate(graph, profile, eager_schedule(graph))
-    peak_bytes = simulated.peak_bytes + simulated.resident_bytes + saved_number_bytes(graph)
+    peak_bytes = simulated.peak_bytes + simulated.resident_bytes
     return replace(plan, peak_bytes=peak_bytes, timeline=simulated.timeline)
 
 

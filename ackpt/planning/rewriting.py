@@ -11,7 +11,7 @@ import contextlib
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -204,12 +204,12 @@ class _Builder:
         self.hosts: dict[int, Line] = {}
         self.bits: dict[int, Line] = {}
         self.moving: dict[int, tuple[Line, Line]] = {}
-        self._times: dict[Any, int] = {}
+        self._counts: dict[Any, int] = {}
 
     def line(self, key, make: Callable[[], Line]) -> Line:
-        """The shared line with this key; made if there is none, or if this listing has it already."""
-        time = self._times[key] = self._times.get(key, -1) + 1
-        key = (self.again, time, key)
+        """The line that listings with this key share: a different one each time this listing asks for the key."""
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        key = (self.again, count, key)
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
@@ -223,7 +223,7 @@ class _Builder:
     def size_of(self, node_id: int, dim: int) -> Line:
         """A dimension of an input, as a line."""
         meta = {"val": self.fx[node_id].meta["val"].shape[dim]}
-        line = self._added(("size", dim), torch.ops.aten.sym_size.int, (self.env[node_id], dim), meta=meta)
+        line = self._added(torch.ops.aten.sym_size.int, (self.env[node_id], dim), meta=meta, constants=dim)
         line.name, line.is_size = f"size_{node_id}_{dim}", True
         return line
 
@@ -241,7 +241,7 @@ class _Builder:
         if step.kind == COMPUTE:
             self.compute(step.id, saves_state)
         elif step.kind == PACK:
-            self.bits[step.id] = self._added("pack", _PACK, (self.value(self.analysis.base_of[step.id]),))
+            self.bits[step.id] = self._added(_PACK, (self.value(self.analysis.base_of[step.id]),))
         elif step.kind == UNPACK:
             self._unpack(step.id)
         elif step.kind != FREE:
@@ -252,16 +252,16 @@ class _Builder:
         is_recomputed = self.again and self.analysis.graph.nodes[node_id].phase == FORWARD
         if is_recomputed and is_training_batch_norm(original):
             args, kwargs = self._mapped((*original.args[:3], *original.args[5:]), original.kwargs)
-            line = self._added(node_id, _BATCH_NORM_AGAIN, args, kwargs, original.meta)
+            line = self._added(_BATCH_NORM_AGAIN, args, kwargs, original.meta, node_id)
         elif is_recomputed and node_id in self.states:
             args, kwargs = self._mapped(original.args, original.kwargs)
             args = self.states[node_id], original.target, *args
-            line = self._added(node_id, run_again, args, kwargs, original.meta)
+            line = self._added(run_again, args, kwargs, original.meta, node_id)
         elif saves_state:
             args, kwargs = self._mapped(original.args, original.kwargs)
-            both = self._added(node_id, run_and_save, (original.target, *args), kwargs)
-            self.states[node_id] = self._added("state", operator.getitem, (both, 0))
-            line = self._added("result", operator.getitem, (both, 1), meta=original.meta)
+            both = self._added(run_and_save, (original.target, *args), kwargs, constants=node_id)
+            self.states[node_id] = self._added(operator.getitem, (both, 0), constants=0)
+            line = self._added(operator.getitem, (both, 1), meta=original.meta, constants=1)
         else:
             line = self._copied(node_id)
         line.is_recomputed = is_recomputed
@@ -279,34 +279,36 @@ class _Builder:
         self.listing.lines.append(line)
         return line
 
-    def _added(self, key, target, args, kwargs=None, meta=None) -> Line:
-        """A line that the captured graph does not have, or not with these arguments; `key`: what else tells it apart
-        than the lines that it reads."""
+    def _added(self, target, args, kwargs=None, meta=None, constants: Any = None) -> Line:
+        """A line that is not in the captured graph, or not with these arguments.
+
+        `constants`: what determines its arguments, besides the lines among them.
+        """
         line = Line("call_function", target, args, kwargs, meta=meta)
-        return self._append(self.line((key, line.inputs), lambda: line))
+        return self._append(self.line((target, constants, line.inputs), lambda: line))
 
     def _copy(self, kind: str, storage: int):
         base = self.analysis.base_of[storage]
         if kind == OFFLOAD:
             source = self.value(base)
-            self.moving[storage] = self._added("offload", added_operations.offload, (source,)), source
+            self.moving[storage] = self._added(added_operations.offload, (source,)), source
         elif kind == PREFETCH:
             source, like = self.hosts[storage], self.fx[base].meta["val"]
             shape, strides, (offset,) = map(self._numbers, (like.shape, like.stride(), (like.storage_offset(),)))
             layout = (like.device, like.dtype, shape, strides, offset)
-            self.moving[storage] = self._added("prefetch", added_operations.prefetch, (source, *layout)), source
+            self.moving[storage] = self._added(added_operations.prefetch, (source, *layout)), source
         else:
             moved, source = self.moving.pop(storage)
             if moved.target is added_operations.offload:
-                self.hosts[storage] = self._added("wait", added_operations.wait, (moved, source))
+                self.hosts[storage] = self._added(added_operations.wait, (moved, source))
             else:
-                self.env[base] = self._added("wait", added_operations.wait, (moved, source), meta=self.fx[base].meta)
+                self.env[base] = self._added(added_operations.wait, (moved, source), meta=self.fx[base].meta)
 
     def _unpack(self, storage: int):
         base, mask = self.analysis.base_of[storage], self.analysis.masks[storage]
         value = self.fx[base].meta["val"]
         layout = self._numbers(value.shape), self._numbers(value.stride()), mask.dtype, mask.one
-        self.env[base] = self._added("unpack", _UNPACK, (self.bits[storage], *layout), meta=self.fx[base].meta)
+        self.env[base] = self._added(_UNPACK, (self.bits[storage], *layout), meta=self.fx[base].meta)
 
     def _copied(self, node_id: int) -> Line:
         node = self.fx[node_id]
@@ -335,40 +337,29 @@ class _Sizes:
     def __init__(self, builder: _Builder, dynamic: DynamicModule, given: list[Line]):
         self.builder, self.dynamic, self.given = builder, dynamic, tuple(given)
         self.place = len(builder.listing.lines)
-        self.together: Line | None = None
-        self.lines: dict[Any, Line] = {}  # by expression
-        self._inserted: list[Line] = []
+        self.lines: dict[Any, Line] = {}  # by expression, and by those that are computed together
 
     def line(self, size) -> Line:
         """The line of a size, such as a SymInt."""
         key = expression(size)
         if key not in self.lines:
-            self.lines[key] = self._line(key, size)
+            places = self.dynamic.size_places
+            args = self._computed(tuple(places) if key in places else (key,)), places.get(key, 0)
+            make = partial(Line, "call_function", operator.getitem, args, meta={"val": size})
+            self.lines[key] = self._size(("size", key), make)
         return self.lines[key]
 
-    def _line(self, key, size) -> Line:
-        place = self.dynamic.size_places.get(key)
-        if place is None:
-            computed = self._computed("size alone", (key,))
-        elif self.together is None:
-            computed = self.together = self._computed("sizes", tuple(self.dynamic.size_places))
-        else:
-            computed = self.together
-        args = computed, place or 0
-        return self._insert(
-            ("size", key), lambda: Line("call_function", operator.getitem, args, meta={"val": size})
-        )
+    def _computed(self, expressions: tuple[Any, ...]) -> Line:
+        if expressions not in self.lines:
+            function = self.dynamic.symbols.function(expressions)
+            self.lines[expressions] = self._size(expressions, partial(Line, "call_function", function, self.given))
+        return self.lines[expressions]
 
-    def _computed(self, name: str, expressions: tuple[Any, ...]) -> Line:
-        function = self.dynamic.symbols.function(expressions)
-        return self._insert((name, expressions), lambda: Line("call_function", function, self.given))
-
-    def _insert(self, key, make: Callable[[], Line]) -> Line:
+    def _size(self, key, make: Callable[[], Line]) -> Line:
         line = self.builder.line(key, make)
         line.is_size = True
-        self._inserted.append(line)
         return line
 
     def insert(self) -> None:
         """Insert the lines, once all sizes are known, where this object was made."""
-        self.builder.listing.lines[self.place : self.place] = self._inserted
+        self.builder.listing.lines[self.place : self.place] = self.lines.values()

@@ -1,25 +1,18 @@
 """Simulate the peak of the model's eager step, and an upper bound on it.
 
-Eager mode differs from the captured graph in three ways. It writes in place what the graph computes out of place
-(`ackpt.capture.in_place`). An autograd node releases its saved tensors when it is done, not after the last operation
-that reads them (``release_variables`` in torch/csrc/autograd/engine.cpp, called after ``validate_outputs``). And where
-a factor or divisor is a number, autograd saves it as a tensor of one element.
+Eager mode differs from the captured graph in two ways. It writes in place what the graph computes out of place
+(`ackpt.capture.in_place`), and an autograd node releases its saved tensors when it is done, not after the last
+operation that reads them (``release_variables`` in torch/csrc/autograd/engine.cpp, called after ``validate_outputs``).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-from torch import fx
-
 from ackpt.capture.in_place import autograd_node, eager_graph
 from ackpt.capture.joint_graph import FORWARD, JointGraph
 from ackpt.planning.schedule import COMPUTE, FREE, Schedule, Step, everything
 from ackpt.planning.simulator import peak_of
-
-_SAVING = torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor
-_NUMBER_BYTES = {bool: 1, int: 8, float: 8, complex: 16}  # as a tensor of one element (``wrapped_scalar_tensor``)
 
 
 def eager_schedule(graph: JointGraph) -> Schedule:
@@ -50,23 +43,6 @@ def eager_peak(graph: JointGraph, workspace_bytes) -> int:
     return peak_of(eager, eager_schedule(eager), workspace_bytes)
 
 
-def saved_number_bytes(graph: JointGraph) -> int:
-    """Bytes of the numbers, in products and quotients, that autograd saves for backward in eager mode."""
-    made_by: dict[int, fx.Node] = {}  # the operation that makes each autograd node, by its sequence number
-    saved: dict[int, int] = {}
-    for node in graph.module.graph.nodes:
-        made_by.setdefault(node.meta.get("seq_nr"), node)
-        number = autograd_node(node)
-        if number is not None and number not in saved and (size := _number_bytes(made_by.get(number))):
-            saved[number] = size
-    return sum(saved.values())
-
-
-def _number_bytes(node: fx.Node | None) -> int:
-    """Bytes of the number by which `node` multiplies or divides a tensor, as a tensor; 0 if it does not."""
-    return _NUMBER_BYTES.get(type(node.args[1]), 0) if node is not None and node.target in _SAVING else 0
-
-
 def eager_peak_bound(graph: JointGraph, schedule: Schedule, workspace_bytes) -> int:
     """Bytes that the model's own step never exceeds, even if its code keeps all tensors until the forward returns.
 
@@ -81,4 +57,4 @@ def eager_peak_bound(graph: JointGraph, schedule: Schedule, workspace_bytes) -> 
     everything_at_once = sum(analysis.allocated_bytes[node] for node in computed) + workspace
     dropped = set().union(*analysis.dropped_outputs.values()).difference(schedule.saved)
     held = sum(analysis.bytes[storage] for storage in dropped)
-    return max(everything_at_once, peak_of(graph, schedule, workspace_bytes) + held) + saved_number_bytes(graph)
+    return max(everything_at_once, peak_of(graph, schedule, workspace_bytes) + held)

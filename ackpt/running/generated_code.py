@@ -212,7 +212,7 @@ class Code:
         return self._reading[key]
 
     def same(self, line: Line) -> Line | None:
-        """The earlier tensor that `line` only views in the same way; None if there is none."""
+        """The earlier tensor whose sizes, strides and storage `line` has, too; None for any other line."""
         if line not in self._same:
             bases = (base for base in _bases(line) if _is_same(line, base))
             self._same[line] = line.args[0] if line.target is _ATEN.detach.default else next(bases, None)
