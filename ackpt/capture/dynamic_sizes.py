@@ -236,17 +236,6 @@ class DynamicModule:
         """The operations by their ids."""
         return {node.meta["ackpt_id"]: node for node in self.module.graph.nodes if "ackpt_id" in node.meta}
 
-    @cached_property
-    def size_places(self) -> dict[Any, int]:
-        """The sizes that operations read, as expressions, and a number for each."""
-        sizes = [expression(node.meta["val"]) for node in self.module.graph.nodes if is_size(node)]
-        return {size: place for place, size in enumerate(dict.fromkeys(sizes))}
-
-    @cached_property
-    def lines(self) -> dict[Any, Any]:
-        """Lines that the listings of this module's schedules share, by what they are made of."""
-        return {}
-
     def storage_bytes(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """The bytes of every storage at these sizes, by the ids that the storages of an instance have."""
         return self.symbols.evaluated(self._storage_bytes, values)

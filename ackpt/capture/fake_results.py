@@ -7,7 +7,7 @@ reused: running operations on fake tensors takes most of the time of a proof.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ class FakeResults:
 
     def __init__(self):
         self._layouts: dict[Any, Layout] = {}
-        self._results: dict[Any, Any] = {}  # with places in `given` for storages; larger ones are new storages
+        self._results: dict[Any, Any] = {}  # with places in `run`'s `given` for storages; larger ones are new storages
         self._given: dict[Any, Any] = {}
         self._numbers: dict[int, int] = {}
         self._storages = 0
@@ -56,27 +56,9 @@ class FakeResults:
     def run(self, operation, args, kwargs) -> Any:
         """The result of an operation, with a `Value` for every tensor."""
         given: list[int] = []
-        return self._placed(self._result(operation, args, kwargs, given), given)
-
-    def repeated(self, line, inputs: Sequence[Any], arguments: Callable[[], tuple[Any, Any]]) -> Any:
-        """The result of ``line.target``, which `run` gives, found faster if `line` has run with equal inputs.
-
-        `inputs`: all values among its arguments, in their order; ``arguments()``: positional and keyword arguments.
-        """
-        given: list[int] = []
-        key = line, tuple([_key(each, given) for each in inputs])
-        if key not in self._results:
-            self._results[key] = self._result(line.target, *arguments(), [])
-        return self._placed(self._results[key], given)
-
-    def _result(self, operation, args, kwargs, given: list[int]) -> Any:
-        """The result, with places in `given` for storages; appends the storages of the arguments to `given`."""
         key = operation, _key(args, given), _key(tuple(kwargs.items()), given) if kwargs else ()
         if key not in self._results:
             self._results[key] = self._computed(operation, args, kwargs, given)
-        return self._results[key]
-
-    def _placed(self, result, given: Sequence[int]) -> Any:
         storages = list(given)
 
         def placed(value):
@@ -84,7 +66,7 @@ class FakeResults:
                 storages.append(self._new_number())
             return Value(value.layout, storages[value.storage])
 
-        return placed(result) if type(result) is Value else _mapped(result, Value, placed)
+        return _mapped(self._results[key], Value, placed)
 
     def _computed(self, operation, args, kwargs, given: Sequence[int]) -> Any:
         places: dict[int, int] = {}  # by storage of an example

@@ -71,6 +71,11 @@ class Listing:
         self.lines.append(line)
         return line
 
+    def copy(self, node: fx.Node, argument: Callable[[Any], Any]) -> Line:
+        """Add a line for an fx node, with ``argument(n)`` for every node n among its arguments."""
+        kwargs = mapped(node.kwargs, argument) if node.kwargs else {}
+        return self.add(node.op, node.target, mapped(node.args, argument), kwargs, node.name, node.meta)
+
     def graph(self) -> fx.Graph:
         """This listing as an fx graph."""
         graph = fx.Graph()
@@ -88,16 +93,9 @@ class Listing:
         listing = Listing()
         made: dict[fx.Node, Line] = {}
         for node in graph.nodes:
-            made[node] = copied(node, made.__getitem__)
-            listing.lines.append(made[node])
+            made[node] = listing.copy(node, made.__getitem__)
             made[node].is_recomputed = IS_RECOMPUTED in node.meta
         return listing
-
-
-def copied(node: fx.Node, argument: Callable[[Any], Any]) -> Line:
-    """A line for an fx node, with ``argument(n)`` for every node n among its arguments."""
-    kwargs = mapped(node.kwargs, argument) if node.kwargs else {}
-    return Line(node.op, node.target, mapped(node.args, argument), kwargs, node.name, node.meta)
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:

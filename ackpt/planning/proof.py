@@ -35,7 +35,6 @@ def live_after(
     held: int,
     state_bytes: int,
     hosted: set[int],
-    repeats: bool,
 ) -> tuple[list[tuple[int, int]], list]:
     """Live bytes on the device and in host memory right after every operation of `listing`, before its arguments are
     freed, and the outputs.
@@ -49,7 +48,6 @@ def live_after(
         held: bytes that the caller keeps all the time, besides the arguments.
         state_bytes: of the generator's state that is saved while an operation replays another one.
         hosted: storages in host memory; those that `listing` returns are added.
-        repeats: whether other listings have the same lines.
     """
     live: list[tuple[int, int]] = []
     values: dict[Line, Any] = {}
@@ -84,7 +82,8 @@ def live_after(
             values[line] = results.given(line.target, getattr(root, line.target))
             continue
         else:
-            values[line] = _result(line, results, values, repeats)
+            args, kwargs = mapped((line.args, line.kwargs), values.__getitem__)
+            values[line] = _result(line, results, args, kwargs)
             if line.target is offload:
                 hosted.update(storages_in(values[line]))
         change(values[line], +1)
@@ -95,19 +94,13 @@ def live_after(
     raise RewriteError("a rewritten module has no output")
 
 
-def _result(line: Line, results: FakeResults, values: dict[Line, Any], repeats: bool) -> Any:
+def _result(line: Line, results: FakeResults, args, kwargs) -> Any:
     operation: Any = line.target
     if operation is operator.getitem:
-        return values[line.args[0]][line.args[1]]
-
-    def arguments():
-        return mapped((line.args, line.kwargs), values.__getitem__)
-
+        return args[0][args[1]]
     if line.is_size:
-        return operation(*(each.layout.example if isinstance(each, Value) else each for each in arguments()[0]))
-    if repeats:
-        return results.repeated(line, [values[each] for each in line.inputs], arguments)
-    return results.run(operation, *arguments())
+        return operation(*(each.layout.example if isinstance(each, Value) else each for each in args))
+    return results.run(operation, args, kwargs)
 
 
 def _unpacks_state(line: Line) -> bool:

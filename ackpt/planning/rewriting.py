@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,14 +18,14 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from ackpt.capture.analysis import is_training_batch_norm
-from ackpt.capture.dynamic_sizes import DynamicModule, expression, is_size
+from ackpt.capture.dynamic_sizes import DynamicModule, Symbols, expression, is_size
 from ackpt.capture.fake_results import fake_results, storages_in
 from ackpt.capture.joint_graph import FORWARD, JointGraph
 from ackpt.capture.patches.kernels import true_results
 
 from . import added_operations
 from .added_operations import run_again, run_and_save
-from .listing import Line, Listing, copied, mapped
+from .listing import Line, Listing, mapped
 from .live_bytes import follow, rng_state_bytes
 from .proof import RewriteError, live_after
 from .schedule import COMPUTE, FREE, OFFLOAD, PACK, PREFETCH, UNPACK, Schedule, Step
@@ -101,13 +100,12 @@ def rewrite_dynamic(graph: JointGraph, schedule: Schedule, dynamic: DynamicModul
 def _rewritten(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None) -> Rewritten:
     analysis = graph.analysis
     fx_nodes = analysis.fx if dynamic is None else dynamic.fx
-    shared = {} if dynamic is None else dynamic.lines
-    fw = _Builder(analysis, fx_nodes, shared, again=False)
+    fw = _Builder(analysis, fx_nodes, again=False)
     for node_id in analysis.placeholders:
         if node_id not in analysis.tangents:
             fw.placeholder(node_id)
     given = [] if dynamic is None else [fw.size_of(node_id, dim) for node_id, dim in dynamic.sources]
-    fw.sizes = None if dynamic is None else _Sizes(fw, dynamic, given)
+    fw.sizes = None if dynamic is None else _Sizes(fw.listing, dynamic.symbols, given)
     replayed = set(schedule.replayed)
     for step in schedule.forward:
         fw.run(step, saves_state=step.kind == COMPUTE and step.id in replayed)
@@ -119,7 +117,7 @@ def _rewritten(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | N
     bits = [fw.bits[storage] for storage in schedule.packed]
     fw.output([*outputs, *(fw.value(node_id) for node_id in passed), *hosts, *bits, *states, *given])
 
-    bw = _Builder(analysis, fx_nodes, shared, again=True)
+    bw = _Builder(analysis, fx_nodes, again=True)
     # AOTAutograd's convention: the forward returns sizes last, the backward receives them first.
     received = [bw.size_input(size) for size in given]
     for node_id in passed:
@@ -132,7 +130,7 @@ def _rewritten(graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | N
         bw.states[node_id] = bw.given(f"rng_state_{analysis.fx[node_id].name}", {"val": None})
     for node_id in analysis.tangents:
         bw.placeholder(node_id)
-    bw.sizes = None if dynamic is None else _Sizes(bw, dynamic, received)
+    bw.sizes = None if dynamic is None else _Sizes(bw.listing, dynamic.symbols, received)
     for step in schedule.backward:
         bw.run(step)
     bw.output([None if node_id is None else bw.value(node_id) for node_id in analysis.bw_outputs])
@@ -145,7 +143,7 @@ def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, in
     analysis, results = graph.analysis, fake_results(graph)
     hosted: set[int] = set()
     fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.module.graph.nodes])
-    state, repeats = rng_state_bytes(graph), rewritten.num_sizes > 0
+    state = rng_state_bytes(graph)
 
     def values(node_ids):
         return [results.given(node_id, analysis.fx[node_id].meta["val"]) for node_id in node_ids]
@@ -154,7 +152,7 @@ def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, in
     with fake_mode or contextlib.nullcontext(), true_results(fake_mode):
         inputs = values(node_id for node_id in analysis.placeholders if node_id not in analysis.tangents)
         input_storages = storages_in(inputs)
-        live, passed = live_after(*forward, results, inputs, input_storages, 0, state, hosted, repeats)
+        live, passed = live_after(*forward, results, inputs, input_storages, 0, state, hosted)
         tangents = values(analysis.tangents)
         callers = [value for node_id, value in zip(analysis.tangents, tangents) if node_id not in analysis.restrided]
         passed, saved = passed[: rewritten.num_outputs], passed[rewritten.num_outputs :]
@@ -165,7 +163,7 @@ def _prove(graph: JointGraph, rewritten: Rewritten, expected: list[tuple[int, in
         held = storages_in([*passed, *callers])
         held = {storage: size for storage, size in held.items() if storage not in input_storages}
         given, others = analysis.incoming_bytes + sum(held.values()), input_storages.keys() | held.keys()
-        live += live_after(*backward, results, [*saved, *tangents], others, given, state, hosted, repeats)[0]
+        live += live_after(*backward, results, [*saved, *tangents], others, given, state, hosted)[0]
     if live != expected:
         at = next((i for i, (a, b) in enumerate(zip(live, expected)) if a != b), min(len(live), len(expected)))
         raise RewriteError(
@@ -189,13 +187,11 @@ def _inputs_needed(analysis, schedule) -> list[int]:
 class _Builder:
     """Builds one listing. ``env``: the latest run of every node; ``hosts``: copies of storages in host memory;
     ``bits``: of packed storages; ``moving``: by storage, the line that started its copy and the line that is copied;
-    ``sizes``: the lines of sizes that are expressions; ``shared``: the lines of listings made before, which this one
-    has, too, where it reads the same lines, so that what is derived from a line is computed once."""
+    ``sizes``: the lines of sizes that are expressions."""
 
-    def __init__(self, analysis, fx_nodes, shared: dict[Any, Line], again: bool):
+    def __init__(self, analysis, fx_nodes, again: bool):
         self.analysis = analysis
         self.fx = fx_nodes
-        self.shared = shared
         self.sizes: Any = None
         self.again = again
         self.listing = Listing()
@@ -204,26 +200,17 @@ class _Builder:
         self.hosts: dict[int, Line] = {}
         self.bits: dict[int, Line] = {}
         self.moving: dict[int, tuple[Line, Line]] = {}
-        self._counts: dict[Any, int] = {}
-
-    def line(self, key, make: Callable[[], Line]) -> Line:
-        """The line that listings with this key share: a different one each time this listing asks for the key."""
-        count = self._counts[key] = self._counts.get(key, 0) + 1
-        key = (self.again, count, key)
-        if key not in self.shared:
-            self.shared[key] = make()
-        return self.shared[key]
 
     def placeholder(self, node_id: int):
         self.env[node_id] = self.given(self.fx[node_id].name, self.fx[node_id].meta)
 
     def given(self, name: str, meta) -> Line:
-        return self._append(self.line(name, lambda: Line("placeholder", name, name=name, meta=meta)))
+        return self.listing.add("placeholder", name, name=name, meta=meta)
 
     def size_of(self, node_id: int, dim: int) -> Line:
         """A dimension of an input, as a line."""
         meta = {"val": self.fx[node_id].meta["val"].shape[dim]}
-        line = self._added(torch.ops.aten.sym_size.int, (self.env[node_id], dim), meta=meta, constants=dim)
+        line = self._added(torch.ops.aten.sym_size.int, (self.env[node_id], dim), meta=meta)
         line.name, line.is_size = f"size_{node_id}_{dim}", True
         return line
 
@@ -252,16 +239,15 @@ class _Builder:
         is_recomputed = self.again and self.analysis.graph.nodes[node_id].phase == FORWARD
         if is_recomputed and is_training_batch_norm(original):
             args, kwargs = self._mapped((*original.args[:3], *original.args[5:]), original.kwargs)
-            line = self._added(_BATCH_NORM_AGAIN, args, kwargs, original.meta, node_id)
+            line = self._added(_BATCH_NORM_AGAIN, args, kwargs, original.meta)
         elif is_recomputed and node_id in self.states:
             args, kwargs = self._mapped(original.args, original.kwargs)
-            args = self.states[node_id], original.target, *args
-            line = self._added(run_again, args, kwargs, original.meta, node_id)
+            line = self._added(run_again, (self.states[node_id], original.target, *args), kwargs, original.meta)
         elif saves_state:
             args, kwargs = self._mapped(original.args, original.kwargs)
-            both = self._added(run_and_save, (original.target, *args), kwargs, constants=node_id)
-            self.states[node_id] = self._added(operator.getitem, (both, 0), constants=0)
-            line = self._added(operator.getitem, (both, 1), meta=original.meta, constants=1)
+            both = self._added(run_and_save, (original.target, *args), kwargs)
+            self.states[node_id] = self._added(operator.getitem, (both, 0))
+            line = self._added(operator.getitem, (both, 1), meta=original.meta)
         else:
             line = self._copied(node_id)
         line.is_recomputed = is_recomputed
@@ -275,17 +261,8 @@ class _Builder:
             self.sizes.insert()
         return self.listing
 
-    def _append(self, line: Line) -> Line:
-        self.listing.lines.append(line)
-        return line
-
-    def _added(self, target, args, kwargs=None, meta=None, constants: Any = None) -> Line:
-        """A line that is not in the captured graph, or not with these arguments.
-
-        `constants`: what determines its arguments, besides the lines among them.
-        """
-        line = Line("call_function", target, args, kwargs, meta=meta)
-        return self._append(self.line((target, constants, line.inputs), lambda: line))
+    def _added(self, target, args, kwargs=None, meta=None) -> Line:
+        return self.listing.add("call_function", target, args, kwargs, meta=meta)
 
     def _copy(self, kind: str, storage: int):
         base = self.analysis.base_of[storage]
@@ -311,9 +288,7 @@ class _Builder:
         self.env[base] = self._added(_UNPACK, (self.bits[storage], *layout), meta=self.fx[base].meta)
 
     def _copied(self, node_id: int) -> Line:
-        node = self.fx[node_id]
-        inputs = tuple(map(self._argument, node.all_input_nodes))
-        return self._append(self.line((node_id, inputs), lambda: copied(node, self._argument)))
+        return self.listing.copy(self.fx[node_id], self._argument)
 
     def _mapped(self, args, kwargs):
         return mapped((tuple(args), dict(kwargs)), self._argument)
@@ -329,37 +304,26 @@ class _Builder:
 
 
 class _Sizes:
-    """The lines of the sizes that are expressions, in one listing.
+    """The lines of the sizes that are expressions, in one listing: one line computes all from the dynamic
+    dimensions."""
 
-    One line computes all sizes that the captured operations read, from the dynamic dimensions; others have their own.
-    """
-
-    def __init__(self, builder: _Builder, dynamic: DynamicModule, given: list[Line]):
-        self.builder, self.dynamic, self.given = builder, dynamic, tuple(given)
-        self.place = len(builder.listing.lines)
-        self.lines: dict[Any, Line] = {}  # by expression, and by those that are computed together
+    def __init__(self, listing: Listing, symbols: Symbols, given: list[Line]):
+        self.listing, self.symbols, self.place = listing, symbols, len(listing.lines)
+        self.expressions: dict[Any, Line] = {}
+        self.all = Line("call_function", None, tuple(given))
+        self.all.is_size = True
 
     def line(self, size) -> Line:
         """The line of a size, such as a SymInt."""
         key = expression(size)
-        if key not in self.lines:
-            places = self.dynamic.size_places
-            args = self._computed(tuple(places) if key in places else (key,)), places.get(key, 0)
-            make = partial(Line, "call_function", operator.getitem, args, meta={"val": size})
-            self.lines[key] = self._size(("size", key), make)
-        return self.lines[key]
-
-    def _computed(self, expressions: tuple[Any, ...]) -> Line:
-        if expressions not in self.lines:
-            function = self.dynamic.symbols.function(expressions)
-            self.lines[expressions] = self._size(expressions, partial(Line, "call_function", function, self.given))
-        return self.lines[expressions]
-
-    def _size(self, key, make: Callable[[], Line]) -> Line:
-        line = self.builder.line(key, make)
-        line.is_size = True
-        return line
+        if key not in self.expressions:
+            line = Line("call_function", operator.getitem, (self.all, len(self.expressions)), meta={"val": size})
+            line.is_size = True
+            self.expressions[key] = line
+        return self.expressions[key]
 
     def insert(self) -> None:
         """Insert the lines, once all sizes are known, where this object was made."""
-        self.builder.listing.lines[self.place : self.place] = self.lines.values()
+        if self.expressions:
+            self.all.target = self.symbols.function(tuple(self.expressions))
+            self.listing.lines[self.place : self.place] = [self.all, *self.expressions.values()]

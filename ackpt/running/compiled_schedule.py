@@ -29,17 +29,13 @@ from ackpt.planning.rewriting import Rewritten, rewrite_dynamic
 from ackpt.planning.schedule import COMPUTE, Schedule
 from ackpt.progress import stage
 
-from .generated_code import Code, boxed
+from .generated_code import boxed
 
 Strides = Mapping[int, Sequence[int]]
 
 
 def compiled_schedule(
-    captured: Capture,
-    graph: JointGraph,
-    schedule: Schedule,
-    dynamic: DynamicModule | None = None,
-    code: Code | None = None,
+    captured: Capture, graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None = None
 ) -> Callable[[Sequence[torch.Tensor], Strides], list[Any]]:
     """A function of the step's inputs, and of the strides of its outputs' gradients, that runs `schedule`.
 
@@ -48,7 +44,6 @@ def compiled_schedule(
         graph: its graph; with dynamic dimensions, an instance of it.
         schedule: of that graph.
         dynamic: the module of a capture with dynamic dimensions.
-        code: of the schedules of `dynamic` that were compiled before.
     """
     functions: list[Callable[..., Any]] = []
 
@@ -56,7 +51,7 @@ def compiled_schedule(
         step = _rewritten(graph, schedule, num_fwd_outputs, dynamic)
         halves = step.forward_listing, step.backward_listing
         outlines = [_outline(half) for half in halves]
-        functions.extend(boxed(step.root, half, code) for half in halves)
+        functions.extend(boxed(step.root, half) for half in halves)
         return outlines
 
     stage("compiling the schedule")

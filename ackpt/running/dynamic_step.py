@@ -19,7 +19,6 @@ from ackpt.planning.schedule import Schedule
 
 from .call_facts import Call
 from .compiled_schedule import Strides, compiled_schedule
-from .generated_code import Code
 from .planners import Choose
 
 
@@ -47,7 +46,6 @@ class DynamicStep:
         )
         self._reference_values = values
         self._compiled: dict[tuple, Callable[[Any, Strides], list[Any]]] = {}
-        self._code = Code(module)
         self._strides = gradient_strides(self.reference.analysis, self.module.fx)
 
     def sized(self, values: tuple[int, ...]) -> JointGraph:
@@ -86,7 +84,7 @@ class DynamicStep:
         key = schedule.forward, schedule.backward
         if key not in self._compiled:
             own = replace(schedule, graph=self.reference.hash)
-            self._compiled[key] = compiled_schedule(self.captured, self.reference, own, self.module, self._code)
+            self._compiled[key] = compiled_schedule(self.captured, self.reference, own, self.module)
         step, strides = self._compiled[key], self._strides_at(values)
         return lambda inputs: step(inputs, strides)
 

@@ -8,7 +8,7 @@ Calls around recomputed operations let a meter tell what was recomputed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ _VIEWS = {
     _ATEN.squeeze.dim,
 }
 _LEFT_OUT = {*_VIEWS, _ATEN.detach.default}  # if nothing reads the result
-_BEGINS, _ENDS = (Line("call_function", function) for function in (recomputation_begins, recomputation_ends))
 # By overload, the method that dispatches it. The sizes of the second group are given one by one.
 METHODS = {
     _ATEN.t.default: "t",
@@ -64,23 +63,19 @@ FUNCTIONS: dict[Any, Callable] = {
 }
 
 
-def boxed(root: nn.Module, listing: Listing, code: Code | None = None):
-    """`listing`, of the module `root`, as a function of one list, which it empties.
-
-    `code`: of earlier listings of `root` that have the same lines.
-    """
-    code = code or Code(root)
-    call = code.function(simplified(listing, code))
+def boxed(root: nn.Module, listing: Listing):
+    """`listing`, of the module `root`, as a function of one list, which it empties."""
+    call = _function(root, simplified(listing))
     call._boxed_call = True
     return call
 
 
-def simplified(listing: Listing, code: Code) -> Listing:
+def simplified(listing: Listing) -> Listing:
     """`listing` without views that undo others, and with marks around recomputed operations."""
-    return Listing(_with_marks(_without_undone_views(listing, code)))
+    return Listing(_with_marks(_without_undone_views(listing)))
 
 
-def _without_undone_views(listing: Listing, code: Code) -> list[Line]:
+def _without_undone_views(listing: Listing) -> list[Line]:
     """Use an earlier tensor for a view that has its sizes and strides, and for a detach: here no value has a gradient.
 
     A view keeps the storage of its base, so nothing lives longer. Returned values stay: torch tells them apart.
@@ -90,10 +85,15 @@ def _without_undone_views(listing: Listing, code: Code) -> list[Line]:
     lines: list[Line] = []
     for line in listing.lines:
         original = line
-        if not renamed.keys().isdisjoint(line.inputs):
-            line = renamed[original] = code.reading(original, renamed)
+        if any(each in renamed for each in line.inputs):
+            args, kwargs = mapped((line.args, line.kwargs), lambda each: renamed.get(each, each))
+            line = renamed[original] = line.reading(args, kwargs)
         lines.append(line)
-        if line.op == "call_function" and original not in returned and (same := code.same(line)):
+        if line.op != "call_function" or original in returned:
+            continue
+        if line.target is _ATEN.detach.default:
+            renamed[original] = line.args[0]
+        elif line.target in _VIEWS and (same := next((base for base in _bases(line) if _is_same(line, base)), None)):
             renamed[original] = same
     read: set[Line] = set()
     needed: list[Line] = []
@@ -110,10 +110,10 @@ def _with_marks(lines: list[Line]) -> Iterator[Line]:
     for line in lines:
         allocates = line.op == "call_function" and line.target is not operator.getitem and line.target not in _VIEWS
         if allocates and line.is_recomputed and not follows_mark:
-            yield _BEGINS
+            yield Line("call_function", recomputation_begins)
         yield line
         if allocates and line.is_recomputed:
-            yield _ENDS
+            yield Line("call_function", recomputation_ends)
         follows_mark = line.is_recomputed if allocates else follows_mark
 
 
@@ -158,65 +158,46 @@ def _has_tensors(line: Line) -> bool:
     )
 
 
+def _function(root: nn.Module, listing: Listing) -> Any:
+    """`listing` as a function of one list, which it empties, that drops every value after its last use.
+
+    The generator of code in torch.fx does the same in several times the time.
+    """
+    code = _Code(root)
+    lines = ["def call(args):"]
+    if inputs := listing.placeholders:
+        lines += [f" {''.join(f'{code.name(line)},' for line in inputs)} = args", " args.clear()"]
+    dropped = _dropped(listing)
+    for line in listing.lines:
+        if line.op in CALLS:
+            is_read = line not in dropped[line]
+            lines.append(f" {code.name(line)} = {code.call(line)}" if is_read else f" {code.call(line)}")
+            if names := [code.name(each) for each in dropped[line] if each is not line]:
+                lines.append(f" del {','.join(names)}")
+    lines.append(f" return {code.text(listing.output.args[0])}")
+    exec("\n".join(lines), code.globals)  # noqa: S102
+    return code.globals["call"]
+
+
 def _dropped(listing: Listing) -> dict[Line, list[Line]]:
     """By line, the values that nothing reads after it. Arguments that nothing reads live until the end."""
     dropped: dict[Line, list[Line]] = {}
     seen = set(listing.output.inputs)
     for line in reversed(listing.lines):
-        if line.op in CALLS and line not in dropped:  # a mark may come several times
+        if line.op in CALLS:
             dropped[line] = [each for each in (line, *line.inputs) if each not in seen and each.op != "get_attr"]
             seen.update(dropped[line])
     return dropped
 
 
-class Code:
-    """Generates the code of listings of the module `root`; does the work for a line once, though several have it.
-
-    ``globals``: what the code names, apart from the values of lines.
-    """
+class _Code:
+    """The text of lines and constants. ``globals``: what the text names, apart from the values of lines."""
 
     def __init__(self, root: nn.Module):
         self.root = root
         self.globals: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
         self._constants: dict[int, str] = {}
         self._names: dict[Line, str] = {}
-        self._calls: dict[Line, str] = {}
-        self._same: dict[Line, Line | None] = {}
-        self._reading: dict[Any, Line] = {}
-
-    def function(self, listing: Listing) -> Any:
-        """`listing` as a function of one list, which it empties, that drops every value after its last use.
-
-        The generator of code in torch.fx does the same in several times the time.
-        """
-        lines = ["def call(args):"]
-        if inputs := listing.placeholders:
-            lines += [f" {''.join(f'{self.name(line)},' for line in inputs)} = args", " args.clear()"]
-        dropped = _dropped(listing)
-        for line in listing.lines:
-            if line.op in CALLS:
-                unread = dropped[line]
-                lines.append(f" {self.call(line)}" if line in unread else f" {self.name(line)} = {self.call(line)}")
-                if names := [self.name(each) for each in unread if each is not line]:
-                    lines.append(f" del {','.join(names)}")
-        lines.append(f" return {self.text(listing.output.args[0])}")
-        exec("\n".join(lines), self.globals)  # noqa: S102
-        return self.globals.pop("call")
-
-    def reading(self, line: Line, renamed: Mapping[Line, Line]) -> Line:
-        """`line` with other inputs."""
-        key = line, tuple([renamed.get(each, each) for each in line.inputs])
-        if key not in self._reading:
-            args, kwargs = mapped((line.args, line.kwargs), lambda each: renamed.get(each, each))
-            self._reading[key] = line.reading(args, kwargs)
-        return self._reading[key]
-
-    def same(self, line: Line) -> Line | None:
-        """The earlier tensor whose sizes, strides and storage `line` has, too; None for any other line."""
-        if line not in self._same:
-            bases = (base for base in _bases(line) if _is_same(line, base))
-            self._same[line] = line.args[0] if line.target is _ATEN.detach.default else next(bases, None)
-        return self._same[line]
 
     def name(self, line: Line) -> str:
         if line not in self._names:
@@ -228,11 +209,6 @@ class Code:
         return self._names[line]
 
     def call(self, line: Line) -> str:
-        if line not in self._calls:
-            self._calls[line] = self._call(line)
-        return self._calls[line]
-
-    def _call(self, line: Line) -> str:
         target, args = direct(line)
         args = [self.text(each) for each in args]
         named = [f"{name}={self.text(value)}" for name, value in line.kwargs.items()]

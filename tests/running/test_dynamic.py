@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 import ackpt
 from ackpt.planning import schedule
-from ackpt.planning.added_operations import run_and_save
-from ackpt.planning.rewriting import rewrite_dynamic
 from ackpt.running import dynamic_step, planners
 
 WIDTH = 32
@@ -87,20 +85,6 @@ def test_a_plan_for_other_sizes_is_that_of_a_capture_of_these_sizes_alone():
         assert step.plan.baseline_peak_bytes == alone.plan.baseline_peak_bytes
         assert step.plan.peak_bytes <= 800_000
         assert step.plan.lower_bound == alone.plan.lower_bound
-
-
-def test_schedules_that_share_lines_replay_random_operations_on_their_own():
-    model = Blocks()
-    step = ackpt.compile(model, ids(8, 20), budget=0.6)
-    step.prepare(ids(8, 24))
-    ((dynamic, _),) = next(group for group in step._ackpt_planned._groups.values() if group.dynamic).dynamic
-    graph = dynamic.reference
-    saves_all, recomputes_all = schedule.everything(graph), ackpt.graph.lower(graph, ())
-    for each in (saves_all, recomputes_all, saves_all):
-        forward = rewrite_dynamic(graph, each, dynamic.module).forward_listing
-        saves_state = [line for line in forward.lines if line.target is run_and_save]
-        assert len(saves_state) == len(each.replayed)
-    assert recomputes_all.replayed
 
 
 def test_a_mask_is_as_long_as_the_ids():

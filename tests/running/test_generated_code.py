@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
 from ackpt.planning.listing import CALLS, Listing
-from ackpt.running.generated_code import FUNCTIONS, METHODS, SIZES, Code, boxed, direct, simplified
+from ackpt.running.generated_code import FUNCTIONS, METHODS, SIZES, boxed, direct, simplified
 
 _ATEN = torch.ops.aten
 _ROWS, _COLUMN = torch.randn(4, 6), torch.randn(4, 1)
@@ -96,12 +96,8 @@ def _captured(function, *args) -> fx.GraphModule:
     return make_fx(function, tracing_mode="fake")(*args)
 
 
-def _code() -> Code:
-    return Code(fx.GraphModule({}, fx.Graph()))
-
-
 def _targets(listing: Listing) -> list[str]:
-    return [str(direct(line)[0]) for line in simplified(listing, _code()).lines if line.op in CALLS]
+    return [str(direct(line)[0]) for line in simplified(listing).lines if line.op in CALLS]
 
 
 def test_a_view_that_undoes_others_is_left_out():
@@ -137,7 +133,7 @@ def test_an_operation_on_a_number_keeps_its_overload():
     module = _captured(lambda x: torch.add(x, 2.5) + x, torch.ones(3))
     listing = Listing.of(module.graph)
     assert torch.equal(boxed(module, listing)([torch.ones(3)]), torch.full((3,), 4.5))
-    targets = [direct(line)[0] for line in simplified(listing, _code()).lines if line.op in CALLS]
+    targets = [direct(line)[0] for line in simplified(listing).lines if line.op in CALLS]
     assert targets == [_ATEN.add.Tensor, torch.add]
 
 
