@@ -59,13 +59,11 @@ def main() -> None:
     beyond: dict[bool, list[float]] = {False: [], True: []}  # by whether a schedule was compiled
     for at, length in enumerate(lengths):
         inputs = batch(length, given.mask)
-        events, before = len(step.history), len(compiled)
-        chosen_before = sum(chosen)
-        calls = {"eager": model, "planned": step}
-        order = list(calls)[:: 1 if at % 2 else -1]
+        events, before, chosen_before = len(step.history), len(compiled), sum(chosen)
+        calls = [("eager", model), ("planned", step)]
         seconds, gradients = {}, {}
-        for name in order:
-            seconds[name], gradients[name] = timed(model, calls[name], inputs)
+        for name, call in calls if at % 2 else reversed(calls):
+            seconds[name], gradients[name] = timed(model, call, inputs)
         make_plan = step._ackpt_planned._last[-1].make_plan  # of the first step; later ones may run a cheaper schedule
         eager, first = eager + seconds["eager"], first + seconds["planned"]
         newly, choosing = compiled[before:], sum(chosen) - chosen_before
