@@ -27,7 +27,7 @@ from ackpt.policies.search.frontier import frontier
 from ackpt.policies.search.recompute_costs import costs, step_cost
 from ackpt.policies.search.schedule_cache import CachedCandidates
 from ackpt.running.dynamic_step import DynamicStep
-from ackpt.running.eager_step import eager_peak_bound, eager_schedule
+from ackpt.running.eager_step import EagerStep, eager_schedule
 from ackpt.running.planners import Candidate, Choice, Stopgap
 
 from .budget import dynamic_limit, is_share
@@ -54,7 +54,7 @@ class DynamicPlans:
         self._seconds_per_byte = 0.0  # of the baseline, by its dynamic peak, where the candidates were searched
         self._described: tuple[tuple, tuple[JointGraph, Profile]] | None = None
         self._everything = everything(step.reference)
-        self._eager_schedule = eager_schedule(step.reference)
+        self._own_step = EagerStep(step.reference)
         in_place = eager_graph(step.reference)
         self._in_place_schedule = None if in_place is step.reference else eager_schedule(in_place)
         self._is_share = budget is not None and is_share(budget)
@@ -72,8 +72,8 @@ class DynamicPlans:
             return self._choice(self._everything, values, baseline_bytes)
         if peak_bytes <= limit:
             choice = self._choice(self._everything, values, baseline_bytes)
-            if graph.as_compiled is None and eager_peak_bound(graph, self._eager_schedule, workspace) <= limit:
-                own_bytes = peak_of(graph, self._eager_schedule, workspace)
+            if graph.as_compiled is None and self._own_step.bound(graph, workspace) <= limit:
+                own_bytes = self._own_step.peak(graph, workspace)
                 choice = choice._replace(own_peak_bytes=own_bytes, own_plan=lambda: self._own_plan(values, choice))
             return choice
         if not self._candidates:
@@ -116,7 +116,7 @@ class DynamicPlans:
             return max(baseline_bytes, backward[-1] if graph.optimizer_step_bytes else 0)
         if graph.as_compiled is not None:
             return peak_bytes
-        graph, schedule = eager_graph(graph), self._in_place_schedule or self._eager_schedule
+        graph, schedule = eager_graph(graph), self._in_place_schedule or self._own_step.schedule
         return min(peak_bytes, peak_of(graph, schedule, workspace))
 
     def _search(self, values: tuple[int, ...], baseline_bytes: int | None) -> None:

@@ -29,7 +29,7 @@ from ackpt.policies.search.frontier import cheapest
 from ackpt.policies.search.recompute_costs import added_cost, costs, packing_cost, step_cost
 from ackpt.policies.search.schedule_cache import Cache, CachedCandidates, cache_folder, cached
 from ackpt.progress import shown, stage
-from ackpt.running.eager_step import eager_peak, eager_peak_bound, eager_schedule
+from ackpt.running.eager_step import EagerStep, eager_peak
 
 from .budget import dynamic_limit, is_share, least_share, readable, unit_hint
 from .errors import BudgetError, did_you_mean
@@ -213,14 +213,13 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
 
 def model_keeps(graph: JointGraph, workspace_bytes, limit: int) -> bool:
     """Whether the model's own step surely needs at most `limit` dynamic bytes, so that it may run instead of a plan."""
-    return graph.as_compiled is None and eager_peak_bound(graph, eager_schedule(graph), workspace_bytes) <= limit
+    return graph.as_compiled is None and EagerStep(graph).bound(graph, workspace_bytes) <= limit
 
 
 def of_model(graph: JointGraph, profile: Profile, plan: Plan) -> Plan:
     """`plan`, which saves everything, with the peak and timeline of the model's own step, which runs in its place."""
-    simulated = simulate(graph, profile, eager_schedule(graph))
-    peak_bytes = simulated.peak_bytes + simulated.resident_bytes
-    return replace(plan, peak_bytes=peak_bytes, timeline=simulated.timeline)
+    timeline = EagerStep(graph).timeline(profile.workspace_bytes)
+    return replace(plan, peak_bytes=timeline.peak_bytes + graph.resident_bytes, timeline=timeline)
 
 
 def _baseline_bytes(graph: JointGraph, profile: Profile, baseline: Schedule, simulated: Simulation, budget) -> int:
