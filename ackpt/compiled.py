@@ -20,10 +20,10 @@ from ackpt.planning.plan_check import check_applies
 from ackpt.policies.search.schedule_cache import Cache, cache_folder
 from ackpt.regions.planned_regions import PlannedRegions
 from ackpt.running.call_facts import Call
+from ackpt.running.choices import Choice, Choose, Planner
 from ackpt.running.dynamic_dimensions import DynamicArgument
 from ackpt.running.dynamic_step import DynamicStep
 from ackpt.running.planned_step import PlannedStep
-from ackpt.running.planners import Choice, Choose, Planner
 from ackpt.running.variants import Variants
 
 from .budget import dynamic_limit, is_share

@@ -26,9 +26,9 @@ from ackpt.policies import auto
 from ackpt.policies.search.frontier import frontier
 from ackpt.policies.search.recompute_costs import costs, step_cost
 from ackpt.policies.search.schedule_cache import CachedCandidates
+from ackpt.running.choices import Candidate, Choice, Stopgap
 from ackpt.running.dynamic_step import DynamicStep
 from ackpt.running.eager_step import EagerStep, eager_schedule
-from ackpt.running.planners import Candidate, Choice, Stopgap
 
 from .budget import dynamic_limit, is_share
 from .planner import MEASURED, baseline_of, check_runs, default_profile, of_model, plan, plan_of, resolved
@@ -61,13 +61,13 @@ class DynamicPlans:
 
     def __call__(self, values: tuple[int, ...], baseline_bytes: int | None = None) -> Choice:
         reference = self.step.reference
-        is_unknown = self._is_share and reference.as_compiled is not None and baseline_bytes is None  # an error
-        if self.policy != "auto" or is_unknown:
+        baseline_is_unknown = self._is_share and reference.as_compiled is not None and baseline_bytes is None
+        if self.policy != "auto" or baseline_is_unknown:  # for which the search raises an error
             return self._searched(values, baseline_bytes)
         graph, workspace = self.step.sized(values), self.step.workspace_bytes(values)
         peak_bytes = peak_of(graph, self._everything, workspace)
-        own_bytes = self._own_peak(graph, workspace, peak_bytes, baseline_bytes) if self._is_share else peak_bytes
-        limit = dynamic_limit(self.budget, own_bytes, graph.resident_bytes)
+        whole_bytes = self._own_peak(graph, workspace, peak_bytes, baseline_bytes) if self._is_share else peak_bytes
+        limit = dynamic_limit(self.budget, whole_bytes, graph.resident_bytes)
         if limit is None:
             return self._choice(self._everything, values, baseline_bytes)
         if peak_bytes <= limit:
@@ -128,7 +128,7 @@ class DynamicPlans:
         self._seconds_per_byte = seconds / (peak_of(graph, everything(graph), profile.workspace_bytes) or 1)
         added = [
             # Searches at other sizes have costs of other steps.
-            Candidate(point.cost / whole, self._own(point.schedule))
+            Candidate(point.cost / whole, self._of_reference(point.schedule))
             for point in frontier(graph, profile, candidates)
         ]
         self._candidates = sorted([*self._candidates, *added], key=lambda each: each.cost)
@@ -137,7 +137,7 @@ class DynamicPlans:
         """The baseline's dynamic peak at these sizes without workspace, to compare sizes by."""
         return peak_of(self.step.sized(values), self._everything, (0,) * len(self.step.reference.nodes))
 
-    def _own(self, schedule: Schedule) -> Schedule:
+    def _of_reference(self, schedule: Schedule) -> Schedule:
         return replace(schedule, graph=self.step.reference.hash)
 
     def _at(self, values: tuple[int, ...], baseline_bytes: int | None) -> tuple[JointGraph, Profile]:
@@ -167,7 +167,7 @@ class DynamicPlans:
             graph, plan(graph, self.budget, self.policy, profile=profile, cache=self.folder, **self.options)
         )
         found = replace(found, dynamic=dynamic_of(self.step))
-        return Choice(self._own(found.schedule), lambda: found)
+        return Choice(self._of_reference(found.schedule), lambda: found)
 
 
 def _stopgap(candidate: Candidate, others: list[Candidate], seconds: float) -> Stopgap | None:

@@ -17,8 +17,8 @@ from ackpt.planning.plan import Plan, PlanError
 from ackpt.planning.plan_check import check_applies
 from ackpt.planning.simulator import peak_of
 from ackpt.running.call_facts import Call
+from ackpt.running.choices import Choice
 from ackpt.running.dynamic_step import DynamicStep
-from ackpt.running.planners import Choice
 
 from .dynamic_plans import described
 from .errors import BudgetError

@@ -53,3 +53,17 @@ def test_no_script_or_style_of_them_is_loaded_from_elsewhere():
     for path in (ROOT / "book" / "_explorer").iterdir():
         text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|@import|\bfetch\(|\bimport\b", text), path.name
+
+
+def test_the_colors_of_categories_are_those_of_timelines():
+    from ackpt.plots import COLORS
+
+    common = (ROOT / "book" / "_explorer" / "common.js").read_text(encoding="utf-8")
+    (block,) = re.findall(r"const COLORS = \{(.*?)\};", common, re.DOTALL)
+    colors = dict(re.findall(r'(\w+): "(#\w+)"', block))
+    assert colors == {name: color for name, color in COLORS.items() if name not in ("resident", "other")}
+    style = (ROOT / "book" / "_explorer" / "frontier.css").read_text(encoding="utf-8")
+    assert dict(re.findall(r"--(\w+): (#\w+)", style.partition("}")[0])) == {
+        "saved": colors["activations"],
+        "recomputed": colors["recomputed"],
+    }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ackpt.costs.devices import DEVICES
+from ackpt.workloads.optimizers import OPTIMIZERS, UNSHARDED
 
 from .options import UsageError, add_set, field, writable
 
@@ -57,9 +58,9 @@ def add_plan(commands) -> None:
     add(
         "--optimizer",
         default="adamw",
-        help="the optimizer, whose state and step the peak includes: adamw (default), adamw-fused, adamw-for-loop, "
-        "adamw-8bit (bitsandbytes), adafactor, sgd, sgd-momentum, or a class as module:Class, such as "
-        "torch.optim:NAdam; none plans forward and backward alone",
+        help=f"the optimizer, whose state and step the peak includes: {', '.join(OPTIMIZERS)}, or a class as "
+        "module:Class, such as torch.optim:NAdam; the default is adamw, adamw-8bit is that of bitsandbytes, and none "
+        "plans forward and backward alone",
     )
     add("--clip-gradients", action="store_true", help="torch.nn.utils.clip_grad_norm_ runs before the optimizer's step")
     add(
@@ -253,7 +254,7 @@ _OF_ONE_PLAN = "output", "explain", "html", "memory_viz"
 def _require_alone(reason: str, arguments, *options: str) -> None:
     for option in options:
         if getattr(arguments, option):
-            raise UsageError(f"{reason}: leave out --{option.replace('_', '-')}, or use --json")
+            raise UsageError(f"{reason}: leave out --{option.replace('_', '-')}; --json prints all plans as data")
 
 
 def _shardings(arguments) -> list:
@@ -269,7 +270,7 @@ def _shardings(arguments) -> list:
             raise ValueError(f"{option} {name!r} is not a dtype: choose from {', '.join(DTYPES)}")
     if arguments.fsdp is None:
         return []
-    if arguments.optimizer in ("adafactor", "adamw-8bit"):
+    if arguments.optimizer in UNSHARDED:
         raise UsageError(
             f"--fsdp shards an optimizer's state like its parameters, which that of {arguments.optimizer} is not: use "
             "adamw"

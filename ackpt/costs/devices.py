@@ -99,7 +99,8 @@ def _rates(half: float, single: float, double: float = 0.0, bfloat16: bool = Tru
 
 _SHEET = "Tensor Core GPU data sheet"
 _SPARSE = "half of the rates with sparsity"
-# Memory in GB, rates, memory and link in GB/s, how torch.cuda.get_device_name calls it, and the source.
+# Memory in GB, rates, memory and link in GB/s, how torch.cuda.get_device_name calls it, and the source. A new GPU also
+# needs its compute capability in `ackpt.metering.gpus`.
 _KNOWN = {
     "h100-80g": (80, _rates(989.4, 67, 67), 3350, 64, "NVIDIA H100 80GB HBM3", f"NVIDIA H100 {_SHEET}, SXM: {_SPARSE}"),
     "h100-pcie": (80, _rates(756.5, 51, 51), 2000, 64, "NVIDIA H100 PCIe", f"NVIDIA H100 {_SHEET}, PCIe: {_SPARSE}"),

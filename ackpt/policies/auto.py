@@ -1,4 +1,4 @@
-"""Policy `auto`, the default: collect candidate schedules and take the cheapest within the budget.
+"""Policy `auto`, the default: the candidate schedules, of which `search.frontier` takes the cheapest in the budget.
 
 The options of a block are found once for all blocks of one structure. Dynamic programming over the chain of blocks
 solves every amount of memory at once, and the simulator measures every solution. The frontier consists of the solutions

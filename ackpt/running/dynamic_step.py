@@ -18,8 +18,8 @@ from ackpt.costs.workspace import workspace_bytes
 from ackpt.planning.schedule import Schedule
 
 from .call_facts import Call
+from .choices import Choose
 from .compiled_schedule import Strides, compiled_schedule
-from .planners import Choose
 
 
 class DynamicStep:

@@ -23,9 +23,9 @@ from ackpt.errors import TraceError
 from ackpt.planning.plan import Plan
 
 from .call_facts import Call
+from .choices import Planner
 from .dynamic_dimensions import DynamicArgument
 from .history import Event
-from .planners import Planner
 from .variants import Variants
 
 if TYPE_CHECKING:

@@ -33,12 +33,12 @@ from ackpt.planning.rewriting import RewriteError
 from ackpt.progress import shown
 
 from .call_facts import Call, Facts, Sizes, call_of
+from .choices import Choice, Planner, Stopgap
 from .compiled_schedule import compiled_schedule, dropped_places
 from .dynamic_dimensions import DynamicArgument, declared, declared_bounds, differing, named_dimensions
 from .dynamic_step import DynamicStep
 from .history import History
 from .model_facts import WatchedModel
-from .planners import Choice, Planner, Stopgap
 
 _MOST_CAPTURES = 64
 _MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captured one by one
@@ -301,11 +301,11 @@ class Variants:
         """
         if choice.own_peak_bytes is None or choice.own_plan is None or not on_cpu or not captured.has_data:
             return None
-        if captured.own_step_is_simulated is None:
+        if captured.own_step_keeps_simulated_peak is None:
             own_bytes = measured_baseline(captured, self.model, call.args, call.kwargs)
             if own_bytes is not None:
-                captured.own_step_is_simulated = own_bytes <= choice.own_peak_bytes
-        return Variant(captured, None, choice.own_plan) if captured.own_step_is_simulated else None
+                captured.own_step_keeps_simulated_peak = own_bytes <= choice.own_peak_bytes
+        return Variant(captured, None, choice.own_plan) if captured.own_step_keeps_simulated_peak else None
 
     def _checked(self, run, call: Call):
         """`run`, or a function that raises if either the model or the call has no data."""

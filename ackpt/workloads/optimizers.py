@@ -34,12 +34,13 @@ OPTIMIZERS: dict[str, OptimizerKind | None] = {
     "adamw": torch.optim.AdamW,
     "adamw-fused": _adamw(fused=True),
     "adamw-for-loop": _adamw(foreach=False),
-    EIGHT_BIT: torch.optim.AdamW,
+    EIGHT_BIT: torch.optim.AdamW,  # `planned_shapes` counts the bytes of its state by `eight_bit_bytes`
     "adafactor": torch.optim.Adafactor,
     "sgd": torch.optim.SGD,
     "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
     "none": None,
 }
+UNSHARDED = ("adafactor", EIGHT_BIT)  # FSDP does not shard their state like the parameters
 
 
 @functools.cache

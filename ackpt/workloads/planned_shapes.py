@@ -1,7 +1,7 @@
 """``ackpt plan``: the peak of a training step of any model, planned from its shapes.
 
 The model and its inputs have no data: they are on the meta device, so any machine can plan a step that fits no
-device. With a device profile the step is captured as a GPU would run it, see `plan_cuda`.
+device. With a device profile the step is captured as a GPU would run it, see `cuda_capture`.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _within_reserved(budget, plan_within: Callable[..., Plan], memory_of: Callab
 
 def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
     """The graph of the step, as `where` would run it; sizes as its allocator rounds them."""
-    return with_optimizer(forward_and_backward(step, config, where), step.model, config)
+    return with_training_loop(forward_and_backward(step, config, where), step.model, config)
 
 
 def forward_and_backward(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:
@@ -216,7 +216,7 @@ def forward_and_backward(step: TrainingStep, config: PlanConfig, where: Device |
     return graph
 
 
-def with_optimizer(graph: JointGraph, model: torch.nn.Module, config: PlanConfig) -> JointGraph:
+def with_training_loop(graph: JointGraph, model: torch.nn.Module, config: PlanConfig) -> JointGraph:
     """`graph`, of a step without an optimizer, with that of `config` and the other tensors of its training loop."""
     kind = optimizer_kind(config.optimizer)
     optimizer = None if kind is None else kind(model.parameters())

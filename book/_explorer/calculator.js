@@ -7,7 +7,7 @@ const GROUPS = { // of the categories that `ackpt plan` prints; the others have 
   buffers: "buffers and inputs", inputs: "buffers and inputs", "unreduced gradients": "gradients",
   "gathered parameters": "gathered and collectives", collectives: "gathered and collectives",
 };
-const SHADES = { ...COLORS, "buffers and inputs": "#8fa8dd", "gathered and collectives": "#55b3d9", [OUTSIDE]: "#8a8f98" };
+const SHADES = { ...COLORS, "buffers and inputs": COLORS.buffers, "gathered and collectives": COLORS.inputs, [OUTSIDE]: "#8a8f98" };
 const ORDER = [
   OUTSIDE, "parameters", "optimizer", "gradients", "buffers and inputs", "gathered and collectives", "activations",
   "recomputed", "temporaries",

@@ -273,7 +273,7 @@ const buildStack = (root, data) => {
   widget.rest();
 };
 
-const LANE_COLORS = { f: "#4a6fc4", r: COLORS.recomputed, b: COLORS.gradients, out: "#2b7d6a", in: "#8e5cc4" };
+const LANE_COLORS = { f: COLORS.parameters, r: COLORS.recomputed, b: COLORS.gradients, out: "#2b7d6a", in: COLORS.optimizer };
 
 const buildLanes = (root, data, id) => {
   const controls = element("div", root, "", { class: "controls" });

@@ -468,4 +468,5 @@ def test_the_explanation_as_json_adds_up(capsys):
 @pytest.mark.parametrize("option", [["--explain"], ["--html", "page.html"], ["--memory-viz", "step.pickle"]])
 def test_shards_have_no_explanation(option, capsys):
     assert main(["plan", *BERT, "--fsdp", "2", *option]) == 2
-    assert f"not one of the whole step: leave out {option[0]}, or use --json" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert f"not one of the whole step: leave out {option[0]}; --json prints all plans as data" in refusal

@@ -42,7 +42,7 @@ def test_what_a_sharded_plan_says(capsys):
         (["--fsdp", "2", "--budget", "1kB"], "cannot keep the budget '1kB' on a rank"),
         (["--fsdp", "2", "--shard-dtype", "int4"], "--shard-dtype 'int4' is not a dtype"),
         (["--reduce-dtype", "float32"], "--reduce-dtype says how --fsdp shards: give --fsdp as well"),
-        (["--fsdp", "2", "--output", "plan.json"], "not one of the whole step: leave out --output, or use"),
+        (["--fsdp", "2", "--output", "plan.json"], "not one of the whole step: leave out --output; --json prints"),
     ],
 )
 def test_what_cannot_be_planned_sharded(capsys, arguments, message):

@@ -31,7 +31,7 @@ from ackpt.planning.added_operations import offload, prefetch, wait
 from ackpt.planning.listing import Line
 from ackpt.planning.offload_steps import offloadable, offloaded
 from ackpt.planning.schedule import COMPUTE, FREE, OFFLOAD, PREFETCH, WAIT, everything
-from ackpt.running.planners import Choice, Planner
+from ackpt.running.choices import Choice, Planner
 
 VALUE = 2 * 4 * 4  # bytes of each result
 ANY = 10**9  # bytes: no limit

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import ackpt
 from ackpt.planning import schedule
-from ackpt.running import dynamic_step, planners
+from ackpt.running import choices, dynamic_step
 
 WIDTH = 32
 
@@ -230,7 +230,7 @@ def test_a_compiled_schedule_runs_until_a_cheaper_one_would_have_saved_the_time_
     expensive = step.plan.cost
     (candidate, seconds), *_ = step._ackpt_planned._last[-1].stopgap.saves  # the cheapest, which saves most
     steps = (candidate.missed_seconds + 2.5 * seconds) / candidate.compile_seconds
-    monkeypatch.setattr(planners, "_COMPILE_SECONDS", planners._COMPILE_SECONDS * steps)
+    monkeypatch.setattr(choices, "_COMPILE_SECONDS", choices._COMPILE_SECONDS * steps)
     check(step, model, ids(8, 32))  # two steps
     assert step.prepare(ids(8, 32)).cost < expensive
     assert len(compiled) == 2
@@ -242,9 +242,9 @@ def test_a_compiled_schedule_runs_until_a_cheaper_one_would_have_saved_the_time_
 
 def test_what_a_schedule_would_have_saved_before_it_is_compiled_is_at_most_what_compiling_it_costs():
     everything = schedule.everything(ackpt.trace(Words(), ids(8, 20)))
-    cheap, cheaper = planners.Candidate(0.2, everything), planners.Candidate(0.1, everything)
-    short = planners.Stopgap(((cheaper, 0.2 * cheaper.compile_seconds), (cheap, 0.1 * cheap.compile_seconds)))
-    long = planners.Stopgap(((cheap, 0.5 * cheap.compile_seconds),))
+    cheap, cheaper = choices.Candidate(0.2, everything), choices.Candidate(0.1, everything)
+    short = choices.Stopgap(((cheaper, 0.2 * cheaper.compile_seconds), (cheap, 0.1 * cheap.compile_seconds)))
+    long = choices.Stopgap(((cheap, 0.5 * cheap.compile_seconds),))
     for stopgap in (short, long, short):
         assert stopgap.better() is None
         stopgap.ran()

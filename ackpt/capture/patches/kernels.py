@@ -61,6 +61,7 @@ def _put(rules) -> None:
 
 
 def _corrected(correct):
+    """A rule for operations on a CPU: ``correct(results, *args)`` of the results of torch's own rule."""
     def rule(fake_mode, operation, *args, **kwargs):
         with _rules([{operation: table[operation]} for table in _TORCHS]), fake_mode:
             results = operation(*args, **kwargs)
@@ -165,11 +166,11 @@ def _elementwise(result, gradient, *rest):
 def _with_a_number(fake_mode, operation, x, other, *rest, **kwargs):
     """For one image whose channels are last, the kernels keep the strides of `x`, which are not unique then."""
     is_known = isinstance(x, torch.Tensor) and not x._has_symbolic_sizes_strides and x.device.type == "cpu"
-    if not is_known or isinstance(other, torch.Tensor) or x.dim() not in _LAST or x.shape[0] != 1:
+    if not is_known or isinstance(other, torch.Tensor) or x.dim() not in _CHANNELS_LAST or x.shape[0] != 1:
         return NotImplemented  # torch's rule applies
     with _rules([{operation: table[operation]} for table in _TORCHS]), fake_mode:
         result = operation(x, other, *rest, **kwargs)
-    if x.is_contiguous() or x.numel() == 0 or not x.is_contiguous(memory_format=_LAST[x.dim()]):
+    if x.is_contiguous() or x.numel() == 0 or not x.is_contiguous(memory_format=_CHANNELS_LAST[x.dim()]):
         return result
     with fake_mode:
         return result.new_empty_strided(x.shape, x.stride())
@@ -182,7 +183,7 @@ def _view(fake_mode, operation, x, shape):
     result = rule(fake_mode, operation, x, shape)
     if x._has_symbolic_sizes_strides or result._has_symbolic_sizes_strides or not x.numel():
         return result
-    if result.dim() not in _LAST or result.shape[0] != 1:
+    if result.dim() not in _CHANNELS_LAST or result.shape[0] != 1:
         return result
     with torch._C._DisablePythonDispatcher():  # else the same rule
         strides = torch.empty_strided(x.shape, x.stride(), device="meta").view(result.shape).stride()
@@ -219,7 +220,7 @@ _ELEMENTWISE += (aten.hardsigmoid_backward, aten.logit_backward)
 _CONTIGUOUS_FIRST = (aten.relu, aten.threshold_backward, aten.clamp, aten._log_softmax, aten.index_add, aten.renorm)
 _CONTIGUOUS_FIRST += (aten.tril, aten.triu, aten.silu, aten.sigmoid, aten.clamp_min, aten.clamp_max)
 _RESIZED = (aten.upsample_nearest2d, aten._upsample_nearest_exact2d, aten.upsample_bilinear2d, aten.upsample_bicubic2d)
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _ARITHMETIC = (aten.add, aten.sub, aten.mul, aten.div)
 _OURS = {
     aten.view.default: _view,
@@ -248,6 +249,6 @@ _OURS = {
     aten.mkldnn_rnn_layer.default: _corrected(with_workspace),
     aten.mkldnn_rnn_layer_backward.default: _corrected(with_own_biases),
 }
-# Without a rule in the second, torch may take an operation apart before it looks into the first.
+# Rules go into both: torch may decompose an operation without one in `meta_table` before it looks into the other.
 _TABLES = fake_impls.op_implementations_dict, meta_table
 _TORCHS = [{operation: table.get(operation) for operation in _OURS} for table in _TABLES]

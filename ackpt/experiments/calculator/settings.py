@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import ackpt
 from ackpt.planning.plan import RECOMPUTED, SAVED, Plan
 from ackpt.sharded.planner import ShardedModel
-from ackpt.workloads.planned_shapes import PlanConfig, at_peak, run_plan, with_optimizer
+from ackpt.workloads.planned_shapes import PlanConfig, at_peak, run_plan, with_training_loop
 
 from .choices import FIRST_BLOCKS, HALF, MIXED, NONE, PER_BLOCK, plan_config, shardings
 from .presets import PRESETS
@@ -102,7 +102,7 @@ def _checkpointed(setting: Setting):
     """The graph, and a plan with the fates of checkpointed blocks: their inputs are saved, the rest is recomputed."""
     config = setting.config()
     step = CapturedStep.of(config)
-    graph = with_optimizer(step.graph, step.step.model, config)
+    graph = with_training_loop(step.graph, step.step.model, config)
     saved = step.saved(len(step.groups) if setting.policy == PER_BLOCK else setting.blocks)
     read = ackpt.plan(graph, policy="none", profile=step.profile).schedule.saved
     names = {s: graph.nodes[graph.analysis.base_of[s]].name for s in {*saved, *read} & set(graph.analysis.savable)}

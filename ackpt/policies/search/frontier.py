@@ -59,9 +59,9 @@ def pareto(graph: JointGraph, profile, schedules: Iterable[Schedule]) -> list[Po
 
 
 def undominated(items: Iterable[T], values: Callable[[T], tuple]) -> list[T]:
-    """The `items` that no other is at least as good as in all of its ``values(item)``, sorted by them; less is better.
+    """The `items` that are not dominated, sorted by their values: for each, no other has only less or equal values.
 
-    Of items with equal values the first one remains.
+    Of items with equal ``values(item)`` the first one remains.
     """
     best: list[T] = []
     for item in sorted(items, key=values):

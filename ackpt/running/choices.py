@@ -1,4 +1,4 @@
-"""The interface between a `PlannedStep` and planning: `Planner`, `Choice` and `Stopgap`."""
+"""What runs a call: `Planner` and `Choice`; how long a compiled schedule runs before a cheaper one is: `Stopgap`."""
 
 from __future__ import annotations
 
