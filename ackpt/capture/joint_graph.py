@@ -7,8 +7,9 @@ stages derive from it in `analysis`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -157,12 +158,32 @@ class JointGraph:
         }
 
 
-def _identity(node) -> list:
+def operations_in(module: torch.fx.GraphModule) -> list[str]:
+    """The operations of a joint graph and its results, as text: equal for captures that differ only in unread inputs.
+
+    An alias counts as its argument: whether a slice that is the whole tensor leaves one depends on its sizes' kind.
+    """
+    texts: list[str] = []
+    places: dict[torch.fx.Node, int] = {}
+    numbers = itertools.count()
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.alias.default:
+            places[node] = places[node.args[0]]
+        elif node.op == "output":
+            texts.append(json.dumps([places[result] for result in node.args[0] if result is not None]))
+        elif node.op != "placeholder" or node.users:
+            places[node] = next(numbers)
+            if node.op != "placeholder":
+                texts.append(json.dumps(_identity(node, places.__getitem__), sort_keys=True))
+    return texts
+
+
+def _identity(node, id_of: Callable[[torch.fx.Node], int] = lambda node: node.meta["ackpt_id"]) -> list:
     """The properties in which equal nodes agree; names are not among them."""
 
     def argument(value):
         if isinstance(value, torch.fx.Node):
-            return {"node": value.meta["ackpt_id"]}
+            return {"node": id_of(value)}
         if isinstance(value, (list, tuple)):
             return [argument(item) for item in value]
         if isinstance(value, dict):

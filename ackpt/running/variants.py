@@ -24,6 +24,7 @@ from ackpt.capture.inspection.attributes import changed_attribute
 from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes
 from ackpt.capture.inspection.model_checks import warn_of_hooks
 from ackpt.capture.inspection.tensors import is_tensor
+from ackpt.capture.joint_graph import operations_in
 from ackpt.capture.optimizer_state import Loop
 from ackpt.capture.outputs import dropped_before_backward, gradient_strides, gradients_before_backward
 from ackpt.capture.tracing import captured_graph
@@ -264,6 +265,7 @@ class Variants:
             self.history.add("refused", f"one size only of {_said(fixed, call)}", time.perf_counter() - start)
         values = step.symbols.values(call.leaves)
         others = [other for sizes in group.fixed if (other := step.symbols.values_in(sizes)) is not None]
+        _require_equal_captures(step, group)
         bounds = declared_bounds(self.dynamic, self.model, call)
         largest = tuple((bounds.get(each) or (0, size))[1] for each, size in zip(step.symbols.dimensions, values))
         step.search_at = [each for each in (values, largest, *others) if step.symbols.holds(each)]
@@ -377,6 +379,22 @@ def _served_by(group: _Group, call: Call) -> tuple[DynamicStep, dict[tuple[int, 
         if values is not None:
             return step, variants, values
     return None
+
+
+def _require_equal_captures(step: DynamicStep, group: _Group) -> None:
+    """Raise a TraceError if `step` is not, at the sizes of an earlier capture of `group`, what that capture found.
+
+    A symbol is no ``int`` and has no digits, so that code which asks for either takes another branch, without a guard.
+    """
+    for sizes, (variant, *_) in group.fixed.items():
+        values = step.symbols.values_in(sizes)
+        if values is None:
+            continue
+        if operations_in(step.module.at(values)) != operations_in(variant.captured.joint.graph_module):
+            raise TraceError(
+                "the model computes something else if a size is a symbol: its code may check isinstance(size, int), or "
+                "write the size into a text"
+            )
 
 
 def _captures(group: _Group) -> int:

@@ -256,6 +256,34 @@ def test_what_a_schedule_would_have_saved_before_it_is_compiled_is_at_most_what_
     assert short.better() is cheaper
 
 
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda size: 2 if isinstance(size, int) else 3,
+        lambda size: 2 if type(size) is int else 3,
+        lambda size: {"6": 2, "12": 3}.get(str(size), 4),
+        lambda size: len(f"{size}"),
+    ],
+)
+@pytest.mark.parametrize("as_argument", [False, True])
+def test_code_that_asks_what_kind_of_number_a_size_is_is_captured_size_by_size(factor, as_argument):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, size=None):
+            return (self.layer(x) * factor(x.shape[0] if size is None else size)).tanh().mean()
+
+    model = Model()
+    more = [6] if as_argument else []
+    step = ackpt.compile(model, torch.randn(6, 8), *more)
+    for rows in (12, 7):
+        check(step, model, torch.randn(6 if as_argument else rows, 8), *[rows][: len(more)])
+    assert kinds(step) == ["capture", "refused", "capture", "capture"]
+    assert "its code may check isinstance(size, int)" in step.history[1].cause
+
+
 def test_special_lengths_are_captured_for_themselves():
     model = Words()
     step = ackpt.compile(model, ids(8, 20), budget=0.9)
