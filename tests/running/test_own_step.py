@@ -1,0 +1,105 @@
+"""The model's own step: measuring it has no side effects, and where it runs instead of a plan, it keeps the budget."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import assert_equal
+from torch import nn
+
+import ackpt
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "seeded"),
+    pytest.mark.filterwarnings("ignore:The model was captured as torch.compile runs it"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # torch hides it elsewhere
+]
+
+
+def body(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(*layers, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+class ReadsValues(nn.Module):
+    """Is captured as torch.compile runs it, which compares it with the model's own step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = body()
+
+    def forward(self, x):
+        if not torch.compiler.is_compiling() and (x > 1e9).all():
+            x = x * 0
+        return self.layers(x)
+
+
+def is_own(step) -> bool:
+    """Whether the last call ran the model itself."""
+    return step._ackpt_planned._last[-1].run is None
+
+
+UPSTREAM = {
+    "saves nothing": lambda data, outer: data + outer,
+    "saves its result": lambda data, outer: torch.tanh(data + outer),
+    "a leaf": lambda data, outer: outer.expand(len(data), 8).detach().requires_grad_(),
+}
+MODELS = {
+    "its own step": (body, "1GiB"),
+    "writes into its input": (lambda: body(nn.ReLU(inplace=True)), "1GiB"),
+    "as torch.compile runs it": (ReadsValues, "1GiB"),
+    "of a fraction": (ReadsValues, 1.0),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, False])
+@pytest.mark.parametrize("upstream", UPSTREAM)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_graph_that_computes_an_argument_is_left_alone(name, upstream, dynamic):
+    if name == "writes into its input" and upstream != "saves nothing":
+        pytest.skip("eager mode refuses it")
+    make, budget = MODELS[name]
+    model, outer, batches = make(), nn.Parameter(torch.ones(8)), [torch.randn(rows, 8) for rows in (4, 6, 9, 9)]
+
+    def gradients(call):
+        found = []
+        for batch in batches:
+            model.zero_grad()
+            outer.grad = None
+            x = UPSTREAM[upstream](batch, outer)
+            call(x).square().mean().backward()
+            found += [outer.grad, x.grad if x.is_leaf else None, *(p.grad for p in model.parameters())]
+        return [each for each in found if each is not None]
+
+    expected = gradients(model)
+    step = ackpt.compile(model, UPSTREAM[upstream](batches[0], outer), budget=budget, dynamic=dynamic)
+    assert_equal(expected, gradients(step), "gradient")
+
+
+def test_a_tensor_that_is_passed_twice_is_one_tensor_when_the_step_is_measured():
+    outer = nn.Parameter(torch.ones(4, 8))
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, others):
+            assert x is others["again"]
+            return (self.layer(x) * others["again"]).mean()
+
+    x = outer * 2
+    step = ackpt.compile(Twice(), x, {"again": x}, budget="1GiB")
+    assert is_own(step)
+
+
+def test_hooks_of_parameters_run_only_in_steps():
+    model, calls = body(), []
+    model[0].weight.register_hook(lambda gradient: calls.append(1) or gradient * 2)
+    model[0].bias.grad = torch.ones(8)
+    step = ackpt.compile(model, torch.randn(4, 8), budget="1GiB")
+    assert is_own(step)
+    assert not calls and torch.equal(model[0].bias.grad, torch.ones(8))
+    x = torch.randn(4, 8)
+    for call in (step, model):
+        call(x).sum().backward()
+    assert len(calls) == 2
