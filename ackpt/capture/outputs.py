@@ -236,11 +236,12 @@ def _refuse_autocast(gradients) -> None:
         )
 
 
-def gradients_before_backward(outputs, parameters, room_bytes: Callable[[], int | None], node=None) -> None:
-    """Raise an error when backward begins while `parameters` have gradients that the plan does not count.
+def gradients_before_backward(outputs, leaves, room_bytes: Callable[[], int | None], node=None) -> None:
+    """Raise an error when backward begins while `leaves` have gradients that the plan does not count.
 
     Args:
         outputs: what the step returned.
+        leaves: parameters and arguments that require grad.
         room_bytes: the bytes of such gradients with which the step still keeps the budget; None if there is no budget.
         node: of autograd, which backward reaches first; by default that of the step.
     """
@@ -248,7 +249,7 @@ def gradients_before_backward(outputs, parameters, room_bytes: Callable[[], int 
         return
 
     def check(gradients) -> None:
-        held = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        held = [leaf.grad for leaf in leaves if leaf.grad is not None]
         if not held or (room := room_bytes()) is None or (total := sum(each.nbytes for each in held)) <= room:
             return
         raise CheckpointError(

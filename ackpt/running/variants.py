@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import le
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +79,8 @@ class Variant:
         outputs = self.run(inputs)
         dropped_before_backward(outputs, self.dropped, lambda: self._room_bytes.backward)
         if not self.accumulates:
-            parameters = inputs[: len(self.captured.joint.params_spec)]
-            gradients_before_backward(outputs, parameters, lambda: self._room_bytes.step)
+            leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
+            gradients_before_backward(outputs, leaves, lambda: self._room_bytes.step)
         return self.captured.outputs(outputs)
 
     @cached_property
@@ -228,7 +229,7 @@ class Variants:
         with capture(self.model, call.args, call.kwargs, self.differentiate, self.outputs) as captured:
             graph = captured_graph(captured, self.model, call.args, call.kwargs, self.loop)
             choice = self.planner.choice(graph)
-            variant = self._of_model(captured, choice, call, graph.on_cpu)
+            variant = self._of_model(captured, choice, call, graph.on_cpu, ())
             if variant is None:
                 step, strides = compiled_schedule(captured, graph, choice.schedule), gradient_strides(graph.analysis)
                 run = self._checked(lambda inputs: step(inputs, strides), call)
@@ -286,26 +287,39 @@ class Variants:
         if step.reference.as_compiled is not None and self.planner.needs_baseline and step.reference.has_data:
             baseline = measured_baseline(step.captured, self.model, call.args, call.kwargs)
         choice = step.choose(values, baseline)
-        variant = self._of_model(step.captured, choice, call, step.reference.on_cpu)
+        variant = self._of_model(step.captured, choice, call, step.reference.on_cpu, values)
         if variant is not None:
             return variant
         run = self._checked(step.run(choice.schedule, values), call)
         dropped = dropped_places(step.reference, choice.schedule)
         return Variant(step.captured, run, choice.plan, dropped, self.loop.accumulation, choice.stopgap)
 
-    def _of_model(self, captured: Capture, choice: Choice, call: Call, on_cpu: bool) -> Variant | None:
-        """The model itself, if its own step keeps the budget; None otherwise.
-
-        The first time for a capture, its own step is measured: its code may allocate what the graph does not show, such
-        as results that nothing reads.
-        """
+    def _of_model(
+        self, captured: Capture, choice: Choice, call: Call, on_cpu: bool, values: tuple[int, ...]
+    ) -> Variant | None:
+        """The model itself, if its own step keeps the budget; None otherwise. ``values``: its dynamic sizes."""
         if choice.own_peak_bytes is None or choice.own_plan is None or not on_cpu or not captured.has_data:
             return None
-        if captured.own_step_keeps_simulated_peak is None:
-            own_bytes = measured_baseline(captured, self.model, call.args, call.kwargs)
-            if own_bytes is not None:
-                captured.own_step_keeps_simulated_peak = own_bytes <= choice.own_peak_bytes
-        return Variant(captured, None, choice.own_plan) if captured.own_step_keeps_simulated_peak else None
+        keeps = self._own_step_keeps_simulated_peak(captured, choice, call, values)
+        return Variant(captured, None, choice.own_plan) if keeps else None
+
+    def _own_step_keeps_simulated_peak(self, captured: Capture, choice: Choice, call: Call, values) -> bool:
+        """Whether the model's own step has at most its simulated peak, as measured.
+
+        Its code may allocate what the graph does not show, such as results that nothing reads. If it does at some
+        sizes, no others are measured. A measurement is valid for smaller sizes, too, if it is within their limit.
+        """
+        peaks = captured.own_peaks
+        if any(measured > simulated for simulated, measured in peaks.values()):
+            return False
+        for sizes, (_, measured) in peaks.items():
+            if measured <= choice.limit_bytes and all(map(le, values, sizes)):
+                return True
+        own_bytes = measured_baseline(captured, self.model, call.args, call.kwargs)
+        if own_bytes is None or choice.own_peak_bytes is None:
+            return False
+        peaks[values] = choice.own_peak_bytes, own_bytes
+        return own_bytes <= choice.own_peak_bytes
 
     def _checked(self, run, call: Call):
         """`run`, or a function that raises if either the model or the call has no data."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from conftest import assert_equal
 from torch import nn
 
 import ackpt
+from ackpt.capture import as_compiled
+from ackpt.running import variants
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "seeded"),
@@ -103,3 +107,76 @@ def test_hooks_of_parameters_run_only_in_steps():
     for call in (step, model):
         call(x).sum().backward()
     assert len(calls) == 2
+
+
+class Wasteful(nn.Module):
+    """Its code computes something that nothing reads, and that a graph therefore does not show."""
+
+    def __init__(self, waste):
+        super().__init__()
+        self.layers, self.waste = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1)), waste
+
+    def forward(self, x):
+        self.waste(x)
+        return self.layers(x).square().mean()
+
+
+def all_pairs(x):
+    torch.mm(x, x.t())
+
+
+def one_megabyte(x):
+    torch.empty(250_000)
+
+
+@pytest.mark.parametrize(
+    ("waste", "budget", "rows", "own"),
+    [
+        (all_pairs, "20MB", (16, 32, 2048, 64), (True, True, False, False)),
+        (all_pairs, 1.0, (16, 32, 2048, 64), (True, True, False, False)),
+        (one_megabyte, "20MB", (1024, 16, 512, 32), (True, True, True, True)),
+        (one_megabyte, 1.0, (1024, 16, 512, 32), (True, False, False, False)),
+    ],
+)
+def test_the_model_itself_runs_at_sizes_at_which_its_measured_peak_is_the_simulated_one(waste, budget, rows, own):
+    model = Wasteful(waste)
+    step = ackpt.compile(model, torch.randn(rows[0], 64), budget=budget, dynamic={"x": {0: (2, 4096)}})
+    ran = []
+    for count in rows:
+        x = torch.randn(count, 64)
+        step.prepare(x)
+        ran.append(is_own(step))
+        model.zero_grad()
+        measured = ackpt.measure(lambda: step(x).backward(), resident=(model, x), repeats=0, warmup=0)  # noqa: B023
+        assert measured.dynamic_peak_bytes <= step.plan.limit_bytes
+    assert tuple(ran) == own
+
+
+def test_smaller_sizes_are_not_measured_again(monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        variants, "measured_baseline", lambda *given: measured.append(given) or as_compiled.measured_baseline(*given)
+    )
+    model = body()
+    step = ackpt.compile(model, torch.randn(16, 8), budget="1MB", dynamic={"input": {0: (2, 4096)}})
+    counts = []
+    for rows in (16, 4, 32, 24, 8, 33):
+        step.prepare(torch.randn(rows, 8))
+        assert is_own(step)
+        counts.append(len(measured))
+    assert counts == [1, 1, 2, 2, 2, 3]
+
+
+def deep() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)), nn.Linear(64, 1))
+
+
+@pytest.mark.parametrize(("budget", "is_kept"), [(0.7, False), ("10MB", True)])
+def test_an_existing_gradient_of_an_argument_counts(budget, is_kept):
+    model, x = deep(), torch.randn(256, 64, requires_grad=True)
+    step = ackpt.compile(model, x, budget=budget)
+    step(x).sum().backward()
+    model.zero_grad()
+    loss = step(x).sum()
+    with contextlib.nullcontext() if is_kept else pytest.raises(ackpt.CheckpointError, match="64.0 KiB of gradients"):
+        loss.backward()
