@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_unflatten
 
 from ackpt.capture.aot import Capture, capture
 from ackpt.capture.as_compiled import measured_baseline
@@ -25,8 +26,18 @@ from ackpt.capture.inspection.attributes import changed_attribute
 from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes
 from ackpt.capture.inspection.model_checks import warn_of_hooks
 from ackpt.capture.inspection.tensors import is_tensor
+from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.capture.optimizer_state import Loop
-from ackpt.capture.outputs import dropped_before_backward, gradient_strides, gradients_before_backward
+from ackpt.capture.outputs import (
+    differentiated_once,
+    dropped_before_backward,
+    gradient_strides,
+    gradients_before_backward,
+    no_gradient,
+    nodes_of,
+    retained_after_backward,
+    without_gradient,
+)
 from ackpt.capture.tracing import captured_graph
 from ackpt.errors import BudgetError, TraceError
 from ackpt.planning.plan import Plan, PlanError
@@ -49,10 +60,15 @@ _LET_DYNAMIC = "Leave dynamic at None, so that one capture serves several sizes.
 
 
 class _Room(NamedTuple):
-    """The bytes by which a whole step and its backward stay below the budget; None without a budget."""
+    """The bytes by which the budget exceeds the peak; None without a budget.
+
+    ``step``, ``backward``: the peak of the whole step and of its backward. ``retained``: of a backward that frees
+    nothing that was saved; may be negative.
+    """
 
     step: int | None
     backward: int | None
+    retained: int | None
 
 
 @dataclass(frozen=True)
@@ -78,18 +94,36 @@ class Variant:
         inputs = self.captured.inputs(call.modules, call.leaves)
         outputs = self.run(inputs)
         dropped_before_backward(outputs, self.dropped, lambda: self._room_bytes.backward)
+        self._check_backward(nodes_of(outputs), inputs)
+        return self.captured.outputs(outputs)
+
+    def own_outputs(self, call: Call, outputs: Any) -> Any:
+        """`outputs` of the model itself, whose backward has the checks of a planned step."""
+        leaves, spec = flatten_outputs(outputs)
+        refused = without_gradient(leaves, self.captured.differentiate)
+        inputs = self.captured.inputs(call.modules, call.leaves)
+        nodes = {leaf.grad_fn for at, leaf in enumerate(leaves) if is_tensor(leaf) and at not in refused} - {None}
+        differentiated_once(nodes)
+        self._check_backward(nodes, inputs)
+        for place in refused:
+            leaves[place] = no_gradient(leaves[place].detach())
+        return tree_unflatten(leaves, spec) if refused else outputs
+
+    def _check_backward(self, nodes, inputs) -> None:
+        """Raise an error when backward reaches `nodes` of autograd if it would exceed the budget."""
+        retained_after_backward(nodes, lambda: self._room_bytes.retained)
         if not self.accumulates:
             leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
-            gradients_before_backward(outputs, leaves, lambda: self._room_bytes.step)
-        return self.captured.outputs(outputs)
+            gradients_before_backward(nodes, leaves, lambda: self._room_bytes.step)
 
     @cached_property
     def _room_bytes(self) -> _Room:
         plan = self.make_plan()
         if plan.limit_bytes is None:
-            return _Room(None, None)
-        live = plan.timeline.live
-        return _Room(plan.limit_bytes - max(live), plan.limit_bytes - max(live[plan.timeline.boundary :]))
+            return _Room(None, None, None)
+        live, boundary = plan.timeline.live, plan.timeline.boundary or 0
+        backward = plan.limit_bytes - max(live[boundary:])
+        return _Room(plan.limit_bytes - max(live), backward, backward - live[boundary])
 
 
 @dataclass
@@ -301,7 +335,7 @@ class Variants:
         if choice.own_peak_bytes is None or choice.own_plan is None or not on_cpu or not captured.has_data:
             return None
         keeps = self._own_step_keeps_simulated_peak(captured, choice, call, values)
-        return Variant(captured, None, choice.own_plan) if keeps else None
+        return Variant(captured, None, choice.own_plan, accumulates=self.loop.accumulation) if keeps else None
 
     def _own_step_keeps_simulated_peak(self, captured: Capture, choice: Choice, call: Call, values) -> bool:
         """Whether the model's own step has at most its simulated peak, as measured.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -180,3 +181,104 @@ def test_an_existing_gradient_of_an_argument_counts(budget, is_kept):
     loss = step(x).sum()
     with contextlib.nullcontext() if is_kept else pytest.raises(ackpt.CheckpointError, match="64.0 KiB of gradients"):
         loss.backward()
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
+
+
+def accumulated(step, model, x):
+    for _ in range(2):
+        step(x).sum().backward()
+
+
+def twice_differentiated(step, model, x):
+    torch.autograd.grad(step(x).sum(), next(model.parameters()), create_graph=True)
+
+
+def retained(step, model, x):
+    step(x).sum().backward(retain_graph=True)
+
+
+def retained_and_repeated(step, model, x):
+    loss = step(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+USES = [
+    (accumulated, ackpt.CheckpointError, "backward begins while .* of gradients exist"),
+    (twice_differentiated, RuntimeError, "create_graph=True: a planned step cannot be differentiated twice"),
+    (retained, ackpt.CheckpointError, "retain_graph=True: backward would free none of the activations"),
+    (retained_and_repeated, ackpt.CheckpointError, "retain_graph=True"),
+]
+
+
+@pytest.mark.parametrize(("use", "error", "message"), USES)
+@pytest.mark.parametrize("own", [True, False])
+def test_a_step_that_would_exceed_the_budget_raises_also_if_the_model_itself_runs(use, error, message, own):
+    model, x = (wide(), torch.randn(64, 64)) if own else (deep(), torch.randn(256, 64))
+    step = ackpt.compile(model, x, budget=ackpt.compile(model, x, budget="10MB").plan.peak_bytes if own else 0.7)
+    assert is_own(step) == own
+    with pytest.raises(error, match=message):
+        use(step, model, x)
+    model.zero_grad()
+    step(x).sum().backward()
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("use", [retained, retained_and_repeated, accumulated])
+def test_a_budget_with_room_allows_it(use, own):
+    model, x = deep(), torch.randn(256, 64)
+    step = ackpt.compile(model, x, budget="10MB" if own else 0.7)
+    if not own:
+        step = ackpt.compile(model, x, plan=dataclasses.replace(step.plan, limit_bytes=10**7))
+    assert is_own(step) == own
+    expected = []
+    for call in (model, step):
+        model.zero_grad()
+        use(call, model, x)
+        expected.append([p.grad for p in model.parameters()])
+    assert_equal(*expected, "gradient")
+
+
+class Outputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 32)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        logits = self.last(hidden)
+        return {"loss": logits.mean(), "hidden": hidden, "logits": logits, "name": "outputs"}
+
+
+def test_only_the_loss_has_a_gradient_also_if_the_model_itself_runs():
+    model, x = Outputs(), torch.randn(64, 8)
+    step = ackpt.compile(model, x, budget="10MB")
+    outputs = step(x)
+    assert is_own(step)
+    assert outputs["name"] == "outputs" and torch.equal(outputs["logits"], model(x)["logits"])
+    with pytest.raises(RuntimeError, match="backward reaches an output other than the loss"):
+        (outputs["loss"] + outputs["logits"].sum()).backward()
+    with torch.no_grad():
+        assert not step(x)["logits"].requires_grad
+    step(x)["loss"].backward()
+
+
+def test_several_outputs_are_checked_when_backward_reaches_the_first_of_them():
+    model, x = Outputs(), torch.randn(64, 8)
+    exact = ackpt.compile(model, x, budget="10MB", differentiate="all", outputs="keep").plan.peak_bytes
+    step = ackpt.compile(model, x, budget=exact, differentiate="all", outputs="keep")
+    assert is_own(step)
+
+    def backward(call):
+        outputs = call(x)
+        (outputs["loss"] + outputs["hidden"].sum() + outputs["logits"].sum()).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = backward(model)
+    model.zero_grad()
+    assert_equal(expected, backward(step), "gradient")  # the head has its gradients before backward reaches "hidden"
+    with pytest.raises(ackpt.CheckpointError, match="of gradients exist"):
+        backward(step)
