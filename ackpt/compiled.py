@@ -276,7 +276,7 @@ class _Planner(Planner):
             profile = default_profile(graph, self.device)
             if model_keeps(graph, profile.workspace_bytes, plan.limit_bytes):
                 own = of_model(graph, profile, plan)
-                return Choice(plan.schedule, lambda: plan, own.dynamic_peak_bytes, lambda: own)
+                return Choice(plan.schedule, lambda: plan, own.dynamic_peak_bytes, lambda: own, plan.limit_bytes)
         return Choice(plan.schedule, lambda: plan)
 
     serves_sizes = True

@@ -74,7 +74,9 @@ class DynamicPlans:
             choice = self._choice(self._everything, values, baseline_bytes)
             if graph.as_compiled is None and self._own_step.bound(graph, workspace) <= limit:
                 own_bytes = self._own_step.peak(graph, workspace)
-                choice = choice._replace(own_peak_bytes=own_bytes, own_plan=lambda: self._own_plan(values, choice))
+                return choice._replace(
+                    own_peak_bytes=own_bytes, own_plan=lambda: self._own_plan(values, choice), limit_bytes=limit
+                )
             return choice
         if not self._candidates:
             self._search(max([*self.step.search_at, values], key=self._live_bytes), None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -56,8 +56,8 @@ class Capture:
     or the model is fake or on the meta device; ``reads``: values outside of its modules that the model's code reads.
     ``reason``: why the model was captured as ``torch.compile`` runs it; empty if it was not. ``symbols``: of dynamic
     dimensions. ``differentiate`` and ``keeps_outputs``: what the caller does with the outputs.
-    ``own_step_keeps_simulated_peak``: whether the model's own step has at most the peak that was simulated for it; None
-    until it is measured.
+    ``own_peaks``: the simulated and the measured dynamic peak in bytes of the model's own step, by the sizes of dynamic
+    dimensions at which it was measured.
     """
 
     joint: Any
@@ -74,7 +74,7 @@ class Capture:
     numbers: frozenset[int]
     differentiate: str
     keeps_outputs: bool
-    own_step_keeps_simulated_peak: bool | None = None
+    own_peaks: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
 
     def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
         """The inputs of the captured step in a call with `leaves`: parameters, buffers, and tensors of the call."""

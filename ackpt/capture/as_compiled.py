@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ackpt.capture.inspection.attributes import every_module, unchanged
 from ackpt.capture.inspection.model_checks import own_call
@@ -46,9 +46,38 @@ def measured_baseline(captured, model, args, kwargs) -> int | None:
 
     Restores all tensors and RNG states.
     """
-    tensors, on_cpu = _tensors(captured, model, args, kwargs)
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), put_back(tensors):
-        return _own_peak(captured, model, args, kwargs, tensors, on_cpu)
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        args, kwargs = _detached(captured, model, args, kwargs)
+        tensors, on_cpu = _tensors(captured, model, args, kwargs)
+        with put_back(tensors):
+            return _own_peak(captured, model, args, kwargs, tensors, on_cpu)
+
+
+def _detached(captured, model, args, kwargs) -> tuple[Any, Any]:
+    """The arguments without the graph that computed them, which belongs to the caller; their memory is the same."""
+    made = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *captured.held)}
+
+    def detached(leaf):
+        if not is_tensor(leaf):
+            return leaf
+        if id(leaf) not in made:  # a tensor that is passed twice is one tensor for the model, too
+            copy = leaf.detach().requires_grad_(leaf.requires_grad)
+            made[id(leaf)] = copy if leaf.is_leaf else _NoLeaf.apply(copy)
+        return made[id(leaf)]
+
+    return tree_map(detached, (args, kwargs))
+
+
+class _NoLeaf(torch.autograd.Function):
+    """The identity, for a tensor that requires grad, but that the model may write into; its memory is the input's."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.data  # no view, into which the model could not write either
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
 
 
 def _tensors(captured, model, args, kwargs) -> tuple[list[torch.Tensor], bool]:
@@ -69,9 +98,10 @@ def compared(captured, module, model, args, kwargs) -> AsCompiled:
     """
     as_compiled = AsCompiled(captured.reason)
     if captured.has_data:
-        tensors, on_cpu = _tensors(captured, model, args, kwargs)
         # The capture's context is still open, so its fake tensor mode has to be disabled.
         with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+            args, kwargs = _detached(captured, model, args, kwargs)
+            tensors, on_cpu = _tensors(captured, model, args, kwargs)
             with put_back(tensors):
                 peak_bytes = _own_peak(captured, model, args, kwargs, tensors, on_cpu)
             difference = None
@@ -91,22 +121,26 @@ def compared(captured, module, model, args, kwargs) -> AsCompiled:
 
 @contextlib.contextmanager
 def put_back(tensors, generators=()):
-    """Run a step inside from the current RNG states, with no gradients yet; then restore tensors, gradients and RNG.
+    """Run a step inside from the current RNG states, without gradients and their hooks; then restore all of these.
 
     `generators`: streams of generator objects that are restored, too.
     """
     were = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
     leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
-    gradients = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks) for leaf in leaves]
+    gradients = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks, leaf._backward_hooks) for leaf in leaves]
     try:
-        for leaf in leaves:
+        for leaf, *_, backward_hooks in gradients:
             # These hooks may run an optimizer. None would leave them on.
             leaf.grad, leaf._post_accumulate_grad_hooks = None, OrderedDict()
+            if backward_hooks:
+                leaf._backward_hooks = None
         with replay(snapshot(generators)):
             yield
     finally:
-        for leaf, gradient, hooks in gradients:
+        for leaf, gradient, hooks, backward_hooks in gradients:
             leaf.grad, leaf._post_accumulate_grad_hooks = gradient, hooks
+            if backward_hooks:
+                leaf._backward_hooks = backward_hooks
         for tensor, was in were:
             if not torch.equal(tensor.detach().cpu(), was):
                 tensor.data.copy_(was)

@@ -144,6 +144,12 @@ def plain_backward(outputs) -> None:
         node.register_prehook(_refuse_autocast)
 
 
+def differentiated_once(nodes) -> None:
+    """Raise an error if a backward that reaches `nodes` of autograd builds a graph."""
+    for node in nodes:
+        node.register_prehook(_refuse_create_graph)
+
+
 def gradient_strides(analysis: Analysis, nodes: Mapping[int, fx.Node] | None = None) -> dict[int, tuple[Any, ...]]:
     """By output number, the strides with which its gradient was captured; torch copies all other gradients anyway.
 
@@ -213,6 +219,11 @@ def unchanged_until_backward(outputs, inputs, read) -> None:
     node.register_prehook(check)
 
 
+def nodes_of(outputs) -> list[Any]:
+    """The autograd node of the step in a list, which is empty if no output has it."""
+    return [node for node in [_node_of(outputs)] if node is not None]
+
+
 def _node_of(outputs):
     """The autograd node of the step, which is one node; None if no output has it."""
     nodes = (value.grad_fn for value in outputs if isinstance(value, torch.Tensor))
@@ -236,19 +247,32 @@ def _refuse_autocast(gradients) -> None:
         )
 
 
-def gradients_before_backward(outputs, parameters, room_bytes: Callable[[], int | None], node=None) -> None:
-    """Raise an error when backward begins while `parameters` have gradients that the plan does not count.
+def _before_backward(nodes, check: Callable[[], None]) -> None:
+    """Call `check` when a backward reaches the first of `nodes`."""
+    last = None
+
+    def first(gradients) -> None:
+        nonlocal last
+        backward = torch._C._current_graph_task_id()
+        if backward != last:
+            last = backward
+            check()
+
+    for node in nodes:
+        node.register_prehook(first)
+
+
+def gradients_before_backward(nodes, leaves, room_bytes: Callable[[], int | None]) -> None:
+    """Raise an error when backward begins while `leaves` have gradients that the plan does not count.
 
     Args:
-        outputs: what the step returned.
+        nodes: of autograd, which backward reaches first.
+        leaves: parameters and arguments that require grad.
         room_bytes: the bytes of such gradients with which the step still keeps the budget; None if there is no budget.
-        node: of autograd, which backward reaches first; by default that of the step.
     """
-    if (node := node or _node_of(outputs)) is None:
-        return
 
-    def check(gradients) -> None:
-        held = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    def check() -> None:
+        held = [leaf.grad for leaf in leaves if leaf.grad is not None]
         if not held or (room := room_bytes()) is None or (total := sum(each.nbytes for each in held)) <= room:
             return
         raise CheckpointError(
@@ -257,7 +281,28 @@ def gradients_before_backward(outputs, parameters, room_bytes: Callable[[], int 
             "which counts both; otherwise call optimizer.zero_grad(), which sets them to None, before the step."
         )
 
-    node.register_prehook(check)
+    _before_backward(nodes, check)
+
+
+def retained_after_backward(nodes, room_bytes: Callable[[], int | None]) -> None:
+    """Raise an error when a backward with ``retain_graph=True`` begins that may exceed the budget.
+
+    Args:
+        nodes: of autograd, which backward reaches first.
+        room_bytes: the bytes that remain if nothing saved is freed; negative if the budget is too small for that, None
+            if there is no budget.
+    """
+
+    def check() -> None:
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+        if keeps_graph and (room := room_bytes()) is not None and room < 0:
+            raise CheckpointError(
+                "retain_graph=True: backward would free none of the activations that the plan frees, which may exceed "
+                f"the budget by {memory_format(-room)}. Add the losses and call backward() once, or give a larger "
+                "budget in bytes."
+            )
+
+    _before_backward(nodes, check)
 
 
 def dropped_before_backward(outputs, places: Sequence[int], room_bytes: Callable[[], int | None], node=None) -> None:

@@ -309,7 +309,7 @@ class PlannedRegions:
             room = limit - max(live[plan.timeline.boundary or 0 :])
             dropped_before_backward(leaves, places, lambda: room, root.grad_fn)
         if not self.loop.accumulation:
-            gradients_before_backward(leaves, list(self.model.parameters()), lambda: limit - max(live), root.grad_fn)
+            gradients_before_backward([root.grad_fn], list(self.model.parameters()), lambda: limit - max(live))
 
     def _saves(self, size: int, plan: RegionsPlan) -> str:
         bound = plan.bound_bytes or 0

@@ -70,14 +70,15 @@ class Stopgap(NamedTuple):
 class Choice(NamedTuple):
     """What runs at some sizes: ``schedule``, whose `Plan` is ``plan()``; for a while, if it is a ``stopgap``.
 
-    ``own_peak_bytes``: the simulated dynamic peak of the model's own step if that keeps the budget whatever its code
-    holds on to, so that the model may run instead; its plan is ``own_plan()``.
+    ``own_peak_bytes``: the simulated dynamic peak of the model's own step if that keeps the budget, at most
+    ``limit_bytes``, whatever its code holds on to, so that the model may run instead; its plan is ``own_plan()``.
     """
 
     schedule: Schedule
     plan: Callable[[], Plan]
     own_peak_bytes: int | None = None
     own_plan: Callable[[], Plan] | None = None
+    limit_bytes: int = 0
     stopgap: Stopgap | None = None
 
 

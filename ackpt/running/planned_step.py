@@ -162,7 +162,7 @@ class PlannedStep(nn.Module):
             variant = self._variant(call)
             if variant.run is not None:
                 return variant.outputs(call)
-            return own_call(model)(*args, **kwargs)
+            return variant.own_outputs(call, own_call(model)(*args, **kwargs))
         outputs = own_call(model)(*args, **kwargs)
         if torch.is_grad_enabled():
             _require_no_gradients(outputs)

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import le
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_unflatten
 
 from ackpt.capture.aot import Capture, capture
 from ackpt.capture.as_compiled import measured_baseline
@@ -24,9 +26,19 @@ from ackpt.capture.inspection.attributes import changed_attribute
 from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes
 from ackpt.capture.inspection.model_checks import warn_of_hooks
 from ackpt.capture.inspection.tensors import is_tensor
+from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.capture.joint_graph import operations_in
 from ackpt.capture.optimizer_state import Loop
-from ackpt.capture.outputs import dropped_before_backward, gradient_strides, gradients_before_backward
+from ackpt.capture.outputs import (
+    differentiated_once,
+    dropped_before_backward,
+    gradient_strides,
+    gradients_before_backward,
+    no_gradient,
+    nodes_of,
+    retained_after_backward,
+    without_gradient,
+)
 from ackpt.capture.tracing import captured_graph
 from ackpt.errors import BudgetError, TraceError
 from ackpt.planning.plan import Plan, PlanError
@@ -49,10 +61,15 @@ _LET_DYNAMIC = "Leave dynamic at None, so that one capture serves several sizes.
 
 
 class _Room(NamedTuple):
-    """The bytes by which a whole step and its backward stay below the budget; None without a budget."""
+    """The bytes by which the budget exceeds the peak; None without a budget.
+
+    ``step``, ``backward``: the peak of the whole step and of its backward. ``retained``: of a backward that frees
+    nothing that was saved; may be negative.
+    """
 
     step: int | None
     backward: int | None
+    retained: int | None
 
 
 @dataclass(frozen=True)
@@ -78,18 +95,36 @@ class Variant:
         inputs = self.captured.inputs(call.modules, call.leaves)
         outputs = self.run(inputs)
         dropped_before_backward(outputs, self.dropped, lambda: self._room_bytes.backward)
-        if not self.accumulates:
-            parameters = inputs[: len(self.captured.joint.params_spec)]
-            gradients_before_backward(outputs, parameters, lambda: self._room_bytes.step)
+        self._check_backward(nodes_of(outputs), inputs)
         return self.captured.outputs(outputs)
+
+    def own_outputs(self, call: Call, outputs: Any) -> Any:
+        """`outputs` of the model itself, whose backward has the checks of a planned step."""
+        leaves, spec = flatten_outputs(outputs)
+        refused = without_gradient(leaves, self.captured.differentiate)
+        inputs = self.captured.inputs(call.modules, call.leaves)
+        nodes = {leaf.grad_fn for at, leaf in enumerate(leaves) if is_tensor(leaf) and at not in refused} - {None}
+        differentiated_once(nodes)
+        self._check_backward(nodes, inputs)
+        for place in refused:
+            leaves[place] = no_gradient(leaves[place].detach())
+        return tree_unflatten(leaves, spec) if refused else outputs
+
+    def _check_backward(self, nodes, inputs) -> None:
+        """Raise an error when backward reaches `nodes` of autograd if it would exceed the budget."""
+        retained_after_backward(nodes, lambda: self._room_bytes.retained)
+        if not self.accumulates:
+            leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
+            gradients_before_backward(nodes, leaves, lambda: self._room_bytes.step)
 
     @cached_property
     def _room_bytes(self) -> _Room:
         plan = self.make_plan()
         if plan.limit_bytes is None:
-            return _Room(None, None)
-        live = plan.timeline.live
-        return _Room(plan.limit_bytes - max(live), plan.limit_bytes - max(live[plan.timeline.boundary :]))
+            return _Room(None, None, None)
+        live, boundary = plan.timeline.live, plan.timeline.boundary or 0
+        backward = plan.limit_bytes - max(live[boundary:])
+        return _Room(plan.limit_bytes - max(live), backward, backward - live[boundary])
 
 
 @dataclass
@@ -229,7 +264,7 @@ class Variants:
         with capture(self.model, call.args, call.kwargs, self.differentiate, self.outputs) as captured:
             graph = captured_graph(captured, self.model, call.args, call.kwargs, self.loop)
             choice = self.planner.choice(graph)
-            variant = self._of_model(captured, choice, call, graph.on_cpu)
+            variant = self._of_model(captured, choice, call, graph.on_cpu, ())
             if variant is None:
                 step, strides = compiled_schedule(captured, graph, choice.schedule), gradient_strides(graph.analysis)
                 run = self._checked(lambda inputs: step(inputs, strides), call)
@@ -288,26 +323,39 @@ class Variants:
         if step.reference.as_compiled is not None and self.planner.needs_baseline and step.reference.has_data:
             baseline = measured_baseline(step.captured, self.model, call.args, call.kwargs)
         choice = step.choose(values, baseline)
-        variant = self._of_model(step.captured, choice, call, step.reference.on_cpu)
+        variant = self._of_model(step.captured, choice, call, step.reference.on_cpu, values)
         if variant is not None:
             return variant
         run = self._checked(step.run(choice.schedule, values), call)
         dropped = dropped_places(step.reference, choice.schedule)
         return Variant(step.captured, run, choice.plan, dropped, self.loop.accumulation, choice.stopgap)
 
-    def _of_model(self, captured: Capture, choice: Choice, call: Call, on_cpu: bool) -> Variant | None:
-        """The model itself, if its own step keeps the budget; None otherwise.
-
-        The first time for a capture, its own step is measured: its code may allocate what the graph does not show, such
-        as results that nothing reads.
-        """
+    def _of_model(
+        self, captured: Capture, choice: Choice, call: Call, on_cpu: bool, values: tuple[int, ...]
+    ) -> Variant | None:
+        """The model itself, if its own step keeps the budget; None otherwise. ``values``: its dynamic sizes."""
         if choice.own_peak_bytes is None or choice.own_plan is None or not on_cpu or not captured.has_data:
             return None
-        if captured.own_step_keeps_simulated_peak is None:
-            own_bytes = measured_baseline(captured, self.model, call.args, call.kwargs)
-            if own_bytes is not None:
-                captured.own_step_keeps_simulated_peak = own_bytes <= choice.own_peak_bytes
-        return Variant(captured, None, choice.own_plan) if captured.own_step_keeps_simulated_peak else None
+        keeps = self._own_step_keeps_simulated_peak(captured, choice, call, values)
+        return Variant(captured, None, choice.own_plan, accumulates=self.loop.accumulation) if keeps else None
+
+    def _own_step_keeps_simulated_peak(self, captured: Capture, choice: Choice, call: Call, values) -> bool:
+        """Whether the model's own step has at most its simulated peak, as measured.
+
+        Its code may allocate what the graph does not show, such as results that nothing reads. If it does at some
+        sizes, no others are measured. A measurement is valid for smaller sizes, too, if it is within their limit.
+        """
+        peaks = captured.own_peaks
+        if any(measured > simulated for simulated, measured in peaks.values()):
+            return False
+        for sizes, (_, measured) in peaks.items():
+            if measured <= choice.limit_bytes and all(map(le, values, sizes)):
+                return True
+        own_bytes = measured_baseline(captured, self.model, call.args, call.kwargs)
+        if own_bytes is None or choice.own_peak_bytes is None:
+            return False
+        peaks[values] = choice.own_peak_bytes, own_bytes
+        return own_bytes <= choice.own_peak_bytes
 
     def _checked(self, run, call: Call):
         """`run`, or a function that raises if either the model or the call has no data."""
