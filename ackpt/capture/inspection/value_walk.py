@@ -194,19 +194,23 @@ class _Class:
 
     def __init__(self, kind: type):
         self.kind = kind
-
-    def get(self, name: str, default=None):
-        return vars(self.kind).get(name, default)
+        self.get = vars(kind).get
 
     def __setitem__(self, name: str, value) -> None:
         setattr(self.kind, name, value)
 
 
-class _Slots(_Class):
+class _Slots:
     """The ``__slots__`` of an object as a namespace."""
 
+    def __init__(self, owner):
+        self.owner = owner
+
     def get(self, name: str, default=None):
-        return getattr(self.kind, name, default)
+        return getattr(self.owner, name, default)
+
+    def __setitem__(self, name: str, value) -> None:
+        setattr(self.owner, name, value)
 
 
 def _content(value, depth: int = 0):
