@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ackpt.capture.aot import given_places
 from ackpt.capture.dynamic_sizes import is_sized, layout
-from ackpt.capture.inspection.attributes import plain
+from ackpt.capture.inspection.comparable_values import plain
 from ackpt.capture.inspection.tensors import is_tensor
 
 from .model_facts import ModelFacts, Shared, WatchedModel, shared, storages

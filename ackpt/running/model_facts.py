@@ -1,4 +1,4 @@
-"""The properties of a model that a capture depends on: tensors, training mode, attributes and hooks.
+"""The properties of a model that a capture depends on: modules, tensors, training mode, attributes and hooks.
 
 Reading them takes long. In most steps `WatchedModel` compares instead, in flat lists, the objects that the facts were
 read from with what these were: by identity where a value cannot change in place.
@@ -6,7 +6,8 @@ read from with what these were: by identity where a value cannot change in place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from types import SimpleNamespace
@@ -15,35 +16,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from ackpt.capture.inspection.attributes import (
-    HOOKS,
-    OF_EVERY_MODULE,
-    attributes,
-    comparable,
-    every_module,
-    is_constant,
-)
+from ackpt.capture.inspection.attributes import HOOKS, OF_EVERY_MODULE, attributes, changed_attribute, every_module
+from ackpt.capture.inspection.comparable_values import comparable, is_constant
+from ackpt.capture.inspection.value_walk import module_label
 
 _DICTS = "_parameters", "_buffers", "_modules", *HOOKS
-_CONTAINERS = list, tuple, dict, SimpleNamespace, torch.Tensor
+_CONTAINERS = list, tuple, dict, set, deque, SimpleNamespace
 
 Shared = tuple[tuple[int, int, int], ...]
+Names = tuple[tuple[str, bool], ...]
+Structure = tuple[tuple[type, Names, Names, tuple[tuple[str, int | None], ...]], ...]
 
 
 class ModelFacts:
     """The facts of a model, in a form that compares and hashes.
 
-    ``tensors``: type, shape, strides, dtype, device and ``requires_grad`` of every parameter and buffer; ``shared``:
-    see `shared`. ``training``: of every module; ``attributes``: from `ackpt.capture.inspection.attributes`.
+    ``structure``: of every module its type, the names of its parameters and of its buffers, each with whether it is
+    None, and the names of its submodules with their indices in `modules`. ``tensors``: type, shape, strides, dtype,
+    device and ``requires_grad`` of every parameter and buffer; ``shared``: see `shared`. ``training``: of every module;
+    ``attributes``: from `ackpt.capture.inspection.attributes`.
     """
 
     def __init__(self, modules: Collection[nn.Module]):
         own = _own(modules)
+        self.structure = _structure(modules)
         self.tensors = list(map(_meta, own))
         self.shared = shared(own)
         self.training = [module.training for module in modules]
         self.attributes = attributes(modules)
-        self._facts = tuple(self.tensors), self.shared, tuple(self.training), self.attributes
+        self._facts = self.structure, tuple(self.tensors), self.shared, tuple(self.training), self.attributes
         self._hash = hash(self._facts)
 
     def __hash__(self) -> int:
@@ -51,6 +52,15 @@ class ModelFacts:
 
     def __eq__(self, other) -> bool:
         return self is other or (self._hash == other._hash and self._facts == other._facts)
+
+    def change_since(self, before: ModelFacts, modules: Mapping[str, nn.Module]) -> tuple[str, str] | None:
+        """The first module or attribute that differs from the facts `before`; `modules` are the model's by their paths.
+
+        Returns:
+            What changed, in words, and its name; None if no module and no attribute did.
+        """
+        change = _changed_module(before.structure, self.structure)
+        return change or changed_attribute(modules, before.attributes, self.attributes)
 
 
 class WatchedModel:
@@ -95,14 +105,63 @@ def _own(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
     return [tensor for tensors in named for tensor in tensors.values() if tensor is not None]
 
 
+def _structure(modules: Collection[nn.Module]) -> Structure:
+    indices: dict[int, int] = {id(module): index for index, module in enumerate(modules)}
+    return tuple(
+        (
+            type(module),
+            _names(module._parameters),
+            _names(module._buffers),
+            tuple((name, indices.get(id(child))) for name, child in module._modules.items()),
+        )
+        for module in modules
+    )
+
+
+def _names(tensors: Mapping[str, torch.Tensor | None]) -> Names:
+    return tuple((name, tensor is None) for name, tensor in tensors.items())
+
+
+def _changed_module(was: Structure, now: Structure) -> tuple[str, str] | None:
+    """What differs first between two structures, in words, and its name."""
+    if was == now:
+        return None
+    before, after = _by_path(was), _by_path(now)
+    for path in {**after, **before}:
+        label = module_label(path)
+        if path not in before or path not in after:
+            return f"{label} was {'removed' if path in before else 'added'}", label
+        (old, *old_names), (new, *new_names) = before[path], after[path]
+        if old is not new:
+            if old.__name__ == new.__name__:
+                return f"the class of {label} changed", f"the class of {label}"
+            return f"{label} changed from {old.__name__} to {new.__name__}", label
+        if old_names != new_names:
+            return f"the names of the parameters or buffers of {label} changed", f"the names of {label}"
+    return "the order or the sharing of submodules changed", "the order or the sharing of submodules"
+
+
+def _by_path(structure: Structure) -> dict[str, tuple[type, Names, Names]]:
+    """The type and the names of every module by its path; a shared one has several, its submodules have one."""
+    paths, found = {0: ""}, {"": structure[0][:3]}
+    for index, (*_, children) in enumerate(structure):
+        for name, child in children:
+            if child is not None:
+                path = f"{paths[index]}.{name}".lstrip(".")
+                paths.setdefault(child, path)
+                found[path] = structure[child][:3]
+    return found
+
+
 class _Sources:
     """The objects from which the facts of modules were read, except for what their tensors are like."""
 
-    def __init__(self, modules: Iterable[nn.Module]):
+    def __init__(self, modules: Collection[nn.Module]):
+        self._types = list(map(type, modules))
         self._namespaces = [vars(module) for module in modules]
         self._names = list(map(tuple, self._namespaces))
         self._getters: list[Callable[[dict], tuple]] = []  # of the values that cannot change in place
-        self._compared: list[tuple[dict[str, Any], str, Any]] = []  # containers and tensors
+        self._compared: list[tuple[dict[str, Any], str, Any]] = []  # containers, tensors and callables
         self._ignored: list[tuple[dict[str, Any], str, type]] = []  # objects, of which the type matters alone
         for namespace in self._namespaces:
             constant: list[str] = list(_DICTS)
@@ -111,8 +170,8 @@ class _Sources:
                     continue
                 if is_constant(value):
                     constant.append(name)
-                elif isinstance(value, _CONTAINERS):
-                    self._compared.append((namespace, name, comparable(value)))
+                elif (was := comparable(value)) is not None or isinstance(value, _CONTAINERS):
+                    self._compared.append((namespace, name, was))
                 else:
                     self._ignored.append((namespace, name, type(value)))
             self._getters.append(itemgetter(*constant))
@@ -121,17 +180,20 @@ class _Sources:
         self._empty = [each for each in dicts if not each]
         self._filled = [each for each in dicts if each]
         self._keys = list(map(tuple, self._filled))
+        self._absent = [(each, name) for each in self._filled for name, value in each.items() if value is None]
         self._parents = [namespace["_modules"] for namespace in self._namespaces if namespace["_modules"]]
         self._children = list(chain.from_iterable([each.values() for each in self._parents]))
 
-    def are_same(self, modules: Iterable[nn.Module]) -> bool:
+    def are_same(self, modules: Collection[nn.Module]) -> bool:
         return (
-            all(map(is_, map(vars, modules), self._namespaces))
+            all(map(is_, map(type, modules), self._types))
+            and all(map(is_, map(vars, modules), self._namespaces))
             and not any(self._empty)
             and list(map(tuple, self._namespaces)) == self._names
             and list(map(tuple, self._filled)) == self._keys
             and all(map(is_, chain.from_iterable(self._values()), self._constants))
             and all(map(is_, chain.from_iterable([each.values() for each in self._parents]), self._children))
+            and all(each[name] is None for each, name in self._absent)
             and all(type(namespace[name]) is kind for namespace, name, kind in self._ignored)
             and all(comparable(namespace[name]) == was for namespace, name, was in self._compared)
         )

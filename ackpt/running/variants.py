@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_unflatten
 from ackpt.capture.aot import Capture, capture
 from ackpt.capture.as_compiled import measured_baseline
 from ackpt.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout
-from ackpt.capture.inspection.attributes import changed_attribute
 from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes
 from ackpt.capture.inspection.model_checks import warn_of_hooks
 from ackpt.capture.inspection.tensors import is_tensor
@@ -401,7 +400,7 @@ class Variants:
             return "first call", ""
         was, words, variant = self._last
         changes = differences(words, made_for)
-        attribute = changed_attribute(call.modules, was.model.attributes, call.facts.model.attributes)
+        attribute = call.facts.model.change_since(was.model, call.modules)
         if label := "" if attribute else variant.captured.reads.first_change():
             return "; ".join([f"{label} changed", *changes]), label  # a capture for all sizes is not valid then
         if changes:

@@ -7,14 +7,11 @@ changes are undone.
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import sys
-import types
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -22,14 +19,13 @@ from torch import nn
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER
 from ackpt.errors import TraceError
 
+from .comparable_values import comparable, is_plain_type, plain
 from .source_lines import set_at
 
 # Marks that only fully_shard and accelerate read; the former also leaves them on modules that it does not run itself.
 _MARKS = "_is_fsdp_managed_module", "_fsdp_use_orig_params", "_is_accelerate_prepared"
 OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl", *_MARKS})
 _TENSORS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-
 
 # What to do about an attribute that changes. Torch's dropout takes no tensor.
 _BUFFER = "hold it in a buffer that changes in place to avoid replanning"
@@ -37,15 +33,7 @@ _DROPOUT = (
     "to avoid replanning, change it once per epoch, or hold it in a buffer p that changes in place and write "
     "x * (torch.rand_like(x) >= p) / (1 - p) for the dropout"
 )
-_FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, functools.partial
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def plain(value):
-    """`value` in a form that compares exactly: 0.0 is not -0.0, 1 is not True, nan is nan; None if it is not plain."""
-    if not isinstance(value, _PLAIN):
-        return None
-    return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
 def every_module(model: nn.Module) -> dict[str, nn.Module]:
@@ -110,29 +98,7 @@ def _value_in(fact) -> str | None:
     if fact is None or len(fact) != 1 or not isinstance(fact[0], tuple) or len(fact[0]) != 2:
         return None
     kind, value = fact[0]
-    return str(value) if isinstance(kind, type) else None
-
-
-def is_constant(value) -> bool:
-    """Whether `comparable` always returns the same for this object, whatever the code that owns it does."""
-    if isinstance(value, tuple):
-        return all(map(is_constant, value))
-    return isinstance(value, _PLAIN + _FUNCTIONS)
-
-
-def comparable(value):
-    """An attribute's value in a form that a call can compare; None if it is an object that no call compares."""
-    if type(value) in (int, bool, str):
-        return type(value), value
-    if isinstance(value, (torch.Tensor, *_FUNCTIONS)):
-        return id(value)
-    if isinstance(value, (list, tuple)) and len(value) <= LONGEST_CONTAINER:
-        return type(value), tuple(map(comparable, value))
-    if type(value) is SimpleNamespace:
-        value = vars(value)
-    if isinstance(value, dict) and len(value) <= LONGEST_CONTAINER:
-        return type(value), tuple((comparable(key), comparable(item)) for key, item in value.items())
-    return plain(value)
+    return str(value) if is_plain_type(kind) else None
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import os
 import sys
 import sysconfig
 import types
-import weakref
 from collections import OrderedDict, defaultdict
 from typing import Any
 
@@ -19,11 +18,13 @@ from ackpt.checkpointing.reachable import LONGEST_CONTAINER, _CellNamespace, _ge
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import stream_of
 
-from .attributes import OF_EVERY_MODULE, changed_items, copied, plain, restore
+from .attributes import OF_EVERY_MODULE, changed_items, copied, restore
 from .closures_that_ran import functions_of
+from .comparable_values import plain, reference
 
 _DEPTH = 2  # attributes of attributes, and containers in containers
 _ABSENT: Any = object()
+_METHODS = types.FunctionType, staticmethod, classmethod, property
 _READS_ENVIRONMENT = frozenset(("environ", "getenv"))
 # Only in these containers is it certain that reading an item runs no user code.
 _CONTAINERS = frozenset((list, tuple, dict, OrderedDict, defaultdict))
@@ -45,7 +46,7 @@ class Value:
     def __init__(self, namespace, name: str, label: str, value):
         self.namespace, self.name, self.label = namespace, name, label
         self.content = _content(value)
-        self.was = value if self.content is not None or value is _ABSENT else _reference(value)
+        self.was = value if self.content is not None or value is _ABSENT else reference(value)
         self.copies = [(container, copied(container)) for container in _containers(value)]
 
     def is_changed(self) -> bool:
@@ -75,7 +76,7 @@ class Walk:
     def __init__(self, model: nn.Module, leaves):
         self.values: dict[tuple[int, str], Value] = {}
         self._streams: dict[int, tuple[Any, str, Any]] = {}
-        self._names: set[str] = set()
+        self._names = {"forward"}  # torch's own code calls it
         self._objects: dict[int, tuple[Any, str, int]] = {}
         self._classes: dict[type, _Class] = {}
         self._modules = {id(module) for module in model.modules()}
@@ -163,7 +164,7 @@ class Walk:
             if not _is_class_of_model(kind):
                 continue
             for name in names & vars(kind).keys():
-                if _content(vars(kind)[name]) is not None:
+                if isinstance(vars(kind)[name], _METHODS) or _content(vars(kind)[name]) is not None:
                     namespace = self._classes.setdefault(kind, _Class(kind))
                     self.note(namespace, name, f"attribute {name!r} of {label}", depth + 1)
                     shared.add(name)
@@ -193,19 +194,23 @@ class _Class:
 
     def __init__(self, kind: type):
         self.kind = kind
-
-    def get(self, name: str, default=None):
-        return vars(self.kind).get(name, default)
+        self.get = vars(kind).get
 
     def __setitem__(self, name: str, value) -> None:
         setattr(self.kind, name, value)
 
 
-class _Slots(_Class):
+class _Slots:
     """The ``__slots__`` of an object as a namespace."""
 
+    def __init__(self, owner):
+        self.owner = owner
+
     def get(self, name: str, default=None):
-        return getattr(self.kind, name, default)
+        return getattr(self.owner, name, default)
+
+    def __setitem__(self, name: str, value) -> None:
+        setattr(self.owner, name, value)
 
 
 def _content(value, depth: int = 0):
@@ -234,14 +239,6 @@ def _containers(value, depth: int = 0):
 
 def _items(container):
     return container.values() if isinstance(container, dict) else container
-
-
-def _reference(value):
-    """A function that returns `value`, by a weak reference if `value` supports it."""
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: value
 
 
 def closes_over(code: types.CodeType) -> bool:
