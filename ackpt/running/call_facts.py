@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import nn
+from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ackpt.capture.aot import given_places
@@ -40,7 +43,7 @@ class Facts(NamedTuple):
     """The facts of a call, in a form that compares and hashes.
 
     ``shared``: as of `ackpt.running.model_facts`, of the model's tensors followed by the call's, if one of the latter
-    shares its storage.
+    shares its storage. ``settings``: the values of `_SETTINGS`.
     """
 
     model: ModelFacts
@@ -49,6 +52,7 @@ class Facts(NamedTuple):
     first_places: tuple[int, ...]
     shared: Shared
     autocast: tuple[Any, ...]
+    settings: tuple[Any, ...]
 
 
 def call_of(watched: WatchedModel, args, kwargs) -> Call:
@@ -65,6 +69,7 @@ def call_of(watched: WatchedModel, args, kwargs) -> Call:
         given_places(leaves),
         shared([*watched.own_tensors(), *tensors]) if is_shared else (),
         _autocast(),
+        tuple([read() for read in _SETTINGS.values()]),
     )
     sizes = tuple(map(layout, filter(is_sized, leaves)))
     return Call(args, kwargs, watched.modules, leaves, spec, facts, sizes)
@@ -96,3 +101,26 @@ def _conversion(leaf) -> str:
 def _autocast():
     devices = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
     return (*devices, torch.is_autocast_cache_enabled())
+
+
+_HOOKS_OF_ALL = (
+    global_hooks._global_forward_pre_hooks,
+    global_hooks._global_forward_hooks,
+    global_hooks._global_backward_pre_hooks,
+    global_hooks._global_backward_hooks,
+)
+# Settings for the whole process on which the kernels of a step, their workspace or its operations depend.
+_SETTINGS: dict[str, Callable[[], Any]] = {
+    "torch.get_num_threads()": torch.get_num_threads,
+    "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
+    "torch.backends.cuda.cudnn_sdp_enabled()": torch.backends.cuda.cudnn_sdp_enabled,
+    "a hook of all modules": lambda: tuple(chain.from_iterable(_HOOKS_OF_ALL)),
+}
+
+
+def changed_setting(was: Facts, now: Facts) -> str:
+    """The first setting of torch that differs between two calls, in words; empty if none does."""
+    pairs = zip(_SETTINGS, was.settings, now.settings)
+    return next((f"{name} changed" for name, before, after in pairs if before != after), "")

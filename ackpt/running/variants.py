@@ -32,7 +32,7 @@ from ackpt.planning.plan import Plan, PlanError
 from ackpt.planning.rewriting import RewriteError
 from ackpt.progress import shown
 
-from .call_facts import Call, Facts, Sizes, call_of
+from .call_facts import Call, Facts, Sizes, call_of, changed_setting
 from .choices import Choice, Planner, Stopgap
 from .compiled_schedule import compiled_schedule, dropped_places
 from .dynamic_dimensions import DynamicArgument, declared, declared_bounds, differing, named_dimensions
@@ -359,6 +359,8 @@ class Variants:
             return "; ".join([*changes, *(attribute or ())[:1]]), names
         if attribute:
             return attribute
+        if setting := changed_setting(was, call.facts):
+            return setting, setting
         return "the layout of a tensor changed", "the layout of a tensor"
 
     def _drop_oldest(self) -> None:

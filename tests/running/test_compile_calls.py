@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from call_cases import CASES, Two, chain
 from conftest import assert_equal, assert_same_step
 from random_fates import planned
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ackpt
 from ackpt.graph import PlannedStep
@@ -304,6 +306,59 @@ def set_scale(settings, scale):
         settings["scale"] = scale
     else:
         settings.scale = scale
+
+
+def doubled(module, inputs, output):
+    return output * 2 if isinstance(module, nn.Tanh) else None
+
+
+@contextlib.contextmanager
+def hook_of_all_modules():
+    handle = torch.nn.modules.module.register_module_forward_hook(doubled)
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+SETTINGS = {
+    "torch.backends.cuda.flash_sdp_enabled() changed": lambda: sdpa_kernel(SDPBackend.MATH),
+    "a hook of all modules changed": hook_of_all_modules,
+    "torch.get_num_threads() changed": two_threads,
+}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project, self.act = nn.Linear(8, 24), nn.Tanh()
+
+    def forward(self, x):
+        query, key, value = self.act(self.project(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize("cause", SETTINGS)
+def test_settings_of_torch_belong_to_a_capture(cause):
+    torch.manual_seed(0)
+    model, inputs = Attention(), torch.randn(2, 16, 8)
+    step = ackpt.compile(model, inputs, policy="full")
+    for setting in (contextlib.nullcontext, SETTINGS[cause], contextlib.nullcontext):
+        found = []
+        with setting():
+            for call in (model, step):
+                model.zero_grad()
+                outputs = call(inputs)
+                outputs.sin().sum().backward()
+                found.append([outputs, model.project.weight.grad])
+        assert_equal(*found, cause)
+    assert [event.cause for event in step.history] == ["first call", cause]
 
 
 def test_backward_inside_autocast_is_refused():
