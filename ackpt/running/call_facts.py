@@ -78,7 +78,7 @@ def call_of(watched: WatchedModel, args, kwargs) -> Call:
 def _leaf(leaf):
     """The part of an argument that a capture depends on, without the sizes of a tensor and without an integer."""
     if is_tensor(leaf):
-        return type(leaf), leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad
+        return type(leaf), leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_conj(), leaf.is_neg()
     if type(leaf) is int:
         return int
     value = plain(leaf)

@@ -23,6 +23,7 @@ from ackpt.capture.inspection.attributes import (
     every_module,
     is_constant,
 )
+from ackpt.capture.inspection.tensors import tensor_facts
 
 _DICTS = "_parameters", "_buffers", "_modules", *HOOKS
 _CONTAINERS = list, tuple, dict, SimpleNamespace, torch.Tensor
@@ -39,7 +40,7 @@ class ModelFacts:
 
     def __init__(self, modules: Collection[nn.Module]):
         own = _own(modules)
-        self.tensors = list(map(_meta, own))
+        self.tensors = list(map(tensor_facts, own))
         self.shared = shared(own)
         self.training = [module.training for module in modules]
         self.attributes = attributes(modules)
@@ -85,7 +86,7 @@ class WatchedModel:
         if self._sources is None or not self._sources.are_same(modules):
             return False
         facts, own = self._facts, _own(modules)
-        if list(map(_meta, own)) != facts.tensors or [module.training for module in modules] != facts.training:
+        if list(map(tensor_facts, own)) != facts.tensors or [module.training for module in modules] != facts.training:
             return False
         return storages(own) == self.storages and (not facts.shared or shared(own) == facts.shared)
 
@@ -142,10 +143,6 @@ class _Sources:
 
 def _has_dicts(module: nn.Module) -> bool:
     return all(isinstance(vars(module).get(name), dict) for name in _DICTS)  # not so in scripted modules
-
-
-def _meta(tensor: torch.Tensor):
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> list[int | None]:

@@ -169,7 +169,7 @@ class Variants:
 
     def _known(self, group: _Group, call: Call) -> Variant | None:
         for variant in group.fixed.get(call.sizes, ()):
-            if variant.captured.reads.are_same():
+            if variant.captured.is_current():
                 return variant
         served = _served_by(group, call)
         variant = None if served is None else served[1].get(served[2])
@@ -352,7 +352,7 @@ class Variants:
         was, words, variant = self._last
         changes = differences(words, made_for)
         attribute = changed_attribute(call.modules, was.model.attributes, call.facts.model.attributes)
-        if label := "" if attribute else variant.captured.reads.first_change():
+        if label := "" if attribute else variant.captured.first_change():
             return "; ".join([f"{label} changed", *changes]), label  # a capture for all sizes is not valid then
         if changes:
             names = ", ".join(change.partition(" changed from ")[0] for change in changes)
@@ -375,7 +375,7 @@ class Variants:
 def _served_by(group: _Group, call: Call) -> tuple[DynamicStep, dict[tuple[int, ...], Variant], tuple[int, ...]] | None:
     """The capture with dynamic dimensions that is valid for `call`, its variants, and the sizes of these dimensions."""
     for step, variants in group.dynamic:
-        values = step.symbols.values_in(call.sizes) if step.captured.reads.are_same() else None
+        values = step.symbols.values_in(call.sizes) if step.captured.is_current() else None
         if values is not None:
             return step, variants, values
     return None

@@ -361,6 +361,56 @@ def test_settings_of_torch_belong_to_a_capture(cause):
     assert [event.cause for event in step.history] == ["first call", cause]
 
 
+class Scaled(nn.Module):
+    """Scales by a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), torch.full((4,), 2.0)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("data", [torch.full((1,), 3.0), torch.full((4,), 3.0, dtype=torch.float64)])
+@pytest.mark.parametrize("rows", [(3,), (3, 5, 6)])
+def test_a_held_tensor_of_another_shape_or_dtype_is_followed(data, rows):
+    model = Scaled()
+    step = ackpt.compile(model, x(), policy="full")
+    for each in rows:
+        step(x(rows=each))
+    model.scale.data = data
+    assert_equal([model(x())], [step(x())], "outputs")
+    assert step.history[-1].cause.startswith("a tensor that is neither a parameter nor a buffer changed")
+
+
+def test_a_held_tensor_that_requires_grad_later_is_refused():
+    model = Scaled()
+    step = ackpt.compile(model, x(), policy="full")
+    model.scale.requires_grad_()
+    with pytest.raises(ackpt.TraceError, match="that requires grad is used .* but is not a parameter"):
+        step(x())
+    model.scale.requires_grad_(False)
+    assert_equal([model(x())], [step(x())], "outputs")
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x @ self.weight).abs() + x.abs()
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+def test_lazy_conjugates_and_negatives_are_captured_for_themselves(view):
+    model, inputs = Complex(), torch.randn(3, 4, dtype=torch.complex64)
+    step = ackpt.compile(model, inputs, policy="full")
+    for each in (inputs, view(inputs), inputs):
+        assert_equal([model(each)], [step(each)], "outputs")
+
+
 def test_backward_inside_autocast_is_refused():
     """Eager mode casts the operations of a backward that runs in autocast; a planned step does not."""
     step = ackpt.compile(layers(), x(), policy="full")
