@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import copy
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -409,6 +412,68 @@ def test_lazy_conjugates_and_negatives_are_captured_for_themselves(view):
     step = ackpt.compile(model, inputs, policy="full")
     for each in (inputs, view(inputs), inputs):
         assert_equal([model(each)], [step(each)], "outputs")
+
+
+class Methods(nn.Sequential):
+    """Its methods return what they call the model for in all ways that Python has."""
+
+    def generator(self, batches):
+        for batch in batches:
+            yield self(batch)
+
+    def generator_in(self, batches):
+        return (self(batch) for batch in batches)
+
+    async def coroutine(self, batch):
+        await asyncio.sleep(0)
+        return self(batch)
+
+    async def asynchronous_generator(self, batches):
+        for batch in batches:
+            yield self(batch)
+
+    def waiting(self, batch, ready, go):
+        ready.set()
+        assert go.wait(60)
+        return self(batch)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        lambda step: list(step.generator([x(), x()])),
+        lambda step: list(step.generator_in([x(), x()])),
+        lambda step: [asyncio.run(step.coroutine(x()))],
+    ],
+)
+def test_a_method_that_is_resumed_runs_as_planned(losses):
+    model = Methods(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    step = ackpt.compile(model, x(), policy="full")
+    own, planned_one = type(model(x()).grad_fn), type(step(x()).grad_fn)
+    assert own is not planned_one
+    assert {type(loss.grad_fn) for loss in losses(step)} == {planned_one}
+    first = step.generator([x(), x()])
+    assert type(next(first).grad_fn) is planned_one
+    assert type(model(x()).grad_fn) is own  # not between two items
+    with pytest.raises(KeyError):
+        first.throw(KeyError())
+    with pytest.raises(TypeError, match="asynchronous_generator is an asynchronous generator, which would call"):
+        step.asynchronous_generator([x()])
+
+
+def test_methods_in_two_threads_both_run_as_planned():
+    model = Methods(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    step = ackpt.compile(model, x(), policy="full")
+    planned_one = type(step(x()).grad_fn)
+    ready, go = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        losses = [pool.submit(step.waiting, x(), *events) for events in zip(ready, go)]
+        for event in ready:
+            assert event.wait(60)
+        for event, loss in zip(go, losses):
+            event.set()
+            assert type(loss.result().grad_fn) is planned_one
+    assert type(model(x()).grad_fn) is not planned_one
 
 
 def test_backward_inside_autocast_is_refused():
