@@ -36,7 +36,7 @@ from ackpt.metering.packed_sequences import found_packed
 from ackpt.progress import stage
 
 from .as_compiled import compiling
-from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, symbolic
+from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
 from .outputs import check_differentiate, check_outputs, no_gradient, refuse_overlaps, without_gradient
 from .patches import casts
 
@@ -277,10 +277,11 @@ def capture(
         "keeps_outputs": outputs == "keep",
     }
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if dynamic else None)
+    unused = [layout(leaf)[-1] for leaf in leaves if is_sized(leaf)] if dynamic else []
     model, leaves, spec = off_meta(model, leaves, spec, fake_mode)
     if dynamic:
         leaves = symbolic(leaves, dynamic, fake_mode)
-        about["symbols"] = Symbols(dynamic, leaves, about["numbers"])
+        about["symbols"] = Symbols(dynamic, leaves, about["numbers"], unused)
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_collection())
         stack.enter_context(_use_lazy_graph_module(True))  # their code never runs: 6 % of the time

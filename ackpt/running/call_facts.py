@@ -13,20 +13,20 @@ from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ackpt.capture.aot import given_places
-from ackpt.capture.dynamic_sizes import is_sized, layout
+from ackpt.capture.dynamic_sizes import Layout, is_sized, layout
 from ackpt.capture.inspection.attributes import plain
 from ackpt.capture.inspection.tensors import is_tensor
 
 from .model_facts import ModelFacts, Shared, WatchedModel, shared, storages
 
-Sizes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+Sizes = tuple[Layout, ...]
 
 
 class Call(NamedTuple):
     """One call of a model.
 
     ``facts``: everything that a capture depends on except the sizes of the call's tensors, which are in ``sizes``: the
-    shape and strides of each, and the integers among the arguments. ``modules``: the model's by their paths;
+    layout of each, and the integers among the arguments. ``modules``: the model's by their paths;
     ``leaves`` and ``spec``: the call's arguments.
     """
 
