@@ -111,7 +111,7 @@ class SavedPlan:
 
     def _exceeded(self, values: tuple[int, ...], resident_bytes: int, peak_bytes: int, limit: int) -> BudgetError:
         layouts = self.step.symbols.layouts(values)
-        shapes = ", ".join(str(list(shape)) for shape, _ in dict.fromkeys(layouts))
+        shapes = ", ".join(str(list(shape)) for shape, *_ in dict.fromkeys(layouts))
         whole, allowed = peak_bytes + resident_bytes, limit + resident_bytes
         return BudgetError(
             f"this plan cannot keep its budget for arguments of the shapes {shapes}: its peak would be "

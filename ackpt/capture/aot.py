@@ -26,7 +26,7 @@ from ackpt.capture.inspection.held_tensors import Held
 from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.outside_values import Reads
 from ackpt.capture.inspection.source_lines import Where, explained
-from ackpt.capture.inspection.tensors import has_data, is_tensor, off_meta, require_traceable, shape_of
+from ackpt.capture.inspection.tensors import has_data, is_tensor, off_meta, require_traceable, shape_of, tensor_facts
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.capture.patches.fused_attention import fused_attention_refused
@@ -36,7 +36,7 @@ from ackpt.metering.packed_sequences import found_packed
 from ackpt.progress import stage
 
 from .as_compiled import compiling
-from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, symbolic
+from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
 from .outputs import check_differentiate, check_outputs, no_gradient, refuse_overlaps, without_gradient
 from .patches import casts
 
@@ -75,6 +75,18 @@ class Capture:
     differentiate: str
     keeps_outputs: bool
     own_peaks: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self._held_facts = list(map(tensor_facts, self.held))
+
+    def is_current(self) -> bool:
+        """Whether the values and tensors that the model's code refers to are as in the capture."""
+        return self.reads.are_same() and list(map(tensor_facts, self.held)) == self._held_facts
+
+    def first_change(self) -> str:
+        """The first of them that differs from the capture, in words; empty if none does."""
+        label = self.reads.first_change()
+        return label or ("" if self.is_current() else "a tensor that is neither a parameter nor a buffer")
 
     def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
         """The inputs of the captured step in a call with `leaves`: parameters, buffers, and tensors of the call."""
@@ -265,10 +277,11 @@ def capture(
         "keeps_outputs": outputs == "keep",
     }
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if dynamic else None)
+    unused = [layout(leaf)[-1] for leaf in leaves if is_sized(leaf)] if dynamic else []
     model, leaves, spec = off_meta(model, leaves, spec, fake_mode)
     if dynamic:
         leaves = symbolic(leaves, dynamic, fake_mode)
-        about["symbols"] = Symbols(dynamic, leaves, about["numbers"])
+        about["symbols"] = Symbols(dynamic, leaves, about["numbers"], unused)
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_collection())
         stack.enter_context(_use_lazy_graph_module(True))  # their code never runs: 6 % of the time

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.printers import PythonPrinter
 
 from ackpt.capture.inspection.source_lines import line, running_class
+from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.errors import TraceError
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -34,6 +35,8 @@ _SLICE_BACKWARD = torch.ops.aten.slice_backward.default
 _SLICES = (torch.ops.aten.slice.Tensor, _SLICE_BACKWARD)
 SMALLEST = 2  # torch captures the sizes 0 and 1 as numbers
 LARGEST = 2**62  # the largest that fits torch's sizes; larger integers remain numbers
+# Shape and strides of a tensor, and the bytes of its storage that these do not need, as for a part of a larger tensor.
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 @dataclass(frozen=True, order=True)
@@ -49,12 +52,22 @@ class Dimension:
 
 def is_sized(leaf) -> bool:
     """Whether a leaf of a call is a tensor or an integer."""
-    return isinstance(leaf, torch.Tensor) or type(leaf) is int
+    return is_tensor(leaf) or type(leaf) is int
 
 
-def layout(leaf) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of a tensor of a call; the shape of an integer is its value."""
-    return ((leaf,), ()) if type(leaf) is int else (tuple(leaf.shape), leaf.stride())
+def layout(leaf) -> Layout:
+    """The layout of a tensor of a call; the shape of an integer is its value."""
+    if type(leaf) is int:
+        return (leaf,), (), 0
+    shape, strides = tuple(leaf.shape), leaf.stride()
+    return shape, strides, _unused_bytes(leaf, shape, strides)
+
+
+def _unused_bytes(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    if tensor.layout is not torch.strided:
+        return 0
+    elements = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
+    return tensor.untyped_storage().nbytes() - elements * tensor.itemsize
 
 
 def empty_tensor(length: int, leaves: Sequence[Any]) -> torch.Tensor:
@@ -105,19 +118,24 @@ class Symbols:
         dimensions: the dynamic dimensions of the call.
         leaves: of the call, with symbolic tensors.
         numbers: indices of those that represent integers.
+        unused: the bytes that the storage of each tensor and integer of the call does not need, as in `layout`.
 
     ``all``: the symbols, one for each of ``dimensions``.
     """
 
-    def __init__(self, dimensions: Sequence[Dimension], leaves: Sequence[Any], numbers: frozenset[int] = frozenset()):
+    def __init__(
+        self, dimensions: Sequence[Dimension], leaves: Sequence[Any], numbers: frozenset[int], unused: Sequence[int]
+    ):
         first = {(id(leaves[each.leaf]), each.dim): each for each in reversed(dimensions)}  # a tensor may come twice
         self.dimensions = tuple(reversed(first.values()))
         sizes = [leaves[each.leaf].shape[each.dim] for each in self.dimensions]
         self.environment: ShapeEnv = sizes[0].node.shape_env
         self.all = [size.node._expr for size in sizes]
         self._sized = [at for at, leaf in enumerate(leaves) if is_sized(leaf)]
-        layouts = [((leaves[at].shape[0],), ()) if at in numbers else layout(leaves[at]) for at in self._sized]
+        sized = [leaves[at].shape[0] if at in numbers else leaves[at] for at in self._sized]
+        layouts = [(tuple(leaf.shape), leaf.stride()) if is_tensor(leaf) else ((leaf,), ()) for leaf in sized]
         self._layouts = [tuple(tuple(map(expression, each)) for each in both) for both in layouts]
+        self._unused = tuple(unused)
         self._constants: dict[Any, str] = {}
         self._note_constants()
         self._functions: dict[tuple, Callable[..., tuple]] = {}
@@ -137,8 +155,8 @@ class Symbols:
         """The sizes of the dynamic dimensions in a call with `leaves`."""
         return tuple(layout(leaves[each.leaf])[0][each.dim] for each in self.dimensions)
 
-    def values_in(self, sizes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...] | None:
-        """The sizes of the dynamic dimensions in a call with these shapes and strides, as in `layouts`.
+    def values_in(self, sizes: Sequence[Layout]) -> tuple[int, ...] | None:
+        """The sizes of the dynamic dimensions in a call with these layouts.
 
         None if the capture is not valid for that call.
         """
@@ -150,13 +168,13 @@ class Symbols:
         """Whether the capture is valid for these sizes."""
         return all(SMALLEST <= value <= LARGEST for value in values) and all(self.evaluated(self.guards, values))
 
-    def layouts(self, values: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Shape and strides of every tensor and integer of the call at these sizes, as in `layout`."""
+    def layouts(self, values: tuple[int, ...]) -> tuple[Layout, ...]:
+        """The layout of every tensor and integer of the call at these sizes, as in `layout`."""
         flat = tuple(number for layout in self._layouts for numbers in layout for number in numbers)
         numbers = iter(self.evaluated(flat, values))
         return tuple(
-            (tuple(next(numbers) for _ in shape), tuple(next(numbers) for _ in strides))
-            for shape, strides in self._layouts
+            (tuple(next(numbers) for _ in shape), tuple(next(numbers) for _ in strides), unused)
+            for (shape, strides), unused in zip(self._layouts, self._unused)
         )
 
     @property

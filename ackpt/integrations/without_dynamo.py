@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.utils._pytree import tree_leaves
 
 from ackpt.checkpointing.closures import bound
 from ackpt.checkpointing.reachable import LONGEST_CONTAINER, global_names
@@ -57,7 +58,7 @@ class WithoutDynamo:
         @torch._dynamo.disable  # inside another compiled function Dynamo would inline it, without its plan
         @functools.wraps(function)
         def call(*args, **kwargs):
-            given = tuple(each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module))
+            given = tuple(each for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Module))
             if given not in steps:
                 steps[given] = self._step(_Function(function, given))
             return steps[given].forward(*args, **kwargs)
@@ -97,7 +98,7 @@ class _Function(nn.Module):
         for name, module in _modules_in([*given, function], "model", _DEPTH, set()):
             if module not in self._modules.values():
                 names = (name, *(f"{name}_{number}" for number in range(2, len(self._modules) + 3)))
-                self._modules[next(each for each in names if each not in self._modules)] = module
+                self._modules[next(each for each in names if not hasattr(self, each))] = module
         self.forward = function
 
 

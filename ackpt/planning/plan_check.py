@@ -50,8 +50,8 @@ def check_applies(graph: JointGraph, plan: Plan, is_instance: bool = False) -> N
         if said < least or (most is not None and said > most):
             true = f"{least}" if most == least else f"at least {least}" if said < least else f"at most {most}"
             raise PlanError(
-                f"this plan says that its {name} are {said}, but with this model, and the optimizer if one is given, "
-                f"they are {true}. Plan again."
+                f"this plan says that its {name} are {said}, but with this model, and the optimizer, the "
+                f"accumulated gradients and the scaler that are given, they are {true}. Plan again, with the same ones."
             )
 
 

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import nn
+from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ackpt.capture.aot import given_places
-from ackpt.capture.dynamic_sizes import is_sized, layout
+from ackpt.capture.dynamic_sizes import Layout, is_sized, layout
 from ackpt.capture.inspection.comparable_values import plain
 from ackpt.capture.inspection.tensors import is_tensor
 
 from .model_facts import ModelFacts, Shared, WatchedModel, shared, storages
 
-Sizes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+Sizes = tuple[Layout, ...]
 
 
 class Call(NamedTuple):
     """One call of a model.
 
     ``facts``: everything that a capture depends on except the sizes of the call's tensors, which are in ``sizes``: the
-    shape and strides of each, and the integers among the arguments. ``modules``: the model's by their paths;
+    layout of each, and the integers among the arguments. ``modules``: the model's by their paths;
     ``leaves`` and ``spec``: the call's arguments.
     """
 
@@ -40,7 +43,7 @@ class Facts(NamedTuple):
     """The facts of a call, in a form that compares and hashes.
 
     ``shared``: as of `ackpt.running.model_facts`, of the model's tensors followed by the call's, if one of the latter
-    shares its storage.
+    shares its storage. ``settings``: the values of `_SETTINGS`.
     """
 
     model: ModelFacts
@@ -49,6 +52,7 @@ class Facts(NamedTuple):
     first_places: tuple[int, ...]
     shared: Shared
     autocast: tuple[Any, ...]
+    settings: tuple[Any, ...]
 
 
 def call_of(watched: WatchedModel, args, kwargs) -> Call:
@@ -65,6 +69,7 @@ def call_of(watched: WatchedModel, args, kwargs) -> Call:
         given_places(leaves),
         shared([*watched.own_tensors(), *tensors]) if is_shared else (),
         _autocast(),
+        tuple([read() for read in _SETTINGS.values()]),
     )
     sizes = tuple(map(layout, filter(is_sized, leaves)))
     return Call(args, kwargs, watched.modules, leaves, spec, facts, sizes)
@@ -73,7 +78,7 @@ def call_of(watched: WatchedModel, args, kwargs) -> Call:
 def _leaf(leaf):
     """The part of an argument that a capture depends on, without the sizes of a tensor and without an integer."""
     if is_tensor(leaf):
-        return type(leaf), leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad
+        return type(leaf), leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_conj(), leaf.is_neg()
     if type(leaf) is int:
         return int
     value = plain(leaf)
@@ -96,3 +101,26 @@ def _conversion(leaf) -> str:
 def _autocast():
     devices = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
     return (*devices, torch.is_autocast_cache_enabled())
+
+
+_HOOKS_OF_ALL = (
+    global_hooks._global_forward_pre_hooks,
+    global_hooks._global_forward_hooks,
+    global_hooks._global_backward_pre_hooks,
+    global_hooks._global_backward_hooks,
+)
+# Settings for the whole process on which the kernels of a step, their workspace or its operations depend.
+_SETTINGS: dict[str, Callable[[], Any]] = {
+    "torch.get_num_threads()": torch.get_num_threads,
+    "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
+    "torch.backends.cuda.cudnn_sdp_enabled()": torch.backends.cuda.cudnn_sdp_enabled,
+    "a hook of all modules": lambda: tuple(chain.from_iterable(_HOOKS_OF_ALL)),
+}
+
+
+def changed_setting(was: Facts, now: Facts) -> str:
+    """The first setting of torch that differs between two calls, in words; empty if none does."""
+    pairs = zip(_SETTINGS, was.settings, now.settings)
+    return next((f"{name} changed" for name, before, after in pairs if before != after), "")

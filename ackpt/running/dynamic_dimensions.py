@@ -67,7 +67,7 @@ def differing(sizes: Sizes, call: Call) -> set[Dimension]:
     """The dimensions in which `call` has other sizes than `sizes`, unless one of them is less than 2."""
     places = [at for at, leaf in enumerate(call.leaves) if is_sized(leaf)]
     found = set()
-    for at, (was, _), (now, _) in zip(places, sizes, call.sizes):
+    for at, (was, *_), (now, *_) in zip(places, sizes, call.sizes):
         pairs = enumerate(zip(was, now))
         found |= {Dimension(at, dim) for dim, (one, other) in pairs if one != other and min(one, other) >= SMALLEST}
     return found

@@ -18,6 +18,7 @@ from torch import nn
 
 from ackpt.capture.inspection.attributes import HOOKS, OF_EVERY_MODULE, attributes, changed_attribute, every_module
 from ackpt.capture.inspection.comparable_values import comparable, is_constant
+from ackpt.capture.inspection.tensors import tensor_facts
 from ackpt.capture.inspection.value_walk import module_label
 
 _DICTS = "_parameters", "_buffers", "_modules", *HOOKS
@@ -40,7 +41,7 @@ class ModelFacts:
     def __init__(self, modules: Collection[nn.Module]):
         own = _own(modules)
         self.structure = _structure(modules)
-        self.tensors = list(map(_meta, own))
+        self.tensors = list(map(tensor_facts, own))
         self.shared = shared(own)
         self.training = [module.training for module in modules]
         self.attributes = attributes(modules)
@@ -95,7 +96,7 @@ class WatchedModel:
         if self._sources is None or not self._sources.are_same(modules):
             return False
         facts, own = self._facts, _own(modules)
-        if list(map(_meta, own)) != facts.tensors or [module.training for module in modules] != facts.training:
+        if list(map(tensor_facts, own)) != facts.tensors or [module.training for module in modules] != facts.training:
             return False
         return storages(own) == self.storages and (not facts.shared or shared(own) == facts.shared)
 
@@ -204,10 +205,6 @@ class _Sources:
 
 def _has_dicts(module: nn.Module) -> bool:
     return all(isinstance(vars(module).get(name), dict) for name in _DICTS)  # not so in scripted modules
-
-
-def _meta(tensor: torch.Tensor):
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> list[int | None]:

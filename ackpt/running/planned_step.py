@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _TRAINER = "transformers.trainer"  # a Trainer would drop all columns of a data set: forward names none of them
+_LOCK = threading.Lock()  # for the calls that models run
 
 
 class PlannedStep(nn.Module):
@@ -200,12 +203,14 @@ class InPlace:
     """What a model with a budget runs when it is called.
 
     ``Module.compile`` uses the same attribute of the model; copies and pickles of the model do not have it.
+    ``methods``: how many methods of the step are running, after which the model runs itself again; None for a budget.
     """
 
     ackpt_own_call = True
 
     def __init__(self, step: PlannedStep):
         self.step = step
+        self.methods: int | None = None
         break_graphs_at(_has_plan)
 
     def __call__(self, *args, **kwargs):
@@ -235,26 +240,72 @@ def take_away(model: nn.Module) -> None:
 @contextlib.contextmanager
 def without_budget(model: nn.Module):
     """Take away the budget of `model` inside."""
-    earlier = in_place_of(model) if isinstance(model, nn.Module) else None
+    earlier = _call_of(model) if isinstance(model, nn.Module) and _has_plan(model) else None
     if earlier is not None:
         take_away(model)
     try:
         yield
     finally:
         if earlier is not None:
-            put_in_place(earlier)
+            model._compiled_call_impl = earlier
 
 
 def _run_planned(step: PlannedStep, method: Callable[..., Any], *args, **kwargs):
     """Call a method of the model of `step`; where it calls the model, the step runs."""
+    with _in_use(step):
+        result = method(*args, **kwargs)
+    if inspect.isasyncgen(result):
+        raise TypeError(
+            f"{method.__name__} is an asynchronous generator, which would call the model without its plan: return a "
+            "list, or call the planned step itself"
+        )
+    if inspect.iscoroutine(result):
+        return _awaited(step, result)
+    return _resumed(step, result) if inspect.isgenerator(result) else result
+
+
+async def _awaited(step: PlannedStep, coroutine):
+    return await types.coroutine(_resumed)(step, coroutine)
+
+
+def _resumed(step: PlannedStep, body):
+    """Yield and return what the generator or coroutine `body` does; the step runs where it calls the model."""
+    resume = functools.partial(body.send, None)
+    while True:
+        with _in_use(step):
+            try:
+                value = resume()
+            except StopIteration as end:
+                return end.value
+        try:
+            resume = functools.partial(body.send, (yield value))
+        except BaseException as error:  # noqa: BLE001 (it is for the body)
+            resume = functools.partial(body.throw, error)
+
+
+@contextlib.contextmanager
+def _in_use(step: PlannedStep):
+    """Let calls of the model run `step` inside, unless it has a budget; methods may run in several threads."""
     model = step._ackpt_planned.model
-    if in_place_of(model) is not None:
-        return method(*args, **kwargs)
-    put_in_place(step)
+    with _LOCK:
+        if not _has_plan(model):
+            put_in_place(step)
+            _call_of(model).methods = 0
+        call = _call_of(model)
+        if call.methods is not None:
+            call.methods += 1
     try:
-        return method(*args, **kwargs)
+        yield
     finally:
-        take_away(model)
+        with _LOCK:
+            if call.methods is not None:
+                call.methods -= 1
+                if call.methods == 0 and _call_of(model) is call:
+                    take_away(model)
+
+
+def _call_of(model: nn.Module) -> Any:
+    return model._compiled_call_impl
 
 
 def _keeps_gradients(model: nn.Module, args, kwargs) -> bool:

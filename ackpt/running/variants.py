@@ -44,7 +44,7 @@ from ackpt.planning.plan import Plan, PlanError
 from ackpt.planning.rewriting import RewriteError
 from ackpt.progress import shown
 
-from .call_facts import Call, Facts, Sizes, call_of
+from .call_facts import Call, Facts, Sizes, call_of, changed_setting
 from .choices import Choice, Planner, Stopgap
 from .compiled_schedule import compiled_schedule, dropped_places
 from .dynamic_dimensions import DynamicArgument, declared, declared_bounds, differing, named_dimensions
@@ -204,7 +204,7 @@ class Variants:
 
     def _known(self, group: _Group, call: Call) -> Variant | None:
         for variant in group.fixed.get(call.sizes, ()):
-            if variant.captured.reads.are_same():
+            if variant.captured.is_current():
                 return variant
         served = _served_by(group, call)
         variant = None if served is None else served[1].get(served[2])
@@ -401,13 +401,15 @@ class Variants:
         was, words, variant = self._last
         changes = differences(words, made_for)
         attribute = call.facts.model.change_since(was.model, call.modules)
-        if label := "" if attribute else variant.captured.reads.first_change():
+        if label := "" if attribute else variant.captured.first_change():
             return "; ".join([f"{label} changed", *changes]), label  # a capture for all sizes is not valid then
         if changes:
             names = ", ".join(change.partition(" changed from ")[0] for change in changes)
             return "; ".join([*changes, *(attribute or ())[:1]]), names
         if attribute:
             return attribute
+        if setting := changed_setting(was, call.facts):
+            return setting, setting
         return "the layout of a tensor changed", "the layout of a tensor"
 
     def _drop_oldest(self) -> None:
@@ -422,7 +424,7 @@ class Variants:
 def _served_by(group: _Group, call: Call) -> tuple[DynamicStep, dict[tuple[int, ...], Variant], tuple[int, ...]] | None:
     """The capture with dynamic dimensions that is valid for `call`, its variants, and the sizes of these dimensions."""
     for step, variants in group.dynamic:
-        values = step.symbols.values_in(call.sizes) if step.captured.reads.are_same() else None
+        values = step.symbols.values_in(call.sizes) if step.captured.is_current() else None
         if values is not None:
             return step, variants, values
     return None

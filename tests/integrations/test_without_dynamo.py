@@ -106,6 +106,26 @@ def test_sizes_are_dynamic_as_torch_compile_is_told(model, caplog):
         assert sum("capture in" in message for message in messages) == captures
 
 
+@pytest.mark.parametrize("name", ["forward", "training", "_parameters", "model"])
+def test_a_model_may_have_any_name_in_a_function(model, name):
+    namespace = {name: model}
+    exec(f"def loss(x): return {name}(x)", namespace)
+    eager, x = copy.deepcopy(model), torch.randn(5, 8)
+    call = torch.compile(namespace["loss"], backend="ackpt", options={"budget": 1.0})
+    assert same(step(model, call, x), step(eager, eager, x))
+
+
+@pytest.mark.parametrize("given", [lambda model: [model], lambda model: {"a": (model,)}])
+def test_models_may_be_in_a_container_that_a_function_takes(model, given):
+    def loss(models, x):
+        (first,) = models if isinstance(models, list) else models["a"]
+        return first(x)
+
+    eager, x = copy.deepcopy(model), torch.randn(5, 8)
+    call = torch.compile(loss, backend="ackpt", options={"budget": 1.0})
+    assert same(step(model, lambda x: call(given(model), x), x), step(eager, eager, x))
+
+
 def test_an_infeasible_budget_stops_every_step(model):
     call = as_module(model, budget="1KiB")
     for _ in range(2):

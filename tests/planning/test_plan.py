@@ -175,8 +175,10 @@ def test_a_plan_whose_schedule_cannot_run_is_refused(graph, steps):
 def test_a_plan_without_the_optimizer_s_state_is_refused_with_it(graph):
     own = model()
     adam = torch.optim.Adam(own.parameters())
-    with pytest.raises(PlanError, match="its resident_bytes are .* and the optimizer if one is given"):
+    with pytest.raises(PlanError, match="its resident_bytes are .* and the optimizer, the accumulated gradients"):
         ackpt.compile(own, X, plan=ackpt.plan(graph), optimizer=adam)
+    with pytest.raises(PlanError, match="its resident_bytes are .* the accumulated gradients and the scaler that are"):
+        ackpt.compile(own, X, plan=ackpt.plan(graph), accumulation=True)
     plan = ackpt.plan(ackpt.trace(own, X, optimizer=adam))
     for optimizer in (adam, None):
         assert ackpt.compile(own, X, plan=plan, optimizer=optimizer).plan is plan

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import contextlib
 import copy
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +15,7 @@ from call_cases import CASES, Two, chain
 from conftest import assert_equal, assert_same_step
 from random_fates import planned
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ackpt
 from ackpt.graph import PlannedStep
@@ -304,6 +309,171 @@ def set_scale(settings, scale):
         settings["scale"] = scale
     else:
         settings.scale = scale
+
+
+def doubled(module, inputs, output):
+    return output * 2 if isinstance(module, nn.Tanh) else None
+
+
+@contextlib.contextmanager
+def hook_of_all_modules():
+    handle = torch.nn.modules.module.register_module_forward_hook(doubled)
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+SETTINGS = {
+    "torch.backends.cuda.flash_sdp_enabled() changed": lambda: sdpa_kernel(SDPBackend.MATH),
+    "a hook of all modules changed": hook_of_all_modules,
+    "torch.get_num_threads() changed": two_threads,
+}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project, self.act = nn.Linear(8, 24), nn.Tanh()
+
+    def forward(self, x):
+        query, key, value = self.act(self.project(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize("cause", SETTINGS)
+def test_settings_of_torch_belong_to_a_capture(cause):
+    torch.manual_seed(0)
+    model, inputs = Attention(), torch.randn(2, 16, 8)
+    step = ackpt.compile(model, inputs, policy="full")
+    for setting in (contextlib.nullcontext, SETTINGS[cause], contextlib.nullcontext):
+        found = []
+        with setting():
+            for call in (model, step):
+                model.zero_grad()
+                outputs = call(inputs)
+                outputs.sin().sum().backward()
+                found.append([outputs, model.project.weight.grad])
+        assert_equal(*found, cause)
+    assert [event.cause for event in step.history] == ["first call", cause]
+
+
+class Scaled(nn.Module):
+    """Scales by a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), torch.full((4,), 2.0)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("data", [torch.full((1,), 3.0), torch.full((4,), 3.0, dtype=torch.float64)])
+@pytest.mark.parametrize("rows", [(3,), (3, 5, 6)])
+def test_a_held_tensor_of_another_shape_or_dtype_is_followed(data, rows):
+    model = Scaled()
+    step = ackpt.compile(model, x(), policy="full")
+    for each in rows:
+        step(x(rows=each))
+    model.scale.data = data
+    assert_equal([model(x())], [step(x())], "outputs")
+    assert step.history[-1].cause.startswith("a tensor that is neither a parameter nor a buffer changed")
+
+
+def test_a_held_tensor_that_requires_grad_later_is_refused():
+    model = Scaled()
+    step = ackpt.compile(model, x(), policy="full")
+    model.scale.requires_grad_()
+    with pytest.raises(ackpt.TraceError, match="that requires grad is used .* but is not a parameter"):
+        step(x())
+    model.scale.requires_grad_(False)
+    assert_equal([model(x())], [step(x())], "outputs")
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x @ self.weight).abs() + x.abs()
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+def test_lazy_conjugates_and_negatives_are_captured_for_themselves(view):
+    model, inputs = Complex(), torch.randn(3, 4, dtype=torch.complex64)
+    step = ackpt.compile(model, inputs, policy="full")
+    for each in (inputs, view(inputs), inputs):
+        assert_equal([model(each)], [step(each)], "outputs")
+
+
+class Methods(nn.Sequential):
+    """Its methods return what they call the model for in all ways that Python has."""
+
+    def generator(self, batches):
+        for batch in batches:
+            yield self(batch)
+
+    def generator_in(self, batches):
+        return (self(batch) for batch in batches)
+
+    async def coroutine(self, batch):
+        await asyncio.sleep(0)
+        return self(batch)
+
+    async def asynchronous_generator(self, batches):
+        for batch in batches:
+            yield self(batch)
+
+    def waiting(self, batch, ready, go):
+        ready.set()
+        assert go.wait(60)
+        return self(batch)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        lambda step: list(step.generator([x(), x()])),
+        lambda step: list(step.generator_in([x(), x()])),
+        lambda step: [asyncio.run(step.coroutine(x()))],
+    ],
+)
+def test_a_method_that_is_resumed_runs_as_planned(losses):
+    model = Methods(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    step = ackpt.compile(model, x(), policy="full")
+    own, planned_one = type(model(x()).grad_fn), type(step(x()).grad_fn)
+    assert own is not planned_one
+    assert {type(loss.grad_fn) for loss in losses(step)} == {planned_one}
+    first = step.generator([x(), x()])
+    assert type(next(first).grad_fn) is planned_one
+    assert type(model(x()).grad_fn) is own  # not between two items
+    with pytest.raises(KeyError):
+        first.throw(KeyError())
+    with pytest.raises(TypeError, match="asynchronous_generator is an asynchronous generator, which would call"):
+        step.asynchronous_generator([x()])
+
+
+def test_methods_in_two_threads_both_run_as_planned():
+    model = Methods(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    step = ackpt.compile(model, x(), policy="full")
+    planned_one = type(step(x()).grad_fn)
+    ready, go = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        losses = [pool.submit(step.waiting, x(), *events) for events in zip(ready, go)]
+        for event in ready:
+            assert event.wait(60)
+        for event, loss in zip(go, losses):
+            event.set()
+            assert type(loss.result().grad_fn) is planned_one
+    assert type(model(x()).grad_fn) is not planned_one
 
 
 def test_backward_inside_autocast_is_refused():

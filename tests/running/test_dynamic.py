@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import sys
@@ -190,6 +191,36 @@ def test_parts_of_larger_tensors_are_captured_for_themselves(caplog):
     for length in (13, 16):
         check(step, model, whole[:, :length].clone())
     assert kinds(step) == ["capture", "dynamic capture", "plan"]
+
+
+def test_bytes_of_a_batch_count_in_its_whole_storage():
+    model, data = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)), torch.randn(3200, 64)
+    with pytest.raises(ackpt.BudgetError) as error:
+        ackpt.compile(model, data[:32].clone(), budget=1000)
+    step = ackpt.compile(model, data[:32].clone(), budget=error.value.least_bytes)
+    with pytest.raises(ackpt.BudgetError, match="The budget was feasible for the earlier call"):
+        step(data[:32])
+    step(data[:32].clone()).sum().backward()
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad])
+def test_parts_of_equal_size_share_a_capture(mode):
+    model = nn.Linear(8, 1)
+    with mode():
+        data = torch.randn(20, 8)
+        batches = [data[at : at + 4] for at in (0, 4, 8)]
+    step = ackpt.compile(model, batches[0], policy="full")
+    for batch in batches:
+        step(batch)
+    assert kinds(step) == ["capture"]
+    with mode():
+        longer = [data[:5], data[5:10]]
+    for batch in longer:
+        step(batch)
+    events = len(step.history)
+    for batch in (*batches, *longer):
+        step(batch)
+    assert len(step.history) == events
 
 
 def test_no_batch_is_kept():

@@ -21,6 +21,11 @@ def is_tensor(value) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def tensor_facts(tensor: torch.Tensor) -> tuple:
+    """The properties of a tensor of the model that a capture depends on; they compare and hash."""
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
 def has_data(model: nn.Module, leaves) -> bool:
     """Whether no tensor of the model or of the call is fake or on the meta device."""
     tensors = filter(is_tensor, (*model.parameters(), *model.buffers(), *leaves))
