@@ -356,8 +356,9 @@ def _add(sizes: set[Any], key: Any) -> None:
 
 
 def _is_within(sizes: Sizes, largest: Sizes) -> bool:
-    """Whether every tensor has at most the size of the other call's in each dimension."""
-    return all(_at_most(size, most) for (size, _), (most, _) in zip(sizes, largest))
+    """Whether every tensor has at most the size of the other call's in each dimension, and so has its storage."""
+    pairs = zip(sizes, largest)
+    return all(_at_most((*size, unused), (*most, most_unused)) for (size, _, unused), (most, _, most_unused) in pairs)
 
 
 def _at_most(size: Sequence[int], most: Sequence[int]) -> bool:

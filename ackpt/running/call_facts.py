@@ -116,8 +116,14 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
     "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
     "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
     "torch.backends.cuda.cudnn_sdp_enabled()": torch.backends.cuda.cudnn_sdp_enabled,
-    "a hook of all modules": lambda: tuple(chain.from_iterable(_HOOKS_OF_ALL)),
+    "a hook of all modules": lambda: _users_hooks() if any(_HOOKS_OF_ALL) else (),
 }
+
+
+def _users_hooks() -> tuple[int, ...]:
+    """The keys of hooks of all modules, without those of torch, by which a ``FlopCounterMode`` follows modules."""
+    hooks = chain.from_iterable(each.items() for each in _HOOKS_OF_ALL)
+    return tuple(key for key, hook in hooks if not (getattr(hook, "__module__", "") or "").startswith("torch."))
 
 
 def changed_setting(was: Facts, now: Facts) -> str:

@@ -16,6 +16,7 @@ from conftest import assert_equal, assert_same_step
 from random_fates import planned
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import ackpt
 from ackpt.graph import PlannedStep
@@ -323,9 +324,9 @@ def hook_of_all_modules():
 
 
 @contextlib.contextmanager
-def two_threads():
+def another_thread():
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(before + 1)
     yield
     torch.set_num_threads(before)
 
@@ -333,7 +334,7 @@ def two_threads():
 SETTINGS = {
     "torch.backends.cuda.flash_sdp_enabled() changed": lambda: sdpa_kernel(SDPBackend.MATH),
     "a hook of all modules changed": hook_of_all_modules,
-    "torch.get_num_threads() changed": two_threads,
+    "torch.get_num_threads() changed": another_thread,
 }
 
 
@@ -362,6 +363,14 @@ def test_settings_of_torch_belong_to_a_capture(cause):
                 found.append([outputs, model.project.weight.grad])
         assert_equal(*found, cause)
     assert [event.cause for event in step.history] == ["first call", cause]
+
+
+def test_counting_flops_is_no_cause():
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    step = ackpt.compile(model, x)
+    with FlopCounterMode(display=False):
+        step(x)
+    assert len(step.history) == 1
 
 
 class Scaled(nn.Module):
