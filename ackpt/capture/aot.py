@@ -84,7 +84,7 @@ class Capture:
         return self.reads.are_same() and list(map(tensor_facts, self.held)) == self._held_facts
 
     def first_change(self) -> str:
-        """The first of them that differs from the capture, in words; empty if none does."""
+        """The first value or tensor that differs from the capture, in words; empty if none does."""
         label = self.reads.first_change()
         return label or ("" if self.is_current() else "a tensor that is neither a parameter nor a buffer")
 

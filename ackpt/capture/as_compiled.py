@@ -69,11 +69,11 @@ def _detached(captured, model, args, kwargs) -> tuple[Any, Any]:
 
 
 class _NoLeaf(torch.autograd.Function):
-    """The identity, for a tensor that requires grad, but that the model may write into; its memory is the input's."""
+    """The identity. The result shares the input's memory but is not a leaf, so the model may write into it."""
 
     @staticmethod
     def forward(ctx, value):
-        return value.data  # no view, into which the model could not write either
+        return value.data  # not a view, because the model could not write into a view either
 
     @staticmethod
     def backward(ctx, gradient):
@@ -121,7 +121,7 @@ def compared(captured, module, model, args, kwargs) -> AsCompiled:
 
 @contextlib.contextmanager
 def put_back(tensors, generators=()):
-    """Run a step inside from the current RNG states, without gradients and their hooks; then restore all of these.
+    """Run a step inside from the current RNG states, without gradients and hooks; then restore these and the tensors.
 
     `generators`: streams of generator objects that are restored, too.
     """

@@ -35,7 +35,7 @@ _SLICE_BACKWARD = torch.ops.aten.slice_backward.default
 _SLICES = (torch.ops.aten.slice.Tensor, _SLICE_BACKWARD)
 SMALLEST = 2  # torch captures the sizes 0 and 1 as numbers
 LARGEST = 2**62  # the largest that fits torch's sizes; larger integers remain numbers
-# Shape and strides of a tensor, and the bytes of its storage that these do not need, as for a part of a larger tensor.
+# Shape and strides of a tensor, and the bytes of its storage that it does not use, as in a view of a larger tensor.
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 

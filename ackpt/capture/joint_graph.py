@@ -161,7 +161,8 @@ class JointGraph:
 def operations_in(module: torch.fx.GraphModule) -> list[str]:
     """The operations of a joint graph and its results, as text: equal for captures that differ only in unread inputs.
 
-    An alias counts as its argument: whether a slice that is the whole tensor leaves one depends on its sizes' kind.
+    An alias counts as its argument: a slice of the whole tensor may or may not leave an alias, depending on whether
+    sizes are integers or symbols.
     """
     texts: list[str] = []
     places: dict[torch.fx.Node, int] = {}

@@ -356,7 +356,7 @@ def _add(sizes: set[Any], key: Any) -> None:
 
 
 def _is_within(sizes: Sizes, largest: Sizes) -> bool:
-    """Whether every tensor has at most the size of the other call's in each dimension, and so has its storage."""
+    """Whether no tensor is larger than the other call's in any dimension, or in the unused bytes of its storage."""
     pairs = zip(sizes, largest)
     return all(_at_most((*size, unused), (*most, most_unused)) for (size, _, unused), (most, _, most_unused) in pairs)
 

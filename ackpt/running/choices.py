@@ -70,8 +70,8 @@ class Stopgap(NamedTuple):
 class Choice(NamedTuple):
     """What runs at some sizes: ``schedule``, whose `Plan` is ``plan()``; for a while, if it is a ``stopgap``.
 
-    ``own_peak_bytes``: the simulated dynamic peak of the model's own step if that keeps the budget, at most
-    ``limit_bytes``, whatever its code holds on to, so that the model may run instead; its plan is ``own_plan()``.
+    ``own_peak_bytes``: the simulated dynamic peak of the model's own step; None unless the step stays within
+    ``limit_bytes`` no matter which tensors its code keeps. The model itself may then run; its plan is ``own_plan()``.
     """
 
     schedule: Schedule

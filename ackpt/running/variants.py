@@ -341,8 +341,9 @@ class Variants:
     def _own_step_keeps_simulated_peak(self, captured: Capture, choice: Choice, call: Call, values) -> bool:
         """Whether the model's own step has at most its simulated peak, as measured.
 
-        Its code may allocate what the graph does not show, such as results that nothing reads. If it does at some
-        sizes, no others are measured. A measurement is valid for smaller sizes, too, if it is within their limit.
+        Its code may allocate what the graph does not show, such as results that nothing reads. If one measurement shows
+        this, the result is False for all sizes, without further measurements. A measurement also holds for smaller
+        sizes if it is within their limit.
         """
         peaks = captured.own_peaks
         if any(measured > simulated for simulated, measured in peaks.values()):
@@ -431,9 +432,9 @@ def _served_by(group: _Group, call: Call) -> tuple[DynamicStep, dict[tuple[int, 
 
 
 def _require_equal_captures(step: DynamicStep, group: _Group) -> None:
-    """Raise a TraceError if `step` is not, at the sizes of an earlier capture of `group`, what that capture found.
+    """Raise a TraceError if `step` differs from an earlier capture of `group` at the sizes of that capture.
 
-    A symbol is no ``int`` and has no digits, so that code which asks for either takes another branch, without a guard.
+    A symbol is not an ``int`` and has no digits, so code that checks for either takes another branch without a guard.
     """
     for sizes, (variant, *_) in group.fixed.items():
         values = step.symbols.values_in(sizes)
@@ -442,7 +443,7 @@ def _require_equal_captures(step: DynamicStep, group: _Group) -> None:
         if operations_in(step.module.at(values)) != operations_in(variant.captured.joint.graph_module):
             raise TraceError(
                 "the model computes something else if a size is a symbol: its code may check isinstance(size, int), or "
-                "write the size into a text"
+                "convert the size to a string"
             )
 
 

@@ -1,6 +1,6 @@
 """Values of attributes in a form that compares and hashes, so that a call can tell whether they changed.
 
-Plain values and containers compare by what they contain, functions, tensors and other callables by identity.
+Plain values and containers compare by content; tensors, functions and other callables compare by identity.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _CONSTANT = (
 
 
 class Identity:
-    """Equals every other `Identity` of the same object. It does not keep the object alive, unless it has to.
+    """Equals every other `Identity` of the same object.
 
-    An id alone would not do: after the object is freed, another one may have the same id.
+    It keeps the object alive only if the object does not support weak references. An id alone is not enough: after the
+    object is freed, another one may have the same id.
     """
 
     __slots__ = "_id", "_reference"
