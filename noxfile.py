@@ -30,7 +30,7 @@ FIXED = {
     "OMP_WAIT_POLICY": "passive",
     "ACKPT_CALIBRATION": str(ROOT / "results" / "cpu_calibration.json"),
 }
-WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # of pytest-xdist: none in `nox -s all`, which runs three jobs at a time
+WORKERS = os.environ.get("ACKPT_WORKERS", "2")  # of pytest-xdist: none in `nox -s all`, whose jobs run in pairs
 PYTEST = ["-n", WORKERS, "--dist", "loadfile"]
 # Unit tests, and oracles on tiny cases. Together they take about three minutes of CPU time; see with `--durations=20`.
 FAST = """
@@ -135,7 +135,7 @@ def book(session: nox.Session) -> None:
 
 
 def jobs() -> dict[str, list[str]]:
-    """What `nox -s all` runs, as arguments of `nox -s`, in an order in which the last jobs end together."""
+    """What `nox -s all` runs, as arguments of `nox -s`, in an order in which both cores end together."""
     parts = [[f"tests/{name}" for name in part.split()] for part in PARTS]
     rest = ["tests", *(f"--ignore={folder}" for part in parts for folder in part)]
     tests = {f"tests {number}": ["tests", "--", *part] for number, part in enumerate([rest, *parts], 1)}
@@ -145,17 +145,14 @@ def jobs() -> dict[str, list[str]]:
 
 @nox.session(name="all", python=False, requires=["environment"], default=False)
 def everything(session: nox.Session) -> None:
-    """Run lint, tests, notebooks and browser, three jobs at a time; the output of each is printed when it has ended.
-
-    Two cores run three jobs sooner than two, because jobs wait: for a page of the browser, or for another process.
-    """
+    """Run lint, tests, notebooks and browser, two jobs at a time; the output of each is printed when it has ended."""
     folder = Path(session.create_tmp())
     start, waited = time.monotonic(), 0
     waiting, running, failed = jobs(), {}, []
     environment = {**os.environ, "ACKPT_WORKERS": "0"}
     try:
         while waiting or running:
-            while waiting and len(running) < 3:
+            while waiting and len(running) < 2:
                 name = next(iter(waiting))
                 command = [sys.executable, "-m", "nox", "--forcecolor", "-s", *waiting.pop(name)]
                 with open(folder / f"{name}.log", "wb") as log:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from ackpt import provenance
 from ackpt.experiments.reports.gpu_suite import text_outcome, text_table
 from ackpt.experiments.suite import gpu_suite
 from ackpt.experiments.suite.gpu_suite import (
@@ -151,6 +152,7 @@ def test_a_job_that_takes_too_long_is_cut_off_and_its_next_estimate_is_longer(tm
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
+from ackpt import provenance
 from test_gpu_suite import a_record, job
 from ackpt.experiments.suite.gpu_suite import run_suite
 
@@ -158,17 +160,19 @@ def dies(config, command, failures):
     yield [a_record(config, "plain")]
     os.kill(os.getpid(), signal.SIGKILL)
 
+provenance._commit = lambda: {commit!r}
 run_suite([job("whole"), job("killed", dies)], {folder!r})
 """
 
 
-def test_after_a_kill_all_files_are_whole_and_only_the_killed_job_runs_again(tmp_path):
-    code = KILLED.format(tests=os.path.dirname(__file__), folder=str(tmp_path))
+def test_after_a_kill_all_files_are_whole_and_only_the_killed_job_runs_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "_commit", lambda: COMMIT)  # other tests that run now may change the checkout
+    code = KILLED.format(tests=os.path.dirname(__file__), folder=str(tmp_path), commit=COMMIT)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, env=os.environ)
     assert done.returncode == -signal.SIGKILL
     assert len(load_records(tmp_path)) == 3  # of these one of the job that was killed
     found = run_suite([job("whole", run=None), job("killed")], tmp_path)
-    assert found.skipped == ["whole"] and found.ran == ["killed"]
+    assert (found.skipped, found.ran, found.failed) == (["whole"], ["killed"], {})
     assert len(load_records(tmp_path)) == 4
 
 
