@@ -23,13 +23,14 @@ from ackpt.running.call_facts import Call
 from ackpt.running.choices import Choice, Choose, Planner
 from ackpt.running.dynamic_dimensions import DynamicArgument
 from ackpt.running.dynamic_step import DynamicStep
+from ackpt.running.eager_step import EagerStep
 from ackpt.running.planned_step import PlannedStep
 from ackpt.running.variants import Variants
 
 from .budget import dynamic_limit, is_share
 from .dynamic_plans import DynamicPlans
 from .errors import TraceError, did_you_mean, warn
-from .planner import MEASURED, check_runs, default_profile, device_of_costs, model_keeps, of_model, options_of
+from .planner import MEASURED, check_runs, default_profile, device_of_costs, of_model, options_of
 from .planner import plan as make_plan
 from .policies import POLICIES
 from .saved_plan import SavedPlan, saved_dimensions
@@ -272,10 +273,11 @@ class _Planner(Planner):
 
     def choice(self, graph) -> Choice:
         plan = self(graph)
-        if self.plan is None and self.policy == "auto" and plan.limit_bytes is not None:
-            profile = default_profile(graph, self.device)
-            if model_keeps(graph, profile.workspace_bytes, plan.limit_bytes):
-                own = of_model(graph, profile, plan)
+        is_searched = self.plan is None and self.policy == "auto"
+        if is_searched and plan.limit_bytes is not None and graph.as_compiled is None:
+            profile, own_step = default_profile(graph, self.device), EagerStep(graph)
+            if own_step.bound(graph, profile.workspace_bytes) <= plan.limit_bytes:
+                own = of_model(own_step, profile, plan)
                 return Choice(plan.schedule, lambda: plan, own.dynamic_peak_bytes, lambda: own, plan.limit_bytes)
         return Choice(plan.schedule, lambda: plan)
 

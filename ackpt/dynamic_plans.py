@@ -160,7 +160,8 @@ class DynamicPlans:
         return Choice(schedule, make_plan)
 
     def _own_plan(self, values: tuple[int, ...], choice: Choice) -> Plan:
-        return of_model(*self._at(values, None), choice.plan())
+        graph, profile = self._at(values, None)
+        return of_model(EagerStep(graph), profile, choice.plan())
 
     def _searched(self, values: tuple[int, ...], baseline_bytes: int | None) -> Choice:
         """The plan of a search at these sizes alone."""

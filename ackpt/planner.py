@@ -211,15 +211,10 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
     return _plan(graph, policy, limit, schedule, simulated, baseline.peak_bytes, baseline.schedule, profile)
 
 
-def model_keeps(graph: JointGraph, workspace_bytes, limit: int) -> bool:
-    """Whether the model's own step surely needs at most `limit` dynamic bytes, so that it may run instead of a plan."""
-    return graph.as_compiled is None and EagerStep(graph).bound(graph, workspace_bytes) <= limit
-
-
-def of_model(graph: JointGraph, profile: Profile, plan: Plan) -> Plan:
+def of_model(own_step: EagerStep, profile: Profile, plan: Plan) -> Plan:
     """`plan`, which saves everything, with the peak and timeline of the model's own step, which runs in its place."""
-    timeline = EagerStep(graph).timeline(profile.workspace_bytes)
-    return replace(plan, peak_bytes=timeline.peak_bytes + graph.resident_bytes, timeline=timeline)
+    timeline = own_step.timeline(profile.workspace_bytes)
+    return replace(plan, peak_bytes=timeline.peak_bytes + own_step.graph.resident_bytes, timeline=timeline)
 
 
 def _baseline_bytes(graph: JointGraph, profile: Profile, baseline: Schedule, simulated: Simulation, budget) -> int:

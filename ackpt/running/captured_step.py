@@ -20,7 +20,7 @@ from ackpt.progress import shown
 from .call_facts import call_of
 from .compiled_schedule import compiled_schedule, dropped_places
 from .model_facts import WatchedModel
-from .variants import Variant
+from .variant import Variant
 
 
 class CapturedStep:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import le
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_unflatten
 
 from ackpt.capture.aot import Capture, capture
 from ackpt.capture.as_compiled import measured_baseline
@@ -25,19 +23,9 @@ from ackpt.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout
 from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes
 from ackpt.capture.inspection.model_checks import warn_of_hooks
 from ackpt.capture.inspection.tensors import is_tensor
-from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.capture.joint_graph import operations_in
 from ackpt.capture.optimizer_state import Loop
-from ackpt.capture.outputs import (
-    differentiated_once,
-    dropped_before_backward,
-    gradient_strides,
-    gradients_before_backward,
-    no_gradient,
-    nodes_of,
-    retained_after_backward,
-    without_gradient,
-)
+from ackpt.capture.outputs import gradient_strides
 from ackpt.capture.tracing import captured_graph
 from ackpt.errors import BudgetError, TraceError
 from ackpt.planning.plan import Plan, PlanError
@@ -45,85 +33,19 @@ from ackpt.planning.rewriting import RewriteError
 from ackpt.progress import shown
 
 from .call_facts import Call, Facts, Sizes, call_of, changed_setting
-from .choices import Choice, Planner, Stopgap
+from .choices import Choice, Planner
 from .compiled_schedule import compiled_schedule, dropped_places
 from .dynamic_dimensions import DynamicArgument, declared, declared_bounds, differing, named_dimensions
 from .dynamic_step import DynamicStep
 from .history import History
 from .model_facts import WatchedModel
+from .variant import Variant
 
 _MOST_CAPTURES = 64
 _MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captured one by one
 _PASS_AS_TENSOR = "Pass what changes at every step as a tensor, or change it once per epoch."
 _FEW_SIZES = "Pad the batches to a few sizes, or change the model there."
 _LET_DYNAMIC = "Leave dynamic at None, so that one capture serves several sizes."
-
-
-class _Room(NamedTuple):
-    """The bytes by which the budget exceeds the peak; None without a budget.
-
-    ``step``, ``backward``: the peak of the whole step and of its backward. ``retained``: of a backward that frees
-    nothing that was saved; may be negative.
-    """
-
-    step: int | None
-    backward: int | None
-    retained: int | None
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What runs calls of some sizes: ``run`` with the inputs of ``captured``, or the model itself if it is None.
-
-    ``make_plan`` returns the `Plan`, which does not count the outputs at the places ``dropped`` during backward, and
-    which counts gradients of earlier steps if ``accumulates``. ``stopgap``: how long it runs, if not for good.
-    """
-
-    captured: Capture
-    run: Callable[[Sequence[torch.Tensor]], list[Any]] | None
-    make_plan: Callable[[], Plan]
-    dropped: tuple[int, ...] = ()
-    accumulates: bool = False
-    stopgap: Stopgap | None = None
-
-    def outputs(self, call: Call) -> Any:
-        """The outputs of the planned step."""
-        assert self.run is not None
-        if self.stopgap is not None:
-            self.stopgap.ran()
-        inputs = self.captured.inputs(call.modules, call.leaves)
-        outputs = self.run(inputs)
-        dropped_before_backward(outputs, self.dropped, lambda: self._room_bytes.backward)
-        self._check_backward(nodes_of(outputs), inputs)
-        return self.captured.outputs(outputs)
-
-    def own_outputs(self, call: Call, outputs: Any) -> Any:
-        """`outputs` of the model itself, whose backward has the checks of a planned step."""
-        leaves, spec = flatten_outputs(outputs)
-        refused = without_gradient(leaves, self.captured.differentiate)
-        inputs = self.captured.inputs(call.modules, call.leaves)
-        nodes = {leaf.grad_fn for at, leaf in enumerate(leaves) if is_tensor(leaf) and at not in refused} - {None}
-        differentiated_once(nodes)
-        self._check_backward(nodes, inputs)
-        for place in refused:
-            leaves[place] = no_gradient(leaves[place].detach())
-        return tree_unflatten(leaves, spec) if refused else outputs
-
-    def _check_backward(self, nodes, inputs) -> None:
-        """Raise an error when backward reaches `nodes` of autograd if it would exceed the budget."""
-        retained_after_backward(nodes, lambda: self._room_bytes.retained)
-        if not self.accumulates:
-            leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
-            gradients_before_backward(nodes, leaves, lambda: self._room_bytes.step)
-
-    @cached_property
-    def _room_bytes(self) -> _Room:
-        plan = self.make_plan()
-        if plan.limit_bytes is None:
-            return _Room(None, None, None)
-        live, boundary = plan.timeline.live, plan.timeline.boundary or 0
-        backward = plan.limit_bytes - max(live[boundary:])
-        return _Room(plan.limit_bytes - max(live), backward, backward - live[boundary])
 
 
 @dataclass
@@ -298,11 +220,12 @@ class Variants:
             group.refusal = f"the model works for one size only of {_said(fixed, call)}"
             self.history.add("refused", f"one size only of {_said(fixed, call)}", time.perf_counter() - start)
         values = step.symbols.values(call.leaves)
-        others = [other for sizes in group.fixed if (other := step.symbols.values_in(sizes)) is not None]
-        _require_equal_captures(step, group)
+        served = ((step.symbols.values_in(sizes), variant) for sizes, (variant, *_) in group.fixed.items())
+        earlier = {sizes: variant for sizes, variant in served if sizes is not None}
+        _require_equal_captures(step, earlier)
         bounds = declared_bounds(self.dynamic, self.model, call)
         largest = tuple((bounds.get(each) or (0, size))[1] for each, size in zip(step.symbols.dimensions, values))
-        step.search_at = [each for each in (values, largest, *others) if step.symbols.holds(each)]
+        step.search_at = [each for each in (values, largest, *earlier) if step.symbols.holds(each)]
         step.choose = self.planner.for_sizes(step)
         variants: dict[tuple[int, ...], Variant] = {}
         group.dynamic.insert(0, (step, variants))
@@ -431,15 +354,12 @@ def _served_by(group: _Group, call: Call) -> tuple[DynamicStep, dict[tuple[int, 
     return None
 
 
-def _require_equal_captures(step: DynamicStep, group: _Group) -> None:
-    """Raise a TraceError if `step` differs from an earlier capture of `group` at the sizes of that capture.
+def _require_equal_captures(step: DynamicStep, earlier: Mapping[tuple[int, ...], Variant]) -> None:
+    """Raise a TraceError if `step` differs from one of the captures `earlier`, given by its sizes, at these sizes.
 
     A symbol is not an ``int`` and has no digits, so code that checks for either takes another branch without a guard.
     """
-    for sizes, (variant, *_) in group.fixed.items():
-        values = step.symbols.values_in(sizes)
-        if values is None:
-            continue
+    for values, variant in earlier.items():
         if operations_in(step.module.at(values)) != operations_in(variant.captured.joint.graph_module):
             raise TraceError(
                 "the model computes something else if a size is a symbol: its code may check isinstance(size, int), or "
