@@ -113,6 +113,7 @@ def notebooks(session: nox.Session) -> None:
         shutil.copytree(ROOT / "results", Path(folder, "results"), dirs_exist_ok=True)
         for path in sorted((ROOT / "book" / "notebooks").glob("*.ipynb")):
             shutil.copy(path, folder)
+        shutil.copy(ROOT / "tools" / "forked_kernels.py", Path(folder, "conftest.py"))
         startup = Path(folder, "ipython", "profile_default", "startup")
         startup.mkdir(parents=True)
         shutil.copy(ROOT / "tools" / "brief_times.py", startup)

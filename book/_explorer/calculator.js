@@ -124,8 +124,11 @@ const build = (root, data) => {
   };
 
   const wanted = { model: "llama-3-8b", gpu: "a100-80g", batch: 4, length: 4096, mode: "lora", optimizer: "adamw", ranks: 1, budget: 90 };
-  const hash = new URLSearchParams(location.hash.startsWith("#calculator&") ? location.hash.slice(12) : "");
-  for (const name of Object.keys(wanted)) if (hash.has(name)) wanted[name] = hash.get(name);
+  const fromAddress = () => {
+    const hash = new URLSearchParams(location.hash.startsWith("#calculator&") ? location.hash.slice(12) : "");
+    for (const name of Object.keys(wanted)) if (hash.has(name)) wanted[name] = hash.get(name);
+    return hash.size > 0;
+  };
 
   const show = (changed) => {
     const model = presets.find(({ name }) => name === wanted.model) ?? presets[0];
@@ -211,8 +214,10 @@ const build = (root, data) => {
     select.addEventListener("change", () => { wanted[name] = select.value; show(name); keep(); });
   }
   budgetInput.addEventListener("input", () => { wanted.budget = budgetInput.value; show(); keep(); });
+  const isAsked = fromAddress();
   show();
-  if (hash.size) root.scrollIntoView();
+  if (isAsked) root.scrollIntoView();
+  addEventListener("hashchange", () => { if (fromAddress()) show(); });
 };
 
 // The call for this budget, and the command that plans the same step.

@@ -20,6 +20,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.delenv(calibration.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibration, "_fastest", lambda call: (call(), 0.001)[1])
+    monkeypatch.setattr(calibration, "_ROUNDS", 1)
     calibration._this_cpu.cache_clear()
     yield tmp_path / "ackpt"
     calibration._this_cpu.cache_clear()
