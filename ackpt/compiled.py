@@ -15,6 +15,7 @@ from ackpt.capture.dynamic_sizes import Dimension
 from ackpt.capture.inspection.model_checks import check_keywords, forward_names, positional_names
 from ackpt.capture.optimizer_state import NO_LOOP, Loop, loop_with
 from ackpt.costs.devices import Device
+from ackpt.costs.profiles import Profile
 from ackpt.planning.plan import Plan
 from ackpt.planning.plan_check import check_applies
 from ackpt.policies.search.schedule_cache import Cache, cache_folder
@@ -265,17 +266,22 @@ class _Planner(Planner):
 
     def __call__(self, graph) -> Plan:
         if self.plan is None:
-            profile = default_profile(graph, self.device)
-            plan = make_plan(graph, self.budget, self.policy, profile=profile, cache=self.folder, **self.options)
-            return check_runs(graph, plan)
+            return self._searched(graph, default_profile(graph, self.device))
         check_applies(graph, self.plan)
         return check_runs(graph, self.plan)
 
+    def _searched(self, graph, profile: Profile) -> Plan:
+        plan = make_plan(graph, self.budget, self.policy, profile=profile, cache=self.folder, **self.options)
+        return check_runs(graph, plan)
+
     def choice(self, graph) -> Choice:
-        plan = self(graph)
-        is_searched = self.plan is None and self.policy == "auto"
-        if is_searched and plan.limit_bytes is not None and graph.as_compiled is None:
-            profile, own_step = default_profile(graph, self.device), EagerStep(graph)
+        if self.plan is not None or self.policy != "auto":
+            plan = self(graph)
+            return Choice(plan.schedule, lambda: plan)
+        profile = default_profile(graph, self.device)
+        plan = self._searched(graph, profile)
+        if plan.limit_bytes is not None and graph.as_compiled is None:
+            own_step = EagerStep(graph)
             if own_step.bound(graph, profile.workspace_bytes) <= plan.limit_bytes:
                 own = of_model(own_step, profile, plan)
                 return Choice(plan.schedule, lambda: plan, own.dynamic_peak_bytes, lambda: own, plan.limit_bytes)

@@ -17,7 +17,7 @@ _GUESSED = 20_000  # the same for trials that may not fit, for one plan
 _SHARES = (0, 1 / 2, 1)  # of the bytes between the peaks of two plans that a plan between them may use
 
 
-# By the backward order of nodes: the peaks of the schedules without the runs at these positions.
+# By the backward order of nodes: peaks above a limit, of the schedules without the runs at these positions.
 Tried = dict[tuple[int, ...], dict[frozenset[int], int]]
 
 
@@ -60,7 +60,7 @@ def with_fewer_runs(
     """`schedule` without the most expensive recomputations that the limit allows to drop, and the remaining `tries`.
 
     First those whose results surely fit, as many at once as fit together. Then single ones that may fit, because what
-    they read need not stay live. `tried` holds what earlier calls for this graph, with other limits, have learned.
+    they read need not stay live. `tried`: what exceeded other limits, shared by the calls for one graph.
     """
     failed: set[tuple[int, int]] = set()
     while tries > 0:
@@ -77,10 +77,10 @@ def with_fewer_runs(
             positions = frozenset(position for run in skipped for position in (run.position, *run.views))
             if peaks.get(positions, 0) <= limit_bytes:
                 cheaper = without_runs(graph, order, positions)
-                peaks[positions] = peak_of(graph, cheaper, workspace_bytes)
-                if peaks[positions] <= limit_bytes:
+                if (peak := peak_of(graph, cheaper, workspace_bytes)) <= limit_bytes:
                     schedule = cheaper
                     break
+                peaks[positions] = peak
             failed.update((run.node, run.stop - run.start) for run in skipped)
             if tries <= 0:
                 break
