@@ -15,40 +15,40 @@ def actions():
     return [*saved, ("backward",), *backward]
 
 
-def figures():
-    timeline = build_timeline(actions(), before={77: ("gradients", 2 * MIB)})
-    peaks = {"baseline": [3 * MIB, 5 * MIB, None], "checkpoint": [2 * MIB, None, 3 * MIB]}
-    many = {name: [value * MIB for value in range(1000, 8000, 1000)] for name in ("a", "b")}
-    return {
-        "timeline": timeline_plot(timeline, "Activations grow until backward begins"),
-        "with resident": timeline_plot(timeline, "A long title " * 10, resident_bytes=100 * MIB),
-        "bars": bar_plot([1, 2, 3], peaks, "Checkpointing saves memory", xlabel="tokens"),
-        "many bars": bar_plot(range(7), many, "Many bars"),
-        "lines": line_plot([1, 2, 3], peaks, {"baseline": [3 * MIB, 5 * MIB, 7 * MIB]}, "As predicted", xlabel="n"),
-    }
+TIMELINE = build_timeline(actions(), before={77: ("gradients", 2 * MIB)})
+PEAKS = {"baseline": [3 * MIB, 5 * MIB, None], "checkpoint": [2 * MIB, None, 3 * MIB]}
+MANY = {name: [value * MIB for value in range(1000, 8000, 1000)] for name in ("a", "b")}
+LINES = {"baseline": [3 * MIB, 5 * MIB, 7 * MIB]}
+FIGURES = {
+    "timeline": lambda: timeline_plot(TIMELINE, "Activations grow until backward begins"),
+    "with resident": lambda: timeline_plot(TIMELINE, "A long title " * 10, resident_bytes=100 * MIB),
+    "bars": lambda: bar_plot([1, 2, 3], PEAKS, "Checkpointing saves memory", xlabel="tokens"),
+    "many bars": lambda: bar_plot(range(7), MANY, "Many bars"),
+    "lines": lambda: line_plot([1, 2, 3], PEAKS, LINES, "As predicted", xlabel="n"),
+}
 
 
 def texts(figure):
     return [text.get_text() for text in figure.axes[0].texts]
 
 
-@pytest.mark.parametrize("name", figures())
+@pytest.mark.parametrize("name", FIGURES)
 class TestEveryFigure:
     def test_same_bytes_every_time(self, name, tmp_path):
-        one, two = figures()[name], figures()[name]
+        one, two = FIGURES[name](), FIGURES[name]()
         assert isinstance(one, Figure)
         first = save(one, tmp_path / "a.png").read_bytes()
         assert first == png(one) == one._repr_png_() == save(two, tmp_path / "b.png").read_bytes()
         assert b"matplotlib" not in first.lower() and b"tEXt" not in first
 
     def test_its_ground_is_white_on_every_page(self, name):
-        image = Image.open(io.BytesIO(png(figures()[name]))).convert("RGBA")
+        image = Image.open(io.BytesIO(png(FIGURES[name]()))).convert("RGBA")
         assert image.getchannel("A").getextrema() == (255, 255)
         corners = [(0, image.height - 1), (image.width - 1, image.height - 1), (image.width - 1, 0)]
         assert {image.getpixel(corner) for corner in corners} == {(255, 255, 255, 255)}
 
     def test_nothing_overlaps_or_leaves_the_page(self, name):
-        figure = figures()[name]
+        figure = FIGURES[name]()
         axes, renderer = figure.axes[0], figure.canvas.get_renderer()
         title = figure._suptitle.get_window_extent(renderer)
         parts = [axes.get_legend(), *axes.texts] if axes.get_legend() else axes.texts
@@ -59,7 +59,7 @@ class TestEveryFigure:
             assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1
 
     def test_units_and_title(self, name):
-        figure = figures()[name]
+        figure = FIGURES[name]()
         assert "MiB" in figure.axes[0].get_ylabel()
         assert figure._suptitle.get_text()
 
@@ -80,21 +80,21 @@ def test_stacks_have_one_order_everywhere():
 
 
 def test_timeline_marks():
-    shown = figures()
-    assert texts(shown["timeline"]) == ["peak 43.0 MiB", "backward begins"]
-    assert texts(shown["with resident"])[0] == "peak 143 MiB"
-    labels = [text.get_text() for text in shown["with resident"].axes[0].get_legend().get_texts()]
+    assert texts(FIGURES["timeline"]()) == ["peak 43.0 MiB", "backward begins"]
+    figure = FIGURES["with resident"]()
+    assert texts(figure)[0] == "peak 143 MiB"
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert labels == ["temporaries", "activations", "gradients", "resident"]  # from top to bottom, as drawn
 
 
 def test_bars_carry_their_values():
-    assert texts(figures()["bars"]) == ["3.00", "5.00", "not measured", "2.00", "not measured", "3.00"]
+    assert texts(FIGURES["bars"]()) == ["3.00", "5.00", "not measured", "2.00", "not measured", "3.00"]
     assert texts(bar_plot(["x"], {"seconds": [0.5]}, "t", unit=1, ylabel="s")) == ["0.500"]
     assert bar_plot(["x"], {"only": [1]}, "t").axes[0].get_legend() is None
 
 
 def test_lines_share_colours_by_name():
-    axes = figures()["lines"].axes[0]
+    axes = FIGURES["lines"]().axes[0]
     predicted, measured, checkpoint = axes.get_lines()
     assert predicted.get_color() == measured.get_color() != checkpoint.get_color()
     assert list(measured.get_xdata()) == [1, 2] and list(checkpoint.get_xdata()) == [1, 3]

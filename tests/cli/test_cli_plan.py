@@ -44,7 +44,7 @@ def request(model, batch_size=2, seq_len=None, image_size=None, **fields) -> Ste
 SMALL = {
     "transformer": request("transformer", seq_len=64, dim=64, ff_dim=256, layers=1, head_dim=16),
     "lm": request("lm", seq_len=64, dim=64, ff_dim=256, layers=1, head_dim=16, vocab_size=1000),
-    "resnet": request("resnet18", image_size=64, width=8, num_classes=10),
+    "resnet": request("resnet18", image_size=64, width=8, num_classes=10, depths=[1, 1, 1, 1]),
     "bert": request("bert-base", seq_len=64, dim=64, ff_dim=256, layers=1, heads=4, vocab_size=1000, dropout=0.0),
 }
 
@@ -150,7 +150,7 @@ def test_the_call_that_takes_a_written_plan_is_printed(tmp_path, capsys):
 
 
 def test_a_budget_is_kept_by_the_policy_auto_or_by_the_one_that_is_named(capsys):
-    sizes = ["transformer", "--seq-len", "64", "--set", "dim=32", "ff_dim=128", "layers=3", "head_dim=16"]
+    sizes = ["transformer", "--seq-len", "64", "--set", "dim=32", "ff_dim=128", "layers=2", "head_dim=16"]
     sizes += ["--optimizer", "none"]
     plain, tight = planned(capsys, *sizes), planned(capsys, *sizes, "--budget", "0.6")
     full = planned(capsys, *sizes, "--budget", "0.6", "--policy", "full")
@@ -161,7 +161,7 @@ def test_a_budget_is_kept_by_the_policy_auto_or_by_the_one_that_is_named(capsys)
 
 
 def test_a_device_that_is_too_small_and_one_that_is_not():
-    step = request("transformer", batch_size=1, seq_len=2_000_000, dim=64, ff_dim=256, layers=4, head_dim=16)
+    step = request("transformer", batch_size=1, seq_len=2_000_000, dim=64, ff_dim=256, layers=2, head_dim=16)
     small = run_plan(PlanConfig(step, optimizer="none", device="t4"))
     full = run_plan(PlanConfig(step, optimizer="none", device="t4", policy="full"))
     assert small.device is not None and small.device.memory_bytes == 16 * 10**9 < small.plan.peak_bytes

@@ -16,7 +16,7 @@ from ackpt.workloads.planned_shapes import PlanConfig, run_plan
 from ackpt.workloads.step_request import StepRequest
 
 pytestmark = pytest.mark.usefixtures("captured_once")
-LLAMA = ["hf:LlamaConfig", "--seq-len", "16", "--set", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=4"]
+LLAMA = ["hf:LlamaConfig", "--seq-len", "16", "--set", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=2"]
 LLAMA += ["num_attention_heads=4", "num_key_value_heads=4", "vocab_size=100"]
 
 

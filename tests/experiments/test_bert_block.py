@@ -10,7 +10,7 @@ import ackpt
 from ackpt.experiments.bert import of_blocks, saved_in
 from ackpt.models import BertConfig, BertForMaskedLM
 
-D, F, H, L, B, T = 16, 32, 2, 3, 32, 8
+D, F, H, L, B, T = 16, 32, 2, 2, 32, 8
 
 
 @pytest.fixture(scope="module")
