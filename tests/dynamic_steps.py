@@ -12,7 +12,7 @@ import ackpt
 class Words(nn.Module):
     """Layers with dropout on tokens, and a loss: for tests in which it does not matter what the model computes."""
 
-    def __init__(self, layers: int = 2):
+    def __init__(self, layers: int = 1):
         super().__init__()
         self.embed = nn.Embedding(50, 32)
         blocks = [(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32)) for _ in range(layers)]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ackpt
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-LENGTHS = (9, 14, 25, 11, 30, 17, 21, 13, 28)  # more than Dynamo compiles
+LENGTHS = (9, 14, 25, 11, 30)  # more than Dynamo compiles within the limit below
 
 
 class Net(nn.Module):

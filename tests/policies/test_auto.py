@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from planned_models import MODELS, SKIPS, build, plans, step_keeps, traced
+from planned_models import MODELS, SKIPS, build, line, plans, step_keeps, traced
 from torch import nn
 
 import ackpt
@@ -90,8 +90,8 @@ def test_a_budget_above_the_plain_peak_changes_nothing():
 
 
 def test_measured_times_are_what_counts_where_the_profile_has_them():
-    graph, profile = traced("line")
-    analysis = graph.analysis
+    graph = ackpt.trace(*flat(line(pairs=8)))
+    profile, analysis = ackpt.profile(graph), graph.analysis
     dear = {place for place in analysis.allocated if graph.nodes[place].target.startswith("aten.gelu.")}
     assert dear
     seconds = tuple(100.0 if place in dear else 1.0 for place in range(len(graph.nodes)))

@@ -63,10 +63,10 @@ class ListBlock(nn.Module):
 class ListDenseNet(nn.Module):
     def __init__(self):
         super().__init__()
-        between = nn.BatchNorm2d(48), nn.ReLU(), nn.Conv2d(48, 24, 1, bias=False), nn.AvgPool2d(2)
-        stem, end = nn.Conv2d(3, 16, 3, padding=1, bias=False), (nn.BatchNorm2d(56), nn.ReLU())
-        self.features = nn.Sequential(stem, ListBlock(16, 8, 4), *between, ListBlock(24, 8, 4), *end)
-        self.head = nn.Linear(56, 10)
+        between = nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 16, 1, bias=False), nn.AvgPool2d(2)
+        stem, end = nn.Conv2d(3, 16, 3, padding=1, bias=False), (nn.BatchNorm2d(32), nn.ReLU())
+        self.features = nn.Sequential(stem, ListBlock(16, 8, 2), *between, ListBlock(16, 8, 2), *end)
+        self.head = nn.Linear(32, 10)
 
     def forward(self, x, labels):
         return F.cross_entropy(self.head(self.features(x).mean((2, 3))), labels)

@@ -18,7 +18,7 @@ from ackpt.policies.search.frontier import frontier, pareto
 from ackpt.policies.search.mask_packing import packings
 from ackpt.policies.search.recompute_costs import added_cost, costs, packing_cost
 
-SIZES = {"dim": 32, "ff_dim": 64, "layers": 2, "heads": 2, "vocab_size": 50, "positions": 32}
+SIZES = {"dim": 32, "ff_dim": 64, "layers": 1, "heads": 2, "vocab_size": 50, "positions": 32}
 
 
 def bert(dropout: float):

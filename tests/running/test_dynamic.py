@@ -22,20 +22,16 @@ WIDTH = 32
 
 
 class Blocks(nn.Module):
-    """An encoder with dropout and a loss over the tokens."""
+    """An encoder with dropout, where asked for also in attention, which is many more operations then."""
 
-    def __init__(self, layers: int = 1, dropout: float = 0.1):
+    def __init__(self, dropout: float = 0.1, attention_dropout: float = 0.0):
         super().__init__()
-        self.embed = nn.Embedding(50, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout, batch_first=True) for _ in range(layers)
-        )
-        self.head = nn.Linear(WIDTH, 50)
+        self.embed, self.head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
+        self.block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout, batch_first=True)
+        self.block.self_attn.dropout = attention_dropout
 
     def forward(self, ids, mask=None):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x, src_key_padding_mask=mask)
+        x = self.block(self.embed(ids), src_key_padding_mask=mask)
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
@@ -55,20 +51,21 @@ class Images(nn.Module):
 
 
 class Two(nn.Module):
-    """An encoder and a decoder, of two lengths."""
+    """An encoder and a decoder that attends to it, of two lengths."""
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(50, WIDTH)
-        self.encoder = nn.Linear(WIDTH, WIDTH)
-        self.decoder = nn.TransformerDecoderLayer(WIDTH, 2, 64, 0.1, batch_first=True)
+        self.embed, self.dropout = nn.Embedding(50, WIDTH), nn.Dropout(0.1)
+        self.encoder, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, source, target):
-        return self.decoder(self.embed(target), self.encoder(self.embed(source)).tanh()).square().mean()
+        source, target = self.encoder(self.embed(source)).tanh(), self.decoder(self.embed(target)).tanh()
+        weights = self.dropout((target @ source.transpose(1, 2)).softmax(-1))
+        return (target + weights @ source).square().mean()
 
 
 def test_one_capture_serves_all_lengths_and_batches():
-    model = Blocks()
+    model = Blocks(attention_dropout=0.1)
     step = ackpt.compile(model, ids(8, 20), budget=0.6)
     for batch, length in ((8, 20), (8, 32), (8, 13), (5, 32), (3, 47)):
         check(step, model, ids(batch, length))
@@ -80,7 +77,7 @@ def test_one_capture_serves_all_lengths_and_batches():
 def test_a_plan_for_other_sizes_is_that_of_a_capture_of_these_sizes_alone():
     model = Blocks(dropout=0.0)
     step = ackpt.compile(model, ids(4, 20), budget="800kB")
-    for length in (31, 12, 40):
+    for length in (31, 12):
         alone = ackpt.compile(model, ids(4, length), budget="800kB", dynamic=False)
         step.prepare(ids(4, length))
         assert step.plan.baseline_peak_bytes == alone.plan.baseline_peak_bytes
@@ -130,7 +127,7 @@ def test_autocast():
 
 def test_the_model_itself_runs_where_the_baseline_keeps_the_budget():
     model = Words()
-    step = ackpt.compile(model, ids(8, 40), budget="700kB")
+    step = ackpt.compile(model, ids(8, 40), budget="540kB")
     for length in (50, 4, 6):
         check(step, model, ids(8, length))
     call = step._ackpt_planned
@@ -225,7 +222,7 @@ def test_parts_of_equal_size_share_a_capture(mode):
 
 def test_no_batch_is_kept():
     model = Words()
-    step = ackpt.compile(model, ids(8, 20), budget="500kB")
+    step = ackpt.compile(model, ids(8, 20), budget="310kB")
     for length in (24, 31, 6):
         batch = ids(8, length)
         reference = weakref.ref(batch)
@@ -237,24 +234,24 @@ def test_no_batch_is_kept():
 
 
 def test_a_length_for_which_no_known_schedule_fits_is_searched_for():
-    model = Words(4)
-    step = ackpt.compile(model, ids(8, 20), budget="700kB")
+    model = Words(2)
+    step = ackpt.compile(model, ids(8, 20), budget="430kB")
     step.prepare(ids(8, 24))
     for length in (40, 44):
         step.prepare(ids(8, length))
-        assert step.plan.peak_bytes <= 700_000
+        assert step.plan.peak_bytes <= 430_000
     with pytest.raises(ackpt.BudgetError, match="smallest feasible budget"):
         step.prepare(ids(8, 400))
     check(step, model, ids(8, 22))
 
 
 def test_a_compiled_schedule_runs_until_a_cheaper_one_would_have_saved_the_time_to_compile_it(monkeypatch):
-    model, compiled = Words(4), []
+    model, compiled = Words(2), []
     compile_schedule = dynamic_step.compiled_schedule
     monkeypatch.setattr(
         dynamic_step, "compiled_schedule", lambda *given: compiled.append(given) or compile_schedule(*given)
     )
-    step = ackpt.compile(model, ids(8, 20), budget="700kB")
+    step = ackpt.compile(model, ids(8, 20), budget="450kB")
     for length in (44, 32):
         check(step, model, ids(8, length))
     assert len(compiled) == 1
@@ -367,7 +364,7 @@ def test_dynamic_false_never_shares_a_capture():
 
 def test_declared_bounds_are_searched_at_the_largest_size():
     model = Words()
-    step = ackpt.compile(model, ids(6, 20), budget="800kB", dynamic={"ids": {1: (4, 80)}})
+    step = ackpt.compile(model, ids(6, 20), budget="600kB", dynamic={"ids": {1: (4, 80)}})
     (dynamic,) = next(iter(step._ackpt_planned._groups.values())).dynamic
     assert dynamic[0].search_at[:2] == [(20,), (80,)]
     for length in (70, 80, 5):
@@ -502,7 +499,7 @@ def test_a_dropout_with_its_probability_in_a_buffer_is_planned_once():
 
 def test_an_error_in_planning_leaves_the_step_usable():
     model = Words()
-    step = ackpt.compile(model, ids(8, 20), budget="350kB")
+    step = ackpt.compile(model, ids(8, 20), budget="225kB")
     with pytest.raises(ackpt.BudgetError):
         step.prepare(ids(8, 200))
     check(step, model, ids(8, 20))

@@ -18,23 +18,23 @@ IDS = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "labels": IDS}
 
 
-def llama():
+def llama(layers=1):
     torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": 2, "vocab_size": 64}
     return LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, use_cache=False, **sizes)).train()
 
 
-def gpt2():
+def gpt2(layers=1):
     torch.manual_seed(0)
     special = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 64}
+    sizes = {"n_embd": 32, "n_layer": layers, "n_head": 2, "vocab_size": 64, "n_positions": 64}
     return GPT2LMHeadModel(GPT2Config(use_cache=False, **sizes, **special)).train()
 
 
-def adapted(make, dtype=torch.float32):
-    targets = {"target_modules": ["q_proj", "v_proj"]} if make is llama else {"target_modules": ["c_attn"]}
+def adapted(make, dtype=torch.float32, layers=1):
+    targets = {"target_modules": ["q_proj"]} if make is llama else {"target_modules": ["c_attn"]}
     config = LoraConfig(r=4, lora_dropout=0.1, task_type="CAUSAL_LM", fan_in_fan_out=make is gpt2, **targets)
-    model = get_peft_model(make().to(dtype), config)
+    model = get_peft_model(make(layers).to(dtype), config)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at first, which would hide errors
@@ -55,17 +55,26 @@ def same(one, other) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("make", [llama, gpt2])
-def test_adapters(make, dtype):
-    plain = adapted(make, dtype)
+every_adapter = pytest.mark.parametrize("make", [llama, gpt2])
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+@every_dtype
+@every_adapter
+def test_adapters_in_regions(make, dtype):
+    plain, model = adapted(make, dtype, layers=2), adapted(make, dtype, layers=2)
     expected = gradients(plain, plain, dtype)
     assert expected and all("lora" in name for name in expected)
-    with_regions = adapted(make, dtype)
-    ackpt.apply_activation_checkpointing(with_regions)  # without enable_input_require_grads
-    assert same(gradients(with_regions, with_regions, dtype), expected)
+    ackpt.apply_activation_checkpointing(model)  # without enable_input_require_grads
+    assert same(gradients(model, model, dtype), expected)
 
-    model = adapted(make, dtype)
+
+@every_dtype
+@every_adapter
+def test_adapters_within_a_budget(make, dtype):
+    plain, model = adapted(make, dtype), adapted(make, dtype)
+    expected = gradients(plain, plain, dtype)
+    assert expected and all("lora" in name for name in expected)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         step = ackpt.apply_budget(model, BATCH, budget=0.85)
     assert same(gradients(model, model, dtype), expected)
@@ -98,7 +107,7 @@ def test_methods_of_peft(tmp_path):
     assert type(model.merge_and_unload()) is LlamaForCausalLM
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@every_adapter
 def test_an_adapted_model_from_shapes_has_the_plan_of_the_real_one(make):
     model, batch = ackpt.from_shapes(lambda: (adapted(make), {name: torch.empty_like(IDS) for name in BATCH}))
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -110,8 +119,9 @@ def test_an_adapted_model_from_shapes_has_the_plan_of_the_real_one(make):
 
 @pytest.mark.filterwarnings("ignore:The model was captured as torch.compile runs it")
 def test_a_plan_from_shapes_leaves_out_the_workspace_of_kernels_unless_it_is_measured():
-    real = ackpt.trace(adapted(llama), **BATCH)
-    model, batch = ackpt.from_shapes(lambda: (adapted(llama), {name: torch.empty_like(IDS) for name in BATCH}))
+    make = functools.partial(adapted, llama, layers=2)
+    real = ackpt.trace(make(), **BATCH)
+    model, batch = ackpt.from_shapes(lambda: (make(), {name: torch.empty_like(IDS) for name in BATCH}))
     graph = ackpt.trace(model, **batch)
     promised = ackpt.plan(real, policy="full").dynamic_peak_bytes
     assert ackpt.plan(graph, policy="full").dynamic_peak_bytes < promised
@@ -165,7 +175,7 @@ def test_it_serves_as_the_checkpoint_of_transformers(name, every, options, monke
         regions.append(kwargs.get("offload"))
         return ackpt.checkpoint(*args, **kwargs)
 
-    plain, model = llama(), llama()
+    plain, model = llama(layers=2), llama(layers=2)
     monkeypatch.setattr(transformers.modeling_utils, "checkpoint", counted)
     getattr(model, name)(options, **({"every_n_layers": every} if NEW else {}))
     assert same(gradients(model, model), gradients(plain, plain))
