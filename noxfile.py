@@ -43,7 +43,7 @@ FAST = """
     test_api_page.py test_imports.py test_results.py
 """.split()
 # Folders of `tests/` that are jobs of `nox -s all`. What they leave is one more job; each takes about five minutes.
-PARTS = ("running policies integrations", "capture planning experiments models costs")
+PARTS = "capture planning experiments models costs", "running policies integrations"
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # The second brings axe-core: other versions of it have other rules.
 BROWSER = [
@@ -137,11 +137,16 @@ def book(session: nox.Session) -> None:
 
 def jobs() -> dict[str, list[str]]:
     """What `nox -s all` runs, as arguments of `nox -s`, in an order in which both cores end together."""
-    parts = [[f"tests/{name}" for name in part.split()] for part in PARTS]
-    rest = ["tests", *(f"--ignore={folder}" for part in parts for folder in part)]
-    tests = {f"tests {number}": ["tests", "--", *part] for number, part in enumerate([rest, *parts], 1)}
-    first = tests.pop("tests 1")
-    return {"notebooks": ["notebooks"], "tests 1": first, "browser": ["browser"], **tests, "lint": ["lint"]}
+    capture, running = ([f"tests/{name}" for name in part.split()] for part in PARTS)
+    rest = ["tests", *(f"--ignore={folder}" for folder in capture + running)]
+    return {
+        "tests 1": ["tests", "--", *rest],
+        "tests 2": ["tests", "--", *capture],
+        "notebooks": ["notebooks"],
+        "tests 3": ["tests", "--", *running],
+        "browser": ["browser"],
+        "lint": ["lint"],
+    }
 
 
 @nox.session(name="all", python=False, requires=["environment"], default=False)
