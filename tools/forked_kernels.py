@@ -10,6 +10,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 
 from jupyter_client.provisioning import local_provisioner
@@ -22,7 +23,7 @@ class ForkedKernel:
 
     stdin = stdout = stderr = None
 
-    def __init__(self, command: list[str], cwd: str | None, env: dict[str, str]):
+    def __init__(self, command: list[str], *, cwd: str | None, env: dict[str, str], **_):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(_IMPORTS))
         self._process = context.Process(target=_run, args=(command, cwd, env))
@@ -52,6 +53,7 @@ class ForkedKernel:
 def _run(command: list[str], cwd: str | None, env: dict[str, str]) -> None:
     """Run ``python -m MODULE ARGUMENTS`` in this process."""
     os.setsid()
+    threading.Thread(target=_end_with_the_tests, daemon=True).start()
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd or os.getcwd())
@@ -60,9 +62,13 @@ def _run(command: list[str], cwd: str | None, env: dict[str, str]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _launched(cmd: list[str], *, cwd: str | None = None, env: dict[str, str] | None = None, **_) -> ForkedKernel:
-    return ForkedKernel(cmd, cwd, dict(os.environ) if env is None else env)
+def _end_with_the_tests() -> None:
+    """End this process when pytest has ended, even if pytest was killed."""
+    tests = multiprocessing.parent_process()
+    if tests is not None:
+        tests.join()
+        os._exit(1)
 
 
 if sys.platform == "linux":
-    local_provisioner.launch_kernel = _launched
+    local_provisioner.launch_kernel = ForkedKernel

@@ -16,7 +16,6 @@ _WALKED = 600_000  # nodes of all schedules that are tried for one graph: small 
 _GUESSED = 20_000  # the same for trials that may not fit, for one plan
 _SHARES = (0, 1 / 2, 1)  # of the bytes between the peaks of two plans that a plan between them may use
 
-
 # By the backward order of nodes: peaks above a limit, of the schedules without the runs at these positions.
 Tried = dict[tuple[int, ...], dict[frozenset[int], int]]
 
