@@ -243,9 +243,14 @@ def _little_to_collect():
 
 @pytest.fixture(autouse=True)
 def _leave_no_trace():
-    before = surroundings()
+    before = surroundings(), variables()
     yield
-    assert surroundings() == before
+    assert (surroundings(), variables()) == before
+
+
+def variables() -> dict[str, str]:
+    """The environment variables, without the one in which pytest says where it is."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,12 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from math import inf
 from numbers import Real
 
 from ackpt.errors import BudgetError
-from ackpt.policies.search.ilp_program import Result, rounded_up, run, solver
+from ackpt.policies.search.ilp_program import Result, rounded_up, run, solver, unit_of_bytes
 
 COMPUTE, FREE = "compute", "free"
 
@@ -177,18 +178,36 @@ def cheaper(dag: Dag, budget: float, cost: float, *, time_limit: float | None = 
 
 
 def _search(dag: Dag, budget: float, time_limit: float | None, cost: float | None) -> Result:
-    """The solver's result for less than `cost`, within the exact budget; the solver's own sums are rounded."""
+    """The solver's result for less than `cost`; its order keeps the budget to the byte.
+
+    The solver's variables are integers up to a tolerance, so its sums of bytes are not exact. A set of results that
+    were live together and do not fit becomes a further constraint, which no schedule within the budget violates.
+    """
     end = inf if time_limit is None else time.monotonic() + time_limit
-    first = result = run(dag, budget, time_limit, cost)
-    if cost is not None and first.infeasible:
-        return replace(first, bound=cost)
-    limit = budget
-    while result.order is not None and (peak := solution(dag, result.order).peak_bytes) > budget:
-        limit -= peak - budget
-        result = run(dag, limit, None if end == inf else max(0.0, end - time.monotonic()), cost)
-    if result is first and result.optimal and result.order is not None:
-        return replace(result, bound=sum(dag.costs[node] for node in result.order))
-    return replace(first, order=result.order, optimal=False)
+    too_large: list[frozenset[int]] = []
+    while True:
+        result = run(dag, budget, None if end == inf else max(0.0, end - time.monotonic()), cost, too_large)
+        if result.order is None:
+            return replace(result, bound=cost) if result.infeasible and cost is not None else result
+        best = solution(dag, result.order)
+        if best.peak_bytes <= budget:
+            return replace(result, bound=best.cost) if result.optimal else result
+        too_large.append(_too_large(dag, best, budget))
+
+
+def _too_large(dag: Dag, solution: Solution, budget: float) -> frozenset[int]:
+    """The largest of the results that are live when `solution` first exceeds `budget`, as few as exceed it."""
+    live: set[int] = set()
+    for kind, node in solution.schedule:
+        if kind == FREE:
+            live.remove(node)
+            continue
+        live.add(node)
+        largest = sorted(live, key=lambda node: dag.bytes[node], reverse=True)
+        totals = list(accumulate((dag.bytes[n] for n in largest), initial=dag.workspace[node]))
+        if totals[-1] > budget:
+            return frozenset(largest[: next(count for count, total in enumerate(totals) if total > budget)])
+    raise ValueError(f"the solution's peak, {solution.peak_bytes} bytes, does not exceed {budget} bytes")
 
 
 def check_time_limit(time_limit: float | None) -> None:
@@ -266,8 +285,16 @@ def solution(dag: Dag, order, bound: float = 0) -> Solution:
 
 def lowest_peak(dag: Dag, time_limit: float | None = None) -> tuple[Solution, bool]:
     """The schedule of the lowest peak that is found in time, and whether no schedule has a lower one."""
+    end = inf if time_limit is None else time.monotonic() + time_limit
     result = run(dag, None, time_limit)
-    return solution(dag, result.order or range(len(dag.costs))), result.optimal
+    best = solution(dag, result.order or range(len(dag.costs)))
+    is_exact = unit_of_bytes(dag)[1]
+    while result.optimal and not is_exact:  # the least of rounded sums: is one byte less infeasible?
+        result = _search(dag, best.peak_bytes - 1, None if end == inf else max(0.0, end - time.monotonic()), None)
+        if result.order is None:
+            return best, result.infeasible
+        best = solution(dag, result.order)
+    return best, result.optimal
 
 
 def _refusal(dag: Dag, budget, time_limit: float | None) -> str:

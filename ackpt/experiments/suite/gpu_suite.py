@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -82,29 +83,30 @@ def run_suite(jobs, folder, command: str = "", minutes: float = 9, say: Callable
         say: called with a line when a job begins.
     """
     deadline = time.monotonic() + 60 * minutes
-    if any(job.deterministic for job in jobs):  # cuBLAS reads it at its first use; torch's choice on Hopper
-        os.environ.setdefault(WORKSPACE, ":4096:8")
     outcome = Outcome()
     commit = environment(command=command)["commit"]
     states = {job.name: read_state(folder, job, commit) for job in jobs}
     outcome.skipped = [job.name for job in jobs if states[job.name].get("state") == DONE]
     ahead = [job for job in jobs if job.name not in outcome.skipped]
     ahead.sort(key=lambda job: states[job.name].get("state") == FAILED)
-    for number, job in enumerate(ahead, 1):
-        expected, left = expected_minutes(job, folder), (deadline - time.monotonic()) / 60
-        if outcome.stopped or expected > left:
-            outcome.left.append(job.name)
-            continue
-        say(f"[{number}/{len(ahead)}] {job.name}: about {expected:.1f} of {left:.1f} minutes left")
-        failures = Failures()
-        state = _run_job(job, Path(folder), command, commit, failures, deadline)
-        if state == CUT_OFF:
-            outcome.left.append(job.name)
-        else:
-            outcome.ran.append(job.name)
-        if failures.reasons:
-            outcome.failed[job.name] = failures.reasons
-        outcome.stopped = _free_all()
+    with mock.patch.dict(os.environ):
+        if any(job.deterministic for job in jobs):  # cuBLAS reads it at its first use; torch's choice on Hopper
+            os.environ.setdefault(WORKSPACE, ":4096:8")
+        for number, job in enumerate(ahead, 1):
+            expected, left = expected_minutes(job, folder), (deadline - time.monotonic()) / 60
+            if outcome.stopped or expected > left:
+                outcome.left.append(job.name)
+                continue
+            say(f"[{number}/{len(ahead)}] {job.name}: about {expected:.1f} of {left:.1f} minutes left")
+            failures = Failures()
+            state = _run_job(job, Path(folder), command, commit, failures, deadline)
+            if state == CUT_OFF:
+                outcome.left.append(job.name)
+            else:
+                outcome.ran.append(job.name)
+            if failures.reasons:
+                outcome.failed[job.name] = failures.reasons
+            outcome.stopped = _free_all()
     return outcome
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import ceil, gcd, inf
 from numbers import Integral
@@ -28,15 +29,23 @@ class Result:
     infeasible: bool
 
 
-def run(dag: Dag, budget: float | None, seconds: float | None, cost_limit: float | None = None) -> Result:
+def run(
+    dag: Dag,
+    budget: float | None,
+    seconds: float | None,
+    cost_limit: float | None = None,
+    too_large: Sequence[Collection[int]] = (),
+) -> Result:
     """The cheapest order within `budget` and below `cost_limit` that is found in `seconds`.
 
-    Without a budget, the order with the lowest peak.
+    Without a budget, the order with the lowest peak. `too_large`: sets of nodes whose results exceed the budget.
     """
     milp, bounds, constraints = solver()
     program = Program(dag, budget)
     if cost_limit is not None:
         program.cost_less_than(cost_limit)
+    for nodes in too_large:
+        program.not_together(nodes)
     # With presolve HiGHS reports suboptimal plans as optimal: github.com/ERGO-Code/HiGHS/issues/3043; rarely in 1.12
     # too. Without it, about one in a thousand feasible programs is reported as infeasible, so both must agree on that.
     end = None if seconds is None else time.monotonic() + seconds
@@ -64,11 +73,12 @@ def run(dag: Dag, budget: float | None, seconds: float | None, cost_limit: float
 class Program:
     """Minimize ``objective x`` such that ``matrix x <= limits`` and ``low <= x <= high``; `whole` x are integers.
 
-    ``runs[t, i]`` is R[t, i], ``saved[t, i]`` is S[t, i]; those without an entry are zero.
+    ``runs[t, i]`` is R[t, i], ``saved[t, i]`` is S[t, i]; those without an entry are zero. ``live[t, i][j]`` says
+    whether the result of j is live while i runs in stage t.
     """
 
     def __init__(self, dag: Dag, budget: float | None):
-        self.dag, self.count = dag, len(dag.costs)
+        self.dag, self.count, self.budget = dag, len(dag.costs), inf if budget is None else budget
         self.objective: list[float] = []
         self.low: list[float] = []
         self.high: list[float] = []
@@ -76,7 +86,7 @@ class Program:
         self.limits: list[float] = []
         self.entries: list[tuple[int, int, float]] = []
         self.cost_unit, self.exact = (1.0, True) if budget is None else _unit(dag.costs, sum(dag.costs))
-        self.byte_unit, _ = _unit([*dag.bytes, *dag.workspace], budget or sum(dag.bytes) + max(dag.workspace))
+        self.byte_unit, bytes_are_exact = unit_of_bytes(dag, budget)
         self.runs = {(t, i): self._run_variable(t, i, budget) for t in range(self.count) for i in self._may_run(t)}
         self.saved = {(t, i): self._saved_variable(i) for t in range(self.count) for i in self._may_be_saved(t)}
         self._inputs_are_live()
@@ -84,7 +94,9 @@ class Program:
         if budget is None:
             self.top = self._variable(1.0, 0.0, inf)
         else:
-            self.top = self._variable(0.0, budget / self.byte_unit, budget / self.byte_unit)
+            limit = budget / self.byte_unit + (not bytes_are_exact)  # `not_together` is exact
+            self.top = self._variable(0.0, limit, limit)
+        self.live: dict[tuple[int, int], dict[int, int | None]] = {}
         for stage in range(self.count):
             self._count_bytes(stage)
 
@@ -95,6 +107,17 @@ class Program:
         """
         terms = [(cost, variable) for variable, cost in enumerate(self.objective) if cost]
         self._at_most(limit / self.cost_unit - self.exact / 2, *terms)
+
+    def not_together(self, nodes: Collection[int]) -> None:
+        """Add that the results of `nodes` are never live together while a node runs with which they exceed the budget.
+
+        It follows from the budget, for integers: the solver's are rounded.
+        """
+        total = sum(self.dag.bytes[node] for node in nodes)
+        for (stage, node), live in self.live.items():
+            if total + self.dag.workspace[node] > self.budget:
+                terms = [(1, live.get(other)) for other in nodes]
+                self._at_most(len(nodes), (1, self.runs[stage, node]), *terms)
 
     def _may_run(self, stage):
         dag = self.dag
@@ -149,15 +172,17 @@ class Program:
         runs = self.runs
         running = [node for node in range(stage + 1) if (stage, node) in runs]
         changes: dict[int, list[tuple[float, int | None]]] = {node: [] for node in running}
+        starts: dict[int, dict[int, int | None]] = {node: {} for node in running}
         for node in range(stage + 1):
             size = self.dag.bytes[node] / self.byte_unit
             before = None
             for start, is_live in self._stretches(stage, node):
                 if (first := next((n for n in running if n >= start), None)) is not None:
                     changes[first] += [(size, is_live), (-size, before)]
-                    before = is_live
-        live_before = None
+                    starts[first][node] = before = is_live
+        live_before, are_live = None, {}
         for node in running:
+            self.live[stage, node] = are_live = are_live | starts[node]
             live = self._variable(0.0, 0.0, self.high[self.top])
             self._at_most(0.0, (1, live_before), (-1, live), *changes[node])
             freed = [
@@ -174,6 +199,8 @@ class Program:
         """
         runs = self.runs
         run, before, after = runs.get((stage, node)), self.saved.get((stage, node)), self.saved.get((stage + 1, node))
+        if node in self.dag.held and stage == self.count - 1:
+            after = run if before is None else before
         reads = [reader for reader in self.dag.readers[node] if (stage, reader) in runs]
         stretches = [(0, before)]
         if run is not None:
@@ -215,6 +242,11 @@ def rounded_up(dag: Dag, bound: float) -> float:
     """The lowest cost of a schedule that costs at least `bound`: the next multiple of the unit of all costs."""
     unit, exact = _unit(dag.costs, sum(dag.costs))
     return ceil(bound / unit - _ROUNDING) * int(unit) if exact else bound
+
+
+def unit_of_bytes(dag: Dag, budget: float | None = None) -> tuple[float, bool]:
+    """The bytes that are 1 to the solver, and whether its sums of bytes are exact."""
+    return _unit([*dag.bytes, *dag.workspace], budget or sum(dag.bytes) + max(dag.workspace))
 
 
 def _unit(values, total) -> tuple[float, bool]:
