@@ -243,14 +243,9 @@ def _little_to_collect():
 
 @pytest.fixture(autouse=True)
 def _leave_no_trace():
-    before = surroundings(), variables()
+    before = surroundings()
     yield
-    assert (surroundings(), variables()) == before
-
-
-def variables() -> dict[str, str]:
-    """The environment variables, without the one in which pytest says where it is."""
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    assert surroundings() == before
 
 
 @pytest.fixture(scope="module")

@@ -196,18 +196,17 @@ def _search(dag: Dag, budget: float, time_limit: float | None, cost: float | Non
 
 
 def _too_large(dag: Dag, solution: Solution, budget: float) -> frozenset[int]:
-    """The largest of the results that are live when `solution` first exceeds `budget`, as few as exceed it."""
+    """The largest results that are live at the peak of `solution`, as few as exceed `budget` with the workspace."""
     live: set[int] = set()
+    moments = []
     for kind, node in solution.schedule:
-        if kind == FREE:
-            live.remove(node)
-            continue
-        live.add(node)
-        largest = sorted(live, key=lambda node: dag.bytes[node], reverse=True)
-        totals = list(accumulate((dag.bytes[n] for n in largest), initial=dag.workspace[node]))
-        if totals[-1] > budget:
-            return frozenset(largest[: next(count for count, total in enumerate(totals) if total > budget)])
-    raise ValueError(f"the solution's peak, {solution.peak_bytes} bytes, does not exceed {budget} bytes")
+        live = live | {node} if kind == COMPUTE else live - {node}
+        if kind == COMPUTE:
+            moments.append((sum(dag.bytes[n] for n in live) + dag.workspace[node], node, live))
+    _, node, live = max(moments, key=lambda moment: moment[0])
+    largest = sorted(live, key=lambda node: dag.bytes[node], reverse=True)
+    totals = accumulate((dag.bytes[n] for n in largest), initial=dag.workspace[node])
+    return frozenset(largest[: next(count for count, total in enumerate(totals) if total > budget)])
 
 
 def check_time_limit(time_limit: float | None) -> None:

@@ -19,6 +19,7 @@ from ackpt.experiments.suite.gpu_suite import (
     DONE,
     FAILED,
     WHOLE,
+    WORKSPACE,
     Job,
     expected_minutes,
     read_state,
@@ -183,15 +184,17 @@ def test_a_file_of_the_suite_that_is_broken_is_named(tmp_path):
         run_suite([job()], tmp_path)
 
 
-def test_deterministic_algorithms_are_on_for_their_jobs_only(tmp_path):
+def test_deterministic_algorithms_are_on_for_their_jobs_only(tmp_path, monkeypatch):
+    monkeypatch.delenv(WORKSPACE, raising=False)
     seen = []
 
     def look(config, command, failures):
-        seen.append(torch.are_deterministic_algorithms_enabled())
+        seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get(WORKSPACE)))
         return []
 
     run_suite([job("a", look), job("b", look, deterministic=True), job("c", look)], tmp_path)
-    assert seen == [False, True, False] and not torch.are_deterministic_algorithms_enabled()
+    assert seen == [(False, ":4096:8"), (True, ":4096:8"), (False, ":4096:8")]
+    assert not torch.are_deterministic_algorithms_enabled() and WORKSPACE not in os.environ
 
 
 def test_a_process_that_lost_its_gpu_stops(tmp_path, monkeypatch):
