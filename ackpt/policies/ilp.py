@@ -15,7 +15,7 @@ bound, and the better of its plan and a greedy one. Offload and partly saved res
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -178,25 +178,32 @@ def cheaper(dag: Dag, budget: float, cost: float, *, time_limit: float | None = 
 
 
 def _search(dag: Dag, budget: float, time_limit: float | None, cost: float | None) -> Result:
-    """The solver's result for less than `cost`; its order keeps the budget to the byte.
+    """The solver's result for orders that cost less than `cost`; any order it returns keeps the budget to the byte.
 
     The solver's variables are integers up to a tolerance, so its sums of bytes are not exact. A set of results that
     were live together and do not fit becomes a further constraint, which no schedule within the budget violates.
     """
-    end = inf if time_limit is None else time.monotonic() + time_limit
-    too_large: list[frozenset[int]] = []
+    left = _countdown(time_limit)
+    bound, too_large = -inf, []
     while True:
-        result = run(dag, budget, None if end == inf else max(0.0, end - time.monotonic()), cost, too_large)
+        result = run(dag, budget, left(), cost, too_large)
+        bound = max(bound, result.bound)  # with more constraints, but perhaps out of time
         if result.order is None:
-            return replace(result, bound=cost) if result.infeasible and cost is not None else result
+            return replace(result, bound=cost if result.infeasible and cost is not None else bound)
         best = solution(dag, result.order)
         if best.peak_bytes <= budget:
-            return replace(result, bound=best.cost) if result.optimal else result
+            return replace(result, bound=best.cost if result.optimal else bound)
         too_large.append(_too_large(dag, best, budget))
 
 
+def _countdown(time_limit: float | None) -> Callable[[], float | None]:
+    """A function that returns the seconds left of `time_limit` from now on; None if there is no limit."""
+    end = None if time_limit is None else time.monotonic() + time_limit
+    return lambda: None if end is None else max(0.0, end - time.monotonic())
+
+
 def _too_large(dag: Dag, solution: Solution, budget: float) -> frozenset[int]:
-    """The largest results that are live at the peak of `solution`, as few as exceed `budget` with the workspace."""
+    """The fewest of the largest results live at the peak of `solution` that, with the workspace, exceed `budget`."""
     live: set[int] = set()
     moments = []
     for kind, node in solution.schedule:
@@ -284,12 +291,12 @@ def solution(dag: Dag, order, bound: float = 0) -> Solution:
 
 def lowest_peak(dag: Dag, time_limit: float | None = None) -> tuple[Solution, bool]:
     """The schedule of the lowest peak that is found in time, and whether no schedule has a lower one."""
-    end = inf if time_limit is None else time.monotonic() + time_limit
-    result = run(dag, None, time_limit)
+    left = _countdown(time_limit)
+    result = run(dag, None, left())
     best = solution(dag, result.order or range(len(dag.costs)))
-    is_exact = unit_of_bytes(dag)[1]
-    while result.optimal and not is_exact:  # the least of rounded sums: is one byte less infeasible?
-        result = _search(dag, best.peak_bytes - 1, None if end == inf else max(0.0, end - time.monotonic()), None)
+    _, is_exact = unit_of_bytes(dag)
+    while result.optimal and not is_exact:  # sums were rounded: verify that one byte less is infeasible
+        result = _search(dag, best.peak_bytes - 1, left(), None)
         if result.order is None:
             return best, result.infeasible
         best = solution(dag, result.order)

@@ -55,6 +55,14 @@ def same(one, other) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def adapted_and_expected(make, dtype):
+    """An adapted model, and the gradients of one that is equal and not planned."""
+    plain = adapted(make, dtype)
+    expected = gradients(plain, plain, dtype)
+    assert expected and all("lora" in name for name in expected)
+    return adapted(make, dtype), expected
+
+
 every_adapter = pytest.mark.parametrize("make", [llama, gpt2])
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -62,9 +70,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, t
 @every_dtype
 @every_adapter
 def test_adapters_in_regions(make, dtype):
-    plain, model = adapted(make, dtype), adapted(make, dtype)
-    expected = gradients(plain, plain, dtype)
-    assert expected and all("lora" in name for name in expected)
+    model, expected = adapted_and_expected(make, dtype)
     ackpt.apply_activation_checkpointing(model)  # without enable_input_require_grads
     assert same(gradients(model, model, dtype), expected)
 
@@ -72,9 +78,7 @@ def test_adapters_in_regions(make, dtype):
 @every_dtype
 @every_adapter
 def test_adapters_within_a_budget(make, dtype):
-    plain, model = adapted(make, dtype), adapted(make, dtype)
-    expected = gradients(plain, plain, dtype)
-    assert expected and all("lora" in name for name in expected)
+    model, expected = adapted_and_expected(make, dtype)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         step = ackpt.apply_budget(model, BATCH, budget=0.85)
     assert same(gradients(model, model, dtype), expected)

@@ -38,7 +38,8 @@ def run(
 ) -> Result:
     """The cheapest order within `budget` and below `cost_limit` that is found in `seconds`.
 
-    Without a budget, the order with the lowest peak. `too_large`: sets of nodes whose results exceed the budget.
+    Without a budget, the order with the lowest peak. `too_large`: sets of nodes whose results exceed the budget, some
+    only together with the workspace of the node that runs.
     """
     milp, bounds, constraints = solver()
     program = Program(dag, budget)
@@ -73,8 +74,8 @@ def run(
 class Program:
     """Minimize ``objective x`` such that ``matrix x <= limits`` and ``low <= x <= high``; `whole` x are integers.
 
-    ``runs[t, i]`` is R[t, i], ``saved[t, i]`` is S[t, i]; those without an entry are zero. ``live[t, i][j]`` says
-    whether the result of j is live while i runs in stage t.
+    ``runs[t, i]`` is R[t, i], ``saved[t, i]`` is S[t, i]; ``live[t, i][j]`` is 1 if the result of j is live while i
+    runs in stage t. Those without an entry are zero.
     """
 
     def __init__(self, dag: Dag, budget: float | None):
@@ -94,7 +95,7 @@ class Program:
         if budget is None:
             self.top = self._variable(1.0, 0.0, inf)
         else:
-            limit = budget / self.byte_unit + (not bytes_are_exact)  # `not_together` is exact
+            limit = budget / self.byte_unit + (not bytes_are_exact)  # slack for rounding; `not_together` is exact
             self.top = self._variable(0.0, limit, limit)
         self.live: dict[tuple[int, int], dict[int, int | None]] = {}
         for stage in range(self.count):
@@ -109,9 +110,9 @@ class Program:
         self._at_most(limit / self.cost_unit - self.exact / 2, *terms)
 
     def not_together(self, nodes: Collection[int]) -> None:
-        """Add that the results of `nodes` are never live together while a node runs with which they exceed the budget.
+        """Forbid all results of `nodes` from being live while a node runs if they and its workspace exceed the budget.
 
-        It follows from the budget, for integers: the solver's are rounded.
+        The budget implies this for exact integers, but the solver accepts values within a tolerance.
         """
         total = sum(self.dag.bytes[node] for node in nodes)
         for (stage, node), live in self.live.items():
@@ -171,20 +172,21 @@ class Program:
         """Bound the live bytes while each node of `stage` runs, by the changes from one node to the next."""
         runs = self.runs
         running = [node for node in range(stage + 1) if (stage, node) in runs]
-        changes: dict[int, list[tuple[float, int | None]]] = {node: [] for node in running}
         starts: dict[int, dict[int, int | None]] = {node: {} for node in running}
         for node in range(stage + 1):
-            size = self.dag.bytes[node] / self.byte_unit
-            before = None
             for start, is_live in self._stretches(stage, node):
                 if (first := next((n for n in running if n >= start), None)) is not None:
-                    changes[first] += [(size, is_live), (-size, before)]
-                    starts[first][node] = before = is_live
-        live_before, are_live = None, {}
+                    starts[first][node] = is_live
+        live_before, before = None, {}
         for node in running:
-            self.live[stage, node] = are_live = are_live | starts[node]
+            changes = [
+                (sign * self.dag.bytes[other] / self.byte_unit, variable)
+                for other, is_live in starts[node].items()
+                for sign, variable in ((1, is_live), (-1, before.get(other)))
+            ]
+            self.live[stage, node] = before = before | starts[node]
             live = self._variable(0.0, 0.0, self.high[self.top])
-            self._at_most(0.0, (1, live_before), (-1, live), *changes[node])
+            self._at_most(0.0, (1, live_before), (-1, live), *changes)
             freed = [
                 s for s, first in self.dag.siblings.items() if first == node < s < stage and (stage, s) not in runs
             ]
@@ -245,7 +247,7 @@ def rounded_up(dag: Dag, bound: float) -> float:
 
 
 def unit_of_bytes(dag: Dag, budget: float | None = None) -> tuple[float, bool]:
-    """The bytes that are 1 to the solver, and whether its sums of bytes are exact."""
+    """The number of bytes that the solver counts as 1, and whether its sums of bytes are exact."""
     return _unit([*dag.bytes, *dag.workspace], budget or sum(dag.bytes) + max(dag.workspace))
 
 
