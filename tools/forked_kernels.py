@@ -19,7 +19,7 @@ _IMPORTS = "ipykernel.kernelapp", "transformers", "seaborn", "ackpt.experiments.
 
 
 class ForkedKernel:
-    """What `jupyter_client` uses of a `subprocess.Popen`, for a kernel that was forked."""
+    """The subset of the `subprocess.Popen` interface that `jupyter_client` uses, for a forked kernel."""
 
     stdin = stdout = stderr = None
 

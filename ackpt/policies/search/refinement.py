@@ -16,7 +16,7 @@ _WALKED = 600_000  # nodes of all schedules that are tried for one graph: small 
 _GUESSED = 20_000  # the same for trials that may not fit, for one plan
 _SHARES = (0, 1 / 2, 1)  # of the bytes between the peaks of two plans that a plan between them may use
 
-# By the backward order of nodes: peaks above a limit, of the schedules without the runs at these positions.
+# Peaks that exceeded a limit: by the backward order, then by the positions of the runs dropped from that order.
 Tried = dict[tuple[int, ...], dict[frozenset[int], int]]
 
 
@@ -59,7 +59,7 @@ def with_fewer_runs(
     """`schedule` without the most expensive recomputations that the limit allows to drop, and the remaining `tries`.
 
     First those whose results surely fit, as many at once as fit together. Then single ones that may fit, because what
-    they read need not stay live. `tried`: what exceeded other limits, shared by the calls for one graph.
+    they read need not stay live. `tried`: earlier peaks above a limit, shared by the calls for one graph.
     """
     failed: set[tuple[int, int]] = set()
     while tries > 0:
