@@ -34,7 +34,7 @@ class Dag:
 
     ``costs`` and ``bytes``: of every node's computation and result. ``edges``: (producer, consumer) pairs of indices.
     ``workspace``: bytes that a node allocates while it runs. ``held``: nodes whose results live to the end; ``once``:
-    nodes that cannot be recomputed. Nothing is recomputed before the first computation of the node ``boundary``.
+    nodes that cannot be recomputed. Nothing is recomputed until all nodes before ``boundary`` have been computed.
     ``siblings``: ``{node: earlier node}``, further results of one operation, which every later run of it allocates too.
 
     Raises:
