@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import containers, draws, images, layers, norms, settings, state  # noqa: F401  (they fill the catalog)
+from . import containers, draws, images, layers, norms, scripts, settings, state  # noqa: F401  (they fill the catalog)
 from .part import CATALOG, KINDS, WIDTH, Part
 
 WORDS, CLASSES = 20, 5
@@ -45,7 +45,8 @@ class Spec:
     backward. ``evaluates``: an evaluation between steps. ``reshapes``: the last step has other shapes. ``input_grad``:
     the images need a gradient. ``autocast``: bfloat16 around the forward. ``freezes``: after the first step the first
     block is frozen. ``evaluation``: trained in evaluation mode. ``called``: once before, without gradients, so that
-    caches are filled.
+    caches are filled. ``penalty``: the loop adds a penalty of the parameters to the loss. ``hooks``: hooks on the
+    gradient accumulators change gradients. ``delays``: two forwards, a fused optimizer step after the first backward.
     """
 
     seed: int
@@ -62,6 +63,9 @@ class Spec:
     evaluation: bool = False
     tied: bool = False
     called: bool = False
+    penalty: bool = False
+    hooks: bool = False
+    delays: bool = False
 
     def names(self) -> list[str]:
         """The names of all parts, one for each time it is there."""
@@ -104,6 +108,9 @@ def draw_spec(seed: int) -> Spec:
         evaluation=rarely(0.05),
         tied=kind == "sequence" and rarely(0.3),
         called=rarely(0.3),
+        penalty=rarely(),
+        hooks=rarely(),
+        delays=rarely(0.05),
     )
 
 

@@ -41,6 +41,7 @@ def train(spec: Spec, prepare: Callable, steps: int = STEPS, after_step: Callabl
     """`steps` steps of SGD; ``prepare(model, args, kwargs)`` returns what is called in the model's place."""
     model = _made(spec)
     args, kwargs, _ = batch(spec, 0)
+    hooks = _accumulator_hooks(model) if spec.hooks else []
     call = prepare(model, args, kwargs)
     run = Run([])
     for step in range(steps):
@@ -52,7 +53,25 @@ def train(spec: Spec, prepare: Callable, steps: int = STEPS, after_step: Callabl
             model.blocks[0].requires_grad_(False)
         if spec.evaluates:
             _evaluate(spec, model, call, step)
+    if hooks:
+        run.records.append({"calls of hooks": [sum(counts) for _, counts in hooks]})
     return run
+
+
+def _accumulator_hooks(model: nn.Module) -> list[tuple[Any, list[int]]]:
+    """The gradient accumulators of the parameters, with a hook that halves gradients and counts its calls."""
+    hooks = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            accumulator, counts = parameter.expand_as(parameter).grad_fn.next_functions[0][0], []
+            accumulator.register_prehook(lambda gradients, counts=counts: _halved(gradients, counts))
+            hooks.append((accumulator, counts))
+    return hooks
+
+
+def _halved(gradients, counts: list[int]):
+    counts.append(1)
+    return tuple(None if each is None else each * 0.5 for each in gradients)
 
 
 def _made(spec: Spec) -> Model:
@@ -72,7 +91,8 @@ def _step(spec: Spec, model: Model, call, step: int, final: bool, run: Run) -> R
     for named in everything(model):
         named[1].grad = None
     outputs, inputs = [], []
-    for micro in range(1 + spec.accumulates):
+    forwards = 1 + (spec.accumulates or spec.delays)
+    for micro in range(forwards):
         args, kwargs, tensors = batch(spec, 10 * step + micro, final)
         inputs += [tensor for tensor in tensors if tensor.requires_grad]
         with torch.autocast("cpu", torch.bfloat16) if spec.autocast else contextlib.nullcontext():
@@ -81,9 +101,16 @@ def _step(spec: Spec, model: Model, call, step: int, final: bool, run: Run) -> R
         record[f"output {index}"] = output.detach().clone()
     record["outputs that require grad"] = [output.requires_grad for output in outputs]
     record["random numbers after forward"] = random_states(model)
-    trained = differentiated(outputs, 1 + spec.accumulates)
+    trained = differentiated(outputs, forwards)
     run.most_uses = max(run.most_uses, most_uses(trained))
-    torch.autograd.backward(trained, incoming(trained))
+    if spec.penalty:
+        trained.append(sum(parameter.float().square().sum() for parameter in model.parameters()))
+    if spec.delays:
+        torch.autograd.backward(trained[0], incoming(trained[:1])[0])
+        _fused_step(model)
+        torch.autograd.backward(trained[1:], incoming(trained[1:]))
+    else:
+        torch.autograd.backward(trained, incoming(trained))
     del outputs, trained
     for name, tensor in everything(model):
         record[f"gradient of {name}"] = None if tensor.grad is None else tensor.grad.clone()
@@ -98,6 +125,11 @@ def _step(spec: Spec, model: Model, call, step: int, final: bool, run: Run) -> R
         record[f"value of {name}"] = tensor.detach().clone()
     record.update(kept_values(model))
     return record
+
+
+def _fused_step(model: nn.Module) -> None:
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    torch.optim.SGD(parameters, lr=0.1, fused=True).step()
 
 
 def _evaluate(spec: Spec, model: Model, call, step: int) -> None:

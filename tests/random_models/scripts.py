@@ -1,0 +1,372 @@
+"""Parts as scripts have them: caches outside of modules, hooks in forward, sizes from floats, own operations, seeds."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import math
+import random
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .part import WIDTH, Part, at_restart, channels_first, channels_last, part, per_channel
+
+_LOG: list[torch.Tensor] = []
+_BY_LENGTH: dict[tuple, torch.Tensor] = {}
+
+
+@functools.cache
+def _window(length: int) -> torch.Tensor:
+    return torch.full((length, length), -1e4).triu(1)
+
+
+class _Registry:
+    """A class that libraries use as a namespace."""
+
+    tables: dict[int, torch.Tensor] = {}
+    weights = torch.ones(WIDTH)
+
+
+@at_restart
+def _restart():
+    _LOG.clear()
+    _BY_LENGTH.clear()
+    _window.cache_clear()
+    _Registry.tables.clear()
+    _Registry.weights = torch.ones(WIDTH)
+
+
+@part("sequence")
+class CachesOutside(Part):
+    """Masks and positions in a cache outside of modules, filled by the first call of each length."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.how = draw.choice(["lru_cache", "dict", "class", "default"])
+
+    def _mask(self, length: int, kept={}) -> torch.Tensor:  # noqa: B006
+        if self.how == "lru_cache":
+            return _window(length)
+        key = (length, "cpu")
+        table = {"dict": _BY_LENGTH, "class": _Registry.tables, "default": kept}[self.how]
+        if self.how == "class":
+            key = length
+        if key not in table:
+            table[key] = torch.arange(float(length)).neg() * torch.ones(length, 1)
+        return table[key]
+
+    def forward(self, x):
+        query = self.query(x)
+        return (query @ query.transpose(-1, -2) * 0.1 + self._mask(x.shape[-2])).softmax(-1) @ x
+
+
+@part()
+class ClassWeights(Part):
+    """A tensor in a class attribute, bound anew between steps."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.changes = draw.random() < 0.6
+
+    def between(self, step):
+        if self.changes:
+            _Registry.weights = _Registry.weights * 1.5
+
+    def forward(self, x):
+        return x * per_channel(x, _Registry.weights)
+
+
+@part()
+class LogsTensors(Part):
+    """Statistics, detached or not, in a list outside of the module."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.how = draw.choice(["detached", "mean", "item later"])
+
+    def between(self, step):
+        if self.how == "item later":
+            _LOG[:] = [torch.tensor(float(each.sum())) for each in _LOG]
+
+    def forward(self, x):
+        _LOG.append(x.detach().mean((0, 1)) if self.how == "mean" else x.detach())
+        return x * 0.5
+
+
+@part()
+class HooksItsInput(Part):
+    """A hook on the gradient of the input or of an intermediate result, with one or two uses of it."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.residual = draw.random() < 0.6
+        self.how = draw.choice(["input", "view", "result"])
+
+    def forward(self, x):
+        if self.how == "view":
+            x = x.view_as(x)
+        if x.requires_grad and self.how != "result":
+            x.register_hook(lambda gradient: gradient * 0.5)
+        found = channels_first(torch.tanh(self.linear(channels_last(x))))
+        if found.requires_grad and self.how == "result":
+            found.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return x + found if self.residual else found
+
+
+@part("sequence")
+class FloatSizes(Part):
+    """Integers that a model computes with floats from the number of tokens."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        ways = ["ceil", "floor", "round", "divide", "root", "scale", "add", "interpolate", "pool", "linspace", "window"]
+        self.how = draw.choice(ways)
+        self.share = draw.choice([0.1, 0.3, 1 / 3, 0.7, 0.9])
+
+    def _count(self, n: int) -> int:
+        if self.how == "ceil":
+            return math.ceil(n * 0.1 * 3)
+        if self.how == "floor":
+            return math.floor(n * self.share * 10) // 10
+        if self.how == "round":
+            return round(n * self.share)
+        if self.how == "divide":
+            return int((n * self.share) // 0.1) // 10
+        return int(math.sqrt(n) * self.share) + 1
+
+    def forward(self, x):
+        n = x.shape[1]
+        if self.how == "scale":
+            return x * (n**-0.5) + n * 0.1 / 3
+        if self.how == "add":
+            return x * (n * 0.1 + 0.2 + 0.3)
+        if self.how == "interpolate":
+            short = F.interpolate(x.transpose(1, 2), scale_factor=self.share, mode="nearest-exact")
+            return F.interpolate(short, size=n, mode="linear").transpose(1, 2)
+        if self.how == "pool":
+            pooled = F.adaptive_avg_pool1d(x.transpose(1, 2), max(1, int(n * self.share)))
+            return x + pooled.mean(-1)[:, None]
+        if self.how == "linspace":
+            return x * torch.linspace(0, 1, n)[:, None] + torch.arange(0, n * 0.5, 0.5)[:n, None]
+        if self.how == "window":
+            pad = math.ceil(n / 5) * 5 - n
+            return F.pad(x, (0, 0, 0, pad)).unflatten(1, (-1, 5)).softmax(2).flatten(1, 2)[:, :n]
+        keep = self._count(n)
+        return torch.cat([torch.tanh(x[:, :keep]), x[:, keep:]], 1)
+
+
+@torch.library.custom_op("random_models::drop", mutates_args=())
+def _drop(x: torch.Tensor) -> torch.Tensor:
+    return x * (torch.rand(x.shape) > 0.3)
+
+
+_drop.register_fake(torch.empty_like)
+
+
+def _keep_output(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+_drop.register_autograd(lambda ctx, g: g * (ctx.saved_tensors[0] != 0), setup_context=_keep_output)
+
+
+@torch.library.custom_op("random_models::increase", mutates_args={"x"})
+def _increase(x: torch.Tensor) -> None:
+    x.add_(1.0)
+
+
+_increase.register_fake(lambda x: None)
+
+
+class _Increased(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        _increase(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad
+
+
+@part()
+class OwnOperations(Part):
+    """Custom operations: one draws random numbers without saying so, one writes into its argument."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.draws = draw.random() < 0.6
+
+    def forward(self, x):
+        return _drop(torch.relu(x) + 0.1) if self.draws else _Increased.apply(x).tanh()
+
+
+class Side(enum.Enum):
+    """Which of two buffers a part reads."""
+
+    left = "left"
+    right = "right"
+
+
+@part()
+class NamesItsBuffer(Part):
+    """A string, an enum or bytes that choose a buffer, changed between steps."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.register_buffer("left", torch.ones(WIDTH))
+        self.register_buffer("right", -torch.ones(WIDTH))
+        self.side = draw.choice(["left", Side.left, b"left"])
+
+    def between(self, step):
+        if isinstance(self.side, Side):
+            self.side = Side.right
+        elif isinstance(self.side, bytes):
+            self.side = b"right"
+        else:
+            self.side = "right"
+
+    def forward(self, x):
+        name = self.side.value if isinstance(self.side, Side) else self.side
+        name = name.decode() if isinstance(name, bytes) else name
+        return torch.tanh(x + per_channel(x, getattr(self, name)))
+
+
+@part()
+class Decompositions(Part):
+    """Inverses, solutions and factors of small matrices, products and maxima."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
+        self.how = draw.choice(["inv", "solve", "cholesky", "logdet", "prod", "maximum", "expm"])
+
+    def forward(self, x):
+        matrix = self.weight @ self.weight.t() + torch.eye(WIDTH)
+        last = channels_last(x)
+        if self.how == "inv":
+            last = last @ torch.linalg.inv(matrix)
+        elif self.how == "solve":
+            last = torch.linalg.solve(matrix, last.flatten(0, -2).t()).t().view_as(last)
+        elif self.how == "cholesky":
+            last = last @ torch.linalg.cholesky(matrix)
+        elif self.how == "logdet":
+            last = last * torch.logdet(matrix)
+        elif self.how == "prod":
+            last = last * torch.sigmoid(last).prod(-1, keepdim=True)
+        elif self.how == "maximum":
+            last = torch.maximum(last.transpose(0, 1), last.sin().transpose(0, 1)).transpose(0, 1)
+        else:
+            last = last @ torch.linalg.matrix_exp(self.weight)
+        return channels_first(last)
+
+
+@part(planned=False)
+class SeedsItself(Part):
+    """A forward that seeds random numbers itself, within ``fork_rng`` or for good."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.how = draw.choice(["fork", "numpy", "python"])
+
+    def forward(self, x):
+        if self.how == "fork":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(3)
+                return x * torch.rand(WIDTH if x.dim() == 3 else x.shape[-1])
+        if self.how == "numpy":
+            np.random.seed(0)  # noqa: NPY002
+            return x * float(np.random.rand())  # noqa: NPY002
+        random.seed(0)
+        return x * (0.5 + random.random())
+
+
+@part(planned=False)
+class SavesLess(Part):
+    """Saved tensors in bfloat16 by hooks of its own."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        halved = torch.autograd.graph.saved_tensors_hooks(lambda t: (t.dtype, t.bfloat16()), lambda p: p[1].to(p[0]))
+        with halved if x.is_floating_point() else contextlib.nullcontext():
+            return channels_first(torch.tanh(self.linear(channels_last(x))))
+
+
+@part()
+class MakesParameter(Part):
+    """A parameter made in forward, and weights that are set to their own values."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.sets = draw.random() < 0.5
+
+    def forward(self, x):
+        if self.sets:
+            with torch.no_grad():
+                self.scale.copy_(self.scale.clone())
+            return x * per_channel(x, self.scale)
+        return x * nn.Parameter(torch.full((1,), 1.5))
+
+
+@part()
+class Observer(Part):
+    """Ranges of channels in buffers that grow at the first call, as observers of quantization keep them."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.register_buffer("largest", torch.empty(0))
+
+    def forward(self, x):
+        now = channels_last(x).detach().flatten(0, -2).abs().amax(0)
+        if self.largest.numel() == 0:
+            self.largest.resize_(now.shape)
+            self.largest.copy_(now)
+        else:
+            self.largest.copy_(torch.maximum(self.largest, now))
+        return x / (per_channel(x, self.largest.clone()) + 1)
+
+
+class _Box:
+    """An object argument that layers write into, as a graph library's data."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+@part()
+class WritesIntoArgument(Part):
+    """Layers that pass an object on and write their result into it, or pop it off a list."""
+
+    def __init__(self, draw, inner=()):
+        super().__init__(draw)
+        self.layers = nn.ModuleList([_Writes(WIDTH), _Writes(WIDTH)])
+        self.pops = draw.random() < 0.4
+
+    def forward(self, x):
+        box = [x] if self.pops else _Box(x)
+        for layer in self.layers:
+            box = layer(box)
+        return box.pop() if isinstance(box, list) else box.x
+
+
+class _Writes(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, box):
+        if isinstance(box, list):
+            return [channels_first(torch.sin(self.linear(channels_last(box.pop()))))]
+        box.x = channels_first(torch.sin(self.linear(channels_last(box.x))))
+        return box
