@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -35,7 +35,8 @@ from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.packed_sequences import found_packed
 from ackpt.progress import stage
 
-from .as_compiled import compiling
+from .as_compiled import compiling, warned
+from .branches import Branch, Branches
 from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
 from .outputs import check_differentiate, check_outputs, no_gradient, refuse_overlaps, without_gradient
 from .patches import casts
@@ -51,13 +52,12 @@ class Capture:
     a call's arguments, each tensor once; ``numbers``: those of integers that are dynamic, for each of which an empty
     tensor of that length is an input; ``held``: input tensors that the model's code references itself. ``spec``:
     the pytree of the model's outputs; ``constants``: ``{index in it: value}`` for outputs that are not tensors;
-    ``refused``: indices of outputs that were captured without a gradient although the model gives them one.
+    ``refused``: indices of outputs that were captured without a gradient although the model gives them one;
+    ``branches``: what the model's code decides by the values of integer arguments.
     ``made_for``: the call in words, from `ackpt.capture.inspection.calls`; ``has_data``: whether no tensor of the call
     or the model is fake or on the meta device; ``reads``: values outside of its modules that the model's code reads.
     ``reason``: why the model was captured as ``torch.compile`` runs it; empty if it was not. ``symbols``: of dynamic
     dimensions. ``differentiate`` and ``keeps_outputs``: what the caller does with the outputs.
-    ``own_peaks``: the simulated and the measured dynamic peak in bytes of the model's own step, by the sizes of dynamic
-    dimensions at which it was measured.
     """
 
     joint: Any
@@ -66,6 +66,7 @@ class Capture:
     spec: TreeSpec
     constants: dict[int, Any]
     refused: tuple[int, ...]
+    branches: tuple[Branch, ...]
     made_for: dict[str, str]
     has_data: bool
     reads: Reads
@@ -74,19 +75,21 @@ class Capture:
     numbers: frozenset[int]
     differentiate: str
     keeps_outputs: bool
-    own_peaks: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self):
         self._held_facts = list(map(tensor_facts, self.held))
 
-    def is_current(self) -> bool:
-        """Whether the values and tensors that the model's code refers to are as in the capture."""
-        return self.reads.are_same() and list(map(tensor_facts, self.held)) == self._held_facts
+    def serves(self, leaves: Sequence[Any]) -> bool:
+        """Whether the model takes the same way in a call with `leaves`, which has the sizes of the capture."""
+        return self._is_current() and all(branch.holds(leaves, self.symbols) for branch in self.branches)
 
     def first_change(self) -> str:
-        """The first value or tensor that differs from the capture, in words; empty if none does."""
+        """The first value or tensor of the model's code that differs from the capture, in words; empty if none does."""
         label = self.reads.first_change()
-        return label or ("" if self.is_current() else "a tensor that is neither a parameter nor a buffer")
+        return label or ("" if self._is_current() else "a tensor that is neither a parameter nor a buffer")
+
+    def _is_current(self) -> bool:
+        return self.reads.are_same() and list(map(tensor_facts, self.held)) == self._held_facts
 
     def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
         """The inputs of the captured step in a call with `leaves`: parameters, buffers, and tensors of the call."""
@@ -121,12 +124,15 @@ class Capture:
 class _Call:
     """The call of `model` that a `_Flat` captures.
 
-    ``ties``: see `_ties`; ``own``: (dict, name, tensor) of every parameter, buffer and held tensor. ``returned``: after
-    the forward, the fields ``spec``, ``constants`` and ``refused`` of a `Capture`.
+    ``values``: leaves with data for `Branches`; none if the call has no data. ``ties``: see `_ties`; ``own``: (dict,
+    name, tensor) of every parameter, buffer and held tensor. ``returned``: after the forward, the fields ``spec``,
+    ``constants``, ``refused`` and ``branches`` of a `Capture`.
     """
 
     model: nn.Module
     leaves: list[Any]
+    values: list[Any]
+    symbols: Symbols | None
     numbers: frozenset[int]
     spec: TreeSpec
     differentiate: str
@@ -140,7 +146,7 @@ class _Call:
 class _Flat(nn.Module):
     """`model` as a function of tensors that returns a tuple of tensors; its parameters keep their names."""
 
-    def __init__(self, model, leaves, numbers, spec, differentiate, held, reads):
+    def __init__(self, model, leaves, values, spec, held, about):
         super().__init__()
         buffers = nn.Module()
         for place, tensor in enumerate(held):
@@ -155,7 +161,8 @@ class _Flat(nn.Module):
         ties = [*_ties(model, "_parameters"), *_ties(model, "_buffers")]
         casts_once = torch.is_autocast_cache_enabled()  # torch disables the cache while it captures
         # In one attribute, of a name that no submodule has: torch looks submodules up as attributes.
-        self._ackpt_call = _Call(model, leaves, numbers, spec, differentiate, reads, casts_once, ties, own)
+        about = (about["symbols"], about["numbers"], spec, about["differentiate"], about["reads"])
+        self._ackpt_call = _Call(model, leaves, values, *about, casts_once, ties, own)
         vars(self).update(
             _parameters=model._parameters, _buffers=model._buffers, _modules={**model._modules, _HELD: buffers}
         )
@@ -185,8 +192,12 @@ class _Flat(nn.Module):
                 unchanged(call.model, held.is_same, call.reads.may_settle),
                 arguments_unchanged([*args, *kwargs.values()]),
             )
+            given = [] if not call.values else list(zip(given_places(leaves), tensors))
+            branches = Branches(
+                call.values, {at: tensor for at, tensor in given if at not in call.numbers}, call.symbols
+            )
             with same_model, same_arguments, once, held, found_packed(), call.reads.watched():
-                with fused_attention_refused():
+                with fused_attention_refused(), branches:
                     outputs, out_spec = flatten_outputs(own_call(call.model)(*args, **kwargs))
         if held.found:
             raise _HoldsTensors(held.found.values())
@@ -199,7 +210,7 @@ class _Flat(nn.Module):
         refused = without_gradient(outputs, call.differentiate)
         refuse_overlaps(outputs, held.traced.values(), refused)
         constants = {index: value for index, value in enumerate(outputs) if not is_tensor(value)}
-        call.returned = out_spec, constants, refused
+        call.returned = out_spec, constants, refused, tuple(branches.found)
         return tuple(
             value.detach() if index in refused else value for index, value in enumerate(outputs) if is_tensor(value)
         )
@@ -249,13 +260,10 @@ def given_places(leaves) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def capture(
-    model, args, kwargs, differentiate="loss", outputs="keep", dynamic: Sequence[Dimension] = (), as_compiled=True
-):
+def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: Sequence[Dimension] = ()):
     """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open.
 
-    `dynamic`: the dimensions whose sizes become symbols. `as_compiled`: whether to capture it as ``torch.compile`` runs
-    it if that is the only way.
+    `dynamic`: the dimensions whose sizes become symbols.
     """
     check_differentiate(differentiate)
     check_outputs(outputs)
@@ -278,6 +286,7 @@ def capture(
     }
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if dynamic else None)
     unused = [layout(leaf)[-1] for leaf in leaves if is_sized(leaf)] if dynamic else []
+    own_model, values = model, leaves if about["has_data"] else []
     model, leaves, spec = off_meta(model, leaves, spec, fake_mode)
     if dynamic:
         leaves = symbolic(leaves, dynamic, fake_mode)
@@ -287,14 +296,14 @@ def capture(
         stack.enter_context(_use_lazy_graph_module(True))  # their code never runs: 6 % of the time
         stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
         try:
-            captured = _settled(stack, model, leaves, spec, about)
+            captured = _settled(stack, model, leaves, values, spec, about)
         except TraceError as error:  # many models read tensor values unless they are compiled
-            if not as_compiled:
+            if about["has_data"]:  # nobody could say how the results of that way differ
                 raise
             about["reason"] = error.reason or f"the capture of the model as it is fails ({error})"
             try:
                 with compiling():
-                    captured = _settled(stack, model, leaves, spec, about)
+                    captured = _settled(stack, model, leaves, values, spec, about)
             except TraceError as again:
                 if str(again) == str(error):
                     raise
@@ -304,31 +313,32 @@ def capture(
                 )
                 both.reason, both.module, both.can_split = error.reason, error.module, error.can_split
                 raise both from error
+            warned(own_model, about["reason"])
         captured.reads.finish()
         yield captured
 
 
-def _settled(stack, model, leaves, spec, about) -> Capture:
+def _settled(stack, model, leaves, values, spec, about) -> Capture:
     """A capture of the model; the second one if its first call changes a value that its code reads."""
     reads = about["reads"]
     with contextlib.ExitStack() as first:
-        captured = _captured(first, model, leaves, spec, about)
+        captured = _captured(first, model, leaves, values, spec, about)
         if reads.is_settled:
             stack.enter_context(first.pop_all())
             return captured
         code = captured.joint.graph_module.code
     with reads.settle() as refused:
-        captured = _captured(stack, model, leaves, spec, about)
+        captured = _captured(stack, model, leaves, values, spec, about)
         if captured.joint.graph_module.code != code:
             raise refused
     return captured
 
 
-def _captured(stack, model, leaves, spec, about) -> Capture:
+def _captured(stack, model, leaves, values, spec, about) -> Capture:
     """A capture of the model; if its code references tensors itself, a second one with these as inputs."""
 
     def flat(held):
-        return _Flat(model, leaves, about["numbers"], spec, about["differentiate"], held, about["reads"])
+        return _Flat(model, leaves, values, spec, held, about)
 
     with explained(model), torch.inference_mode(False), torch.enable_grad():
         try:
