@@ -17,6 +17,7 @@ from ackpt.costs.measured_rates import measured_rates
 from ackpt.costs.operation_runs import device_of
 from ackpt.costs.profiles import Profile, default_rates, rates
 from ackpt.costs.profiles import profile as profiled
+from ackpt.costs.workspace import has_users_kernel
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
 from ackpt.planning.allocations import allocations, peak_in_words
@@ -303,10 +304,18 @@ def _plan(
         host_bytes=simulated.host_bytes,
         exposed_seconds=simulated.exposed_seconds,
         made_for=graph.made_for,
-        note=as_compiled.note(graph.as_compiled) if graph.as_compiled else None,
+        note=_note(graph),
         sizes=graph.analysis.argument_shapes,
         device=profile.device,
     )
+
+
+def _note(graph: JointGraph) -> str | None:
+    """What a reader of the plan must know of its promise; None if nothing."""
+    notes = [as_compiled.note(graph.as_compiled)] if graph.as_compiled else []
+    if users := sorted({str(fx.target) for fx in graph.analysis.fx.values() if has_users_kernel(fx)}):
+        notes.append(f"the temporary memory of {', '.join(users)} is not counted: planning does not run Python kernels")
+    return "; ".join(notes) or None
 
 
 def _added_cost(graph, profile: Profile, schedule: Schedule, simulated: Simulation, cost) -> float:

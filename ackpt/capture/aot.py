@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ackpt.capture.inspection.attributes import arguments_unchanged, unchanged
+from ackpt.capture.inspection.branches import Branch, Branches, Number
 from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
 from ackpt.capture.inspection.model_checks import own_call
@@ -36,7 +37,6 @@ from ackpt.metering.packed_sequences import found_packed
 from ackpt.progress import stage
 
 from .as_compiled import compiling, warned
-from .branches import Branch, Branches
 from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
 from .outputs import check_differentiate, check_outputs, no_gradient, refuse_overlaps, without_gradient
 from .patches import casts
@@ -81,7 +81,12 @@ class Capture:
 
     def serves(self, leaves: Sequence[Any]) -> bool:
         """Whether the model takes the same way in a call with `leaves`, which has the sizes of the capture."""
-        return self._is_current() and all(branch.holds(leaves, self.symbols) for branch in self.branches)
+        return self._is_current() and self.other_branch(leaves) is None
+
+    def other_branch(self, leaves: Sequence[Any]) -> Branch | None:
+        """The first branch that the model takes otherwise in such a call."""
+        number = _plain if self.symbols is None else self.symbols.number
+        return next((branch for branch in self.branches if not branch.holds(leaves, number)), None)
 
     def first_change(self) -> str:
         """The first value or tensor of the model's code that differs from the capture, in words; empty if none does."""
@@ -120,6 +125,11 @@ class Capture:
         return tree_unflatten(leaves, self.spec)
 
 
+def _plain(size, leaves):
+    """A size of a capture without symbols."""
+    return size
+
+
 @dataclass
 class _Call:
     """The call of `model` that a `_Flat` captures.
@@ -132,7 +142,7 @@ class _Call:
     model: nn.Module
     leaves: list[Any]
     values: list[Any]
-    symbols: Symbols | None
+    number: Number
     numbers: frozenset[int]
     spec: TreeSpec
     differentiate: str
@@ -161,8 +171,9 @@ class _Flat(nn.Module):
         ties = [*_ties(model, "_parameters"), *_ties(model, "_buffers")]
         casts_once = torch.is_autocast_cache_enabled()  # torch disables the cache while it captures
         # In one attribute, of a name that no submodule has: torch looks submodules up as attributes.
-        about = (about["symbols"], about["numbers"], spec, about["differentiate"], about["reads"])
-        self._ackpt_call = _Call(model, leaves, values, *about, casts_once, ties, own)
+        number = _plain if about["symbols"] is None else about["symbols"].number
+        about = (about["numbers"], spec, about["differentiate"], about["reads"])
+        self._ackpt_call = _Call(model, leaves, values, number, *about, casts_once, ties, own)
         vars(self).update(
             _parameters=model._parameters, _buffers=model._buffers, _modules={**model._modules, _HELD: buffers}
         )
@@ -193,9 +204,8 @@ class _Flat(nn.Module):
                 arguments_unchanged([*args, *kwargs.values()]),
             )
             given = [] if not call.values else list(zip(given_places(leaves), tensors))
-            branches = Branches(
-                call.values, {at: tensor for at, tensor in given if at not in call.numbers}, call.symbols
-            )
+            given = {at: tensor for at, tensor in given if at not in call.numbers}
+            branches = Branches(call.values, given, call.number)
             with same_model, same_arguments, once, held, found_packed(), call.reads.watched():
                 with fused_attention_refused(), branches:
                     outputs, out_spec = flatten_outputs(own_call(call.model)(*args, **kwargs))

@@ -301,9 +301,8 @@ class Variants:
             return attribute
         if setting := changed_setting(was, call.facts):
             return setting, setting
-        for branch in variant.captured.branches:
-            if not branch.holds(call.leaves, variant.captured.symbols):
-                return f"what the model decides by its arguments' values changed{branch.line}", _VALUES
+        if branch := variant.captured.other_branch(call.leaves):
+            return f"what the model decides by its arguments' values changed{branch.line}", _VALUES
         return "the layout of a tensor changed", "the layout of a tensor"
 
     def _drop_oldest(self) -> None:

@@ -61,6 +61,7 @@ DECIDES = {
     "sum": lambda mask: mask.sum() != mask.numel(),
     "a view": lambda mask: mask.t()[-1].min() < 1,
     "a position": lambda mask: (mask.bool() & (torch.arange(mask.shape[1]) > 2)).sum() < 4 * (mask.shape[1] - 3),
+    "a literal": lambda mask: 0 in mask[:, [-1, 0]] * torch.tensor([1, 1]),
     "two outputs": lambda mask: mask.float().min(dim=1).values.amin() < 0.5,
     "written later": written_later,
 }

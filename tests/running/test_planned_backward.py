@@ -196,7 +196,7 @@ def test_gradients_and_random_numbers_are_as_before_after_planning(prepare):
     before = [*(tensor.clone() for tensor in model.state_dict().values()), torch.get_rng_state()]
     call = prepare(model, rows(8))
     for count in STEPS[1:]:
-        if isinstance(call, ackpt.PlannedStep):
+        if hasattr(call, "prepare"):
             call.prepare(rows(count))
     assert_equal(before, [*model.state_dict().values(), torch.get_rng_state()], "state")
     assert torch.equal(model[0][0].weight.grad, torch.ones(64, 16)) and model[0][2].weight.grad is None

@@ -12,13 +12,14 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from .dynamic_sizes import Symbols, expression
-from .inspection.source_lines import line
-from .inspection.tensors import is_tensor
+from .source_lines import line
+from .tensors import is_tensor
 
+Number = Callable[[Any, Sequence[Any]], Any]
 _READ = torch.ops.aten._local_scalar_dense.default
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -50,9 +51,9 @@ class Branch:
     answer: bool
     line: str
 
-    def holds(self, leaves: Sequence[Any], symbols: Symbols | None) -> bool:
+    def holds(self, leaves: Sequence[Any], number: Number) -> bool:
         """Whether the answer is the same in a call with `leaves`."""
-        return _truth(self.value, leaves, symbols) == self.answer
+        return _truth(self.value, leaves, number) == self.answer
 
 
 class Branches(TorchDispatchMode):
@@ -63,15 +64,15 @@ class Branches(TorchDispatchMode):
     Args:
         leaves: of the call; their values decide.
         traced: ``{index of a leaf: the tensor that represents it}``.
-        symbols: of the dynamic dimensions.
+        number: evaluates a symbolic size in a call with given leaves.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, leaves: Sequence[Any], traced: dict[int, torch.Tensor], symbols: Symbols | None):
+    def __init__(self, leaves: Sequence[Any], traced: dict[int, torch.Tensor], number: Number):
         super().__init__()
         self.found: list[Branch] = []
-        self._leaves, self._symbols = leaves, symbols
+        self._leaves, self._number = leaves, number
         self._known: dict[int, tuple[ref, _Value]] = {}
         for at, tensor in traced.items():
             if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -85,7 +86,7 @@ class Branches(TorchDispatchMode):
         known = {key: value for key, tensor in tensors.items() if (value := self._value(tensor)) is not None}
         if func is _READ and known and args[0].dtype is torch.bool:
             (value,) = known.values()
-            self.found.append(Branch(value, _truth(value, self._leaves, self._symbols), line()))
+            self.found.append(Branch(value, _truth(value, self._leaves, self._number), line()))
             return self.found[-1].answer
         if func._schema.is_mutable:
             for value in known.values():
@@ -106,23 +107,26 @@ class Branches(TorchDispatchMode):
         self._known[id(tensor)] = ref(tensor), value
 
     def _value(self, tensor: torch.Tensor) -> _Value | None:
+        if type(tensor) is torch.Tensor and not is_functorch_wrapped_tensor(tensor):
+            # A literal of the code, such as the index in x[:, [0, -1]].
+            with _disable_current_modes():
+                return _Value(_Storage(), 0, torch.ops.aten.clone.default, (tensor.clone(),))
         if id(tensor) not in self._known:
             return None
         made, value = self._known[id(tensor)]
         return value if made() is tensor and not value.storage.is_written else None
 
 
-def _truth(value: _Value, leaves: Sequence[Any], symbols: Symbols | None) -> bool:
+def _truth(value: _Value, leaves: Sequence[Any], number: Number) -> bool:
     """The truth of `value` in a call with `leaves`: torch's own operations compute it from the arguments."""
-    sizes = () if symbols is None else symbols.values(leaves)
     with torch.no_grad(), _disable_current_modes(), torch._C._DisableAutocast():
-        return bool(_computed(value, leaves, lambda size: symbols.evaluated((expression(size),), sizes)[0], {}))
+        return bool(_computed(value, leaves, number, {}))
 
 
-def _computed(leaf, leaves: Sequence[Any], number: Callable[[Any], Any], made: dict[int, Any]) -> Any:
+def _computed(leaf, leaves: Sequence[Any], number: Number, made: dict[int, Any]) -> Any:
     """`leaf` of the arguments of an operation in a call with `leaves`; ``made``: results by the ids of their values."""
     if isinstance(leaf, _SYMBOLIC):
-        return number(leaf)
+        return number(leaf, leaves)
     if not isinstance(leaf, _Value):
         return leaf
     if leaf.function is None:
