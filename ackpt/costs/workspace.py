@@ -22,6 +22,7 @@ from ackpt.progress import stage
 from .operation_costs import allocates
 from .run_alone import Allocations, cannot_run, count_allocations, in_own_thread
 
+_OWN = ("aten", "prims", "ackpt_graph")
 _KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 _FILLS = (0, 1)  # of integers: 0 is valid as an index of anything, 1 as a divisor
 
@@ -93,9 +94,9 @@ def _can_run(node: torch.fx.Node) -> bool:
 
 
 def has_users_kernel(node: torch.fx.Node) -> bool:
-    """Whether a node's operation runs Python code outside of torch, which may have effects that no planning repeats."""
+    """Whether a node's operation runs Python code of others than torch and ackpt, which may have any effects."""
     operation: Any = node.target
-    if not isinstance(operation, torch._ops.OpOverload) or operation.namespace in ("aten", "prims"):
+    if not isinstance(operation, torch._ops.OpOverload) or operation.namespace in _OWN:
         return False
     name = str(operation).removesuffix(".default").replace(".", "/", 1)
     return any(f"{name}/{key}" in torch.library._impls for key in _KERNELS)
