@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -151,6 +151,19 @@ class _Call:
     ties: list[tuple[dict, str, dict, str]]
     own: list[tuple[dict, str, torch.Tensor]]
     returned: tuple = ()
+    attributes: list[tuple[torch.Tensor, str, set[str]]] = field(default_factory=list)
+
+    def require_same_attributes(self) -> None:
+        """Raise a TraceError if the model's code, in its forward or a backward, has set an attribute of a parameter."""
+        for tensor, name, before in self.attributes:
+            if new := sorted(each for each in set(vars(tensor)) - before if each[0] != "_"):
+                error = TraceError(
+                    f"the model's code sets attribute {new[0]!r} of parameter {name!r}, which a captured step would not "
+                    "repeat: set an attribute of the module, or register a buffer."
+                )
+                error.reason, error.can_split = str(error), True
+                raise error
+        self.attributes.clear()
 
 
 class _Flat(nn.Module):
@@ -187,6 +200,7 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors):
         call = self._ackpt_call
+        call.reads.start()
         leaves = call.leaves
         traced = dict(zip((id(leaves[index]) for index in given_places(leaves)), tensors))
         inputs = [traced[id(leaf)] if is_tensor(leaf) else leaf for leaf in leaves]
@@ -195,6 +209,7 @@ class _Flat(nn.Module):
         args, kwargs = tree_unflatten(inputs, call.spec)
         with _tied(call.ties):
             traced_own = {id(tensor): named[name] for named, name, tensor in call.own}
+            call.attributes = [(named[name], name, set(vars(named[name]))) for named, name, _ in call.own]
             held = Held({**traced, **traced_own}, call.reads)
             real = (*leaves, *(tensor for _, _, tensor in call.own))
             weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
@@ -372,8 +387,10 @@ def _captured(stack, model, leaves, values, spec, about) -> Capture:
 def _exported(stack, flat: _Flat, leaves, held, about) -> Capture:
     given = given_places(leaves)
     tensors = tuple(leaves[place] for place in given)
-    with contextlib.ExitStack() as inner, Where(flat._ackpt_call.model) as where:
+    call = flat._ackpt_call
+    with contextlib.ExitStack() as inner, Where(call.model) as where, call.reads.watched_backward():
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
+    call.require_same_attributes()
     where.require_none_kept()
     return Capture(joint, given, held, *flat._ackpt_call.returned, **about)

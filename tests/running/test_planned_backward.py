@@ -167,6 +167,53 @@ def test_a_function_that_writes_into_an_attribute_of_a_parameter_is_refused_with
     assert model[0].weight.main_grad.any()
 
 
+COUNTED = {"calls": 0}
+
+
+def count_in_a_dict(ctx):
+    COUNTED["calls"] += 1
+
+
+def count_in_the_class(ctx):
+    Effect.calls += 1
+
+
+def count_at_the_parameter(ctx):
+    ctx.weight.calls = getattr(ctx.weight, "calls", 0) + 1
+
+
+class Effect(torch.autograd.Function):
+    calls, kind = 0, count_in_a_dict
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Effect.kind(ctx)
+        return gradient * ctx.weight, None
+
+
+class Affecting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.ones(16)), nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.layer(Effect.apply(x, self.weight)).square().mean()
+
+
+@pytest.mark.parametrize("kind", [count_in_a_dict, count_in_the_class, count_at_the_parameter])
+def test_a_backward_that_changes_what_no_graph_shows_is_refused_without_a_trace(monkeypatch, kind):
+    monkeypatch.setattr(Effect, "kind", kind)
+    model = Affecting()
+    with pytest.raises(ackpt.TraceError, match="calls'.* which a captured step would not repeat"):
+        ackpt.compile(model, rows(4), policy="full")
+    assert COUNTED["calls"] == Effect.calls == 0 and not hasattr(model.weight, "calls")
+
+
 @pytest.mark.parametrize("prepare", PREPARED)
 def test_fast_weights_have_their_own_gradients(prepare):
     def gradients(prepare):
