@@ -158,8 +158,8 @@ class _Call:
         for tensor, name, before in self.attributes:
             if new := sorted(each for each in set(vars(tensor)) - before if each[0] != "_"):
                 error = TraceError(
-                    f"the model's code sets attribute {new[0]!r} of parameter {name!r}, which a captured step would not "
-                    "repeat: set an attribute of the module, or register a buffer."
+                    f"the model's code sets attribute {new[0]!r} of parameter {name!r}, which a captured step would "
+                    "not repeat: set an attribute of the module, or register a buffer."
                 )
                 error.reason, error.can_split = str(error), True
                 raise error

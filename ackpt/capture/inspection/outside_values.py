@@ -131,15 +131,15 @@ class Reads:
         apply = torch.autograd.function.BackwardCFunction.apply
 
         def watched(node, *gradients):
-            with self.watched():
-                return apply(node, *gradients)
+            try:
+                with self.watched():
+                    return apply(node, *gradients)
+            except TraceError as error:
+                error.reason, error.can_split = error.reason or str(error), True
+                raise
 
-        try:
-            with mock.patch.object(torch.autograd.function.BackwardCFunction, "apply", watched):
-                yield
-        except TraceError as error:
-            error.reason, error.can_split = error.reason or str(error), True
-            raise
+        with mock.patch.object(torch.autograd.function.BackwardCFunction, "apply", watched):
+            yield
 
     def may_settle(self, changed: list[tuple]) -> bool:
         """Note ``(namespace, name, before, now, refusal)`` of the values that the first forward has changed.
