@@ -152,7 +152,7 @@ class Reads:
         """
         for namespace, name, *_ in changed if not self._settles else ():
             for first, first_name, *_, refusal in self._changed:
-                if first is namespace and first_name == name:
+                if getattr(first, "cell", first) is getattr(namespace, "cell", namespace) and first_name == name:
                     raise refusal
         self._changed += changed if self._settles else []
         return self._settles and bool(changed)
