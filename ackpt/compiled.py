@@ -15,23 +15,21 @@ from ackpt.capture.dynamic_sizes import Dimension
 from ackpt.capture.inspection.model_checks import check_keywords, forward_names, positional_names
 from ackpt.capture.optimizer_state import NO_LOOP, Loop, loop_with
 from ackpt.costs.devices import Device
-from ackpt.costs.profiles import Profile
 from ackpt.planning.plan import Plan
 from ackpt.planning.plan_check import check_applies
 from ackpt.policies.search.schedule_cache import Cache, cache_folder
 from ackpt.regions.planned_regions import PlannedRegions
 from ackpt.running.call_facts import Call
-from ackpt.running.choices import Choice, Choose, Planner
+from ackpt.running.choices import Choose, Planner
 from ackpt.running.dynamic_dimensions import DynamicArgument
 from ackpt.running.dynamic_step import DynamicStep
-from ackpt.running.eager_step import EagerStep
 from ackpt.running.planned_step import PlannedStep
 from ackpt.running.variants import Variants
 
-from .budget import dynamic_limit, is_share
+from .budget import dynamic_limit
 from .dynamic_plans import DynamicPlans
 from .errors import TraceError, did_you_mean, warn
-from .planner import MEASURED, check_runs, default_profile, device_of_costs, of_model, options_of
+from .planner import MEASURED, check_runs, default_profile, device_of_costs, options_of
 from .planner import plan as make_plan
 from .policies import POLICIES
 from .saved_plan import SavedPlan, saved_dimensions
@@ -68,7 +66,7 @@ def compile(
         model: an ``nn.Module``; its parameters and buffers are shared, not copied.
         args, kwargs: example inputs. They are planned for at once, before anything runs. A later call with other
             shapes, or in another mode with gradients enabled, replans under the same budget; a fraction is then
-            relative to the baseline of that call. On a CPU, the model itself runs if its own step keeps the budget.
+            relative to the baseline of that call.
         budget, policy: as in `ackpt.plan`; a budget is, for example, ``0.5``, ``"50%"`` or ``"6GiB"``. On a GPU, policy
             ``"auto"`` also offloads activations whose copies overlap with compute.
         options: the options of the policy, a dict such as ``{"fates": {"relu": "recomputed"}}`` for ``"manual"``.
@@ -265,33 +263,14 @@ class _Planner(Planner):
     on_exceed: str
 
     def __call__(self, graph) -> Plan:
-        if self.plan is None:
-            return self._searched(graph, default_profile(graph, self.device))
-        check_applies(graph, self.plan)
-        return check_runs(graph, self.plan)
-
-    def _searched(self, graph, profile: Profile) -> Plan:
+        if self.plan is not None:
+            check_applies(graph, self.plan)
+            return check_runs(graph, self.plan)
+        profile = default_profile(graph, self.device)
         plan = make_plan(graph, self.budget, self.policy, profile=profile, cache=self.folder, **self.options)
         return check_runs(graph, plan)
 
-    def choice(self, graph) -> Choice:
-        if self.plan is not None or self.policy != "auto":
-            plan = self(graph)
-            return Choice(plan.schedule, lambda: plan)
-        profile = default_profile(graph, self.device)
-        plan = self._searched(graph, profile)
-        if plan.limit_bytes is not None and graph.as_compiled is None:
-            own_step = EagerStep(graph)
-            if own_step.bound(graph, profile.workspace_bytes) <= plan.limit_bytes:
-                own = of_model(own_step, profile, plan)
-                return Choice(plan.schedule, lambda: plan, own.dynamic_peak_bytes, lambda: own, plan.limit_bytes)
-        return Choice(plan.schedule, lambda: plan)
-
     serves_sizes = True
-
-    @property
-    def needs_baseline(self) -> bool:
-        return self.budget is not None and is_share(self.budget)
 
     def dimensions(self, call: Call) -> set[Dimension]:
         return set() if self.plan is None else saved_dimensions(self.plan, call)

@@ -21,23 +21,23 @@ from ackpt.costs.profiles import Profile
 from ackpt.planning.live_bytes import saved_bytes
 from ackpt.planning.plan import Plan
 from ackpt.planning.schedule import Schedule, everything
-from ackpt.planning.simulator import peak_of, step_peaks
+from ackpt.planning.simulator import peak_of
 from ackpt.policies import auto
 from ackpt.policies.search.frontier import frontier
 from ackpt.policies.search.recompute_costs import costs, step_cost
 from ackpt.policies.search.schedule_cache import CachedCandidates
 from ackpt.running.choices import Candidate, Choice, Stopgap
 from ackpt.running.dynamic_step import DynamicStep
-from ackpt.running.eager_step import EagerStep, eager_schedule
+from ackpt.running.eager_step import eager_schedule
 
 from .budget import dynamic_limit, is_share
-from .planner import MEASURED, baseline_of, check_runs, default_profile, of_model, plan, plan_of, resolved
+from .planner import MEASURED, baseline_of, check_runs, default_profile, plan, plan_of, resolved
 
 _SECONDS_PER_FLOP = 1e-11  # where the profile has no times, to compare costs with the time of compiling a schedule
 
 
 class DynamicPlans:
-    """Chooses the schedule for sizes of `step`; called with the sizes and the baseline's peak if it was measured."""
+    """Chooses the schedule for sizes of `step`; called with the sizes."""
 
     def __init__(
         self,
@@ -54,42 +54,31 @@ class DynamicPlans:
         self._seconds_per_byte = 0.0  # of the baseline, by its dynamic peak, where the candidates were searched
         self._described: tuple[tuple, tuple[JointGraph, Profile]] | None = None
         self._everything = everything(step.reference)
-        self._own_step = EagerStep(step.reference)
-        in_place = eager_graph(step.reference)
-        self._in_place_schedule = None if in_place is step.reference else eager_schedule(in_place)
+        self._eager = eager_schedule(eager_graph(step.reference))
         self._is_share = budget is not None and is_share(budget)
 
-    def __call__(self, values: tuple[int, ...], baseline_bytes: int | None = None) -> Choice:
-        reference = self.step.reference
-        baseline_is_unknown = self._is_share and reference.as_compiled is not None and baseline_bytes is None
+    def __call__(self, values: tuple[int, ...]) -> Choice:
+        baseline_is_unknown = self._is_share and bool(self.step.reference.as_compiled)
         if self.policy != "auto" or baseline_is_unknown:  # for which the search raises an error
-            return self._searched(values, baseline_bytes)
+            return self._searched(values)
         graph, workspace = self.step.sized(values), self.step.workspace_bytes(values)
         peak_bytes = peak_of(graph, self._everything, workspace)
-        whole_bytes = self._own_peak(graph, workspace, peak_bytes, baseline_bytes) if self._is_share else peak_bytes
-        limit = dynamic_limit(self.budget, whole_bytes, graph.resident_bytes)
-        if limit is None:
-            return self._choice(self._everything, values, baseline_bytes)
-        if peak_bytes <= limit:
-            choice = self._choice(self._everything, values, baseline_bytes)
-            if graph.as_compiled is None and self._own_step.bound(graph, workspace) <= limit:
-                own_bytes = self._own_step.peak(graph, workspace)
-                return choice._replace(
-                    own_peak_bytes=own_bytes, own_plan=lambda: self._own_plan(values, choice), limit_bytes=limit
-                )
-            return choice
+        eager_bytes = peak_of(eager_graph(graph), self._eager, workspace) if self._is_share else peak_bytes
+        limit = dynamic_limit(self.budget, min(peak_bytes, eager_bytes), graph.resident_bytes)
+        if limit is None or peak_bytes <= limit:
+            return self._choice(self._everything, values)
         if not self._candidates:
-            self._search(max([*self.step.search_at, values], key=self._live_bytes), None)
+            self._search(max([*self.step.search_at, values], key=self._live_bytes))
         seconds = self._seconds_per_byte * peak_bytes
         chosen = self._fitting(graph, workspace, limit, seconds)
         if chosen is None:
-            self._search(values, baseline_bytes)
+            self._search(values)
             chosen = self._fitting(graph, workspace, limit, seconds)
         if chosen is None:
-            return self._searched(values, baseline_bytes)  # raises, and names the smallest feasible budget
+            return self._searched(values)  # raises, and names the smallest feasible budget
         candidate, stopgap = chosen
         candidate.is_compiled = True
-        return self._choice(candidate.schedule, values, baseline_bytes)._replace(stopgap=stopgap)
+        return self._choice(candidate.schedule, values, stopgap)
 
     def _fitting(
         self, graph: JointGraph, workspace, limit: int, seconds: float
@@ -111,19 +100,9 @@ class DynamicPlans:
             return (each, stopgap) if better is None else (better, _stopgap(better, cheaper, seconds))
         return (cheaper[0], None) if cheaper else None
 
-    def _own_peak(self, graph: JointGraph, workspace, peak_bytes: int, baseline_bytes: int | None) -> int:
-        """The dynamic peak of the model's own step, which may write in place what the graph computes out of place."""
-        if baseline_bytes is not None:
-            _, backward = step_peaks(graph, self._everything, workspace)
-            return max(baseline_bytes, backward[-1] if graph.optimizer_step_bytes else 0)
-        if graph.as_compiled is not None:
-            return peak_bytes
-        graph, schedule = eager_graph(graph), self._in_place_schedule or self._own_step.schedule
-        return min(peak_bytes, peak_of(graph, schedule, workspace))
-
-    def _search(self, values: tuple[int, ...], baseline_bytes: int | None) -> None:
+    def _search(self, values: tuple[int, ...]) -> None:
         """Add the frontier at these sizes to the candidates."""
-        graph, profile = self._at(values, baseline_bytes)
+        graph, profile = self._at(values)
         whole = step_cost(self._everything, costs(graph, profile)) or 1.0
         candidates = auto.candidates if self.folder is None else CachedCandidates(self.folder, auto.candidates)
         seconds = whole if profile.seconds is not None else whole * _SECONDS_PER_FLOP
@@ -142,30 +121,26 @@ class DynamicPlans:
     def _of_reference(self, schedule: Schedule) -> Schedule:
         return replace(schedule, graph=self.step.reference.hash)
 
-    def _at(self, values: tuple[int, ...], baseline_bytes: int | None) -> tuple[JointGraph, Profile]:
+    def _at(self, values: tuple[int, ...]) -> tuple[JointGraph, Profile]:
         if self.device == MEASURED:  # at the sizes of the first search; others use its rates
             self.device = resolved(self.step.graph(values), MEASURED)
-        if self._described is None or self._described[0] != (values, baseline_bytes):
-            self._described = (values, baseline_bytes), described(self.step, values, baseline_bytes, self.device)
+        if self._described is None or self._described[0] != values:
+            self._described = values, described(self.step, values, self.device)
         return self._described[1]  # of the same graph, so that one search serves all callers
 
-    def _choice(self, schedule: Schedule, values: tuple[int, ...], baseline_bytes: int | None) -> Choice:
+    def _choice(self, schedule: Schedule, values: tuple[int, ...], stopgap: Stopgap | None = None) -> Choice:
         def make_plan() -> Plan:
-            graph, profile = self._at(values, baseline_bytes)
+            graph, profile = self._at(values)
             chosen = replace(schedule, graph=graph.hash)
             baseline = baseline_of(graph, profile, self.budget)
             made = plan_of(graph, profile, chosen, baseline, self.budget, self.policy)
             return replace(made, dynamic=dynamic_of(self.step))
 
-        return Choice(schedule, make_plan)
+        return Choice(schedule, make_plan, stopgap)
 
-    def _own_plan(self, values: tuple[int, ...], choice: Choice) -> Plan:
-        graph, profile = self._at(values, None)
-        return of_model(EagerStep(graph), profile, choice.plan())
-
-    def _searched(self, values: tuple[int, ...], baseline_bytes: int | None) -> Choice:
+    def _searched(self, values: tuple[int, ...]) -> Choice:
         """The plan of a search at these sizes alone."""
-        graph, profile = self._at(values, baseline_bytes)
+        graph, profile = self._at(values)
         found = check_runs(
             graph, plan(graph, self.budget, self.policy, profile=profile, cache=self.folder, **self.options)
         )
@@ -185,12 +160,10 @@ def _fits(graph: JointGraph, schedule: Schedule, workspace, limit: int) -> bool:
 
 
 def described(
-    step: DynamicStep, values: tuple[int, ...], baseline_bytes: int | None, device: Device | str | None = None
+    step: DynamicStep, values: tuple[int, ...], device: Device | str | None = None
 ) -> tuple[JointGraph, Profile]:
     """The graph at these sizes and its profile, at the rates of `device` or of the GPU that it runs on."""
     graph = step.graph(values)
-    if graph.as_compiled is not None:
-        graph = replace(graph, as_compiled=replace(graph.as_compiled, baseline_bytes=baseline_bytes))
     return graph, default_profile(graph, device, step.workspace_bytes(values))
 
 

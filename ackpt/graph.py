@@ -3,7 +3,7 @@
 ``import ackpt`` does not load it; ``ackpt.trace`` and ``ackpt.graph`` do when they are first used.
 """
 
-from ackpt.capture.joint_graph import AsCompiled, JointGraph, Node, Storage
+from ackpt.capture.joint_graph import JointGraph, Node, Storage
 from ackpt.capture.tracing import trace
 from ackpt.costs.profiles import Profile, ProfileError, profile
 from ackpt.planning.plan import Activation, Plan, PlanError
@@ -17,7 +17,6 @@ from .errors import TraceError
 
 __all__ = [
     "Activation",
-    "AsCompiled",
     "JointGraph",
     "Node",
     "Plan",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ackpt.capture import as_compiled
 from ackpt.capture.analysis import once_per_graph
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.costs.devices import Device
@@ -16,20 +17,21 @@ from ackpt.costs.measured_rates import measured_rates
 from ackpt.costs.operation_runs import device_of
 from ackpt.costs.profiles import Profile, default_rates, rates
 from ackpt.costs.profiles import profile as profiled
+from ackpt.costs.workspace import has_users_kernel
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.meter import memory_format
 from ackpt.planning.allocations import allocations, peak_in_words
 from ackpt.planning.host_copies import copies
 from ackpt.planning.plan import Plan, PlanError, activations
 from ackpt.planning.schedule import Schedule, everything
-from ackpt.planning.simulator import Simulation, simulate, step_peaks
+from ackpt.planning.simulator import Simulation, simulate
 from ackpt.policies import auto
 from ackpt.policies.search.decisions import decisions
 from ackpt.policies.search.frontier import cheapest
 from ackpt.policies.search.recompute_costs import added_cost, costs, packing_cost, step_cost
 from ackpt.policies.search.schedule_cache import Cache, CachedCandidates, cache_folder, cached
 from ackpt.progress import shown, stage
-from ackpt.running.eager_step import EagerStep, eager_peak
+from ackpt.running.eager_step import eager_peak
 
 from .budget import dynamic_limit, is_share, least_share, readable, unit_hint
 from .errors import BudgetError, did_you_mean
@@ -87,8 +89,7 @@ def plan(
 
     Raises:
         BudgetError: if the budget is infeasible for the policy; names the smallest feasible one. Also for a fraction if
-            the model could only be captured as ``torch.compile`` runs it and has no data, because the baseline's peak
-            is then unknown.
+            the model has no data and was captured as ``torch.compile`` runs it: its own peak is then unknown.
         RecordError: if the folder `cache` cannot be written.
         ValueError, TypeError: for an unknown policy, an invalid budget, and options that the policy does not have.
 
@@ -179,7 +180,7 @@ def baseline_of(graph: JointGraph, profile: Profile, budget) -> Baseline:
     """The baseline of `graph`; raises for an invalid budget, and for a fraction of an unknown peak."""
     schedule = everything(graph)
     simulated = simulate(graph, profile, schedule)
-    peak_bytes = _baseline_bytes(graph, profile, schedule, simulated, budget)
+    peak_bytes = _baseline_bytes(graph, profile, simulated, budget)
     return Baseline(schedule, peak_bytes, dynamic_limit(budget, peak_bytes, simulated.resident_bytes))
 
 
@@ -204,36 +205,26 @@ def plan_of(graph: JointGraph, profile: Profile, schedule: Schedule, baseline: B
         added = _added_cost(graph, profile, schedule, simulated, cost) / _baseline_cost(baseline.schedule, cost)
         raise BudgetError(
             _refusal(graph, profile, schedule, policy, budget, limit, simulated, baseline.peak_bytes, added)
-            + _as_compiled(graph),
+            + (f" The model was {as_compiled.note(graph.as_compiled)}." if graph.as_compiled else ""),
             least,
             budget,
         )
     return _plan(graph, policy, limit, schedule, simulated, baseline.peak_bytes, baseline.schedule, profile)
 
 
-def of_model(own_step: EagerStep, profile: Profile, plan: Plan) -> Plan:
-    """`plan`, which saves everything, with the peak and timeline of the model's own step, which runs in its place."""
-    timeline = own_step.timeline(profile.workspace_bytes)
-    return replace(plan, peak_bytes=timeline.peak_bytes + own_step.graph.resident_bytes, timeline=timeline)
-
-
-def _baseline_bytes(graph: JointGraph, profile: Profile, baseline: Schedule, simulated: Simulation, budget) -> int:
-    """The dynamic peak of the model in eager mode: simulated, or measured if the capture differs from eager mode.
+def _baseline_bytes(graph: JointGraph, profile: Profile, simulated: Simulation, budget) -> int:
+    """The simulated dynamic peak of the model in eager mode.
 
     Raises:
-        BudgetError: if the budget is a fraction and the peak is unknown.
+        BudgetError: if the budget is a fraction, but the capture may differ from eager mode.
     """
-    if graph.as_compiled is None:
+    if not graph.as_compiled:
         return min(simulated.peak_bytes, _eager_peak(graph, profile.workspace_bytes))
-    if graph.as_compiled.baseline_bytes is not None:
-        _, backward = step_peaks(graph, baseline, profile.workspace_bytes)
-        return max(graph.as_compiled.baseline_bytes, backward[-1] if graph.optimizer_step_bytes else 0)
     dynamic_limit(budget, 0, 0)  # refuse an invalid budget first
     if is_share(budget):
         raise BudgetError(
             f"the budget {budget!r} is relative to the peak of the model's own step, which is not known: the model was "
-            f"captured as torch.compile runs it ({graph.as_compiled}). Give bytes, such as '6GiB', or real tensors; "
-            "while a profiler runs, that peak cannot be measured, so run one step of every size before.",
+            f"{as_compiled.note(graph.as_compiled)}. Give bytes, such as '6GiB', or a model and a batch with data.",
             None,
             budget,
         )
@@ -243,13 +234,6 @@ def _baseline_bytes(graph: JointGraph, profile: Profile, baseline: Schedule, sim
 @once_per_graph
 def _eager_peak(graph: JointGraph, workspace_bytes: tuple[int, ...]) -> int:
     return eager_peak(graph, workspace_bytes)
-
-
-def _as_compiled(graph: JointGraph) -> str:
-    if graph.as_compiled is None:
-        return ""
-    why = f"The model was captured as torch.compile runs it ({graph.as_compiled})"
-    return f" {why}, which may use more memory than its own step."
 
 
 def check_runs(graph: JointGraph, plan: Plan) -> Plan:
@@ -320,10 +304,18 @@ def _plan(
         host_bytes=simulated.host_bytes,
         exposed_seconds=simulated.exposed_seconds,
         made_for=graph.made_for,
-        note=None if graph.as_compiled is None else str(graph.as_compiled),
+        note=_note(graph),
         sizes=graph.analysis.argument_shapes,
         device=profile.device,
     )
+
+
+def _note(graph: JointGraph) -> str | None:
+    """What a reader of the plan must know of its promise; None if nothing."""
+    notes = [as_compiled.note(graph.as_compiled)] if graph.as_compiled else []
+    if users := sorted({str(fx.target) for fx in graph.analysis.fx.values() if has_users_kernel(fx)}):
+        notes.append(f"the temporary memory of {', '.join(users)} is not counted: planning does not run Python kernels")
+    return "; ".join(notes) or None
 
 
 def _added_cost(graph, profile: Profile, schedule: Schedule, simulated: Simulation, cost) -> float:

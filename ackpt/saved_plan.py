@@ -61,7 +61,7 @@ class SavedPlan:
         self._schedule = replace(plan.schedule, graph=step.reference.hash)
         self._resident_bytes = graph.resident_bytes
 
-    def __call__(self, values: tuple[int, ...], baseline_bytes: int | None = None) -> Choice:
+    def __call__(self, values: tuple[int, ...]) -> Choice:
         if values == self._values:
             return Choice(self._schedule, lambda: self.plan)
         if copies(self._schedule):
@@ -76,7 +76,7 @@ class SavedPlan:
             raise self._exceeded(values, graph.resident_bytes, peak_bytes, limit)
 
         def make_plan() -> Plan:
-            graph, profile = described(self.step, values, baseline_bytes)
+            graph, profile = described(self.step, values)
             schedule = replace(self._schedule, graph=graph.hash)
             baseline = baseline_of(graph, profile, None)._replace(limit_bytes=limit)
             made = plan_of(graph, profile, schedule, baseline, None, self.plan.policy)

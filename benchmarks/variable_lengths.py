@@ -51,7 +51,6 @@ def main() -> None:
     step.prepare(**batch(lengths[1], given.mask))
     print(f"first two lengths captured and planned in {time.process_time() - start:.1f} s")
     compiled = timed_calls(dynamic_step, "compiled_schedule")
-    measured = timed_calls(variants, "measured_baseline")
     searched = timed_calls(DynamicPlans, "_search")
     chosen = timed_calls(variants.Variants, "of")
     eager = first = recomputed = forced = 0.0
@@ -81,12 +80,11 @@ def main() -> None:
         bound = plan.lower_bound or 0.0
         recomputed, forced = recomputed + plan.cost * model_seconds, forced + bound * model_seconds
         print(f"{line}, cost {plan.cost:.1%}, lower bound {bound:.1%}, peak {plan.peak_bytes:,}")
-    others = sum(chosen) - sum(compiled) - sum(measured) - sum(searched)
+    others = sum(chosen) - sum(compiled) - sum(searched)
     rows = {
         "eager steps": eager,
         "planned steps": first,
         f"- compiling {len(compiled)} schedules": sum(compiled),
-        "- measuring the model's own step once": sum(measured),
         f"- searching {len(searched)} times": sum(searched),
         "- choosing schedules, other": others,
         "- recomputation of the plans, by their cost": recomputed,

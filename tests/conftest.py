@@ -28,9 +28,6 @@ os.environ["ACKPT_CALIBRATION"] = str(Path(__file__).parents[1] / "results" / "c
 # of the time.
 gc.set_threshold(100_000, 50, 50)
 
-# A filter for models that look at values unless they are compiled, where it is not the warning that is tested.
-CAPTURED_AS_COMPILED = "ignore:The model was captured as torch.compile runs it"
-
 
 @dataclasses.dataclass
 class Case:

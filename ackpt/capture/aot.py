@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ackpt.capture.inspection.attributes import arguments_unchanged, unchanged
+from ackpt.capture.inspection.branches import Branch, Branches, Number
 from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
 from ackpt.capture.inspection.model_checks import own_call
@@ -35,7 +36,7 @@ from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.packed_sequences import found_packed
 from ackpt.progress import stage
 
-from .as_compiled import compiling
+from .as_compiled import compiling, warned
 from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
 from .outputs import check_differentiate, check_outputs, no_gradient, refuse_overlaps, without_gradient
 from .patches import casts
@@ -51,13 +52,12 @@ class Capture:
     a call's arguments, each tensor once; ``numbers``: those of integers that are dynamic, for each of which an empty
     tensor of that length is an input; ``held``: input tensors that the model's code references itself. ``spec``:
     the pytree of the model's outputs; ``constants``: ``{index in it: value}`` for outputs that are not tensors;
-    ``refused``: indices of outputs that were captured without a gradient although the model gives them one.
+    ``refused``: indices of outputs that were captured without a gradient although the model gives them one;
+    ``branches``: what the model's code decides by the values of integer arguments.
     ``made_for``: the call in words, from `ackpt.capture.inspection.calls`; ``has_data``: whether no tensor of the call
     or the model is fake or on the meta device; ``reads``: values outside of its modules that the model's code reads.
     ``reason``: why the model was captured as ``torch.compile`` runs it; empty if it was not. ``symbols``: of dynamic
     dimensions. ``differentiate`` and ``keeps_outputs``: what the caller does with the outputs.
-    ``own_peaks``: the simulated and the measured dynamic peak in bytes of the model's own step, by the sizes of dynamic
-    dimensions at which it was measured.
     """
 
     joint: Any
@@ -66,6 +66,7 @@ class Capture:
     spec: TreeSpec
     constants: dict[int, Any]
     refused: tuple[int, ...]
+    branches: tuple[Branch, ...]
     made_for: dict[str, str]
     has_data: bool
     reads: Reads
@@ -74,19 +75,26 @@ class Capture:
     numbers: frozenset[int]
     differentiate: str
     keeps_outputs: bool
-    own_peaks: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self):
         self._held_facts = list(map(tensor_facts, self.held))
 
-    def is_current(self) -> bool:
-        """Whether the values and tensors that the model's code refers to are as in the capture."""
-        return self.reads.are_same() and list(map(tensor_facts, self.held)) == self._held_facts
+    def serves(self, leaves: Sequence[Any]) -> bool:
+        """Whether the model takes the same way in a call with `leaves`, which has the sizes of the capture."""
+        return self._is_current() and self.other_branch(leaves) is None
+
+    def other_branch(self, leaves: Sequence[Any]) -> Branch | None:
+        """The first branch that the model takes otherwise in such a call."""
+        number = _plain if self.symbols is None else self.symbols.number
+        return next((branch for branch in self.branches if not branch.holds(leaves, number)), None)
 
     def first_change(self) -> str:
-        """The first value or tensor that differs from the capture, in words; empty if none does."""
+        """The first value or tensor of the model's code that differs from the capture, in words; empty if none does."""
         label = self.reads.first_change()
-        return label or ("" if self.is_current() else "a tensor that is neither a parameter nor a buffer")
+        return label or ("" if self._is_current() else "a tensor that is neither a parameter nor a buffer")
+
+    def _is_current(self) -> bool:
+        return self.reads.are_same() and list(map(tensor_facts, self.held)) == self._held_facts
 
     def inputs(self, modules: dict[str, nn.Module], leaves) -> list[torch.Tensor]:
         """The inputs of the captured step in a call with `leaves`: parameters, buffers, and tensors of the call."""
@@ -117,16 +125,24 @@ class Capture:
         return tree_unflatten(leaves, self.spec)
 
 
+def _plain(size, leaves):
+    """A size of a capture without symbols."""
+    return size
+
+
 @dataclass
 class _Call:
     """The call of `model` that a `_Flat` captures.
 
-    ``ties``: see `_ties`; ``own``: (dict, name, tensor) of every parameter, buffer and held tensor. ``returned``: after
-    the forward, the fields ``spec``, ``constants`` and ``refused`` of a `Capture`.
+    ``values``: leaves with data for `Branches`; none if the call has no data. ``ties``: see `_ties`; ``own``: (dict,
+    name, tensor) of every parameter, buffer and held tensor. ``returned``: after the forward, the fields ``spec``,
+    ``constants``, ``refused`` and ``branches`` of a `Capture`.
     """
 
     model: nn.Module
     leaves: list[Any]
+    values: list[Any]
+    number: Number
     numbers: frozenset[int]
     spec: TreeSpec
     differentiate: str
@@ -135,12 +151,25 @@ class _Call:
     ties: list[tuple[dict, str, dict, str]]
     own: list[tuple[dict, str, torch.Tensor]]
     returned: tuple = ()
+    attributes: list[tuple[torch.Tensor, str, set[str]]] = field(default_factory=list)
+
+    def require_same_attributes(self) -> None:
+        """Raise a TraceError if the model's code, in its forward or a backward, has set an attribute of a parameter."""
+        for tensor, name, before in self.attributes:
+            if new := sorted(each for each in set(vars(tensor)) - before if each[0] != "_"):
+                error = TraceError(
+                    f"the model's code sets attribute {new[0]!r} of parameter {name!r}, which a captured step would "
+                    "not repeat: set an attribute of the module, or register a buffer."
+                )
+                error.reason, error.can_split = str(error), True
+                raise error
+        self.attributes.clear()
 
 
 class _Flat(nn.Module):
     """`model` as a function of tensors that returns a tuple of tensors; its parameters keep their names."""
 
-    def __init__(self, model, leaves, numbers, spec, differentiate, held, reads):
+    def __init__(self, model, leaves, values, spec, held, about):
         super().__init__()
         buffers = nn.Module()
         for place, tensor in enumerate(held):
@@ -155,7 +184,9 @@ class _Flat(nn.Module):
         ties = [*_ties(model, "_parameters"), *_ties(model, "_buffers")]
         casts_once = torch.is_autocast_cache_enabled()  # torch disables the cache while it captures
         # In one attribute, of a name that no submodule has: torch looks submodules up as attributes.
-        self._ackpt_call = _Call(model, leaves, numbers, spec, differentiate, reads, casts_once, ties, own)
+        number = _plain if about["symbols"] is None else about["symbols"].number
+        about = (about["numbers"], spec, about["differentiate"], about["reads"])
+        self._ackpt_call = _Call(model, leaves, values, number, *about, casts_once, ties, own)
         vars(self).update(
             _parameters=model._parameters, _buffers=model._buffers, _modules={**model._modules, _HELD: buffers}
         )
@@ -169,6 +200,7 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors):
         call = self._ackpt_call
+        call.reads.start()
         leaves = call.leaves
         traced = dict(zip((id(leaves[index]) for index in given_places(leaves)), tensors))
         inputs = [traced[id(leaf)] if is_tensor(leaf) else leaf for leaf in leaves]
@@ -177,6 +209,7 @@ class _Flat(nn.Module):
         args, kwargs = tree_unflatten(inputs, call.spec)
         with _tied(call.ties):
             traced_own = {id(tensor): named[name] for named, name, tensor in call.own}
+            call.attributes = [(named[name], name, set(vars(named[name]))) for named, name, _ in call.own]
             held = Held({**traced, **traced_own}, call.reads)
             real = (*leaves, *(tensor for _, _, tensor in call.own))
             weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
@@ -185,8 +218,11 @@ class _Flat(nn.Module):
                 unchanged(call.model, held.is_same, call.reads.may_settle),
                 arguments_unchanged([*args, *kwargs.values()]),
             )
+            given = [] if not call.values else list(zip(given_places(leaves), tensors))
+            given = {at: tensor for at, tensor in given if at not in call.numbers}
+            branches = Branches(call.values, given, call.number)
             with same_model, same_arguments, once, held, found_packed(), call.reads.watched():
-                with fused_attention_refused():
+                with fused_attention_refused(), branches:
                     outputs, out_spec = flatten_outputs(own_call(call.model)(*args, **kwargs))
         if held.found:
             raise _HoldsTensors(held.found.values())
@@ -199,7 +235,7 @@ class _Flat(nn.Module):
         refused = without_gradient(outputs, call.differentiate)
         refuse_overlaps(outputs, held.traced.values(), refused)
         constants = {index: value for index, value in enumerate(outputs) if not is_tensor(value)}
-        call.returned = out_spec, constants, refused
+        call.returned = out_spec, constants, refused, tuple(branches.found)
         return tuple(
             value.detach() if index in refused else value for index, value in enumerate(outputs) if is_tensor(value)
         )
@@ -249,13 +285,10 @@ def given_places(leaves) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def capture(
-    model, args, kwargs, differentiate="loss", outputs="keep", dynamic: Sequence[Dimension] = (), as_compiled=True
-):
+def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: Sequence[Dimension] = ()):
     """A `Capture` of `model` called with `args` and `kwargs`; it can be compiled as long as the context is open.
 
-    `dynamic`: the dimensions whose sizes become symbols. `as_compiled`: whether to capture it as ``torch.compile`` runs
-    it if that is the only way.
+    `dynamic`: the dimensions whose sizes become symbols.
     """
     check_differentiate(differentiate)
     check_outputs(outputs)
@@ -278,6 +311,7 @@ def capture(
     }
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if dynamic else None)
     unused = [layout(leaf)[-1] for leaf in leaves if is_sized(leaf)] if dynamic else []
+    own_model, values = model, leaves if about["has_data"] else []
     model, leaves, spec = off_meta(model, leaves, spec, fake_mode)
     if dynamic:
         leaves = symbolic(leaves, dynamic, fake_mode)
@@ -287,14 +321,14 @@ def capture(
         stack.enter_context(_use_lazy_graph_module(True))  # their code never runs: 6 % of the time
         stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
         try:
-            captured = _settled(stack, model, leaves, spec, about)
+            captured = _settled(stack, model, leaves, values, spec, about)
         except TraceError as error:  # many models read tensor values unless they are compiled
-            if not as_compiled:
+            if about["has_data"]:  # nobody could say how the results of that way differ
                 raise
             about["reason"] = error.reason or f"the capture of the model as it is fails ({error})"
             try:
                 with compiling():
-                    captured = _settled(stack, model, leaves, spec, about)
+                    captured = _settled(stack, model, leaves, values, spec, about)
             except TraceError as again:
                 if str(again) == str(error):
                     raise
@@ -304,31 +338,32 @@ def capture(
                 )
                 both.reason, both.module, both.can_split = error.reason, error.module, error.can_split
                 raise both from error
+            warned(own_model, about["reason"])
         captured.reads.finish()
         yield captured
 
 
-def _settled(stack, model, leaves, spec, about) -> Capture:
+def _settled(stack, model, leaves, values, spec, about) -> Capture:
     """A capture of the model; the second one if its first call changes a value that its code reads."""
     reads = about["reads"]
     with contextlib.ExitStack() as first:
-        captured = _captured(first, model, leaves, spec, about)
+        captured = _captured(first, model, leaves, values, spec, about)
         if reads.is_settled:
             stack.enter_context(first.pop_all())
             return captured
         code = captured.joint.graph_module.code
     with reads.settle() as refused:
-        captured = _captured(stack, model, leaves, spec, about)
+        captured = _captured(stack, model, leaves, values, spec, about)
         if captured.joint.graph_module.code != code:
             raise refused
     return captured
 
 
-def _captured(stack, model, leaves, spec, about) -> Capture:
+def _captured(stack, model, leaves, values, spec, about) -> Capture:
     """A capture of the model; if its code references tensors itself, a second one with these as inputs."""
 
     def flat(held):
-        return _Flat(model, leaves, about["numbers"], spec, about["differentiate"], held, about["reads"])
+        return _Flat(model, leaves, values, spec, held, about)
 
     with explained(model), torch.inference_mode(False), torch.enable_grad():
         try:
@@ -352,8 +387,10 @@ def _captured(stack, model, leaves, spec, about) -> Capture:
 def _exported(stack, flat: _Flat, leaves, held, about) -> Capture:
     given = given_places(leaves)
     tensors = tuple(leaves[place] for place in given)
-    with contextlib.ExitStack() as inner, Where(flat._ackpt_call.model) as where:
+    call = flat._ackpt_call
+    with contextlib.ExitStack() as inner, Where(call.model) as where, call.reads.watched_backward():
         joint = aot_export_joint_with_descriptors(inner, flat, tensors, keep_inference_input_mutations=True)
         stack.enter_context(inner.pop_all())
+    call.require_same_attributes()
     where.require_none_kept()
     return Capture(joint, given, held, *flat._ackpt_call.returned, **about)

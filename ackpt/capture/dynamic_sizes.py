@@ -189,6 +189,10 @@ class Symbols:
         fixed = {each: symbol for each, symbol in pairs if self.environment.replace(symbol).is_number}
         return {each: self._constants.get(symbol, "") for each, symbol in fixed.items()}
 
+    def number(self, size, leaves: Sequence[Any]) -> Any:
+        """A symbolic `size` of the capture in a call with `leaves`."""
+        return self.evaluated((expression(size),), self.values(leaves))[0]
+
     def evaluated(self, expressions: Sequence[Any], values: tuple[int, ...]) -> tuple[Any, ...]:
         """Sympy `expressions` at these sizes, as numbers and truth values of Python."""
         return self.function(tuple(expressions))(*values)

@@ -20,33 +20,6 @@ from .analysis import Analysis
 from .operations import BACKWARD, CATEGORIES, FORWARD, Node, Storage
 
 
-@dataclass(frozen=True)
-class AsCompiled:
-    """Why a step was captured as ``torch.compile`` runs the model, and how it differs from the model's own step.
-
-    ``reason``: where the model reads values. ``baseline_bytes``: the dynamic peak of the model's own step, measured;
-    None without data, and while a profiler runs. ``difference``: the largest difference, empty if outputs, gradients
-    and buffers are bit-equal; None if they were not compared, as on a CUDA device.
-
-    Example:
-        >>> print(AsCompiled("module 'head' looks at values", 1024, ""))
-        module 'head' looks at values; for these inputs, its results are bit-equal to the model's own
-    """
-
-    reason: str
-    baseline_bytes: int | None = None
-    difference: str | None = None
-
-    def __str__(self) -> str:
-        if self.baseline_bytes is self.difference is None:
-            return f"{self.reason}; without data it cannot be compared with the model's own step"
-        if self.difference is None:
-            return f"{self.reason}; perhaps not bit-equal: it was not compared with the model's own step on this device"
-        if self.difference:
-            return f"{self.reason}; not bit-equal: {self.difference}"
-        return f"{self.reason}; for these inputs, its results are bit-equal to the model's own"
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class JointGraph:
     """Nodes and storages of one step, over the ``torch.fx`` graph that runs it; complete when built, and never changed.
@@ -60,7 +33,7 @@ class JointGraph:
     backward; 0 without a scaler. ``has_data``: whether it was traced from real tensors, not fake or
     meta ones. ``replays_random``: whether whatever runs the graph can draw the same random numbers a second time.
     ``made_for``: the call it was captured for, in words, as `ackpt.capture.inspection.calls.described` gives them; None
-    if unknown. ``as_compiled``: an `AsCompiled` if the model could only be captured as ``torch.compile`` runs it.
+    if unknown. ``as_compiled``: why it was captured as ``torch.compile`` runs the model; "" if it was not.
     ``overwriting``: nodes whose result replaces the content of its storage, as eager writes in place.
     ``keeps_outputs``: whether the caller holds all outputs during backward, or only those that get a gradient.
 
@@ -87,7 +60,7 @@ class JointGraph:
     has_data: bool = True
     replays_random: bool = True
     made_for: Mapping[str, str] | None = None
-    as_compiled: AsCompiled | None = None
+    as_compiled: str = ""
     overwriting: frozenset[int] = frozenset()
     keeps_outputs: bool = True
 

@@ -144,12 +144,6 @@ def plain_backward(outputs) -> None:
         node.register_prehook(_refuse_autocast)
 
 
-def differentiated_once(nodes) -> None:
-    """Raise an error if a backward that reaches `nodes` of autograd builds a graph."""
-    for node in nodes:
-        node.register_prehook(_refuse_create_graph)
-
-
 def gradient_strides(analysis: Analysis, nodes: Mapping[int, fx.Node] | None = None) -> dict[int, tuple[Any, ...]]:
     """By output number, the strides with which its gradient was captured; torch copies all other gradients anyway.
 

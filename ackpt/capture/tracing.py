@@ -14,7 +14,6 @@ from ackpt.errors import TraceError
 from ackpt.progress import shown
 
 from .aot import Capture, capture
-from .as_compiled import compared
 from .dynamic_sizes import is_size, without_full_slices
 from .gradients import move_tangents, own_gradients
 from .joint_graph import BACKWARD, FORWARD, JointGraph, Node, with_accesses
@@ -33,9 +32,9 @@ def trace(
     """Return the graph of one training step: ``model(*args, **kwargs)`` and its backward.
 
     Args:
-        model: an ``nn.Module`` with real, fake or meta parameters; it is not changed, and normally nothing is computed.
-            If it can only be captured as ``torch.compile`` runs it, its own step runs once for comparison, its state is
-            restored, and a ``UserWarning`` names the module and the line.
+        model: an ``nn.Module`` with real, fake or meta parameters; it is not changed, and nothing of it is computed. If
+            it has no data and reads values, it is captured as ``torch.compile`` runs it, which may differ, and a
+            ``UserWarning`` names the module and the line.
         args, kwargs: the arguments of the model; tensors may be real, fake or meta, and nested in containers.
         differentiate: the outputs whose gradients are planned. ``"all"``: all outputs that require grad. ``"loss"``: if
             exactly one of these is a scalar, that one alone, as in ``model(**batch).loss.backward()``; otherwise all.
@@ -56,7 +55,8 @@ def trace(
             keyword that looks like a misspelled keyword of `trace` and that the model's forward does not have.
         ValueError: if `optimizer` has none of the model's parameters.
         TraceError: if no parameter or no output requires grad, or if the model branches on the values of tensors
-            (``if x.sum() > 0``, ``.item()``, ``nonzero``); names the line.
+            (``if x.sum() > 0``, ``.item()``, ``nonzero``); names the line. A truth value that depends on integer
+            arguments alone, such as ``mask.all()``, is no reason: the graph has the branch that their values decide.
 
     Source: AOTAutograd's joint graph, ``torch._functorch.aot_autograd``.
 
@@ -85,7 +85,7 @@ def captured_graph(
         module,
         has_data=captured.has_data,
         made_for=captured.made_for,
-        as_compiled=compared(captured, module, model, args, kwargs) if captured.reason else None,
+        as_compiled=captured.reason,
         keeps_outputs=captured.keeps_outputs,
     )
     return with_loop(graph, model, loop)

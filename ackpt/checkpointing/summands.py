@@ -43,6 +43,7 @@ class Summands:
                 last = each.pop()
                 each[-1] = each[-1] + last
             separate += [*each, *[None] * (count - len(each))]
+            each.clear()  # the graph's hooks refer to the list, and the model's code may keep the graph
         return separate
 
     def _watch(self, outputs: list[torch.Tensor], several: dict[Any, int]) -> None:

@@ -6,6 +6,7 @@ workspace. So the time grows with the kinds of layers of a model, not with their
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ from ackpt.progress import stage
 from .operation_costs import allocates
 from .run_alone import Allocations, cannot_run, count_allocations, in_own_thread
 
+_OWN = ("aten", "prims", "ackpt_graph")
+_KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 _FILLS = (0, 1)  # of integers: 0 is valid as an index of anything, 1 as a divisor
 
 
@@ -46,12 +49,13 @@ def workspace_bytes(graph: JointGraph) -> tuple[int, ...]:
     (oneDNN, MKL) allocates elsewhere is not included, nor in ``ackpt.measure``. Some kernels allocate a buffer for
     each of ``torch.get_num_threads()`` threads, so sizes depend on that number. The arguments consist of 0.5, True
     and 0, and a workspace that depends on values (``index_put`` by a mask, ``ctc_loss``) is that of these values. A
-    collective cannot run alone and counts as 0. Needs the memory of the largest operation.
+    collective cannot run alone and counts as 0, and so does an operation whose kernel is the user's Python code, which
+    does not run. Needs the memory of the largest operation.
 
     Raises:
         MeterError: if the graph is not on the CPU, or an operation cannot run with made-up arguments.
     """
-    allocations = _allocations(graph)
+    allocations, _ = _measured(graph, torch.get_num_threads(), runs_alone)
     return tuple(allocations[node.id].workspace if node.id in allocations else 0 for node in graph.nodes)
 
 
@@ -64,7 +68,8 @@ def disagreements(graph: JointGraph) -> tuple[Disagreement, ...]:
     """
     analysis = graph.analysis
     different = []
-    for node_id, taken in _allocations(graph).items():
+    allocations, _ = _measured(graph, torch.get_num_threads(), _can_run)
+    for node_id, taken in allocations.items():
         node, born = graph.nodes[node_id], analysis.allocated.get(node_id, frozenset())
         values = tree_leaves(analysis.fx[node_id].meta.get("val"))
         keys = [value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None for value in values]
@@ -80,23 +85,32 @@ def disagreements(graph: JointGraph) -> tuple[Disagreement, ...]:
 
 
 def runs_alone(node: torch.fx.Node) -> bool:
-    """Whether a node is an operation that allocates its results and needs no other process."""
+    """Whether a node is an operation that allocates its results, needs no other process, and is not the user's code."""
+    return _can_run(node) and not has_users_kernel(node)
+
+
+def _can_run(node: torch.fx.Node) -> bool:
     return allocates(node) and not communicates(node)
+
+
+def has_users_kernel(node: torch.fx.Node) -> bool:
+    """Whether a node's operation runs Python code of others than torch and ackpt, which may have any effects."""
+    operation: Any = node.target
+    if not isinstance(operation, torch._ops.OpOverload) or operation.namespace in _OWN:
+        return False
+    name = str(operation).removesuffix(".default").replace(".", "/", 1)
+    return any(f"{name}/{key}" in torch.library._impls for key in _KERNELS)
 
 
 def results_agree(graph: JointGraph) -> bool:
     """Whether all operations return results with the shapes, strides and storages of the graph."""
-    return _measured(graph, torch.get_num_threads())[1]
-
-
-def _allocations(graph: JointGraph) -> dict[int, Allocations]:
-    return _measured(graph, torch.get_num_threads())[0]
+    return _measured(graph, torch.get_num_threads(), runs_alone)[1]
 
 
 @once_per_graph
-def _measured(graph: JointGraph, threads: int) -> tuple[dict[int, Allocations], bool]:
-    """The bytes that every operation allocates with so many threads, by node id, without views; and whether all
-    results are as in the graph."""
+def _measured(graph: JointGraph, threads: int, runs: Callable) -> tuple[dict[int, Allocations], bool]:
+    """The bytes that every operation which ``runs`` allocates with so many threads, by node id; and whether all results
+    are as in the graph."""
     analysis = graph.analysis
     stage("measuring the workspace of operations")
     values = tree_leaves([node.meta.get("val") for node in graph.module.graph.nodes])
@@ -120,7 +134,7 @@ def _measured(graph: JointGraph, threads: int) -> tuple[dict[int, Allocations], 
             if node.op != "call_function":
                 continue
             call = torch.fx.map_arg((node.args, node.kwargs), value)
-            if runs_alone(node):
+            if runs(node):
                 key = _signature(node.target, call)
                 if key not in memory:
                     memory[key] = _run(graph.nodes[node_id], node.target, call)

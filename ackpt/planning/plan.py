@@ -101,11 +101,11 @@ class Plan:
     budget, for a plan that packs or offloads, or without scipy.
     ``decisions``: the most expensive recomputations. ``host_bytes``: the most bytes offloaded at one time, not part of
     the peak. ``exposed_seconds``: the seconds in which compute waits for copies; None if the profile has no times.
-    ``made_for``: the call that the plan was made for, in words; None if unknown. ``note``: how a step captured as
-    ``torch.compile`` runs the model differs from the model's own; None for other steps. ``sizes``: the shape of every
-    tensor of that call; None if unknown. ``dynamic``: (index in ``sizes``, dimension) of the dimensions that were
-    dynamic when the step was captured. ``device``: the device for which the plan minimizes time, as in the profile;
-    ``"any"`` if it minimizes FLOPs and traffic.
+    ``made_for``: the call that the plan was made for, in words; None if unknown. ``note``: what its promise leaves out,
+    such as memory inside of Python kernels; None if nothing. ``sizes``: the shape of every tensor of that call; None if
+    unknown. ``dynamic``: (index in ``sizes``, dimension) of the dimensions that were dynamic in the capture.
+    ``device``: the device for which the plan minimizes time, as in the profile; ``"any"`` if it minimizes FLOPs and
+    traffic.
 
     Example:
         >>> import torch, ackpt
@@ -199,7 +199,7 @@ class Plan:
             f"{fates[RECOMPUTED]} recomputed, {fates[OFFLOADED]} offloaded"
             + (f", {fates[PACKED]} packed" if fates[PACKED] else ""),
             *self._offload(),
-            *([] if self.note is None else [f"as compiled       {self.note}"]),
+            *([] if self.note is None else [f"note              {self.note}"]),
             "",
             "ten largest       fate        where",
             *(_group_row(group) for group in self.groups()[:10]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,13 +15,12 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ackpt.capture.as_compiled import put_back
 from ackpt.capture.inspection.attributes import restored
 from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.capture.outputs import without_gradient
-from ackpt.checkpointing.rng import drawn_from, repr_state, snapshot, stream_of
+from ackpt.checkpointing.rng import drawn_from, replay, repr_state, snapshot, stream_of
 from ackpt.errors import TraceError
 from ackpt.metering.meter import Measurement, measure
 
@@ -112,6 +112,33 @@ class MeasuredStep:
         for tensor in self.tensors:
             if tensor.is_leaf:
                 tensor.grad = None
+
+
+@contextlib.contextmanager
+def put_back(tensors, generators=()):
+    """Run a step inside from the current RNG states, without gradients and hooks; then restore these and the tensors.
+
+    `generators`: streams of generator objects that are restored, too.
+    """
+    were = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+    leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
+    gradients = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks, leaf._backward_hooks) for leaf in leaves]
+    try:
+        for leaf, *_, backward_hooks in gradients:
+            # These hooks may run an optimizer. None would leave them on.
+            leaf.grad, leaf._post_accumulate_grad_hooks = None, OrderedDict()
+            if backward_hooks:
+                leaf._backward_hooks = None
+        with replay(snapshot(generators)):
+            yield
+    finally:
+        for leaf, gradient, hooks, backward_hooks in gradients:
+            leaf.grad, leaf._post_accumulate_grad_hooks = gradient, hooks
+            if backward_hooks:
+                leaf._backward_hooks = backward_hooks
+        for tensor, was in were:
+            if not torch.equal(tensor.detach().cpu(), was):
+                tensor.data.copy_(was)
 
 
 def backward(roots: list[torch.Tensor]) -> None:

@@ -89,7 +89,7 @@ class Parts:
         if key not in self._known:
             try:
                 with not_counting(), _disable_current_modes():
-                    with capture(module, args, kwargs, "all", "keep", as_compiled=False) as captured:
+                    with capture(module, args, kwargs, "all", "keep") as captured:
                         self._known[key] = _plans_of(captured_graph(captured, module, args, kwargs))
             except TraceError as error:
                 self._refuse(module, error)

@@ -68,31 +68,22 @@ class Stopgap(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What runs at some sizes: ``schedule``, whose `Plan` is ``plan()``; for a while, if it is a ``stopgap``.
-
-    ``own_peak_bytes``: the simulated dynamic peak of the model's own step; None unless the step stays within
-    ``limit_bytes`` no matter which tensors its code keeps. The model itself may then run; its plan is ``own_plan()``.
-    """
+    """What runs at some sizes: ``schedule``, whose `Plan` is ``plan()``; for a while, if it is a ``stopgap``."""
 
     schedule: Schedule
     plan: Callable[[], Plan]
-    own_peak_bytes: int | None = None
-    own_plan: Callable[[], Plan] | None = None
-    limit_bytes: int = 0
     stopgap: Stopgap | None = None
 
 
-# Of the sizes of the dynamic dimensions, and of the baseline's dynamic peak in bytes if it was measured.
-Choose = Callable[[tuple[int, ...], int | None], Choice]
+Choose = Callable[[tuple[int, ...]], Choice]  # of the sizes of the dynamic dimensions
 
 
 class Planner:
     """Plans each graph by a function; every call with other sizes is then a graph of its own."""
 
-    # Whether one capture may serve several sizes, whether a choice depends on the baseline's peak, whether a model that
-    # cannot be one graph is planned in parts, and whether one with a scripted or compiled submodule is.
+    # Whether one capture may serve several sizes, whether a model that cannot be one graph is planned in parts, and
+    # whether one with a scripted or compiled submodule is.
     serves_sizes = False
-    needs_baseline = False
     splits = False
     leaves_out = False
 
@@ -101,11 +92,6 @@ class Planner:
 
     def __call__(self, graph: JointGraph) -> Plan:
         return self.function(graph)
-
-    def choice(self, graph: JointGraph) -> Choice:
-        """What runs the step with this graph."""
-        plan = self(graph)
-        return Choice(plan.schedule, lambda: plan)
 
     def dimensions(self, call: Call) -> set[Dimension]:
         """The dimensions of `call` that must be dynamic for this planner to serve it."""

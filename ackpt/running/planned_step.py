@@ -162,10 +162,7 @@ class PlannedStep(nn.Module):
         model = self._ackpt_planned.model
         if _keeps_gradients(model, args, kwargs):
             call = self._ackpt_planned.call(args, kwargs)
-            variant = self._variant(call)
-            if variant.run is not None:
-                return variant.outputs(call)
-            return variant.own_outputs(call, own_call(model)(*args, **kwargs))
+            return self._variant(call).outputs(call)
         outputs = own_call(model)(*args, **kwargs)
         if torch.is_grad_enabled():
             _require_no_gradients(outputs)

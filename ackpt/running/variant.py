@@ -8,19 +8,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_unflatten
 
 from ackpt.capture.aot import Capture
-from ackpt.capture.inspection.tensors import is_tensor
-from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.capture.outputs import (
-    differentiated_once,
     dropped_before_backward,
     gradients_before_backward,
-    no_gradient,
     nodes_of,
     retained_after_backward,
-    without_gradient,
 )
 from ackpt.planning.plan import Plan
 
@@ -42,14 +36,14 @@ class _Room(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """What runs calls of some sizes: ``run`` with the inputs of ``captured``, or the model itself if it is None.
+    """What runs calls of some sizes: ``run`` with the inputs of ``captured``.
 
     ``make_plan`` returns the `Plan`, which does not count the outputs at the places ``dropped`` during backward, and
     which counts gradients of earlier steps if ``accumulates``. ``stopgap``: how long it runs, if not for good.
     """
 
     captured: Capture
-    run: Callable[[Sequence[torch.Tensor]], list[Any]] | None
+    run: Callable[[Sequence[torch.Tensor]], list[Any]]
     make_plan: Callable[[], Plan]
     dropped: tuple[int, ...] = ()
     accumulates: bool = False
@@ -57,7 +51,6 @@ class Variant:
 
     def outputs(self, call: Call) -> Any:
         """The outputs of the planned step."""
-        assert self.run is not None
         if self.stopgap is not None:
             self.stopgap.ran()
         inputs = self.captured.inputs(call.modules, call.leaves)
@@ -65,18 +58,6 @@ class Variant:
         dropped_before_backward(outputs, self.dropped, lambda: self._room_bytes.backward)
         self._check_backward(nodes_of(outputs), inputs)
         return self.captured.outputs(outputs)
-
-    def own_outputs(self, call: Call, outputs: Any) -> Any:
-        """`outputs` of the model itself, whose backward has the checks of a planned step."""
-        leaves, spec = flatten_outputs(outputs)
-        refused = without_gradient(leaves, self.captured.differentiate)
-        inputs = self.captured.inputs(call.modules, call.leaves)
-        nodes = {leaf.grad_fn for at, leaf in enumerate(leaves) if is_tensor(leaf) and at not in refused} - {None}
-        differentiated_once(nodes)
-        self._check_backward(nodes, inputs)
-        for place in refused:
-            leaves[place] = no_gradient(leaves[place].detach())
-        return tree_unflatten(leaves, spec) if refused else outputs
 
     def _check_backward(self, nodes, inputs) -> None:
         """Raise an error when backward reaches `nodes` of autograd if it would exceed the budget."""

@@ -10,7 +10,6 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from operator import le
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ackpt.capture.aot import Capture, capture
-from ackpt.capture.as_compiled import measured_baseline
 from ackpt.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout
 from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes
 from ackpt.capture.inspection.model_checks import warn_of_hooks
@@ -33,7 +31,7 @@ from ackpt.planning.rewriting import RewriteError
 from ackpt.progress import shown
 
 from .call_facts import Call, Facts, Sizes, call_of, changed_setting
-from .choices import Choice, Planner
+from .choices import Planner
 from .compiled_schedule import compiled_schedule, dropped_places
 from .dynamic_dimensions import DynamicArgument, declared, declared_bounds, differing, named_dimensions
 from .dynamic_step import DynamicStep
@@ -44,6 +42,8 @@ from .variant import Variant
 _MOST_CAPTURES = 64
 _MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captured one by one
 _PASS_AS_TENSOR = "Pass what changes at every step as a tensor, or change it once per epoch."
+_VALUES = "the values of its arguments"
+_ONE_BRANCH = "Let the batches take few branches there, as by padding all of them."
 _FEW_SIZES = "Pad the batches to a few sizes, or change the model there."
 _LET_DYNAMIC = "Leave dynamic at None, so that one capture serves several sizes."
 
@@ -126,7 +126,7 @@ class Variants:
 
     def _known(self, group: _Group, call: Call) -> Variant | None:
         for variant in group.fixed.get(call.sizes, ()):
-            if variant.captured.is_current():
+            if variant.captured.serves(call.leaves):
                 return variant
         served = _served_by(group, call)
         variant = None if served is None else served[1].get(served[2])
@@ -184,20 +184,20 @@ class Variants:
                 start = time.perf_counter()
         with capture(self.model, call.args, call.kwargs, self.differentiate, self.outputs) as captured:
             graph = captured_graph(captured, self.model, call.args, call.kwargs, self.loop)
-            choice = self.planner.choice(graph)
-            variant = self._of_model(captured, choice, call, graph.on_cpu, ())
-            if variant is None:
-                step, strides = compiled_schedule(captured, graph, choice.schedule), gradient_strides(graph.analysis)
-                run = self._checked(lambda inputs: step(inputs, strides), call)
-                dropped = dropped_places(graph, choice.schedule)
-                variant = Variant(captured, run, choice.plan, dropped, self.loop.accumulation)
+            plan = self.planner(graph)
+            step, strides = compiled_schedule(captured, graph, plan.schedule), gradient_strides(graph.analysis)
+            run = self._checked(lambda inputs: step(inputs, strides), call)
+            dropped = dropped_places(graph, plan.schedule)
+            variant = Variant(captured, run, lambda: plan, dropped, self.loop.accumulation)
         group.fixed.setdefault(call.sizes, []).insert(0, variant)
         seconds = time.perf_counter() - start
-        self.history.add("capture", cause, seconds, group=group_of_causes, advice=self._advice(group))
+        self.history.add("capture", cause, seconds, group=group_of_causes, advice=self._advice(group, group_of_causes))
         return variant
 
-    def _advice(self, group: _Group) -> str:
+    def _advice(self, group: _Group, cause: str) -> str:
         """How to avoid captures of calls of `group`, one for each."""
+        if cause == _VALUES:
+            return _ONE_BRANCH
         if len(group.fixed) == 1:
             return _PASS_AS_TENSOR
         if self.dynamic is False:
@@ -220,8 +220,9 @@ class Variants:
             group.refusal = f"the model works for one size only of {_said(fixed, call)}"
             self.history.add("refused", f"one size only of {_said(fixed, call)}", time.perf_counter() - start)
         values = step.symbols.values(call.leaves)
-        served = ((step.symbols.values_in(sizes), variant) for sizes, (variant, *_) in group.fixed.items())
-        earlier = {sizes: variant for sizes, variant in served if sizes is not None}
+        served = ((step.symbols.values_in(sizes), variant) for sizes, all_ in group.fixed.items() for variant in all_)
+        same = [(sizes, variant) for sizes, variant in served if _branches_alike(variant.captured, step.captured)]
+        earlier = {sizes: variant for sizes, variant in same if sizes is not None}
         _require_equal_captures(step, earlier)
         bounds = declared_bounds(self.dynamic, self.model, call)
         largest = tuple((bounds.get(each) or (0, size))[1] for each, size in zip(step.symbols.dimensions, values))
@@ -241,44 +242,10 @@ class Variants:
     def _chosen(self, step: DynamicStep, call: Call, values: tuple[int, ...]) -> Variant:
         """What runs `call`, whose dynamic dimensions have the sizes `values`."""
         assert step.choose is not None
-        baseline = None
-        if step.reference.as_compiled is not None and self.planner.needs_baseline and step.reference.has_data:
-            baseline = measured_baseline(step.captured, self.model, call.args, call.kwargs)
-        choice = step.choose(values, baseline)
-        variant = self._of_model(step.captured, choice, call, step.reference.on_cpu, values)
-        if variant is not None:
-            return variant
+        choice = step.choose(values)
         run = self._checked(step.run(choice.schedule, values), call)
         dropped = dropped_places(step.reference, choice.schedule)
         return Variant(step.captured, run, choice.plan, dropped, self.loop.accumulation, choice.stopgap)
-
-    def _of_model(
-        self, captured: Capture, choice: Choice, call: Call, on_cpu: bool, values: tuple[int, ...]
-    ) -> Variant | None:
-        """The model itself, if its own step keeps the budget; None otherwise. ``values``: its dynamic sizes."""
-        if choice.own_peak_bytes is None or choice.own_plan is None or not on_cpu or not captured.has_data:
-            return None
-        keeps = self._own_step_keeps_simulated_peak(captured, choice, call, values)
-        return Variant(captured, None, choice.own_plan, accumulates=self.loop.accumulation) if keeps else None
-
-    def _own_step_keeps_simulated_peak(self, captured: Capture, choice: Choice, call: Call, values) -> bool:
-        """Whether the model's own step has at most its simulated peak, as measured.
-
-        Its code may allocate what the graph does not show, such as results that nothing reads. If one measurement shows
-        this, the result is False for all sizes, without further measurements. A measurement also holds for smaller
-        sizes if it is within their limit.
-        """
-        peaks = captured.own_peaks
-        if any(measured > simulated for simulated, measured in peaks.values()):
-            return False
-        for sizes, (_, measured) in peaks.items():
-            if measured <= choice.limit_bytes and all(map(le, values, sizes)):
-                return True
-        own_bytes = measured_baseline(captured, self.model, call.args, call.kwargs)
-        if own_bytes is None or choice.own_peak_bytes is None:
-            return False
-        peaks[values] = choice.own_peak_bytes, own_bytes
-        return own_bytes <= choice.own_peak_bytes
 
     def _checked(self, run, call: Call):
         """`run`, or a function that raises if either the model or the call has no data."""
@@ -334,6 +301,8 @@ class Variants:
             return attribute
         if setting := changed_setting(was, call.facts):
             return setting, setting
+        if branch := variant.captured.other_branch(call.leaves):
+            return f"what the model decides by its arguments' values changed{branch.line}", _VALUES
         return "the layout of a tensor changed", "the layout of a tensor"
 
     def _drop_oldest(self) -> None:
@@ -348,8 +317,8 @@ class Variants:
 def _served_by(group: _Group, call: Call) -> tuple[DynamicStep, dict[tuple[int, ...], Variant], tuple[int, ...]] | None:
     """The capture with dynamic dimensions that is valid for `call`, its variants, and the sizes of these dimensions."""
     for step, variants in group.dynamic:
-        values = step.symbols.values_in(call.sizes) if step.captured.is_current() else None
-        if values is not None:
+        values = step.symbols.values_in(call.sizes)
+        if values is not None and step.captured.serves(call.leaves):
             return step, variants, values
     return None
 
@@ -365,6 +334,11 @@ def _require_equal_captures(step: DynamicStep, earlier: Mapping[tuple[int, ...],
                 "the model computes something else if a size is a symbol: its code may check isinstance(size, int), or "
                 "convert the size to a string"
             )
+
+
+def _branches_alike(one: Capture, other: Capture) -> bool:
+    """Whether the model took the same branches in two captures."""
+    return [branch.answer for branch in one.branches] == [branch.answer for branch in other.branches]
 
 
 def _captures(group: _Group) -> int:

@@ -8,12 +8,12 @@ import types
 import pytest
 import torch
 import transformers
-from conftest import CAPTURED_AS_COMPILED, Case, assert_same_step
+from conftest import Case, assert_same_step
 from torch import nn
 
 import ackpt
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(CAPTURED_AS_COMPILED)]
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {
     "hidden_size": 16,
     "num_hidden_layers": 1,

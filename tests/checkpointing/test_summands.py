@@ -110,3 +110,28 @@ def test_more_uses_than_are_kept_apart():
     found, x.grad = x.grad, None
     (region(x).sum() + x.cos().sum()).backward()
     torch.testing.assert_close(found, x.grad)
+
+
+class Remembers(nn.Module):
+    """Keeps an activation with its graph; uses its input twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.ones(4096)), None
+
+    def forward(self, x):
+        self.last = torch.tanh(x * self.weight)
+        return x + self.last.sin()
+
+
+def test_a_remembered_graph_keeps_no_gradients():
+    model, x = nn.Sequential(Remembers(), Remembers(), Remembers()), torch.randn(4096)
+    ackpt.apply_activation_checkpointing(model, Remembers)
+
+    def steps():
+        for _ in range(3):
+            model.zero_grad()
+            model(x).sum().backward()
+
+    left = ackpt.measure(steps, resident=(model, x), repeats=0, warmup=0).timeline.live[-1]
+    assert left == x.nbytes * (3 + 3 + 2)  # gradients, remembered tensors, and the inputs of all regions but the first

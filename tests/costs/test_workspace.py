@@ -205,7 +205,40 @@ class Picky(nn.Module):
 def test_an_operation_that_cannot_run_alone_is_named():
     graph = trace(Picky(), torch.ones(1, 2))
     with pytest.raises(MeterError, match="picky .workspace_test.picky.default. of module .*must be 41"):
-        workspace_bytes(graph)
+        disagreements(graph)
+
+
+@torch.library.custom_op("workspace_test::counting", mutates_args=())
+def counting(x: torch.Tensor) -> torch.Tensor:
+    COUNTED.append(x.sum().item())
+    return x.clone()
+
+
+COUNTED: list[float] = []
+counting.register_fake(torch.empty_like)
+counting.register_autograd(lambda ctx, grad: counting(grad))
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return counting(self.inner(x)).square().sum()
+
+
+@pytest.mark.parametrize("costs", ["rates", "measured"])
+def test_python_kernels_run_in_steps_only(costs):
+    COUNTED.clear()
+    model = Counting()
+    step = ackpt.compile(model, torch.ones(4, 2), budget="1MiB", costs=costs)
+    step.prepare(torch.ones(5, 2))
+    step.prepare(torch.ones(6, 2))
+    assert COUNTED == []
+    assert step.plan.note.startswith("the temporary memory of workspace_test.counting.default is not counted")
+    step(torch.ones(5, 2)).backward()
+    assert len(COUNTED) == 2
 
 
 def test_a_graph_on_another_device_is_refused():

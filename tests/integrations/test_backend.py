@@ -198,7 +198,6 @@ def test_the_gradient_of_a_function_that_returns_what_it_changed(checkpointed):
     assert torch.equal(x.grad, 3 * x.detach().cos())
 
 
-@pytest.mark.filterwarnings("ignore:The model was captured as torch.compile runs it")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_gradient_of_the_transformer(dtype):
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from conftest import CAPTURED_AS_COMPILED, assert_equal
+from conftest import assert_equal
 from random_fates import plan_of, tensors_of
 from small_models import MODELS, build, loss_of
 
@@ -14,7 +14,7 @@ import ackpt
 from ackpt.costs.workspace import disagreements
 from ackpt.running.captured_step import CapturedStep
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(CAPTURED_AS_COMPILED)]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 3
 OPTIMIZERS = {

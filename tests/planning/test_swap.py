@@ -357,7 +357,7 @@ class Offloading(Planner):
     def for_sizes(self, step):
         schedule = away_and_again(step.reference)
         plan = types.SimpleNamespace(schedule=schedule, limit_bytes=None)
-        return lambda values, baseline: Choice(schedule, lambda: plan)
+        return lambda values: Choice(schedule, lambda: plan)
 
 
 def test_a_schedule_that_offloads_serves_other_sizes():

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from conftest import CAPTURED_AS_COMPILED
 from small_models import build
 from torch import nn
 
@@ -21,7 +20,7 @@ from ackpt.planning.schedule import everything, missing
 from ackpt.policies.mu_two import evictions, once_for_each_reader
 from ackpt.policies.search.intermediates import Intermediate, Link, drop, intermediates
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(CAPTURED_AS_COMPILED)]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def unit_times(graph):

@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from conftest import CAPTURED_AS_COMPILED
 from dynamic_steps import check, ids, kinds
 from torch import nn
 from torch.nn import functional as F
@@ -166,7 +165,6 @@ MODELS = {
 }
 
 
-@pytest.mark.filterwarnings(CAPTURED_AS_COMPILED)
 @pytest.mark.parametrize("name", MODELS)
 def test_sizes(name):
     make, batches, captures = MODELS[name]

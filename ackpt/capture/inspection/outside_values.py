@@ -14,6 +14,7 @@ import os
 import sys
 import types
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint
@@ -87,8 +88,6 @@ class Reads:
                     if self._closures is not None:
                         self._closures.add(frame)
 
-        if self._settles:
-            self._changed = []
         try:
             with _on_every_call(called) as self._watching:
                 yield
@@ -117,6 +116,31 @@ class Reads:
         if refusals and not self.may_settle(refusals):
             raise refusals[0][-1]
 
+    def start(self) -> None:
+        """Call this before every forward."""
+        if self._settles:
+            self._changed = []
+
+    @contextlib.contextmanager
+    def watched_backward(self):
+        """Inside, a backward of the model's own functions is `watched`, too, and may not change anything.
+
+        Raises:
+            TraceError: naming what it changes.
+        """
+        apply = torch.autograd.function.BackwardCFunction.apply
+
+        def watched(node, *gradients):
+            try:
+                with self.watched():
+                    return apply(node, *gradients)
+            except TraceError as error:
+                error.reason, error.can_split = error.reason or str(error), True
+                raise
+
+        with mock.patch.object(torch.autograd.function.BackwardCFunction, "apply", watched):
+            yield
+
     def may_settle(self, changed: list[tuple]) -> bool:
         """Note ``(namespace, name, before, now, refusal)`` of the values that the first forward has changed.
 
@@ -128,7 +152,7 @@ class Reads:
         """
         for namespace, name, *_ in changed if not self._settles else ():
             for first, first_name, *_, refusal in self._changed:
-                if first is namespace and first_name == name:
+                if getattr(first, "cell", first) is getattr(namespace, "cell", namespace) and first_name == name:
                     raise refusal
         self._changed += changed if self._settles else []
         return self._settles and bool(changed)

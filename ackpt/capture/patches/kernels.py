@@ -3,7 +3,7 @@
 With half-precision values and float32 weights, the CPU's norms return float32 statistics. Batch norm returns strides
 that are contiguous or channels last, and its backward computes no unused gradient. Losses, activations,
 padding and rolling write in an order of their own; some losses leave their scalar in a storage for all elements, and
-`F.fold` its image in one for all columns.
+`F.fold` its image in one for all columns. Grouped products take every dtype.
 
 Torch: the rules are in ``op_implementations_dict`` (``torch/_subclasses/fake_impls.py``) and ``meta_table``
 (``torch/_decomp``, filled by ``_meta_registrations.py`` and ``_refs``); the kernels are in ``aten/src/ATen/native``.
@@ -16,6 +16,7 @@ import contextlib
 import threading
 
 import torch
+from torch import _meta_registrations
 from torch._decomp import meta_table
 from torch._prims_common import is_contiguous_for_memory_format_or_false, suggest_memory_format
 from torch._subclasses import fake_impls
@@ -195,6 +196,14 @@ def _view(fake_mode, operation, x, shape):
     return result if suggest_memory_format(kernels) == suggest_memory_format(result) else kernels
 
 
+def _grouped_product(fake_mode, operation, a, b, offs=None, bias=None, out_dtype=None):
+    """Torch's rule refuses all dtypes but bfloat16, which the kernels do not."""
+    if a.dtype == torch.bfloat16 or a.dtype != b.dtype:
+        return NotImplemented  # torch's rule applies
+    with fake_mode:
+        return _meta_registrations._create_grouped_mm_output_tensor(a, b, offs, out_dtype)
+
+
 def _resize_backward(fake_mode, operation, gradient, output_size, input_size, *rest):
     """Torch's rule takes no symbols, so the order of the dimensions is that at the example's sizes."""
 
@@ -235,6 +244,7 @@ _OURS = {
     **{loss: _corrected(in_whole_memory) for loss in LOSSES},
     aten.binary_cross_entropy.default: _corrected(_binary_cross_entropy),
     **{resize.default: _resize_backward for resize in _RESIZES},
+    aten._grouped_mm.default: _grouped_product,
     aten.col2im.default: _corrected(_fold),
     aten.roll.default: _corrected(_laid_out_like(0)),
     aten.reflection_pad2d_backward.default: _corrected(_laid_out_like(1)),

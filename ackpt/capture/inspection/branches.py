@@ -1,0 +1,174 @@
+"""Let a model branch on what it computes from its integer arguments alone, such as ``if attention_mask.all()``.
+
+A capture records how the model's code computes such truth values from masks, ids and labels. It takes the branch that
+the values of its call decide, and serves a later call only if the same operations of torch decide the same there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from .source_lines import line
+
+Number = Callable[[Any, Sequence[Any]], Any]
+_READ = torch.ops.aten._local_scalar_dense.default
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass(eq=False)
+class _Storage:
+    """Memory that a known tensor and its views share; ``is_known``: whether its content still follows."""
+
+    is_known: bool = True
+
+
+@dataclass(eq=False)
+class _Value:
+    """A tensor whose content follows from the arguments: leaf ``leaf`` of the call, or the result of a step."""
+
+    storage: _Storage
+    leaf: int | None = None
+
+
+@dataclass(eq=False)
+class _Step:
+    """An operation of torch; in ``call``, (args, kwargs), and ``results``, values are in the place of tensors."""
+
+    operation: Any
+    call: tuple[Any, Any]
+    results: list[Any]
+    written: list[_Storage]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A truth value that the model's code reads, its ``answer`` in the capture, and the ``line`` that reads it.
+
+    ``steps`` compute ``value``.
+    """
+
+    steps: tuple[_Step, ...]
+    value: _Value
+    answer: bool
+    line: str
+
+    def holds(self, leaves: Sequence[Any], number: Number) -> bool:
+        """Whether the answer is the same in a call with `leaves`."""
+        return _truth(self.value, self.steps, leaves, number) == self.answer
+
+
+class Branches(TorchDispatchMode):
+    """Inside, truth values of tensors are known that depend on integer arguments alone.
+
+    ``found``: them, in the order in which they are read.
+
+    Args:
+        leaves: of the call; their values decide.
+        traced: ``{index of a leaf: the tensor that represents it}``.
+        number: evaluates a symbolic size in a call with given leaves.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, leaves: Sequence[Any], traced: dict[int, torch.Tensor], number: Number):
+        super().__init__()
+        self.found: list[Branch] = []
+        self._leaves, self._number = leaves, number
+        self._steps: list[_Step] = []
+        self._known: dict[int, tuple[ref, _Value]] = {}
+        for at, tensor in traced.items():
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                self._known[id(tensor)] = ref(tensor), _Value(_Storage(), at)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = {id(tensor): value for tensor in tensors if (value := self._value(tensor)) is not None}
+        if func is _READ and known and args[0].dtype is torch.bool:
+            (value,) = known.values()
+            steps = _needed(self._steps, value)
+            self.found.append(Branch(steps, value, _truth(value, steps, self._leaves, self._number), line()))
+            return self.found[-1].answer
+        written = [known[id(tensor)].storage for tensor in _written(func, args, kwargs) if id(tensor) in known]
+        follows = all(id(tensor) in known for tensor in tensors) and func.namespace == "aten"
+        if not follows or torch.Tag.nondeterministic_seeded in func.tags:
+            for storage in written:
+                storage.is_known = False
+            return func(*args, **kwargs)
+        call = tree_map_only(torch.Tensor, lambda tensor: known[id(tensor)], (args, kwargs))
+        result = func(*args, **kwargs)
+        aliases = written or [value.storage for value in known.values()]
+        is_alias = bool(aliases) and any(each.alias_info is not None for each in func._schema.returns)
+        shared = aliases[0] if is_alias else None
+        results = [self._noted(each, shared) for each in (result if isinstance(result, (tuple, list)) else (result,))]
+        self._steps.append(_Step(func, call, results, written))
+        return result
+
+    def _noted(self, result, shared: _Storage | None) -> _Value | None:
+        if not isinstance(result, torch.Tensor):
+            return None
+        value = _Value(shared or _Storage())
+        self._known[id(result)] = ref(result), value
+        return value
+
+    def _value(self, tensor: torch.Tensor) -> _Value | None:
+        if type(tensor) is torch.Tensor and not is_functorch_wrapped_tensor(tensor):
+            # A literal of the code, such as the index in x[:, [0, -1]].
+            with _disable_current_modes():
+                value = _Value(_Storage())
+                self._steps.append(_Step(torch.ops.aten.clone.default, ((tensor.clone(),), {}), [value], []))
+                return value
+        made, value = self._known.get(id(tensor), (None, None))
+        return value if made is not None and made() is tensor and value is not None and value.storage.is_known else None
+
+
+def _written(func, args, kwargs) -> list[Any]:
+    """The tensors that an operation writes into."""
+    if not func._schema.is_mutable:
+        return []
+    given = dict(enumerate(args))
+    pairs = ((each, given.get(at, kwargs.get(each.name))) for at, each in enumerate(func._schema.arguments))
+    return [leaf for each, value in pairs if each.is_write for leaf in tree_leaves(value)]
+
+
+def _needed(steps: Sequence[_Step], value: _Value) -> tuple[_Step, ...]:
+    """Those of `steps` on which a value depends, with its memory as they leave it."""
+    values, storages, needed = {value}, {value.storage}, []
+    for step in reversed(steps):
+        if values.isdisjoint(step.results) and storages.isdisjoint(step.written):
+            continue
+        needed.append(step)
+        given = [leaf for leaf in tree_leaves(step.call) if isinstance(leaf, _Value)]
+        values.update(given)
+        storages.update(each.storage for each in given)
+    return tuple(reversed(needed))
+
+
+def _truth(value: _Value, steps: Sequence[_Step], leaves: Sequence[Any], number: Number) -> bool:
+    """The truth of `value` in a call with `leaves`: torch's own operations compute it from the arguments."""
+    made: dict[_Value, Any] = {}
+    written = {storage for step in steps for storage in step.written}
+
+    def given(leaf):
+        if isinstance(leaf, _SYMBOLIC):
+            return number(leaf, leaves)
+        if isinstance(leaf, _Value) and leaf.leaf is not None and leaf not in made:
+            made[leaf] = leaves[leaf.leaf].clone() if leaf.storage in written else leaves[leaf.leaf]
+        return made[leaf] if isinstance(leaf, _Value) else leaf
+
+    with torch.no_grad(), _disable_current_modes(), torch._C._DisableAutocast():
+        for step in steps:
+            args, kwargs = tree_map(given, step.call)
+            result = step.operation(*args, **kwargs)
+            made.update(zip(step.results, result if isinstance(result, (tuple, list)) else (result,)))
+        return bool(given(value))
