@@ -41,20 +41,20 @@ class SizeEnv(ShapeEnv):
 
     def __init__(self):
         super().__init__()
-        self.derived: dict[sympy.Symbol, tuple[Callable, tuple]] = {}
-        self.known: dict[sympy.Symbol, Any] = {}
+        self.derived: dict[Any, tuple[Callable, tuple]] = {}
+        self.known: dict[Any, Any] = {}
         self.constants: dict[Any, str] = {}
         self._symbols: dict[str, sympy.Symbol] = {}
-        self._converted: dict[sympy.Symbol, SymNode] = {}
+        self._converted: dict[Any, Any] = {}
 
     def derive(self, function: Callable, *operands) -> SymNode:
-        """The result of `function` of numbers and `SymNode`s, as a new symbol, or a number if all of them are."""
+        """The result of `function` of numbers and `SymNode`s: a truth value, or a symbol for a number."""
         if function in _COMPARISONS:  # Python compares integers with floats exactly; torch converts them before
             operands = tuple(self._converted.get(_argument(each), each) for each in operands)
         args = tuple(map(_argument, operands))
         value = function(*map(_hint, operands))
-        if all(isinstance(each, (int, float)) for each in args):
-            return SymNode(sympy.sympify(value), self, type(value), value)
+        if type(value) is int and all(isinstance(each, (int, float)) for each in args):
+            return SymNode(sympy.Integer(value), self, int, value)
         symbol = self._symbol(function, args, value)
         if function is float:
             self._converted[symbol] = operands[0]
@@ -92,7 +92,7 @@ def _hint(operand):
     return operand.hint if isinstance(operand, SymNode) else operand
 
 
-def _argument(operand):
+def _argument(operand) -> Any:
     """A number, or an expression of a size."""
     is_symbolic = isinstance(operand, SymNode) and bool(sympy.sympify(operand.expr).free_symbols)
     return operand.expr if is_symbolic else _hint(operand)
@@ -120,7 +120,7 @@ def _of_nodes(method: str):
 
     def replaced(original):
         def compute(*operands):
-            nodes = [each for each in operands if isinstance(each, SymNode)]
+            nodes: list[Any] = [each for each in operands if isinstance(each, SymNode)]
             env = nodes[0].shape_env
             if not isinstance(env, SizeEnv) or get_proxy_mode() or not all(each.has_hint() for each in nodes):
                 return original(*operands)
