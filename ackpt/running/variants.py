@@ -44,7 +44,7 @@ from .variant import Variant
 
 _MOST_CAPTURES = 64
 _MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captured one by one
-_MOST_ALONE = 3  # captures with dynamic dimensions that served one size each
+_MOST_ALONE = 3  # captures with dynamic dimensions, one after the other, that served one size each
 _PASS_AS_TENSOR = "Pass what changes at every step as a tensor, or change it once per epoch."
 _FEW_SIZES = "Pad the batches to a few sizes, or change the model there."
 _LET_DYNAMIC = "Leave dynamic at None, so that one capture serves several sizes."
@@ -314,8 +314,8 @@ class Variants:
 
     def _dimensions(self, group: _Group, call: Call) -> set[Dimension]:
         """The dimensions to capture as dynamic: those that are declared, and those in which earlier calls differ."""
-        alone = sum(len(variants) == 1 for _, variants in group.dynamic)
-        if not self.planner.serves_sizes or len(group.dynamic) >= _MOST_DYNAMIC or alone >= _MOST_ALONE:
+        latest = [len(variants) for _, variants in group.dynamic[:_MOST_ALONE]]
+        if not self.planner.serves_sizes or len(group.dynamic) >= _MOST_DYNAMIC or latest == [1] * _MOST_ALONE:
             return set()
         chosen = declared(self.dynamic, self.model, call)
         if self.dynamic is not False:
