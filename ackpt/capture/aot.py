@@ -17,7 +17,6 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ackpt.capture.inspection.attributes import arguments_unchanged, unchanged
@@ -31,6 +30,7 @@ from ackpt.capture.inspection.tensors import has_data, is_tensor, off_meta, requ
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.capture.patches.eager_settings import like_eager
 from ackpt.capture.patches.fused_attention import fused_attention_refused
+from ackpt.capture.patches.size_arithmetic import SizeEnv, python_arithmetic
 from ackpt.errors import TraceError
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.packed_sequences import found_packed
@@ -309,7 +309,7 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
         "differentiate": differentiate,
         "keeps_outputs": outputs == "keep",
     }
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if dynamic else None)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=SizeEnv() if dynamic else None)
     unused = [layout(leaf)[-1] for leaf in leaves if is_sized(leaf)] if dynamic else []
     own_model, values = model, leaves if about["has_data"] else []
     model, leaves, spec = off_meta(model, leaves, spec, fake_mode)
@@ -320,6 +320,8 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
         stack.enter_context(no_collection())
         stack.enter_context(_use_lazy_graph_module(True))  # their code never runs: 6 % of the time
         stack.enter_context(like_eager(detect_fake_mode([*model.parameters(), *leaves])))
+        if dynamic:
+            stack.enter_context(python_arithmetic())
         try:
             captured = _settled(stack, model, leaves, values, spec, about)
         except TraceError as error:  # many models read tensor values unless they are compiled

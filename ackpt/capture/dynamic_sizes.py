@@ -17,18 +17,14 @@ import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import (
-    SYMPY_INTERP,
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, StatelessSymbolicContext
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.printers import PythonPrinter
 
-from ackpt.capture.inspection.source_lines import line, running_class
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.errors import TraceError
+
+from .patches.size_arithmetic import SizeEnv
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SLICE_BACKWARD = torch.ops.aten.slice_backward.default
@@ -126,30 +122,18 @@ class Symbols:
     def __init__(
         self, dimensions: Sequence[Dimension], leaves: Sequence[Any], numbers: frozenset[int], unused: Sequence[int]
     ):
-        first = {(id(leaves[each.leaf]), each.dim): each for each in reversed(dimensions)}  # a tensor may come twice
-        self.dimensions = tuple(reversed(first.values()))
+        places = {id(leaf): at for at, leaf in reversed(list(enumerate(leaves)))}  # a tensor may come twice
+        self._first = {each: Dimension(places[id(leaves[each.leaf])], each.dim) for each in dimensions}
+        self.dimensions = tuple(dict.fromkeys(self._first.values()))
         sizes = [leaves[each.leaf].shape[each.dim] for each in self.dimensions]
-        self.environment: ShapeEnv = sizes[0].node.shape_env
+        self.environment: SizeEnv = sizes[0].node.shape_env
         self.all = [size.node._expr for size in sizes]
         self._sized = [at for at, leaf in enumerate(leaves) if is_sized(leaf)]
         sized = [leaves[at].shape[0] if at in numbers else leaves[at] for at in self._sized]
         layouts = [(tuple(leaf.shape), leaf.stride()) if is_tensor(leaf) else ((leaf,), ()) for leaf in sized]
         self._layouts = [tuple(tuple(map(expression, each)) for each in both) for both in layouts]
         self._unused = tuple(unused)
-        self._constants: dict[Any, str] = {}
-        self._note_constants()
         self._functions: dict[tuple, Callable[..., tuple]] = {}
-
-    def _note_constants(self) -> None:
-        """Record the line of the model's code by which a symbol becomes a number, and the module that runs it."""
-        replace = self.environment._set_replacement
-
-        def noted(symbol, value, *args, **kwargs):
-            if sympy.sympify(value).is_number:
-                self._constants.setdefault(symbol, line() + running_class())
-            return replace(symbol, value, *args, **kwargs)
-
-        setattr(self.environment, "_set_replacement", noted)  # noqa: B010 (a method, for this capture alone)
 
     def values(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """The sizes of the dynamic dimensions in a call with `leaves`."""
@@ -166,7 +150,16 @@ class Symbols:
 
     def holds(self, values: tuple[int, ...]) -> bool:
         """Whether the capture is valid for these sizes."""
-        return all(SMALLEST <= value <= LARGEST for value in values) and all(self.evaluated(self.guards, values))
+        if not all(SMALLEST <= value <= LARGEST for value in values):
+            return False
+        derived, known = tuple(self.environment.derived), self.environment.known
+        try:
+            results = zip(derived, self.evaluated(derived, values))
+            return all(repr(value) == repr(known.get(symbol, value)) for symbol, value in results) and all(
+                self.evaluated(self.guards, values)
+            )
+        except (ArithmeticError, ValueError, TypeError):  # such as a division by zero
+            return False
 
     def layouts(self, values: tuple[int, ...]) -> tuple[Layout, ...]:
         """The layout of every tensor and integer of the call at these sizes, as in `layout`."""
@@ -185,9 +178,15 @@ class Symbols:
 
     def fixed(self) -> dict[Dimension, str]:
         """The dimensions that the model turned into constants, with the line that did, or an empty string."""
-        pairs = zip(self.dimensions, self.all)
+        symbols = dict(zip(self.dimensions, self.all))
+        pairs = ((each, symbols[first]) for each, first in self._first.items())
         fixed = {each: symbol for each, symbol in pairs if self.environment.replace(symbol).is_number}
-        return {each: self._constants.get(symbol, "") for each, symbol in fixed.items()}
+        return {each: self.environment.constants.get(symbol, "") for each, symbol in fixed.items()}
+
+    def converted(self) -> str:
+        """The line by which the model turned a result of sizes into a number, or an empty string."""
+        lines = self.environment.constants
+        return next((lines[symbol] for symbol in self.environment.derived if symbol in lines), "")
 
     def number(self, size, leaves: Sequence[Any]) -> Any:
         """A symbolic `size` of the capture in a call with `leaves`."""
@@ -201,12 +200,32 @@ class Symbols:
         """A function of the sizes of the dynamic dimensions that returns the values of sympy `expressions`."""
         if expressions not in self._functions:
             names = {symbol: sympy.Symbol(f"s{at}", integer=True) for at, symbol in enumerate(self.all)}
-            code = "".join(f"{PythonPrinter().doprint(sympy.sympify(each).xreplace(names))}, " for each in expressions)
-            arguments = ", ".join(str(name) for name in names.values())
+            arguments = ", ".join(map(str, names.values()))
             namespace: dict[str, Any] = {**SYMPY_INTERP, "__name__": __name__}
-            exec(f"def sizes({arguments}):\n    return ({code})", namespace)  # noqa: S102
+
+            def code(argument) -> str:
+                if isinstance(argument, float):
+                    namespace[name := f"float{len(namespace)}"] = argument
+                    return name
+                return PythonPrinter().doprint(sympy.sympify(argument).xreplace(names))
+
+            lines = []
+            for symbol, (function, args) in self._needed(expressions):
+                namespace[f"f_{symbol}"] = function
+                lines.append(f"    {symbol} = f_{symbol}({', '.join(map(code, args))})\n")
+            results = "".join(f"{code(each)}, " for each in expressions)
+            exec(f"def sizes({arguments}):\n{''.join(lines)}    return ({results})", namespace)  # noqa: S102
             self._functions[expressions] = namespace["sizes"]
         return self._functions[expressions]
+
+    def _needed(self, expressions):
+        """The definitions of the symbols in `expressions` that stand for results of floats, in order."""
+        derived = self.environment.derived
+        needed = {symbol for each in expressions for symbol in sympy.sympify(each).free_symbols}
+        for symbol, (_, args) in reversed(derived.items()):
+            if symbol in needed:
+                needed |= {each for argument in args for each in sympy.sympify(argument).free_symbols}
+        return [(symbol, definition) for symbol, definition in derived.items() if symbol in needed]
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +263,7 @@ class DynamicModule:
             )
             for size in sizes:
                 expr = self.symbols.environment.replace(sympy.sympify(expression(size)))
-                if expr.free_symbols.issubset(self.symbols.all):
+                if expr.free_symbols.issubset({*self.symbols.all, *self.symbols.environment.derived}):
                     continue
                 if node.op == "placeholder":
                     raise TraceError(
@@ -312,7 +331,7 @@ def without_full_slices(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target in _SLICES and _is_whole(node):
+        if is_whole_slice(node):
             source = node.args[0]
             renewed |= set(_storages(node)) - set(_storages(source))
             node.replace_all_uses_with(source)
@@ -324,8 +343,10 @@ def without_full_slices(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _is_whole(node: fx.Node) -> bool:
-    """Whether a slice, or the backward of one, is all of its tensor at every size."""
+def is_whole_slice(node: fx.Node) -> bool:
+    """Whether a node is a slice that is all of its tensor at every size, or the backward of one."""
+    if node.target not in _SLICES:
+        return False
     (source, *_), result = (each.meta["val"] for each in node.all_input_nodes), node.meta["val"]
     return [expression(size) for size in source.shape] == [expression(size) for size in result.shape]
 

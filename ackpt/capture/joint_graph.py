@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .analysis import Analysis
+from .dynamic_sizes import is_whole_slice
 from .operations import BACKWARD, CATEGORIES, FORWARD, Node, Storage
 
 
@@ -131,24 +132,25 @@ class JointGraph:
         }
 
 
-def operations_in(module: torch.fx.GraphModule) -> list[str]:
-    """The operations of a joint graph and its results, as text: equal for captures that differ only in unread inputs.
+def operations_in(module: torch.fx.GraphModule) -> list[tuple[str, str]]:
+    """The operations of a joint graph and its results as text, each with its source line.
 
-    An alias counts as its argument: a slice of the whole tensor may or may not leave an alias, depending on whether
-    sizes are integers or symbols.
+    The texts are equal for captures that differ only in unread inputs. An alias, or a slice of the whole tensor, counts
+    as its argument: whether there is one depends on whether sizes are integers or symbols.
     """
-    texts: list[str] = []
+    texts: list[tuple[str, str]] = []
     places: dict[torch.fx.Node, int] = {}
     numbers = itertools.count()
     for node in module.graph.nodes:
-        if node.target is torch.ops.aten.alias.default:
-            places[node] = places[node.args[0]]
+        if node.target is torch.ops.aten.alias.default or is_whole_slice(node):
+            places[node] = places[node.all_input_nodes[0]]
         elif node.op == "output":
-            texts.append(json.dumps([places[result] for result in node.args[0] if result is not None]))
+            texts.append((json.dumps([places[result] for result in node.args[0] if result is not None]), ""))
         elif node.op != "placeholder" or node.users:
             places[node] = next(numbers)
             if node.op != "placeholder":
-                texts.append(json.dumps(_identity(node, places.__getitem__), sort_keys=True))
+                text = json.dumps(_identity(node, places.__getitem__), sort_keys=True)
+                texts.append((text, (node.meta.get("custom") or {}).get("source") or ""))
     return texts
 
 

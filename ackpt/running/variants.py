@@ -10,6 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from .variant import Variant
 
 _MOST_CAPTURES = 64
 _MOST_DYNAMIC = 8  # of one group; sizes that none of them serves are then captured one by one
+_MOST_ALONE = 3  # captures with dynamic dimensions, one after the other, that served one size each
 _PASS_AS_TENSOR = "Pass what changes at every step as a tensor, or change it once per epoch."
 _VALUES = "the values of its arguments"
 _ONE_BRANCH = "Let the batches take few branches there, as by padding all of them."
@@ -54,12 +56,14 @@ class _Group:
 
     ``fixed``: those of a capture of their own, by their sizes; several where values differ that the code reads.
     ``dynamic``: captures with dynamic dimensions, the latest first, with a variant for every sizes that occurred.
-    ``refused``: dimensions that cannot be dynamic; ``refusal``: why not, of the latest.
+    ``refused``: dimensions that cannot be dynamic; ``suspected``: those that the model fixed at one size, which may be
+    a special one, such as that of a whole table; ``refusal``: why not, of the latest.
     """
 
     fixed: dict[Sizes, list[Variant]] = field(default_factory=dict)
     dynamic: list[tuple[DynamicStep, dict[tuple[int, ...], Variant]]] = field(default_factory=list)
     refused: set[Dimension] = field(default_factory=set)
+    suspected: set[Dimension] = field(default_factory=set)
     refusal: str = ""
 
 
@@ -216,10 +220,15 @@ class Variants:
                     f"the model works for one size only of {_said(named, call)}. Leave it out of dynamic, or change "
                     "that line so that it does not compare or convert the size."
                 )
-            group.refused |= set(fixed)
+            group.refused |= set(fixed) & group.suspected
+            group.suspected |= set(fixed)
             group.refusal = f"the model works for one size only of {_said(fixed, call)}"
             self.history.add("refused", f"one size only of {_said(fixed, call)}", time.perf_counter() - start)
+        elif line := step.symbols.converted():
+            group.refusal = f"the model converts a number that it computes from a size{line}"
         values = step.symbols.values(call.leaves)
+        if not step.symbols.holds(values):
+            raise TraceError(f"torch computes the sizes {list(values)} differently if they are symbols")
         served = ((step.symbols.values_in(sizes), variant) for sizes, all_ in group.fixed.items() for variant in all_)
         same = [(sizes, variant) for sizes, variant in served if _branches_alike(variant.captured, step.captured)]
         earlier = {sizes: variant for sizes, variant in same if sizes is not None}
@@ -272,7 +281,8 @@ class Variants:
 
     def _dimensions(self, group: _Group, call: Call) -> set[Dimension]:
         """The dimensions to capture as dynamic: those that are declared, and those in which earlier calls differ."""
-        if not self.planner.serves_sizes or len(group.dynamic) >= _MOST_DYNAMIC:
+        latest = [len(variants) for _, variants in group.dynamic[:_MOST_ALONE]]
+        if not self.planner.serves_sizes or len(group.dynamic) >= _MOST_DYNAMIC or latest == [1] * _MOST_ALONE:
             return set()
         chosen = declared(self.dynamic, self.model, call)
         if self.dynamic is not False:
@@ -329,11 +339,13 @@ def _require_equal_captures(step: DynamicStep, earlier: Mapping[tuple[int, ...],
     A symbol is not an ``int`` and has no digits, so code that checks for either takes another branch without a guard.
     """
     for values, variant in earlier.items():
-        if operations_in(step.module.at(values)) != operations_in(variant.captured.joint.graph_module):
-            raise TraceError(
-                "the model computes something else if a size is a symbol: its code may check isinstance(size, int), or "
-                "convert the size to a string"
-            )
+        one, other = operations_in(step.module.at(values)), operations_in(variant.captured.joint.graph_module)
+        for (text, line), (expected, _) in zip_longest(one, other, fillvalue=("", "")):
+            if text != expected:
+                raise TraceError(
+                    f"the model computes something else if a size is a symbol{line and f', first at {line}'}: the code "
+                    "may check isinstance(size, int), or convert the size to a string"
+                )
 
 
 def _branches_alike(one: Capture, other: Capture) -> bool:

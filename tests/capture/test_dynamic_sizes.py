@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.nn import functional as F
 
 import ackpt
 from ackpt.capture.aot import capture
-from ackpt.capture.dynamic_sizes import Dimension, Symbols
+from ackpt.capture.dynamic_sizes import Dimension, Symbols, expression
 from ackpt.capture.optimizer_state import NO_LOOP
 from ackpt.running.call_facts import call_of
 from ackpt.running.dynamic_step import DynamicStep
@@ -95,3 +97,50 @@ def test_a_size_that_becomes_a_number_is_named_with_its_line():
     fixed = symbols_of(lambda x: x + torch.ones(7), (7,)).fixed()
     assert list(fixed) == [Dimension(0, 0)]
     assert "test_dynamic_sizes.py" in fixed[Dimension(0, 0)]
+
+
+EXPRESSIONS = [
+    lambda n: math.ceil(n * 0.1 * 3),
+    lambda n: math.floor(n * 0.7 * 10),
+    lambda n: math.floor((n * 0.3) // 0.1),
+    lambda n: n * 0.1 + 0.2 + 0.3,
+    lambda n: (n + 0.1) * 0.2 / 0.7,
+    lambda n: n // 0.3 - 5 // (n * 0.7) + n % 0.7,
+    lambda n: round(n * 0.5) + round(n / 3, 1) + round(n, -1),
+    lambda n: 1 / n**0.5 + n**-1 + 2 ** (-8 / n) + torch.sym_sqrt(n),
+    lambda n: math.trunc(-n / 4) + math.ceil(-n / 4) + abs(-n * 0.1) + int(n > 4.2),
+    lambda n: max(1, n * 0.25) + min(n / 2, 7) + torch.sym_max(n, 7.5),
+    lambda n: (5 - n) // 3 + (5 - n) % 4 + n // -7 + n % -7 + (n // 3) // (2 - n),
+    lambda n: (n >> 1) + (n & 5) + (n | 3) + (n ^ 6) + (n << 2) + n**3,
+    lambda n: -0.0 * n + (n - n) / -3,
+    lambda n: 2 if n * 0.3 > 4.2 else 3,
+    lambda n: 2 if (n / 2).is_integer() else 3,
+    lambda n: int(n * 0.3) + math.sqrt(n) + float(n),
+    lambda n: math.ceil(n / 4) * 4 - n,
+    lambda n: n / 3 == n * (1 / 3),
+]
+
+
+@pytest.mark.parametrize("place", range(len(EXPRESSIONS)))
+def test_sizes_are_computed_as_python_computes_them(place):
+    function, computed = EXPRESSIONS[place], []
+    symbols = symbols_of(lambda x: [computed.append(function(x.shape[0]))] and x, (20,))
+    served = [n for n in (*range(2, 200), 10**9 + 7) if symbols.holds((n,))]
+    assert 20 in served
+    for n in served:
+        (value,) = symbols.evaluated((expression(computed[-1]),), (n,))
+        assert repr(value) == repr(function(n)), n
+
+
+@pytest.mark.parametrize(
+    ("function", "invalid"),
+    [
+        (lambda x: x * (1 / (x.shape[0] - 5)), 5),  # a division by zero
+        (lambda x: x * (2 if 7 % (x.shape[0] - 5) > 0.5 else 3), 5),
+        (lambda x: x * (x.shape[0] - 4.0) ** 0.5, 3),  # a complex number
+        (lambda x: x * 2.0 ** (x.shape[0] * 100.0), 11),  # an overflow
+    ],
+)
+def test_a_capture_does_not_hold_where_its_sizes_cannot_be_computed(function, invalid):
+    symbols = symbols_of(function, (7,))
+    assert [size for size in (7, 8, invalid) if symbols.holds((size,))] == [7, 8]

@@ -15,10 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import containers, draws, images, layers, norms, scripts, settings, state  # noqa: F401  (they fill the catalog)
+from . import (  # noqa: F401  (they fill the catalog)
+    containers,
+    draws,
+    images,
+    layers,
+    lengths,
+    norms,
+    scripts,
+    settings,
+    state,
+)
 from .part import CATALOG, KINDS, WIDTH, Part
 
 WORDS, CLASSES = 20, 5
+SHAPES = (6, 12), (4, 14), (5, 17)  # rows and length; a capture of the first two serves the third
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +53,7 @@ class Spec:
     """A model and how it is trained; every field after `blocks` has the common case as its default.
 
     ``takes``: how the batch is given, ``gives``: what the model returns. ``accumulates``: two forwards before a
-    backward. ``evaluates``: an evaluation between steps. ``reshapes``: the last step has other shapes. ``input_grad``:
+    backward. ``evaluates``: an evaluation between steps. ``reshapes``: every step has other shapes. ``input_grad``:
     the images need a gradient. ``autocast``: bfloat16 around the forward. ``freezes``: after the first step the first
     block is frozen. ``evaluation``: trained in evaluation mode. ``called``: once before, without gradients, so that
     caches are filled. ``penalty``: the loop adds a penalty of the parameters to the loss. ``hooks``: hooks on the
@@ -86,8 +97,8 @@ def draw_spec(seed: int) -> Spec:
     """The model of a seed."""
     draw = random.Random(seed)
     kind, any_part = draw.choice(KINDS), draw.random() < 0.5
-    lengths = [draw.choice([1, 2, 2]) for _ in range(draw.choice([2, 2, 3]))]
-    blocks = tuple(tuple(_draw_node(draw, kind, 2, any_part) for _ in range(length)) for length in lengths)
+    counts = [draw.choice([1, 2, 2]) for _ in range(draw.choice([2, 2, 3]))]
+    blocks = tuple(tuple(_draw_node(draw, kind, 2, any_part) for _ in range(count)) for count in counts)
     takes, gives = ["tensors", "tensors", "keywords", "dict", "tuple"], ["loss", "loss", "dict", "tuple", "tensor"]
 
     def rarely(chance=0.08):
@@ -217,15 +228,14 @@ class Model(nn.Module):
                 module.between(step)
 
 
-def batch(spec: Spec, step: int, final: bool = False) -> tuple[tuple, dict[str, Any], list[torch.Tensor]]:
-    """Arguments, keywords and their tensors for `step`; the `final` one has other shapes where the spec says so."""
+def batch(spec: Spec, step: int, shape: int = 0) -> tuple[tuple, dict[str, Any], list[torch.Tensor]]:
+    """Arguments, keywords and their tensors for `step`; each `shape` is another one where the spec says so."""
     generator = torch.Generator().manual_seed(1000 + step)
-    rows = 4 if final and spec.reshapes else 6
+    rows, length = SHAPES[shape if spec.reshapes else 0]
     if spec.kind == "image":
         x = torch.randn(rows, 3, 6, 6, generator=generator).requires_grad_(spec.input_grad)
         target = torch.randint(CLASSES, (rows,), generator=generator)
     else:
-        length = 14 if final and spec.reshapes else 12
         x = torch.randint(WORDS, (rows, length), generator=generator)
         target = torch.randint(WORDS, (rows, length), generator=generator)
     tensors = [x, target]

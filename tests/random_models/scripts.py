@@ -1,16 +1,14 @@
-"""Parts as scripts have them: caches outside of modules, hooks in forward, sizes from floats, own operations, seeds."""
+"""Parts as scripts have them: caches outside of modules, hooks in forward, own operations, seeds."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
 import functools
-import math
 import random
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .part import WIDTH, Part, at_restart, channels_first, channels_last, part, per_channel
@@ -117,48 +115,6 @@ class HooksItsInput(Part):
         if found.requires_grad and self.how == "result":
             found.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
         return x + found if self.residual else found
-
-
-@part("sequence")
-class FloatSizes(Part):
-    """Integers that a model computes with floats from the number of tokens."""
-
-    def __init__(self, draw, inner=()):
-        super().__init__(draw)
-        ways = ["ceil", "floor", "round", "divide", "root", "scale", "add", "interpolate", "pool", "linspace", "window"]
-        self.how = draw.choice(ways)
-        self.share = draw.choice([0.1, 0.3, 1 / 3, 0.7, 0.9])
-
-    def _count(self, n: int) -> int:
-        if self.how == "ceil":
-            return math.ceil(n * 0.1 * 3)
-        if self.how == "floor":
-            return math.floor(n * self.share * 10) // 10
-        if self.how == "round":
-            return round(n * self.share)
-        if self.how == "divide":
-            return int((n * self.share) // 0.1) // 10
-        return int(math.sqrt(n) * self.share) + 1
-
-    def forward(self, x):
-        n = x.shape[1]
-        if self.how == "scale":
-            return x * (n**-0.5) + n * 0.1 / 3
-        if self.how == "add":
-            return x * (n * 0.1 + 0.2 + 0.3)
-        if self.how == "interpolate":
-            short = F.interpolate(x.transpose(1, 2), scale_factor=self.share, mode="nearest-exact")
-            return F.interpolate(short, size=n, mode="linear").transpose(1, 2)
-        if self.how == "pool":
-            pooled = F.adaptive_avg_pool1d(x.transpose(1, 2), max(1, int(n * self.share)))
-            return x + pooled.mean(-1)[:, None]
-        if self.how == "linspace":
-            return x * torch.linspace(0, 1, n)[:, None] + torch.arange(0, n * 0.5, 0.5)[:n, None]
-        if self.how == "window":
-            pad = math.ceil(n / 5) * 5 - n
-            return F.pad(x, (0, 0, 0, pad)).unflatten(1, (-1, 5)).softmax(2).flatten(1, 2)[:, :n]
-        keep = self._count(n)
-        return torch.cat([torch.tanh(x[:, :keep]), x[:, keep:]], 1)
 
 
 @torch.library.custom_op("random_models::drop", mutates_args=())

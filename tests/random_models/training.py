@@ -45,7 +45,7 @@ def train(spec: Spec, prepare: Callable, steps: int = STEPS, after_step: Callabl
     call = prepare(model, args, kwargs)
     run = Run([])
     for step in range(steps):
-        run.records.append(_step(spec, model, call, step, step == steps - 1, run))
+        run.records.append(_step(spec, model, call, step, run))
         if after_step is not None:
             after_step(step)
         model.between(step)
@@ -86,14 +86,14 @@ def _made(spec: Spec) -> Model:
     return model
 
 
-def _step(spec: Spec, model: Model, call, step: int, final: bool, run: Run) -> Record:
+def _step(spec: Spec, model: Model, call, step: int, run: Run) -> Record:
     record: Record = {}
     for named in everything(model):
         named[1].grad = None
     outputs, inputs = [], []
     forwards = 1 + (spec.accumulates or spec.delays)
     for micro in range(forwards):
-        args, kwargs, tensors = batch(spec, 10 * step + micro, final)
+        args, kwargs, tensors = batch(spec, 10 * step + micro, step)
         inputs += [tensor for tensor in tensors if tensor.requires_grad]
         with torch.autocast("cpu", torch.bfloat16) if spec.autocast else contextlib.nullcontext():
             outputs += tensors_in(call(*args, **kwargs))

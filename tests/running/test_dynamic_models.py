@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -246,7 +247,7 @@ def test_a_number_that_the_model_fixes_is_named_with_its_line_and_the_fix():
     model, x = Repeated(), torch.randn(4, 8)
     step = ackpt.compile(model, x, 2)
     with pytest.warns(UserWarning, match=r"works for one size only of argument 1 at .*test_dynamic_models.py:\d+"):
-        for times in (3, 4, 5, 6, 7):
+        for times in (3, 4, 5, 6, 7, 8):
             check(step, model, x, times)
     assert "refused" in kinds(step)
 
@@ -277,3 +278,92 @@ def test_changing_sizes_with_dynamic_false_are_warned_of():
     with pytest.warns(UserWarning, match="Leave dynamic at None, so that one capture serves several sizes"):
         for rows in (5, 6, 7, 8):
             step.prepare(torch.randn(rows, 16), 3)
+
+
+class Sized(nn.Module):
+    """Computes with its length as libraries do, with floats, in one capture."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        n = x.shape[1]
+        x = self.first(x) * (1 / n**0.5) + (n * 0.1 + 0.2 + 0.3)
+        kept = [x[:, : math.ceil(n * 0.1 * 3)], x[:, : math.floor((n * 0.3) // 0.1)], x[:, : round(n / 2)]]
+        width = math.floor(n / 4)
+        count = math.ceil(n / width)
+        windows = F.pad(x, (0, 0, 0, count * width - n)).unflatten(1, (count, width)).mean(2)
+        resized = F.interpolate(x.transpose(1, 2), scale_factor=1 / 3, mode="nearest-exact").transpose(1, 2)
+        grid = (x * torch.arange(0, 1, 1 / n)[:n, None]) / x.var(1, keepdim=True)
+        return self.last(torch.cat([*kept, windows, resized, grid], 1).tanh()).square().sum() / (n * 0.7)
+
+
+def test_arithmetic_with_floats_on_a_length_is_served_by_one_capture():
+    model, step = Sized(), None
+    for length in (11, 13, 17, 20, 23):
+        x = torch.randn(2, length, 8)
+        step = step or ackpt.compile(model, x, policy="full")
+        check(step, model, x)
+    assert kinds(step) == ["capture", "dynamic capture", "plan", "plan", "plan"]
+
+
+def test_large_numbers_are_computed_and_compared_exactly():
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, count):
+            x = self.layer(x) * (2 if count == 2.0**53 else 3)
+            return (x * 5 if count > 2.0**53 else x).square().mean() / (count / 3) * (count // 2.0)
+
+    model, x = Counted(), torch.randn(2, 8)
+    step = ackpt.compile(model, x, 2**53 - 1, policy="full")
+    for count in (2**53, 2**53 + 1, 2**53 + 2, 2**61 + 1, 17):
+        assert torch.equal(step(x, count), model(x, count))
+    assert kinds(step) == ["capture", "dynamic capture", "dynamic capture", "plan", "plan", "dynamic capture"]
+
+
+class Masked(nn.Module):
+    """Slices a mask that is as large as the longest sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+        self.register_buffer("mask", torch.ones(64, 64).tril())
+
+    def forward(self, tokens, labels):
+        length = tokens.shape[1]
+        x = self.mask[:length, :length] @ self.embed(tokens)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_the_largest_length_is_captured_for_itself_and_other_lengths_together():
+    model, step = Masked(), None
+    for length in (50, 64, 30, 20):
+        tokens = ids(2, length)
+        step = step or ackpt.compile(model, tokens, tokens, policy="full")
+        check(step, model, tokens, tokens)
+    assert kinds(step) == ["capture", "refused", "dynamic capture", "dynamic capture", "plan"]
+
+
+class Cut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        half = int(x.shape[1] * 0.5)
+        return (self.layer(x)[:, :half] * y[:, :half]).square().mean()
+
+
+def test_dimensions_that_need_a_capture_for_each_size_are_given_up():
+    model, step = Cut(), None
+    with pytest.warns(UserWarning, match=r"converts a number that it computes from a size at .*test_dynamic_models"):
+        for length in range(8, 28, 2):
+            x = torch.randn(2, length, 8)
+            step = step or ackpt.compile(model, x, x, policy="full")  # one tensor twice
+            step(x, x)
+            assert torch.equal(step(x, x), model(x, x))
+    assert kinds(step) == ["capture", *["dynamic capture"] * 3, *["capture"] * 6]
