@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch._higher_order_ops.effects import _get_effect
+
 FORWARD, BACKWARD = "forward", "backward"
 CATEGORIES: tuple[str, ...] = (
     "parameter",
@@ -74,3 +77,9 @@ class Storage:
     last_fw_access: int | None
     first_bw_access: int | None
     last_bw_access: int | None
+
+
+def has_effect(target) -> bool:
+    """Whether an operation has an effect besides its results, such as an error, as all have that return nothing."""
+    is_operation = isinstance(target, torch._ops.OpOverload)
+    return is_operation and (not target._schema.returns or _get_effect(target) is not None)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch._higher_order_ops.effects import with_effects
 
 from ackpt.capture.inspection.model_checks import check_keywords, check_model
 from ackpt.capture.patches.recurrent import keep_for_backward
@@ -104,6 +105,7 @@ def prepared(module) -> None:
     """Give the operations of torch's joint graph `module` their order and ids, and gradients storages of their own."""
     _without_running_statistics(module.graph)
     keep_for_backward(module.graph)
+    _require_operations(module.graph)
     _require_dense(module.graph.nodes)
     _require_same_dtypes(module.graph)
     if any(is_size(node) for node in module.graph.nodes):
@@ -208,6 +210,16 @@ def _tensors(node):
 
 def _storages(node):
     return [value.untyped_storage() for value in _tensors(node)]
+
+
+def _require_operations(graph) -> None:
+    """Refuse higher-order operators with effects, whose tokens would be inputs of the step."""
+    for node in graph.find_nodes(op="call_function", target=with_effects):
+        raise TraceError(
+            f"module {_where(node, 'module') or 'the model itself'!r} calls {node.args[1]}, a higher-order operator "
+            "with an effect such as printing, which a captured step cannot run: remove the call, or use "
+            "ackpt.apply_activation_checkpointing, which runs the model's own code"
+        )
 
 
 def _require_dense(ordered) -> None:

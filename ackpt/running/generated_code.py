@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._higher_order_ops import auto_functionalize
 
 from ackpt.autograd_state import recomputation_begins, recomputation_ends
 from ackpt.planning.listing import CALLS, Line, Listing, mapped
@@ -60,6 +61,12 @@ FUNCTIONS: dict[Any, Callable] = {
     _ATEN.embedding.default: torch.embedding,
     _ATEN.convolution.default: torch.convolution,
     _ATEN.cat.default: torch.cat,
+}
+# Operations that write into an argument. Called as higher-order operators, they would fail under a mode, such as
+# a counter of FLOPs.
+WITHOUT_MODES = {
+    auto_functionalize.auto_functionalized: auto_functionalize.auto_functionalized_dense,
+    auto_functionalize.auto_functionalized_v2: auto_functionalize.auto_functionalized_v2_dense,
 }
 
 
@@ -138,6 +145,8 @@ def direct(line: Line) -> tuple[Any, tuple[Any, ...]]:
     target, args = line.target, line.args
     if line.op != "call_function":
         return target, args
+    if target in WITHOUT_MODES:
+        return WITHOUT_MODES[target], args
     if target in METHODS:
         return METHODS[target], args
     if target in SIZES and len(args) == 2 and not line.kwargs and isinstance(args[1], (list, tuple)) and args[1]:

@@ -206,3 +206,22 @@ def test_numbers_for_the_models_own_policy_and_budget():
     assert ackpt.plan(ackpt.trace(model, x, policy=3.0, budget=5.0)).peak_bytes == step.plan.peak_bytes
     ackpt.apply_budget(model, {"x": x, "policy": 3.0, "budget": 5.0}, budget="1GiB")
     assert torch.equal(model(x, policy=3.0, budget=5.0), expected)
+
+
+class Branches(nn.Linear):
+    def forward(self, x):
+        hidden = super().forward(x)
+        return torch.cond(hidden.sum() > 0, torch.sin, torch.cos, (hidden,)).sum()
+
+
+class Prints(nn.Linear):
+    def forward(self, x):
+        torch._higher_order_ops.print("{}", x.sum())
+        return super().forward(x).sum()
+
+
+def test_higher_order_operators():
+    with pytest.raises(ackpt.TraceError, match="calls a higher-order operator at .*test_messages.py.*torch.where"):
+        ackpt.compile(Branches(8, 8), X, policy="full")
+    with pytest.raises(ackpt.TraceError, match="the model itself.*calls print, a higher-order operator with an effect"):
+        ackpt.compile(Prints(8, 8), X, policy="full")

@@ -262,6 +262,15 @@ def _explained(error, model) -> TraceError:
             f"{_module_in_message(error, model)} runs an operation{where} whose kernel takes no dynamic sizes, such as "
             "that of oneDNN's LSTM: leave these dimensions out of dynamic, and every size has a capture of its own"
         )
+    if "higher order operator" in reason or "HigherOrderOperator" in reason:
+        called = f"{_module_in_message(error, model)} calls a higher-order operator{where}, such as torch.cond"
+        explanation = TraceError(
+            f"{called}, and a captured step runs operations on tensors only. Write it with such operations, as in "
+            "torch.where, give a budget, with which the model is planned in parts, or use "
+            "ackpt.apply_activation_checkpointing, which runs the model's own code."
+        )
+        explanation.module, explanation.can_split, explanation.reason = _module_of(error, model), True, called
+        return explanation
     if "Mixing fake modes" in reason:  # torch calls the model several times
         return _kept(f"and reads again{where}")
     if "backprop through mirrored meta" in reason:
