@@ -19,6 +19,7 @@ from .as_compiled import compared
 from .dynamic_sizes import is_size, without_full_slices
 from .gradients import move_tangents, own_gradients
 from .joint_graph import BACKWARD, FORWARD, JointGraph, Node, with_accesses
+from .operations import may_draw
 from .optimizer_state import NO_LOOP, Loop, check_optimizer, with_loop
 
 
@@ -261,10 +262,11 @@ def _where(node, what: str) -> str:
 
 
 def _is_random(node) -> bool:
-    """Whether it draws random numbers; attention without dropout draws none."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    """Whether it may draw random numbers; attention without dropout draws none."""
+    if not may_draw(node.target, *node.args):
         return False
-    for place, argument in enumerate(node.target._schema.arguments):
+    schema = getattr(node.target, "_schema", None)  # a wrapper of an operation that writes into an argument has none
+    for place, argument in enumerate(() if schema is None else schema.arguments):
         if argument.name == "dropout_p":
             drops = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
             return drops != 0

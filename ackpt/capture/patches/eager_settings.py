@@ -1,7 +1,7 @@
 """Make a capture match eager mode: enter all patches and change the settings of AOTAutograd.
 
 Operations with effects, such as the check for errors in ``linalg.inv``, get no effect tokens, which would be inputs of
-the step: a schedule runs them once. Those of custom operations that return nothing are not dropped.
+the step: a schedule runs them once. Custom operations that return nothing, or that nothing reads, are not dropped.
 
 Torch: ``backward_pass_autocast``, ``donated_buffer`` and ``guess_tangent_strides_as_outputs`` in
 ``torch/_functorch/config.py``, ``MemoryFormatMeta.from_tensor`` in ``torch/_functorch/_aot_autograd/schemas.py``,
@@ -22,7 +22,7 @@ from torch._higher_order_ops import effects
 from torch._library import utils as library_utils
 
 from ackpt.capture.in_place import noted_writes
-from ackpt.capture.operations import has_effect
+from ackpt.capture.operations import has_effect, may_draw
 
 from .casts import kept_casts
 from .composite_operations import whole_operations
@@ -53,7 +53,8 @@ def _effects_without_tokens():
 
     def acts(operation, **kwargs):
         is_range = getattr(operation, "namespace", "") == "profiler"  # of record_function, around the capture only
-        return not is_range and (has_effect(operation) or is_impure(operation, **kwargs))
+        is_effect = has_effect(operation) or may_draw(operation, *kwargs.get("args", ()))
+        return not is_range and (is_effect or is_impure(operation, **kwargs))
 
     with mock.patch.object(library_utils, "is_impure", acts):
         with mock.patch.object(effects, "has_effects", lambda operation: False):
