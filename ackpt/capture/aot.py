@@ -20,6 +20,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ackpt.autograd_state import version
 from ackpt.capture.inspection.attributes import arguments_unchanged, unchanged
 from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
@@ -37,7 +38,14 @@ from ackpt.progress import stage
 
 from .as_compiled import compiling
 from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
-from .outputs import check_differentiate, check_outputs, no_gradient, refuse_overlaps, without_gradient
+from .outputs import (
+    check_differentiate,
+    check_outputs,
+    no_gradient,
+    refuse_overlaps,
+    refuse_views_of_changed,
+    without_gradient,
+)
 from .patches import casts
 
 _HELD = "held by the model's code"  # not a valid attribute name
@@ -179,6 +187,7 @@ class _Flat(nn.Module):
             traced_own = {id(tensor): named[name] for named, name, tensor in call.own}
             held = Held({**traced, **traced_own}, call.reads)
             real = (*leaves, *(tensor for _, _, tensor in call.own))
+            versions = [(tensor, version(tensor)) for tensor in held.traced.values()]
             weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
             once = casts.once(weights if call.casts_once else ())
             same_model, same_arguments = (
@@ -198,6 +207,7 @@ class _Flat(nn.Module):
                 )
         refused = without_gradient(outputs, call.differentiate)
         refuse_overlaps(outputs, held.traced.values(), refused)
+        refuse_views_of_changed(outputs, versions)
         constants = {index: value for index, value in enumerate(outputs) if not is_tensor(value)}
         call.returned = out_spec, constants, refused
         return tuple(
