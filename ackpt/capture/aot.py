@@ -26,7 +26,7 @@ from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
 from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.outside_values import Reads
-from ackpt.capture.inspection.source_lines import Where, explained
+from ackpt.capture.inspection.source_lines import Where, explained, saving_hooks_refused
 from ackpt.capture.inspection.tensors import has_data, is_tensor, off_meta, require_traceable, shape_of, tensor_facts
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.capture.patches.eager_settings import like_eager
@@ -195,7 +195,7 @@ class _Flat(nn.Module):
                 arguments_unchanged([*args, *kwargs.values()]),
             )
             with same_model, same_arguments, once, held, found_packed(), call.reads.watched():
-                with fused_attention_refused():
+                with fused_attention_refused(), saving_hooks_refused():
                     outputs, out_spec = flatten_outputs(own_call(call.model)(*args, **kwargs))
         if held.found:
             raise _HoldsTensors(held.found.values())

@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 import weakref
+from unittest import mock
 
 import torch
 import torch.fx.traceback
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
@@ -184,6 +186,26 @@ def _is_of_user(code) -> bool:
 
 def _is_of_layers(frame) -> bool:
     return frame.filename.startswith(_LAYERS) and frame.name not in ("_call_impl", "_wrapped_call_impl")
+
+
+@contextlib.contextmanager
+def saving_hooks_refused():
+    """Inside, hooks of the model on saved tensors raise an error: a plan would not call them, and they may be lossy."""
+    enter = saved_tensors_hooks.__enter__
+
+    def refuse(self):
+        is_lossless = type(self) is not saved_tensors_hooks and type(self).__module__.startswith("torch.")
+        if not is_lossless and in_model():
+            error = TraceError(
+                f"the model's code changes how autograd saves tensors, by saved_tensors_hooks{line()}. A captured step "
+                "saves what its plan says, and would not call these hooks. Remove them, or plan with regions=True."
+            )
+            error.reason, error.can_split = f"the model uses saved_tensors_hooks{line()}", True
+            raise error
+        return enter(self)
+
+    with mock.patch.object(saved_tensors_hooks, "__enter__", refuse):
+        yield
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from ackpt.capture.operations import has_effect, may_draw
 
 from .casts import kept_casts
 from .composite_operations import whole_operations
+from .derivative_formulas import eager_formulas
 from .in_place_strides import eager_strides
 from .kernels import LOCK, true_results
 from .random_draws import eager_draws
@@ -43,7 +44,7 @@ def like_eager(fake_mode=None):
     """
     with LOCK, functorch_config.patch(_FUNCTORCH):
         with eager_strides(), noted_writes(), eager_draws(), whole_operations(), kept_casts(), true_results(fake_mode):
-            with _strides_that_gradients_can_have(), _effects_without_tokens():
+            with _strides_that_gradients_can_have(), _effects_without_tokens(), eager_formulas():
                 yield
 
 
