@@ -106,6 +106,7 @@ def prepared(module) -> None:
     """Give the operations of torch's joint graph `module` their order and ids, and gradients storages of their own."""
     _without_running_statistics(module.graph)
     keep_for_backward(module.graph)
+    _with_dtypes(module.graph)
     _require_operations(module.graph)
     _require_dense(module.graph.nodes)
     _require_same_dtypes(module.graph)
@@ -191,6 +192,17 @@ def _without_running_statistics(graph):
     for node in graph.find_nodes(op="call_function", target=_BATCH_NORM_BACKWARD):
         if node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def _with_dtypes(graph):
+    """Name the dtype of new tensors where the model's code had set another default dtype while it ran."""
+    for node in graph.nodes:
+        arguments = [each.name for each in getattr(getattr(node.target, "_schema", None), "arguments", ())]
+        is_new = "dtype" in arguments and "layout" in arguments and all(map(is_size, node.all_input_nodes))
+        if is_new and node.kwargs.get("dtype") is None:
+            dtype = node.meta["val"].dtype
+            if dtype.is_floating_point and dtype != torch.get_default_dtype():
+                node.kwargs = {**node.kwargs, "dtype": dtype}
 
 
 def _phase(node) -> str:

@@ -140,3 +140,31 @@ def _in_range(matrix):
 def test_record_function_inside_the_model():
     own, planned = _step(_in_range, policy="full")
     assert all(map(torch.equal, own, planned))
+
+
+class OtherDefault(nn.Module):
+    """Computes in another default dtype for a while."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.layer, self.dtype = nn.Linear(16, 16), dtype
+
+    def forward(self, x):
+        torch.set_default_dtype(self.dtype)
+        try:
+            scale = (torch.linspace(0, 1, 16) / 3 + torch.rand(16) + torch.tensor(1 / 3)).float()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return torch.tanh(self.layer(x) * scale).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_default_dtype_that_the_model_sets_for_a_while(policy, dtype):
+    model, x, gradients = OtherDefault(dtype), torch.randn(4, 16), []
+    for call in (model, ackpt.compile(model, x, policy=policy)):
+        model.zero_grad()
+        torch.manual_seed(0)
+        call(x).backward()
+        gradients.append(model.layer.weight.grad)
+    assert torch.equal(*gradients)

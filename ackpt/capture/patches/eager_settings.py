@@ -20,6 +20,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._higher_order_ops import effects
 from torch._library import utils as library_utils
+from torch.nn import functional as F
 
 from ackpt.capture.in_place import noted_writes
 from ackpt.capture.operations import has_effect, may_draw
@@ -45,7 +46,12 @@ def like_eager(fake_mode=None):
     with LOCK, functorch_config.patch(_FUNCTORCH):
         with eager_strides(), noted_writes(), eager_draws(), whole_operations(), kept_casts(), true_results(fake_mode):
             with _strides_that_gradients_can_have(), _effects_without_tokens(), eager_formulas():
-                yield
+                with mock.patch.object(F, "_no_grad_embedding_renorm_", _renormalized):
+                    yield
+
+
+# In place, as in eager; otherwise AOTAutograd makes a new table that has a gradient of its own.
+_renormalized = torch.no_grad()(F._no_grad_embedding_renorm_)
 
 
 @contextlib.contextmanager
