@@ -1,4 +1,4 @@
-"""A planned step returns one gradient per parameter: where eager adds those of single uses, the order of sums differs."""
+"""A planned step returns one gradient per parameter; eager adds those of single uses, in another order."""
 
 from __future__ import annotations
 
