@@ -117,7 +117,7 @@ def run_and_save(operation, *args, **kwargs):
     state = generator.get_state()
     if isinstance(state, FakeTensor) or any(isinstance(each, FakeTensor) for each in (*args, *kwargs.values())):
         return state, operation(*args, **kwargs)
-    others = () if is_tagged(operation) else snapshot()
+    others = [] if is_tagged(operation) else snapshot()
     result = operation(*args, **kwargs)
     for stream, _ in drawn_from(others):
         if not isinstance(stream, TorchStream) or stream.generator is not generator:

@@ -156,10 +156,8 @@ def _saved_outputs(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
     """Indices of the outputs whose memory backward reads."""
     described = graph.analysis.fx[len(graph.nodes)].meta["desc"]
     returned = [(what, node) for what, node in zip(described, graph.analysis.outputs) if node is not None]
-    saved = {
-        getattr(what, "idx", None) for what, node in returned if set(graph.nodes[node].storages) & {*schedule.saved}
-    }
-    return tuple(sorted(saved - {None}))
+    saved = set(schedule.saved)
+    return tuple(what.idx for what, node in returned if hasattr(what, "idx") and saved & {*graph.nodes[node].storages})
 
 
 def _called(graph: JointGraph, node: Node) -> str:

@@ -51,7 +51,7 @@ def like_eager(fake_mode=None):
 
 
 # In place, as in eager; otherwise AOTAutograd makes a new table that has a gradient of its own.
-_renormalized = torch.no_grad()(F._no_grad_embedding_renorm_)
+_renormalized = torch.no_grad()(getattr(F, "_no_grad_embedding_renorm_"))  # noqa: B009 (pyright does not know it)
 
 
 @contextlib.contextmanager
