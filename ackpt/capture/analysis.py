@@ -17,7 +17,7 @@ import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
 from .gradients import in_memory
-from .operations import BACKWARD, FORWARD
+from .operations import BACKWARD, FORWARD, has_effect
 from .patches import random_draws  # noqa: F401 (defines ackpt_graph::dropout_noise)
 from .patches.mask_bits import one_of, packed_bytes
 
@@ -192,8 +192,9 @@ class Analysis:
 
     @cached_property
     def effects(self) -> set[int]:
-        """Nodes that every schedule must run: they write to inputs, communicate, or draw random numbers."""
-        return {n.id for n in self.graph.nodes if n.is_random or _writes(self.fx[n.id]) or communicates(self.fx[n.id])}
+        """Nodes that every schedule must run: they write to inputs, communicate, draw random numbers, or have other
+        effects, such as an error."""
+        return {n.id for n in self.graph.nodes if n.is_random or _acts(self.fx[n.id])}
 
     @cached_property
     def mutated(self) -> dict[int, int]:
@@ -213,6 +214,8 @@ class Analysis:
             fx = self.fx[node.id]
             if _writes(fx):
                 reasons[node.id] = "it changes its argument"
+            elif has_effect(fx.target):
+                reasons[node.id] = "it has an effect, which must happen once"
             elif communicates(fx):
                 reasons[node.id] = "it is a collective, which all ranks must run equally often"
             elif node.is_random and not self.graph.replays_random:
@@ -357,6 +360,10 @@ def is_training_batch_norm(node) -> bool:
 def _writes(node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
+
+
+def _acts(node) -> bool:
+    return _writes(node) or communicates(node) or has_effect(node.target)
 
 
 def communicates(node) -> bool:

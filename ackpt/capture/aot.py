@@ -19,13 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ackpt.autograd_state import version
 from ackpt.capture.inspection.attributes import arguments_unchanged, unchanged
 from ackpt.capture.inspection.branches import Branch, Branches, Number
 from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.held_tensors import Held
 from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.outside_values import Reads
-from ackpt.capture.inspection.source_lines import Where, explained
+from ackpt.capture.inspection.source_lines import Where, explained, saving_hooks_refused
 from ackpt.capture.inspection.tensors import has_data, is_tensor, off_meta, require_traceable, shape_of, tensor_facts
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.capture.patches.eager_settings import like_eager
@@ -38,7 +39,14 @@ from ackpt.progress import stage
 
 from .as_compiled import compiling, warned
 from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
-from .outputs import check_differentiate, check_outputs, no_gradient, refuse_overlaps, without_gradient
+from .outputs import (
+    check_differentiate,
+    check_outputs,
+    no_gradient,
+    refuse_overlaps,
+    refuse_views_of_changed,
+    without_gradient,
+)
 from .patches import casts
 
 _HELD = "held by the model's code"  # not a valid attribute name
@@ -212,6 +220,7 @@ class _Flat(nn.Module):
             call.attributes = [(named[name], name, set(vars(named[name]))) for named, name, _ in call.own]
             held = Held({**traced, **traced_own}, call.reads)
             real = (*leaves, *(tensor for _, _, tensor in call.own))
+            versions = [(tensor, version(tensor)) for tensor in held.traced.values()]
             weights = [held.traced[id(tensor)] for tensor in real if casts.is_weight(tensor)]
             once = casts.once(weights if call.casts_once else ())
             same_model, same_arguments = (
@@ -222,7 +231,7 @@ class _Flat(nn.Module):
             given = {at: tensor for at, tensor in given if at not in call.numbers}
             branches = Branches(call.values, given, call.number)
             with same_model, same_arguments, once, held, found_packed(), call.reads.watched():
-                with fused_attention_refused(), branches:
+                with fused_attention_refused(), saving_hooks_refused(), branches:
                     outputs, out_spec = flatten_outputs(own_call(call.model)(*args, **kwargs))
         if held.found:
             raise _HoldsTensors(held.found.values())
@@ -234,6 +243,7 @@ class _Flat(nn.Module):
                 )
         refused = without_gradient(outputs, call.differentiate)
         refuse_overlaps(outputs, held.traced.values(), refused)
+        refuse_views_of_changed(outputs, versions)
         constants = {index: value for index, value in enumerate(outputs) if not is_tensor(value)}
         call.returned = out_spec, constants, refused, tuple(branches.found)
         return tuple(

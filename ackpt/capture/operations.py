@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
+from torch._higher_order_ops.effects import _get_effect
+
 FORWARD, BACKWARD = "forward", "backward"
 CATEGORIES: tuple[str, ...] = (
     "parameter",
@@ -27,7 +31,7 @@ class Node:
 
     ``inputs``: ids of the nodes it reads, in the order of its arguments. ``storages``: ids of those that its result
     uses. ``module``: the qualified name of the module that called it (``""``: the model itself), ``source``: file and
-    line; a backward node has those of the forward operation it belongs to. ``is_random``: it draws random numbers.
+    line; a backward node has those of the forward operation it belongs to. ``is_random``: it may draw random numbers.
 
     Example:
         >>> import torch, ackpt
@@ -74,3 +78,40 @@ class Storage:
     last_fw_access: int | None
     first_bw_access: int | None
     last_bw_access: int | None
+
+
+# The namespaces of torch's own operations, whose tags say which of them draw random numbers.
+_TAGGED = {
+    "aten",
+    "prims",
+    "mkldnn",
+    "onednn",
+    "quantized",
+    "quantized_decomposed",
+    "inductor",
+    "symm_mem",
+    "torch_attn",
+}
+_TAGGED |= {"profiler", "c10d", "c10d_functional", "_c10d_functional", "fsdp", "torchvision", "ackpt_graph"}
+
+
+def may_draw(target, *args) -> bool:
+    """Whether an operation may draw random numbers: by its tag, or because it is a custom one, whose tags rarely say.
+
+    `args`: of the call; the first one is the operation that a wrapper calls.
+    """
+    operation = args[0] if target in (auto_functionalized, auto_functionalized_v2) else target
+    if not isinstance(operation, torch._ops.OpOverload):
+        return False
+    return torch.Tag.nondeterministic_seeded in operation.tags or not is_tagged(operation)
+
+
+def is_tagged(operation) -> bool:
+    """Whether an operation is one of torch's, whose tags can be relied on."""
+    return getattr(operation, "namespace", "") in _TAGGED
+
+
+def has_effect(target) -> bool:
+    """Whether an operation has an effect besides its results, such as an error, as all have that return nothing."""
+    is_operation = isinstance(target, torch._ops.OpOverload)
+    return is_operation and (not target._schema.returns or _get_effect(target) is not None)

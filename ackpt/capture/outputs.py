@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,27 @@ def refuse_overlaps(outputs, inputs, without=()) -> None:
                 f"output {index} of the model, of shape {tuple(value.shape)} and strides {value.stride()}, overlaps "
                 "itself in memory, as after unfold or as_strided: torch gives wrong gradients for such an output of a "
                 "captured step. Return output.clone()."
+            )
+
+
+def refuse_views_of_changed(outputs, inputs) -> None:
+    """Refuse views of an input that shares memory with another input, if the model changes one of them in place.
+
+    Torch makes such an output from the wrong part of that memory.
+
+    Args:
+        outputs: what the model returns; ``inputs``: the tensors of the capture, and their versions before the call.
+    """
+    inputs = {id(tensor): (tensor, before) for tensor, before in inputs}
+    storages = Counter(_storage(tensor) for tensor, _ in inputs.values())
+    changed = {_storage(tensor) for tensor, before in inputs.values() if version(tensor) != before}
+    for index, value in enumerate(outputs):
+        storage = _storage(value)
+        if storage in changed and storages[storage] > 1 and id(value) not in inputs:
+            raise TraceError(
+                f"output {index} of the model is a view of an input that shares memory with another input, and the "
+                "model changes one of them in place: torch returns the wrong part of this memory from a captured "
+                "step. Return output.clone(), or pass a clone of one of the inputs."
             )
 
 
@@ -208,6 +230,28 @@ def unchanged_until_backward(outputs, inputs, read) -> None:
                 raise CheckpointError(
                     f"{description} of shape {list(tensor.shape)} was changed between the forward of this planned step "
                     f"and its backward, which reads it. {BACKWARD_FIRST}"
+                )
+
+    node.register_prehook(check)
+
+
+def unchanged_outputs(outputs, places: Sequence[int]) -> None:
+    """Raise an error if backward reads an output that was changed in place; torch does not notice it for all views.
+
+    `places`: indices of the outputs whose memory backward reads.
+    """
+    if (node := _node_of(outputs)) is None:
+        return
+    tensors = [(at, outputs[at]) for at in places if isinstance(outputs[at], torch.Tensor)]
+    held = [(at, tensor.detach(), version(tensor)) for at, tensor in tensors]
+
+    def check(gradients) -> None:
+        while held:  # the memory must be free after its last use in backward
+            at, tensor, before = held.pop()
+            if version(tensor) != before:
+                raise CheckpointError(
+                    f"output {at} of shape {list(tensor.shape)} was changed in place between the forward of this "
+                    "planned step and its backward, which reads it. Change a copy, as in output.clone()."
                 )
 
     node.register_prehook(check)

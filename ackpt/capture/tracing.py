@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch._higher_order_ops.effects import with_effects
 
 from ackpt.capture.inspection.model_checks import check_keywords, check_model
 from ackpt.capture.patches.recurrent import keep_for_backward
@@ -17,6 +18,7 @@ from .aot import Capture, capture
 from .dynamic_sizes import is_size, without_full_slices
 from .gradients import move_tangents, own_gradients
 from .joint_graph import BACKWARD, FORWARD, JointGraph, Node, with_accesses
+from .operations import may_draw
 from .optimizer_state import NO_LOOP, Loop, check_optimizer, with_loop
 
 
@@ -104,6 +106,8 @@ def prepared(module) -> None:
     """Give the operations of torch's joint graph `module` their order and ids, and gradients storages of their own."""
     _without_running_statistics(module.graph)
     keep_for_backward(module.graph)
+    _with_dtypes(module.graph)
+    _require_operations(module.graph)
     _require_dense(module.graph.nodes)
     _require_same_dtypes(module.graph)
     if any(is_size(node) for node in module.graph.nodes):
@@ -190,6 +194,17 @@ def _without_running_statistics(graph):
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
+def _with_dtypes(graph):
+    """Name the dtype of new tensors where the model's code had set another default dtype while it ran."""
+    for node in graph.nodes:
+        arguments = [each.name for each in getattr(getattr(node.target, "_schema", None), "arguments", ())]
+        is_new = "dtype" in arguments and "layout" in arguments and all(map(is_size, node.all_input_nodes))
+        if is_new and node.kwargs.get("dtype") is None:
+            dtype = node.meta["val"].dtype
+            if dtype.is_floating_point and dtype != torch.get_default_dtype():
+                node.kwargs = {**node.kwargs, "dtype": dtype}
+
+
 def _phase(node) -> str:
     return BACKWARD if node.meta.get("partitioner_tag") == "is_backward" else FORWARD
 
@@ -208,6 +223,16 @@ def _tensors(node):
 
 def _storages(node):
     return [value.untyped_storage() for value in _tensors(node)]
+
+
+def _require_operations(graph) -> None:
+    """Refuse higher-order operators with effects, whose tokens would be inputs of the step."""
+    for node in graph.find_nodes(op="call_function", target=with_effects):
+        raise TraceError(
+            f"module {_where(node, 'module') or 'the model itself'!r} calls {node.args[1]}, a higher-order operator "
+            "with an effect such as printing, which a captured step cannot run: remove the call, or use "
+            "ackpt.apply_activation_checkpointing, which runs the model's own code"
+        )
 
 
 def _require_dense(ordered) -> None:
@@ -249,10 +274,11 @@ def _where(node, what: str) -> str:
 
 
 def _is_random(node) -> bool:
-    """Whether it draws random numbers; attention without dropout draws none."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    """Whether it may draw random numbers; attention without dropout draws none."""
+    if not may_draw(node.target, *node.args):
         return False
-    for place, argument in enumerate(node.target._schema.arguments):
+    schema = getattr(node.target, "_schema", None)  # a wrapper of an operation that writes into an argument has none
+    for place, argument in enumerate(() if schema is None else schema.arguments):
         if argument.name == "dropout_p":
             drops = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
             return drops != 0

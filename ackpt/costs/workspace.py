@@ -24,7 +24,9 @@ from .run_alone import Allocations, cannot_run, count_allocations, in_own_thread
 
 _OWN = ("aten", "prims", "ackpt_graph")
 _KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
-_FILLS = (0, 1)  # of integers: 0 is valid as an index of anything, 1 as a divisor
+# Integers, and whether square matrices are the identity: 0 is valid as an index of anything, 1 as a divisor, and the
+# identity for operations that require a positive definite matrix.
+_FILLS = ((0, False), (1, False), (0, True))
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def _run(node, target, call, runs: int = 2) -> tuple[Allocations, Any]:
     for fill in _FILLS:
         try:
             for _ in range(runs):
-                args, kwargs = tree_unflatten([_made(leaf, fill) for leaf in leaves], spec)
+                args, kwargs = tree_unflatten([_made(leaf, *fill) for leaf in leaves], spec)
                 result, taken = count_allocations(lambda: target(*args, **kwargs))  # noqa: B023
             return taken, tree_map(_shape_only, result)
         except RuntimeError as error:
@@ -188,9 +190,12 @@ def _shape_only(value):
     return stand_in(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
-def _made(leaf, fill: int):
+def _made(leaf, fill: int, as_identity: bool):
     if isinstance(leaf, torch.Tensor):
-        return stand_in(leaf, fill, "cpu")
+        made = stand_in(leaf, fill, "cpu")
+        if as_identity and made.is_floating_point() and made.dim() > 1 and made.shape[-1] == made.shape[-2]:
+            made.copy_(torch.eye(made.shape[-1]))
+        return made
     return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
 
 

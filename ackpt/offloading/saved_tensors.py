@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -207,6 +208,8 @@ class _Entry:
         if self._task != _task() or phase.dropping:
             return True
         if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return True
+        if is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor():  # of torch.func's transforms: no storage
             return True
         if tensor.is_leaf and tensor.requires_grad:
             return True

@@ -17,7 +17,9 @@ import functools
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ackpt.errors import warn
+from ackpt.capture.operations import is_tagged
+from ackpt.checkpointing.rng import TorchStream, drawn_from, snapshot
+from ackpt.errors import CheckpointError, warn
 from ackpt.offloading.cuda_transport import CudaTransport
 
 
@@ -106,8 +108,25 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run_and_save(operation, *args, **kwargs):
-    """``(state of the generator before, operation(*args, **kwargs))``; the state is a uint8 tensor in host memory."""
-    return _generator(args, kwargs).get_state(), operation(*args, **kwargs)
+    """``(state of the generator before, operation(*args, **kwargs))``; the state is a uint8 tensor in host memory.
+
+    Raises:
+        CheckpointError: if a custom operation draws from another generator, whose state `run_again` does not restore.
+    """
+    generator = _generator(args, kwargs)
+    state = generator.get_state()
+    if isinstance(state, FakeTensor) or any(isinstance(each, FakeTensor) for each in (*args, *kwargs.values())):
+        return state, operation(*args, **kwargs)
+    others = [] if is_tagged(operation) else snapshot()
+    result = operation(*args, **kwargs)
+    for stream, _ in drawn_from(others):
+        if not isinstance(stream, TorchStream) or stream.generator is not generator:
+            raise CheckpointError(
+                f"{operation if not args or not callable(args[0]) else args[0]} draws random numbers, but not from the "
+                f"default generator of {generator.device}: its recomputation in this planned step would draw others. "
+                "Plan with regions=True, or use ackpt.apply_activation_checkpointing, which replay all generators."
+            )
+    return state, result
 
 
 def run_again(state, operation, *args, **kwargs):

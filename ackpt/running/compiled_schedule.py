@@ -20,6 +20,7 @@ from ackpt.capture.outputs import (
     gradients_as_planned,
     leave_undefined,
     plain_backward,
+    unchanged_outputs,
     unchanged_until_backward,
 )
 from ackpt.capture.patches.eager_settings import like_eager
@@ -63,12 +64,14 @@ def compiled_schedule(
             bw_compiler=lambda gm, example_inputs: functions[1],
         )
     depends, read = depends_on(graph), _read_later(graph, schedule)
+    saved_outputs = _saved_outputs(graph, schedule)
 
     def step(inputs, strides: Strides) -> list[Any]:
         outputs = run(*inputs)
         plain_backward(outputs)
         gradients_as_planned(outputs, strides)
         unchanged_until_backward(outputs, inputs, read)
+        unchanged_outputs(outputs, saved_outputs)
         leave_undefined(outputs, depends)
         return outputs
 
@@ -147,6 +150,14 @@ def _read_later(graph: JointGraph, schedule: Schedule) -> tuple[tuple[int, str],
     read = {storage for node in runs for source in node.inputs for storage in graph.nodes[source].storages}
     inputs = [node for node in map(graph.nodes.__getitem__, graph.analysis.placeholders) if node.phase == FORWARD]
     return tuple((place, _called(graph, node)) for place, node in enumerate(inputs) if read & set(node.storages))
+
+
+def _saved_outputs(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
+    """Indices of the outputs whose memory backward reads."""
+    described = graph.analysis.fx[len(graph.nodes)].meta["desc"]
+    returned = [(what, node) for what, node in zip(described, graph.analysis.outputs) if node is not None]
+    saved = set(schedule.saved)
+    return tuple(what.idx for what, node in returned if hasattr(what, "idx") and saved & {*graph.nodes[node].storages})
 
 
 def _called(graph: JointGraph, node: Node) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._higher_order_ops import auto_functionalize
+from torch._ops import HigherOrderOperator
 
 from ackpt.autograd_state import recomputation_begins, recomputation_ends
 from ackpt.planning.listing import CALLS, Line, Listing, mapped
@@ -60,6 +62,12 @@ FUNCTIONS: dict[Any, Callable] = {
     _ATEN.embedding.default: torch.embedding,
     _ATEN.convolution.default: torch.convolution,
     _ATEN.cat.default: torch.cat,
+}
+# Operations that write into an argument. Called as higher-order operators, they would fail under a mode, such as
+# a counter of FLOPs.
+WITHOUT_MODES: dict[HigherOrderOperator, Callable] = {
+    auto_functionalize.auto_functionalized: auto_functionalize.auto_functionalized_dense,
+    auto_functionalize.auto_functionalized_v2: auto_functionalize.auto_functionalized_v2_dense,
 }
 
 
@@ -234,6 +242,8 @@ class _Code:
 
     def _constant(self, value: Any) -> str:
         """The name of a global; `globals` keeps the object, so that its address stays its own."""
+        if isinstance(value, HigherOrderOperator):
+            value = WITHOUT_MODES.get(value, value)
         if id(value) not in self._constants:
             self._constants[id(value)] = f"c{len(self._constants)}"
             self.globals[self._constants[id(value)]] = value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -52,3 +54,79 @@ def test_draws_are_those_of_eager(draw, policy):
 def test_dropout_is_one_random_operation():
     graph = ackpt.trace(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.ones(2, 4))
     assert [node.target for node in graph.nodes if node.is_random] == ["ackpt_graph.dropout_noise.default"]
+
+
+def _mask(x):
+    return (torch.rand(x.shape) > 0.5).float()
+
+
+@torch.library.custom_op("ackpt_tests::masked", mutates_args=())
+def masked(x: torch.Tensor) -> torch.Tensor:
+    return x * _mask(x)
+
+
+@torch.library.custom_op("ackpt_tests::mask_", mutates_args={"x"})
+def mask_(x: torch.Tensor) -> None:
+    x.mul_(_mask(x))
+
+
+@torch.library.custom_op("ackpt_tests::masked_by_python", mutates_args=())
+def masked_by_python(x: torch.Tensor) -> torch.Tensor:
+    return x * random.randrange(1, 3)
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+def _gradient(ctx, gradient):
+    return gradient * (ctx.saved_tensors[0] != 0)
+
+
+mask_.register_fake(lambda x: None)
+for operation in (masked, masked_by_python):
+    operation.register_fake(torch.empty_like)
+    operation.register_autograd(_gradient, setup_context=_setup)
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        mask_(y)
+        ctx.save_for_backward(y)
+        return y
+
+    backward = staticmethod(_gradient)
+
+
+class WithCustom(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(16, 32), nn.Linear(32, 16), function
+
+    def forward(self, x):
+        self.function(x)  # nothing reads it, but it draws
+        return x + self.second(self.function(torch.relu(self.first(x))))
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("function", [masked, InPlace.apply])
+def test_custom_operations_that_do_not_say_that_they_draw(function, policy):
+    results, x = [], torch.randn(64, 16)
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[WithCustom(function) for _ in range(4)])
+        step = ackpt.compile(model, x, policy=policy) if planned else model
+        assert not planned or bool(step.plan.schedule.replayed) == (policy == "full")
+        torch.manual_seed(1)
+        step(x).square().mean().backward()
+        results.append([torch.get_rng_state(), *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_custom_operation_that_draws_from_pythons_generator_is_not_recomputed():
+    model, x = nn.Sequential(*[WithCustom(masked_by_python) for _ in range(4)]), torch.randn(64, 16)
+    step = ackpt.compile(model, x, policy="full", regions=False)
+    with pytest.raises(ackpt.CheckpointError, match="masked_by_python.default draws random numbers, but not from the"):
+        step(x)

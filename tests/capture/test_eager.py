@@ -33,3 +33,138 @@ def test_incoming_gradients_keep_their_strides(as_outputs):
             call().sin().sum().backward()
             gradients.append(model.bias.grad)
     assert torch.equal(*gradients)
+
+
+def _step(function, **options):
+    """Outputs and gradients of a small model that calls `function`, of the model itself and planned."""
+    torch.manual_seed(0)
+    model, x = Wide(function), torch.randn(16, 8)
+    results = []
+    for call in (model, ackpt.compile(model, x, regions=False, **options)):
+        model.zero_grad()
+        loss = call(x)
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    return results
+
+
+class Wide(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.function = function
+
+    def forward(self, x):
+        hidden = self.layers(x)
+        return self.function(hidden.T @ hidden + torch.eye(8)).sum()
+
+
+def _checked(matrix):
+    torch._assert_async((matrix < 1000).all(), "too large")
+    return matrix.sin()
+
+
+@pytest.mark.parametrize("options", [{"policy": "full"}, {"budget": "1MiB"}])
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.linalg.cholesky,
+        torch.linalg.inv,
+        torch.linalg.slogdet,
+        torch.cholesky,  # runs only on positive definite matrices, also to measure its workspace
+        lambda matrix: torch.linalg.solve(matrix, matrix.sin()),
+        lambda matrix: torch.linalg.lu_factor(matrix)[0],
+        _checked,
+    ],
+)
+def test_operations_with_effects_are_planned(function, options):
+    """Torch would make their effects tokens, which are inputs of the step."""
+    if function is torch.linalg.slogdet:
+        function = lambda matrix: torch.linalg.slogdet(matrix)[1]  # noqa: E731
+    own, planned = _step(function, **options)
+    assert all(map(torch.equal, own, planned))
+
+
+class Inverse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.linalg.inv(self.layer(x)).sum()
+
+
+def test_the_error_of_an_operation_is_raised_where_nothing_reads_its_check():
+    model = Inverse()
+    step = ackpt.compile(model, torch.randn(8, 8), policy="full")
+    with pytest.raises(torch.linalg.LinAlgError, match="the input matrix is singular"):
+        step(torch.zeros(8, 8))
+
+
+CALLS = []
+
+
+@torch.library.custom_op("ackpt_tests::noted", mutates_args=())
+def noted(x: torch.Tensor) -> None:
+    CALLS.append(x.shape)
+
+
+noted.register_fake(lambda x: None)
+
+
+class Noted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x):
+        hidden = self.layers(x)
+        noted(hidden.detach())
+        return hidden.sin().sum()
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "chen-sqrt"])
+def test_a_custom_operation_without_results_runs_once_per_step(policy):
+    model, x = Noted(), torch.randn(4, 8)
+    step = ackpt.compile(model, x, policy=policy)
+    CALLS.clear()
+    step(x).backward()
+    assert CALLS == [(4, 8)]
+
+
+def _in_range(matrix):
+    with torch.profiler.record_function("range"):
+        return matrix.sin()
+
+
+def test_record_function_inside_the_model():
+    own, planned = _step(_in_range, policy="full")
+    assert all(map(torch.equal, own, planned))
+
+
+class OtherDefault(nn.Module):
+    """Computes in another default dtype for a while."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.layer, self.dtype = nn.Linear(16, 16), dtype
+
+    def forward(self, x):
+        torch.set_default_dtype(self.dtype)
+        try:
+            scale = (torch.linspace(0, 1, 16) / 3 + torch.rand(16) + torch.tensor(1 / 3)).float()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return torch.tanh(self.layer(x) * scale).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_default_dtype_that_the_model_sets_for_a_while(policy, dtype):
+    model, x, gradients = OtherDefault(dtype), torch.randn(4, 16), []
+    for call in (model, ackpt.compile(model, x, policy=policy)):
+        model.zero_grad()
+        torch.manual_seed(0)
+        call(x).backward()
+        gradients.append(model.layer.weight.grad)
+    assert torch.equal(*gradients)

@@ -206,3 +206,45 @@ def test_numbers_for_the_models_own_policy_and_budget():
     assert ackpt.plan(ackpt.trace(model, x, policy=3.0, budget=5.0)).peak_bytes == step.plan.peak_bytes
     ackpt.apply_budget(model, {"x": x, "policy": 3.0, "budget": 5.0}, budget="1GiB")
     assert torch.equal(model(x, policy=3.0, budget=5.0), expected)
+
+
+class Branches(nn.Linear):
+    def forward(self, x):
+        hidden = super().forward(x)
+        return torch.cond(hidden.sum() > 0, torch.sin, torch.cos, (hidden,)).sum()
+
+
+class Prints(nn.Linear):
+    def forward(self, x):
+        torch._higher_order_ops.print("{}", x.sum())
+        return super().forward(x).sum()
+
+
+def test_higher_order_operators():
+    with pytest.raises(ackpt.TraceError, match="calls a higher-order operator at .*test_messages.py.*torch.where"):
+        ackpt.compile(Branches(8, 8), X, policy="full")
+    with pytest.raises(ackpt.TraceError, match="the model itself.*calls print, a higher-order operator with an effect"):
+        ackpt.compile(Prints(8, 8), X, policy="full")
+
+
+class Halved(nn.Linear):
+    """Saves in half the bytes, so that its gradients differ in the third digit."""
+
+    hooks = staticmethod(torch.autograd.graph.saved_tensors_hooks)
+
+    def forward(self, x):
+        with self.hooks(lambda saved: saved.bfloat16(), lambda saved: saved.float()):
+            return super().forward(x).tanh().sum()
+
+
+class Subclass(torch.autograd.graph.saved_tensors_hooks):
+    pass
+
+
+def test_hooks_on_saved_tensors():
+    model = Halved(8, 8)
+    for model.hooks in (torch.autograd.graph.saved_tensors_hooks, Subclass):
+        with pytest.raises(ackpt.TraceError, match="saved_tensors_hooks at .*test_messages.py.*regions=True"):
+            ackpt.compile(model, X, policy="full")
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):  # outside of the model
+        ackpt.compile(layers(), X, policy="full")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from offload_helpers import MODES, SIZE, assert_empty, counts, matrix, offload, region
+from torch import nn
+
+import ackpt
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +126,35 @@ def test_sparse_tensors_and_subclasses_stay():
     assert [tensor.layout for tensor in found] == [torch.sparse_coo, torch.strided]
     assert torch.equal(found[0].to_dense(), matrix()) and torch.equal(found[1], matrix())
     assert counts(chosen.engine, "copies_out") == {"copies_out": 0}
+
+
+class Tangents(nn.Module):
+    """Uses transforms of torch.func, whose tensors have no storage."""
+
+    def __init__(self, transform):
+        super().__init__()
+        self.layers, self.transform = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), transform
+
+    def forward(self, x):
+        return self.transform(self.layers, x)
+
+
+TRANSFORMS = {
+    "jvp": lambda f, x: sum(part.square().sum() for part in torch.func.jvp(f, (x,), (x.cos(),))),
+    "vmap": lambda f, x: torch.func.vmap(f)(x).square().sum(),
+    "jacfwd": lambda f, x: torch.func.vmap(torch.func.jacfwd(f))(x[:4]).square().sum(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_tensors_of_transforms_stay_on_the_device(name, mode):
+    model, x, results = Tangents(TRANSFORMS[name]), torch.randn(64, 16), []
+    for saving in (contextlib.nullcontext(), ackpt.offload_saved_tensors(mode, min_bytes=0)):
+        model.zero_grad()
+        with saving:
+            loss = model(x)
+        loss.backward()
+        results.append([each.grad for each in model.parameters() if each.grad is not None])
+    assert all(map(torch.equal, *results))

@@ -52,3 +52,43 @@ def test_planned_as_measured(name, policy):
     del found
     measured = ackpt.measure(once, "cpu", resident=(model, x), repeats=0)
     assert measured.dynamic_peak_bytes == step.plan.dynamic_peak_bytes
+
+
+class Views(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x, y):
+        return self.function(x, y), self.layer(y).sum()
+
+
+CHANGED = {
+    "a view of the other": lambda x, y: (x.add_(100), y[0])[1],
+    "a view of the one": lambda x, y: (y.add_(100), y[0])[1],
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("parts", [lambda x: (x, x[1:]), lambda x: (x[:3], x[1:]), lambda x: (x[1:], x)])
+def test_a_view_of_inputs_that_share_memory_is_refused_if_one_is_changed(name, parts):
+    with pytest.raises(ackpt.TraceError, match="output 0 of the model is a view of an input that shares memory"):
+        ackpt.compile(Views(CHANGED[name]), *parts(torch.arange(24.0).view(4, 6)), policy="full")
+
+
+KEPT = {
+    "the input itself": lambda x, y: (x.add_(100), y)[1],
+    "a copy": lambda x, y: (x.add_(100), y[0].clone())[1],
+    "nothing changed": lambda x, y: y[0],
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_other_outputs_of_inputs_that_share_memory(name):
+    model, results = Views(KEPT[name]), []
+    x = torch.arange(24.0).view(4, 6)
+    step = ackpt.compile(model, x, x[1:], policy="full")
+    for call in (model, step):
+        x = torch.arange(24.0).view(4, 6)
+        results.append([x, *call(x, x[1:])])
+    assert all(map(torch.equal, *results))

@@ -102,3 +102,28 @@ def test_other_values_are_refused(given):
         ackpt.compile(model, *batch, outputs="all")
     with pytest.raises(ValueError, match="outputs must be 'drop' or 'keep', got 3"):
         ackpt.trace(model, *batch, outputs=3)
+
+
+class Reshaped(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(16, 16), nn.Linear(16, 16), function
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.second(hidden).tanh().mean(), self.function(hidden)
+
+
+@pytest.mark.parametrize("function", [lambda h: h.view(4, 32), lambda h: h, lambda h: h[0]])
+@pytest.mark.parametrize("differentiate", ["loss", "all"])
+def test_an_output_that_is_changed_before_backward_reads_it(function, differentiate):
+    """Eager raises an error; AOTAutograd does not notice a change of a single view."""
+    step = ackpt.compile(Reshaped(function), torch.randn(8, 16), policy="none", differentiate=differentiate)
+    loss, output = step(torch.randn(8, 16))
+    with torch.no_grad():
+        output.mul_(2)
+    with pytest.raises(ackpt.CheckpointError, match="output 1 of shape .* was changed in place .*output.clone()"):
+        loss.backward()
+    loss, output = step(torch.randn(8, 16))
+    output.clone().mul_(2)
+    loss.backward()

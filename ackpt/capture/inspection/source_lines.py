@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 import weakref
+from unittest import mock
 
 import torch
 import torch.fx.traceback
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
@@ -187,6 +189,26 @@ def _is_of_layers(frame) -> bool:
 
 
 @contextlib.contextmanager
+def saving_hooks_refused():
+    """Inside, hooks of the model on saved tensors raise an error: a plan would not call them, and they may be lossy."""
+    enter = saved_tensors_hooks.__enter__
+
+    def refuse(self):
+        is_lossless = type(self) is not saved_tensors_hooks and type(self).__module__.startswith("torch.")
+        if not is_lossless and in_model():
+            error = TraceError(
+                f"the model's code changes how autograd saves tensors, by saved_tensors_hooks{line()}. A captured step "
+                "saves what its plan says, and would not call these hooks. Remove them, or plan with regions=True."
+            )
+            error.reason, error.can_split = f"the model uses saved_tensors_hooks{line()}", True
+            raise error
+        return enter(self)
+
+    with mock.patch.object(saved_tensors_hooks, "__enter__", refuse):
+        yield
+
+
+@contextlib.contextmanager
 def explained(model: nn.Module):
     """Raise errors from the code of `model` and from torch's capture as a TraceError; silence torch's own logging."""
     was, _LOG.disabled = _LOG.disabled, True
@@ -262,6 +284,15 @@ def _explained(error, model) -> TraceError:
             f"{_module_in_message(error, model)} runs an operation{where} whose kernel takes no dynamic sizes, such as "
             "that of oneDNN's LSTM: leave these dimensions out of dynamic, and every size has a capture of its own"
         )
+    if "higher order operator" in reason or "HigherOrderOperator" in reason:
+        called = f"{_module_in_message(error, model)} calls a higher-order operator{where}, such as torch.cond"
+        explanation = TraceError(
+            f"{called}, and a captured step runs operations on tensors only. Write it with such operations, as in "
+            "torch.where, give a budget, with which the model is planned in parts, or use "
+            "ackpt.apply_activation_checkpointing, which runs the model's own code."
+        )
+        explanation.module, explanation.can_split, explanation.reason = _module_of(error, model), True, called
+        return explanation
     if "Mixing fake modes" in reason:  # torch calls the model several times
         return _kept(f"and reads again{where}")
     if "backprop through mirrored meta" in reason:

@@ -1,7 +1,11 @@
 """Make a capture match eager mode: enter all patches and change the settings of AOTAutograd.
 
+Operations with effects, such as the check for errors in ``linalg.inv``, get no effect tokens, which would be inputs of
+the step: a schedule runs them once. Custom operations that return nothing, or that nothing reads, are not dropped.
+
 Torch: ``backward_pass_autocast``, ``donated_buffer`` and ``guess_tangent_strides_as_outputs`` in
-``torch/_functorch/config.py``, and ``MemoryFormatMeta.from_tensor`` in ``torch/_functorch/_aot_autograd/schemas.py``.
+``torch/_functorch/config.py``, ``MemoryFormatMeta.from_tensor`` in ``torch/_functorch/_aot_autograd/schemas.py``,
+``has_effects`` in ``torch/_higher_order_ops/effects.py``, and ``is_impure`` in ``torch/_library/utils.py``.
 Versions: 2.11 to 2.13; of these, 2.13 has both rules for strides by itself.
 Test: ``tests/capture/test_eager.py``.
 """
@@ -14,11 +18,16 @@ from unittest import mock
 import torch
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+from torch._higher_order_ops import effects
+from torch._library import utils as library_utils
+from torch.nn import functional as F
 
 from ackpt.capture.in_place import noted_writes
+from ackpt.capture.operations import has_effect, may_draw
 
 from .casts import kept_casts
 from .composite_operations import whole_operations
+from .derivative_formulas import eager_formulas
 from .in_place_strides import eager_strides
 from .kernels import LOCK, true_results
 from .random_draws import eager_draws
@@ -36,8 +45,27 @@ def like_eager(fake_mode=None):
     """
     with LOCK, functorch_config.patch(_FUNCTORCH):
         with eager_strides(), noted_writes(), eager_draws(), whole_operations(), kept_casts(), true_results(fake_mode):
-            with _strides_that_gradients_can_have():
-                yield
+            with _strides_that_gradients_can_have(), _effects_without_tokens(), eager_formulas():
+                with mock.patch.object(F, "_no_grad_embedding_renorm_", _renormalized):
+                    yield
+
+
+# In place, as in eager; otherwise AOTAutograd makes a new table that has a gradient of its own.
+_renormalized = torch.no_grad()(getattr(F, "_no_grad_embedding_renorm_"))  # noqa: B009 (pyright does not know it)
+
+
+@contextlib.contextmanager
+def _effects_without_tokens():
+    is_impure = library_utils.is_impure
+
+    def acts(operation, **kwargs):
+        is_range = getattr(operation, "namespace", "") == "profiler"  # of record_function, around the capture only
+        is_effect = has_effect(operation) or may_draw(operation, *kwargs.get("args", ()))
+        return not is_range and (is_effect or is_impure(operation, **kwargs))
+
+    with mock.patch.object(library_utils, "is_impure", acts):
+        with mock.patch.object(effects, "has_effects", lambda operation: False):
+            yield
 
 
 @contextlib.contextmanager
