@@ -14,18 +14,22 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from operator import is_
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ackpt.autograd_state import version
 from ackpt.errors import CheckpointError
 
-from .reachable import LONGEST_CONTAINER
+from .reachable import HOOKS, LONGEST_CONTAINER, PLAIN, is_data
 
 _SMALL = 1 << 20  # bytes; buffers up to this size are always copied before the region runs
 _ABSENT = object()
+_RESULT = object()  # in place of a value with an autograd history
+_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _UNCHANGED_BUFFERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # larger buffers that a region did not change
 
 
@@ -82,20 +86,80 @@ def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: b
 
 
 class Watch:
-    """The version counters and storages of tensors, which `check` compares with the present ones."""
+    """What tensors are like after a forward whose backward reads them again; ``changes`` compares with the present.
 
-    __slots__ = ("_marks",)
+    Compared are version counters, storages (of ``p.data = other``, which leaves the version as it is), ``requires_grad``
+    and steps of optimizers since then: fused ones leave everything else as it is.
 
-    def __init__(self, named_tensors):
-        self._marks = [
-            (tensor, name, version(tensor), storage(tensor), tensor.requires_grad) for tensor, name in named_tensors
-        ]
+    Args:
+        named: pairs of a tensor, or of a weak reference to one, and its description for errors. Strong references are
+            for tensors that stay: ``torch.utils.swap_tensors`` refuses weakly referenced ones.
+    """
 
-    def check(self):
-        for tensor, name, mark, memory, requires_grad in self._marks:
-            if version(tensor) != mark or storage(tensor) != memory or tensor.requires_grad < requires_grad:
-                how = "frozen" if tensor.requires_grad < requires_grad else "changed"
-                raise changed_between(f"{_kind(tensor)} {name or 'without a name'!r}, {describe(tensor)},", how)
+    __slots__ = ("_marks", "_steps")
+
+    def __init__(self, named):
+        marks = []
+        for item, description in named:
+            tensor = item if isinstance(item, torch.Tensor) else item()
+            marks.append((item, description, version(tensor), _storage_mark(tensor), tensor.requires_grad))
+        self._marks = marks
+        self._steps = optimizer_steps()
+
+    def changes(self):
+        """Yield ``(tensor, description, how)`` of every tensor that changed; how: "changed" or "frozen"."""
+        stepped = self._steps != optimizer_steps()
+        for item, description, mark, storage, requires_grad in self._marks:
+            tensor = item if isinstance(item, torch.Tensor) else item()
+            if tensor is None:
+                continue
+            if tensor.requires_grad < requires_grad:
+                yield tensor, description, "frozen"
+            elif (
+                version(tensor) != mark
+                or (storage is not None and tensor.untyped_storage() is not storage())
+                or (stepped and _last_step.get(_memory_key(tensor), 0) > self._steps)
+            ):
+                yield tensor, description, "changed"
+
+
+def _storage_mark(tensor):
+    """A weak reference to a tensor's storage, to detect ``p.data = other``.
+
+    None for subclasses, which may replace it, and for tensors without elements, such as weights that ZeRO-3 released.
+    """
+    if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and tensor.numel():
+        return weakref.ref(tensor.untyped_storage())
+    return None
+
+
+_last_step: dict[int, int] = {}  # by `_memory_key` of a parameter: the number of the last step that updated it
+_steps = -1  # of all optimizers; -1 while they are not observed
+
+
+def optimizer_steps() -> int:
+    """The number of optimizer steps so far, counted from the first call."""
+    global _steps
+    if _steps < 0:
+        _steps = 0
+        register_optimizer_step_post_hook(_count_step)
+    return _steps
+
+
+def _count_step(optimizer, args, kwargs) -> None:
+    global _steps
+    if torch.compiler.is_dynamo_compiling():  # a compiled step raises version counters
+        return
+    _steps += 1
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                _last_step[_memory_key(parameter)] = _steps
+
+
+def _memory_key(tensor) -> int:
+    key = storage(tensor)
+    return id(tensor) if key is None else key
 
 
 BACKWARD_FIRST = (
@@ -104,10 +168,19 @@ BACKWARD_FIRST = (
 )
 
 
-def changed_between(tensor: str, how: str = "changed") -> CheckpointError:
+def changed_between(tensor, name, how: str) -> CheckpointError:
+    """The error for a tensor that a region reads; `name` is the number of an input, or a name in the region's code."""
+    label = f"input tensor number {name}" if type(name) is int else f"{_kind(tensor)} {name or 'without a name'!r}"
     return CheckpointError(
-        f"{tensor} was {how} between the forward of this checkpointed region and its backward, so the recompute would "
-        f"not repeat the forward. {BACKWARD_FIRST}"
+        f"{label}, {describe(tensor)}, was {how} between the forward of this checkpointed region and its backward, so "
+        f"the recompute would not repeat the forward. {BACKWARD_FIRST}"
+    )
+
+
+def changes_parameter(tensor, name) -> CheckpointError:
+    return CheckpointError(
+        f"this checkpointed region changes the {_kind(tensor)} {name!r}, {describe(tensor)}, in place (as "
+        "nn.Embedding(max_norm=...) does), and its recompute would do it again. Do it before the region."
     )
 
 
@@ -122,10 +195,8 @@ def describe(tensor) -> str:
 
 
 def storage(tensor):
-    """The identity of a tensor's storage, to detect ``p.data = other``; None for subclasses, which may replace it."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
-        return tensor.untyped_storage()._cdata
-    return None
+    """The identity of a tensor's storage; None for subclasses, which may replace it."""
+    return memory(tensor) if type(tensor) in _PLAIN_TENSORS else None
 
 
 def memory(tensor):
@@ -136,14 +207,17 @@ def memory(tensor):
 class MutableState:
     """The buffers, attributes and globals that a region may change, with their values from before its forward."""
 
-    __slots__ = ("_before", "_bindings", "_changed", "_contents", "_namespaces", "_overwritten", "_parameters")
+    __slots__ = ("_before", "_bindings", "_changed", "_contents", "_names", "_overwritten", "_parameters", "_rewritten")
+    __slots__ += ("_suspects",)
 
     def __init__(self, reachable):
         self._bindings = reachable.bindings
-        self._namespaces = reachable.namespaces
-        self._overwritten = []
+        self._names = [(each, each.copy()) for each in reachable.namespaces]
+        self._suspects = reachable.suspects
+        self._overwritten, self._rewritten = [], []
         containers = [] if reachable.sharded else reachable.containers  # FSDP's own change between forward and backward
         self._contents = [(each, each.copy()) for each in containers if len(each) <= LONGEST_CONTAINER]
+        self._contents += [(each, each.copy()) for each in reachable.hooks]
         self._parameters = [
             (tensor, name, version(tensor))
             for tensor, name in reachable.tensors.values()
@@ -156,10 +230,10 @@ class MutableState:
             if not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter) and not tensor.is_inference()
         ]
 
-    def after_forward(self, leaves, written) -> set[int]:
+    def after_forward(self, leaves, recorder) -> set[int]:
         """Keep the old values of the buffers that the forward changed; return the ids of these buffers.
 
-        `written`: storages that may have changed although their version counters have not; None if any may.
+        `recorder`: of the forward; without one, any buffer may have changed although its version counter has not.
 
         Of attributes whose value before the forward has an autograd history, only those with a value among `leaves` are
         kept. Otherwise a module that stores its last output would keep the graphs of all steps alive. Of the other
@@ -172,25 +246,27 @@ class MutableState:
                 self._bindings.append(binding)
             else:
                 self._record_result(*binding[:2])
-        for attributes, names in self._namespaces:
-            if len(attributes) > len(names):
-                for name, value in attributes.items():
-                    if name not in names:
-                        if _is_state(value):
-                            self._bindings.append((attributes, name, _ABSENT))
-                        elif _has_history(value):
-                            self._record_result(attributes, name)
-        self._namespaces = []
-        self._contents = [each for each in self._contents if not _is_filled_with(*each) and not _has_history(each[1])]
+        before = {id(namespace): values for namespace, values in self._names} if self._suspects else {}
+        for namespace, name, value in self._suspects:
+            if id(value) not in used and _has_history(value):
+                before[id(namespace)][name] = _RESULT
+                self._record_result(namespace, name)
+        self._suspects = []
+        for namespace, values in self._names:
+            if len(namespace) > len(values):
+                for name, value in namespace.items():
+                    if name not in values and _has_history(value):
+                        values[name] = _RESULT
+                        self._record_result(namespace, name)
+        self._contents = [each for each in self._contents if not _has_history(each[1])]
         for tensor, name, mark in self._parameters:
             if version(tensor) != mark:
-                raise CheckpointError(
-                    f"this checkpointed region changes the {_kind(tensor)} {name!r}, {describe(tensor)}, in place (as "
-                    "nn.Embedding(max_norm=...) does), and its recompute would do it again. Do it before the region."
-                )
+                if recorder is None or recorder.wrote(tensor):
+                    raise changes_parameter(tensor, name)
+                self._rewritten.append((tensor, name))  # such as by `p.set_(p.data)`, with equal values
         self._parameters = []
         for tensor, name, mark, copy in self._before:
-            silently = copy is not None if written is None else memory(tensor) in written
+            silently = copy is not None if recorder is None else memory(tensor) in recorder.written
             if version(tensor) == mark and not silently:
                 if _bytes(tensor) > _SMALL:
                     _UNCHANGED_BUFFERS[tensor] = True
@@ -233,12 +309,18 @@ class MutableState:
         The body includes the backward of the recomputed graph, which may read a buffer that the region has updated.
         """
         rebound = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
+        for names in self._names:
+            if not _is_filled_with(*names):
+                rebound += _rebindings(*names)
         contents = [each for each in self._contents if not _is_filled_with(*each)]
+        contents += self._added_hooks()
         tensors = [tensor for tensor, _ in self._changed]
-        if not tensors and not rebound and not contents and not self._overwritten:
+        rewritten = [(tensor, name, tensor.detach().clone()) for tensor, name in self._rewritten]
+        if not tensors and not rebound and not contents and not self._overwritten and not rewritten:
             yield
             return
-        present = [tensor.detach().clone() for tensor in tensors]
+        resized = [(tensor, old, tensor.data) for tensor, old in self._changed if tensor.shape != old.shape]
+        present = [(tensor, old, tensor.detach().clone()) for tensor, old in self._changed if tensor.shape == old.shape]
         with contextlib.ExitStack() as stack:
             stack.enter_context(_rebound(rebound))
             stack.enter_context(_refilled(contents))
@@ -247,23 +329,60 @@ class MutableState:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
             try:
                 with torch.no_grad():
-                    for tensor, old in self._changed:
+                    for tensor, old, _ in present:
                         tensor.copy_(old)
+                    for tensor, old, _ in resized:
+                        tensor.data = old.clone()
                 yield
+                for tensor, name, value in rewritten:
+                    if not torch.equal(tensor.detach(), value):
+                        raise changes_parameter(tensor, name)
             finally:
                 with torch.no_grad():
-                    for tensor, value in zip(tensors, present):
+                    for tensor, _, value in present:
                         tensor.copy_(value)
+                    for tensor, _, value in resized:
+                        tensor.data = value
+
+    def _added_hooks(self):
+        """The hooks of modules that had none, each with an empty dict to replace them with."""
+        known = {id(container) for container, _ in self._contents}
+        return [
+            (hooks, {})
+            for _, values in self._names
+            if "training" in values
+            for name in HOOKS
+            if (hooks := values.get(name)) and id(hooks) not in known
+        ]
 
 
-def _has_history(value) -> bool:
+def _rebindings(namespace, values):
+    """Yield ``(namespace, name, value)`` for the names that have another value now.
+
+    Modules and parameters that a forward made where it found none stay: others would receive no gradient.
+    """
+    for name in {**values, **namespace}:
+        value, present = values.get(name, _ABSENT), namespace.get(name, _ABSENT)
+        is_made = value in (None, _ABSENT) and isinstance(present, (torch.nn.Module, torch.nn.Parameter))
+        if present is not value and value is not _RESULT and not is_made:
+            yield namespace, name, value
+
+
+def _has_history(value, depth=0) -> bool:
     """Whether `value` is, or may contain, a tensor with an autograd history."""
     if isinstance(value, torch.Tensor):
         return value.grad_fn is not None
-    if not isinstance(value, (list, tuple, dict, set, deque)):
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, (list, tuple, set, deque)):
+        items = value
+    elif not is_data(type(value)):
         return False
-    items = value.values() if isinstance(value, dict) else value
-    return len(value) > LONGEST_CONTAINER or any(map(_has_history, items))
+    else:
+        items = vars(value).values()
+    if PLAIN.issuperset(map(type, items)):
+        return False
+    return depth == 4 or len(items) > LONGEST_CONTAINER or any(_has_history(item, depth + 1) for item in items)
 
 
 def _is_equal(value, other) -> bool:
@@ -273,11 +392,6 @@ def _is_equal(value, other) -> bool:
     if not isinstance(value, torch.Tensor) or value.shape != other.shape or value.dtype != other.dtype:
         return False
     return isinstance(value, FakeTensor) or value.is_meta or torch.equal(value.detach(), other.detach())
-
-
-def _is_state(value) -> bool:
-    """Whether the value of a new attribute is a number or a tensor without an autograd history."""
-    return isinstance(value, (torch.Tensor, int, float)) and not _has_history(value)
 
 
 @contextlib.contextmanager
@@ -321,9 +435,8 @@ def _is_filled_with(container, items) -> bool:
     if len(container) != len(items):
         return False
     if isinstance(container, dict):
-        pairs = zip(container.items(), items.items())
-        return all(key is other_key and value is other for (key, value), (other_key, other) in pairs)
-    return all(item is other for item, other in zip(container, items))
+        return all(map(is_, container.values(), items.values())) and all(map(is_, container, items))
+    return all(map(is_, container, items))
 
 
 def _bytes(tensor) -> int:

@@ -8,7 +8,9 @@ tensors whose gradient flows out of the region, however the function got them.
 
 from __future__ import annotations
 
+import argparse
 import dis
+import enum
 import functools
 import inspect
 import os
@@ -36,26 +38,29 @@ class ReachableState:
     """The tensors and generators reachable from a function and its non-tensor arguments.
 
     ``tensors``: ``{id: (tensor, name)}``. ``streams``: generator objects. ``bindings``: names that may be assigned
-    another object later, as ``(namespace, name, value)``: parameters, buffers, tensor and number attributes of modules,
-    tensors in containers, objects and rebound cells, globals of functions. ``sharded``: whether FSDP manages a module
+    another object later, as ``(namespace, name, value)``: tensors in containers and rebound cells, globals of functions.
+    ``sharded``: whether FSDP manages a module
     of the region; its hooks expect gradients to arrive inside the region. ``opaque``: whether a module's calls cannot
     be recorded, because it is scripted or takes another path while they are. ``unread``: ids of buffers that a norm of
-    torch updates in training and does not read. ``namespaces``: the attributes of every module, with their names.
-    ``containers``: lists, dicts, sets and deques in attributes of modules, and those inside of them. ``walked``: False
+    torch updates in training and does not read. ``namespaces``: dicts of the attributes, parameters, buffers and
+    submodules of every module, and of the attributes of data objects (see `is_data`); ``suspects``: their items that may
+    get an autograd history. ``containers``: lists, dicts, sets and deques in attributes; ``hooks``: dicts of hooks of modules. ``walked``: False
     for the empty state, for which no object was walked.
     """
 
     __slots__ = (
         *("tensors", "streams", "bindings", "sharded", "opaque", "unread", "walked", "namespaces", "containers"),
-        "_seen",
+        *("suspects", "hooks", "_seen"),
     )
 
     def __init__(self, function=None, template=()):
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self.streams: list = []
         self.bindings: list[tuple[Any, Any, object]] = []
-        self.namespaces: list[tuple[dict[str, Any], frozenset[str]]] = []
+        self.namespaces: list[dict[str, Any]] = []
+        self.suspects: list[tuple[dict[str, Any], str, object]] = []
         self.containers: list = []
+        self.hooks: list[dict] = []
         self.sharded = self.opaque = False
         self.unread: set[int] = set()
         self.walked = function is not None
@@ -86,6 +91,8 @@ class ReachableState:
                         self._visit(item, f"{name}[{key!r}]", depth + 1)
                         if namespace is not None and isinstance(item, torch.Tensor):
                             self.bindings.append((namespace, key, item))
+        elif depth < _DEPTH and is_data(type(obj)) and id(obj) not in self._seen:
+            self._object(obj, name, depth, follow=True)
         elif not self._generator(obj) and depth < _DEPTH and _is_plain_object(obj) and id(obj) not in self._seen:
             self._seen.add(id(obj))
             for key, item in vars(obj).items():
@@ -115,44 +122,60 @@ class ReachableState:
                 self.tensors.setdefault(id(value), (value, prefix + key))
             return
         attributes = vars(module)
-        bindings = self.bindings
-        bindings.append((attributes, "training", module.training))
-        self.namespaces.append((attributes, frozenset(attributes)))
-        for key, value in module._parameters.items():
-            if value is not None:
-                self.tensors.setdefault(id(value), (value, prefix + key))
-                bindings.append((module._parameters, key, value))
+        self.namespaces.append(attributes)
+        for key in HOOKS:
+            if attributes[key]:
+                self.hooks.append(attributes[key])
+        if module._parameters:
+            self.namespaces.append(module._parameters)
+            for key, value in module._parameters.items():
+                if value is not None:
+                    self.tensors.setdefault(id(value), (value, prefix + key))
         if module._buffers:
+            self.namespaces.append(module._buffers)
             if isinstance(module, _NormBase) and module.training and _is_of_torch(type(module).forward):
                 self.unread.update(map(id, module._buffers.values()))
             for key, value in module._buffers.items():
                 if value is not None:
-                    bindings.append((module._buffers, key, value))
-                    self.tensors.setdefault(id(value), (value, prefix + key))
+                    self._attribute(module._buffers, key, value, prefix + key, _OBJECT_DEPTH)
         for key, value in attributes.items():
-            kind = type(value)
-            if key in _MODULE_FIELDS or kind is str:
-                continue
-            if kind in _NUMBERS:
-                bindings.append((attributes, key, value))
-            elif isinstance(value, torch.Tensor):
-                self.tensors.setdefault(id(value), (value, prefix + key))
-                bindings.append((attributes, key, value))
-            elif isinstance(value, _CONTAINERS):
-                bindings.append((attributes, key, value))
-                self._containers_in(value)
-                if value and type(next(iter(value.values() if isinstance(value, dict) else value))) not in _ATOMS:
-                    self._visit(value, prefix + key, 1)
-            elif not self._generator(value):
-                self._containers_in(value)
+            if type(value) not in PLAIN and key not in _MODULE_FIELDS:
+                self._attribute(attributes, key, value, prefix + key, _OBJECT_DEPTH)
         self._globals_of(type(module).forward)
         if isinstance(module, FUSED) and not module.training:
             self.opaque = True
         if own_hooks and not self.sharded:
             self.sharded = any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
-        for key, child in module._modules.items():
-            if child is not None:
-                self._module(child, prefix + key)
+        if module._modules:
+            self.namespaces.append(module._modules)
+            for key, child in module._modules.items():
+                if child is not None:
+                    self._module(child, prefix + key)
+
+    def _attribute(self, namespace, key, value, name, depth, follow=False):
+        """Visit an attribute of a module or of a data object; `follow`: also modules and functions in data objects."""
+        self.suspects.append((namespace, key, value))
+        if isinstance(value, torch.Tensor):
+            self.tensors.setdefault(id(value), (value, name))
+        elif isinstance(value, _CONTAINERS):
+            self._containers_in(value)
+            if value and type(next(iter(value.values() if isinstance(value, dict) else value))) not in _ATOMS:
+                self._visit(value, name, 1)
+        elif not self._generator(value):
+            self._containers_in(value)
+            if depth < _DEPTH and is_data(type(value)) and id(value) not in self._seen:
+                self._object(value, name, depth, follow)
+            elif follow and isinstance(value, (nn.Module, *_FUNCTIONS)):
+                self._visit(value, name, depth)
+
+    def _object(self, obj, name, depth, follow):
+        self._seen.add(id(obj))
+        namespace = vars(obj)
+        if len(namespace) <= LONGEST_CONTAINER:
+            self.namespaces.append(namespace)
+            for key, value in namespace.items():
+                if type(value) not in PLAIN:
+                    self._attribute(namespace, key, value, f"{name}.{key}", depth + 1, follow)
 
     def _containers_in(self, value, depth=0) -> None:
         if type(value) in _MUTABLE:
@@ -170,9 +193,12 @@ class ReachableState:
             return
         self._seen.add(id(code))
         namespace = function.__globals__
-        for key in global_names(code)[0]:
-            value = namespace.get(key)
-            if isinstance(value, torch.Tensor):
+        read, written = global_names(code)
+        for key in read:
+            value = namespace.get(key, ())
+            if type(value) in PLAIN and key not in written:
+                self.bindings.append((namespace, key, value))
+            elif isinstance(value, torch.Tensor):
                 self.tensors.setdefault(id(value), (value, key))
                 self.bindings.append((namespace, key, value))
             elif isinstance(value, types.FunctionType):
@@ -283,9 +309,32 @@ def _is_plain_object(obj) -> bool:
     return hasattr(obj, "__dict__") and not isinstance(obj, (type, types.ModuleType, types.BuiltinFunctionType))
 
 
-_NUMBERS = frozenset((bool, int, float, type(None)))
+@functools.lru_cache(maxsize=4096)
+def is_data(cls) -> bool:
+    """Whether the objects of a class are data, such as a configuration, whose attributes a region restores."""
+    if issubclass(cls, (types.SimpleNamespace, argparse.Namespace)):
+        return True
+    if issubclass(cls, (torch.Tensor, nn.Module, type, enum.Enum, BaseException, *_CONTAINERS, *_FUNCTIONS)):
+        return False
+    return cls.__dictoffset__ != 0 and cls.__module__.partition(".")[0] not in _NOT_DATA
+
+
+_NOT_DATA = frozenset((*sys.stdlib_module_names, "torch", "numpy"))
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
+PLAIN = _ATOMS | {
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+    range,
+    slice,
+    frozenset,
+    type,
+}
 _ABSENT = object()
+_OBJECT_DEPTH = _DEPTH - 2  # of data objects in attributes of modules, of which two levels are followed
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _MODULE_FIELDS = frozenset(vars(nn.Module()))
 # Without gradients in evaluation these use a fused kernel, unless a TorchFunctionMode such as the recorder is active.
@@ -323,6 +372,11 @@ def _accumulate_grad_type():
 
 ACCUMULATE_GRAD = _accumulate_grad_type()
 CAST = type(torch.zeros(1, requires_grad=True).to(torch.bfloat16).grad_fn)
+
+
+def gradient_node(leaf):
+    """The node of autograd that accumulates the gradient of a leaf."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 def graph_inputs(outputs, aliases, tensors, started: int):

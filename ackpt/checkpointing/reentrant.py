@@ -154,6 +154,7 @@ def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:
         sources = [tensor for tensor, count in zip((*inputs_with_grad, *leaves), uses) for _ in range(count)]
         outputs = _apply(region, inputs, leaves, anchor, *sources)
         del sources
+        region.accumulators = None
     if phase.recorder is not None and region.path is not None:
         phase.recorder.record_region(region.path, outputs[0])
     return region.result(outputs)
@@ -185,28 +186,30 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         region = ctx.region
         _refuse_unsupported(region)
-        region.check_unchanged()
-        with region.state.restored() if region.state is not None else _NOTHING:
-            # Second run of the function, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
-            saved, prefetch = saved_tensors_of(ctx)
-            graph_inputs, received, outputs = region.recompute(saved, ctx.leaves)
-            del saved
-            if prefetch is not None:
-                _middle_node(outputs).register_prehook(prefetch)
-            # Backward through that graph; outputs that the loss does not depend on have no gradient.
-            used = [i for i, output in enumerate(outputs) if grad_outputs[i] is not None and output.requires_grad]
-            if len(used) < len(outputs):
-                outputs, grad_outputs = [outputs[i] for i in used], [grad_outputs[i] for i in used]
-            if region.accumulates_inside:
-                if used:
-                    torch.autograd.backward(outputs, grad_outputs)
-                return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
-            summands = Summands(outputs, received, region.uses)
-            del received
-            hooked = [leaf for leaf in ctx.leaves if leaf.grad_fn is None and leaf._backward_hooks]
-            with _hooks_removed(hooked) if hooked else _NOTHING:
+        region.check_unchanged(ctx.leaves)
+        hooks = _take_hooks(ctx.leaves)
+        try:
+            with region.state.restored() if region.state is not None else _NOTHING:
+                # Second run of the function, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
+                saved, prefetch = saved_tensors_of(ctx)
+                graph_inputs, received, outputs = region.recompute(saved, ctx.leaves)
+                del saved
+                if prefetch is not None:
+                    _middle_node(outputs).register_prehook(prefetch)
+                # Backward through that graph; outputs that the loss does not depend on have no gradient.
+                used = [i for i, output in enumerate(outputs) if grad_outputs[i] is not None and output.requires_grad]
+                if len(used) < len(outputs):
+                    outputs, grad_outputs = [outputs[i] for i in used], [grad_outputs[i] for i in used]
+                if region.accumulates_inside:
+                    if used:
+                        torch.autograd.backward(outputs, grad_outputs)
+                    return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
+                summands = Summands(outputs, received, region.uses)
+                del received
                 gradients = _gradients(outputs, grad_outputs, [*graph_inputs, *region.leaked])
-            return None, None, None, None, *summands.of(list(gradients[: len(graph_inputs)]))
+                return None, None, None, None, *summands.of(list(gradients[: len(graph_inputs)]))
+        finally:
+            _return_hooks(ctx.leaves, hooks)
 
 
 # ``apply`` without its Python wrapper, which checks for functorch transforms: checkpoint() has done that already.
@@ -247,14 +250,21 @@ def _gradients(outputs, grads, inputs):
     )
 
 
-@contextlib.contextmanager
-def _hooks_removed(leaves):
-    """Remove the tensor hooks of `leaves` for the inner backward; they fire once, in the outer graph."""
-    removed = [dict(leaf._backward_hooks) for leaf in leaves]
+def _take_hooks(leaves) -> list[dict | None]:
+    """Remove the tensor hooks of `leaves` for the recomputation and its backward; they run once, in the outer graph."""
+    taken = []
     for leaf in leaves:
-        leaf._backward_hooks.clear()
-    try:
-        yield
-    finally:
-        for leaf, hooks in zip(leaves, removed):
+        hooks = leaf._backward_hooks if leaf.grad_fn is None else None
+        taken.append(dict(hooks) if hooks else None)
+        if hooks:
+            hooks.clear()
+    return taken
+
+
+def _return_hooks(leaves, taken) -> None:
+    """Undo `_take_hooks`, and remove the hooks that the recomputation has registered."""
+    for leaf, hooks in zip(leaves, taken):
+        if leaf.grad_fn is None and leaf._backward_hooks:
+            leaf._backward_hooks.clear()
+        if hooks:
             leaf._backward_hooks.update(hooks)

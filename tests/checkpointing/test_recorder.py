@@ -110,7 +110,7 @@ DIFFERENT = {
     "autograd.Function": (custom, "mul"),
     "one autograd.Function less": (custom_twice, "Double"),
     "in place": (in_place, "mul_"),
-    "parameter": (other_parameter, "parameter at .*parameter at "),
+    "parameter": (other_parameter, "parameter 'layers.0.weight'.*parameter 'layers.1.weight'"),
 }
 
 
