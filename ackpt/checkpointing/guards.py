@@ -19,7 +19,6 @@ from operator import is_
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ackpt.autograd_state import version
 from ackpt.errors import CheckpointError
@@ -30,7 +29,8 @@ _SMALL = 1 << 20  # bytes; buffers up to this size are always copied before the 
 _ABSENT = object()
 _RESULT = object()  # in place of a value with an autograd history
 _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-_UNCHANGED_BUFFERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # larger buffers that a region did not change
+# Larger buffers that a region did not change: by storage, the places in it. (swap_tensors refuses weakly held tensors.)
+_UNCHANGED_BUFFERS: weakref.WeakKeyDictionary[torch.UntypedStorage, set] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,19 +245,19 @@ class MutableState:
             if not _has_history(binding[2]) or id(binding[2]) in used:
                 self._bindings.append(binding)
             else:
-                self._record_result(*binding[:2])
+                self._overwritten.append(binding[:2])
         before = {id(namespace): values for namespace, values in self._names} if self._suspects else {}
         for namespace, name, value in self._suspects:
             if id(value) not in used and _has_history(value):
                 before[id(namespace)][name] = _RESULT
-                self._record_result(namespace, name)
+                self._overwritten.append((namespace, name))
         self._suspects = []
         for namespace, values in self._names:
             if len(namespace) > len(values):
                 for name, value in namespace.items():
                     if name not in values and _has_history(value):
                         values[name] = _RESULT
-                        self._record_result(namespace, name)
+                        self._overwritten.append((namespace, name))
         self._contents = [each for each in self._contents if not _has_history(each[1])]
         for tensor, name, mark in self._parameters:
             if version(tensor) != mark:
@@ -268,11 +268,11 @@ class MutableState:
         for tensor, name, mark, copy in self._before:
             silently = copy is not None if recorder is None else memory(tensor) in recorder.written
             if version(tensor) == mark and not silently:
-                if _bytes(tensor) > _SMALL:
-                    _UNCHANGED_BUFFERS[tensor] = True
+                if _bytes(tensor) > _SMALL and tensor.layout is torch.strided:
+                    _UNCHANGED_BUFFERS.setdefault(tensor.untyped_storage(), set()).add(_place(tensor))
                 continue
             if copy is None:
-                _UNCHANGED_BUFFERS.pop(tensor)
+                _UNCHANGED_BUFFERS[tensor.untyped_storage()].discard(_place(tensor))
                 raise CheckpointError(
                     f"buffer {name!r}, {describe(tensor)}, is changed by this checkpointed region for the first time "
                     "after steps that left it alone, and no copy of its old value was kept. Repeat the step (from now "
@@ -281,26 +281,6 @@ class MutableState:
             self._changed.append((tensor, copy))
         self._before = []
         return {id(tensor) for tensor, _ in self._changed}
-
-    def _record_result(self, namespace, name) -> None:
-        """Record the value that the forward assigned to a name, without keeping it alive."""
-        value = namespace.get(name)
-        self._overwritten.append((namespace, name, weakref.ref(value) if isinstance(value, torch.Tensor) else None))
-
-    @contextlib.contextmanager
-    def _results_kept(self):
-        """Let the body assign the results of other names again, and bind the present ones after it if these differ.
-
-        Equal ones stay: their graph has no saved tensors after the backward, that of the forward's results still has.
-        """
-        present = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name, _ in self._overwritten]
-        try:
-            yield
-        finally:
-            for (namespace, name, value), (*_, reference) in zip(present, self._overwritten):
-                is_own = reference is not None and reference() is value
-                if not (is_own and _is_equal(namespace.get(name), value)):
-                    _bind([(namespace, name, value)])
 
     @contextlib.contextmanager
     def restored(self):
@@ -322,9 +302,8 @@ class MutableState:
         resized = [(tensor, old, tensor.data) for tensor, old in self._changed if tensor.shape != old.shape]
         present = [(tensor, old, tensor.detach().clone()) for tensor, old in self._changed if tensor.shape == old.shape]
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_rebound(rebound))
+            stack.enter_context(_rebound(rebound, self._overwritten))
             stack.enter_context(_refilled(contents))
-            stack.enter_context(self._results_kept())
             for tensor in tensors:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
             try:
@@ -386,23 +365,36 @@ def _has_history(value, depth=0) -> bool:
 
 
 def _is_equal(value, other) -> bool:
-    """Whether two tensors have the same elements; fake and meta tensors are compared by shape and dtype."""
+    """Whether two tensors, or containers of tensors, are equal; fake and meta tensors by shape and dtype."""
     if value is other:
         return True
-    if not isinstance(value, torch.Tensor) or value.shape != other.shape or value.dtype != other.dtype:
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, (list, tuple, deque)):
+        return len(value) == len(other) and all(map(_is_equal, value, other))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_is_equal(item, other[key]) for key, item in value.items())
+    if not isinstance(value, torch.Tensor):
+        return type(value) in PLAIN and value == other
+    if value.shape != other.shape or value.dtype != other.dtype:
         return False
     return isinstance(value, FakeTensor) or value.is_meta or torch.equal(value.detach(), other.detach())
 
 
 @contextlib.contextmanager
-def _rebound(bindings):
-    """Set ``namespace[name] = value`` for all bindings in the body, and the present values after it."""
-    present = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name, _ in bindings]
+def _rebound(bindings, results):
+    """Set ``namespace[name] = value`` for all bindings in the body, and the present values after it.
+
+    `results`: other names that the body may assign to. What it assigns stays where it is equal to the present value: its
+    graph has no saved tensors after the backward, but that of the forward's result still has.
+    """
+    names = [*(binding[:2] for binding in bindings), *results]
+    present = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name in names]
     _bind(bindings)
     try:
         yield
     finally:
-        _bind(present)
+        _bind([each for each in present if not (_has_history(each[2]) and _is_equal(each[0].get(each[1]), each[2]))])
 
 
 def _bind(bindings) -> None:
@@ -415,13 +407,13 @@ def _bind(bindings) -> None:
 
 @contextlib.contextmanager
 def _refilled(contents):
-    """Restore the items of containers in the body, and the present ones after it."""
+    """Restore the items of containers in the body, and the present ones after it, if these differ: see `_rebound`."""
     present = [(container, container.copy()) for container, _ in contents]
     _fill(contents)
     try:
         yield
     finally:
-        _fill(present)
+        _fill([each for each in present if not (_has_history(each[1]) and _is_equal(*each))])
 
 
 def _fill(contents) -> None:
@@ -444,6 +436,11 @@ def _bytes(tensor) -> int:
 
 
 def _copy(tensor):
-    if _bytes(tensor) > _SMALL and tensor in _UNCHANGED_BUFFERS:
-        return None
+    if _bytes(tensor) > _SMALL and tensor.layout is torch.strided:
+        if _place(tensor) in _UNCHANGED_BUFFERS.get(tensor.untyped_storage(), ()):
+            return None
     return tensor.detach().clone()
+
+
+def _place(tensor):
+    return tensor.storage_offset(), tensor.shape, tensor.stride()
