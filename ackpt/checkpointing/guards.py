@@ -23,11 +23,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ackpt.autograd_state import version
 from ackpt.errors import CheckpointError
 
-from .reachable import HOOKS, LONGEST_CONTAINER, PLAIN, is_data
+from .reachable import HOOKS, LONGEST_CONTAINER, MODULE_FIELDS, PLAIN, is_data
 
 _SMALL = 1 << 20  # bytes; buffers up to this size are always copied before the region runs
 _ABSENT = object()
-_RESULT = object()  # in place of a value with an autograd history
 _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 # Larger buffers that a region did not change: by storage, the places in it. (swap_tensors refuses weakly held tensors.)
 _UNCHANGED_BUFFERS: weakref.WeakKeyDictionary[torch.UntypedStorage, set] = weakref.WeakKeyDictionary()
@@ -207,12 +206,12 @@ def memory(tensor):
 class MutableState:
     """The buffers, attributes and globals that a region may change, with their values from before its forward."""
 
-    __slots__ = ("_before", "_bindings", "_changed", "_contents", "_names", "_overwritten", "_parameters", "_rewritten")
+    __slots__ = ("_before", "_bindings", "_changed", "_contents", "_namespaces", "_overwritten", "_parameters", "_rewritten")
     __slots__ += ("_suspects",)
 
     def __init__(self, reachable):
         self._bindings = reachable.bindings
-        self._names = [(each, each.copy()) for each in reachable.namespaces]
+        self._namespaces = reachable.namespaces
         self._suspects = reachable.suspects
         self._overwritten, self._rewritten = [], []
         containers = [] if reachable.sharded else reachable.containers  # FSDP's own change between forward and backward
@@ -240,24 +239,11 @@ class MutableState:
         attributes only the names are kept, because the recomputation may overwrite the value of a later forward.
         """
         used = {id(leaf) for leaf in leaves}
-        bindings, self._bindings = self._bindings, []
-        for binding in bindings:
-            if not _has_history(binding[2]) or id(binding[2]) in used:
-                self._bindings.append(binding)
-            else:
-                self._overwritten.append(binding[:2])
-        before = {id(namespace): values for namespace, values in self._names} if self._suspects else {}
-        for namespace, name, value in self._suspects:
-            if id(value) not in used and _has_history(value):
-                before[id(namespace)][name] = _RESULT
-                self._overwritten.append((namespace, name))
+        results = {id(each) for each in self._suspects if id(each[2]) not in used and _has_history(each[2])}
         self._suspects = []
-        for namespace, values in self._names:
-            if len(namespace) > len(values):
-                for name, value in namespace.items():
-                    if name not in values and _has_history(value):
-                        values[name] = _RESULT
-                        self._overwritten.append((namespace, name))
+        if results:
+            self._overwritten = [binding[:2] for binding in self._bindings if id(binding) in results]
+            self._bindings = [binding for binding in self._bindings if id(binding) not in results]
         self._contents = [each for each in self._contents if not _has_history(each[1])]
         for tensor, name, mark in self._parameters:
             if version(tensor) != mark:
@@ -289,9 +275,10 @@ class MutableState:
         The body includes the backward of the recomputed graph, which may read a buffer that the region has updated.
         """
         rebound = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
-        for names in self._names:
-            if not _is_filled_with(*names):
-                rebound += _rebindings(*names)
+        rebound = [each for each in rebound if not _is_made(each[0].get(each[1], _ABSENT), each[2])]
+        for namespace, size in self._namespaces:
+            if len(namespace) > size:
+                rebound += self._made_names(namespace)
         contents = [each for each in self._contents if not _is_filled_with(*each)]
         contents += self._added_hooks()
         tensors = [tensor for tensor, _ in self._changed]
@@ -323,28 +310,29 @@ class MutableState:
                     for tensor, _, value in resized:
                         tensor.data = value
 
+    def _made_names(self, namespace):
+        """Bindings that remove the names that exist only since the forward."""
+        known = {binding[1] for binding in self._bindings if binding[0] is namespace}
+        known.update(name for owner, name in self._overwritten if owner is namespace)
+        if "training" in known:
+            known |= MODULE_FIELDS
+        made = [(name, value) for name, value in namespace.items() if name not in known]
+        return [(namespace, name, _ABSENT) for name, value in made if not _is_made(value, _ABSENT)]
+
     def _added_hooks(self):
         """The hooks of modules that had none, each with an empty dict to replace them with."""
         known = {id(container) for container, _ in self._contents}
         return [
-            (hooks, {})
-            for _, values in self._names
-            if "training" in values
+            (attributes[name], {})
+            for attributes, _ in self._namespaces
             for name in HOOKS
-            if (hooks := values.get(name)) and id(hooks) not in known
+            if attributes.get(name) and id(attributes[name]) not in known
         ]
 
 
-def _rebindings(namespace, values):
-    """Yield ``(namespace, name, value)`` for the names that have another value now.
-
-    Modules and parameters that a forward made where it found none stay: others would receive no gradient.
-    """
-    for name in {**values, **namespace}:
-        value, present = values.get(name, _ABSENT), namespace.get(name, _ABSENT)
-        is_made = value in (None, _ABSENT) and isinstance(present, (torch.nn.Module, torch.nn.Parameter))
-        if present is not value and value is not _RESULT and not is_made:
-            yield namespace, name, value
+def _is_made(present, value) -> bool:
+    """Whether a forward has made a module or parameter where it found none: others would receive no gradient."""
+    return (value is None or value is _ABSENT) and isinstance(present, (torch.nn.Module, torch.nn.Parameter))
 
 
 def _has_history(value, depth=0) -> bool:
