@@ -397,12 +397,7 @@ ACCUMULATE_GRAD = _accumulate_grad_type()
 CAST = type(torch.zeros(1, requires_grad=True).to(torch.bfloat16).grad_fn)
 
 
-def gradient_node(leaf):
-    """The node of autograd that accumulates the gradient of a leaf."""
-    return torch.autograd.graph.get_gradient_edge(leaf).node
-
-
-def graph_inputs(outputs, aliases, tensors, started: int):
+def graph_inputs(outputs, aliases, tensors, started: int, accumulators: list | None = None):
     """The tensors other than `aliases` at which the graph of `outputs` ends.
 
     Returns ``(tensors, unreachable node or None, nodes, uses)``. `nodes` are the nodes of the graph in the order of the
@@ -424,6 +419,8 @@ def graph_inputs(outputs, aliases, tensors, started: int):
                 casts[node] += 1
             if type(node) is ACCUMULATE_GRAD:
                 inputs.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+                if accumulators is not None:
+                    accumulators.append(node)
             elif node is None or node in seen:
                 continue
             elif closed_over and edge in closed_over:

@@ -21,7 +21,7 @@ from ackpt.errors import CheckpointError
 from . import guards, refusals, rng
 from .autocast import OFF, Autocast, any_enabled
 from .closures import DetachClosedOver, current_detached, frozen
-from .reachable import ReachableState, gradient_node, graph_inputs, is_data, tensors_in
+from .reachable import ReachableState, graph_inputs, is_data, tensors_in
 from .recorder import Recorder, check_same_path, path
 from .tree import Tensors, fill, fill_arguments, is_plain, strip_arguments, strip_result
 
@@ -216,14 +216,19 @@ class Region:
         self.accumulates_inside = reachable.sharded or not self.guarantees.exact_graph
         if self.accumulates_inside:
             return []
-        leaves, node, nodes, self.uses = graph_inputs(outputs, aliases, _tensors(reachable), started)
+        self.accumulators = []
+        leaves, node, nodes, self.uses = graph_inputs(
+            outputs, aliases, _tensors(reachable), started, self.accumulators
+        )
         if node is not None and not reachable.walked:
             reachable = ReachableState(self.function, self.template)
-            leaves, node, nodes, self.uses = graph_inputs(outputs, aliases, _tensors(reachable), started)
+            leaves, node, nodes, self.uses = graph_inputs(
+                outputs, aliases, _tensors(reachable), started, self.accumulators
+            )
         if node is not None:
             raise refusals.unreachable(node)
-        # They know the shape of a parameter that is released after its use. New ones would know the released shape.
-        self.accumulators = [gradient_node(leaf) for leaf in leaves if leaf.is_leaf and id(leaf) in reachable.tensors]
+        # Nodes that see a parameter that is released after its use; new ones would expect gradients of its present shape.
+        self.accumulators = [node for node in self.accumulators if id(node.variable) in reachable.tensors]
         if self.recorder is not None:
             self.path = path(self.recorder, nodes, started)
         return leaves
