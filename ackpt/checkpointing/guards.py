@@ -217,17 +217,14 @@ class MutableState:
         containers = [] if reachable.sharded else reachable.containers  # FSDP's own change between forward and backward
         self._contents = [(each, each.copy()) for each in containers if len(each) <= LONGEST_CONTAINER]
         self._contents += [(each, each.copy()) for each in reachable.hooks]
-        self._parameters = [
-            (tensor, name, version(tensor))
-            for tensor, name in reachable.tensors.values()
-            if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
-        ]
+        self._parameters = []
         self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._before = [
-            (tensor, name, version(tensor), _copy(tensor))
-            for tensor, name in reachable.tensors.values()
-            if not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter) and not tensor.is_inference()
-        ]
+        self._before = []
+        for tensor, name in reachable.tensors.values():
+            if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
+                self._parameters.append((tensor, name, version(tensor), storage(tensor)))
+            elif not tensor.is_inference():
+                self._before.append((tensor, name, version(tensor), _copy(tensor)))
 
     def after_forward(self, leaves, recorder) -> set[int]:
         """Keep the old values of the buffers that the forward changed; return the ids of these buffers.
@@ -245,11 +242,11 @@ class MutableState:
             self._overwritten = [binding[:2] for binding in self._bindings if id(binding) in results]
             self._bindings = [binding for binding in self._bindings if id(binding) not in results]
         self._contents = [each for each in self._contents if not _has_history(each[1])]
-        for tensor, name, mark in self._parameters:
+        for tensor, name, mark, before in self._parameters:
             if version(tensor) != mark:
-                if recorder is None or recorder.wrote(tensor):
+                if recorder is None or recorder.wrote(tensor) or storage(tensor) != before:
                     raise changes_parameter(tensor, name)
-                self._rewritten.append((tensor, name))  # such as by `p.set_(p.data)`, with equal values
+                self._rewritten.append((tensor, name))  # by `p.set_(p.data)`, which no recorder sees
         self._parameters = []
         for tensor, name, mark, copy in self._before:
             silently = copy is not None if recorder is None else memory(tensor) in recorder.written
@@ -305,10 +302,11 @@ class MutableState:
                         raise changes_parameter(tensor, name)
             finally:
                 with torch.no_grad():
-                    for tensor, _, value in present:
-                        tensor.copy_(value)
-                    for tensor, _, value in resized:
-                        tensor.data = value
+                    for tensor, _, value in (*present, *resized):
+                        if tensor.shape == value.shape and value.data_ptr() != tensor.data_ptr():
+                            tensor.copy_(value)
+                        else:
+                            tensor.data = value
 
     def _made_names(self, namespace):
         """Bindings that remove the names that exist only since the forward."""

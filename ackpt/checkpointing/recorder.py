@@ -166,10 +166,10 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # Dynamo is tracing this method; compiled code is not recorded
             return func(*args, **kwargs)
-        if self._refused:
-            self._refuse_changed(func, args, kwargs)
         started = torch.autograd._get_sequence_nr()
         result = func(*args, **kwargs)
+        if self._refused and (func.__name__ != "__get__" or isinstance(result, torch.Tensor)):  # not for shapes and dtypes
+            self._refuse_changed((*args, *kwargs.values()))
         with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
             self._record(func, args, kwargs, result, started)
         return result
@@ -228,11 +228,10 @@ class Recorder(TorchFunctionMode):
                 memory(each) for each in (*args, *kwargs.values()) if isinstance(each, nn.Parameter)
             )
 
-    def _refuse_changed(self, func, args, kwargs) -> None:
-        if func.__name__ != "__get__" or func in _MAY_WRITE:  # what a tensor is like does not depend on its elements
-            for value in _flat((*args, *kwargs.values())):
-                if id(value) in self._refused:
-                    raise changed_between(*self._refused[id(value)])
+    def _refuse_changed(self, arguments) -> None:
+        for value in _flat(arguments):
+            if id(value) in self._refused:
+                raise changed_between(*self._refused[id(value)])
 
     def _plain(self, value):
         """The part of `value` to compare: a plain value, a parameter, None for another tensor, else the type."""

@@ -250,12 +250,12 @@ def _gradients(outputs, grads, inputs):
     )
 
 
-def _take_hooks(leaves) -> list[dict | None]:
+def _take_hooks(leaves) -> list[tuple]:
     """Remove the tensor hooks of `leaves` for the recomputation and its backward; they run once, in the outer graph."""
     taken = []
     for leaf in leaves:
-        hooks = leaf._backward_hooks if leaf.grad_fn is None else None
-        taken.append(dict(hooks) if hooks else None)
+        hooks, after = (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if leaf.grad_fn is None else (None, None)
+        taken.append((dict(hooks) if hooks else None, dict(after) if after else None))
         if hooks:
             hooks.clear()
     return taken
@@ -263,8 +263,9 @@ def _take_hooks(leaves) -> list[dict | None]:
 
 def _return_hooks(leaves, taken) -> None:
     """Undo `_take_hooks`, and remove the hooks that the recomputation has registered."""
-    for leaf, hooks in zip(leaves, taken):
-        if leaf.grad_fn is None and leaf._backward_hooks:
-            leaf._backward_hooks.clear()
-        if hooks:
-            leaf._backward_hooks.update(hooks)
+    for leaf, kept in zip(leaves, taken):
+        if leaf.grad_fn is None:
+            for hooks, own in zip((leaf._backward_hooks, leaf._post_accumulate_grad_hooks), kept):
+                if hooks or own:
+                    hooks.clear()
+                    hooks.update(own or {})

@@ -273,9 +273,6 @@ class Region:
             refusals.add_note(error, self.function)
             raise
         recomputation_ends()
-        for tensor in inputs:  # the hooks are those of the forward
-            if tensor._backward_hooks:
-                tensor._backward_hooks.clear()
         if object_arguments and tensors_in(object_arguments).keys() != before.keys():
             raise refusals.changes_argument(self.function, object_arguments)
         outputs, _ = strip_result(result)
@@ -291,6 +288,9 @@ class Region:
         closed_over_starts = leaves if detached is None else detached.replaced(leaves)
         starts += closed_over_starts
         received += closed_over_starts
+        for tensor in received:  # the hooks of the forward run for the tensors that it was called with
+            if tensor._backward_hooks:
+                tensor._backward_hooks.clear()
         if detached is not None or self.path is not None:
             ends, node, nodes, _ = graph_inputs(computed, [], closed_over, before_inputs)
             if node is not None or any(tensor.grad_fn is not None for tensor in ends):
