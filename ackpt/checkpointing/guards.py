@@ -87,8 +87,8 @@ def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: b
 class Watch:
     """What tensors are like after a forward whose backward reads them again; ``changes`` compares with the present.
 
-    Compared are version counters, storages (of ``p.data = other``, which leaves the version as it is), ``requires_grad``
-    and steps of optimizers since then: fused ones leave everything else as it is.
+    Compared are version counters, storages (``p.data = other`` leaves the version as it is), ``requires_grad``, and
+    steps of optimizers since then, because fused ones change nothing else.
 
     Args:
         named: pairs of a tensor, or of a weak reference to one, and its description for errors. Strong references are
@@ -206,8 +206,10 @@ def memory(tensor):
 class MutableState:
     """The buffers, attributes and globals that a region may change, with their values from before its forward."""
 
-    __slots__ = ("_before", "_bindings", "_changed", "_contents", "_namespaces", "_overwritten", "_parameters", "_rewritten")
-    __slots__ += ("_suspects",)
+    __slots__ = (
+        *("_before", "_bindings", "_changed", "_contents", "_namespaces", "_overwritten", "_parameters"),
+        *("_rewritten", "_suspects"),
+    )
 
     def __init__(self, reachable):
         self._bindings = reachable.bindings
@@ -221,7 +223,7 @@ class MutableState:
         self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._before = []
         for tensor, name in reachable.tensors.values():
-            if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
+            if tensor.requires_grad or (type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)):
                 self._parameters.append((tensor, name, version(tensor), storage(tensor)))
             elif not tensor.is_inference():
                 self._before.append((tensor, name, version(tensor), _copy(tensor)))
@@ -302,11 +304,13 @@ class MutableState:
                         raise changes_parameter(tensor, name)
             finally:
                 with torch.no_grad():
-                    for tensor, _, value in (*present, *resized):
-                        if tensor.shape == value.shape and value.data_ptr() != tensor.data_ptr():
+                    for tensor, _, value in present:
+                        if tensor.shape == value.shape:
                             tensor.copy_(value)
                         else:
                             tensor.data = value
+                    for tensor, _, value in resized:
+                        tensor.data = value
 
     def _made_names(self, namespace):
         """Bindings that remove the names that exist only since the forward."""
@@ -371,8 +375,8 @@ def _is_equal(value, other) -> bool:
 def _rebound(bindings, results):
     """Set ``namespace[name] = value`` for all bindings in the body, and the present values after it.
 
-    `results`: other names that the body may assign to. What it assigns stays where it is equal to the present value: its
-    graph has no saved tensors after the backward, but that of the forward's result still has.
+    `results`: other names that the body may assign to. What it assigns stays where it is equal to the present value,
+    because its graph has no saved tensors after the backward, but that of the forward's result still has.
     """
     names = [*(binding[:2] for binding in bindings), *results]
     present = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name in names]

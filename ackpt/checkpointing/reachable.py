@@ -124,8 +124,7 @@ class ReachableState:
         attributes, bindings, tensors = vars(module), self.bindings, self.tensors
         bindings.append((attributes, "training", module.training))
         self.namespaces.append((attributes, len(attributes)))
-        if any([attributes[key] for key in HOOKS]):
-            self.hooks += [attributes[key] for key in HOOKS if attributes[key]]
+        self.hooks += [attributes[key] for key in HOOKS if attributes[key]]
         for key, value in module._parameters.items():
             if value is not None:
                 tensors.setdefault(id(value), (value, prefix + key))

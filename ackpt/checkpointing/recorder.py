@@ -87,6 +87,11 @@ _MAY_WRITE = frozenset(
 )
 
 
+# Methods and attributes (`__get__`) that do not depend on a tensor's elements, if they return no tensor.
+_DESCRIBING = frozenset(
+    "__get__ __len__ dim size numel stride element_size storage_offset get_device is_contiguous is_floating_point "
+    "is_complex".split()
+)
 _RETAIN, _IN_PLACE, _MAX_NORM = "retain", "in place", "max_norm"
 # Calls that need more than recording, by function: one look-up per call.
 _EFFECTS = {
@@ -123,7 +128,7 @@ class Recorder(TorchFunctionMode):
         expected: of the first run. The first call that differs is recorded in ``different``, with the line and the
             module that made it.
         named: ``{id: (tensor, name)}`` of what the first run can reach.
-        refused: ``{id: change}`` of tensors that changed since the first run, from `Watch`; a call that reads one raises.
+        refused: ``{id: change}`` of tensors that changed since the first run; a call that reads one raises an error.
 
     ``calls``: in order, each with the sequence number of its autograd node and the ``_source`` of every argument.
     ``results``: weak references to what the calls returned. ``inputs``: positions of the tensors that the function is
@@ -142,7 +147,8 @@ class Recorder(TorchFunctionMode):
         self.retained: list[torch.Tensor] = []
         self.parameters: dict[int, _Parameter] = {}
         self.different: tuple[Call, str, nn.Module | None] | None = None
-        self.named, self._refused = named if expected is None else expected.named, refused
+        self.named: dict = (named if expected is None else expected.named) or {}
+        self._refused: dict = refused or {}
         self._expected = self._existing = None
         if expected is not None:
             self._expected = expected.calls
@@ -168,7 +174,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         started = torch.autograd._get_sequence_nr()
         result = func(*args, **kwargs)
-        if self._refused and (func.__name__ != "__get__" or isinstance(result, torch.Tensor)):  # not for shapes and dtypes
+        if self._refused and (func.__name__ not in _DESCRIBING or isinstance(result, torch.Tensor)):
             self._refuse_changed((*args, *kwargs.values()))
         with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
             self._record(func, args, kwargs, result, started)
@@ -182,7 +188,9 @@ class Recorder(TorchFunctionMode):
     def forget(self) -> None:
         """Drop the references to tensors that the recomputation does not need."""
         self.results, self.retained = [], []
-        self.named = {key: pair for key, pair in self.named.items() if isinstance(pair[0], nn.Parameter)}
+        self.named = {
+            key: pair for key, pair in self.named.items() if pair[0].is_leaf and type(pair[0]) is not torch.Tensor
+        }
 
     def wrote(self, tensor) -> bool:
         """Whether a call is known to have written to the memory of a tensor."""
@@ -238,7 +246,9 @@ class Recorder(TorchFunctionMode):
         if type(value) in _ATOMS or isinstance(value, numbers.Number):
             return value
         if isinstance(value, torch.Tensor):
-            return self._parameter(value) if isinstance(value, nn.Parameter) else None
+            # The class of Parameter has a slow check.
+            is_parameter = type(value) is not torch.Tensor and isinstance(value, nn.Parameter)
+            return self._parameter(value) if is_parameter else None
         if isinstance(value, (list, tuple)):
             return tuple(map(self._plain, value))
         if type(value) is slice:
@@ -353,10 +363,10 @@ def _source_text(source) -> str:
 
 def _other_path(function, difference: str) -> CheckpointError:
     return CheckpointError(
-        f"the recompute of a checkpointed region ({name_of(function)}) took another path than its forward: {difference}. "
-        "The gradient would be that of another function. Make the function do the same both times: look for a counter, "
-        "a dict or list entry, an environment variable or a random number that changes in between. Code that must act "
-        "once per step can ask ackpt.is_recomputing()."
+        f"the recompute of a checkpointed region ({name_of(function)}) took another path than its forward: "
+        f"{difference}. The gradient would be that of another function. Make the function do the same both times: look "
+        "for a counter, a dict or list entry, an environment variable or a random number that changes in between. Code "
+        "that must act once per step can ask ackpt.is_recomputing()."
     )
 
 

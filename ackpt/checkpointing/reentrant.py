@@ -79,14 +79,15 @@ def checkpoint(
     Raises:
         CheckpointError: in the forward, if the region changes its own inputs or parameters in place, or stores tensors
             in an object that was passed as an argument. In backward, for ``create_graph=True``, ``torch.autograd.grad``
-            and ``backward(inputs=...)``; if a parameter, a buffer, an input or a closed-over tensor changed since the
-            forward; or if the recomputation calls other operations, or the same ones with other arguments or results.
+            and ``backward(inputs=...)``; if a parameter, a buffer, an input or a closed-over tensor that the region
+            reads changed since the forward; or if the recomputation calls other operations, or the same ones with other
+            arguments or results.
 
-    Regions can be nested. With grad mode off, the function runs without a region. Module state (buffers, and attributes
-    that are tensors or numbers) changes once per step, as in the baseline. Other side effects of the function, such as
-    appending to a list, happen again in the recomputation (see :func:`is_recomputing`). If a tensor is used inside
-    *and* outside of a region, its gradient is first summed per region; the sum may differ from the baseline's in the
-    last bit.
+    Regions can be nested. With grad mode off, the function runs without a region. Module state (buffers, attributes,
+    and attributes of objects in attributes) changes once per step, as in the baseline. Other side effects of the
+    function, such as appending to a list, happen again in the recomputation (see :func:`is_recomputing`). If a tensor
+    is used inside *and* outside of a region, its gradient is first summed per region; the sum may differ from the
+    baseline's in the last bit.
 
     Source: Chen et al. 2016 (arXiv:1604.06174).
 
@@ -190,7 +191,7 @@ class _Recompute(torch.autograd.Function):
         hooks = _take_hooks(ctx.leaves)
         try:
             with region.state.restored() if region.state is not None else _NOTHING:
-                # Second run of the function, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
+                # Second run, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
                 saved, prefetch = saved_tensors_of(ctx)
                 graph_inputs, received, outputs = region.recompute(saved, ctx.leaves)
                 del saved
@@ -250,22 +251,24 @@ def _gradients(outputs, grads, inputs):
     )
 
 
-def _take_hooks(leaves) -> list[tuple]:
-    """Remove the tensor hooks of `leaves` for the recomputation and its backward; they run once, in the outer graph."""
-    taken = []
-    for leaf in leaves:
-        hooks, after = (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if leaf.grad_fn is None else (None, None)
-        taken.append((dict(hooks) if hooks else None, dict(after) if after else None))
-        if hooks:
-            hooks.clear()
+def _hooks_of(leaf) -> list[dict]:
+    return [hooks for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if hooks is not None]
+
+
+def _take_hooks(leaves) -> list[tuple[dict, dict]]:
+    """Remove the hooks of `leaves` for the recomputation and its backward; they run once, in the outer graph."""
+    hooked = [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
+    taken = [(hooks, dict(hooks)) for leaf in hooked if leaf.grad_fn is None for hooks in _hooks_of(leaf)]
+    for hooks, _ in taken:
+        hooks.clear()
     return taken
 
 
 def _return_hooks(leaves, taken) -> None:
     """Undo `_take_hooks`, and remove the hooks that the recomputation has registered."""
-    for leaf, kept in zip(leaves, taken):
-        if leaf.grad_fn is None:
-            for hooks, own in zip((leaf._backward_hooks, leaf._post_accumulate_grad_hooks), kept):
-                if hooks or own:
-                    hooks.clear()
-                    hooks.update(own or {})
+    for leaf in leaves:
+        if (leaf._backward_hooks or leaf._post_accumulate_grad_hooks) and leaf.grad_fn is None:
+            for hooks in _hooks_of(leaf):
+                hooks.clear()
+    for hooks, items in taken:
+        hooks.update(items)

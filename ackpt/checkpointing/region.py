@@ -217,9 +217,7 @@ class Region:
         if self.accumulates_inside:
             return []
         self.accumulators = []
-        leaves, node, nodes, self.uses = graph_inputs(
-            outputs, aliases, _tensors(reachable), started, self.accumulators
-        )
+        leaves, node, nodes, self.uses = graph_inputs(outputs, aliases, _tensors(reachable), started, self.accumulators)
         if node is not None and not reachable.walked:
             reachable = ReachableState(self.function, self.template)
             leaves, node, nodes, self.uses = graph_inputs(
@@ -227,7 +225,7 @@ class Region:
             )
         if node is not None:
             raise refusals.unreachable(node)
-        # Nodes that see a parameter that is released after its use; new ones would expect gradients of its present shape.
+        # New nodes of a parameter that is released after its use would expect gradients of its present shape.
         self.accumulators = [node for node in self.accumulators if id(node.variable) in reachable.tensors]
         if self.recorder is not None:
             self.path = path(self.recorder, nodes, started)

@@ -87,8 +87,8 @@ def apply_activation_checkpointing(
     for name, module in chosen.items():
         if _is_scripted(module):
             raise ValueError(
-                f"module {name!r} is scripted, so its forward cannot be replaced. Apply activation checkpointing to the "
-                "module around it, or let that module's forward call ackpt.checkpoint(module, ...)."
+                f"module {name!r} is scripted, so its forward cannot be replaced. Apply activation checkpointing to "
+                "the module around it, or let that module's forward call ackpt.checkpoint(module, ...)."
             )
         if "forward" in vars(module):
             raise ValueError(
