@@ -352,7 +352,17 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
                 raise both from error
             warned(own_model, about["reason"])
         captured.reads.finish()
+        _drop_weak_references(captured.joint.graph_module)
         yield captured
+
+
+def _drop_weak_references(graph_module) -> None:
+    """Drop the fake mode's weak references to the model's tensors, which ``torch.utils.swap_tensors`` refuses."""
+    fake_mode = detect_fake_mode([node.meta.get("val") for node in graph_module.graph.nodes])
+    if fake_mode is not None:
+        describer = fake_mode.fake_tensor_converter.meta_converter.describer
+        describer.lookup_tensor.clear()
+        describer.lookup_storage.clear()
 
 
 def _settled(stack, model, leaves, values, spec, about) -> Capture:

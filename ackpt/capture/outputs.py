@@ -11,8 +11,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ackpt.autograd_state import version
-from ackpt.checkpointing.guards import BACKWARD_FIRST
+from ackpt.checkpointing.guards import BACKWARD_FIRST, Watch
 from ackpt.errors import CheckpointError, TraceError
 from ackpt.metering.meter import memory_format
 
@@ -21,6 +20,7 @@ from .joint_graph import JointGraph
 
 _DIFFERENTIATE = ("loss", "all")
 _OUTPUTS = ("drop", "keep")
+ARGUMENT = "an argument"  # what errors call an input that is neither a parameter nor a buffer
 _ALWAYS = -1  # represents an output that backward always reaches
 
 
@@ -215,18 +215,21 @@ def _in_one_order(gradient, wanted) -> bool:
 
 
 def unchanged_until_backward(outputs, inputs, read) -> None:
-    """Raise an error that names the input changed in place between forward and backward; torch's would not name it.
+    """Raise an error that names the input changed between forward and backward, if a change is seen by `Watch`.
 
     ``outputs``: what the step returned for ``inputs``; ``read``: index and description of inputs that backward reads.
     """
     if (node := _node_of(outputs)) is None:
         return
-    marks = [(weakref.ref(inputs[index]), version(inputs[index]), description) for index, description in read]
+    # Arguments may be freed early in backward.
+    watch = Watch(
+        (weakref.ref(inputs[index]) if description == ARGUMENT else inputs[index], description)
+        for index, description in read
+    )
 
     def check(gradients) -> None:
-        for reference, before, description in marks:
-            tensor = reference()
-            if tensor is not None and version(tensor) != before:
+        for tensor, description, how in watch.changes():
+            if how == "changed":  # a frozen one gets no gradient, as in eager mode
                 raise CheckpointError(
                     f"{description} of shape {list(tensor.shape)} was changed between the forward of this planned step "
                     f"and its backward, which reads it. {BACKWARD_FIRST}"

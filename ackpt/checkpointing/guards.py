@@ -14,19 +14,22 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from operator import is_
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ackpt.autograd_state import version
 from ackpt.errors import CheckpointError
 
-from .reachable import LONGEST_CONTAINER
+from .reachable import HOOKS, LONGEST_CONTAINER, MODULE_FIELDS, PLAIN, is_data
 
 _SMALL = 1 << 20  # bytes; buffers up to this size are always copied before the region runs
 _ABSENT = object()
-_UNCHANGED_BUFFERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # larger buffers that a region did not change
+_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+# Larger buffers that a region did not change: by storage, the places in it. (swap_tensors refuses weakly held tensors.)
+_UNCHANGED_BUFFERS: weakref.WeakKeyDictionary[torch.UntypedStorage, set] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,20 +85,80 @@ def guarantees(*, other_rng: bool = True, unchanged: bool = True, exact_graph: b
 
 
 class Watch:
-    """The version counters and storages of tensors, which `check` compares with the present ones."""
+    """What tensors are like after a forward whose backward reads them again; ``changes`` compares with the present.
 
-    __slots__ = ("_marks",)
+    Compared are version counters, storages (``p.data = other`` leaves the version as it is), ``requires_grad``, and
+    steps of optimizers since then, because fused ones change nothing else.
 
-    def __init__(self, named_tensors):
-        self._marks = [
-            (tensor, name, version(tensor), storage(tensor), tensor.requires_grad) for tensor, name in named_tensors
-        ]
+    Args:
+        named: pairs of a tensor, or of a weak reference to one, and its description for errors. Strong references are
+            for tensors that stay: ``torch.utils.swap_tensors`` refuses weakly referenced ones.
+    """
 
-    def check(self):
-        for tensor, name, mark, memory, requires_grad in self._marks:
-            if version(tensor) != mark or storage(tensor) != memory or tensor.requires_grad < requires_grad:
-                how = "frozen" if tensor.requires_grad < requires_grad else "changed"
-                raise changed_between(f"{_kind(tensor)} {name or 'without a name'!r}, {describe(tensor)},", how)
+    __slots__ = ("_marks", "_steps")
+
+    def __init__(self, named):
+        marks = []
+        for item, description in named:
+            tensor = item if isinstance(item, torch.Tensor) else item()
+            marks.append((item, description, version(tensor), _storage_mark(tensor), tensor.requires_grad))
+        self._marks = marks
+        self._steps = optimizer_steps()
+
+    def changes(self):
+        """Yield ``(tensor, description, how)`` of every tensor that changed; how: "changed" or "frozen"."""
+        stepped = self._steps != optimizer_steps()
+        for item, description, mark, storage, requires_grad in self._marks:
+            tensor = item if isinstance(item, torch.Tensor) else item()
+            if tensor is None:
+                continue
+            if tensor.requires_grad < requires_grad:
+                yield tensor, description, "frozen"
+            elif (
+                version(tensor) != mark
+                or (storage is not None and tensor.untyped_storage() is not storage())
+                or (stepped and _last_step.get(_memory_key(tensor), 0) > self._steps)
+            ):
+                yield tensor, description, "changed"
+
+
+def _storage_mark(tensor):
+    """A weak reference to a tensor's storage, to detect ``p.data = other``.
+
+    None for subclasses, which may replace it, and for tensors without elements, such as weights that ZeRO-3 released.
+    """
+    if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and tensor.numel():
+        return weakref.ref(tensor.untyped_storage())
+    return None
+
+
+_last_step: dict[int, int] = {}  # by `_memory_key` of a parameter: the number of the last step that updated it
+_steps = -1  # of all optimizers; -1 while they are not observed
+
+
+def optimizer_steps() -> int:
+    """The number of optimizer steps so far, counted from the first call."""
+    global _steps
+    if _steps < 0:
+        _steps = 0
+        register_optimizer_step_post_hook(_count_step)
+    return _steps
+
+
+def _count_step(optimizer, args, kwargs) -> None:
+    global _steps
+    if torch.compiler.is_dynamo_compiling():  # a compiled step raises version counters
+        return
+    _steps += 1
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                _last_step[_memory_key(parameter)] = _steps
+
+
+def _memory_key(tensor) -> int:
+    key = storage(tensor)
+    return id(tensor) if key is None else key
 
 
 BACKWARD_FIRST = (
@@ -104,10 +167,19 @@ BACKWARD_FIRST = (
 )
 
 
-def changed_between(tensor: str, how: str = "changed") -> CheckpointError:
+def changed_between(tensor, name, how: str) -> CheckpointError:
+    """The error for a tensor that a region reads; `name` is the number of an input, or a name in the region's code."""
+    label = f"input tensor number {name}" if type(name) is int else f"{_kind(tensor)} {name or 'without a name'!r}"
     return CheckpointError(
-        f"{tensor} was {how} between the forward of this checkpointed region and its backward, so the recompute would "
-        f"not repeat the forward. {BACKWARD_FIRST}"
+        f"{label}, {describe(tensor)}, was {how} between the forward of this checkpointed region and its backward, so "
+        f"the recompute would not repeat the forward. {BACKWARD_FIRST}"
+    )
+
+
+def changes_parameter(tensor, name) -> CheckpointError:
+    return CheckpointError(
+        f"this checkpointed region changes the {_kind(tensor)} {name!r}, {describe(tensor)}, in place (as "
+        "nn.Embedding(max_norm=...) does), and its recompute would do it again. Do it before the region."
     )
 
 
@@ -122,10 +194,8 @@ def describe(tensor) -> str:
 
 
 def storage(tensor):
-    """The identity of a tensor's storage, to detect ``p.data = other``; None for subclasses, which may replace it."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
-        return tensor.untyped_storage()._cdata
-    return None
+    """The identity of a tensor's storage; None for subclasses, which may replace it."""
+    return memory(tensor) if type(tensor) in _PLAIN_TENSORS else None
 
 
 def memory(tensor):
@@ -136,67 +206,58 @@ def memory(tensor):
 class MutableState:
     """The buffers, attributes and globals that a region may change, with their values from before its forward."""
 
-    __slots__ = ("_before", "_bindings", "_changed", "_contents", "_namespaces", "_overwritten", "_parameters")
+    __slots__ = (
+        *("_before", "_bindings", "_changed", "_contents", "_namespaces", "_overwritten", "_parameters"),
+        *("_rewritten", "_suspects"),
+    )
 
     def __init__(self, reachable):
         self._bindings = reachable.bindings
         self._namespaces = reachable.namespaces
-        self._overwritten = []
+        self._suspects = reachable.suspects
+        self._overwritten, self._rewritten = [], []
         containers = [] if reachable.sharded else reachable.containers  # FSDP's own change between forward and backward
         self._contents = [(each, each.copy()) for each in containers if len(each) <= LONGEST_CONTAINER]
-        self._parameters = [
-            (tensor, name, version(tensor))
-            for tensor, name in reachable.tensors.values()
-            if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
-        ]
+        self._contents += [(each, each.copy()) for each in reachable.hooks]
+        self._parameters = []
         self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._before = [
-            (tensor, name, version(tensor), _copy(tensor))
-            for tensor, name in reachable.tensors.values()
-            if not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter) and not tensor.is_inference()
-        ]
+        self._before = []
+        for tensor, name in reachable.tensors.values():
+            if tensor.requires_grad or (type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)):
+                self._parameters.append((tensor, name, version(tensor), storage(tensor)))
+            elif not tensor.is_inference():
+                self._before.append((tensor, name, version(tensor), _copy(tensor)))
 
-    def after_forward(self, leaves, written) -> set[int]:
+    def after_forward(self, leaves, recorder) -> set[int]:
         """Keep the old values of the buffers that the forward changed; return the ids of these buffers.
 
-        `written`: storages that may have changed although their version counters have not; None if any may.
+        `recorder`: of the forward; without one, any buffer may have changed although its version counter has not.
 
         Of attributes whose value before the forward has an autograd history, only those with a value among `leaves` are
         kept. Otherwise a module that stores its last output would keep the graphs of all steps alive. Of the other
         attributes only the names are kept, because the recomputation may overwrite the value of a later forward.
         """
         used = {id(leaf) for leaf in leaves}
-        bindings, self._bindings = self._bindings, []
-        for binding in bindings:
-            if not _has_history(binding[2]) or id(binding[2]) in used:
-                self._bindings.append(binding)
-            else:
-                self._record_result(*binding[:2])
-        for attributes, names in self._namespaces:
-            if len(attributes) > len(names):
-                for name, value in attributes.items():
-                    if name not in names:
-                        if _is_state(value):
-                            self._bindings.append((attributes, name, _ABSENT))
-                        elif _has_history(value):
-                            self._record_result(attributes, name)
-        self._namespaces = []
-        self._contents = [each for each in self._contents if not _is_filled_with(*each) and not _has_history(each[1])]
-        for tensor, name, mark in self._parameters:
+        results = {id(each) for each in self._suspects if id(each[2]) not in used and _has_history(each[2])}
+        self._suspects = []
+        if results:
+            self._overwritten = [binding[:2] for binding in self._bindings if id(binding) in results]
+            self._bindings = [binding for binding in self._bindings if id(binding) not in results]
+        self._contents = [each for each in self._contents if not _has_history(each[1])]
+        for tensor, name, mark, before in self._parameters:
             if version(tensor) != mark:
-                raise CheckpointError(
-                    f"this checkpointed region changes the {_kind(tensor)} {name!r}, {describe(tensor)}, in place (as "
-                    "nn.Embedding(max_norm=...) does), and its recompute would do it again. Do it before the region."
-                )
+                if recorder is None or recorder.wrote(tensor) or storage(tensor) != before:
+                    raise changes_parameter(tensor, name)
+                self._rewritten.append((tensor, name))  # by `p.set_(p.data)`, which no recorder sees
         self._parameters = []
         for tensor, name, mark, copy in self._before:
-            silently = copy is not None if written is None else memory(tensor) in written
+            silently = copy is not None if recorder is None else memory(tensor) in recorder.written
             if version(tensor) == mark and not silently:
-                if _bytes(tensor) > _SMALL:
-                    _UNCHANGED_BUFFERS[tensor] = True
+                if _bytes(tensor) > _SMALL and tensor.layout is torch.strided:
+                    _UNCHANGED_BUFFERS.setdefault(tensor.untyped_storage(), set()).add(_place(tensor))
                 continue
             if copy is None:
-                _UNCHANGED_BUFFERS.pop(tensor)
+                _UNCHANGED_BUFFERS[tensor.untyped_storage()].discard(_place(tensor))
                 raise CheckpointError(
                     f"buffer {name!r}, {describe(tensor)}, is changed by this checkpointed region for the first time "
                     "after steps that left it alone, and no copy of its old value was kept. Repeat the step (from now "
@@ -206,26 +267,6 @@ class MutableState:
         self._before = []
         return {id(tensor) for tensor, _ in self._changed}
 
-    def _record_result(self, namespace, name) -> None:
-        """Record the value that the forward assigned to a name, without keeping it alive."""
-        value = namespace.get(name)
-        self._overwritten.append((namespace, name, weakref.ref(value) if isinstance(value, torch.Tensor) else None))
-
-    @contextlib.contextmanager
-    def _results_kept(self):
-        """Let the body assign the results of other names again, and bind the present ones after it if these differ.
-
-        Equal ones stay: their graph has no saved tensors after the backward, that of the forward's results still has.
-        """
-        present = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name, _ in self._overwritten]
-        try:
-            yield
-        finally:
-            for (namespace, name, value), (*_, reference) in zip(present, self._overwritten):
-                is_own = reference is not None and reference() is value
-                if not (is_own and _is_equal(namespace.get(name), value)):
-                    _bind([(namespace, name, value)])
-
     @contextlib.contextmanager
     def restored(self):
         """Restore the values from before the forward in the body, and the present ones after it; keep versions.
@@ -233,62 +274,117 @@ class MutableState:
         The body includes the backward of the recomputed graph, which may read a buffer that the region has updated.
         """
         rebound = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
+        rebound = [each for each in rebound if not _is_made(each[0].get(each[1], _ABSENT), each[2])]
+        for namespace, size in self._namespaces:
+            if len(namespace) > size:
+                rebound += self._made_names(namespace)
         contents = [each for each in self._contents if not _is_filled_with(*each)]
+        contents += self._added_hooks()
         tensors = [tensor for tensor, _ in self._changed]
-        if not tensors and not rebound and not contents and not self._overwritten:
+        rewritten = [(tensor, name, tensor.detach().clone()) for tensor, name in self._rewritten]
+        if not tensors and not rebound and not contents and not self._overwritten and not rewritten:
             yield
             return
-        present = [tensor.detach().clone() for tensor in tensors]
+        resized = [(tensor, old, tensor.data) for tensor, old in self._changed if tensor.shape != old.shape]
+        present = [(tensor, old, tensor.detach().clone()) for tensor, old in self._changed if tensor.shape == old.shape]
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_rebound(rebound))
+            stack.enter_context(_rebound(rebound, self._overwritten))
             stack.enter_context(_refilled(contents))
-            stack.enter_context(self._results_kept())
             for tensor in tensors:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
             try:
                 with torch.no_grad():
-                    for tensor, old in self._changed:
+                    for tensor, old, _ in present:
                         tensor.copy_(old)
+                    for tensor, old, _ in resized:
+                        tensor.data = old.clone()
                 yield
+                for tensor, name, value in rewritten:
+                    if not torch.equal(tensor.detach(), value):
+                        raise changes_parameter(tensor, name)
             finally:
                 with torch.no_grad():
-                    for tensor, value in zip(tensors, present):
-                        tensor.copy_(value)
+                    for tensor, _, value in present:
+                        if tensor.shape == value.shape:
+                            tensor.copy_(value)
+                        else:
+                            tensor.data = value
+                    for tensor, _, value in resized:
+                        tensor.data = value
+
+    def _made_names(self, namespace):
+        """Bindings that remove the names that exist only since the forward."""
+        known = {binding[1] for binding in self._bindings if binding[0] is namespace}
+        known.update(name for owner, name in self._overwritten if owner is namespace)
+        if "training" in known:
+            known |= MODULE_FIELDS
+        made = [(name, value) for name, value in namespace.items() if name not in known]
+        return [(namespace, name, _ABSENT) for name, value in made if not _is_made(value, _ABSENT)]
+
+    def _added_hooks(self):
+        """The hooks of modules that had none, each with an empty dict to replace them with."""
+        known = {id(container) for container, _ in self._contents}
+        return [
+            (attributes[name], {})
+            for attributes, _ in self._namespaces
+            for name in HOOKS
+            if attributes.get(name) and id(attributes[name]) not in known
+        ]
 
 
-def _has_history(value) -> bool:
+def _is_made(present, value) -> bool:
+    """Whether a forward has made a module or parameter where it found none: others would receive no gradient."""
+    return (value is None or value is _ABSENT) and isinstance(present, (torch.nn.Module, torch.nn.Parameter))
+
+
+def _has_history(value, depth=0) -> bool:
     """Whether `value` is, or may contain, a tensor with an autograd history."""
     if isinstance(value, torch.Tensor):
         return value.grad_fn is not None
-    if not isinstance(value, (list, tuple, dict, set, deque)):
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, (list, tuple, set, deque)):
+        items = value
+    elif not is_data(type(value)):
         return False
-    items = value.values() if isinstance(value, dict) else value
-    return len(value) > LONGEST_CONTAINER or any(map(_has_history, items))
+    else:
+        items = vars(value).values()
+    if PLAIN.issuperset(map(type, items)):
+        return False
+    return depth == 4 or len(items) > LONGEST_CONTAINER or any(_has_history(item, depth + 1) for item in items)
 
 
 def _is_equal(value, other) -> bool:
-    """Whether two tensors have the same elements; fake and meta tensors are compared by shape and dtype."""
+    """Whether two tensors, or containers of tensors, are equal; fake and meta tensors by shape and dtype."""
     if value is other:
         return True
-    if not isinstance(value, torch.Tensor) or value.shape != other.shape or value.dtype != other.dtype:
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, (list, tuple, deque)):
+        return len(value) == len(other) and all(map(_is_equal, value, other))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_is_equal(item, other[key]) for key, item in value.items())
+    if not isinstance(value, torch.Tensor):
+        return type(value) in PLAIN and value == other
+    if value.shape != other.shape or value.dtype != other.dtype:
         return False
     return isinstance(value, FakeTensor) or value.is_meta or torch.equal(value.detach(), other.detach())
 
 
-def _is_state(value) -> bool:
-    """Whether the value of a new attribute is a number or a tensor without an autograd history."""
-    return isinstance(value, (torch.Tensor, int, float)) and not _has_history(value)
-
-
 @contextlib.contextmanager
-def _rebound(bindings):
-    """Set ``namespace[name] = value`` for all bindings in the body, and the present values after it."""
-    present = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name, _ in bindings]
+def _rebound(bindings, results):
+    """Set ``namespace[name] = value`` for all bindings in the body, and the present values after it.
+
+    `results`: other names that the body may assign to. What it assigns stays where it is equal to the present value,
+    because its graph has no saved tensors after the backward, but that of the forward's result still has.
+    """
+    names = [*(binding[:2] for binding in bindings), *results]
+    present = [(namespace, name, namespace.get(name, _ABSENT)) for namespace, name in names]
     _bind(bindings)
     try:
         yield
     finally:
-        _bind(present)
+        _bind([each for each in present if not (_has_history(each[2]) and _is_equal(each[0].get(each[1]), each[2]))])
 
 
 def _bind(bindings) -> None:
@@ -301,13 +397,13 @@ def _bind(bindings) -> None:
 
 @contextlib.contextmanager
 def _refilled(contents):
-    """Restore the items of containers in the body, and the present ones after it."""
+    """Restore the items of containers in the body, and the present ones after it, if these differ: see `_rebound`."""
     present = [(container, container.copy()) for container, _ in contents]
     _fill(contents)
     try:
         yield
     finally:
-        _fill(present)
+        _fill([each for each in present if not (_has_history(each[1]) and _is_equal(*each))])
 
 
 def _fill(contents) -> None:
@@ -321,9 +417,8 @@ def _is_filled_with(container, items) -> bool:
     if len(container) != len(items):
         return False
     if isinstance(container, dict):
-        pairs = zip(container.items(), items.items())
-        return all(key is other_key and value is other for (key, value), (other_key, other) in pairs)
-    return all(item is other for item, other in zip(container, items))
+        return all(map(is_, container.values(), items.values())) and all(map(is_, container, items))
+    return all(map(is_, container, items))
 
 
 def _bytes(tensor) -> int:
@@ -331,6 +426,11 @@ def _bytes(tensor) -> int:
 
 
 def _copy(tensor):
-    if _bytes(tensor) > _SMALL and tensor in _UNCHANGED_BUFFERS:
-        return None
+    if _bytes(tensor) > _SMALL and tensor.layout is torch.strided:
+        if _place(tensor) in _UNCHANGED_BUFFERS.get(tensor.untyped_storage(), ()):
+            return None
     return tensor.detach().clone()
+
+
+def _place(tensor):
+    return tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -8,7 +8,9 @@ tensors whose gradient flows out of the region, however the function got them.
 
 from __future__ import annotations
 
+import argparse
 import dis
+import enum
 import functools
 import inspect
 import os
@@ -36,26 +38,29 @@ class ReachableState:
     """The tensors and generators reachable from a function and its non-tensor arguments.
 
     ``tensors``: ``{id: (tensor, name)}``. ``streams``: generator objects. ``bindings``: names that may be assigned
-    another object later, as ``(namespace, name, value)``: parameters, buffers, tensor and number attributes of modules,
-    tensors in containers, objects and rebound cells, globals of functions. ``sharded``: whether FSDP manages a module
-    of the region; its hooks expect gradients to arrive inside the region. ``opaque``: whether a module's calls cannot
-    be recorded, because it is scripted or takes another path while they are. ``unread``: ids of buffers that a norm of
-    torch updates in training and does not read. ``namespaces``: the attributes of every module, with their names.
-    ``containers``: lists, dicts, sets and deques in attributes of modules, and those inside of them. ``walked``: False
-    for the empty state, for which no object was walked.
+    another object later, as ``(namespace, name, value)``: attributes, parameters, buffers and children of modules,
+    attributes of data objects (see `is_data`), tensors in containers and rebound cells, globals of functions;
+    ``suspects``: those of them whose value may have an autograd history. ``namespaces``: the attributes of modules and
+    of data objects, with their number. ``containers``: lists, dicts, sets and deques in attributes; ``hooks``: of
+    modules, in dicts that are not empty. ``sharded``: whether FSDP manages a module of the region; its hooks expect
+    gradients to arrive inside the region. ``opaque``: whether a module's calls cannot be recorded, because it is
+    scripted or takes another path while they are. ``unread``: ids of buffers that a norm of torch updates in training
+    and does not read. ``walked``: False for the empty state, for which no object was walked.
     """
 
     __slots__ = (
         *("tensors", "streams", "bindings", "sharded", "opaque", "unread", "walked", "namespaces", "containers"),
-        "_seen",
+        *("suspects", "hooks", "_seen"),
     )
 
     def __init__(self, function=None, template=()):
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self.streams: list = []
         self.bindings: list[tuple[Any, Any, object]] = []
-        self.namespaces: list[tuple[dict[str, Any], frozenset[str]]] = []
+        self.namespaces: list[tuple[dict[str, Any], int]] = []
+        self.suspects: list[tuple[Any, Any, object]] = []
         self.containers: list = []
+        self.hooks: list[dict] = []
         self.sharded = self.opaque = False
         self.unread: set[int] = set()
         self.walked = function is not None
@@ -85,14 +90,16 @@ class ReachableState:
                     if type(item) not in _ATOMS:
                         self._visit(item, f"{name}[{key!r}]", depth + 1)
                         if namespace is not None and isinstance(item, torch.Tensor):
-                            self.bindings.append((namespace, key, item))
+                            self._bind(namespace, key, item)
+        elif depth < _DEPTH and is_data(type(obj)) and id(obj) not in self._seen:
+            self._object(obj, name, depth, follow=True)
         elif not self._generator(obj) and depth < _DEPTH and _is_plain_object(obj) and id(obj) not in self._seen:
             self._seen.add(id(obj))
             for key, item in vars(obj).items():
                 if type(item) not in _ATOMS:
                     self._visit(item, f"{name}.{key}", depth + 1)
                     if isinstance(item, torch.Tensor):
-                        self.bindings.append((vars(obj), key, item))
+                        self._bind(vars(obj), key, item)
 
     def _generator(self, obj) -> bool:
         if not isinstance(obj, _generator_types()):
@@ -114,45 +121,71 @@ class ReachableState:
             for key, value in (*module.named_parameters(), *module.named_buffers()):
                 self.tensors.setdefault(id(value), (value, prefix + key))
             return
-        attributes = vars(module)
-        bindings = self.bindings
+        attributes, bindings, tensors = vars(module), self.bindings, self.tensors
         bindings.append((attributes, "training", module.training))
-        self.namespaces.append((attributes, frozenset(attributes)))
+        self.namespaces.append((attributes, len(attributes)))
+        self.hooks += [attributes[key] for key in HOOKS if attributes[key]]
         for key, value in module._parameters.items():
             if value is not None:
-                self.tensors.setdefault(id(value), (value, prefix + key))
+                tensors.setdefault(id(value), (value, prefix + key))
                 bindings.append((module._parameters, key, value))
         if module._buffers:
             if isinstance(module, _NormBase) and module.training and _is_of_torch(type(module).forward):
                 self.unread.update(map(id, module._buffers.values()))
             for key, value in module._buffers.items():
+                bindings.append(binding := (module._buffers, key, value))
                 if value is not None:
-                    bindings.append((module._buffers, key, value))
-                    self.tensors.setdefault(id(value), (value, prefix + key))
+                    tensors.setdefault(id(value), (value, prefix + key))
+                    if value.requires_grad:
+                        self.suspects.append(binding)
         for key, value in attributes.items():
-            kind = type(value)
-            if key in _MODULE_FIELDS or kind is str:
+            if key in MODULE_FIELDS:
                 continue
-            if kind in _NUMBERS:
+            if type(value) in PLAIN:
                 bindings.append((attributes, key, value))
-            elif isinstance(value, torch.Tensor):
-                self.tensors.setdefault(id(value), (value, prefix + key))
-                bindings.append((attributes, key, value))
-            elif isinstance(value, _CONTAINERS):
-                bindings.append((attributes, key, value))
-                self._containers_in(value)
-                if value and type(next(iter(value.values() if isinstance(value, dict) else value))) not in _ATOMS:
-                    self._visit(value, prefix + key, 1)
-            elif not self._generator(value):
-                self._containers_in(value)
-        self._globals_of(type(module).forward)
+            else:
+                self._attribute(attributes, key, value, prefix + key, _OBJECT_DEPTH)
+        if (code := _code_of(type(module).forward)) is not None:
+            self._globals_of(*code)
         if isinstance(module, FUSED) and not module.training:
             self.opaque = True
         if own_hooks and not self.sharded:
-            self.sharded = any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+            self.sharded = _is_sharded(type(module))
         for key, child in module._modules.items():
             if child is not None:
+                bindings.append((module._modules, key, child))
                 self._module(child, prefix + key)
+
+    def _bind(self, namespace, key, value):
+        self.bindings.append(binding := (namespace, key, value))
+        self.suspects.append(binding)
+
+    def _attribute(self, namespace, key, value, name, depth, follow=False):
+        """Visit an attribute of a module or of a data object; `follow`: also modules and functions in data objects."""
+        self._bind(namespace, key, value)
+        if isinstance(value, torch.Tensor):
+            self.tensors.setdefault(id(value), (value, name))
+        elif isinstance(value, _CONTAINERS):
+            self._containers_in(value)
+            if value and type(next(iter(value.values() if isinstance(value, dict) else value))) not in _ATOMS:
+                self._visit(value, name, 1)
+        elif not self._generator(value):
+            self._containers_in(value)
+            if depth < _DEPTH and is_data(type(value)) and id(value) not in self._seen:
+                self._object(value, name, depth, follow)
+            elif follow and isinstance(value, (nn.Module, *_FUNCTIONS)):
+                self._visit(value, name, depth)
+
+    def _object(self, obj, name, depth, follow):
+        self._seen.add(id(obj))
+        namespace = vars(obj)
+        if len(namespace) <= LONGEST_CONTAINER:
+            self.namespaces.append((namespace, len(namespace)))
+            for key, value in namespace.items():
+                if type(value) in PLAIN:
+                    self.bindings.append((namespace, key, value))
+                else:
+                    self._attribute(namespace, key, value, f"{name}.{key}", depth + 1, follow)
 
     def _containers_in(self, value, depth=0) -> None:
         if type(value) in _MUTABLE:
@@ -162,22 +195,22 @@ class ReachableState:
                 if type(item) not in _ATOMS:
                     self._containers_in(item, depth + 1)
 
-    def _globals_of(self, forward) -> None:
+    def _globals_of(self, code, namespace) -> None:
         """Visit tensors and generators that a module's forward, or its helper in the same file, reads as globals."""
-        function = inspect.unwrap(forward)
-        code = getattr(function, "__code__", None)
-        if code is None or code.co_filename.startswith(_TORCH) or id(code) in self._seen:
+        if id(code) in self._seen:
             return
         self._seen.add(id(code))
-        namespace = function.__globals__
-        for key in global_names(code)[0]:
-            value = namespace.get(key)
-            if isinstance(value, torch.Tensor):
-                self.tensors.setdefault(id(value), (value, key))
+        read, written = global_names(code)
+        for key in read:
+            value = namespace.get(key, ())
+            if type(value) in PLAIN and key not in written:
                 self.bindings.append((namespace, key, value))
+            elif isinstance(value, torch.Tensor):
+                self.tensors.setdefault(id(value), (value, key))
+                self._bind(namespace, key, value)
             elif isinstance(value, types.FunctionType):
-                if value.__module__ == forward.__module__:
-                    self._globals_of(value)
+                if value.__globals__ is namespace and (helper := _code_of(value)) is not None:
+                    self._globals_of(*helper)
             else:
                 self._generator(value)
 
@@ -200,7 +233,7 @@ class ReachableState:
             value = cell.cell_contents
             self._visit(value, key, depth + 1)
             if isinstance(value, torch.Tensor) and key in rebound_names(function.__code__):
-                self.bindings.append((_CellNamespace(cell), key, value))
+                self._bind(_CellNamespace(cell), key, value)
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._visit(item, name, depth + 1)
         read, written = global_names(function.__code__)
@@ -209,7 +242,7 @@ class ReachableState:
             if value is _ABSENT:  # a builtin
                 continue
             if key not in written or isinstance(value, torch.Tensor):
-                self.bindings.append((function.__globals__, key, value))
+                self._bind(function.__globals__, key, value)
             if isinstance(value, (torch.Tensor, nn.Module, *_CONTAINERS, functools.partial, types.MethodType)):
                 self._visit(value, key, depth + 1)
             elif isinstance(value, types.FunctionType):
@@ -217,6 +250,21 @@ class ReachableState:
                     self._function(value, key, depth + 1)
             else:
                 self._generator(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _code_of(forward) -> tuple[types.CodeType, dict[str, Any]] | None:
+    """The code of a function and its globals; None for torch's own, and for what has no code."""
+    function = inspect.unwrap(forward)
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_filename.startswith(_TORCH):
+        return None
+    return code, function.__globals__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_sharded(cls) -> bool:
+    return any(each.__name__ == "FSDPModule" for each in cls.__mro__)
 
 
 def _is_of_torch(function) -> bool:
@@ -283,11 +331,34 @@ def _is_plain_object(obj) -> bool:
     return hasattr(obj, "__dict__") and not isinstance(obj, (type, types.ModuleType, types.BuiltinFunctionType))
 
 
-_NUMBERS = frozenset((bool, int, float, type(None)))
+@functools.lru_cache(maxsize=4096)
+def is_data(cls) -> bool:
+    """Whether the objects of a class are data, such as a configuration, whose attributes a region restores."""
+    if issubclass(cls, (types.SimpleNamespace, argparse.Namespace)):
+        return True
+    if issubclass(cls, (torch.Tensor, nn.Module, type, enum.Enum, BaseException, *_CONTAINERS, *_FUNCTIONS)):
+        return False
+    return cls.__dictoffset__ != 0 and cls.__module__.partition(".")[0] not in _NOT_DATA
+
+
+_NOT_DATA = frozenset((*sys.stdlib_module_names, "torch", "numpy"))
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
+PLAIN = _ATOMS | {
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+    range,
+    slice,
+    frozenset,
+    type,
+}
 _ABSENT = object()
+_OBJECT_DEPTH = _DEPTH - 2  # of data objects in attributes of modules, of which two levels are followed
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_MODULE_FIELDS = frozenset(vars(nn.Module()))
+MODULE_FIELDS = frozenset(vars(nn.Module()))
 # Without gradients in evaluation these use a fused kernel, unless a TorchFunctionMode such as the recorder is active.
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -325,7 +396,7 @@ ACCUMULATE_GRAD = _accumulate_grad_type()
 CAST = type(torch.zeros(1, requires_grad=True).to(torch.bfloat16).grad_fn)
 
 
-def graph_inputs(outputs, aliases, tensors, started: int):
+def graph_inputs(outputs, aliases, tensors, started: int, accumulators: list | None = None):
     """The tensors other than `aliases` at which the graph of `outputs` ends.
 
     Returns ``(tensors, unreachable node or None, nodes, uses)``. `nodes` are the nodes of the graph in the order of the
@@ -347,6 +418,8 @@ def graph_inputs(outputs, aliases, tensors, started: int):
                 casts[node] += 1
             if type(node) is ACCUMULATE_GRAD:
                 inputs.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+                if accumulators is not None:
+                    accumulators.append(node)
             elif node is None or node in seen:
                 continue
             elif closed_over and edge in closed_over:

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from ackpt.autograd_state import phase
 from ackpt.errors import CheckpointError
 
-from .guards import memory
-from .refusals import refuse_gradient_of
+from .guards import changed_between, memory
+from .refusals import name_of, refuse_gradient_of
 
 # Kernels that write to an argument without bumping its version counter. Found by calling every aten operation whose
 # schema has an argument named running_* (tests/checkpointing/test_recorder.py repeats this search).
@@ -87,6 +87,23 @@ _MAY_WRITE = frozenset(
 )
 
 
+# Methods and attributes (`__get__`) that do not depend on a tensor's elements, if they return no tensor.
+_DESCRIBING = frozenset(
+    "__get__ __len__ dim size numel stride element_size storage_offset get_device is_contiguous is_floating_point "
+    "is_complex".split()
+)
+_RETAIN, _IN_PLACE, _MAX_NORM = "retain", "in place", "max_norm"
+# Calls that need more than recording, by function: one look-up per call.
+_EFFECTS = {
+    **{getattr(torch.Tensor, name): _IN_PLACE for name in dir(torch.Tensor) if re.fullmatch("[^_].*[^_]_", name)},
+    **dict.fromkeys(_MAY_WRITE, "may write"),
+    _SET_ITEM: _IN_PLACE,
+    torch.Tensor.retain_grad: _RETAIN,
+    F.embedding: _MAX_NORM,
+    F.embedding_bag: _MAX_NORM,
+}
+
+
 class Call(NamedTuple):
     """One call of a torch function: its arguments in comparable form, and the shape and dtype of its result."""
 
@@ -108,23 +125,34 @@ class Recorder(TorchFunctionMode):
     """Records the calls of one run of a region.
 
     Args:
-        expected: the calls of the first run. The first call that differs is recorded in ``different``, with the line
-            and the module that made it.
+        expected: of the first run. The first call that differs is recorded in ``different``, with the line and the
+            module that made it.
+        named: ``{id: (tensor, name)}`` of what the first run can reach.
+        refused: ``{id: change}`` of tensors that changed since the first run; a call that reads one raises an error.
 
     ``calls``: in order, each with the sequence number of its autograd node and the ``_source`` of every argument.
     ``results``: weak references to what the calls returned. ``inputs``: positions of the tensors that the function is
     called with, by ``id``. ``written``: storages, by ``_cdata``, that may have been written without bumping their
-    version counters.
+    version counters. ``overwritten``: storages of tensors that calls changed in place. ``retained``: tensors of which
+    ``retain_grad`` was called. ``parameters``: those that calls received, by ``id``.
     """
 
-    def __init__(self, expected: list[tuple[int, Call, list]] | None = None):
+    def __init__(self, expected: Recorder | None = None, named=None, refused=None):
         super().__init__()
         self.calls: list[tuple[int, Call, list]] = []
         self.inputs: dict[int, int] = {}
         self.results: list[weakref.ref] = []
         self.written: set[int | None] = set()
+        self.overwritten: set[int | None] = set()
+        self.retained: list[torch.Tensor] = []
+        self.parameters: dict[int, _Parameter] = {}
         self.different: tuple[Call, str, nn.Module | None] | None = None
-        self._expected = expected
+        self.named: dict = (named if expected is None else expected.named) or {}
+        self._refused: dict = refused or {}
+        self._expected = self._existing = None
+        if expected is not None:
+            self._expected = expected.calls
+            self._existing = {id(each.value): each for each in expected.parameters.values() if each.value is not None}
         self._outer: Recorder | None = None
 
     def __enter__(self):
@@ -146,6 +174,8 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         started = torch.autograd._get_sequence_nr()
         result = func(*args, **kwargs)
+        if self._refused and (func.__name__ not in _DESCRIBING or isinstance(result, torch.Tensor)):
+            self._refuse_changed((*args, *kwargs.values()))
         with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
             self._record(func, args, kwargs, result, started)
         return result
@@ -155,6 +185,17 @@ class Recorder(TorchFunctionMode):
         ids = [id(tensor) for tensor in tensors]
         self.inputs = {key: position for position, key in enumerate(ids) if ids.count(key) == 1}
 
+    def forget(self) -> None:
+        """Drop the references to tensors that the recomputation does not need."""
+        self.results, self.retained = [], []
+        self.named = {
+            key: pair for key, pair in self.named.items() if pair[0].is_leaf and type(pair[0]) is not torch.Tensor
+        }
+
+    def wrote(self, tensor) -> bool:
+        """Whether a call is known to have written to the memory of a tensor."""
+        return memory(tensor) in self.overwritten
+
     def refuse_gradients_of_live_results(self) -> None:
         """Make backward raise if it reaches a result that is still alive, though the run's graph should be gone."""
         for result in self.results:
@@ -162,9 +203,8 @@ class Recorder(TorchFunctionMode):
                 refuse_gradient_of(tensor)
 
     def _record(self, func, args, kwargs, result, started) -> None:
-        if func in _MAY_WRITE:
-            tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-            self.written.update(map(memory, tensors))
+        if (effect := _EFFECTS.get(func)) is not None:
+            self._note(effect, args, kwargs)
         tensor = result
         if not isinstance(result, torch.Tensor):
             tensor = args[0] if func is _SET_ITEM else _first_with_grad(result)
@@ -173,7 +213,8 @@ class Recorder(TorchFunctionMode):
         number = node._sequence_nr()
         if number < started:  # an existing tensor, such as `contiguous` may return
             return
-        values = tuple(map(_plain, args)), tuple([(key, _plain(value)) for key, value in kwargs.items()])
+        plain = self._plain
+        values = tuple(map(plain, args)), tuple([(key, plain(value)) for key, value in kwargs.items()])
         call = Call(func, values, tensor.shape, tensor.dtype)
         self.calls.append((number, call, [self._source(value) for value in _flat((*args, *kwargs.values()))]))
         self.results.append(weakref.ref(tensor))
@@ -181,6 +222,48 @@ class Recorder(TorchFunctionMode):
             at = len(self.calls) - 1
             if at >= len(self._expected) or self._expected[at][1] != call:
                 self.different = call, *_caller()
+
+    def _note(self, effect, args, kwargs) -> None:
+        if effect is _RETAIN:
+            self.retained.append(args[0])
+        elif effect is _IN_PLACE:
+            self.overwritten.add(memory(args[0]))
+        elif effect is not _MAX_NORM:
+            tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            self.written.update(map(memory, tensors))
+        elif kwargs.get("max_norm") is not None:
+            self.overwritten.update(
+                memory(each) for each in (*args, *kwargs.values()) if isinstance(each, nn.Parameter)
+            )
+
+    def _refuse_changed(self, arguments) -> None:
+        for value in _flat(arguments):
+            if id(value) in self._refused:
+                raise changed_between(*self._refused[id(value)])
+
+    def _plain(self, value):
+        """The part of `value` to compare: a plain value, a parameter, None for another tensor, else the type."""
+        if type(value) in _ATOMS or isinstance(value, numbers.Number):
+            return value
+        if isinstance(value, torch.Tensor):
+            # The class of Parameter has a slow check.
+            is_parameter = type(value) is not torch.Tensor and isinstance(value, nn.Parameter)
+            return self._parameter(value) if is_parameter else None
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._plain, value))
+        if type(value) is slice:
+            return slice, self._plain(value.start), self._plain(value.stop), self._plain(value.step)
+        return type(value)
+
+    def _parameter(self, value):
+        parameter = self.parameters.get(id(value))
+        if parameter is None:
+            if self._existing is not None:
+                parameter = self._existing.get(id(value)) or _Parameter(*self.named.get(id(value), (None,)))
+            else:
+                parameter = _Parameter(*self.named.get(id(value), (weakref.ref(value),)))
+            self.parameters[id(value)] = parameter
+        return parameter
 
     def _source(self, value):
         """Where an argument comes from: (number of its autograd node, output index), an input's position, or None."""
@@ -255,6 +338,11 @@ def check_same_path(forward: Path, recomputed: Path, recorder: Recorder, functio
     if recorder.different is not None and recorder.different[0] is call:
         caller = _caller_text(*recorder.different[1:], function)
     difference = f"operation {index + 1} was {expected} in the forward and is {call or 'absent'} now{caller}"
+    if isinstance(expected, Call) and call is not None and call[:2] == expected[:2]:
+        difference = (
+            f"operation {index + 1} was {expected} in the forward, and the same operation{caller} gives the shape "
+            f"{list(call.shape)} {str(call.dtype).removeprefix('torch.')} now, because it was given other values"
+        )
     raise _other_path(function, difference)
 
 
@@ -275,10 +363,10 @@ def _source_text(source) -> str:
 
 def _other_path(function, difference: str) -> CheckpointError:
     return CheckpointError(
-        f"the recompute of a checkpointed region ({_name(function)}) took another path than its forward: {difference}. "
-        "The gradient would be that of another function. Make the function do the same both times: look for a counter, "
-        "a dict or list entry, an environment variable or a random number that changes in between. Code that must act "
-        "once per step can ask ackpt.is_recomputing()."
+        f"the recompute of a checkpointed region ({name_of(function)}) took another path than its forward: "
+        f"{difference}. The gradient would be that of another function. Make the function do the same both times: look "
+        "for a counter, a dict or list entry, an environment variable or a random number that changes in between. Code "
+        "that must act once per step can ask ackpt.is_recomputing()."
     )
 
 
@@ -298,24 +386,34 @@ def _first_with_grad(result):
     return None
 
 
-def _plain(value):
-    """The part of `value` to compare: a plain value, a parameter's identity, None for a tensor, else the type."""
-    if type(value) in _ATOMS or isinstance(value, numbers.Number):
-        return value
-    if isinstance(value, torch.Tensor):
-        return _ParameterId(id(value)) if isinstance(value, nn.Parameter) else None
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_plain, value))
-    if type(value) is slice:
-        return slice, _plain(value.start), _plain(value.stop), _plain(value.step)
-    return type(value)
+class _Parameter:
+    """A parameter that a call received; a recomputation that uses another one of the same shape takes another path.
 
+    `value`: the parameter; a weak reference where no name leads to it, as the region may have made it; or None for one
+    that the recomputation made. Those that the two runs made are equal, because the first one's no longer exists.
+    """
 
-class _ParameterId(int):
-    """The identity of a parameter; a recomputation that uses another one of the same shape takes a different path."""
+    __slots__ = ("_value", "name")
+
+    def __init__(self, value, name: str = ""):
+        self._value, self.name = value, name
+
+    @property
+    def value(self):
+        return self._value() if type(self._value) is weakref.ref else self._value
+
+    def __eq__(self, other):
+        return type(other) is _Parameter and self.value is other.value
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:
-        return f"parameter at {int(self):#x}"
+        return f"parameter at {id(self.value):#x}"
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return "a new parameter"
+        return f"parameter {self.name!r}" if self.name else f"a parameter of shape {list(self.value.shape)}"
 
 
 def _text(value) -> str:
@@ -323,6 +421,8 @@ def _text(value) -> str:
         return "..."
     if isinstance(value, tuple) and value[:1] == (slice,):
         return ":".join("" if end is None else str(end) for end in value[1:]).removesuffix(":")
+    if isinstance(value, _Parameter):
+        return str(value)
     if isinstance(value, Path):
         return f"{len(value.calls)} operations"
     if isinstance(value, tuple):
@@ -351,9 +451,3 @@ def _caller_text(line: str, module: nn.Module | None, function) -> str:
     names = {id(part): name for name, part in owner.named_modules()} if isinstance(owner, nn.Module) else {}
     name = names.get(id(module))
     return f"{location}, in {f'module {name!r} ' if name else ''}({type(module).__name__})"
-
-
-def _name(function) -> str:
-    if isinstance(function, types.MethodType) and isinstance(function.__self__, nn.Module):
-        return type(function.__self__).__name__
-    return str(getattr(function, "__qualname__", type(function).__name__))

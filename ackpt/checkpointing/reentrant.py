@@ -79,14 +79,15 @@ def checkpoint(
     Raises:
         CheckpointError: in the forward, if the region changes its own inputs or parameters in place, or stores tensors
             in an object that was passed as an argument. In backward, for ``create_graph=True``, ``torch.autograd.grad``
-            and ``backward(inputs=...)``; if a parameter, a buffer, an input or a closed-over tensor changed since the
-            forward; or if the recomputation calls other operations, or the same ones with other arguments or results.
+            and ``backward(inputs=...)``; if a parameter, a buffer, an input or a closed-over tensor that the region
+            reads changed since the forward; or if the recomputation calls other operations, or the same ones with other
+            arguments or results.
 
-    Regions can be nested. With grad mode off, the function runs without a region. Module state (buffers, and attributes
-    that are tensors or numbers) changes once per step, as in the baseline. Other side effects of the function, such as
-    appending to a list, happen again in the recomputation (see :func:`is_recomputing`). If a tensor is used inside
-    *and* outside of a region, its gradient is first summed per region; the sum may differ from the baseline's in the
-    last bit.
+    Regions can be nested. With grad mode off, the function runs without a region. Module state (buffers, attributes,
+    and attributes of objects in attributes) changes once per step, as in the baseline. Other side effects of the
+    function, such as appending to a list, happen again in the recomputation (see :func:`is_recomputing`). If a tensor
+    is used inside *and* outside of a region, its gradient is first summed per region; the sum may differ from the
+    baseline's in the last bit.
 
     Source: Chen et al. 2016 (arXiv:1604.06174).
 
@@ -154,6 +155,7 @@ def _run(function, args, kwargs, preserve_rng_state, offload) -> Any:
         sources = [tensor for tensor, count in zip((*inputs_with_grad, *leaves), uses) for _ in range(count)]
         outputs = _apply(region, inputs, leaves, anchor, *sources)
         del sources
+        region.accumulators = None
     if phase.recorder is not None and region.path is not None:
         phase.recorder.record_region(region.path, outputs[0])
     return region.result(outputs)
@@ -185,28 +187,30 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         region = ctx.region
         _refuse_unsupported(region)
-        region.check_unchanged()
-        with region.state.restored() if region.state is not None else _NOTHING:
-            # Second run of the function, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
-            saved, prefetch = saved_tensors_of(ctx)
-            graph_inputs, received, outputs = region.recompute(saved, ctx.leaves)
-            del saved
-            if prefetch is not None:
-                _middle_node(outputs).register_prehook(prefetch)
-            # Backward through that graph; outputs that the loss does not depend on have no gradient.
-            used = [i for i, output in enumerate(outputs) if grad_outputs[i] is not None and output.requires_grad]
-            if len(used) < len(outputs):
-                outputs, grad_outputs = [outputs[i] for i in used], [grad_outputs[i] for i in used]
-            if region.accumulates_inside:
-                if used:
-                    torch.autograd.backward(outputs, grad_outputs)
-                return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
-            summands = Summands(outputs, received, region.uses)
-            del received
-            hooked = [leaf for leaf in ctx.leaves if leaf.grad_fn is None and leaf._backward_hooks]
-            with _hooks_removed(hooked) if hooked else _NOTHING:
+        region.check_unchanged(ctx.leaves)
+        hooks = _take_hooks(ctx.leaves)
+        try:
+            with region.state.restored() if region.state is not None else _NOTHING:
+                # Second run, now with a graph from `graph_inputs` (arguments and parameters) to `outputs`.
+                saved, prefetch = saved_tensors_of(ctx)
+                graph_inputs, received, outputs = region.recompute(saved, ctx.leaves)
+                del saved
+                if prefetch is not None:
+                    _middle_node(outputs).register_prehook(prefetch)
+                # Backward through that graph; outputs that the loss does not depend on have no gradient.
+                used = [i for i, output in enumerate(outputs) if grad_outputs[i] is not None and output.requires_grad]
+                if len(used) < len(outputs):
+                    outputs, grad_outputs = [outputs[i] for i in used], [grad_outputs[i] for i in used]
+                if region.accumulates_inside:
+                    if used:
+                        torch.autograd.backward(outputs, grad_outputs)
+                    return None, None, None, None, *(tensor.grad for tensor in graph_inputs)
+                summands = Summands(outputs, received, region.uses)
+                del received
                 gradients = _gradients(outputs, grad_outputs, [*graph_inputs, *region.leaked])
-            return None, None, None, None, *summands.of(list(gradients[: len(graph_inputs)]))
+                return None, None, None, None, *summands.of(list(gradients[: len(graph_inputs)]))
+        finally:
+            _return_hooks(ctx.leaves, hooks)
 
 
 # ``apply`` without its Python wrapper, which checks for functorch transforms: checkpoint() has done that already.
@@ -247,14 +251,24 @@ def _gradients(outputs, grads, inputs):
     )
 
 
-@contextlib.contextmanager
-def _hooks_removed(leaves):
-    """Remove the tensor hooks of `leaves` for the inner backward; they fire once, in the outer graph."""
-    removed = [dict(leaf._backward_hooks) for leaf in leaves]
+def _hooks_of(leaf) -> list[dict]:
+    return [hooks for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if hooks is not None]
+
+
+def _take_hooks(leaves) -> list[tuple[dict, dict]]:
+    """Remove the hooks of `leaves` for the recomputation and its backward; they run once, in the outer graph."""
+    hooked = [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
+    taken = [(hooks, dict(hooks)) for leaf in hooked if leaf.grad_fn is None for hooks in _hooks_of(leaf)]
+    for hooks, _ in taken:
+        hooks.clear()
+    return taken
+
+
+def _return_hooks(leaves, taken) -> None:
+    """Undo `_take_hooks`, and remove the hooks that the recomputation has registered."""
     for leaf in leaves:
-        leaf._backward_hooks.clear()
-    try:
-        yield
-    finally:
-        for leaf, hooks in zip(leaves, removed):
-            leaf._backward_hooks.update(hooks)
+        if (leaf._backward_hooks or leaf._post_accumulate_grad_hooks) and leaf.grad_fn is None:
+            for hooks in _hooks_of(leaf):
+                hooks.clear()
+    for hooks, items in taken:
+        hooks.update(items)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import torch
 
 from ackpt.autograd_state import phase
@@ -55,6 +57,28 @@ def changes_argument(function, arguments) -> CheckpointError:
         "always passes it, select other modules with check_fn, such as the feed-forward layers, or use "
         "ackpt.apply_budget, which leaves such modules out."
     )
+
+
+def add_note(error: Exception, function) -> None:
+    """Say in an error of the user's code that it was raised in the recomputation."""
+    note = (
+        f"ackpt: this error was raised while backward recomputed the checkpointed region {name_of(function)}. Its "
+        "forward raised none, so something that its code reads has changed since then, such as a context manager or "
+        "context variable that has ended, or a closed-over list or dict. Let it last until after backward(), or pass "
+        "what the code reads as an argument of checkpoint()."
+    )
+    if any(each.startswith("ackpt: ") for each in getattr(error, "__notes__", ())):  # of a region inside
+        return
+    if hasattr(error, "add_note"):
+        error.add_note(note)  # pyright: ignore[reportAttributeAccessIssue]
+    else:  # Python 3.10
+        error.args = (f"{error.args[0] if error.args else ''}\n{note}", *error.args[1:])
+
+
+def name_of(function) -> str:
+    if isinstance(function, types.MethodType) and isinstance(function.__self__, torch.nn.Module):
+        return type(function.__self__).__name__
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def other_outputs(count: int, expected: dict, recomputed: list) -> CheckpointError:

@@ -8,6 +8,7 @@ new graph.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from typing import Any
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 
 from ackpt.autograd_state import phase, recomputation_begins, recomputation_ends
+from ackpt.errors import CheckpointError
 
 from . import guards, refusals, rng
 from .autocast import OFF, Autocast, any_enabled
 from .closures import DetachClosedOver, current_detached, frozen
-from .reachable import ReachableState, graph_inputs, tensors_in
+from .reachable import ReachableState, graph_inputs, is_data, tensors_in
 from .recorder import Recorder, check_same_path, path
 from .tree import Tensors, fill, fill_arguments, is_plain, strip_arguments, strip_result
 
@@ -38,8 +40,8 @@ class Region:
         # The call: its non-tensor arguments with slots for the tensors, keyword names, and the tensors themselves.
         *("function", "template", "names", "has_containers", "inputs", "needs_grad", "is_computed"),
         # Settings and state that the recomputation restores or checks.
-        *("preserve_rng_state", "streams", "autocast", "guarantees", "state", "watch", "input_versions"),
-        *("is_nested", "accumulates_inside", "detached", "recorder", "path", "leaked", "uses"),
+        *("preserve_rng_state", "streams", "autocast", "guarantees", "state", "watch", "unread_changes"),
+        *("is_nested", "accumulates_inside", "detached", "recorder", "path", "leaked", "uses", "accumulators"),
         # The outputs: `node_outputs` are the indices of those that the autograd node returns.
         *("node_outputs", "output_count", "output_signatures", "output_template", "output_values", "other_outputs"),
     )
@@ -54,7 +56,7 @@ class Region:
         self.is_nested = phase.recomputing
         self.autocast = Autocast() if any_enabled() else None
         self.streams = []
-        self.state = self.watch = self.recorder = self.path = None
+        self.state = self.watch = self.recorder = self.path = self.unread_changes = self.accumulators = None
         self.uses: Any = {}  # id of an alias or leaf -> how many operations of the region use it
         self.detached = current_detached()
         if self.detached is not None:
@@ -71,7 +73,7 @@ class Region:
         reachable = self._reachable_state()
         if self.guarantees.unchanged:
             self.state = guards.MutableState(reachable)
-            self.recorder = None if reachable.opaque else Recorder()
+            self.recorder = None if reachable.opaque else Recorder(named=reachable.tensors)
         aliases, starts = inputs, []
         if self.guarantees.exact_graph:
             aliases = _aliases(inputs, self.needs_grad)
@@ -83,6 +85,7 @@ class Region:
         before = tensors_in(object_arguments) if object_arguments else {}
         leaves = self._forward(inputs, aliases, versions, reachable)
         uses = [self.uses.get(id(alias), 1) for alias, needed in zip(aliases, self.needs_grad) if needed]
+        self._move_hooks(aliases, inputs)
         del aliases
         if object_arguments and any(
             key not in before and item.requires_grad for key, item in tensors_in(object_arguments).items()
@@ -97,7 +100,7 @@ class Region:
         if self.recorder is not None:
             if any(leaf.grad_fn is not None for leaf in leaves):  # it has a history, in which backward could reach them
                 self.recorder.refuse_gradients_of_live_results()
-            self.recorder.results.clear()
+            self.recorder.forget()
         if self.node_outputs:
             self._record_state(inputs, versions, leaves, reachable)
         uses += [self.uses.get(id(leaf), 1) for leaf in leaves]
@@ -107,6 +110,19 @@ class Region:
             separate = [*computed, *[False] * len(leaves)]
             self.uses = [count if each else 1 for count, each in zip(self.uses, separate)]
         return inputs, leaves, self.uses
+
+    def _move_hooks(self, aliases, inputs) -> None:
+        """Let hooks that the function has registered on its inputs run for the tensors that it was called with."""
+        for alias, tensor in zip(aliases, inputs):
+            if alias is not tensor and alias._backward_hooks:
+                # The dict itself, so that handles can still remove hooks from it.
+                tensor.register_hook(functools.partial(_run_hooks, alias._backward_hooks))
+                alias._backward_hooks = None
+        for tensor in () if self.recorder is None else self.recorder.retained:
+            for alias, original in zip(aliases, inputs):
+                if alias is tensor and alias is not original:
+                    original.retain_grad()
+                    original.register_hook(functools.partial(_set_gradient, weakref.ref(alias)))
 
     def take_output_values(self):
         """Return the values of the outputs that need a gradient, and drop the region's references to them."""
@@ -200,12 +216,17 @@ class Region:
         self.accumulates_inside = reachable.sharded or not self.guarantees.exact_graph
         if self.accumulates_inside:
             return []
-        leaves, node, nodes, self.uses = graph_inputs(outputs, aliases, _tensors(reachable), started)
+        self.accumulators = []
+        leaves, node, nodes, self.uses = graph_inputs(outputs, aliases, _tensors(reachable), started, self.accumulators)
         if node is not None and not reachable.walked:
             reachable = ReachableState(self.function, self.template)
-            leaves, node, nodes, self.uses = graph_inputs(outputs, aliases, _tensors(reachable), started)
+            leaves, node, nodes, self.uses = graph_inputs(
+                outputs, aliases, _tensors(reachable), started, self.accumulators
+            )
         if node is not None:
             raise refusals.unreachable(node)
+        # New nodes of a parameter that is released after its use would expect gradients of its present shape.
+        self.accumulators = [node for node in self.accumulators if id(node.variable) in reachable.tensors]
         if self.recorder is not None:
             self.path = path(self.recorder, nodes, started)
         return leaves
@@ -214,12 +235,12 @@ class Region:
         """Freeze the function's closure, and record the versions of all tensors that must not change until backward."""
         self.function = frozen(self.function)
         if self.state is not None:
-            self.input_versions = [(weakref.ref(tensor), version) for tensor, version in zip(inputs, versions)]
-            changed = self.state.after_forward(leaves, None if self.recorder is None else self.recorder.written)
-            watched = {id(leaf): (leaf, reachable.tensors.get(id(leaf), (None, ""))[1]) for leaf in leaves}
+            changed = self.state.after_forward(leaves, self.recorder)
+            watched = {id(tensor): (weakref.ref(tensor), index) for index, tensor in enumerate(inputs)}
+            watched |= {id(leaf): (leaf, reachable.tensors.get(id(leaf), (None, ""))[1]) for leaf in leaves}
             for key, (tensor, name) in reachable.tensors.items():
                 if not tensor.requires_grad and key not in changed and key not in reachable.unread:
-                    watched[key] = (tensor, name)
+                    watched.setdefault(key, (tensor, name))
             self.watch = guards.Watch(watched.values())
 
     def recompute(self, saved, leaves):
@@ -232,18 +253,22 @@ class Region:
         before_inputs = torch.autograd._get_sequence_nr()
         inputs = self._not_leaves(aliases)
         started = torch.autograd._get_sequence_nr()
-        object_arguments = self._object_arguments()
+        # The attributes of data objects are restored.
+        object_arguments = [item for item in self._object_arguments() if not is_data(type(item))]
         before = tensors_in(object_arguments) if object_arguments else {}
-        recorder = None if self.recorder is None else Recorder(self.recorder.calls)
+        recorder = None if self.recorder is None else Recorder(self.recorder, refused=self.unread_changes)
         if recorder is not None:
             recorder.record_inputs(inputs)
         recomputation_begins()
         try:
             with detached or _NOTHING, recorder or _NOTHING:
                 result = self._repeat_call(inputs)
-        except RuntimeError as error:  # possibly mismatched shapes, because an argument changed
+        except CheckpointError:
+            raise
+        except Exception as error:
             if object_arguments and tensors_in(object_arguments).keys() != before.keys():
                 raise refusals.changes_argument(self.function, object_arguments) from error
+            refusals.add_note(error, self.function)
             raise
         recomputation_ends()
         if object_arguments and tensors_in(object_arguments).keys() != before.keys():
@@ -261,10 +286,19 @@ class Region:
         closed_over_starts = leaves if detached is None else detached.replaced(leaves)
         starts += closed_over_starts
         received += closed_over_starts
+        for tensor in received:  # the hooks of the forward run for the tensors that it was called with
+            if tensor._backward_hooks:
+                tensor._backward_hooks.clear()
         if detached is not None or self.path is not None:
             ends, node, nodes, _ = graph_inputs(computed, [], closed_over, before_inputs)
             if node is not None or any(tensor.grad_fn is not None for tensor in ends):
                 raise refusals.hidden_use()
+            if self.unread_changes and any(
+                isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes
+            ):
+                raise guards.changed_between(
+                    *next(iter(self.unread_changes.values()))
+                )  # its code may read what changed
             if self.path is not None and recorder is not None:
                 check_same_path(self.path, path(recorder, nodes, started), recorder, self.function)
         return starts, received, computed
@@ -317,14 +351,15 @@ class Region:
         needs_grad = tensor.requires_grad or not self.guarantees.exact_graph
         return tensor.shape, tensor.dtype, tensor.device, needs_grad
 
-    def check_unchanged(self):
-        if self.watch is None:
-            return
-        for index, (reference, version) in enumerate(self.input_versions):
-            tensor = reference()
-            if tensor is not None and guards.version(tensor) != version:
-                raise guards.changed_between(f"input tensor number {index}, {guards.describe(tensor)},")
-        self.watch.check()
+    def check_unchanged(self, leaves):
+        """Raise if a tensor that the recomputation reads has changed; it checks itself which of the others it reads."""
+        self.unread_changes = {}
+        needed = set(map(id, leaves))
+        for change in () if self.watch is None else self.watch.changes():
+            tensor, name, _ = change
+            if self.recorder is None or type(name) is int or id(tensor) in needed:
+                raise guards.changed_between(*change)
+            self.unread_changes[id(tensor)] = change
 
 
 def _tensors(reachable):
@@ -343,6 +378,18 @@ def _detached(outputs):
         with torch.no_grad():
             return tuple([value.view_as(value) for value in values])
     return tuple(values)
+
+
+def _run_hooks(hooks, gradient):
+    for hook in tuple(hooks.values()):
+        result = hook(gradient)
+        gradient = gradient if result is None else result
+    return gradient
+
+
+def _set_gradient(reference, gradient) -> None:
+    if (alias := reference()) is not None:
+        alias.grad = gradient
 
 
 def _resolved(leaf):

@@ -51,8 +51,8 @@ def apply_activation_checkpointing(
         The qualified names of the chosen modules, in the order of ``named_modules``.
 
     Raises:
-        ValueError: if nothing matches, a name does not exist, or the ``forward`` of a module is replaced on the
-            instance.
+        ValueError: if nothing matches, a name does not exist, or a module is scripted or has its ``forward`` replaced
+            on the instance.
         TypeError: if `check_fn` is none of the above, or if the model is planned by `ackpt.compile`.
         CheckpointError: in the first forward with gradients, if parameters of a chosen module were used but the module
             itself was not called and is therefore not checkpointed.
@@ -85,6 +85,11 @@ def apply_activation_checkpointing(
     resolve(offload)
     chosen = _choose(model, check_fn)
     for name, module in chosen.items():
+        if _is_scripted(module):
+            raise ValueError(
+                f"module {name!r} is scripted, so its forward cannot be replaced. Apply activation checkpointing to "
+                "the module around it, or let that module's forward call ackpt.checkpoint(module, ...)."
+            )
         if "forward" in vars(module):
             raise ValueError(
                 f"module {name!r} has its forward replaced on the instance (by a hook library, perhaps), which would "
@@ -206,11 +211,11 @@ def _examples(modules) -> str:
 def _repeated_blocks(model) -> dict[str, nn.Module]:
     chosen: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or _is_scripted(module):
             continue
         if any(name == block or name.startswith(block + ".") for block in chosen):
             continue
-        members = dict(_callable_members(module, name))
+        members = {path: child for path, child in _callable_members(module, name) if not _is_scripted(child)}
         siblings = collections.Counter(map(type, members.values()))
         for path, child in members.items():
             # A module without children is one operation, whose region would save the same tensors as the operation.
@@ -223,10 +228,18 @@ def _callable_members(module, name):
     """The callable members of a module, ``(path, module)``; members of a container without a forward replace it."""
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
-        if type(child).forward is nn.Module.forward:
+        if _is_container(child):
             yield from _callable_members(child, path)
         else:
             yield path, child
+
+
+def _is_container(module) -> bool:
+    return not _is_scripted(module) and type(module).forward is nn.Module.forward
+
+
+def _is_scripted(module) -> bool:
+    return isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction))
 
 
 def _is_not_empty(items) -> bool:

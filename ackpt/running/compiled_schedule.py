@@ -16,6 +16,7 @@ from ackpt.capture.aot import Capture
 from ackpt.capture.dynamic_sizes import DynamicModule
 from ackpt.capture.joint_graph import FORWARD, JointGraph, Node
 from ackpt.capture.outputs import (
+    ARGUMENT,
     depends_on,
     gradients_as_planned,
     leave_undefined,
@@ -162,4 +163,4 @@ def _saved_outputs(graph: JointGraph, schedule: Schedule) -> tuple[int, ...]:
 
 def _called(graph: JointGraph, node: Node) -> str:
     name = getattr(graph.analysis.fx[node.id].meta["desc"], "target", None)
-    return "an argument" if name is None else f"{graph.storages[node.storages[0]].category} {name!r}"
+    return ARGUMENT if name is None else f"{graph.storages[node.storages[0]].category} {name!r}"

@@ -20,6 +20,7 @@ from ackpt.capture.inspection.attributes import HOOKS, OF_EVERY_MODULE, attribut
 from ackpt.capture.inspection.comparable_values import comparable, is_constant
 from ackpt.capture.inspection.tensors import tensor_facts
 from ackpt.capture.inspection.value_walk import module_label
+from ackpt.errors import warn
 
 _DICTS = "_parameters", "_buffers", "_modules", *HOOKS
 _CONTAINERS = list, tuple, dict, set, deque, SimpleNamespace
@@ -87,6 +88,13 @@ class WatchedModel:
     def _read(self) -> None:
         self.modules = every_module(self.model)
         modules = self.modules.values()
+        for path, module in self.modules.items():
+            if path and hasattr(module._compiled_call_impl, "methods"):
+                warn(
+                    f"{module_label(path)} ({type(module).__name__}) has a budget of its own, which has no effect in "
+                    "the calls of the model around it: these run as that model was planned. Call ackpt.remove_budget "
+                    "on one of the two."
+                )
         self._facts = ModelFacts(modules)
         self.storages = storages(self.own_tensors())
         self._sources = _Sources(modules) if all(map(_has_dicts, modules)) else None

@@ -20,7 +20,7 @@ from ackpt.capture.inspection.model_checks import check_model, first_opaque, own
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.optimizer_state import NO_LOOP, Loop, check_optimizer
-from ackpt.capture.patches.dynamo_calls import break_graphs_at
+from ackpt.capture.patches.dynamo_calls import break_graphs_at, keep_at_compile
 from ackpt.errors import TraceError
 from ackpt.planning.plan import Plan
 
@@ -209,6 +209,7 @@ class InPlace:
         self.step = step
         self.methods: int | None = None
         break_graphs_at(_has_plan)
+        keep_at_compile(_has_plan)
 
     def __call__(self, *args, **kwargs):
         return self.step.forward(*args, **kwargs)

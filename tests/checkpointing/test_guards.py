@@ -195,7 +195,43 @@ class FakeQuantized(nn.Module):
         return torch.fused_moving_avg_obs_fake_quant(x, *on, 0.1, 0, 255, 0)
 
 
+class Growing(nn.Module):
+    """Its buffers have no elements until the first forward, as those of per-channel observers, or grow in each."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.register_buffer("m", torch.zeros(0))
+        self.register_buffer("made", None)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.change(self, x.mean(0))
+        return x * (self.m.sum() + (0 if self.made is None else self.made.sum()))
+
+
+def _once(module, mean):
+    if not module.m.numel():
+        module.m.resize_(4).copy_(mean)
+
+
+def _in_each(module, mean):
+    module.m.resize_(module.m.numel() + 4)[-4:] = mean
+
+
+def _shrink(module, mean):
+    module.m.resize_(2 if module.m.numel() == 4 else 4).fill_(mean[0])
+
+
+def _make(module, mean):
+    module.made = mean if module.made is None else module.made * 0.9 + mean
+
+
 LAYERS = {
+    "buffer that grows once": lambda: Growing(_once),
+    "buffer that grows": lambda: Growing(_in_each),
+    "buffer that shrinks": lambda: Growing(_shrink),
+    "buffer that is made": lambda: Growing(_make),
     "batch norm subclass": lambda: BatchNormAndReLU(4),
     "cumulative batch norm subclass": lambda: BatchNormAndReLU(4, momentum=None),
     "batch norm subclass without statistics": lambda: BatchNormAndReLU(4, track_running_stats=False),

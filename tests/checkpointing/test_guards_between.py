@@ -30,6 +30,28 @@ def optimizer_step(model, x, mask, other):
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+def fused_step(model, x, mask, other):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()  # raises no version counter
+
+
+def flat_fused_step(model, *_):
+    """The weights are views of one parameter, which the optimizer has."""
+    flat = nn.Parameter(torch.zeros(0).set_(model[0].weight.untyped_storage()))
+    flat.grad = torch.ones_like(flat)
+    torch.optim.SGD([flat], lr=0.1, fused=True).step()
+
+
+def from_vector(model, *_):
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+
+
+def swapped(model, *_):
+    torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.zeros(4, 4)))
+
+
 @torch.no_grad()
 def foreach(model, x, mask, other):
     torch._foreach_add_(list(model.parameters()), 1)
@@ -42,6 +64,12 @@ def swap_data_twice(model, *_):
 
 CHANGES = {
     "optimizer": (optimizer_step, "parameter 'model."),
+    "fused optimizer": (fused_step, "parameter 'model."),
+    "fused optimizer of a flat parameter": (flat_fused_step, "parameter 'model.0.weight'"),
+    "vector to parameters": (from_vector, "parameter 'model."),
+    "half and back": (lambda model, *_: model.half().float(), "parameter 'model."),
+    "swap_tensors": (swapped, "parameter 'model.0.weight'"),
+    "input data": (lambda model, x, *_: setattr(x, "data", torch.zeros(6, 4)), "input tensor number 0"),
     "foreach": (foreach, "parameter 'model."),
     "add": (lambda model, *_: model[2].bias.detach().add_(1), "parameter 'model.2.bias'"),
     "copy": (lambda model, *_: model[0].bias.detach().copy_(torch.ones(4)), "parameter 'model.0.bias'"),
@@ -67,7 +95,22 @@ def test_a_change_between_forward_and_backward_is_named(change, what):
     assert x.grad is None
 
 
+def steps_of_others(model):
+    """Optimizers of other parameters, and of these without gradients."""
+    other = nn.Parameter(torch.ones(4))
+    other.grad = torch.ones(4)
+    optimizer = torch.optim.AdamW([other, *model.parameters()], lr=0.1, fused=True)
+    optimizer.step()
+
+
+def average(model):
+    averages = [parameter.detach().clone() for parameter in model.parameters()]
+    torch._foreach_lerp_(averages, [parameter.detach() for parameter in model.parameters()], 0.1)
+
+
 UNSEEN = {
+    "steps of other parameters": steps_of_others,
+    "averages of parameters": average,
     "nothing": lambda model: None,
     "gradients": lambda model: model.zero_grad(),
     "a module to eval": lambda model: model.eval(),
@@ -155,3 +198,121 @@ def test_guarantees_are_restored_after_an_exception():
     mask.add_(1)
     with pytest.raises(Error, match="'mask'"):
         loss.backward()
+
+
+class _Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+READS = {
+    "nothing": (lambda x, b: x * 2, False),
+    "its shape": (lambda x, b: x * b.shape[0] * b.dim(), False),
+    "elements": (lambda x, b: x * b, True),
+    "one element": (lambda x, b: x * b[0].item(), True),
+    "in a list": (lambda x, b: x + torch.stack([b, b]).sum(0), True),
+    "a view": (lambda x, b: x * b.real, True),
+    "in a Function": (lambda x, b: _Times.apply(x, b), True),
+}
+
+
+@pytest.mark.parametrize(("function", "reads"), READS.values(), ids=READS)
+def test_what_a_region_reaches_but_does_not_read_may_change(function, reads):
+    layer, buffer = nn.Linear(4, 4), torch.ones(4)
+    loss = ackpt.checkpoint(lambda x: function(layer(x), buffer), torch.ones(1, 4)).sum()
+    buffer.add_(1)
+    if reads:
+        with raises_cleanly(Error, "buffer or closed-over tensor 'buffer'.* was changed between"):
+            loss.backward()
+    else:
+        loss.backward()
+        assert layer.weight.grad is not None
+
+
+def test_regions_of_a_list_of_blocks_that_each_closure_holds():
+    """Each region reaches the buffers of all blocks, and the next forward changes those of the others."""
+
+    class OwnNorm(nn.BatchNorm1d):
+        def forward(self, x):
+            return nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True)
+
+    def run(call):
+        seed()
+        blocks = [nn.Sequential(nn.Linear(4, 4), OwnNorm(4)) for _ in range(3)]
+        x = h = batch(6)
+        for place in range(3):
+            h = call(lambda x, place=place: blocks[place](x), h)
+        total(h).backward()
+        modules = nn.ModuleList(blocks)
+        return [x.grad, *(p.grad for p in modules.parameters()), *modules.buffers()]
+
+    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+
+
+def test_a_parameter_that_is_set_to_its_own_value():
+    def run(call):
+        p = nn.Parameter(torch.eye(2))
+
+        def function(x):
+            with torch.no_grad():
+                p.set_(p.data)
+            return (x @ p).tanh()
+
+        for _ in range(2):
+            call(function, torch.ones(1, 2)).sum().backward()
+        return [p.grad, p.detach()]
+
+    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")
+
+
+def test_a_parameter_that_is_set_to_another_value_is_refused():
+    p = nn.Parameter(torch.eye(2))
+
+    def function(x):
+        y = x @ p
+        with torch.no_grad():
+            p.set_(torch.ones(2, 2))
+        return y
+
+    with raises_cleanly(Error, "changes the parameter 'p'"):
+        ackpt.checkpoint(function, torch.ones(1, 2))
+
+
+def test_a_weight_that_is_released_between_forward_and_backward():
+    """As ZeRO-3 does: hooks gather the weight before its use, and replace it by an empty tensor afterwards."""
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, layer, x):
+            ctx.layer = layer
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            gather(ctx.layer)
+            return None, gradient
+
+    def gather(layer, args=None):
+        layer.weight.data = torch.eye(4) * 0.5
+
+    def release(layer, args, output):
+        layer.weight.data = torch.empty(0)
+        return Gather.apply(layer, output)
+
+    def run(call):
+        layer, x = nn.Linear(4, 4, bias=False), batch(6)
+        layer.register_forward_pre_hook(gather)
+        layer.register_forward_hook(release)
+        release(layer, None, x)
+        call(nn.Sequential(layer, nn.Tanh()), x * 1).sum().backward()
+        return [x.grad, layer.weight.grad]
+
+    seed()
+    plain = run(plain_call)
+    seed()
+    assert_equal(plain, run(ackpt.checkpoint), "gradient")

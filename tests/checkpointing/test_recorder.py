@@ -110,7 +110,7 @@ DIFFERENT = {
     "autograd.Function": (custom, "mul"),
     "one autograd.Function less": (custom_twice, "Double"),
     "in place": (in_place, "mul_"),
-    "parameter": (other_parameter, "parameter at .*parameter at "),
+    "parameter": (other_parameter, "parameter 'layers.0.weight'.*parameter 'layers.1.weight'"),
 }
 
 
@@ -313,3 +313,16 @@ def test_numbers_inside_of_nested_regions_are_compared(depth):
     x = torch.randn(4, 4, requires_grad=True)
     with pytest.raises(ackpt.CheckpointError, match=r"mul\(..., 2.0\).* and is torch.Tensor.mul\(..., 3.0\)"):
         nested(x, depth).sum().backward()
+
+
+def test_parameters_that_both_runs_make_are_the_same_path():
+    x = torch.ones(1, 2, requires_grad=True)
+    ackpt.checkpoint(lambda x: x * nn.Parameter(torch.full((2,), 3.0)), x).sum().backward()
+    assert x.grad.tolist() == [[3, 3]]
+
+
+def test_other_parameters_that_only_an_iterator_has_are_another_path():
+    parameters = iter([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
+    loss = ackpt.checkpoint(lambda x: x * next(parameters), torch.ones(1, 2)).sum()
+    with raises_cleanly(ackpt.CheckpointError, "another path.*a parameter of shape \\[2\\].*a new parameter"):
+        loss.backward()

@@ -52,7 +52,7 @@ def test_in_the_recompute(nested, autocast):
     x = batch()
     with torch.autocast("cpu", enabled=autocast):
         loss = ackpt.checkpoint(lambda x: ackpt.checkpoint(function, x) if nested else function(x), x).sum()
-    with raises_cleanly(OwnError, "^mine$"):
+    with raises_cleanly(OwnError, "^mine\nackpt: this error was raised while backward recomputed"):
         loss.backward()
     assert x.grad is None and all(p.grad is None for p in function.layers.parameters())
 
@@ -123,3 +123,13 @@ def test_not_callable_and_wrong_arguments():
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         ackpt.checkpoint(nn.Linear(4, 4), batch(), nonsense=1)
     assert surroundings() == before
+
+
+def test_an_error_in_the_recompute_says_where_it_was_raised():
+    blocks = [nn.Linear(4, 4)]
+    loss = ackpt.checkpoint(lambda x: blocks[0](x), batch()).sum()
+    blocks.clear()
+    with raises_cleanly(
+        IndexError, "list index out of range\nackpt: .* recomputed the checkpointed region .*<lambda>.*"
+    ):
+        loss.backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import assert_equal, batch, plain_call, seed, total
@@ -236,3 +238,81 @@ def test_a_hook_that_raises_leaves_the_hooks_in_place():
     model.zero_grad()
     total(ackpt.checkpoint(model, x)).backward()
     assert len(heard) == 1 and torch.equal(heard[0], model[2].weight.grad)
+
+
+def _halves(layer, x):
+    x.register_hook(lambda gradient: gradient * 0.5)
+    return x + layer(x)
+
+
+def _several(layer, x):
+    x.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    x.register_hook(lambda gradient: None)
+    x.register_hook(lambda gradient: gradient + 1)
+    return x * layer(x)
+
+
+def _one_removed(layer, x):
+    x.register_hook(lambda gradient: gradient * 0).remove()
+    return _halves(layer, x)
+
+
+def _on_a_parameter(layer, x):
+    layer.weight.register_hook(lambda gradient: gradient * 2)
+    return x + layer(x)
+
+
+def _counts(layer, x):
+    def count(bias):
+        bias.grad.add_(1)
+
+    layer.bias.register_post_accumulate_grad_hook(count)
+    return x + layer(x)
+
+
+def _retains(layer, x):
+    x.retain_grad()
+    layer.kept = x
+    return x + layer(x)
+
+
+REGISTERED = [_halves, _several, _one_removed, _on_a_parameter, _counts, _retains]
+
+
+@pytest.mark.parametrize("is_leaf", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("function", REGISTERED)
+def test_hooks_that_a_region_registers_on_its_input_or_parameters(function, depth, is_leaf):
+    """They run once for the whole gradient, which has contributions from outside of the region."""
+
+    def run(depth):
+        torch.manual_seed(0)
+        first, layer, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(3, 4)
+        call = partial(function, layer)
+        for _ in range(depth):
+            call = partial(ackpt.checkpoint, call)
+        h = x.requires_grad_() if is_leaf else first(x)
+        (call(h).sum() + h.sin().sum()).backward()
+        kept = layer.kept.grad if function is _retains else None
+        return [p.grad for p in (*first.parameters(), *layer.parameters())] + [
+            x.grad,
+            kept,
+            h.grad if is_leaf else None,
+        ]
+
+    for one, other in zip(run(0), run(depth)):
+        assert one is other is None or torch.equal(one, other)
+
+
+def test_a_hook_on_an_input_can_be_removed_after_the_forward():
+    handles = []
+
+    def function(x):
+        handles.append(x.register_hook(lambda gradient: gradient * 0))
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    y = ackpt.checkpoint(function, x)
+    handles[0].remove()
+    y.sum().backward()
+    assert x.grad.tolist() == [2, 2]

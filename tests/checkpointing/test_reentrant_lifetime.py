@@ -215,3 +215,20 @@ def test_a_module_that_remembers_its_last_output_does_not_keep_all_steps(no_gc, 
         y.sum().backward()
     del y
     assert [reference() is not None for reference in alive[:-1]] == [False] * 3
+
+
+@pytest.mark.parametrize("wrapped", [lambda h: h, lambda h: [h, {"h": h}]], ids=["tensor", "list"])
+def test_a_remembered_activation_keeps_no_saved_tensors_after_the_first_step(wrapped):
+    class Remembers(nn.Module):
+        last = None
+
+        def forward(self, x):
+            h = x.tanh()
+            self.last, self.first = wrapped(h), h
+            return h * x
+
+    module = Remembers()
+    ackpt.checkpoint(module, torch.ones(2, requires_grad=True)).sum().backward()
+    for h in tensors_in(module.last):
+        with pytest.raises(RuntimeError, match="after they have already been freed"):
+            _ = h.grad_fn._saved_result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 
@@ -234,3 +235,90 @@ def test_globals_of_a_modules_forward_are_what_the_forward_saw(way):
         return [parameter.grad for parameter in model.parameters()]
 
     assert_equal(run(False), run(True), "gradient")
+
+
+class _Task(enum.Enum):
+    A = 1
+    B = 2
+
+
+class _Settings:
+    def __init__(self, task):
+        self.task, self.inner = task, types.SimpleNamespace(task=task)
+
+
+class _Adapters(nn.Module):
+    """Two adapters and buffers, of which `key` reads the name in an attribute `v`."""
+
+    v: object = "a"  # of the class, until a value is set
+
+    def __init__(self, key, **values):
+        super().__init__()
+        self.layer, self.act, self.key = nn.Linear(4, 4), nn.Tanh(), key
+        self.adapters = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "ab"})
+        self.register_buffer("offset_a", torch.ones(4))
+        self.register_buffer("offset_b", -torch.ones(4))
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        name = self.key(self)
+        return self.act(self.adapters[name](self.layer(x) + getattr(self, f"offset_{name}")))
+
+
+def _assign(value):
+    return lambda module: setattr(module, "v", value)
+
+
+# The value, how it is read, and how it changes between two forwards.
+ATTRIBUTES = {
+    "str": ("a", lambda m: m.v, _assign("b")),
+    "bytes": (b"a", lambda m: m.v.decode(), _assign(b"b")),
+    "enum": (_Task.A, lambda m: m.v.name.lower(), _assign(_Task.B)),
+    "None": (None, lambda m: m.v or "a", _assign("b")),
+    "frozenset": (frozenset("a"), lambda m: min(m.v), _assign(frozenset("b"))),
+    "dtype": (torch.float32, lambda m: "ba"[m.v is torch.float32], _assign(torch.float16)),
+    "device": (torch.device("cpu"), lambda m: "ba"[m.v.type == "cpu"], _assign(torch.device("meta"))),
+    "range": (range(1), lambda m: "ba"[len(m.v)], _assign(range(0))),
+    "slice": (slice(1), lambda m: "ba"[m.v.stop], _assign(slice(0))),
+    "function": (torch.tanh, lambda m: "ba"[m.v is torch.tanh], _assign(torch.sin)),
+    "tuple": (("a",), lambda m: m.v[0], _assign(("b",))),
+    "item of a list": (["a"], lambda m: m.v[0], lambda m: m.v.__setitem__(0, "b")),
+    "item of a dict": ({"k": "a"}, lambda m: m.v["k"], lambda m: m.v.update(k="b")),
+    "object": (_Settings("a"), lambda m: m.v.task, _assign(_Settings("b"))),
+    "attribute of an object": (_Settings("a"), lambda m: m.v.task, lambda m: setattr(m.v, "task", "b")),
+    "attribute of an inner object": (
+        _Settings("a"),
+        lambda m: m.v.inner.task,
+        lambda m: setattr(m.v.inner, "task", "b"),
+    ),
+    "module": ("a", lambda m: m.v, lambda m: setattr(m, "act", nn.Sigmoid())),
+    "hook removed": ("a", lambda m: m.v, lambda m: m.handle.remove()),
+    "hook added": ("a", lambda m: m.v, lambda m: m.act.register_forward_hook(lambda m, args, out: out * 2)),
+}
+
+
+@pytest.mark.parametrize("name", [*ATTRIBUTES, "attribute of the class"])
+def test_attributes_that_change_between_two_forwards(name):
+    def run(call):
+        seed()
+        value, key, change = ATTRIBUTES.get(name, ("a", lambda m: m.v, _assign("b")))
+        value = (
+            _Settings("a")
+            if isinstance(value, _Settings)
+            else value.copy()
+            if isinstance(value, (list, dict))
+            else value
+        )
+        module = _Adapters(key, **({} if name not in ATTRIBUTES else {"v": value}))
+        module.handle = module.layer.register_forward_hook(lambda m, args, out: out * 3)
+        module.layer.register_forward_hook(lambda m, args, out: out + 1)
+        x = batch()
+        one = total(call(module, x))
+        change(module)
+        two = total(call(module, x))
+        (one + 2 * two).backward()
+        assert name == "None" or module.v is not value or "assign" not in change.__qualname__
+        return [p.grad for p in module.parameters() if p.grad is not None]
+
+    assert_equal(run(plain_call), run(ackpt.checkpoint), "gradient")

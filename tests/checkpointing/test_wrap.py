@@ -358,3 +358,15 @@ def test_the_check_of_the_first_forward_leaves_nothing_behind():
         total(each(batch())).backward()
         assert dict(each._forward_hooks) == hooks
     assert dict(remove(model) and model._forward_hooks) == hooks
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:`torch.jit:DeprecationWarning")
+def test_scripted_modules_are_not_chosen_and_are_refused_by_name():
+    def block():
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    scripted = nn.ModuleList(torch.jit.script(block()) for _ in range(2))
+    model = nn.ModuleDict({"blocks": nn.ModuleList([block(), block()]), "scripted": scripted})
+    assert ackpt.apply_activation_checkpointing(model) == ["blocks.0", "blocks.1"]
+    with pytest.raises(ValueError, match="module 'scripted.0' is scripted, so its forward cannot be replaced"):
+        ackpt.apply_activation_checkpointing(model, ["scripted.0"])

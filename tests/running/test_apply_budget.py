@@ -288,3 +288,27 @@ def test_a_warning_points_at_the_line_that_called(model):
             gradients(model)
     assert warned[0].filename == __file__
     assert len(step.history) > 4
+
+
+def test_compile_keeps_the_budget(model):
+    step = ackpt.apply_budget(model, BATCH, budget=0.7)
+    with pytest.warns(UserWarning, match="compile\\(\\) had no effect: the model has a budget.*remove_budget"):
+        model.compile(backend="eager")
+
+    def once():
+        model.zero_grad()
+        model(**BATCH)["loss"].backward()
+
+    assert ackpt.measure(once, resident=(model, *BATCH.values()), repeats=0).peak_bytes == step.plan.peak_bytes
+    ackpt.remove_budget(model)
+    model.compile(backend="eager")
+    assert model._compiled_call_impl is not None
+
+
+def test_a_later_budget_of_a_part_is_named():
+    whole, x = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 1)), torch.ones(2, 4)
+    ackpt.apply_budget(whole, x)
+    whole(x).sum().backward()
+    ackpt.apply_budget(whole[0], x, differentiate="all")
+    with pytest.warns(UserWarning, match="module '0' .*has a budget of its own, which has no effect in the calls of"):
+        whole(x).sum().backward()

@@ -215,6 +215,56 @@ def test_what_backward_reads_must_be_as_it_was(change, said):
     planned(x).sum().backward()  # the next step is as ever
 
 
+def _fused_step(model):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _from_vector(model):
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+
+
+WITHOUT_VERSIONS = {
+    "fused optimizer": _fused_step,
+    "vector to parameters": _from_vector,
+    "half and back": lambda model: model.half().float(),
+    "data": lambda model: setattr(model.b.weight, "data", torch.zeros(4, 4)),
+}
+
+
+@pytest.mark.parametrize("change", WITHOUT_VERSIONS.values(), ids=WITHOUT_VERSIONS)
+def test_changes_that_raise_no_version_counter_are_seen(change):
+    model = Net()
+    loss = ackpt.compile(model, X)(X).sum()
+    change(model)
+    with pytest.raises(ackpt.CheckpointError, match="of shape .* was changed between the forward of this planned step"):
+        loss.backward()
+
+
+def test_steps_of_other_parameters_are_no_change():
+    model, other = Net(), nn.Parameter(torch.ones(4))
+    other.grad = torch.ones(4)
+    loss = ackpt.compile(model, X)(X).sum()
+    torch.optim.AdamW([other, *model.parameters()], lr=0.1, fused=True).step()  # the model's have no gradients
+    loss.backward()
+    assert model.b.weight.grad is not None
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_tensors_of_a_planned_model_can_be_swapped_after_a_step(held):
+    model = Net()
+    loss = ackpt.compile(model, X)(X).sum()
+    loss.backward()
+    if not held:
+        del loss
+    torch.utils.swap_tensors(model.b.weight, nn.Parameter(torch.zeros(4, 4)))
+    assert not model.b.weight.any()
+
+
 def test_what_backward_does_not_read_may_change():
     model = Net()
     loss = ackpt.compile(model, X)(X).sum()

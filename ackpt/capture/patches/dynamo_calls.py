@@ -5,7 +5,8 @@ graph at the call, or raises with ``fullgraph=True``.
 
 Torch: ``UnspecializedNNModuleVariable.call_function`` in ``torch/_dynamo/variables/nn_module.py`` does not look at
 ``_compiled_call_impl``, which ``Module.__call__`` runs in eager. Versions: 2.11 to 2.13.
-Test: ``TestInCompiledFunctions`` in ``tests/running/test_apply_budget.py``.
+``Module.compile`` assigns to the same attribute, so it would drop the plan.
+Tests: ``TestInCompiledFunctions`` and ``test_compile_keeps_the_budget`` in ``tests/running/test_apply_budget.py``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,26 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+from ackpt.errors import warn
+
+
+@functools.cache
+def keep_at_compile(has_plan: Callable[[nn.Module], bool]) -> None:
+    """From here on, ``Module.compile`` warns and leaves modules alone for which ``has_plan(module)`` is true."""
+    own = nn.Module.compile
+
+    @functools.wraps(own)
+    def compile(self, *args, **kwargs) -> None:
+        if not has_plan(self):
+            return own(self, *args, **kwargs)
+        warn(
+            f"{type(self).__name__}.compile() had no effect: the model has a budget, and compiled code would run "
+            "without its plan. To compile the planned step, call ackpt.remove_budget(model), then "
+            'torch.compile(model, backend="ackpt", options={"budget": ...}).'
+        )
+
+    nn.Module.compile = compile
 
 
 @functools.cache
