@@ -23,8 +23,8 @@ from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.checkpointing.rng import replay, snapshot
 from ackpt.errors import TraceError, warn
 from ackpt.metering.meter import MeterError, measure
+from ackpt.metering.run_alone import stand_in
 
-from .example_values import stand_in
 from .joint_graph import AsCompiled
 from .outputs import without_gradient
 

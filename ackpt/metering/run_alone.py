@@ -1,7 +1,7 @@
-"""Run a function and count the bytes that it allocates, on the CPU or a CUDA device.
+"""Run a function or one operation and count the bytes that it allocates, on the CPU or a CUDA device.
 
-`operation_runs` does this for every operation of a graph in turn, with the values that the graph computes; `workspace`
-for every different operation once, with made-up arguments.
+`workspaces` does this for the operations of a predicted step, and `ackpt.costs.workspace` for those of a graph, each
+different one once, with made-up arguments. `ackpt.costs.operation_runs` uses the values that the graph computes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import torch
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import ProfilerConfig, ProfilerState
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ackpt.metering.cpu_meter import no_collection
-from ackpt.metering.timeline import MeterError
+from .cpu_meter import no_collection
+from .timeline import MeterError
+
+_FILLS = (0, 1)  # of integers: 0 is valid as an index of anything, 1 as a divisor
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,70 @@ def count_allocations(function: Callable[[], Any], on_cuda: bool = False) -> tup
     """The result of `function`, and what it allocated: in this thread on the CPU, or on the current CUDA device."""
     result, live, peak = (_on_cuda if on_cuda else _on_cpu)(function)
     return result, Allocations(peak - live, live, _results(result))
+
+
+def run_operation(target, call, runs: int = 2) -> tuple[Allocations, Any]:
+    """What an operation allocates, and its result without data; the first of all runs may fill permanent caches.
+
+    ``call`` is (args, kwargs); its tensors need no data. Raises the operation's own error if it fails with all fills.
+    """
+    leaves, spec = tree_flatten(call)
+    reasons = []
+    for fill in _FILLS:
+        try:
+            for _ in range(runs):
+                args, kwargs = tree_unflatten([_made(leaf, fill) for leaf in leaves], spec)
+                result, taken = count_allocations(lambda: target(*args, **kwargs))  # noqa: B023
+            return taken, tree_map(shape_only, result)
+        except (RuntimeError, IndexError) as error:
+            reasons.append(error.with_traceback(None))  # its frames would keep the arguments
+    try:
+        raise reasons[0]
+    finally:
+        reasons.clear()
+
+
+def stand_in(value: torch.Tensor, fill: int = 0, device="cpu") -> torch.Tensor:
+    """A tensor like `value`, filled with 0.5 if it holds floats, with True if bools, otherwise with `fill`.
+
+    Its storage, strides and offset are those of `value`, since some operations copy the whole storage of a view.
+    """
+    floats = value.is_floating_point() or value.is_complex()
+    filled = 0.5 if floats else True if value.dtype is torch.bool else fill
+    size = value.untyped_storage().nbytes() // value.element_size()
+    whole = torch.empty(size, dtype=value.dtype, device=device).fill_(filled)
+    return flagged(whole.as_strided(value.shape, value.stride(), value.storage_offset()), value)
+
+
+def flagged(made: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`made` with the conjugate and negative bits of `value`."""
+    made = made.conj() if value.is_conj() else made
+    return made._neg_view() if value.is_neg() else made
+
+
+def shape_only(value):
+    return stand_in(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def _made(leaf, fill: int):
+    if isinstance(leaf, torch.Tensor):
+        return stand_in(leaf, fill, "cpu")
+    return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
+
+
+def signature(target, call) -> tuple:
+    """The properties that two calls must share to allocate the same bytes."""
+    leaves, spec = tree_flatten(call)
+    return target, spec, tuple(map(described, leaves))
+
+
+def described(leaf):
+    if isinstance(leaf, torch.Tensor):
+        layout = tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.untyped_storage().nbytes()
+        return leaf.dtype, *layout, leaf.is_conj(), leaf.is_neg()
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str)):
+        return type(leaf), repr(leaf)
+    return type(leaf), leaf
 
 
 def _on_cpu(function) -> tuple[Any, int, int]:
