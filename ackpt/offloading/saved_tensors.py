@@ -50,8 +50,8 @@ def offload_saved_tensors(
         keep_last: the number of newest storages that stay on the device, because backward reads them first.
         lookahead_bytes: device memory that ``"async"`` may use for running copies, in bytes per direction. ``None``:
             the size of the largest offloaded storage, or of the inputs of one region.
-        max_pinned_bytes: upper bound on page-locked memory, in bytes. Beyond it the store uses pageable memory and
-            warns once.
+        max_pinned_bytes: upper bound on page-locked memory, in bytes; torch rounds every block up to a power of two,
+            and so it counts. Beyond it the store uses pageable memory and warns once.
         folder: the folder for the files of ``"disk"``. The files have no names and disappear with the process.
 
     Returns:
