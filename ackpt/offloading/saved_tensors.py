@@ -66,8 +66,9 @@ def offload_saved_tensors(
             has no streams, or a saved tensor was modified in place before its copy was complete.
 
     Gradients are bit-equal to the baseline's. Parameters, buffers, leaves that require grad, tensor subclasses and
-    sparse tensors stay on the device. A storage is copied once, no matter how many views of it are saved; a view of
-    less than half of its storage is copied by itself. On the CPU the same engine copies in worker threads, to memory
+    sparse tensors stay on the device. A storage is copied once, no matter how many views of it are saved; a view that
+    spans less than half of its storage is copied by itself, from its first to its last element: an expanded row is one
+    row, a column of a matrix is the whole matrix. On the CPU the same engine copies in worker threads, to memory
     outside of torch's allocator.
 
     Source: the hooks are ``torch.autograd.graph.saved_tensors_hooks``; overlapping offload with compute is from Rhu et
