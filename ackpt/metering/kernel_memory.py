@@ -80,6 +80,10 @@ _ONLY_RESULTS = (
     *(aten.lift_fresh.default, aten._local_scalar_dense.default, aten.set_.source_Storage_storage_offset),
     *(aten.set_.source_Storage, aten.resize_.default),
 )
+_BY_VALUES = (aten.nanmedian.default, aten.nanmedian.dim, aten._ctc_loss.default, aten._ctc_loss.Tensor)
+# Derivatives that torch computes by other operations under a dispatch mode: `prod_backward` and `cumprod_backward` in
+# torch's FunctionsManual.cpp.
+_UNLIKE = ("ProdBackward0", "ProdBackward1", "CumprodBackward0")
 _MATRICES = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
@@ -146,7 +150,7 @@ class Workspaces:
     prediction needs neither the memory nor the time of a large step. An elementwise operation on dense tensors of one
     dtype runs on small ones instead: TensorIterator in ATen then allocates numbers at most. The operations in `WITHOUT`
     have no workspace. ``unknown`` has the names of all others, of operations of other libraries, whose code a
-    prediction must not run, and of those that fail on made-up data.
+    prediction must not run, of those that fail on made-up data or depend on values, and of some autograd nodes.
     """
 
     def __init__(self) -> None:
@@ -156,6 +160,9 @@ class Workspaces:
     def of(self, func, args, kwargs, result) -> Allocations:
         """What an operation allocates, called with tensors without data or, on the CPU, with data."""
         call = args, kwargs
+        node = torch._C._current_autograd_node()
+        if func in _BY_VALUES or (node is not None and node.name() in _UNLIKE):
+            self.unknown.add(str(func) if func in _BY_VALUES else node.name())
         values = [leaf for leaf in tree_leaves((call, result)) if isinstance(leaf, torch.Tensor)]
         if not values or func.is_view or func.namespace in ("prim", "profiler") or func in _ONLY_RESULTS:
             return _NOTHING

@@ -143,6 +143,18 @@ def test_operations_that_do_not_run_are_named():
     assert predicted.to_json()["unknown_workspace"] == [*predicted.unknown_workspace]
 
 
+UNKNOWN = {
+    "CumprodBackward0": lambda y: y.cumprod(1),
+    "ProdBackward1": lambda y: y.prod(1),
+    "aten.nanmedian.default": lambda y: y.nanmedian(),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_operations_that_depend_on_values_are_named(name):
+    assert of_operation(UNKNOWN[name], True).unknown_workspace == (name,)
+
+
 @torch.library.custom_op("kernel_memory_test::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("a prediction must not run the user's code")
