@@ -80,8 +80,8 @@ class Slabs:
 
     def __call__(self, size: int) -> torch.Tensor:
         """Allocate `size` bytes."""
-        at = self._fitting(size)
-        if at is None:
+        fitting = self._fitting(size)
+        if fitting is None:
             whole = _power_of_two(size)
             several = whole << max(0, min(self._cut[size], 4).bit_length() - 1)
             if 4 * size > 3 * whole or (self.limit is not None and self.bytes + several > self.limit):
@@ -93,18 +93,23 @@ class Slabs:
                     raise
                 slab = self._allocate(whole).untyped_storage()
             self._rests.append((weakref.ref(slab), 0, slab.nbytes()))
+            at = -1
         else:
-            slab = self._rests[at][0]()
-        reference, begin, end = self._rests.pop(-1 if at is None else at)
+            _, at, slab = fitting
+        reference, begin, end = self._rests.pop(at)
         self._rests.append((reference, begin + size, end))
         self._cut[size] += 1
         return torch.empty(0, dtype=torch.uint8).set_(slab, begin, (size,), (1,))
 
-    def _fitting(self, size: int) -> int | None:
-        """The place of the smallest rest with `size` bytes; None without one."""
+    def _fitting(self, size: int) -> tuple[int, int, torch.UntypedStorage] | None:
+        """The smallest rest with `size` bytes: its bytes, its place and its slab; None without one."""
         self._rests = [rest for rest in self._rests if rest[0]() is not None]
-        fitting = [(end - begin, at) for at, (_, begin, end) in enumerate(self._rests) if end - begin >= size]
-        return min(fitting)[1] if fitting else None
+        fitting = [
+            (end - begin, at, slab)
+            for at, (reference, begin, end) in enumerate(self._rests)
+            if end - begin >= size and (slab := reference()) is not None
+        ]
+        return min(fitting, key=lambda rest: rest[0]) if fitting else None
 
 
 def no_memory(size: int) -> None:
