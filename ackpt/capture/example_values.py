@@ -6,27 +6,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ackpt.metering.run_alone import stand_in
 from ackpt.metering.timeline import MeterError
 
 from .joint_graph import BACKWARD, JointGraph
-
-
-def stand_in(value: torch.Tensor, fill: int = 0, device="cpu") -> torch.Tensor:
-    """A tensor like `value`, filled with 0.5 if it holds floats, with True if bools, otherwise with `fill`.
-
-    Its storage, strides and offset are those of `value`, since some operations copy the whole storage of a view.
-    """
-    floats = value.is_floating_point() or value.is_complex()
-    filled = 0.5 if floats else True if value.dtype is torch.bool else fill
-    size = value.untyped_storage().nbytes() // value.element_size()
-    whole = torch.empty(size, dtype=value.dtype, device=device).fill_(filled)
-    return flagged(whole.as_strided(value.shape, value.stride(), value.storage_offset()), value)
-
-
-def flagged(made: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`made` with the conjugate and negative bits of `value`."""
-    made = made.conj() if value.is_conj() else made
-    return made._neg_view() if value.is_neg() else made
 
 
 def random_like(value: torch.Tensor, low: float = 0.0, high: float = 1.0, seed: int = 0) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ackpt.metering.autograd_engine import is_dense, sums_own_gradients
+from ackpt.metering.autograd_engine import INTO_ZEROS, ZEROS, is_dense, sums_own_gradients
 
 from .analysis import RESIDENT
 from .joint_graph import JointGraph, with_accesses
@@ -35,10 +35,6 @@ _SUM, _SUMS_OWN = "ackpt_gradient_sum", "ackpt_sums_own_gradients"
 _INTO_WHOLE = ("aten::slice_scatter", "aten::select_scatter", "aten::diagonal_scatter", "aten::as_strided_scatter")
 _INTO_WHOLE += ("ackpt_graph::with_strides",)  # eager's tensor has these strides already
 _FILLED = "ackpt_graph::filled"
-# Derivative formulas write in place into zeros that they allocate, except for tensor subclasses, as in a capture:
-# see areAnyTensorSubclassLike in torch's FunctionsManual.cpp and TensorAdvancedIndexing.cpp.
-_INTO_ZEROS = ("aten::index_add", "aten::scatter_add", "aten::scatter", "aten::index_put", "aten::masked_scatter")
-_ZEROS = ("aten::new_zeros", "aten::zeros", "aten::zeros_like")
 
 
 @contextlib.contextmanager
@@ -91,8 +87,8 @@ def _overwritten(fx, phase: str):
     whole = fx.args[0] if fx.args else None
     if not isinstance(whole, torch.fx.Node):
         return None
-    own_zeros = phase == BACKWARD and _name(whole) in _ZEROS and len(whole.users) == 1
-    is_into_zeros = own_zeros and _name(fx) in _INTO_ZEROS
+    own_zeros = phase == BACKWARD and _name(whole) in ZEROS and len(whole.users) == 1
+    is_into_zeros = own_zeros and _name(fx) in INTO_ZEROS
     return whole if fx.meta.get(_KEY) or _name(fx) in _INTO_WHOLE or is_into_zeros else None
 
 

@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ackpt.errors import TraceError, did_you_mean
 from ackpt.metering.prediction import predict
 from ackpt.metering.resident import rounded
+from ackpt.metering.storages import LATE
 
 from .joint_graph import JointGraph
 
@@ -128,13 +130,12 @@ def _with_gradients_prepared(optimizer, trained, clipping: bool, scaling: bool) 
     torch's own scaler runs, so what it allocates is counted: ``inv_scale`` with its two float64 intermediates, and
     ``found_inf``, which lives until ``update`` (torch/amp/grad_scaler.py:351 and 356).
     """
-    if not (clipping or scaling):
-        return optimizer.step
     scaler = torch.amp.GradScaler("cpu", enabled=scaling)
     if scaling:
         scaler.scale(torch.empty(()))  # allocates the scale
 
     def step():
+        _count_as_late(optimizer)
         if clipping:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -142,6 +143,15 @@ def _with_gradients_prepared(optimizer, trained, clipping: bool, scaling: bool) 
         scaler.update()
 
     return step
+
+
+def _count_as_late(optimizer) -> None:
+    """Set the counts of steps, since some optimizers allocate more after their first steps (see `LATE`)."""
+    values = tree_leaves([list(state.values()) for state in optimizer.state.values()])
+    with _disable_current_modes():
+        for value in values:
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and not value.is_meta:
+                value.fill_(LATE)
 
 
 def eight_bit_bytes(optimizer: torch.optim.Optimizer, on_cpu: bool = True) -> int:

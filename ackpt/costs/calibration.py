@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
+from ackpt.metering.run_alone import in_own_thread
 from ackpt.progress import stage
 from ackpt.provenance import environment
 from ackpt.results import read_json, write_text_atomic
 
 from .devices import Device, with_all_dtypes
 from .example_operations import BYTES, LAUNCH, OPERATIONS, Example
-from .run_alone import in_own_thread
 
 VARIABLE = "ACKPT_CALIBRATION"
 _SCHEMA = {"schema": "ackpt.calibration", "version": 1}

@@ -3,7 +3,7 @@
 An operation is measured at new sizes only if its workspace may depend on them. That of an elementwise operation on
 tensors of one dtype does not if it is at most a scalar at the captured sizes: TensorIterator in ATen allocates
 temporaries only to convert dtypes, but a kernel such as that of gelu's backward may copy an argument. Nor does that of
-the operations in `_WITHOUT` that had none at the captured sizes: their CPU kernels allocate nothing but results. For
+the operations in `WITHOUT` that had none at the captured sizes: their CPU kernels allocate nothing but results. For
 the operations in `_FORMULAS`, a formula replaces the measurement if it is exact at the captured sizes.
 `tests/costs/test_dynamic_workspace.py` compares this with running every operation.
 """
@@ -20,22 +20,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ackpt.capture.dynamic_sizes import DynamicModule, expression
 from ackpt.capture.joint_graph import JointGraph
+from ackpt.metering.kernel_memory import FLOATS, SCALAR_BYTES, WITHOUT
+from ackpt.metering.run_alone import in_own_thread
 
-from .run_alone import in_own_thread
 from .workspace import allocation_of, results_agree, runs_alone, value_of, workspace_bytes
 
 aten = torch.ops.aten
-_SCALAR_BYTES = 16  # of the largest element
-_FLOATS = (torch.float32, torch.float64)  # in half precision, oneDNN computes some of these
-_WITHOUT = (
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
-    *(aten._unsafe_view.default, aten.cat.default, aten.embedding.default, aten.where.self, aten.clone.default),
-    *(aten.arange.default, aten.arange.start, aten.new_ones.default, aten.new_zeros.default, aten.full.default),
-    *(aten.constant_pad_nd.default, aten.native_layer_norm.default, aten._log_softmax.default, aten._softmax.default),
-    *(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default),
-    *(aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten.embedding_dense_backward.default),
-    *(aten.ones.default, aten.tril.default, aten.sum.dim_IntList),
-)
 
 
 class _Layout(NamedTuple):
@@ -143,7 +133,7 @@ class DynamicWorkspace:
         args, kwargs = tree_map(_layout, call)
         dtypes = {leaf.dtype for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)}
         formula = _FORMULAS[fx.target]
-        is_exact = dtypes.issubset(_FLOATS) and len(dtypes) == 1 and not kwargs
+        is_exact = dtypes.issubset(FLOATS) and len(dtypes) == 1 and not kwargs
         return formula if is_exact and formula(self._threads, *args) == self._at_reference[place] else None
 
     def _keeps_its_workspace(self, fx: torch.fx.Node, place: int) -> bool:
@@ -153,11 +143,11 @@ class DynamicWorkspace:
             return not any(map(_has_expressions, tensors))
         dtypes = {tensor.dtype for tensor in tensors}
         if torch.Tag.pointwise in getattr(fx.target, "tags", ()) and len(dtypes) == 1:
-            return self._at_reference[place] <= _SCALAR_BYTES
+            return self._at_reference[place] <= SCALAR_BYTES
         if fx.target is aten.sum.dim_IntList and all(size == 1 for size in fx.meta["val"].shape):
             return False  # the threads may share the elements of one sum, with a result each
         floats = {dtype for dtype in dtypes if dtype.is_floating_point}
-        return fx.target in _WITHOUT and floats.issubset(_FLOATS) and not self._at_reference[place]
+        return fx.target in WITHOUT and floats.issubset(FLOATS) and not self._at_reference[place]
 
 
 def _has_expressions(value) -> bool:

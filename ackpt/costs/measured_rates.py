@@ -15,15 +15,14 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ackpt.capture.analysis import once_per_graph
-from ackpt.capture.example_values import stand_in
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.metering import cpu_meter, cuda_meter
+from ackpt.metering.run_alone import in_own_thread, stand_in
 from ackpt.progress import stage
 
 from .devices import Device, call_of, operation_name
 from .operation_costs import dtype, elements, flops
 from .operation_runs import device_of
-from .run_alone import in_own_thread
 from .workspace import runs_alone, value_of
 
 _FILLS = (0, 1)  # of integers, as in `workspace`

@@ -16,13 +16,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ackpt.capture.example_values import flagged, given, made_up, random_like, stand_in
+from ackpt.capture.example_values import given, made_up, random_like
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.metering import cpu_meter, cuda_meter
+from ackpt.metering.run_alone import cannot_run, count_allocations, flagged, in_own_thread, stand_in
 from ackpt.metering.timeline import MeterError
 
 from .operation_costs import allocates, traffic, written
-from .run_alone import cannot_run, count_allocations, in_own_thread
 
 RUNS = 3  # timed, after one to warm up
 

@@ -11,22 +11,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ackpt.capture.analysis import communicates, once_per_graph
-from ackpt.capture.example_values import stand_in
 from ackpt.capture.joint_graph import JointGraph
+from ackpt.metering.run_alone import (
+    Allocations,
+    cannot_run,
+    described,
+    in_own_thread,
+    run_operation,
+    shape_only,
+    signature,
+)
 from ackpt.metering.timeline import MeterError
 from ackpt.progress import stage
 
 from .operation_costs import allocates
-from .run_alone import Allocations, cannot_run, count_allocations, in_own_thread
 
 _OWN = ("aten", "prims", "ackpt_graph")
 _KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
-# Integers, and whether square matrices are the identity: 0 is valid as an index of anything, 1 as a divisor, and the
-# identity for operations that require a positive definite matrix.
-_FILLS = ((0, False), (1, False), (0, True))
 
 
 @dataclass(frozen=True)
@@ -137,14 +141,14 @@ def _measured(graph: JointGraph, threads: int, runs: Callable) -> tuple[dict[int
                 continue
             call = torch.fx.map_arg((node.args, node.kwargs), value)
             if runs(node):
-                key = _signature(node.target, call)
+                key = signature(node.target, call)
                 if key not in memory:
                     memory[key] = _run(graph.nodes[node_id], node.target, call)
                 allocations[node_id], result = memory[key]
-                if tree_map(_described, result) != tree_map(_described, node.meta.get("val")):
+                if tree_map(described, result) != tree_map(described, node.meta.get("val")):
                     real[node] = result
             elif any(argument in real for argument in node.all_input_nodes):
-                args, kwargs = tree_map(_shape_only, call)
+                args, kwargs = tree_map(shape_only, call)
                 real[node] = node.target(*args, **kwargs)
         return allocations, not real
 
@@ -165,50 +169,15 @@ def allocation_of(node, target, call) -> Allocations:
 
 
 def _run(node, target, call, runs: int = 2) -> tuple[Allocations, Any]:
-    """What an operation allocates, and its result without data; the first of all runs may fill permanent caches."""
-    leaves, spec = tree_flatten(call)
-    reasons = []
-    for fill in _FILLS:
-        try:
-            for _ in range(runs):
-                args, kwargs = tree_unflatten([_made(leaf, *fill) for leaf in leaves], spec)
-                result, taken = count_allocations(lambda: target(*args, **kwargs))  # noqa: B023
-            return taken, tree_map(_shape_only, result)
-        except RuntimeError as error:
-            reasons.append(error)
-    raise cannot_run(
-        node,
-        " on arguments of its shapes and dtypes",
-        reasons[0],
-        "If the model itself fails in the same way, correct the model or its arguments. Otherwise give ackpt.plan a "
-        'profile, from ackpt.profile(graph, inputs=..., mode="measured") or, without workspaces, from '
-        'ackpt.profile(graph, workspace="given").',
-    ) from reasons[0]
-
-
-def _shape_only(value):
-    return stand_in(value, device="meta") if isinstance(value, torch.Tensor) else value
-
-
-def _made(leaf, fill: int, as_identity: bool):
-    if isinstance(leaf, torch.Tensor):
-        made = stand_in(leaf, fill, "cpu")
-        if as_identity and made.is_floating_point() and made.dim() > 1 and made.shape[-1] == made.shape[-2]:
-            made.copy_(torch.eye(made.shape[-1]))
-        return made
-    return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
-
-
-def _signature(target, call) -> tuple:
-    """The properties that two calls must share to allocate the same bytes."""
-    leaves, spec = tree_flatten(call)
-    return target, spec, tuple(map(_described, leaves))
-
-
-def _described(leaf):
-    if isinstance(leaf, torch.Tensor):
-        layout = tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.untyped_storage().nbytes()
-        return leaf.dtype, *layout, leaf.is_conj(), leaf.is_neg()
-    if leaf is None or isinstance(leaf, (bool, int, float, complex, str)):
-        return type(leaf), repr(leaf)
-    return type(leaf), leaf
+    """As `run_operation`; the error names the node and its module."""
+    try:
+        return run_operation(target, call, runs)
+    except (RuntimeError, IndexError) as error:
+        raise cannot_run(
+            node,
+            " on arguments of its shapes and dtypes",
+            error,
+            "If the model itself fails in the same way, correct the model or its arguments. Otherwise give ackpt.plan "
+            'a profile, from ackpt.profile(graph, inputs=..., mode="measured") or, without workspaces, from '
+            'ackpt.profile(graph, workspace="given").',
+        ) from error

@@ -1,29 +1,38 @@
-"""What autograd's engine does and no interface of torch shows: where a backward starts, and which sums are in place.
+"""What autograd's engine does and no interface of torch shows: where a backward starts, and what it writes in place.
 
 `around_backward` runs every backward within a context. Autograd has no hook for the start of a backward. But all of
 torch's Python code enters the engine through one function, ``torch.autograd.graph._engine_run_backward``, which
 ``torch.autograd`` imports; `around_backward` replaces that name.
 
-`EngineSums` recognizes the gradient sums that are made in place: a prediction must not count them as allocations. Where
+`InPlace` recognizes the gradient sums that are made in place: a prediction must not count them as allocations. Where
 several gradients meet, the engine adds each further one to the first in place, if nothing else references
 the first (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp). Under a dispatch mode it never does so
 (``isTensorSubclassLike``): the mode sees the sum as an ``aten.add``. Remove it once
 ``tests/metering/test_predict_sums.py`` passes without it, that is, once modes see ``add_``.
 
 Torch has no interface that distinguishes the engine's sums from others, and its reference counts include the references
-of the modes that pass a tensor on. So `EngineSums.learn` first observes a sum that is known to be in place.
+of the modes that pass a tensor on. So `InPlace.learn` first observes a sum that is known to be in place.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from typing import Any
 
 import torch
+from torch.utils import flop_counter
 
 _CALL_ENGINE = ("torch.autograd.graph", "ackpt.checkpointing.reentrant")  # the modules that enter autograd's engine
-_ADD = torch.ops.aten.add.Tensor
+aten = torch.ops.aten
+SAVE_NUMBERS = (aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor)
+_PRODUCTS = ("MulBackward0", "DivBackward0")
+# Derivative formulas write in place into zeros that they allocate, except for tensor subclasses and under a mode: see
+# areAnyTensorSubclassLike in torch's FunctionsManual.cpp and TensorAdvancedIndexing.cpp.
+INTO_ZEROS = ("aten::index_add", "aten::scatter_add", "aten::scatter", "aten::index_put", "aten::put")
+INTO_ZEROS += ("aten::masked_scatter",)
+ZEROS = ("aten::new_zeros", "aten::zeros", "aten::zeros_like")
 
 
 @contextlib.contextmanager
@@ -43,10 +52,15 @@ def around_backward(context):
         autograd._engine_run_backward = engine
 
 
-class EngineSums:
-    """Recognizes the sums that the engine would make in place; before `learn` has run, it recognizes none."""
+class InPlace:
+    """Recognizes what backward would write in place in a real step; before `learn` has run, it recognizes nothing.
+
+    These are sums of gradients by the engine, and what derivative formulas write into their own zeros.
+    """
 
     def __init__(self):
+        self._zeros: set[int] = set()
+        self._files_of_modes: set[str] = set()
         self._in_place_signature: tuple | None = None
         self._learning = False
         self._allocated_by: dict[int, int] = {}  # storage -> sequence number of the autograd node that allocated it
@@ -61,26 +75,42 @@ class EngineSums:
         finally:
             self._learning = False
 
-    def allocated(self, key: int) -> None:
+    def allocated(self, key: int, func) -> None:
         if node := torch._C._current_autograd_node():
             self._allocated_by[key] = node._sequence_nr()
+            if func._schema.name in ZEROS:
+                self._zeros.add(key)
 
     def freed(self, key: int) -> None:
         self._allocated_by.pop(key, None)
+        self._zeros.discard(key)
 
-    def in_place(self, func, args) -> bool:
-        """Whether this call is a sum of the engine that would be in place in a real step."""
-        if func is not _ADD or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
-            return False
-        first, second = args[:2]
+    def of(self, func, args):
+        """The operation that a real step would run: `func`, or its variant that writes in place."""
+        if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+            return func
+        frames = _frames_from_engine()
+        if func is aten.add.Tensor and self._is_sum(frames, *args):
+            return aten.add_.Tensor
+        if func._schema.name in INTO_ZEROS and self._is_into_zeros(frames, args[0]):
+            return getattr(getattr(aten, func.overloadpacket.__name__ + "_"), func._overloadname)
+        return func
+
+    def _is_into_zeros(self, frames, zeros) -> bool:
+        key, node = zeros.untyped_storage()._cdata, torch._C._current_autograd_node()
+        own = key in self._zeros and node is not None and self._allocated_by[key] == node._sequence_nr()
+        return own and frames is not None and {code.co_filename for code in frames} <= self._files_of_modes
+
+    def _is_sum(self, frames, first, second) -> bool:
         if not isinstance(second, torch.Tensor) or first.shape != second.shape:
             return False
         if first.layout != torch.strided or second.layout != torch.strided:
             return False
         storage = first.untyped_storage()
-        signature = (_frames_from_engine(), first._use_count(), torch._C._storage_Use_Count(storage._cdata))
+        signature = (frames, first._use_count(), torch._C._storage_Use_Count(storage._cdata))
         if self._learning:
             self._in_place_signature = signature
+            self._files_of_modes = {flop_counter.__file__, *(code.co_filename for code in frames or ())}
         if signature != self._in_place_signature or first._is_zerotensor() or not is_dense(first):
             return False
         node = torch._C._current_autograd_node()
@@ -88,6 +118,63 @@ class EngineSums:
             return True
         # The running node allocated it: a temporary of its formula, unless two of its gradients go to the same target.
         return sums_own_gradients(node)
+
+
+class SavedNumbers:
+    """Records the numbers that autograd saves, as tensors in host memory: the second factors of products.
+
+    Their derivatives read the second argument, so autograd saves the tensor that torch makes of it.
+    """
+
+    def __init__(self, actions: list[tuple]):
+        self._actions = actions
+        self._products: list[tuple[weakref.ref, int]] = []  # results whose autograd node does not exist yet
+        self._count = 0
+
+    def save(self, func, args, result) -> None:
+        if func in SAVE_NUMBERS and torch.is_grad_enabled() and args[0].requires_grad and number_bytes(args[1]):
+            self._products.append((weakref.ref(result), number_bytes(args[1])))
+
+    def saved(self, func, args) -> int:
+        """Bytes of the number that the derivative of a product reads: it is not made again."""
+        node = torch._C._current_autograd_node()
+        is_derivative = node is not None and func in SAVE_NUMBERS and node.name() in _PRODUCTS
+        return number_bytes(args[1]) if is_derivative and not torch.is_grad_enabled() else 0
+
+    def follow(self) -> None:
+        """Record the numbers of the products so far, once autograd has added their nodes."""
+        waiting = []
+        for reference, size in self._products:
+            node = getattr(reference(), "grad_fn", None)
+            if node is not None and node.name() in _PRODUCTS:
+                self._count += 1
+                key = "number", self._count
+                self._actions.append(("alloc", key, size))
+                node.register_hook(_Release(self._actions, key))
+            elif reference() is not None:
+                waiting.append((reference, size))
+        self._products = waiting
+
+
+class _Release:
+    """A hook of an autograd node, which owns it: runs before the node releases what it has saved, or dies with it."""
+
+    def __init__(self, actions: list[tuple], key: tuple[str, int]):
+        self._actions, self._key = actions, key
+
+    def __call__(self, *_) -> None:
+        if self._key is not None:
+            self._actions.append(("free", self._key))
+            self._key = None
+
+    __del__ = __call__
+
+
+def number_bytes(factor: Any) -> int:
+    """Bytes of the tensor that torch makes of a number; 0 for a tensor."""
+    if isinstance(factor, torch.Tensor):
+        return 0
+    return {bool: 1, complex: 16}.get(type(factor), 8)
 
 
 def _frames_from_engine() -> tuple | None:
@@ -105,10 +192,15 @@ def sums_own_gradients(autograd_node) -> bool:
     return len(set(targets)) < len(targets)
 
 
-def is_dense(tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+def is_dense(tensor, expanded: bool = False) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions.
+
+    If `expanded`, dimensions may repeat the same elements.
+    """
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+        if expanded and not stride:
+            continue
         if stride != expected:
             return False
         expected *= size

@@ -1,20 +1,26 @@
-"""Memory that a kernel takes and the shapes of its results do not show, on the CPU and on a GPU.
+"""Memory that a kernel allocates and the shapes of its results do not show, on the CPU and on a GPU.
 
-On the CPU, the `LOSSES` allocate a result with one value per element, and then resize it to a scalar, which does not
-shrink its storage (``TORCH_META_FUNC(smooth_l1_loss)``, ``binary_cross_entropy_out_cpu`` and others in torch's
-``aten/src/ATen/native/Loss.cpp``): a loss takes as many bytes as the model's output until the end of the step. Remove
-that part once ``tests/metering/test_kernel_memory.py`` passes without it.
+The `LOSSES` allocate a result with one value per element, and then resize it to a scalar, which does not shrink its
+storage (``TORCH_META_FUNC(mse_loss)``, ``soft_margin_loss_out`` in torch's ``aten/src/ATen/native/Loss.cpp``,
+``binary_cross_entropy_out_cuda`` in ``cuda/Loss.cu``): a loss takes as many bytes as the model's output until the end
+of the step. Remove that part once ``tests/metering/test_kernel_memory.py`` passes without it.
 
-On a GPU, `cuda_temporaries` are the tensors that kernels allocate and free within themselves (sources: torch 2.13), and
-`MATMULS` use the workspace of cuBLAS (`gpus`). Not included: workspaces of cuDNN, of sorting (embeddings, indexing,
-top-k), of reductions over several blocks, and of memory-efficient attention.
+`Workspaces` runs operations on the CPU. For a GPU, `cuda_temporaries` are the tensors that kernels allocate and free
+(sources: torch 2.13), and `MATMULS` use the workspace of cuBLAS (`gpus`). Not included there: workspaces of cuDNN, of
+sorting (embeddings, indexing, top-k), of reductions over several blocks, and of memory-efficient attention.
 """
 
 from __future__ import annotations
 
-import torch
+from math import prod
+from typing import Any
 
-from .cuda_choices import imitates_cuda
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .autograd_engine import is_dense
+from .run_alone import Allocations, in_own_thread, run_operation, signature
 
 aten = torch.ops.aten
 
@@ -42,12 +48,49 @@ _MADE_CONTIGUOUS = {
     aten._log_softmax_backward_data.default: (0, 1),  # host_softmax_backward in cuda/SoftMax.cu
     aten.embedding_dense_backward.default: (0,),  # embedding_dense_backward_cuda in cuda/Embedding.cu
 }
+# Losses that allocate tensors with one value per element (Loss.cpp): the position of their argument `reduction`, and
+# the number of these tensors without and with a reduction.
+_ELEMENTS = {
+    aten.mse_loss.default: (2, 0, 1),
+    aten.smooth_l1_loss.default: (2, 0, 1),
+    aten.huber_loss.default: (2, 0, 1),
+    aten.binary_cross_entropy_with_logits.default: (4, 1, 2),
+    aten.soft_margin_loss_backward.default: (3, 2, 2),
+}
+LARGEST = 1 << 26  # bytes of the arguments and results of an operation that runs
+SCALAR_BYTES = 16  # of the largest element
+FLOATS = (torch.float32, torch.float64)  # in half precision, oneDNN computes some of these
+_SIDE = 3  # of the small tensors
+_OURS = ("aten", "mkldnn", "ackpt_graph")
+_NOTHING = Allocations(0, 0, ())
+
+# Their CPU kernels allocate nothing but results, of contiguous arguments in `FLOATS`.
+WITHOUT = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten._unsafe_view.default, aten.cat.default, aten.embedding.default, aten.where.self, aten.clone.default),
+    *(aten.arange.default, aten.arange.start, aten.new_ones.default, aten.new_zeros.default, aten.full.default),
+    *(aten.constant_pad_nd.default, aten.native_layer_norm.default, aten._log_softmax.default, aten._softmax.default),
+    *(aten._log_softmax_backward_data.default, aten._softmax_backward_data.default),
+    *(aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten.embedding_dense_backward.default),
+    *(aten.ones.default, aten.tril.default, aten.sum.dim_IntList),
+)
+_ONLY_RESULTS = (
+    *(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default),
+    *(aten.new_empty_strided.default, aten.zeros.default, aten.zeros_like.default, aten.ones_like.default),
+    *(aten.lift_fresh.default, aten._local_scalar_dense.default, aten.set_.source_Storage_storage_offset),
+    *(aten.set_.source_Storage, aten.resize_.default),
+)
+_BY_VALUES = (aten.nanmedian.default, aten.nanmedian.dim, aten._ctc_loss.default, aten._ctc_loss.Tensor)
+# Derivatives that torch computes by other operations under a dispatch mode: `prod_backward` and `cumprod_backward` in
+# torch's FunctionsManual.cpp.
+_UNLIKE = ("ProdBackward0", "ProdBackward1", "CumprodBackward0")
+_MATRICES = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
 def in_whole_memory(result, x, target, *rest):
     """A scalar in memory for all elements, to replace `result` of one of the `LOSSES` called with these arguments."""
     size = torch.broadcast_shapes(x.shape, target.shape)
-    if result.dim() or not all(size) or imitates_cuda():
+    if result.dim() or not all(size):
         return result
     whole = torch.empty(size, dtype=result.dtype, device=result.device)
     is_symbolic = any(isinstance(each, torch.SymInt) for each in size)  # then torch refuses to resize
@@ -65,6 +108,12 @@ def cuda_temporaries(func, args) -> list[int]:
         return [_bytes(each) for each in tensors if not _blas_takes(each)]
     if func is aten._scaled_dot_product_flash_attention_backward.default:
         return _flash_backward(*args[:4])
+    if func in _ELEMENTS:
+        at, *number = _ELEMENTS[func]
+        x, target = args[1:3] if func is aten.soft_margin_loss_backward.default else args[:2]
+        itemsize = torch.promote_types(x.dtype, target.dtype).itemsize
+        is_reduced = len(args) <= at or args[at] != 0
+        return number[is_reduced] * [prod(torch.broadcast_shapes(x.shape, target.shape)) * itemsize]
     return []
 
 
@@ -92,3 +141,78 @@ def _bytes(tensor) -> int:
 
 def _multiple(size: int, of: int) -> int:
     return -(-size // of) * of
+
+
+class Workspaces:
+    """The workspace of the operations of a predicted step on the CPU.
+
+    Each different operation runs once, alone, on made-up data. Operations on more than `LARGEST` bytes do not run, so a
+    prediction needs neither the memory nor the time of a large step. An elementwise operation on dense tensors of one
+    dtype runs on small ones instead: TensorIterator in ATen then allocates numbers at most. The operations in `WITHOUT`
+    have no workspace. ``unknown`` has the names of all others, of operations of other libraries, whose code a
+    prediction must not run, of those that fail on made-up data or depend on values, and of some autograd nodes.
+    """
+
+    def __init__(self) -> None:
+        self.unknown: set[str] = set()
+        self._measured: dict[tuple, Allocations | None] = {}
+
+    def of(self, func, args, kwargs, result) -> Allocations:
+        """What an operation allocates, called with tensors without data or, on the CPU, with data."""
+        call = args, kwargs
+        node = torch._C._current_autograd_node()
+        if func in _BY_VALUES or (node is not None and node.name() in _UNLIKE):
+            self.unknown.add(str(func) if func in _BY_VALUES else node.name())
+        values = [leaf for leaf in tree_leaves((call, result)) if isinstance(leaf, torch.Tensor)]
+        if not values or func.is_view or func.namespace in ("prim", "profiler") or func in _ONLY_RESULTS:
+            return _NOTHING
+        if func.namespace not in _OURS or any(value.layout is not torch.strided for value in values):
+            return self._without(func)
+        if _is_elementwise(func, values):
+            small = self._run(func, call, _small)
+            if small is not None and small.workspace <= SCALAR_BYTES:
+                return Allocations(small.workspace, 0, ())
+        size = sum({value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in values}.values())
+        if size <= LARGEST:
+            return self._run(func, call) or self._without(func)
+        dtypes = {value.dtype for value in values if value.is_floating_point() or value.is_complex()}
+        contiguous = all(value.is_contiguous() or func in _MATRICES and is_dense(value) for value in values)
+        return _NOTHING if func in WITHOUT and contiguous and dtypes.issubset(FLOATS) else self._without(func)
+
+    def _without(self, func) -> Allocations:
+        self.unknown.add(str(func))
+        return _NOTHING
+
+    def _run(self, func, call, made=None) -> Allocations | None:
+        """What an operation allocates, called with `made` of each argument; None if it fails."""
+        key = made, signature(func, call)
+        if key not in self._measured:
+            with _disable_current_modes():
+                self._measured[key] = in_own_thread(lambda: _allocations(func, tree_map(made, call) if made else call))
+        return self._measured[key]
+
+
+def _allocations(func, call) -> Allocations | None:
+    try:
+        return run_operation(func, call)[0]
+    except (RuntimeError, IndexError):
+        return None
+
+
+def _is_elementwise(func, values) -> bool:
+    is_one_dtype = len({value.dtype for value in values}) == 1
+    return is_one_dtype and torch.Tag.pointwise in func.tags and all(is_dense(v, expanded=True) for v in values)
+
+
+def _small(value: Any) -> Any:
+    """A tensor with the same order of dimensions in memory, and at most `_SIDE` elements in each."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = [min(size, _SIDE) for size in value.shape]
+    strides = [0] * len(shape)
+    step = 1
+    for _, dim in sorted((stride, dim) for dim, stride in enumerate(value.stride()) if stride):
+        strides[dim] = step
+        step *= shape[dim]
+    size = step if prod(shape) else 0
+    return torch.empty(size, dtype=value.dtype, device="meta").as_strided(shape, strides)

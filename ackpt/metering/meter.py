@@ -87,7 +87,8 @@ class Measurement:
     ``resident_bytes``: parameters, buffers, inputs, optimizer state. ``dynamic_peak_bytes``: the peak of everything
     else, including gradients that exist before the step. ``allocator``: on CUDA, the peaks of requested and reserved
     bytes; with offload, the peak of the store. ``seconds`` and ``flops`` are ``None`` if they were not measured;
-    ``flops`` also if they cannot be counted.
+    ``flops`` also if they cannot be counted. ``unknown_workspace``: the operations of a prediction that may allocate
+    more than predicted.
 
     Example:
         >>> import torch, ackpt
@@ -107,10 +108,13 @@ class Measurement:
     seconds: Seconds | None = None
     flops: int | None = None
     allocator: dict[str, int] = field(default_factory=dict)
+    unknown_workspace: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         seconds = "" if self.seconds is None else f", {1e3 * self.seconds.median:.3g} ms"
         flops = "" if self.flops is None else f", {self.flops / 1e9:.3g} GFLOP"
+        unknown = ", ".join(self.unknown_workspace)
+        flops += f", without the workspace of {unknown}" if unknown else ""
         return (
             f"<Measurement on {self.device}: peak {memory_format(self.peak_bytes)}, of it "
             f"{memory_format(self.resident_bytes)} resident{seconds}{flops}>"
@@ -136,6 +140,7 @@ class Measurement:
             "flops": self.flops,
             "seconds": None if self.seconds is None else self.seconds.to_json(),
             **self.allocator,
+            **({"unknown_workspace": [*self.unknown_workspace]} if self.unknown_workspace else {}),
         }
 
 

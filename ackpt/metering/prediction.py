@@ -4,9 +4,9 @@ The step runs on fake or meta tensors under a dispatch mode that sees every oper
 outputs of an operation counts as allocated there, and as freed when its last tensor is freed. Autograd's engine drops
 saved tensors at the same points as in a real step, so allocations and frees have the real order.
 
-For a GPU, the actions drive a model of PyTorch's caching allocator, from loading the model on. Not included: workspaces
-of the CPU's operations, what `kernel_memory` lists for a GPU, and the RNG states that checkpointed regions with dropout
-keep (5 kB each).
+On the CPU, `kernel_memory` measures the workspace of single operations on made-up data. For a GPU, the actions drive a
+model of PyTorch's caching allocator, from loading the model on. Not included: what `kernel_memory` lists for a GPU, and
+the RNG states that checkpointed regions with dropout keep (5 kB each).
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def predict(
         A `Measurement` without seconds; all sizes in bytes. For a GPU, ``peak_bytes`` is what
         ``torch.cuda.max_memory_allocated`` would return; the category "other" has the workspaces of cuBLAS and the
         bytes that blocks have beyond their tensors. ``allocator`` has ``reserved_peak_bytes``,
-        ``largest_free_block_bytes`` at the end, and the peak of each phase. Workspaces of convolutions are not
-        included. `ackpt.plan` measures those of a CPU, for a graph captured from a model with data.
+        ``largest_free_block_bytes`` at the end, and the peak of each phase; workspaces of convolutions are
+        not included. On the CPU, ``unknown_workspace`` names the operations that may allocate more than predicted:
+        those on more than 64 MiB whose workspace does not follow from their shapes, and those of other libraries.
 
     Raises:
         MeterError: for an unknown device; for resident tensors with data or on a fake GPU; for autocast on meta
@@ -124,7 +125,16 @@ def predict(
         peak = peaks.pop("allocated_peak_bytes")
         listed = sum(resident_bytes.values()) + sum(size for _, size in storages.before.values())
         resident_bytes["other"] = peaks.pop("allocated_before_bytes") - listed
-    return assemble(f"{device} (predicted)", timeline, resident_bytes, peak, flops=flops, allocator=peaks)
+    unknown = tuple(sorted(storages.workspaces.unknown))
+    return assemble(
+        f"{device} (predicted)",
+        timeline,
+        resident_bytes,
+        peak,
+        flops=flops,
+        allocator=peaks,
+        unknown_workspace=unknown,
+    )
 
 
 @contextlib.contextmanager

@@ -12,9 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .autograd_engine import EngineSums
+from .autograd_engine import InPlace, SavedNumbers
 from .gpus import Gpu
-from .kernel_memory import LOSSES, MATMULS, cuda_temporaries, in_whole_memory
+from .kernel_memory import LOSSES, MATMULS, Workspaces, cuda_temporaries, in_whole_memory
 from .resident import rounded, storages_of
 from .timeline import MeterError
 
@@ -25,6 +25,8 @@ _TO_COPY = torch.ops.aten._to_copy.default
 _MATH_ATTENTION = torch.ops.aten._safe_softmax.default
 _DROPOUT = torch.ops.aten.native_dropout.default, torch.ops.aten.empty_like.default
 _VALUE = torch.ops.aten._local_scalar_dense.default
+# The count of steps that optimizers read: RAdam and ASGD allocate more after their first steps.
+LATE = 10_000_000
 _DETACH = torch.ops.aten.detach.default  # between these two, for tensors that autograd saves
 
 
@@ -45,7 +47,9 @@ class Storages(TorchDispatchMode):
         self._loaded: list[weakref.ref] = []
         self._with_workspace: set[str] = set()  # threads that multiplied matrices
         self._follows_attention = False
-        self._sums = EngineSums()
+        self._in_place = InPlace()
+        self._numbers = SavedNumbers(self.actions)
+        self.workspaces = Workspaces()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -57,16 +61,18 @@ class Storages(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._follows_attention and func not in (*_DROPOUT, _DETACH):
             raise MeterError(f"attention on meta tensors is not that of any device: {FAKE}")
-        # Not for a GPU, for which `attention_choices` chooses the kernel.
+        # Not for a GPU, for which `cuda_choices` chooses the kernel.
         is_attention = self.follow_real and func is _MATH_ATTENTION and any(tensor.is_meta for tensor in inputs)
         self._follows_attention = is_attention or (self._follows_attention and func is _DETACH)
         if self.active and not self.backward and torch._C._current_graph_task_id() != -1:
             self.backward = True
             self.actions.append(("backward",))
-        if self.active and self._sums.in_place(func, args):
-            func = torch.ops.aten.add_.Tensor
+        if self.active:
+            func = self._in_place.of(func, args)
+            if func.namespace != "prim":  # which autograd calls while it adds a node
+                self._numbers.follow()
         if func is _VALUE and self._optimizers_running and not self._is_real(inputs[0]):
-            return 1.0 if inputs[0].dtype.is_floating_point else 1  # the sizes of an optimizer do not depend on it
+            return float(LATE) if inputs[0].dtype.is_floating_point else LATE
         if inputs and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
             # Tensors with values that the step reads, such as an RNG state or an optimizer's count of steps, stay real.
             with unset_fake_temporarily():
@@ -77,21 +83,29 @@ class Storages(TorchDispatchMode):
             result = in_whole_memory(result, *args)
         if self.active:
             existing = {storage._cdata for tensor in inputs for storage in storages_of(tensor)} if func != _LIFT else ()
-            for tensor in tree_leaves(result):
+            taken = self.workspaces.of(func, args, kwargs, result) if self.gpu is None else None
+            sizes = dict(enumerate(taken.results)) if taken else {}
+            for number, tensor in enumerate(tree_leaves(result)):
                 if isinstance(tensor, torch.Tensor):
                     before = len(self.actions)
-                    self._record(tensor, existing)
+                    self._record(tensor, existing, func, sizes.get(number))
                     if func is _TO_COPY:
                         self.casts.update(range(before, len(self.actions)))
-            if self.gpu is not None and inputs and not any(map(self._is_real, inputs)):
+            if taken:
+                self._temporaries([taken.workspace - self._numbers.saved(func, args)])
+                self._numbers.save(func, args, result)
+            elif self.gpu is not None and inputs and not any(map(self._is_real, inputs)):
                 self._kernel(self.gpu, func, args)
         return result
 
+    def _temporaries(self, sizes: list[int]) -> None:
+        blocks = [(("temporary", number), rounded(size, self.round_to)) for number, size in enumerate(sizes) if size]
+        self.actions += [("alloc", *block) for block in blocks]
+        self.actions += [("free", key) for key, _ in blocks]
+
     def _kernel(self, on: Gpu, func, args):
         """Record the memory that the kernel of a GPU takes within itself."""
-        sizes = [rounded(size, self.round_to) for size in cuda_temporaries(func, args)]
-        self.actions += [("alloc", ("temporary", number), size) for number, size in enumerate(sizes)]
-        self.actions += [("free", ("temporary", number)) for number in range(len(sizes))]
+        self._temporaries(cuda_temporaries(func, args))
         thread = "main" if torch._C._current_graph_task_id() == -1 else "backward"
         if func in MATMULS and thread not in self._with_workspace:
             self._with_workspace.add(thread)
@@ -100,36 +114,39 @@ class Storages(TorchDispatchMode):
     def _is_real(self, tensor) -> bool:
         return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
-    def _record(self, tensor, existing):
+    def _record(self, tensor, existing, func, real=None):
+        """Follow the storage of a result, which has as many bytes as its fake one if `real` is None."""
         if not self.counts(tensor):
             return
         for storage in storages_of(tensor):
-            key, size = storage._cdata, rounded(storage.nbytes(), self.round_to)
+            key, size = storage._cdata, storage.nbytes()
             if key not in self._followed:
+                size = rounded(size if real is None else real[1], self.round_to)
                 if key not in existing and size:
                     self.actions.append(("alloc", key, size))
-                    self._follow(storage, size)
-                    self._sums.allocated(key)
+                    self._follow(storage)
+                    self._in_place.allocated(key, func)
             elif self._followed[key][1] != size:  # resized in place
-                self.actions += [("free", key), ("alloc", key, size)]
-                self._follow(storage, size)
+                self.actions += [("free", key), ("alloc", key, rounded(size, self.round_to))]
+                self._follow(storage)
 
     def counts(self, tensor) -> bool:
         return self.follow_real or not self._is_real(tensor)
 
-    def _follow(self, storage, size):
-        self._followed[storage._cdata] = (weakref.ref(storage, lambda _, key=storage._cdata: self._freed(key)), size)
+    def _follow(self, storage):
+        key = storage._cdata
+        self._followed[key] = weakref.ref(storage, lambda _: self._freed(key)), storage.nbytes()
 
     def _freed(self, key):
         del self._followed[key]
-        self._sums.freed(key)
+        self._in_place.freed(key)
         self.actions.append(("free", key))
 
     def load(self, owned):
         """For a GPU, record actions from now on: first the allocation of all resident tensors."""
         if self.gpu is None:
             return
-        self._sums.learn()
+        self._in_place.learn()
         self.active = True
         for storage in owned.in_order_of_loading(self.counts):
             key, size = storage._cdata, rounded(storage.nbytes(), self.round_to)
@@ -139,10 +156,10 @@ class Storages(TorchDispatchMode):
                 self._loaded.append(weakref.ref(storage, lambda _, freed=freed: self.actions.append(freed)))
 
     def after_learning(self, step_fn):
-        """A function that lets `EngineSums` learn under the step's modes, discards its actions, and runs the step."""
+        """A function that lets `InPlace` learn under the step's modes, discards its actions, and runs the step."""
 
         def step():
-            self._sums.learn()
+            self._in_place.learn()
             self.actions.clear()
             self.backward = False
             return step_fn()
@@ -155,7 +172,7 @@ class Storages(TorchDispatchMode):
         for _, storage in owned.gradients(self.counts):
             size = rounded(storage.nbytes(), self.round_to)
             self.before[storage._cdata] = ("gradients", size)
-            self._follow(storage, size)
+            self._follow(storage)
         _ = storage = None
 
         def complete(leaf):

@@ -27,7 +27,7 @@ from ackpt.errors import OffloadError
 
 from .counters import Counters, observers
 from .saved_storages import DeviceStore, ForwardState, OffloadedStorage, live, root_of
-from .store import Folder, Pool, host_memory, no_memory, pinned_memory
+from .store import Folder, Pool, Slabs, host_memory, no_memory, pinned_memory
 from .transport import ShapeTransport, has_no_data, transport_for
 
 __all__ = ["Engine", "observers"]
@@ -147,12 +147,12 @@ class Engine:
         """The counters since the last ``reset_stats``, and the present content of the store.
 
         ``store_bytes``, ``store_peak_bytes``, ``stored``: bytes and storages in the store. ``pool_hits`` and
-        ``pool_misses``: buffers reused and allocated; ``pool_bytes``: bytes of all buffers; ``pageable_bytes``: those
-        that could not be pinned. ``copies_*``, ``bytes_*``: in each direction. ``shared``: saved tensors whose storage
-        the engine had already. ``found``: saved tensors that were on the device when backward read them;
-        ``just_in_time``: those whose copy back started only then. ``stalls``: how often compute waited for a copy.
-        ``seconds_stalled``, ``seconds_copying``: duration of these waits and of the copies, in seconds; on a GPU they
-        are complete once it is synchronized.
+        ``pool_misses``: buffers reused and allocated; ``pool_bytes``: bytes of the memory that all buffers lie in,
+        pinned blocks as torch rounds them; ``pageable_bytes``: of those that could not be pinned. ``copies_*``,
+        ``bytes_*``: in each direction. ``shared``: saved tensors whose storage the engine had already. ``found``: saved
+        tensors that were on the device when backward read them; ``just_in_time``: those whose copy back started only
+        then. ``stalls``: how often compute waited for a copy. ``seconds_stalled``, ``seconds_copying``: duration of
+        these waits and of the copies, in seconds; on a GPU they are complete once it is synchronized.
         """
         with self._lock:
             self._recycle_returned()
@@ -160,7 +160,7 @@ class Engine:
             return self._counters.as_dict() | {
                 "pool_hits": sum(pool.hits for pool in pools),
                 "pool_misses": sum(pool.misses for pool in pools),
-                "pool_bytes": sum(pool.bytes for pool in pools),
+                "pool_bytes": sum(pool.allocated_bytes for pool in pools),
                 "pageable_bytes": sum(pool.fallback_bytes for pool in pools),
             }
 
@@ -213,8 +213,9 @@ class Engine:
         transport = transport_for(device)
         if self._folder is not None:
             return DeviceStore(transport, Pool(self._folder.allocate))
-        allocate = pinned_memory if device.type == "cuda" else host_memory
-        return DeviceStore(transport, Pool(allocate, host_memory, self._max_pinned_bytes))
+        limit = self._max_pinned_bytes
+        allocate = Slabs(pinned_memory, limit) if device.type == "cuda" else host_memory
+        return DeviceStore(transport, Pool(allocate, host_memory, limit))
 
     def _copy_out(self, stored: OffloadedStorage) -> None:
         """Start the copy to the store."""

@@ -10,7 +10,8 @@ import errno
 import mmap
 import os
 import tempfile
-from collections import deque
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -44,6 +45,71 @@ def host_memory(size: int) -> torch.Tensor:
 def pinned_memory(size: int) -> torch.Tensor:
     """Allocate `size` bytes of page-locked host memory, which a GPU can copy to and from while it computes."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+class Slabs:
+    """Cuts pinned buffers from slabs whose sizes are powers of two, since torch rounds every pinned block up to one.
+
+    A size that fills less than 3/4 of its power of two gets slabs for several buffers once there are some of that size.
+    What is left of a slab serves smaller buffers. A slab is freed with the last of its buffers.
+
+    Source: ``CachingHostAllocatorImpl::allocate`` in torch's aten/src/ATen/core/CachingHostAllocator.h.
+
+    Example:
+        >>> from ackpt.offloading.store import Slabs, host_memory
+        >>> slabs = Slabs(host_memory)
+        >>> buffers = [slabs(size) for size in (5 * 4096, 3 * 4096)]
+        >>> slabs.bytes
+        32768
+    """
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor] = pinned_memory, limit: int | None = None):
+        self._allocate, self.limit = allocate, limit
+        self._rests: list[tuple[weakref.ref[torch.UntypedStorage], int, int]] = []  # slab, begin and end of its rest
+        self._cut: Counter[int] = Counter()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all slabs, as the system counts them."""
+        slabs = (slab() for slab, *_ in self._rests)
+        return sum(slab.nbytes() for slab in slabs if slab is not None)
+
+    def added(self, size: int) -> int:
+        """Bytes that a buffer of `size` bytes adds."""
+        return 0 if self._fitting(size) is not None else _power_of_two(size)
+
+    def __call__(self, size: int) -> torch.Tensor:
+        """Allocate `size` bytes."""
+        fitting = self._fitting(size)
+        if fitting is None:
+            whole = _power_of_two(size)
+            several = whole << max(0, min(self._cut[size], 4).bit_length() - 1)
+            if 4 * size > 3 * whole or (self.limit is not None and self.bytes + several > self.limit):
+                several = whole
+            try:
+                slab = self._allocate(several).untyped_storage()
+            except RuntimeError:
+                if several == whole:
+                    raise
+                slab = self._allocate(whole).untyped_storage()
+            self._rests.append((weakref.ref(slab), 0, slab.nbytes()))
+            at = -1
+        else:
+            _, at, slab = fitting
+        reference, begin, end = self._rests.pop(at)
+        self._rests.append((reference, begin + size, end))
+        self._cut[size] += 1
+        return torch.empty(0, dtype=torch.uint8).set_(slab, begin, (size,), (1,))
+
+    def _fitting(self, size: int) -> tuple[int, int, torch.UntypedStorage] | None:
+        """The smallest rest with `size` bytes: its bytes, its place and its slab; None without one."""
+        self._rests = [rest for rest in self._rests if rest[0]() is not None]
+        fitting = [
+            (end - begin, at, slab)
+            for at, (reference, begin, end) in enumerate(self._rests)
+            if end - begin >= size and (slab := reference()) is not None
+        ]
+        return min(fitting, key=lambda rest: rest[0]) if fitting else None
 
 
 def no_memory(size: int) -> None:
@@ -140,7 +206,7 @@ class Pool:
     """A pool of buffers that are allocated once and then reused.
 
     Args:
-        allocate: allocates the bytes of a new buffer.
+        allocate: allocates the bytes of a new buffer; the bytes of `Slabs` count as the system counts them.
         fallback: allocates them if `allocate` fails or `limit` is reached, with one warning (pageable instead of pinned
             memory). Without a fallback the error is raised.
         limit: largest number of bytes that `allocate` may have allocated at one time.
@@ -160,11 +226,12 @@ class Pool:
 
     def __init__(
         self,
-        allocate: Callable[[int], torch.Tensor | None],
+        allocate: Callable[[int], torch.Tensor | None] | Slabs,
         fallback: Callable[[int], torch.Tensor | None] | None = None,
         limit: int | None = None,
     ):
         self._allocate, self._fallback = allocate, fallback
+        self._slabs = allocate if isinstance(allocate, Slabs) else None
         self.limit: int | None = limit
         self._idle: dict[int, deque[Buffer]] = {}
         self._warned = False
@@ -197,6 +264,11 @@ class Pool:
         self.idle_bytes += buffer.size
         self._shrink(self._peak_in_use)
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the memory that all buffers lie in."""
+        return self.bytes if self._slabs is None else self._slabs.bytes + self.fallback_bytes
+
     def clear(self) -> None:
         """Release all idle buffers."""
         self._shrink(0)
@@ -219,7 +291,7 @@ class Pool:
 
     def _new(self, size: int) -> Buffer:
         if self._is_full(size):
-            self._shrink(max(0, self.idle_bytes - size))
+            self._shrink(max(0, self.idle_bytes - size) if self._slabs is None else 0)
         data, is_fallback = None, False
         if self._is_full(size):
             self._warn(f"max_pinned_bytes={self.limit} is reached")
@@ -241,6 +313,8 @@ class Pool:
     def _is_full(self, size: int) -> bool:
         if self.limit is None or self._fallback is None:
             return False
+        if self._slabs is not None:
+            return self._slabs.bytes + self._slabs.added(size) > self.limit
         return self.bytes - self.fallback_bytes + size > self.limit
 
     def _warn(self, cause: str) -> None:
@@ -250,6 +324,11 @@ class Pool:
                 f"offload: {cause}; from here on copies go through pageable memory, correct but without overlap. "
                 "Raise max_pinned_bytes or the limit of locked memory (ulimit -l), or offload less (min_bytes).",
             )
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest power of two that is not less than `size`."""
+    return 1 << (size - 1).bit_length()
 
 
 def _rounded(size: int) -> int:

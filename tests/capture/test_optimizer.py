@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,19 @@ LARGE, SMALL = 4 * 100, 4 * 15  # bytes of the parameters
 BOTH = LARGE + SMALL
 FROZEN = 4 * 7
 COUNTS = 2 * 4  # of steps, one for each parameter
+NUMBER = 8 + 4  # a tensor of a Python number, and the same in the dtype of the other tensor
+
+
+NO_STEP = {"Optimizer", "LBFGS", "SparseAdam"}  # the last two need more than dense gradients
+
+
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
 
 
 def parameters():
@@ -28,13 +43,13 @@ def parameters():
 # (optimizer, its options, bytes of its state, bytes that its step takes beside)
 CASES = [
     (torch.optim.SGD, {}, 0, 0),
-    (torch.optim.SGD, {"momentum": 0.9}, BOTH, 0),
-    (torch.optim.AdamW, {"foreach": False}, 2 * BOTH + COUNTS, 2 * LARGE),  # one parameter after the other
-    (torch.optim.AdamW, {"foreach": True}, 2 * BOTH + COUNTS, BOTH),  # all at once
-    (torch.optim.AdamW, {"fused": True}, 2 * BOTH + COUNTS, 0),
-    (torch.optim.AdamW, {"amsgrad": True}, 3 * BOTH + COUNTS, 2 * LARGE),
-    (torch.optim.Adagrad, {}, BOTH + COUNTS + FROZEN + 4, LARGE + SMALL),  # it has state for all it is given
-    (torch.optim.RMSprop, {"foreach": True}, BOTH + COUNTS, BOTH),
+    (torch.optim.SGD, {"momentum": 0.9}, BOTH, NUMBER),
+    (torch.optim.AdamW, {"foreach": False}, 2 * BOTH + COUNTS, 2 * LARGE + NUMBER),  # one parameter after the other
+    (torch.optim.AdamW, {"foreach": True}, 2 * BOTH + COUNTS, BOTH + NUMBER),  # all at once
+    (torch.optim.AdamW, {"fused": True}, 2 * BOTH + COUNTS, NUMBER),
+    (torch.optim.AdamW, {"amsgrad": True}, 3 * BOTH + COUNTS, 2 * LARGE + NUMBER),
+    (torch.optim.Adagrad, {}, BOTH + COUNTS + FROZEN + 4, LARGE + SMALL + NUMBER),  # it has state for all it is given
+    (torch.optim.RMSprop, {"foreach": True}, BOTH + COUNTS, BOTH + NUMBER),
 ]
 
 
@@ -54,6 +69,49 @@ def test_state_is_that_of_a_real_step(kind, options):
     optimizer.step()
     state = [value for own in optimizer.state.values() for value in own.values() if isinstance(value, torch.Tensor)]
     assert expected == sum(value.numel() * value.element_size() for value in state)
+
+
+KINDS = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and kind.__name__ not in NO_STEP]
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"weight_decay": 0.1}], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_step_allocates_to_the_byte_what_was_promised(kind, options):
+    if not set(options) <= set(inspect.signature(kind).parameters):
+        return
+    low = [nn.Parameter(torch.zeros(6, 6, dtype=torch.bfloat16)), nn.Parameter(torch.ones(()))]
+    leaves = [leaf for leaf in [*parameters(), *low] if leaf.dim() == 2 or kind is not torch.optim.Muon]
+    late = {"t0": 1} if kind is torch.optim.ASGD else {}
+    optimizer = kind(leaves, lr=0.1, **options, **late)
+    state, step = optimizer_bytes(optimizer)
+    for leaf in leaves:
+        leaf.grad = torch.ones_like(leaf) if leaf.requires_grad else None
+    gradients = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
+    measured = ackpt.measure(optimizer.step, resident=(optimizer, *leaves), warmup=8, repeats=0)  # RAdam has a warmup
+    assert measured.dynamic_peak_bytes - gradients == step
+    assert measured.resident_bytes - sum(leaf.nbytes for leaf in leaves) == state
+
+
+@pytest.mark.parametrize("holds_loss", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_the_smallest_budget_includes_the_loss_and_numbers_of_the_optimizer(kind, holds_loss):
+    """The plan also counts the gradient of the loss, 4 bytes, which a caller may hold."""
+    model, x = Squares(), torch.randn(4, 64)
+    optimizer = kind(model.parameters())
+    with pytest.raises(ackpt.BudgetError) as infeasible:
+        ackpt.apply_budget(model, x, budget=1, optimizer=optimizer)
+    ackpt.apply_budget(model, x, budget=infeasible.value.least_bytes, optimizer=optimizer)
+
+    def train():
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        if not holds_loss:
+            del loss
+        optimizer.step()
+
+    measured = ackpt.measure(train, resident=(model, optimizer, x), repeats=0).peak_bytes
+    assert measured == infeasible.value.least_bytes - (4 if holds_loss else 8)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -78,7 +136,7 @@ def tensors(optimizer):
 def test_parameters_need_no_data(where):
     with FakeTensorMode() if where == "fake" else torch.device("meta"):
         leaves = parameters()
-    assert optimizer_bytes(torch.optim.AdamW(leaves)) == (2 * BOTH + COUNTS, 2 * LARGE)
+    assert optimizer_bytes(torch.optim.AdamW(leaves)) == (2 * BOTH + COUNTS, 2 * LARGE + NUMBER)
 
 
 # On a GPU a block has 512 bytes or a multiple: of every tensor here one.
@@ -135,5 +193,5 @@ def test_state_is_resident_and_the_step_is_part_of_the_peak():
     assert other.resident_bytes - one.resident_bytes == 2 * size + 4 == trained.bytes()["optimizer state"]
     # At the end of backward: the output, its gradient, the weight's gradient; then twice as much as that.
     assert one.peak_bytes == 4 * 64 + 4 * 64 + size
-    assert other.peak_bytes == one.peak_bytes + 2 * size
+    assert other.peak_bytes == one.peak_bytes + 2 * size + NUMBER
     assert other.peak_node is None and one.peak_node is not None

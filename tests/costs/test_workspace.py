@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import ackpt
-from ackpt.capture.example_values import stand_in
-from ackpt.costs import workspace
 from ackpt.costs.workspace import disagreements, runs_alone, value_of, workspace_bytes
 from ackpt.graph import PlannedStep, profile, simulate, trace
+from ackpt.metering import run_alone
 from ackpt.metering.meter import MeterError
+from ackpt.metering.run_alone import stand_in
 from ackpt.planning.schedule import everything, lower
 
 
@@ -121,8 +121,8 @@ def test_with_workspaces_the_simulated_peak_is_the_measured_one(name, saves):
 
 def test_the_cost_does_not_grow_with_the_number_of_layers(monkeypatch):
     runs = []
-    count = workspace.count_allocations
-    monkeypatch.setattr(workspace, "count_allocations", lambda function: runs.append(function) or count(function))
+    count = run_alone.count_allocations
+    monkeypatch.setattr(run_alone, "count_allocations", lambda function: runs.append(function) or count(function))
     counts = {}
     for layers in (2, 5):
         graph = trace(Convolutions(layers), *MODELS["convolutions"][1])
@@ -311,5 +311,5 @@ def test_graphs_of_ordinary_models_take_what_they_say(name):
 def test_measured_once_for_a_graph(monkeypatch):
     graph = traced("words")
     expected = workspace_bytes(graph)
-    monkeypatch.setattr(workspace, "count_allocations", None)
+    monkeypatch.setattr(run_alone, "count_allocations", None)
     assert workspace_bytes(graph) == expected

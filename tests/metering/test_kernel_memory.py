@@ -1,6 +1,8 @@
-"""Losses whose scalar takes as many bytes as the model's output: predicted bytes equal measured ones."""
+"""What kernels allocate in addition to the shapes of their results: predicted bytes equal measured ones."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
+from ackpt.metering.kernel_memory import cuda_temporaries
 from ackpt.metering.prediction import predict
+from ackpt.metering.run_alone import in_own_thread, run_operation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,9 +49,123 @@ def test_predicted_as_measured(name, where):
     assert predicted.timeline.live[predicted.timeline.boundary] == measured.timeline.live[measured.timeline.boundary]
 
 
-def test_on_a_gpu_the_scalar_takes_one_block():
+@pytest.mark.parametrize(("loss", "forward"), [("mse_loss", 4), ("smooth_l1_loss", 4), ("huber_loss", 3)])
+def test_on_a_gpu_a_loss_takes_the_memory_of_all_elements(loss, forward):
+    """The model's output, the scalar's storage unless it is `huber_loss`, and while it is computed, all elements."""
     with FakeTensorMode():
         model, x, y = nn.Linear(64, 64), torch.empty(64, 64), torch.empty(64, 64)
-    found = predict(step_of(F.mse_loss, model, x, y), resident=(model, x, y), device="cuda")
-    # The model's output, the loss and the gradient that backward begins with.
-    assert found.timeline.live[found.timeline.boundary] == 64 * 64 * 4 + 2 * 512
+    found = predict(step_of(getattr(F, loss), model, x, y), resident=(model, x, y), device="cuda", round_to=512)
+    scalars = 512 * (2 if loss == "huber_loss" else 1)  # the gradient that backward begins with; a scalar of its own
+    size, live = 64 * 64 * 4, found.timeline.live[: found.timeline.boundary + 1]
+    gradients = live[0]  # of the step before: zero_grad frees them
+    assert live[-1] == (forward - 2) * size + scalars
+    assert max(live[i] for i in range(1, len(live)) if live[i] != gradients) == (forward - 1) * size + scalars - 512
+
+
+ALONE = {
+    "mse_loss": lambda x, y, reduction: (x, y, reduction),
+    "smooth_l1_loss": lambda x, y, reduction: (x, y, reduction, 1.0),
+    "huber_loss": lambda x, y, reduction: (x, y, reduction, 1.0),
+    "soft_margin_loss": lambda x, y, reduction: (x, y, reduction),
+    "binary_cross_entropy": lambda x, y, reduction: (x, y, None, reduction),
+    "binary_cross_entropy_with_logits": lambda x, y, reduction: (x, y, None, None, reduction),
+    "mse_loss_backward": lambda x, y, reduction: (x if not reduction else x.mean(), x, y, reduction),
+    "soft_margin_loss_backward": lambda x, y, reduction: (x if not reduction else x.mean(), x, y, reduction),
+}
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("name", ALONE)
+def test_losses_allocate_on_a_gpu_what_the_same_code_allocates_on_the_cpu(name, reduction):
+    operation = getattr(torch.ops.aten, name).default
+    args = ALONE[name](torch.rand(64, 8), torch.rand(64, 8), reduction)
+    taken, _ = in_own_thread(lambda: run_operation(operation, (args, {})))
+    scalars = taken.workspace % 1024
+    assert scalars <= 16 and taken.workspace - scalars == sum(cuda_temporaries(operation, args))
+
+
+OPERATIONS = {
+    "sort": lambda y: torch.sort(y, -1)[0],
+    "topk": lambda y: torch.topk(y, 3, -1)[0],
+    "unfold": lambda y: y.unfold(0, 3, 1).mean(-1),
+    "absolute value of complex": lambda y: torch.complex(y, y * 2).abs(),
+    "fft": lambda y: torch.fft.fft(y).abs(),
+    "product with an expanded row": lambda y: (y[:1] * 1.5).expand(32, 16) * y,
+    "numbers": lambda y: (y * 2 + 1) / 3 * 0.5,
+    "product in place": lambda y: (y + 1).mul_(2).div_(3),
+    "median": lambda y: y.median(0)[0],
+    "depthwise convolution": lambda y: F.conv1d(y[None], torch.ones(32, 1, 3), groups=32, padding=1),
+    "bicubic": lambda y: F.interpolate(y[None, None], scale_factor=2, mode="bicubic"),
+    "scatter_reduce": lambda y: y.scatter_reduce(0, torch.zeros(32, 16, dtype=torch.long), y, "amax"),
+    "singular values": lambda y: torch.linalg.svdvals(y),
+    "einsum": lambda y: torch.einsum("ab,cb->ac", y, y),
+    "logdet": lambda y: torch.logdet(y.t() @ y + torch.eye(16)),
+    "rows by index": lambda y: y[torch.arange(5), :],
+    "take": lambda y: y.take(torch.arange(5)),
+    "other dtypes": lambda y: (y.bfloat16() @ y.bfloat16().t()).float() + y.double().sum(),
+    "batch norm": lambda y: F.batch_norm(y, None, None, training=True),
+    "solve": lambda y: torch.linalg.solve(y[:16] + 16 * torch.eye(16), y[:16]),
+}
+
+
+def of_operation(operation, fake: bool):
+    with FakeTensorMode() if fake else contextlib.nullcontext():
+        torch.manual_seed(0)
+        model, x = nn.Linear(16, 16), torch.randn(32, 16)
+        return (predict if fake else ackpt.measure)(
+            lambda: operation(model(x)).sum().backward(), resident=(model, x), **({} if fake else {"repeats": 0})
+        )
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_workspaces_and_saved_numbers_are_predicted_on_the_cpu(name):
+    predicted = of_operation(OPERATIONS[name], True)
+    assert predicted.unknown_workspace == ()
+    assert predicted.peak_bytes == of_operation(OPERATIONS[name], False).peak_bytes
+
+
+def test_a_product_keeps_its_number_until_its_gradient_is_computed():
+    """The result of exp, which its own derivative reads, and the number; the product is free."""
+    with FakeTensorMode():
+        x = torch.empty(4, requires_grad=True)
+    predicted = predict(lambda: (x.exp() * 2).sum().backward(), resident=(x,), warmup=0)
+    sums = 2 * 4  # the sum, and the gradient of 1 that backward begins with
+    assert predicted.timeline.live[predicted.timeline.boundary] == 16 + 8 + sums
+
+
+def test_operations_that_do_not_run_are_named():
+    with FakeTensorMode():
+        x = torch.empty(1 << 25, requires_grad=True)
+    predicted = predict(lambda: x.cumsum(0).mul(2).sum().backward(), resident=(x,), warmup=0)
+    assert "aten.cumsum.default" in predicted.unknown_workspace
+    assert not {"aten.mul.Tensor", "aten.ones_like.default"} & {*predicted.unknown_workspace}
+    assert "without the workspace of aten." in repr(predicted)
+    assert predicted.to_json()["unknown_workspace"] == [*predicted.unknown_workspace]
+
+
+UNKNOWN = {
+    "CumprodBackward0": lambda y: y.cumprod(1),
+    "ProdBackward1": lambda y: y.prod(1),
+    "aten.nanmedian.default": lambda y: y.nanmedian(),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_operations_that_depend_on_values_are_named(name):
+    assert of_operation(UNKNOWN[name], True).unknown_workspace == (name,)
+
+
+@torch.library.custom_op("kernel_memory_test::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("a prediction must not run the user's code")
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def test_operations_of_the_user_do_not_run():
+    with FakeTensorMode():
+        x = torch.empty(4)
+    assert predict(lambda: doubled(x), resident=(x,)).unknown_workspace == ("kernel_memory_test.doubled.default",)

@@ -192,7 +192,7 @@ def test_resized_storage():
         y.resize_(1000)
         del y
 
-    assert predict(step, resident=(x,), warmup=0).timeline.live == (0, 400, 0, 4000, 0)
+    assert predict(step, resident=(x,), warmup=0).timeline.live == (0, 400, 412, 400, 0, 4000, 0)
 
 
 def on_a_fake_gpu():

@@ -103,7 +103,7 @@ with FakeTensorMode():
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="with CUDA, fake CUDA tensors can require grad")
 def test_fake_cuda_tensors_end_the_process():
-    """The reason for `cuda_choices` and `attention_choices`. If this fails, predict on fake CUDA tensors instead."""
+    """The reason for `cuda_choices`. If this fails, predict on fake CUDA tensors instead."""
     finished = subprocess.run([sys.executable, "-c", FAKE_CUDA], capture_output=True, text=True, check=False)
     assert finished.returncode != 0 and "not linked with support for cuda devices" in finished.stderr
 
@@ -415,7 +415,8 @@ def test_optimizers_choose_foreach_as_for_parameters_on_a_gpu():
 
         return predicted(step, layers, optimizer, x, device=device, round_to=1).dynamic_peak_bytes
 
-    assert peak("cuda") == peak("cuda", foreach=True) > peak("cuda", foreach=False) == peak("cpu")
+    assert peak("cuda") == peak("cuda", foreach=True) > peak("cuda", foreach=False)
+    assert peak("cuda", foreach=False) == peak("cpu") - 12  # the CPU makes a tensor of the number that it divides by
 
 
 def test_a_gpu_has_peaks_of_its_allocator_and_of_phases():

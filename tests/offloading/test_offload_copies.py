@@ -253,3 +253,24 @@ def test_a_part_counts_with_its_own_bytes():
     assert counts(chosen.engine, "copies_out", "bytes_out") == {"copies_out": 1, "bytes_out": 2048}
     loss.backward()
     assert x.grad.sum() == 8 * 612
+
+
+ROWS = {
+    "expanded row": (lambda x: x[:1].expand(32, 16), 64),
+    "row of a larger tensor": (lambda x: x[3:4].expand(32, 16), 64),
+    "expanded number": (lambda x: x[0, 0].expand(32, 16), 4),
+    "column": (lambda x: x[:, :1].expand(32, 16), 32 * 64),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_view_is_copied_from_its_first_to_its_last_element(name):
+    view, size = ROWS[name]
+    chosen = ackpt.offload_saved_tensors("sync", min_bytes=0, keep_last=0)
+    chosen.engine.reset_stats()
+    weight, x = torch.ones(32, 16, requires_grad=True), torch.arange(512.0).reshape(32, 16)
+    with chosen:
+        loss = (view(x.clone()) * weight).sum()
+    assert counts(chosen.engine, "copies_out", "bytes_out") == {"copies_out": 1, "bytes_out": size}
+    loss.backward()
+    assert torch.equal(weight.grad, view(x))

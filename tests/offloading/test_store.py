@@ -1,16 +1,18 @@
 """Buffers of the store: sizes, reuse, the limit, failed allocations, and files without names."""
 
+import itertools
 import os
 import random
 import re
 import stat
+import weakref
 
 import pytest
 import torch
 
 from ackpt.errors import OffloadError
 from ackpt.offloading.cpu_streams import Stream
-from ackpt.offloading.store import PAGE, Buffer, Folder, Pool, host_memory, no_memory, pinned_memory
+from ackpt.offloading.store import PAGE, Buffer, Folder, Pool, Slabs, host_memory, no_memory, pinned_memory
 
 KIB = 1 << 10
 
@@ -268,6 +270,70 @@ def test_pinned_memory_is_refused_by_name_where_there_is_no_gpu():
     else:
         with pytest.raises(RuntimeError):
             pinned_memory(PAGE)
+
+
+class Pinned:
+    """Replaces `pinned_memory`: rounds every block up to a power of two, and refuses more than `most` bytes."""
+
+    def __init__(self, most=1 << 40):
+        self.most, self.blocks = most, []
+
+    def __call__(self, size):
+        block = torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8)
+        if self.live() + block.numel() > self.most:
+            raise RuntimeError("CUDA error: out of memory")
+        self.blocks.append(weakref.ref(block.untyped_storage()))
+        return block[:size]
+
+    def live(self):
+        return sum(block().nbytes() for block in self.blocks if block() is not None)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pinned_bytes_are_counted_as_torch_rounds_them(seed):
+    pinned, rng = Pinned(), random.Random(seed)
+    pool, used = Pool(Slabs(pinned), host_memory), []
+    for _ in range(500):
+        if used and rng.random() < 0.5:
+            pool.give(used.pop(rng.randrange(len(used))))
+        elif len(used) < 12:
+            used.append(pool.take(rng.choice((9, 10, 33, 65, 100)) * KIB))
+        assert pool.allocated_bytes == pinned.live() >= pool.bytes
+    places = sorted((buffer.bytes.data_ptr(), len(buffer.bytes)) for buffer in used)
+    assert all(begin + size <= after for (begin, size), (after, _) in itertools.pairwise(places))
+    used.clear()
+    pool.clear()
+    assert pool.idle_bytes == pinned.live() == 0
+
+
+def test_slabs_for_several_buffers_waste_little():
+    pinned = Pinned()
+    pool = Pool(Slabs(pinned), host_memory)
+    kept = [pool.take(68 * KIB) for _ in range(41)]  # in blocks of their own 41 * 128 KiB
+    assert kept[0].size == 72 * KIB and pinned.live() == (1 + 1 + 2 + 6 * 4) * 128 * KIB
+    slabs = [pool.take(size * KIB).bytes.untyped_storage().nbytes() for size in (100, 48)]  # in what is left
+    assert slabs == [512 * KIB, 128 * KIB] and pool.allocated_bytes == 28 * 128 * KIB
+
+
+def test_the_limit_holds_for_pinned_bytes_as_torch_rounds_them():
+    pinned = Pinned()
+    pool = Pool(Slabs(pinned, 256 * KIB), host_memory, 256 * KIB)
+    with pytest.warns(UserWarning, match="max_pinned_bytes=262144 is reached") as warned:
+        buffers = [pool.take(72 * KIB) for _ in range(4)]
+    assert [buffer.is_fallback for buffer in buffers] == [False, False, True, True] and len(warned) == 1
+    assert pinned.live() == 256 * KIB and pool.allocated_bytes == 256 * KIB + 2 * 72 * KIB
+    assert not pool.take(48 * KIB).is_fallback  # what is left of a slab
+
+
+def test_where_a_slab_for_several_is_refused_one_for_a_single_buffer_is_tried():
+    pinned = Pinned(most=384 * KIB)
+    pool = Pool(Slabs(pinned), host_memory)
+    with pytest.warns(UserWarning, match="host memory failed .CUDA error: out of memory.*pageable memory") as warned:
+        buffers = [pool.take(72 * KIB) for _ in range(5)]
+    assert [buffer.is_fallback for buffer in buffers] == [False, False, False, True, True] and len(warned) == 1
+    for number, buffer in enumerate(buffers):
+        buffer.bytes.fill_(number)
+    assert [int(buffer.bytes.max()) for buffer in buffers] == [int(b.bytes.min()) for b in buffers] == [0, 1, 2, 3, 4]
 
 
 def test_tensors_without_data_get_no_memory():

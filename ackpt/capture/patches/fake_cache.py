@@ -25,8 +25,6 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from ackpt.metering.cuda_choices import imitates_cuda
-
 _MAKE_ENTRY = FakeTensorMode._make_cache_entry
 _Bypass = fake_tensor._BypassDispatchCache
 _TOO_EARLY = "it was not computed often enough"
@@ -55,7 +53,6 @@ def exact_cache(fake_mode=None):
 def _settings() -> tuple:
     """What results depend on in addition to operation and arguments."""
     return (
-        imitates_cuda(),
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.mkldnn.enabled,

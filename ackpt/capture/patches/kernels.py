@@ -61,12 +61,13 @@ def _put(rules) -> None:
                 table[operation] = rule
 
 
-def _corrected(correct):
-    """A rule for operations on a CPU: ``correct(results, *args)`` of the results of torch's own rule."""
+def _corrected(correct, devices=("cpu",)):
+    """A rule for operations on these devices: ``correct(results, *args)`` of the results of torch's own rule."""
+
     def rule(fake_mode, operation, *args, **kwargs):
         with _rules([{operation: table[operation]} for table in _TORCHS]), fake_mode:
             results = operation(*args, **kwargs)
-            return correct(results, *args) if args[0].device.type == "cpu" else results
+            return correct(results, *args) if args[0].device.type in devices else results
 
     return rule
 
@@ -241,8 +242,8 @@ _OURS = {
     aten.masked_fill.Tensor: _corrected(_contiguous_first),
     **{resize.default: _corrected(_in_format_of_input) for resize in _RESIZED},
     aten._prelu_kernel.default: _corrected(_prelu),
-    **{loss: _corrected(in_whole_memory) for loss in LOSSES},
-    aten.binary_cross_entropy.default: _corrected(_binary_cross_entropy),
+    **{loss: _corrected(in_whole_memory, ("cpu", "cuda")) for loss in LOSSES},
+    aten.binary_cross_entropy.default: _corrected(_binary_cross_entropy, ("cpu", "cuda")),
     **{resize.default: _resize_backward for resize in _RESIZES},
     aten._grouped_mm.default: _grouped_product,
     aten.col2im.default: _corrected(_fold),

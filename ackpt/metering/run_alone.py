@@ -1,0 +1,170 @@
+"""Run a function or one operation and count the bytes that it allocates, on the CPU or a CUDA device.
+
+`workspaces` does this for the operations of a predicted step, and `ackpt.costs.workspace` for those of a graph, each
+different one once, with made-up arguments. `ackpt.costs.operation_runs` uses the values that the graph computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
+from torch._C._profiler import _ExperimentalConfig
+from torch.autograd import ProfilerConfig, ProfilerState
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from .cpu_meter import no_collection
+from .timeline import MeterError
+
+# Integers, and whether square matrices are the identity: 0 is valid as an index of anything, 1 as a divisor, and the
+# identity for operations that require a positive definite matrix.
+_FILLS = ((0, False), (1, False), (0, True))
+
+
+@dataclass(frozen=True)
+class Allocations:
+    """What one run of an operation allocated, in bytes.
+
+    ``workspace``: the peak beyond what is still allocated at the end; ``left``: the latter, its new results;
+    ``results``: of each result the dtype and the bytes of its storage, None for what is not a tensor.
+    """
+
+    workspace: int
+    left: int
+    results: tuple[tuple[torch.dtype, int] | None, ...]
+
+
+def in_own_thread(function: Callable[[], Any], devices=()) -> Any:
+    """`function()`, called in a new thread without gradients; the caller's RNG states stay as they are.
+
+    In that thread the caller's autocast, fake tensors, FLOP counters and profilers have no effect. `devices`: GPUs
+    whose RNG states the function may change, besides the CPU's.
+    """
+
+    threads = torch.get_num_threads()
+
+    def run():
+        torch.set_num_threads(threads)  # OpenMP's setting belongs to the thread, and workspaces depend on it
+        with torch.no_grad(), no_collection():
+            return function()
+
+    with torch.random.fork_rng(devices), ThreadPoolExecutor(1) as executor:
+        return executor.submit(run).result()
+
+
+def count_allocations(function: Callable[[], Any], on_cuda: bool = False) -> tuple[Any, Allocations]:
+    """The result of `function`, and what it allocated: in this thread on the CPU, or on the current CUDA device."""
+    result, live, peak = (_on_cuda if on_cuda else _on_cpu)(function)
+    return result, Allocations(peak - live, live, _results(result))
+
+
+def run_operation(target, call, runs: int = 2) -> tuple[Allocations, Any]:
+    """What an operation allocates, and its result without data; the first of all runs may fill permanent caches.
+
+    ``call`` is (args, kwargs); its tensors need no data. Raises the operation's own error if it fails with all fills.
+    """
+    leaves, spec = tree_flatten(call)
+    reasons = []
+    for fill in _FILLS:
+        try:
+            for _ in range(runs):
+                args, kwargs = tree_unflatten([_made(leaf, *fill) for leaf in leaves], spec)
+                result, taken = count_allocations(lambda: target(*args, **kwargs))  # noqa: B023
+            return taken, tree_map(shape_only, result)
+        except (RuntimeError, IndexError) as error:
+            reasons.append(error.with_traceback(None))  # its frames would keep the arguments
+    try:
+        raise reasons[0]
+    finally:
+        reasons.clear()
+
+
+def stand_in(value: torch.Tensor, fill: int = 0, device="cpu") -> torch.Tensor:
+    """A tensor like `value`, filled with 0.5 if it holds floats, with True if bools, otherwise with `fill`.
+
+    Its storage, strides and offset are those of `value`, since some operations copy the whole storage of a view.
+    """
+    floats = value.is_floating_point() or value.is_complex()
+    filled = 0.5 if floats else True if value.dtype is torch.bool else fill
+    size = value.untyped_storage().nbytes() // value.element_size()
+    whole = torch.empty(size, dtype=value.dtype, device=device).fill_(filled)
+    return flagged(whole.as_strided(value.shape, value.stride(), value.storage_offset()), value)
+
+
+def flagged(made: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`made` with the conjugate and negative bits of `value`."""
+    made = made.conj() if value.is_conj() else made
+    return made._neg_view() if value.is_neg() else made
+
+
+def shape_only(value):
+    return stand_in(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def _made(leaf, fill: int, as_identity: bool):
+    if isinstance(leaf, torch.Tensor):
+        made = stand_in(leaf, fill, "cpu")
+        if as_identity and made.is_floating_point() and made.dim() > 1 and made.shape[-1] == made.shape[-2]:
+            made.copy_(torch.eye(made.shape[-1]))
+        return made
+    return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
+
+
+def signature(target, call) -> tuple:
+    """The properties that two calls must share to allocate the same bytes."""
+    leaves, spec = tree_flatten(call)
+    return target, spec, tuple(map(described, leaves))
+
+
+def described(leaf):
+    if isinstance(leaf, torch.Tensor):
+        layout = tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.untyped_storage().nbytes()
+        return leaf.dtype, *layout, leaf.is_conj(), leaf.is_neg()
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str)):
+        return type(leaf), repr(leaf)
+    return type(leaf), leaf
+
+
+def _on_cpu(function) -> tuple[Any, int, int]:
+    # The older of torch's profilers belongs to one thread: it also works while the user's profiler runs in another.
+    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    _enable_profiler_legacy(config)
+    try:
+        result = function()
+    finally:
+        records = _disable_profiler_legacy()
+    live = peak = 0
+    for record in (record for thread in records for record in thread):
+        if record.kind() == "memory_alloc":
+            live += record.cpu_memory_usage()
+            peak = max(peak, live)
+    return result, live, peak
+
+
+def _on_cuda(function) -> tuple[Any, int, int]:
+    """By the caching allocator's counters; this resets its peak."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = function()
+    torch.cuda.synchronize()
+    return result, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+
+
+def _results(value) -> tuple[tuple[torch.dtype, int] | None, ...]:
+    return tuple(
+        (leaf.dtype, leaf.untyped_storage().nbytes()) if isinstance(leaf, torch.Tensor) else None
+        for leaf in tree_leaves(value)
+    )
+
+
+def cannot_run(node, where: str, error: Exception, advice: str) -> MeterError:
+    """The error for a `node` that fails when it runs alone; `where` continues "does not run"."""
+    module = node.module or "the model itself"
+    return MeterError(
+        f"{node.name} ({node.target}) of module {module!r} does not run{where}: {str(error).splitlines()[0]}. {advice}"
+    )
