@@ -20,9 +20,10 @@ _INTERVAL_SECONDS = 0.2
 
 
 class _Line:
-    """The line; ``stage`` is what it says."""
+    """The line; ``stage`` is what it says, after ``about``, the larger work that the stage belongs to."""
 
     stage = "planning"
+    about = ""
 
     def __init__(self, stream: Any):
         self.stream, self.start = stream, time.time()
@@ -51,7 +52,7 @@ class _Line:
                 bar.set_description_str(self._text())
 
     def _text(self) -> str:
-        return f"ackpt: {self.stage}"
+        return f"ackpt: {self.about}{self.stage}"
 
 
 class _Current(threading.local):
@@ -92,6 +93,20 @@ def stage(text: str) -> None:
     """Say what happens now."""
     if _current.line is not None:
         _current.line.stage = text
+
+
+@contextlib.contextmanager
+def about(text: str) -> Iterator[None]:
+    """Inside, the line is shown, and says `text` before every stage."""
+    with shown():
+        line = _current.line
+        if line is not None:
+            was, line.about = line.about, f"{text}: "
+        try:
+            yield
+        finally:
+            if line is not None:
+                line.about = was  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
 def counted(items: Iterable[T], text: str) -> Iterator[T]:

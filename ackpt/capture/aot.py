@@ -83,6 +83,13 @@ class Capture:
         """Whether the values and tensors that the model's code refers to are as in the capture."""
         return self.reads.are_same() and list(map(tensor_facts, self.held)) == self._held_facts
 
+    @property
+    def gradient_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the outputs that backward begins with."""
+        inputs = self.joint.graph_module.graph.find_nodes(op="placeholder")
+        tangents = [node.meta["val"] for node in inputs if type(node.meta.get("desc")).__name__ == "TangentAOTInput"]
+        return [tuple(tangent.shape) for tangent in tangents]
+
     def first_change(self) -> str:
         """The first value or tensor that differs from the capture, in words; empty if none does."""
         label = self.reads.first_change()

@@ -26,10 +26,16 @@ from .closures_that_ran import Closures
 from .value_walk import Value, Walk, closes_over, is_of_model, said
 
 _CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator.__code__
-_SEEDING = frozenset(("manual_seed", "seed", "set_rng_state"))
+_NOT_REPEATED = "which a captured step would not repeat."
+_REGIONS = f"{_NOT_REPEATED} Plan with regions=True, which runs the forward itself."
+_NOTES = {  # after the name of each function that seeds
+    "manual_seed": f", {_REGIONS}",
+    "set_rng_state": f", as torch.random.fork_rng does, {_REGIONS}",
+    "seed": f", {_NOT_REPEATED}",
+}
 _RANDOM = os.path.abspath(torch.random.__file__)
 _FOLDER = os.path.dirname(_RANDOM) + os.sep
-_WRAPPERS = _RANDOM, _FOLDER + "_compile.py", _FOLDER + "_dynamo" + os.sep
+_WRAPPERS = _RANDOM, _FOLDER + "_compile.py", _FOLDER + "_dynamo" + os.sep, contextlib.__file__  # for fork_rng
 
 
 class Reads:
@@ -72,7 +78,7 @@ class Reads:
                 self._closures.add(frame)
             if id(code) in seen:
                 return
-            if code.co_name in _SEEDING and code.co_filename == _RANDOM:
+            if code.co_name in _NOTES and code.co_filename == _RANDOM:
                 if _is_by_model(frame):
                     seeds.append((code.co_name, torch.default_generator.get_state()))
                 return  # every call of these counts
@@ -103,8 +109,8 @@ class Reads:
                 torch.set_rng_state(seeds[0][1])
         if seeds:
             raise TraceError(
-                f"the forward calls torch.{seeds[0][0]}, which a captured step would not repeat. Draw such numbers "
-                "once and store them in a buffer, or pass them as an argument."
+                f"the forward calls torch.{seeds[0][0]}{_NOTES[seeds[0][0]]} Draw such numbers once and store them in "
+                "a buffer, or pass them as an argument."
             )
         if drawn:
             raise repeated_draws(drawn[0])
