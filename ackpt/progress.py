@@ -7,6 +7,7 @@ in notebooks and pipes, and while `ackpt.measure` runs.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import threading
 import time
@@ -41,15 +42,19 @@ class _Line:
     def _write(self) -> None:
         if self._is_done.wait(_DELAY_SECONDS):
             return
-        from tqdm import tqdm  # only here: importing ackpt does not need it
+        width = 0
+        while True:
+            minutes, seconds = divmod(int(time.time() - self.start), 60)
+            text = f"{self._text()} [{minutes:02}:{seconds:02}]"[: shutil.get_terminal_size().columns - 1]
+            self._put(text.ljust(width))
+            width = len(text)
+            if self._is_done.wait(_INTERVAL_SECONDS):
+                self._put(f"{' ' * width}\r")
+                return
 
-        class Bar(tqdm):
-            monitor_interval = 0  # no second thread that remains
-
-        with Bar(desc=self._text(), bar_format="{desc} [{elapsed}]", file=self.stream, leave=False) as bar:
-            bar.start_t = self.start
-            while not self._is_done.wait(_INTERVAL_SECONDS):
-                bar.set_description_str(self._text())
+    def _put(self, text: str) -> None:
+        self.stream.write(f"\r{text}")
+        self.stream.flush()
 
     def _text(self) -> str:
         return f"ackpt: {self.about}{self.stage}"

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from ackpt.capture.inspection.calls import CHECKPOINTS
 from ackpt.capture.inspection.model_checks import check_keywords, check_model
 from ackpt.capture.patches.recurrent import keep_for_backward
 from ackpt.errors import TraceError
@@ -84,7 +85,7 @@ def captured_graph(
     graph = (joint_graph if instance is None else described_graph)(
         module,
         has_data=captured.has_data,
-        made_for=captured.made_for,
+        made_for={**captured.made_for, **({CHECKPOINTS: "left out"} if captured.reads.has_checkpoints else {})},
         as_compiled=compared(captured, module, model, args, kwargs) if captured.reason else None,
         keeps_outputs=captured.keeps_outputs,
     )

@@ -224,7 +224,7 @@ def configuration(arguments, **changes):
             dtype=DTYPES[dtype],
             lora=Lora.parsed(arguments.lora) if arguments.lora else None,
         ),
-        autocast=dtype_called(arguments.autocast or "float32", what="a known dtype"),
+        autocast=dtype_called(arguments.autocast or "float32"),
         optimizer=arguments.optimizer,
         device=arguments.device_profile,
         budget=arguments.budget,

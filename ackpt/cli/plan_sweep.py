@@ -74,8 +74,7 @@ def run(config: PlanConfig, sweep: Sweep) -> Rows:
     Raises:
         ValueError: for a step that cannot be built or captured.
     """
-    for value in sweep.values:  # refuse a value before the work for those before it
-        changed = sweep.of(config, value)
+    for changed in (sweep.of(config, value) for value in sweep.values):  # refused before the work for other values
         if sweep.option != DEVICE:
             training_step(changed.step)
     rows: Rows = {}

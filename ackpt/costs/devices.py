@@ -100,8 +100,8 @@ def _rates(half: float, single: float, double: float = 0.0, bfloat16: bool = Tru
 
 _SHEET = "Tensor Core GPU data sheet"
 _SPARSE = "half of the rates with sparsity"
-# GiB that torch reports for each GPU, as in messages of public issues: "GPU 0 has a total capacity of 23.64 GiB". Drivers
-# differ by up to 0.2 GiB. A card without a message has those of the same chip with as much memory in the data sheet.
+# GiB that torch reports for each GPU, as in public messages: "GPU 0 has a total capacity of 23.64 GiB". Drivers differ
+# by up to 0.2 GiB. A card without a message has those of the same chip with as much memory in the data sheet.
 _ISSUE = "https://github.com/"
 _H100 = 79.11, f"{_ISSUE}NVIDIA-NeMo/RL/issues/2814"
 _A100_40G = 39.39, f"{_ISSUE}bottlerocket-os/bottlerocket/pull/3873"

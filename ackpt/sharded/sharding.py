@@ -76,8 +76,8 @@ class Group:
 class GroupBytes:
     """Bytes that FSDP2 allocates for one group, on one rank.
 
-    ``shards``: its parameters, which are resident, one of the ``blocks`` each. ``cast``: its shards in the model's dtype, 0 if they
-    have it. ``gather``: the buffer of an all-gather, ``unsharded``: the parameters that are copied out of it.
+    ``blocks``: of its parameters; ``shards``: their sum, which is resident. ``cast``: its shards in the model's dtype,
+    0 if they have it. ``gather``: the buffer of an all-gather, ``unsharded``: the parameters that are copied out of it.
     ``reduce``: the buffer of a reduce-scatter, ``received``: what that returns, ``reduced``: the shards of the
     gradients, 0 if these are what it returns. ``scratch_gather``, ``scratch_reduce``, ``padded``: copies on the CPU.
     """

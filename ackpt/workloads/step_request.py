@@ -20,11 +20,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _SHORT = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
-def dtype_called(name: str, option: str = "", what: str = "a dtype") -> str:
+def dtype_called(name: str, option: str = "") -> str:
     """The key of `DTYPES` for `name`, which may be short or begin with ``torch.``.
 
     Raises:
-        ValueError: for any other name, the value of `option`; `what`: a dtype of something.
+        ValueError: for any other name, the value of `option`.
 
     Example:
         >>> dtype_called("bf16"), dtype_called("torch.float16")
@@ -33,7 +33,7 @@ def dtype_called(name: str, option: str = "", what: str = "a dtype") -> str:
     bare = name.removeprefix("torch.")
     known = _SHORT.get(bare, bare)
     if known not in DTYPES:
-        raise ValueError(f"{option}{name!r} is not {what}{did_you_mean(bare, DTYPES)}: choose from {', '.join(DTYPES)}")
+        raise ValueError(f"{option}{name!r} is not a dtype{did_you_mean(bare, DTYPES)}: choose from {', '.join(DTYPES)}")
     return known
 
 

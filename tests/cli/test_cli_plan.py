@@ -202,8 +202,9 @@ def test_where_no_plan_fits_the_minimum_the_room_and_what_would_help_are_said():
     room = found.device.memory_bytes - found.memory.context
     with pytest.raises(ackpt.BudgetError) as refused:
         found.that_fits()
-    _, _, _, verdict, *helps = plan_report.text(found).splitlines()[-6:]
-    assert verdict == (
+    lines = plan_report.text(found).splitlines()
+    helps = lines[-3:]
+    assert lines[-4] == (
         f"no plan fits: the one with the smallest peak reserves {readable(refused.value.least_bytes)}, and the context "
         f"leaves {room / 2**30:.1f} GiB"
     )
@@ -411,7 +412,7 @@ def test_what_fits_nowhere_is_planned_here(capsys):
         ([*BERT, "--dtype", "int8"], "'int8' is not a dtype"),
         ([*BERT, "--dtype", "bfloat"], "'bfloat' is not a dtype (did you mean 'bfloat16'?): choose from float32"),
         ([*BERT, "--budget", "22G"], "'22G' is not a budget (did you mean '22GiB' or '22GB'?)"),
-        ([*BERT, "--autocast", "int8"], "'int8' is not a known dtype"),
+        ([*BERT, "--autocast", "int8"], "'int8' is not a dtype"),
         (
             [*BERT, "--optimizer", "lion"],
             "the state of optimizer 'lion' is not known: choose from adamw, adamw-fused, adamw-for-loop, adamw-8bit",

@@ -18,6 +18,7 @@ from ackpt.metering.meter import memory_format
 
 _MODE, _TRAINING, _EVALUATION = "mode", "training", "evaluation"
 MACHINE = "machine"  # given only where it is not the one that plans
+CHECKPOINTS = "torch.utils.checkpoint"  # given only where the model calls it
 _LONGEST = 60  # characters of an argument that is not a tensor
 _EVALUATE = (
     "The model was in training mode then and is in evaluation mode now, but gradients are on: run evaluation under "

@@ -134,8 +134,8 @@ def warn_of_evaluation(model: nn.Module) -> None:
     """Warn if the step of `model` is planned while no module of it is in training mode."""
     if not any(module.training for module in model.modules()):
         warn(
-            f"the model is in evaluation mode, as from_pretrained returns it: this plans {type(model).__name__} without "
-            "dropout, and training captures and plans it again. Call model.train() before."
+            f"the model is in evaluation mode, as from_pretrained returns it: {type(model).__name__} is planned "
+            "without dropout, and captured again when it trains. Call model.train() before."
         )
 
 
