@@ -91,10 +91,9 @@ def _data(model: ShardedModel, sharding: Sharding, plan) -> dict:
     device = None
     if model.device is not None:
         memory = model.memory(plan)
-        unknown = dict.fromkeys(("modelled_seconds", "smallest_budget_of_full"))
-        unknown["memory"] = None if memory is None else dataclasses.asdict(memory)
         device = {"name": model.device.name, "memory_bytes": model.device.memory_bytes, "fits": fits(model, plan)}
-        device |= unknown
+        device |= dict.fromkeys(("modelled_seconds", "smallest_budget_of_full"))
+        device["memory"] = None if memory is None else dataclasses.asdict(memory)
     return {
         **step,
         "note": NOTE,

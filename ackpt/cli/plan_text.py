@@ -181,9 +181,13 @@ def _verdict(planned: Planned) -> list[str]:
 
 
 def _helps(planned: Planned, room: int) -> list[str]:
-    """Up to three changes of the model or the loop that reduce the peak the most, those within `room` bytes first."""
-    best = sorted(explanation(planned).suggestions, key=lambda each: (each.peak_bytes > room, each.peak_bytes))[:3]
-    return [f"would help: {each.title}: peak {memory_format(each.peak_bytes)}; {each.fix}" for each in best]
+    """Up to three changes of the model or the loop whose simulated peak is within `room` bytes; else the best one."""
+    best = sorted(explanation(planned).suggestions, key=lambda each: each.peak_bytes)
+    within = [each for each in best if each.peak_bytes <= room][:3]
+    return [
+        f"would help: {each.title}: peak {memory_format(each.peak_bytes)}{'' if within else ', not enough'}; {each.fix}"
+        for each in within or best[:1]
+    ]
 
 
 def _least_of_full(planned: Planned) -> int | None:

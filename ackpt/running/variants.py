@@ -147,8 +147,9 @@ class Variants:
                 if was is None:
                     raise
                 raise PlanError(f"{error} {another_plan(was, made_for, cause)}") from None
-            more = (sliced(call.args, call.kwargs), was and other_bytes(was, made_for, error.budget, cause))
-            raise BudgetError(" ".join(filter(None, (str(error), *more))), error.least_bytes, error.budget) from None
+            earlier = "" if was is None else other_bytes(was, made_for, error.budget, cause)
+            said = " ".join(filter(None, (str(error), sliced(call.args, call.kwargs), earlier)))
+            raise BudgetError(said, error.least_bytes, error.budget) from None
         self._last = call.facts, made_for, variant
         if self.on_plan is not None:
             self.on_plan(self.plan)

@@ -33,7 +33,8 @@ def dtype_called(name: str, option: str = "") -> str:
     bare = name.removeprefix("torch.")
     known = _SHORT.get(bare, bare)
     if known not in DTYPES:
-        raise ValueError(f"{option}{name!r} is not a dtype{did_you_mean(bare, DTYPES)}: choose from {', '.join(DTYPES)}")
+        close = did_you_mean(bare, DTYPES)
+        raise ValueError(f"{option}{name!r} is not a dtype{close}: choose from {', '.join(DTYPES)}")
     return known
 
 

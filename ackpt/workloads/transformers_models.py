@@ -99,7 +99,8 @@ def _config(transformers, request: StepRequest):
         ):
             raise ValueError(
                 f"transformers {transformers.__version__} has no configuration class {name!r}, and there is no such "
-                "file: write hf:GPT2Config, hf:LlamaConfig or hf:path/to/config.json"
+                "file: write hf:GPT2Config, hf:LlamaConfig or hf:path/to/config.json. Nothing is downloaded: save the "
+                "config.json of a model on the Hub first"
             )
     config = _made(name, lambda: config_class.from_dict(given))
     settable = {key for key, value in inspect.getmembers(config_class) if isinstance(value, property) and value.fset}

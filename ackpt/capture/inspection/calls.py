@@ -6,7 +6,7 @@ messages; no decision depends on them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -123,16 +123,16 @@ def _arguments(args, kwargs) -> Iterator[tuple[str, str]]:
             yield where, f"{_dtype(leaf)} {list(leaf.shape)}{_device(leaf)}{needs_grad}"
 
 
-def call_arguments(batch) -> tuple[Sequence[Any], dict[str, Any]]:
+def call_arguments(batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of a model from a batch: a mapping, a tuple or list, or one argument.
 
     Example:
         >>> call_arguments({"x": 1}), call_arguments([1, 2]), call_arguments(3)
-        (((), {'x': 1}), ([1, 2], {}), ((3,), {}))
+        (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
     """
     if isinstance(batch, Mapping):
         return (), dict(batch)
-    return (batch, {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
 
 
 def sliced(args, kwargs) -> str:
