@@ -47,10 +47,10 @@ class Uncovered:
             _watch(self)
 
     def returns(self, shapes: list[tuple[int, ...]]) -> None:
-        """Warn if the first call returns no scalar, from the `shapes` of the outputs that get a gradient."""
+        """Warn if the first call returns no single element, from the `shapes` of the outputs that get a gradient."""
         if self._has_loss is not None:
             return
-        self._has_loss = any(not shape for shape in shapes)
+        self._has_loss = any(all(isinstance(size, int) and size == 1 for size in shape) for shape in shapes)
         if not self._has_loss:
             said = ", ".join(str(list(shape)) for shape in shapes)
             warn(
@@ -70,8 +70,7 @@ class Uncovered:
                 "optimizer= where you give the budget; then the state and the optimizer's step count."
             )
         device = next((each.device for each in self.model.parameters()), None) if self._has_loss is False else None
-        is_on_gpu = device is not None and device.type == "cuda"
-        counters = (torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)) if is_on_gpu else None
+        counters = _allocated(device) if device is not None and device.type == "cuda" else None
         outputs = run()
         if self._has_loss is not None and counters is None:
             return outputs
@@ -85,7 +84,7 @@ class Uncovered:
 
     def _check_peak(self, device: torch.device, begin: int, before: int, plan: Callable[[], Plan]) -> None:
         """Warn if the peak of `device` has grown since it was `before`, and exceeds the budget."""
-        peak, limit = torch.cuda.max_memory_allocated(device), plan().limit_bytes
+        (_, peak), limit = _allocated(device), plan().limit_bytes
         if self._has_loss or limit is None or peak <= max(before, begin + limit + _WORKSPACES):
             return
         self._has_loss = True  # said once
@@ -106,6 +105,12 @@ class Uncovered:
         size = sum({each._cdata: each.nbytes() for tensor in tensors for each in storages_of(tensor)}.values())
         if size:
             self._unplanned = type(optimizer).__name__, size
+
+
+def _allocated(device: torch.device) -> tuple[int, int]:
+    """Bytes that the allocator of a GPU has allocated now, and at its peak."""
+    counted = torch.cuda.memory.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    return counted["current"], counted["peak"]
 
 
 _WATCHING: weakref.WeakSet[Uncovered] = weakref.WeakSet()

@@ -53,6 +53,17 @@ def test_a_loss_inside_of_the_model_is_covered():
     assert not said and not later and not without_budget
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_loss_of_one_element_is_one_and_sizes_may_be_symbols(dynamic):
+    class One(Net):
+        def forward(self, x, labels):
+            return super().forward(x, labels)[0].reshape(1)
+
+    assert not recorded(lambda: ackpt.compile(One(), X, LABELS, budget="1MiB", dynamic=dynamic))[1]
+    _, said = recorded(lambda: ackpt.compile(Net(), X, budget="1MiB", dynamic=dynamic))
+    assert len(said) == 1 and "is a scalar loss" in said[0]
+
+
 def test_a_loss_outside_of_a_model_in_parts_is_named_at_its_first_call():
     model = Net()
     ackpt.apply_budget(model, X, budget="1MiB", regions=True)
@@ -123,8 +134,8 @@ def test_the_allocator_of_a_gpu_shows_whether_the_step_stayed_within_its_budget(
     watched = step._ackpt_uncovered
     limit = step.plan.limit_bytes
     peaks = iter([5, 1000 + limit + uncovered._WORKSPACES + over])
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
+    stats = lambda device: {"allocated_bytes": {"all": {"current": 1000, "peak": next(peaks)}}}  # noqa: E731
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", stats)
     monkeypatch.setattr(watched, "model", _OnGpu())
     loss = model(X).sum()
     _, said = recorded(loss.backward)
