@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from ackpt.capture.inspection.calls import call_arguments
 from ackpt.capture.optimizer_state import loop_with
 from ackpt.costs.devices import Device
+from ackpt.integrations.trainer import as_trainer_calls
 from ackpt.policies.search.schedule_cache import Cache
 from ackpt.running.dynamic_dimensions import DynamicArgument
 from ackpt.running.planned_step import PlannedStep, in_place_of, put_in_place, take_away, without_budget
@@ -46,7 +48,8 @@ def apply_budget(
     Args:
         model: an ``nn.Module``.
         batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor. They are
-            planned for at once. Later batches may have other sizes, as in `ackpt.compile`.
+            planned for at once. Later batches may have other sizes, as in `ackpt.compile`. If the program has imported
+            the Trainer of transformers, the call that it makes for this batch is planned.
         budget: the upper bound on the peak; None for no bound. An int or a string such as ``"22GiB"``: bytes of the
             whole peak, that is parameters, buffers, inputs, optimizer state and everything that the step allocates. A
             float in (0, 1] or a string such as ``"50%"``: a fraction of the baseline's dynamic peak.
@@ -67,7 +70,8 @@ def apply_budget(
         >>> step.plan.recompute_flops, type(model).__name__
         (0, 'Sequential')
     """
-    args, kwargs = _arguments(batch)
+    args, kwargs = call_arguments(batch)
+    kwargs = as_trainer_calls(model, kwargs) if isinstance(model, nn.Module) else kwargs
     with without_budget(model):
         step = planned_step(
             model,
@@ -111,10 +115,3 @@ def remove_budget(model: nn.Module) -> None:
             "which is the one inside of a wrapper such as DistributedDataParallel"
         )
     take_away(model)
-
-
-def _arguments(batch) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """A batch as positional and keyword arguments of the model."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (batch, {}) if isinstance(batch, (tuple, list)) else ((batch,), {})

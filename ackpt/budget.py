@@ -75,8 +75,8 @@ def from_text(text: str) -> float | int:
         size = _size(text)
     if size is None:
         raise ValueError(
-            f"{text!r} is not a budget: write bytes with a unit, as in '6GiB' ({_KNOWN}), or a fraction of the "
-            "baseline's dynamic peak, as in '0.5' or '50%'"
+            f"{text!r} is not a budget{_other_units(text)}: write bytes with a unit, as in '6GiB' ({_KNOWN}), or a "
+            "fraction of the baseline's dynamic peak, as in '0.5' or '50%'"
         )
     return size
 
@@ -131,8 +131,20 @@ def parse_bytes(text: str) -> int:
     """
     size = _size(text)
     if size is None:
-        raise ValueError(f"{text!r} is not a size in bytes: write a number and one of {_KNOWN}, as in '6GiB'")
+        raise ValueError(
+            f"{text!r} is not a size in bytes{_other_units(text)}: write a number and one of {_KNOWN}, as in '6GiB'"
+        )
     return size
+
+
+def _other_units(text: str) -> str:
+    """A question to append to an error about a number with a unit that has lost its B, as in ``"22G"``."""
+    found = _PATTERN.fullmatch(text)
+    prefix = found[2].lower().removesuffix("i") if found else ""
+    if found is None or f"{prefix}ib" not in _UNITS or not prefix:
+        return ""
+    prefix = "k" if prefix == "k" else prefix.upper()
+    return f" (did you mean '{found[1]}{prefix.upper()}iB' or '{found[1]}{prefix}B'?)"
 
 
 def _size(text: str) -> int | None:

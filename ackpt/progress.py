@@ -7,6 +7,7 @@ in notebooks and pipes, and while `ackpt.measure` runs.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import threading
 import time
@@ -20,9 +21,10 @@ _INTERVAL_SECONDS = 0.2
 
 
 class _Line:
-    """The line; ``stage`` is what it says."""
+    """The line; ``stage`` is what it says, after ``about``, the larger work that the stage belongs to."""
 
     stage = "planning"
+    about = ""
 
     def __init__(self, stream: Any):
         self.stream, self.start = stream, time.time()
@@ -40,18 +42,22 @@ class _Line:
     def _write(self) -> None:
         if self._is_done.wait(_DELAY_SECONDS):
             return
-        from tqdm import tqdm  # only here: importing ackpt does not need it
+        width = 0
+        while True:
+            minutes, seconds = divmod(int(time.time() - self.start), 60)
+            text = f"{self._text()} [{minutes:02}:{seconds:02}]"[: shutil.get_terminal_size().columns - 1]
+            self._put(text.ljust(width))
+            width = len(text)
+            if self._is_done.wait(_INTERVAL_SECONDS):
+                self._put(f"{' ' * width}\r")
+                return
 
-        class Bar(tqdm):
-            monitor_interval = 0  # no second thread that remains
-
-        with Bar(desc=self._text(), bar_format="{desc} [{elapsed}]", file=self.stream, leave=False) as bar:
-            bar.start_t = self.start
-            while not self._is_done.wait(_INTERVAL_SECONDS):
-                bar.set_description_str(self._text())
+    def _put(self, text: str) -> None:
+        self.stream.write(f"\r{text}")
+        self.stream.flush()
 
     def _text(self) -> str:
-        return f"ackpt: {self.stage}"
+        return f"ackpt: {self.about}{self.stage}"
 
 
 class _Current(threading.local):
@@ -92,6 +98,20 @@ def stage(text: str) -> None:
     """Say what happens now."""
     if _current.line is not None:
         _current.line.stage = text
+
+
+@contextlib.contextmanager
+def about(text: str) -> Iterator[None]:
+    """Inside, the line is shown, and says `text` before every stage."""
+    with shown():
+        line = _current.line
+        if line is not None:
+            was, line.about = line.about, f"{text}: "
+        try:
+            yield
+        finally:
+            if line is not None:
+                line.about = was  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
 def counted(items: Iterable[T], text: str) -> Iterator[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -115,3 +116,21 @@ def test_a_measurement_is_quiet(terminal):
     wider = torch.ones(5, 8)
     ackpt.measure(lambda: step(wider).sum().backward(), resident=[step, x, wider], repeats=0)
     assert len(step.history) == 2 and terminal.getvalue() == ""
+
+
+def test_stages_of_larger_work_say_what_it_is(terminal):
+    with progress.about("seq len 16"):
+        progress.stage("capturing the step")
+        terminal.wait_for("ackpt: seq len 16: capturing the step [00:0")
+        with progress.shown():
+            progress.stage("searching")
+            terminal.wait_for("ackpt: seq len 16: searching")
+    assert shown_on(terminal) == ""
+
+
+def test_the_line_is_no_wider_than_the_terminal(terminal, monkeypatch):
+    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((20, 24)))
+    with progress.shown():
+        progress.stage("measuring the workspace of operations")
+        terminal.wait_for("\rackpt: measuring th")
+        assert len(shown_on(terminal)) == 19

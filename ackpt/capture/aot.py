@@ -96,6 +96,13 @@ class Capture:
         number = _plain if self.symbols is None else self.symbols.number
         return next((branch for branch in self.branches if not branch.holds(leaves, number)), None)
 
+    @property
+    def gradient_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the outputs that backward begins with."""
+        inputs = self.joint.graph_module.graph.find_nodes(op="placeholder")
+        tangents = [node.meta["val"] for node in inputs if type(node.meta.get("desc")).__name__ == "TangentAOTInput"]
+        return [tuple(tangent.shape) for tangent in tangents]
+
     def first_change(self) -> str:
         """The first value or tensor of the model's code that differs from the capture, in words; empty if none does."""
         label = self.reads.first_change()

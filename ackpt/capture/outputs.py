@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ackpt.autograd_state import version
 from ackpt.checkpointing.guards import BACKWARD_FIRST, Watch
 from ackpt.errors import CheckpointError, TraceError
 from ackpt.metering.meter import memory_format
@@ -288,7 +290,7 @@ def _refuse_autocast(gradients) -> None:
         )
 
 
-def _before_backward(nodes, check: Callable[[], None]) -> None:
+def before_backward(nodes, check: Callable[[], None]) -> None:
     """Call `check` when a backward reaches the first of `nodes`."""
     last = None
 
@@ -303,6 +305,16 @@ def _before_backward(nodes, check: Callable[[], None]) -> None:
         node.register_prehook(first)
 
 
+class _Reached(threading.local):
+    """The backward that last reached a planned step in this thread, and the ids of that step's leaves."""
+
+    backward = -1
+    leaves: frozenset[int] | set[int] = frozenset()
+
+
+_reached = _Reached()
+
+
 def gradients_before_backward(nodes, leaves, room_bytes: Callable[[], int | None]) -> None:
     """Raise an error when backward begins while `leaves` have gradients that the plan does not count.
 
@@ -313,16 +325,26 @@ def gradients_before_backward(nodes, leaves, room_bytes: Callable[[], int | None
     """
 
     def check() -> None:
+        backward, ids = torch._C._current_graph_task_id(), set(map(id, leaves))
+        is_second = _reached.backward == backward and not ids.isdisjoint(_reached.leaves)
+        _reached.backward, _reached.leaves = backward, ids
         held = [leaf.grad for leaf in leaves if leaf.grad is not None]
         if not held or (room := room_bytes()) is None or (total := sum(each.nbytes for each in held)) <= room:
             return
+        if is_second:
+            raise CheckpointError(
+                "backward reaches two forwards of this model, which would exceed the budget: it counts the activations "
+                f"and gradients of one, and those of the other have left {memory_format(total)} of gradients. Call "
+                "backward() after each forward, with accumulation=True, instead of adding the losses; or plan a call "
+                "with both batches in one."
+            )
         raise CheckpointError(
             f"backward begins while {memory_format(total)} of gradients exist, which would exceed the budget: it "
             "counts only the gradients that this step adds. If you accumulate gradients, give accumulation=True, "
             "which counts both; otherwise call optimizer.zero_grad(), which sets them to None, before the step."
         )
 
-    _before_backward(nodes, check)
+    before_backward(nodes, check)
 
 
 def retained_after_backward(nodes, room_bytes: Callable[[], int | None]) -> None:
@@ -343,7 +365,7 @@ def retained_after_backward(nodes, room_bytes: Callable[[], int | None]) -> None
                 "budget in bytes."
             )
 
-    _before_backward(nodes, check)
+    before_backward(nodes, check)
 
 
 def dropped_before_backward(outputs, places: Sequence[int], room_bytes: Callable[[], int | None], node=None) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch._higher_order_ops.effects import with_effects
 
+from ackpt.capture.inspection.calls import CHECKPOINTS
 from ackpt.capture.inspection.model_checks import check_keywords, check_model
 from ackpt.capture.patches.recurrent import keep_for_backward
 from ackpt.errors import TraceError
@@ -86,7 +87,7 @@ def captured_graph(
     graph = (joint_graph if instance is None else described_graph)(
         module,
         has_data=captured.has_data,
-        made_for=captured.made_for,
+        made_for={**captured.made_for, **({CHECKPOINTS: "left out"} if captured.reads.has_checkpoints else {})},
         as_compiled=captured.reason,
         keeps_outputs=captured.keeps_outputs,
     )

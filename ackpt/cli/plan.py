@@ -17,7 +17,7 @@ EXAMPLES = """examples:
   ackpt plan bert-large --batch-size 16 --seq-len 512 --autocast float16 --device-profile t4
   ackpt plan hf:GPT2Config --set n_layer=48 n_embd=1600 n_head=25 --seq-len 1024 --budget 24GiB
   ackpt plan hf:LlamaConfig --seq-len 2048 --dtype bfloat16 --lora r=16 targets=q_proj,v_proj --device-profile l4
-  ackpt plan hf:LlamaConfig --dtype bfloat16 --device-profile h200 --sweep seq_len=1024:16384 --budget "120GiB reserved"
+  ackpt plan hf:LlamaConfig --dtype bfloat16 --device-profile h200 --sweep seq_len=256:2048 --budget "120GiB reserved"
   ackpt plan lm --seq-len 512 --explain --html explanation.html
   ackpt plan hf:path/to/config.json --batch-size 1 --seq-len 8192 --dtype bfloat16 --device-profile h200
   ackpt plan hf:path/to/config.json --seq-len 8192 --dtype bfloat16 --fsdp 16 64 --shard-dtype float32 --budget 80GiB
@@ -42,7 +42,7 @@ def add_plan(commands) -> None:
         help=f"{MODELS}; or hf: and a configuration of transformers: the name of its class, such as hf:GPT2Config, or "
         "the path of a config.json",
     )
-    add("--batch-size", type=int, default=1, metavar="N", help="sequences or images per batch (default 1)")
+    add("--batch-size", type=int, metavar="N", help="sequences or images per batch (default 1)")
     add("--seq-len", type=int, metavar="N", help="tokens per sequence; required for models that read tokens")
     add("--image-size", type=int, metavar="N", help="height and width (default: the model's, or 224)")
     add_set(add, "n_layer=48 dropout=0.0")
@@ -53,7 +53,11 @@ def add_plan(commands) -> None:
         help="train LoRA adapters of a frozen hf: model: fields of peft's LoraConfig, such as r=16 "
         "targets=q_proj,v_proj, or the path of an adapter_config.json",
     )
-    add("--dtype", default="float32", help="dtype of parameters and images: float32 (default), bfloat16 or float16")
+    add(
+        "--dtype",
+        help="dtype of parameters and images: float32, bfloat16 or float16; default: that of the config.json, or "
+        "float32",
+    )
     add("--autocast", metavar="DTYPE", help="run the forward under autocast to bfloat16 or float16")
     add(
         "--optimizer",
@@ -162,6 +166,9 @@ def run_plan_command(arguments, command: str) -> int:
     if arguments.sweep is not None:
         _require_alone("--sweep prints one line per plan", arguments, *_OF_ONE_PLAN, "fsdp")
         sweep = plan_sweep.Sweep.parsed(arguments.sweep)
+        if getattr(arguments, sweep.option) is not None:
+            option = f"--{sweep.option.replace('_', '-')} {getattr(arguments, sweep.option)}"
+            raise UsageError(f"--sweep {arguments.sweep} gives the values of {option.split()[0]}: leave out {option}")
         rows = plan_sweep.run(configuration(arguments, **sweep.first), sweep)
         print(json.dumps(plan_sweep.to_json(sweep, rows), indent=1) if arguments.json else plan_sweep.text(sweep, rows))
         return 0
@@ -201,23 +208,23 @@ def configuration(arguments, **changes):
     """The configuration that the options ask for, with `changes` of options; ValueError for a wrong one."""
     from ackpt.workloads.adapters import Lora
     from ackpt.workloads.planned_shapes import PlanConfig
-    from ackpt.workloads.step_request import DTYPES, StepRequest
+    from ackpt.workloads.step_request import DTYPES, StepRequest, dtype_called
+    from ackpt.workloads.transformers_models import dtype_of_file
 
     arguments = argparse.Namespace(**{**vars(arguments), **changes})
-    if arguments.dtype not in DTYPES:
-        raise ValueError(f"{arguments.dtype!r} is not a dtype: choose from {', '.join(DTYPES)}")
+    dtype = dtype_called(arguments.dtype or dtype_of_file(arguments.model) or "float32")
     options = _options_of_selective(arguments)
     return PlanConfig(
         step=StepRequest(
             model=arguments.model,
-            batch_size=arguments.batch_size,
+            batch_size=1 if arguments.batch_size is None else arguments.batch_size,
             seq_len=arguments.seq_len,
             image_size=arguments.image_size,
             fields=dict(map(field, arguments.set)),
-            dtype=DTYPES[arguments.dtype],
+            dtype=DTYPES[dtype],
             lora=Lora.parsed(arguments.lora) if arguments.lora else None,
         ),
-        autocast=arguments.autocast or "float32",
+        autocast=dtype_called(arguments.autocast or "float32"),
         optimizer=arguments.optimizer,
         device=arguments.device_profile,
         budget=arguments.budget,
@@ -260,14 +267,12 @@ def _require_alone(reason: str, arguments, *options: str) -> None:
 def _shardings(arguments) -> list:
     """One `Sharding` for each number of ranks in --fsdp; [] without it."""
     from ackpt.sharded.sharding import Sharding
-    from ackpt.workloads.step_request import DTYPES
+    from ackpt.workloads.step_request import DTYPES, dtype_called
 
     names = {"--shard-dtype": arguments.shard_dtype, "--reduce-dtype": arguments.reduce_dtype}
     for option, name in names.items():
         if name is not None and arguments.fsdp is None:
             raise UsageError(f"{option} says how --fsdp shards: give --fsdp as well")
-        if name is not None and name not in DTYPES:
-            raise ValueError(f"{option} {name!r} is not a dtype: choose from {', '.join(DTYPES)}")
     if arguments.fsdp is None:
         return []
     if arguments.optimizer in UNSHARDED:
@@ -282,7 +287,9 @@ def _shardings(arguments) -> list:
         )
     if arguments.clip_gradients or arguments.grad_scaler:
         raise UsageError("--fsdp plans a step without clipping and scaling: leave out --clip-gradients, --grad-scaler")
-    parameters, reduction = (None if name is None else DTYPES[name] for name in names.values())
+    parameters, reduction = (
+        None if name is None else DTYPES[dtype_called(name, f"{option} ")] for option, name in names.items()
+    )
     return [Sharding(ranks, parameters, reduction) for ranks in arguments.fsdp]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ackpt.errors import BudgetError
 from ackpt.metering.meter import memory_format
+from ackpt.progress import about, shown, stage
 from ackpt.sharded.planner import ShardedModel, ShardedPlan
 from ackpt.sharded.sharding import Sharding
 from ackpt.workloads.planned_shapes import PlanConfig
@@ -12,7 +15,7 @@ from .plan_text import dtype_name, plan_step, refused, sizes_text
 
 NOTE = (
     "each block and then the model given to fully_shard, parameters freed after the forward; simulated, not run; "
-    "not included: memory of communication libraries, workspaces, fragmentation"
+    "not included: memory of communication libraries, and in the peak workspaces and fragmentation"
 )
 
 
@@ -23,11 +26,14 @@ def run(config: PlanConfig, shardings: list[Sharding]) -> tuple[ShardedModel, li
         BudgetError: if the budget is infeasible; the error of the last number of ranks.
         ValueError: for a step that cannot be built, captured or sharded.
     """
-    model = ShardedModel(config)
+    with shown():
+        stage(f"capturing {config.step.model}")
+        model = ShardedModel(config)
     plans: list[ShardedPlan | BudgetError] = []
     for sharding in shardings:
         try:
-            plans.append(model.plan(sharding, config.budget, config.policy))
+            with about(f"{sharding.ranks} ranks"):
+                plans.append(model.plan(sharding, config.budget, config.policy))
         except BudgetError as error:
             plans.append(error)
     if isinstance(plans[-1], BudgetError) and not any(isinstance(plan, ShardedPlan) for plan in plans):
@@ -61,8 +67,9 @@ def text(model: ShardedModel, shardings: list[Sharding], plans) -> str:
 
 
 def fits(model: ShardedModel, plan: ShardedPlan) -> bool:
-    """Whether the plan fits the device, if there is one."""
-    return model.device is None or plan.peak_bytes <= model.device.memory_bytes
+    """Whether the plan fits the device, if there is one: what the allocator reserves, and the context."""
+    memory = model.memory(plan)
+    return memory is None or memory.fits
 
 
 def to_json(model: ShardedModel, shardings: list[Sharding], plans) -> dict:
@@ -83,9 +90,10 @@ def _data(model: ShardedModel, sharding: Sharding, plan) -> dict:
     step, sent = plan_step(model.config, model.step), plan.communication
     device = None
     if model.device is not None:
-        unknown = dict.fromkeys(("modelled_seconds", "memory", "smallest_budget_of_full"))
+        memory = model.memory(plan)
         device = {"name": model.device.name, "memory_bytes": model.device.memory_bytes, "fits": fits(model, plan)}
-        device |= unknown
+        device |= dict.fromkeys(("modelled_seconds", "smallest_budget_of_full"))
+        device["memory"] = None if memory is None else dataclasses.asdict(memory)
     return {
         **step,
         "note": NOTE,
@@ -124,8 +132,7 @@ def _lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
         f"{memory_format(plan.resident_bytes)} resident (baseline: "
         f"{memory_format(plan.resident_bytes + plan.baseline_bytes)})",
         f"  at the peak     {sizes_text(plan.at_peak())}",
-        f"  cost            {plan.recompute_flops / baseline:.1%} more FLOPs than the {baseline:.3g} of a rank's "
-        "baseline step",
+        f"  cost            {plan.cost:.1%} of the time of a rank's baseline step, which computes {baseline:.3g} FLOPs",
     ]
     for run in plan.runs:
         lines.append(f"  {run.count:>3} blocks      save {memory_format(run.kept_bytes)} each{_again(run)}")
@@ -134,8 +141,13 @@ def _lines(model: ShardedModel, plan: ShardedPlan) -> list[str]:
         f"sends {memory_format(sent.reduced_bytes)} in {sent.reduces} reduce-scatters"
     )
     if model.device is not None:
-        verdict = "fits" if fits(model, plan) else "does not fit"
-        lines.append(f"  device          {verdict} {model.device.name}: {memory_format(model.device.memory_bytes)}")
+        memory = model.memory(plan)
+        assert memory is not None
+        lines.append(
+            f"  device          {'fits' if memory.fits else 'does not fit'} {model.device.name}: "
+            f"{memory_format(memory.reserved)} reserved and {memory_format(memory.context)} context of "
+            f"{memory_format(model.device.memory_bytes)}"
+        )
     return lines
 
 

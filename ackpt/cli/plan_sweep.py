@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from ackpt.errors import BudgetError, did_you_mean
 from ackpt.metering.meter import memory_format
+from ackpt.progress import about
+from ackpt.workloads.named_models import training_step
 from ackpt.workloads.planned_shapes import PlanConfig, Planned, run_plan
 
 from . import plan_text
@@ -72,11 +74,15 @@ def run(config: PlanConfig, sweep: Sweep) -> Rows:
     Raises:
         ValueError: for a step that cannot be built or captured.
     """
+    for changed in (sweep.of(config, value) for value in sweep.values):  # refused before the work for other values
+        if sweep.option != DEVICE:
+            training_step(changed.step)
     rows: Rows = {}
 
     def fits_with(value) -> bool:
         try:
-            rows[value] = run_plan(sweep.of(config, value))
+            with about(f"{sweep.option.replace('_', ' ')} {value}"):
+                rows[value] = run_plan(sweep.of(config, value))
         except BudgetError as error:
             rows[value] = error
         return fits(rows[value])
@@ -101,7 +107,7 @@ def fits(row: Planned | BudgetError) -> bool:
 def text(sweep: Sweep, rows: Rows) -> str:
     """A table with one line per value, and the largest size that fits."""
     name = sweep.option.replace("_", " ")
-    lines = [f"{name:<16}{'peak':>12}{'reserved':>12}{'recomputed':>12}  fits"]
+    lines = [f"{name:<16}{'peak':>12}{'reserved':>12}{'added time':>12}  fits"]
     lines += [f"{value:<16}{_line(row)}" for value, row in rows.items()]
     largest = _largest(sweep, rows)
     if largest is not None and not all(map(fits, rows.values())):
@@ -114,10 +120,9 @@ def _line(row: Planned | BudgetError) -> str:
         least = "" if row.least_bytes is None else f"; the smallest budget is {memory_format(row.least_bytes)}"
         return f"{'-':>12}{'-':>12}{'-':>12}  no{least}"
     plan, memory = row.plan, row.memory
-    recomputed = plan.recompute_flops / (plan.flops - plan.recompute_flops)
     reserved = "-" if memory is None else memory_format(memory.reserved)
     verdict = "" if memory is None else f"{'yes' if memory.fits else 'no'}, {memory_format(memory.margin)} margin"
-    return f"{memory_format(plan.peak_bytes):>12}{reserved:>12}{f'{recomputed:.1%}':>12}  {verdict or 'yes'}"
+    return f"{memory_format(plan.peak_bytes):>12}{reserved:>12}{f'{plan.cost:.1%}':>12}  {verdict or 'yes'}"
 
 
 def _largest(sweep: Sweep, rows: Rows) -> int | str | None:

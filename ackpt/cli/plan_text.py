@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+import ackpt
 from ackpt.budget import readable
 from ackpt.errors import BudgetError
 from ackpt.explaining.explanation import Explanation, explained
@@ -100,7 +101,7 @@ def to_json(planned: Planned, shown: Explanation | None = None) -> dict:
             "modelled_seconds": planned.seconds(),
             "fits": planned.memory is not None and planned.memory.fits,
             "memory": None if planned.memory is None else dataclasses.asdict(planned.memory),
-            "smallest_budget_of_full": planned.least_bytes,
+            "smallest_budget_of_full": _least_of_full(planned),
         }
     return data
 
@@ -157,17 +158,45 @@ def _verdict(planned: Planned) -> list[str]:
         f"on {device.name}: {memory_format(memory.allocated)} allocated, {memory_format(memory.reserved)} reserved, "
         f"{memory_format(memory.context)} context, {memory_format(memory.margin)} margin",
     ]
-    if planned.least_bytes is None:
+    if memory.fits:
         return [*lines, f"fits {device.name}: {takes} of {size}"]
-    least = f"{readable(planned.least_bytes)} ({planned.least_bytes} bytes)"
-    overhead = memory.reserved + memory.context - planned.plan.peak_bytes  # of the allocator and the context
-    room = max(0, device.memory_bytes - overhead)
-    verdict = ", which fits" if planned.least_bytes <= room else ""
+    lines.append(f"does not fit {device.name}: {takes} of {size}")
+    try:
+        other = planned.that_fits()
+    except BudgetError as error:
+        assert error.least_bytes is not None
+        room = device.memory_bytes - memory.context
+        return [
+            *lines,
+            f"no plan fits: the one with the smallest peak reserves {readable(error.least_bytes)}, and the context "
+            f"leaves {memory_format(room)}",
+            *_helps(planned, room),
+        ]
+    reserved = memory_format(other.memory.reserved) if other.memory is not None else ""
     return [
         *lines,
-        f"does not fit {device.name}: {takes} of {size}; the smallest budget of policy {FULL} is {least}{verdict}; for "
-        f"the best plan that leaves {memory_format(overhead)} to allocator and context add --budget {room}B",
+        f'add --budget "{other.config.budget}": that plan fits, reserves {reserved} and adds {other.plan.cost:.1%} to '
+        "the time of the step",
     ]
+
+
+def _helps(planned: Planned, room: int) -> list[str]:
+    """Up to three changes of the model or the loop whose simulated peak is within `room` bytes; else the best one."""
+    best = sorted(explanation(planned).suggestions, key=lambda each: each.peak_bytes)
+    within = [each for each in best if each.peak_bytes <= room][:3]
+    return [
+        f"would help: {each.title}: peak {memory_format(each.peak_bytes)}{'' if within else ', not enough'}; {each.fix}"
+        for each in within or best[:1]
+    ]
+
+
+def _least_of_full(planned: Planned) -> int | None:
+    """The peak of policy full, if the plan does not fit the device."""
+    if planned.memory is None or planned.memory.fits:
+        return None
+    if planned.plan.policy == FULL:
+        return planned.plan.peak_bytes
+    return ackpt.plan(planned.graph, policy=FULL, profile=planned.profile).peak_bytes
 
 
 def _inputs(step: TrainingStep) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ackpt.capture.inspection.calls import call_arguments
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.optimizer_state import optimizer_of
 from ackpt.capture.tracing import trace
@@ -158,7 +159,7 @@ def explain(
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 2:
         raise ValueError(f"ranks must be a whole number of at least 2, got {ranks!r}")
-    args, kwargs = _arguments(batch)
+    args, kwargs = call_arguments(batch)
     with without_budget(model):
         graph = trace(model, *args, differentiate=differentiate, outputs=outputs, optimizer=optimizer, **kwargs)
     profile = default_profile(graph)
@@ -183,10 +184,3 @@ def explained(
         not_computed=not_computed,
         types={name: type(module).__name__ for name, module in model.named_modules()},
     )
-
-
-def _arguments(batch) -> tuple[Sequence[Any], dict[str, Any]]:
-    """A batch as positional and keyword arguments of the model."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (batch, {}) if isinstance(batch, (tuple, list)) else ((batch,), {})

@@ -1,4 +1,4 @@
-"""`ackpt.print_saved`: print one line per tensor that autograd saves, in eager mode without a capture.
+"""`ackpt.print_saved`: print the tensors that autograd saves, in eager mode without a capture.
 
 Hooks on saved tensors see every tensor when it is saved. To find the operation that saved it, this module then
 walks autograd's graph from the outputs, and every node unpacks its saved tensors once.
@@ -13,32 +13,35 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ackpt.capture.inspection.calls import call_arguments
 from ackpt.capture.places import short_source
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import storages_of
 
 _BACKWARD = re.compile(r"Backward\d*$")
+_NUMBER = re.compile(r"(?<=['.])\d+(?=['.])")  # of a module in a list
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, _PACKAGE)
 
 
 def print_saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Print one line per tensor that ``function(*args, **kwargs)`` saves for backward.
+    """Print the tensors that ``function(*args, **kwargs)`` saves for backward, the largest first.
 
     A line has dtype and shape, bytes, the operation and the argument or result that it saves, the module, and the line
-    of code. Parameters, buffers and inputs are marked, and so are tensors whose memory an earlier line counts. The last
-    line is the sum of the rest, each storage counted once. The function runs once. It may branch on values, because
-    nothing is captured.
+    of code; equal layers share one. Parameters, buffers and inputs are marked, and so are tensors whose memory another
+    line counts. The last line is the sum of the rest, each storage counted once. The function runs once. It may branch
+    on values, because nothing is captured.
 
     Args:
         function: a module, a method of one, or any other function.
-        args, kwargs: its arguments, with real or meta tensors.
+        args, kwargs: its arguments, with real or meta tensors. One argument alone may be a batch, as for
+            `ackpt.explain`: a dict of keyword arguments, or a tuple or list of positional ones.
 
     Raises:
         TypeError: if `function` cannot be called.
@@ -49,12 +52,14 @@ def print_saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
         >>> import torch, ackpt
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
         >>> ackpt.print_saved(model, torch.ones(4, 8))
-        float32[4,8]  128 B  Addmm.mat1 of '0' [input]
         float32[4,8]  128 B  Tanh.result of '1'
+        float32[4,8]  128 B  Addmm.mat1 of '0' [input]
         saved: 128 B in 1 tensor, in addition to 0 B of parameters and 128 B of inputs
     """
     if not callable(function):
         raise TypeError(f"function must be a module or a function, got {type(function).__name__}")
+    if len(args) == 1 and not kwargs:
+        args, kwargs = call_arguments(args[0])
     recorder = _Recorder(function, args, kwargs)
     with recorder:
         outputs = function(*args, **kwargs)
@@ -142,31 +147,49 @@ class _Recorder:
         gc.collect()  # a tensor that autograd has freed is not saved
         counted: set[tuple[int, ...]] = set()
         sizes = {"parameter": 0, "buffer": 0, "input": 0, "": 0}
-        rows = []
+        groups: dict[_Line, list[str]] = {}
+        count = 0
         for saved in filter(None, (record() for record in self.records)):
             tensor, storage = saved.tensor, _storage(saved.tensor)
             mark = "parameter" if saved.is_parameter or storage in self.parameters else ""
             mark = mark or ("buffer" if storage in self.buffers else "input" if storage in self.inputs else "")
             if storage not in counted:
                 sizes[mark] += sum(storage.nbytes() for storage in storages_of(tensor))
-            note = mark or ("shares the memory of a line above" if storage in counted else "")
+            note = mark or ("shares the memory of another line" if storage in counted else "")
             counted.add(storage)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            shape = ",".join(map(str, tensor.shape))
-            size = memory_format(tensor.numel() * tensor.element_size())
+            count += not note
+            shape = f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(map(str, tensor.shape))}]"
             module = "" if saved.module is None else f" of {saved.module}"
             what = saved.operation or "a function"
             place = f", {short_source(saved.source)}" if saved.source else ""
-            rows.append((f"{dtype}[{shape}]", size, f"{what}{module}{place}{f' [{note}]' if note else ''}", note))
+            line = _Line(note, tensor.numel() * tensor.element_size(), shape, what, _NUMBER.sub("*", module), place)
+            groups.setdefault(line, []).append(module)
+        rows = []
+        order = sorted(groups, key=lambda line: (bool(line.note), -line.bytes * len(groups[line])))
+        for line, modules in ((line, groups[line]) for line in order):
+            many = len(modules) > 1
+            size = f"{memory_format(line.bytes)}{' each' * many}"
+            what = f"{f'{len(modules)} x ' * many}{line.what}{line.modules if many else modules[0]}{line.place}"
+            rows.append((line.shape, size, f"{what}{f' [{line.note}]' * bool(line.note)}"))
         widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-        for shape, size, what, _ in rows:
+        for shape, size, what in rows:
             yield f"{shape:<{widths[0]}}  {size:>{widths[1]}}  {what}"
-        count = sum(not note for *_, note in rows)
         buffers = f", {memory_format(sizes['buffer'])} of buffers" if sizes["buffer"] else ""
         yield (
             f"saved: {memory_format(sizes[''])} in {count} tensor{'' if count == 1 else 's'}, in addition to "
             f"{memory_format(sizes['parameter'])} of parameters{buffers} and {memory_format(sizes['input'])} of inputs"
         )
+
+
+class _Line(NamedTuple):
+    """What saved tensors of equal layers have in common; ``bytes``: of each."""
+
+    note: str
+    bytes: int
+    shape: str
+    what: str
+    modules: str
+    place: str
 
 
 def _modules_of(function) -> Iterator[nn.Module]:

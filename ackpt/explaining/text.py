@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from ackpt.capture.inspection.calls import CHECKPOINTS
 from ackpt.capture.places import block_of, modules_text, pattern, short_source
 from ackpt.metering.meter import memory_format
 from ackpt.planning.allocations import RESIDENT, Allocation, described, operation_of
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 LARGEST = 12  # lines of each list
 _NAMED = (*RESIDENT, "gradients")
+_OWN_CHECKPOINTS = f"""left out          {CHECKPOINTS}, which the model calls: this is the step without it, as plans are
+                  what the step saves as it is: ackpt.print_saved(model, batch)
+"""
 _UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 
 
@@ -24,7 +28,8 @@ def text(explanation: Explanation) -> str:
     """The full text: the peak and the live bytes at it, saved activations by line, totals, and suggestions."""
     plan, lines = explanation.plan, explanation.saved
     baseline = sum(line.bytes for line in lines)
-    shown = [f"peak              {memory_format(plan.peak_bytes)}, reached at {plan.peak_node}"]
+    shown = [_OWN_CHECKPOINTS] * (CHECKPOINTS in (explanation.graph.made_for or ()))
+    shown += [f"peak              {memory_format(plan.peak_bytes)}, reached at {plan.peak_node}"]
     shown += [_row(size, kind) for kind, size in explanation.at_peak.items()]
     shown += ["", "largest there     kind         what"]
     shown += [f"{memory_format(size):<17} {kind:<12} {what}" for size, kind, what in live_rows(explanation)]

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from ackpt.capture.aot import given_places
 from ackpt.capture.dynamic_sizes import Layout, is_sized, layout
 from ackpt.capture.inspection.comparable_values import plain
-from ackpt.capture.inspection.tensors import is_tensor
+from ackpt.capture.inspection.tensors import is_tensor, require_no_arrays
 
 from .model_facts import ModelFacts, Shared, WatchedModel, shared, storages
 
@@ -59,6 +59,8 @@ def call_of(watched: WatchedModel, args, kwargs) -> Call:
     """The call ``model(*args, **kwargs)`` as it is now."""
     model = watched.facts()
     leaves, spec = tree_flatten((args, kwargs))
+    if any(isinstance(leaf, numpy.ndarray) for leaf in leaves):
+        require_no_arrays(args, kwargs)
     tensors = list(filter(is_tensor, leaves))
     given = storages(tensors)
     is_shared = len(set(given)) < len(given) or not set(given).isdisjoint(watched.storages)
@@ -88,14 +90,10 @@ def _leaf(leaf):
         except TypeError:
             raise TypeError(
                 f"an argument of type {type(leaf).__name__} cannot be compared from call to call: pass tensors, "
-                f"numbers, strings and the like, in lists, tuples and dicts{_conversion(leaf)}"
+                "numbers, strings and the like, in lists, tuples and dicts"
             ) from None
         return leaf
     return value
-
-
-def _conversion(leaf) -> str:
-    return ". A NumPy array becomes a tensor by torch.from_numpy(array)" if isinstance(leaf, numpy.ndarray) else ""
 
 
 def _autocast():

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ackpt.capture.inspection.model_checks import check_model, first_opaque, own_call
+from ackpt.capture.inspection.model_checks import check_model, first_opaque, own_call, warn_of_evaluation
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.joint_graph import JointGraph
 from ackpt.capture.optimizer_state import NO_LOOP, Loop, check_optimizer
@@ -28,6 +28,8 @@ from .call_facts import Call
 from .choices import Planner
 from .dynamic_dimensions import DynamicArgument
 from .history import Event
+from .uncovered import Uncovered
+from .variant import Variant
 from .variants import Variants
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class PlannedStep(nn.Module):
     """
 
     _ackpt_planned: Variants
+    _ackpt_uncovered: Uncovered
 
     def __init__(
         self,
@@ -85,6 +88,8 @@ class PlannedStep(nn.Module):
         # planned calls come first, and past both methods named __setattr__.
         planned = Variants(model, planner, differentiate, outputs, loop, dynamic, on_plan)
         object.__setattr__(self, "_ackpt_planned", planner.in_parts(planned, opaque) or planned)
+        uncovered = Uncovered(model, getattr(planner, "budget", None), loop.optimizer is not None)
+        object.__setattr__(self, "_ackpt_uncovered", uncovered)
         training = model.training
         super().__init__()
         self.training = training
@@ -142,6 +147,7 @@ class PlannedStep(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Capture and plan for these arguments without running anything; the plan."""
+        warn_of_evaluation(self._ackpt_planned.model)
         self._variant(self._ackpt_planned.call(args, kwargs))
         return self.plan
 
@@ -149,12 +155,14 @@ class PlannedStep(nn.Module):
         """What serves `call`; from the first call on that is not one graph, the model is planned in parts."""
         planned = self._ackpt_planned
         try:
-            return planned.of(call)
+            variant = planned.of(call)
         except TraceError as error:
             if not isinstance(planned, Variants) or not (parts := planned.planner.in_parts(planned, error)):
                 raise
-        variant = parts.of(call)
-        object.__setattr__(self, "_ackpt_planned", parts)
+            variant = parts.of(call)
+            object.__setattr__(self, "_ackpt_planned", parts)
+        if isinstance(variant, Variant):  # parts show it when they run
+            self._ackpt_uncovered.returns(variant.captured.gradient_shapes)
         return variant
 
     @torch._dynamo.disable  # inside another compiled function Dynamo would inline the model, without its plan
@@ -162,7 +170,8 @@ class PlannedStep(nn.Module):
         model = self._ackpt_planned.model
         if _keeps_gradients(model, args, kwargs):
             call = self._ackpt_planned.call(args, kwargs)
-            return self._variant(call).outputs(call)
+            variant = self._variant(call)
+            return self._ackpt_uncovered.call(lambda: variant.outputs(call), lambda: self.plan)
         outputs = own_call(model)(*args, **kwargs)
         if torch.is_grad_enabled():
             _require_no_gradients(outputs)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ackpt.capture.aot import Capture, capture
 from ackpt.capture.dynamic_sizes import LARGEST, SMALLEST, Dimension, layout
-from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes
+from ackpt.capture.inspection.calls import another_plan, described, differences, named_leaves, other_bytes, sliced
 from ackpt.capture.inspection.model_checks import warn_of_hooks
 from ackpt.capture.inspection.tensors import is_tensor
 from ackpt.capture.joint_graph import operations_in
@@ -146,13 +146,14 @@ class Variants:
                 variant = self._captured(group, call, cause, group_of_causes)
                 warn_of_hooks(self.model)
         except (BudgetError, PlanError) as error:
-            if self._last is None:
-                raise
-            was = self._last[1]
+            was = None if self._last is None else self._last[1]
             if isinstance(error, PlanError):
+                if was is None:
+                    raise
                 raise PlanError(f"{error} {another_plan(was, made_for, cause)}") from None
-            message = f"{error} {other_bytes(was, made_for, error.budget, cause)}"
-            raise BudgetError(message, error.least_bytes, error.budget) from None
+            earlier = "" if was is None else other_bytes(was, made_for, error.budget, cause)
+            said = " ".join(filter(None, (str(error), sliced(call.args, call.kwargs), earlier)))
+            raise BudgetError(said, error.least_bytes, error.budget) from None
         self._last = call.facts, made_for, variant
         if self.on_plan is not None:
             self.on_plan(self.plan)

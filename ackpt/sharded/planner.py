@@ -14,8 +14,10 @@ import ackpt
 from ackpt.budget import dynamic_limit, readable
 from ackpt.costs.devices import device
 from ackpt.errors import BudgetError, did_you_mean
+from ackpt.metering.gpus import MIB, gpu
 from ackpt.metering.meter import memory_format
 from ackpt.metering.timeline import Timeline
+from ackpt.workloads.device_memory import DeviceMemory, rank_memory
 from ackpt.workloads.named_models import training_step
 from ackpt.workloads.optimizers import optimizer_kind
 from ackpt.workloads.planned_shapes import CUDA_BLOCK, PlanConfig, captured
@@ -139,6 +141,14 @@ class ShardedModel:
         if limit is not None and peak > limit:
             raise BudgetError(_refusal(budget, policy, limit, peak, resident), peak + sum(resident.values()))
         return table.plan(chosen, policy, baseline)
+
+    def memory(self, plan: ShardedPlan) -> DeviceMemory | None:
+        """The memory of a rank on the device, with cuBLAS's workspaces and fragmentation; None without a device."""
+        if self.device is None:
+            return None
+        shards = [size for group in self.groups for size in GroupBytes(group, plan.sharding).blocks]
+        context = None if self.config.context_mib is None else self.config.context_mib * MIB
+        return rank_memory(plan.timeline, plan.resident, shards, self.device, gpu(self.device.name), context)
 
     def _blocks(self, step: TrainingStep) -> Blocks:
         graph = captured(step, replace(self.config, optimizer="none"), self.device)

@@ -76,8 +76,8 @@ class Group:
 class GroupBytes:
     """Bytes that FSDP2 allocates for one group, on one rank.
 
-    ``shards``: its parameters, which are resident. ``cast``: its shards in the model's dtype, 0 if they
-    have it. ``gather``: the buffer of an all-gather, ``unsharded``: the parameters that are copied out of it.
+    ``blocks``: of its parameters; ``shards``: their sum, which is resident. ``cast``: its shards in the model's dtype,
+    0 if they have it. ``gather``: the buffer of an all-gather, ``unsharded``: the parameters that are copied out of it.
     ``reduce``: the buffer of a reduce-scatter, ``received``: what that returns, ``reduced``: the shards of the
     gradients, 0 if these are what it returns. ``scratch_gather``, ``scratch_reduce``, ``padded``: copies on the CPU.
     """
@@ -96,7 +96,8 @@ class GroupBytes:
         returned = sum((sharding.reduction or weight.dtype).itemsize * weight.sharded(n) for weight in trained)
         wanted = sum((sharding.parameters or weight.dtype).itemsize * weight.sharded(n) for weight in trained)
         same = all((sharding.reduction or w.dtype) == (sharding.parameters or w.dtype) for w in trained)
-        self.shards = sum(block(dtype.itemsize * size) for dtype, size in zip(shard_dtypes, numbers))
+        self.blocks = [block(dtype.itemsize * size) for dtype, size in zip(shard_dtypes, numbers)]
+        self.shards = sum(self.blocks)
         self.cast = block(sum(casts))
         self.gather = block(n * sum(computed))
         self.unsharded = sum(block(n * size) for size in computed)

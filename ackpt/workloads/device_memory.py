@@ -7,7 +7,7 @@ cuBLAS has a workspace in forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ackpt.capture.joint_graph import JointGraph
@@ -16,6 +16,7 @@ from ackpt.costs.profiles import Profile
 from ackpt.metering.caching_allocator import CachingAllocator
 from ackpt.metering.gpus import AllocatorSettings, Gpu
 from ackpt.metering.kernel_memory import MATMULS
+from ackpt.metering.timeline import Timeline
 from ackpt.planning.allocations import RESIDENT, Allocation, allocations
 from ackpt.planning.plan import Plan
 
@@ -60,6 +61,52 @@ def device_memory(
         _free_all(allocator, _GRADIENT)  # zero_grad(set_to_none=True)
     allocator.reset_peaks()
     _step(allocator, graph, plan, dynamic, parameters, [], "new gradient" if graph.accumulated_bytes else _GRADIENT)
+    return _memory(allocator, where, on, context_bytes)
+
+
+def rank_memory(
+    timeline: Timeline,
+    resident: Mapping[str, int],
+    shards: list[int],
+    where: Device,
+    on: Gpu,
+    context_bytes: int | None = None,
+) -> DeviceMemory:
+    """As `device_memory`, for a step of which the bytes after every event are known, such as that of one rank.
+
+    An event that frees bytes ends the latest block of its category and size. `shards`: sizes of the parameters' blocks.
+    """
+    allocator = CachingAllocator(AllocatorSettings.parsed())
+    for name, size in resident.items():
+        for number, block in enumerate(_pieces(size, shards) if name == "parameters" else [size] * bool(size)):
+            if name != "optimizer":
+                allocator.allocate((name, number), block)
+    for step in range(2):
+        if step:
+            for number, block in enumerate(_pieces(resident["optimizer"], shards)):
+                allocator.allocate(("state", number), block)
+            allocator.reset_peaks()
+        _events(allocator, timeline, [] if step else [on.cublas_workspace_bytes])
+        _free_all(allocator, "block")
+    return _memory(allocator, where, on, context_bytes)
+
+
+def _events(allocator: CachingAllocator, timeline: Timeline, workspaces: list[int]) -> None:
+    """The blocks of one step; those that it does not free remain. `workspaces`: for each of forward and backward."""
+    blocks: dict[tuple[str, int], list[int]] = {}
+    for event in range(1, len(timeline.live)):
+        for size in workspaces * (event in (1, (timeline.boundary or 0) + 1)):
+            allocator.allocate(("workspace", event), size)
+        for category, live in timeline.categories.items():
+            size = live[event] - live[event - 1]
+            if size > 0:
+                allocator.allocate(("block", event), size)
+                blocks.setdefault((category, size), []).append(event)
+            elif size:
+                allocator.free(("block", blocks[category, -size].pop()))
+
+
+def _memory(allocator: CachingAllocator, where: Device, on: Gpu, context_bytes: int | None) -> DeviceMemory:
     context = on.context_bytes if context_bytes is None else context_bytes
     margin = where.memory_bytes - context - allocator.peak_reserved
     return DeviceMemory(

@@ -29,6 +29,7 @@ from ackpt.metering.resident import rounded
 from ackpt.planning.plan import Plan
 from ackpt.planning.simulator import simulate
 from ackpt.policies import POLICIES
+from ackpt.progress import shown, stage
 
 from .cuda_capture import CapturedCudaChoices
 from .device_memory import DeviceMemory, device_memory
@@ -89,9 +90,7 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan of `graph`, the graph of `step`, with the costs in `profile`. `memory`: its bytes on the device.
-    `least_bytes`: the smallest peak of policy full, if that of `plan` does not fit the device.
-    """
+    """A plan of `graph`, the graph of `step`, with the costs in `profile`. `memory`: its bytes on the device."""
 
     config: PlanConfig
     step: TrainingStep
@@ -100,7 +99,6 @@ class Planned:
     plan: Plan
     device: Device | None
     memory: DeviceMemory | None
-    least_bytes: int | None
 
     def at_peak(self) -> dict[str, int]:
         """Bytes by category at the peak; the resident ones first."""
@@ -117,6 +115,20 @@ class Planned:
         end = len(live) - 2 if self.graph.optimizer_step_bytes else len(live)
         parts = {"forward": live[: boundary + 1], "backward": live[boundary:end], "optimizer": live[end:]}
         return {name: self.plan.resident_bytes + max(part) for name, part in parts.items() if part}
+
+
+    def that_fits(self) -> Planned:
+        """The plan of policy auto that fits the device.
+
+        Raises:
+            BudgetError: if there is none; ``least_bytes`` is what the allocator reserves for the smallest peak.
+        """
+        assert self.device is not None and self.memory is not None
+        room = f"{max(1, self.device.memory_bytes - self.memory.context)}B"
+        config = dataclasses.replace(self.config, budget=f"{room} reserved", policy=None, options={})
+        with shown(), no_collection():
+            plan, _, memory = _planned(self.graph, self.profile, self.device, config)
+        return dataclasses.replace(self, config=config, plan=plan, memory=memory)
 
 
 def at_peak(graph: JointGraph, plan: Plan) -> dict[str, int]:
@@ -146,16 +158,19 @@ def run_plan(config: PlanConfig) -> Planned:
         BudgetError: if the budget is infeasible; names the smallest feasible one.
         ValueError: for a step that cannot be built or captured, and an invalid budget.
     """
-    with no_collection():  # of the many objects of a capture, few are garbage
-        return _run_plan(config)
+    with shown(), no_collection():  # of the many objects of a capture, few are garbage
+        where = None if config.device is None else device(config.device)
+        stage(f"building {config.step.model}")
+        step = training_step(config.step)
+        graph = captured(step, config, where)
+        profile = ackpt.profile(graph, where)
+        profile = profile if where is None else with_gpu_workspace(graph, profile)
+        return Planned(config, step, graph, profile, *_planned(graph, profile, where, config))
 
 
-def _run_plan(config: PlanConfig) -> Planned:
-    where = None if config.device is None else device(config.device)
-    step = training_step(config.step)
-    graph = captured(step, config, where)
-    profile = ackpt.profile(graph, where)
-    profile = profile if where is None else with_gpu_workspace(graph, profile)
+def _planned(
+    graph: JointGraph, profile: Profile, where: Device | None, config: PlanConfig
+) -> tuple[Plan, Device | None, DeviceMemory | None]:
     policy = config.policy or ("none" if config.budget is None else "auto")
     plan_within = partial(ackpt.plan, graph, policy=policy, profile=profile, **config.options)
 
@@ -165,10 +180,7 @@ def _run_plan(config: PlanConfig) -> Planned:
 
     budget, is_reserved = split_budget(config.budget)
     plan = _within_reserved(budget, plan_within, memory_of) if is_reserved else plan_within(budget)
-    memory, least = memory_of(plan), None
-    if memory is not None and not memory.fits:
-        least = (plan if plan.policy == FULL else ackpt.plan(graph, policy=FULL, profile=profile)).peak_bytes
-    return Planned(config, step, graph, profile, plan, where, memory, least)
+    return plan, where, memory_of(plan)
 
 
 def _within_reserved(budget, plan_within: Callable[..., Plan], memory_of: Callable[[Plan], Any]) -> Plan:

@@ -10,11 +10,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ackpt.errors import did_you_mean
+
 from .adapters import Lora
 
 IMAGE_SIZE = 224
 TRANSFORMERS = "hf:"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHORT = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+
+def dtype_called(name: str, option: str = "") -> str:
+    """The key of `DTYPES` for `name`, which may be short or begin with ``torch.``.
+
+    Raises:
+        ValueError: for any other name, the value of `option`.
+
+    Example:
+        >>> dtype_called("bf16"), dtype_called("torch.float16")
+        ('bfloat16', 'float16')
+    """
+    bare = name.removeprefix("torch.")
+    known = _SHORT.get(bare, bare)
+    if known not in DTYPES:
+        close = did_you_mean(bare, DTYPES)
+        raise ValueError(f"{option}{name!r} is not a dtype{close}: choose from {', '.join(DTYPES)}")
+    return known
 
 
 @dataclass(frozen=True)

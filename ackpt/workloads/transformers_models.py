@@ -51,6 +51,26 @@ def transformers_step(request: StepRequest) -> TrainingStep:
     return TrainingStep(model.train(), inputs)
 
 
+def dtype_of_file(model: str) -> str | None:
+    """The ``dtype`` that a config.json names, ``torch_dtype`` in older ones; None without one, or for a class.
+
+    Raises:
+        ValueError: for a file that is no configuration.
+    """
+    if not model.startswith(TRANSFORMERS) or (path := _file(model.removeprefix(TRANSFORMERS))) is None:
+        return None
+    given = _read(path)
+    return given.get("dtype") or given.get("torch_dtype")
+
+
+def _file(name: str) -> Path | None:
+    """The config.json that `name` is the path of, or its folder's; None for the name of a class."""
+    path = Path(name)
+    if path.suffix != ".json" and not path.exists():
+        return None
+    return path / "config.json" if path.is_dir() else path
+
+
 def _transformers() -> Any:
     try:
         import transformers
@@ -64,9 +84,8 @@ def _transformers() -> Any:
 
 def _config(transformers, request: StepRequest):
     name = request.model.removeprefix(TRANSFORMERS)
-    path = Path(name)
-    if path.suffix == ".json" or path.exists():
-        given = _read(path / "config.json" if path.is_dir() else path)
+    if (path := _file(name)) is not None:
+        given = _read(path)
         kind = given.get("model_type")
         if kind not in transformers.CONFIG_MAPPING:
             raise ValueError(f"{name}: transformers {transformers.__version__} knows no model_type {kind!r}")
@@ -80,7 +99,8 @@ def _config(transformers, request: StepRequest):
         ):
             raise ValueError(
                 f"transformers {transformers.__version__} has no configuration class {name!r}, and there is no such "
-                "file: write hf:GPT2Config, hf:LlamaConfig or hf:path/to/config.json"
+                "file: write hf:GPT2Config, hf:LlamaConfig or hf:path/to/config.json. Nothing is downloaded: save the "
+                "config.json of a model on the Hub first"
             )
     config = _made(name, lambda: config_class.from_dict(given))
     settable = {key for key, value in inspect.getmembers(config_class) if isinstance(value, property) and value.fset}

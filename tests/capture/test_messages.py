@@ -1,8 +1,11 @@
 """Errors that name what a user got wrong: dtypes, devices, NumPy, hooks, keywords, globals, evaluation."""
 
+import warnings
+
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ackpt
@@ -49,8 +52,78 @@ def test_numpy_in_a_trace():
 
 
 def test_numpy():
-    with pytest.raises(TypeError, match="torch.from_numpy"):
-        ackpt.compile(layers(), numpy.ones((4, 8), dtype=numpy.float32))
+    array = numpy.ones((4, 8), dtype=numpy.float32)
+    with pytest.raises(TypeError, match=r"argument 0 is a NumPy array.* torch.from_numpy\(array\)"):
+        ackpt.compile(layers(), array)
+    for plan in (ackpt.explain, ackpt.apply_budget):
+        with pytest.raises(TypeError, match="argument input is a NumPy array"):
+            plan(layers(), {"input": array})
+    with pytest.raises(TypeError, match=r"argument 0\[1\] is a NumPy array"):
+        ackpt.compile(layers(), [X, array])
+
+
+def test_a_parallel_model_is_given_a_budget_before_it_is_wrapped(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(layers())
+        before = r"Call ackpt.apply_budget\(model, ...\) before DistributedDataParallel\(model\)"
+        with pytest.raises(TypeError, match=before):
+            ackpt.apply_budget(wrapped, X)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_model_in_evaluation_mode_is_named_before_its_step_is_planned():
+    says = "the model is in evaluation mode, as from_pretrained returns it: Sequential is planned without dropout"
+    for plan in (ackpt.compile, ackpt.apply_budget):
+        with pytest.warns(UserWarning, match=says):
+            plan(layers().eval(), X)
+    model = layers().eval()
+    model[0].train()  # a part of it is enough
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ackpt.compile(model, X)
+
+
+def test_an_infeasible_budget_names_inputs_that_are_views_of_more():
+    data = torch.ones(400, 8)
+    with pytest.raises(ackpt.BudgetError, match=r"argument input of shape \[4, 8\] is a view of 12.5 KiB.*its clone"):
+        ackpt.apply_budget(layers(), {"input": data[:4]}, budget="500B")
+    with pytest.raises(ackpt.BudgetError) as refused:
+        ackpt.apply_budget(layers(), {"input": data[:4].clone()}, budget="500B")
+    assert "is a view" not in str(refused.value)
+
+
+class Seeds(nn.Linear):
+    def __init__(self, seed):
+        super().__init__(8, 8)
+        self.seed = seed
+
+    def forward(self, x):
+        return super().forward(x) * self.seed()
+
+
+def forked():
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(8)
+
+
+@pytest.mark.parametrize(
+    ("seed", "called"),
+    [(lambda: torch.manual_seed(0) and torch.rand(8), "manual_seed"), (forked, "set_rng_state, as .*fork_rng does")],
+)
+def test_a_forward_that_seeds_is_told_what_runs_it(seed, called):
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+    model = Seeds(seed)
+    with pytest.raises(ackpt.TraceError, match=f"the forward calls torch.{called}.* Plan with regions=True"):
+        ackpt.compile(model, x)
+    results = []
+    for call in (model, ackpt.compile(model, x, budget=1.0, regions=True)):
+        model.zero_grad()
+        torch.manual_seed(1)
+        call(x).square().sum().backward()
+        results.append((model.weight.grad.clone(), torch.get_rng_state()))
+    assert all(map(torch.equal, *results))
 
 
 def test_a_hook_that_reads_values():

@@ -14,6 +14,7 @@ import ackpt
 from ackpt.budget import readable
 from ackpt.cli import plan_text as plan_report
 from ackpt.cli.command_line import main
+from ackpt.costs.devices import device
 from ackpt.graph import Plan, PlanError
 from ackpt.metering.autograd_engine import SavedNumbers
 from ackpt.metering.kernel_memory import Workspaces
@@ -169,18 +170,23 @@ def test_a_budget_is_kept_by_the_policy_auto_or_by_the_one_that_is_named(capsys)
 def test_a_device_that_is_too_small_and_one_that_is_not():
     step = request("transformer", batch_size=1, seq_len=2_000_000, dim=64, ff_dim=256, layers=2, head_dim=16)
     small = run_plan(PlanConfig(step, optimizer="none", device="t4"))
-    full = run_plan(PlanConfig(step, optimizer="none", device="t4", policy="full"))
-    assert small.device is not None and small.device.memory_bytes == 16 * 10**9 < small.plan.peak_bytes
-    assert full.plan.peak_bytes == small.least_bytes < small.plan.peak_bytes
-    memory, least = small.memory, readable(full.plan.peak_bytes)
+    assert small.device is not None and small.device.memory_bytes == device("t4").memory_bytes < small.plan.peak_bytes
+    memory = small.memory
     assert memory is not None and small.plan.peak_bytes <= memory.allocated <= memory.reserved
-    assert memory.margin == 16 * 10**9 - memory.reserved - memory.context < 0
-    plain = f"{(memory.reserved + memory.context) / 2**30:.1f} GiB"
-    last = plan_report.text(small).splitlines()[-1]
-    assert last.startswith(f"does not fit t4: {plain} of 14.9 GiB; the smallest budget of policy full is {least}")
-    room = 16 * 10**9 - (memory.reserved + memory.context - small.plan.peak_bytes)
-    assert last.endswith(f"to allocator and context add --budget {room}B")
+    assert memory.margin == small.device.memory_bytes - memory.reserved - memory.context < 0
+    used = f"{(memory.reserved + memory.context) / 2**30:.1f} GiB"
+    *_, verdict, advice = plan_report.text(small).splitlines()
+    assert verdict == f"does not fit t4: {used} of 14.7 GiB"
+    room = small.device.memory_bytes - memory.context
+    suggested = f"{room}B reserved"
+    other = run_plan(replace(small.config, budget=suggested))  # what the user then types
+    assert other.memory is not None and other.memory.fits and other.plan.cost > 0
+    assert advice == (
+        f'add --budget "{suggested}": that plan fits, reserves {other.memory.reserved / 2**30:.1f} GiB and adds '
+        f"{other.plan.cost:.1%} to the time of the step"
+    )
     data = plan_report.to_json(small)["device"]
+    full = run_plan(replace(small.config, policy="full"))
     assert (data["fits"], data["smallest_budget_of_full"]) == (False, full.plan.peak_bytes)
     assert data["memory"]["reserved"] == memory.reserved
     assert data["modelled_seconds"] > 0
@@ -189,8 +195,29 @@ def test_a_device_that_is_too_small_and_one_that_is_not():
     assert large.memory is not None and large.memory.fits
     plain = f"{(large.memory.reserved + large.memory.context) / 2**30:.1f} GiB"
     *_, sizes, verdict = plan_report.text(large).splitlines()
-    assert verdict == f"fits h200: {plain} of 131.3 GiB"
+    assert verdict == f"fits h200: {plain} of 139.8 GiB"
     assert re.fullmatch(r"on h200: \S+ GiB allocated, \S+ GiB reserved, 612.0 MiB context, \S+ GiB margin", sizes)
+
+
+def test_where_no_plan_fits_the_minimum_the_room_and_what_would_help_are_said():
+    """Nothing is suggested that was not planned or simulated."""
+    fields = {"dim": 64, "ff_dim": 256, "layers": 2, "head_dim": 16, "vocab_size": 100_000}
+    step = request("lm", batch_size=1, seq_len=20_000, **fields)
+    found = run_plan(PlanConfig(step, optimizer="none", device="t4"))
+    assert found.memory is not None and not found.memory.fits
+    room = found.device.memory_bytes - found.memory.context
+    with pytest.raises(ackpt.BudgetError) as refused:
+        found.that_fits()
+    *_, text = plan_report.text(found).partition("\nno plan fits: ")
+    verdict, *helps = text.splitlines()
+    assert verdict == (
+        f"the one with the smallest peak reserves {readable(refused.value.least_bytes)}, and the context "
+        f"leaves {room / 2**30:.1f} GiB"
+    )
+    chunked = [each for each in plan_report.explanation(found).suggestions if "chunk the loss" in each.title]
+    (best,) = [each for each in chunked if each.peak_bytes == min(other.peak_bytes for other in chunked)]
+    assert best.peak_bytes < room and all(line.startswith("would help: ") for line in helps)
+    assert f"would help: {best.title}: peak {best.peak_bytes / 2**30:.1f} GiB; {best.fix}" in helps
 
 
 def test_allocated_bytes_of_a_plan_are_those_of_the_eager_step_with_workspaces():
@@ -346,6 +373,21 @@ def test_a_configuration_file_names_its_head(tmp_path, capsys):
     assert "no loss is known for BertModel" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_the_dtype_of_a_configuration_file_is_that_of_the_parameters_unless_another_is_given(name, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 100, "bos_token_id": 0, "eos_token_id": 0}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", name: "bfloat16", **sizes}))
+    options = [f"hf:{path}", "--seq-len", "8"]
+    assert planned(capsys, *options)["dtype"] == "bfloat16"
+    assert planned(capsys, *options, "--dtype", "fp32")["dtype"] == "float32"
+    assert planned(capsys, *GPT2, "--dtype", "bf16")["dtype"] == "bfloat16"
+    path.write_text(json.dumps({"model_type": "gpt2", name: "float8_e4m3fn", **sizes}))
+    assert main(["plan", *options]) == 2
+    assert "'float8_e4m3fn' is not a dtype" in capsys.readouterr().err
+
+
 def test_fields_go_by_either_of_their_names(capsys):
     pytest.importorskip("transformers")
     found = planned(capsys, *GPT2, "num_hidden_layers=2", "n_positions=20")
@@ -374,7 +416,9 @@ def test_what_fits_nowhere_is_planned_here(capsys):
         ([*BERT, "--set", "dropout=none"], "--set"),
         ([*BERT, "--set", "heads=3"], "multiple of heads"),
         ([*BERT, "--dtype", "int8"], "'int8' is not a dtype"),
-        ([*BERT, "--autocast", "int8"], "'int8' is not a known dtype"),
+        ([*BERT, "--dtype", "bfloat"], "'bfloat' is not a dtype (did you mean 'bfloat16'?): choose from float32"),
+        ([*BERT, "--budget", "22G"], "'22G' is not a budget (did you mean '22GiB' or '22GB'?)"),
+        ([*BERT, "--autocast", "int8"], "'int8' is not a dtype"),
         (
             [*BERT, "--optimizer", "lion"],
             "the state of optimizer 'lion' is not known: choose from adamw, adamw-fused, adamw-for-loop, adamw-8bit",

@@ -49,3 +49,24 @@ def test_what_cannot_be_planned_sharded(capsys, arguments, message):
     assert main(["plan", *LM, *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err
+
+
+def test_a_rank_fits_by_reserved_bytes_and_context_as_a_single_gpu_does(capsys):
+    options = [*LM, "--fsdp", "2", "--device-profile", "t4"]
+
+    def planned(*more):
+        assert main(["plan", *options, *more, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    found = planned()
+    memory, size = found["device"]["memory"], found["device"]["memory_bytes"]
+    workspaces = 2 * 8_519_680  # of cuBLAS, in forward and backward
+    assert memory["allocated"] - workspaces >= found["peak_bytes"] and memory["reserved"] % 2**20 == 0
+    assert memory["margin"] == size - memory["reserved"] - memory["context"] > 0 and found["device"]["fits"]
+    most = (size - memory["reserved"]) // 2**20
+    assert most < (size - found["peak_bytes"]) // 2**20
+    for context, fits in ((most, True), (most + 1, False)):
+        assert planned("--context-mib", str(context))["device"]["fits"] is fits
+    assert main(["plan", *options, "--context-mib", str(most + 1)]) == 0
+    reserved = memory["reserved"] / 2**20
+    assert f"  device          does not fit t4: {reserved:.1f} MiB reserved and " in capsys.readouterr().out

@@ -5,6 +5,7 @@ import json
 import pytest
 from test_cli_plan import GPT2, planned
 
+from ackpt.cli import plan_sweep
 from ackpt.cli.command_line import main
 from ackpt.cli.plan_sweep import Sweep
 from ackpt.workloads.planned_shapes import PlanConfig, run_plan
@@ -39,7 +40,7 @@ def test_a_row_of_a_sweep_is_a_plan_of_its_own(capsys):
 def test_the_table(capsys):
     assert main(["plan", *GPT2, "--sweep", "device_profile=t4,h200"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["device", "profile", "peak", "reserved", "recomputed", "fits"]
+    assert head.split() == ["device", "profile", "peak", "reserved", "added", "time", "fits"]
     assert [row.split()[0] for row in rows] == ["t4", "h200"] and all("yes" in row for row in rows)
 
 
@@ -63,6 +64,9 @@ def test_values(text, values, step):
         (["--sweep", "seq=1:3"], "--sweep seq=1:3: write batch_size, seq_len, image_size or device_profile"),
         (["--sweep", "seq_len=8:4"], "--sweep seq_len=8:4: write a range as in seq_len=1:64"),
         (["--sweep", "seq_len=4", "--explain"], "--sweep prints one line per plan: leave out --explain"),
+        (["--sweep", "seq_len=4"], "--sweep seq_len=4 gives the values of --seq-len: leave out --seq-len 16"),
+        (["--sweep", "batch-size=4,8", "--batch-size", "1"], "leave out --batch-size 1"),
+        (["--sweep", "device_profile=t4,l4", "--device-profile", "h200"], "leave out --device-profile h200"),
         (["--sweep", "seq_len=4", "--fsdp", "2"], "--sweep prints one line per plan: leave out --fsdp"),
         (["--budget", "1GiB reserved"], "bounds what a GPU's allocator reserves: give bytes and --device-profile"),
         (["--fsdp", "2", "--accumulation"], "--fsdp plans allocated bytes of a step without earlier gradients"),
@@ -71,6 +75,23 @@ def test_values(text, values, step):
 def test_what_is_refused(capsys, options, message):
     assert main(["plan", *GPT2, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sweep", ["seq_len=512:16384", "seq_len=512,2000"])
+def test_all_values_are_checked_before_the_first_is_planned(capsys, monkeypatch, sweep):
+    monkeypatch.setattr(plan_sweep, "run_plan", None)
+    assert main(["plan", *SMALL, "--sweep", sweep]) == 2
+    assert "longer than the 1024 positions of this configuration" in capsys.readouterr().err
+    assert main(["plan", *GPT2, "--sweep", "device_profile=t4,h300"]) == 2
+    assert "'h300'" in capsys.readouterr().err
+
+
+def test_the_table_shows_added_time(capsys):
+    """Not FLOPs, of which a plan that recomputes norms and activation functions has hardly any."""
+    row = run_plan(config(device="t4", policy="full"))
+    sweep = plan_sweep.Sweep("device_profile", ("t4",))
+    line = plan_sweep.text(sweep, {"t4": row}).splitlines()[1]
+    assert f"{row.plan.cost:.1%}  yes" in line and row.plan.cost > 0
 
 
 def test_a_budget_in_reserved_bytes_is_kept_where_the_same_number_of_allocated_bytes_is_not():

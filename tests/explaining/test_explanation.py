@@ -319,3 +319,18 @@ def test_an_optimizer_by_its_name_is_the_optimizer():
     named = ackpt.explain(model, torch.ones(2, 8), optimizer="adamw")
     given = ackpt.explain(model, torch.ones(2, 8), optimizer=torch.optim.AdamW(model.parameters()))
     assert str(named) == str(given) and "optimizer" in str(named)
+
+
+def test_a_model_that_checkpoints_itself_is_explained_without_that_and_the_text_says_so():
+    class Checkpointed(torch.nn.Linear):
+        def forward(self, x):
+            inner = super().forward
+            return torch.utils.checkpoint.checkpoint(lambda x: inner(x).tanh(), x, use_reentrant=False)
+
+    x = torch.ones(4, 8)
+    with pytest.warns(UserWarning, match="The model calls torch.utils.checkpoint itself"):
+        explanation = ackpt.explain(Checkpointed(8, 8), x)
+    first, second, *_ = str(explanation).splitlines()
+    assert first.startswith("left out          torch.utils.checkpoint, which the model calls")
+    assert second.endswith("ackpt.print_saved(model, batch)")
+    assert "left out" not in str(ackpt.explain(torch.nn.Linear(8, 8), x))

@@ -22,6 +22,17 @@ def saved(capsys, function, *args, **kwargs) -> list[str]:
     )
 
 
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def forward(self, x, scale=2.0):
+        return super().forward(x).tanh() * scale
+
+
 class Branch(nn.Module):
     """Decides by values, which no capture accepts."""
 
@@ -47,12 +58,37 @@ def test_every_saved_tensor_has_a_line(capsys):
     lines = saved(capsys, lambda x: model(x), torch.ones(2, 8))
     where = f"here:{line_of(test_every_saved_tensor_has_a_line, 'lambda x: model')}"
     assert lines == [
-        f"float32[2,8]    64 B  Addmm.mat1 of '0', {where} [input]",
         f"float32[2,16]  128 B  Tanh.result of '1', {where}",
-        f"float32[2,16]  128 B  Addmm.mat1 of '2', {where} [shares the memory of a line above]",
         f"float32[16,4]  256 B  Addmm.mat2 of '2', {where} [parameter]",
+        f"float32[2,16]  128 B  Addmm.mat1 of '2', {where} [shares the memory of another line]",
+        f"float32[2,8]    64 B  Addmm.mat1 of '0', {where} [input]",
         "saved: 128 B in 1 tensor, in addition to 256 B of parameters and 64 B of inputs",
     ]
+
+
+def test_equal_layers_share_a_line_and_the_largest_are_first(capsys):
+    layers = [nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(3)]
+    lines = saved(capsys, nn.Sequential(*layers, nn.Linear(8, 64, bias=False), nn.Sigmoid()), torch.ones(4, 8))
+    where = f"here:{line_of(saved, 'ackpt.print_saved')}"
+    assert lines == [
+        f"float32[4,64]     1.0 KiB  Sigmoid.result of '4', {where}",
+        f"float32[4,8]   128 B each  3 x Tanh.result of '*.*', {where}",
+        f"float32[8,64]     2.0 KiB  Mm.mat2 of '3', {where} [parameter]",
+        f"float32[8,8]   256 B each  2 x Mm.mat2 of '*.*', {where} [parameter]",
+        f"float32[4,8]   128 B each  2 x Mm.self of '*.*', {where} [shares the memory of another line]",
+        f"float32[4,8]        128 B  Mm.self of '0.0', {where} [input]",
+        f"float32[4,8]        128 B  Mm.self of '3', {where} [shares the memory of another line]",
+        "saved: 1.4 KiB in 4 tensors, in addition to 2.5 KiB of parameters and 128 B of inputs",
+    ]
+
+
+@pytest.mark.parametrize("batch", [{"x": X, "scale": 2.0}, (X, 2.0), [X, 2.0]])
+def test_a_batch_has_the_forms_of_explain(capsys, batch):
+    expected = saved(capsys, Scaled(), X, scale=2.0)
+    assert saved(capsys, Scaled(), batch) == expected and "Tanh.result" in expected[0]
+    assert saved(capsys, Scaled(), X) == expected
+    assert ackpt.explain(Scaled(), batch).plan.saved_bytes == 4 * 8 * 4
+    ackpt.apply_budget(Scaled(), batch, budget=1.0)
 
 
 def test_a_model_that_no_capture_accepts(capsys):
@@ -134,7 +170,7 @@ def test_meta_tensors_and_methods(capsys):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     lines = saved(capsys, model.forward, torch.ones(2, 8, device="meta"))
-    assert "Tanh.result of '1'" in lines[1] and lines[-1].startswith("saved: 64 B in 1 tensor,")
+    assert "Tanh.result of '1'" in lines[0] and lines[-1].startswith("saved: 64 B in 1 tensor,")
 
 
 def test_the_call_leaves_no_hooks(capsys):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import ackpt
+from ackpt.integrations.trainer import as_trainer_calls
 
 # peft asks transformers by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -160,6 +162,26 @@ def test_a_compiled_model_forwards_attributes_and_methods_and_a_trainer_is_told(
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(TypeError, match="give it a budget by ackpt.apply_budget"):
         transformers.Trainer(model=step, args=arguments)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_trainer_trains_with_the_capture_of_the_example_batch(tmp_path, monkeypatch):
+    """It passes num_items_in_batch, for which the step would be captured once more."""
+    model, plain, trainer = llama(), llama(), transformers.Trainer  # imported, as by from transformers import Trainer
+    step = ackpt.apply_budget(model, {"input_ids": IDS, "labels": IDS.clone()}, budget="8MiB", optimizer="adamw")
+    data = [{"input_ids": row, "labels": row} for row in IDS]
+    options = {"max_steps": 2, "per_device_train_batch_size": len(data), "use_cpu": True, "report_to": "none"}
+    for each in (model, plain):
+        given = transformers.TrainingArguments(str(tmp_path), save_strategy="no", disable_tqdm=True, **options)
+        trainer(each, given, train_dataset=data).train()
+    assert [event.kind for event in step.history] == ["capture"]
+    assert same(model.state_dict(), plain.state_dict())
+
+    added = {name: value for name, value in as_trainer_calls(plain, BATCH).items() if name not in BATCH}
+    assert list(added) == ["num_items_in_batch"] and added["num_items_in_batch"].shape == ()
+    assert as_trainer_calls(torch.nn.Linear(2, 2), BATCH) == BATCH
+    monkeypatch.delitem(sys.modules, "transformers.trainer")  # a program that has its own loop
+    assert as_trainer_calls(plain, BATCH) == BATCH
 
 
 NEW = hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable")

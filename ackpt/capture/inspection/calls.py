@@ -7,15 +7,18 @@ messages; no decision depends on them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ackpt.budget import is_share
+from ackpt.metering.meter import memory_format
 
 _MODE, _TRAINING, _EVALUATION = "mode", "training", "evaluation"
 MACHINE = "machine"  # given only where it is not the one that plans
+CHECKPOINTS = "torch.utils.checkpoint"  # given only where the model calls it
 _LONGEST = 60  # characters of an argument that is not a tensor
 _EVALUATE = (
     "The model was in training mode then and is in evaluation mode now, but gradients are on: run evaluation under "
@@ -118,6 +121,31 @@ def _arguments(args, kwargs) -> Iterator[tuple[str, str]]:
             first[id(leaf)] = where
             needs_grad = ", requires grad" if leaf.requires_grad else ""
             yield where, f"{_dtype(leaf)} {list(leaf.shape)}{_device(leaf)}{needs_grad}"
+
+
+def call_arguments(batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a model from a batch: a mapping, a tuple or list, or one argument.
+
+    Example:
+        >>> call_arguments({"x": 1}), call_arguments([1, 2]), call_arguments(3)
+        (((), {'x': 1}), ((1, 2), {}), ((3,), {}))
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
+
+
+def sliced(args, kwargs) -> str:
+    """A sentence that names the arguments whose storage is larger than they are; empty if there are none."""
+    views = [
+        f"argument {name} of shape {list(leaf.shape)} is a view of {memory_format(leaf.untyped_storage().nbytes())}"
+        for name, leaf in named_leaves(args, kwargs)
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        if leaf.untyped_storage().nbytes() > leaf.nbytes
+    ]
+    if not views:
+        return ""
+    return f"The inputs count with their whole storage: {'; '.join(views)}. To count a view alone, pass its clone()."
 
 
 def named_leaves(args, kwargs) -> Iterator[tuple[str, object]]:

@@ -29,7 +29,10 @@ _WRAPPERS: dict[type, str] = {
     OptimizedModule: f"torch.compile has compiled it. Give the original module, its _orig_mod, {_INDUCTOR}.",
     torch.jit.ScriptModule: "TorchScript cannot be captured. Give the nn.Module it was made from.",
     DataParallel: f"it runs copies of a module. Give that module itself; for several GPUs use {_DDP}.",
-    DistributedDataParallel: f"a planned step cannot contain it. Wrap the planned step in it: {_DDP}.",
+    DistributedDataParallel: (
+        "a planned step cannot contain it. Call ackpt.apply_budget(model, ...) before DistributedDataParallel(model), "
+        f"or wrap the planned step in it: {_DDP}."
+    ),
 }
 if torch.distributed.is_available():
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -125,6 +128,15 @@ def check_model(model, except_opaque: bool = False) -> None:
             if name and _is_compiled(module):
                 reason = f"{reason} {_LEFT_OUT}"
             raise TypeError(f"{module_label(name)} ({type(module).__name__}) cannot be planned: {reason}")
+
+
+def warn_of_evaluation(model: nn.Module) -> None:
+    """Warn if the step of `model` is planned while no module of it is in training mode."""
+    if not any(module.training for module in model.modules()):
+        warn(
+            f"the model is in evaluation mode, as from_pretrained returns it: {type(model).__name__} is planned "
+            "without dropout, and captured again when it trains. Call model.train() before."
+        )
 
 
 def warn_of_hooks(model: nn.Module) -> None:

@@ -27,10 +27,12 @@ from .closures_that_ran import Closures
 from .value_walk import Value, Walk, closes_over, is_of_model, said
 
 _CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator.__code__
-_SEEDING = frozenset(("manual_seed", "seed", "set_rng_state"))
+# The functions that seed. In regions the forward seeds again for the recomputation, which torch.seed does differently.
+_SEEDING = {"seed": "", "manual_seed": "", "set_rng_state": ", as torch.random.fork_rng does"}
+_REGIONS = "Plan with regions=True, which runs the forward itself. "
 _RANDOM = os.path.abspath(torch.random.__file__)
 _FOLDER = os.path.dirname(_RANDOM) + os.sep
-_WRAPPERS = _RANDOM, _FOLDER + "_compile.py", _FOLDER + "_dynamo" + os.sep
+_WRAPPERS = _RANDOM, _FOLDER + "_compile.py", _FOLDER + "_dynamo" + os.sep, contextlib.__file__  # for fork_rng
 
 
 class Reads:
@@ -44,7 +46,7 @@ class Reads:
         self._watching: Any = None
         self._settles = True
         self._changed: list[tuple[dict, str, Any, Any, TraceError]] = []  # namespace, name, before, now, refusal
-        self._has_checkpoints = False
+        self.has_checkpoints = False  # whether the model calls torch's own
 
     @contextlib.contextmanager
     def watched(self):
@@ -95,15 +97,17 @@ class Reads:
             self._watching = None
             if self._closures is not None:
                 self._closures.ended()
-            self._has_checkpoints |= id(_CHECKPOINT) in seen
+            self.has_checkpoints |= id(_CHECKPOINT) in seen
             changed, others = walk.restored()
             drawn = walk.drawn_from()
             if seeds:
                 torch.set_rng_state(seeds[0][1])
         if seeds:
+            name, _ = seeds[0]
             raise TraceError(
-                f"the forward calls torch.{seeds[0][0]}, which a captured step would not repeat. Draw such numbers "
-                "once and store them in a buffer, or pass them as an argument."
+                f"the forward calls torch.{name}{_SEEDING[name]}, which a captured step would not repeat. "
+                f"{'' if name == 'seed' else _REGIONS}Draw such numbers once and store them in a buffer, or pass them "
+                "as an argument."
             )
         if drawn:
             raise repeated_draws(drawn[0])
@@ -198,7 +202,7 @@ class Reads:
 
     def finish(self) -> None:
         """Call this once after the capture: it records the values that `are_same` compares with."""
-        if self._has_checkpoints:
+        if self.has_checkpoints:
             warn_of_checkpoints()
         assert self._closures is not None
         walk = self._walk()

@@ -10,7 +10,6 @@ import numpy
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from ackpt.errors import TraceError
 
@@ -39,8 +38,7 @@ def require_traceable(model: nn.Module, args, kwargs) -> None:
         TypeError: for a NumPy array.
         TraceError: naming the argument, parameter or buffer.
     """
-    if any(isinstance(leaf, numpy.ndarray) for leaf in tree_leaves((args, kwargs))):
-        raise TypeError("an argument is a NumPy array, whose values no capture follows: convert it by torch.from_numpy")
+    require_no_arrays(args, kwargs)
     types = set()
     for name, tensor in _named(model, args, kwargs):
         if tensor.is_nested:
@@ -54,6 +52,19 @@ def require_traceable(model: nn.Module, args, kwargs) -> None:
             "the model or its inputs are on a CUDA device, but torch sees no CUDA GPU. To plan for a GPU without one, "
             "put them on the meta device."
         )
+
+
+def require_no_arrays(args, kwargs) -> None:
+    """Refuse NumPy arrays among the arguments of a call.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    for name, leaf in named_leaves(args, kwargs):
+        if isinstance(leaf, numpy.ndarray):
+            raise TypeError(
+                f"argument {name} is a NumPy array, whose values no capture follows: give torch.from_numpy(array)"
+            )
 
 
 def require_plain(name: str, tensor: torch.Tensor) -> None:
