@@ -31,7 +31,7 @@ from ackpt.running.variants import Variants
 from .budget import dynamic_limit, is_share
 from .dynamic_plans import DynamicPlans
 from .errors import TraceError, did_you_mean, warn
-from .planner import MEASURED, check_runs, default_profile, device_of_costs, of_model, options_of
+from .planner import check_runs, default_profile, device_of_costs, of_model, options_of
 from .planner import plan as make_plan
 from .policies import POLICIES
 from .saved_plan import SavedPlan, saved_dimensions
@@ -318,16 +318,4 @@ class _Planner(Planner):
             return None
         reason = error.reason if error is not None else refused or "regions=True"
 
-        def part(module: nn.Module, share: float) -> PlannedStep:
-            return planned_step(
-                module,
-                share,
-                "auto",
-                differentiate="all",
-                outputs="keep",
-                device_profile=None if self.device == MEASURED else self.device,
-                costs=MEASURED if self.device == MEASURED else "rates",
-                regions=False,
-            )
-
-        return PlannedRegions(variants, self.budget, self.policy, part, self.on_exceed == "warn", error, str(reason))
+        return PlannedRegions(variants, self.budget, self.policy, self.on_exceed == "warn", error, str(reason))

@@ -206,6 +206,18 @@ class MutableState:
         self._before = []
         return {id(tensor) for tensor, _ in self._changed}
 
+    def undo(self) -> None:
+        """Give everything the value from before the forward that `after_forward` has not seen."""
+        _bind([binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]])
+        for attributes, names in self._namespaces:
+            _bind([(attributes, name, _ABSENT) for name in attributes.keys() - names])
+        _fill([each for each in self._contents if not _is_filled_with(*each)])
+        with torch.no_grad():
+            for tensor, _, mark, copy in self._before:
+                if copy is not None and (version(tensor) != mark or not torch.equal(tensor, copy)):
+                    with torch.autograd._unsafe_preserve_version_counter(tensor):
+                        tensor.copy_(copy)
+
     def _record_result(self, namespace, name) -> None:
         """Record the value that the forward assigned to a name, without keeping it alive."""
         value = namespace.get(name)

@@ -54,11 +54,12 @@ def in_own_thread(function: Callable[[], Any], devices=()) -> Any:
 
 def count_allocations(function: Callable[[], Any], on_cuda: bool = False) -> tuple[Any, Allocations]:
     """The result of `function`, and what it allocated: in this thread on the CPU, or on the current CUDA device."""
-    result, live, peak = (_on_cuda if on_cuda else _on_cpu)(function)
+    result, live, peak = (_on_cuda if on_cuda else run_counted)(function)
     return result, Allocations(peak - live, live, _results(result))
 
 
-def _on_cpu(function) -> tuple[Any, int, int]:
+def run_counted(function: Callable[[], Any]) -> tuple[Any, int, int]:
+    """The result of `function`, the bytes that it left allocated on the CPU, and their peak."""
     # The older of torch's profilers belongs to one thread: it also works while the user's profiler runs in another.
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     _enable_profiler_legacy(config)
