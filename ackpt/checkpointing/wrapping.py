@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import inspect
 import types
 from collections.abc import Callable, Collection
 from typing import Any, Literal
@@ -223,7 +224,7 @@ def callable_members(module, name):
     """The callable members of a module, ``(path, module)``; members of a container without a forward replace it."""
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
-        if type(child).forward is nn.Module.forward:
+        if inspect.getattr_static(type(child), "forward") is nn.Module.forward:  # one of TorchScript cannot be read
             yield from callable_members(child, path)
         else:
             yield path, child

@@ -8,6 +8,7 @@ blocks run as ever.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
@@ -97,7 +98,8 @@ def _blocks_in(module: nn.Module, path: str, repeated: Mapping[str, nn.Module], 
 
 def _is_of_torch(module: nn.Module) -> bool:
     """Whether a module without submodules is one operation of torch, whose region would save as much as it does."""
-    return type(module).forward.__module__.startswith("torch.")
+    forward = inspect.getattr_static(type(module), "forward")  # one of TorchScript cannot be read
+    return getattr(forward, "__module__", "").startswith("torch.")
 
 
 @contextlib.contextmanager

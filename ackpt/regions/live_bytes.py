@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ackpt.costs.operation_costs import flops, traffic
-from ackpt.costs.run_alone import run_counted
+from ackpt.costs.run_alone import begin_counting, end_counting, run_counted
 from ackpt.costs.workspace import allocation_of
 from ackpt.metering.autograd_engine import is_dense
 from ackpt.metering.resident import storages_of
@@ -32,7 +32,6 @@ from ackpt.policies.search.recompute_costs import FLOPS_PER_BYTE
 
 _LIFT = torch.ops.aten.lift_fresh.default
 _ACCUMULATES = "AccumulateGrad"  # belongs to a parameter, not to the step
-_COMPILED = "CompiledFunctionBackward"  # runs operations itself
 # By a number, these save a tensor of 8 bytes that no operation returns.
 _PRODUCTS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
 _PRODUCT_NODES = ("MulBackward0", "DivBackward0")
@@ -40,7 +39,7 @@ NUMBER_BYTES = torch.float64.itemsize
 _MOST_WORKSPACES = 10_000
 _SCALAR = 16  # bytes; a loop usually holds the loss of the last step
 # Their formulas write out of place under a mode (`isTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp and
-# aten/src/ATen/native/TensorAdvancedIndexing.cpp), and would allocate more: only their results are counted.
+# aten/src/ATen/native/TensorAdvancedIndexing.cpp), and would allocate more: they are counted by a profiler.
 _OUT_OF_PLACE = (
     *("Index", "Gather", "Masked", "Take", "Put", "Scatter", "Max", "Min", "Median", "Nanmedian", "Mode", "Kthvalue"),
     *("Topk", "Sort", "Msort", "Cummax", "Cummin", "Cumprod", "Prod", "Amax", "Amin", "Aminmax", "Trace", "Linalg"),
@@ -64,7 +63,8 @@ class Counter(TorchDispatchMode):
         ended: called at the end of every backward that `begin` was called in. It may raise an error.
 
     ``bytes``: live now. ``bound``: an upper bound; a forward that exceeds it calls ``exceeded`` once, with the number.
-    ``cost``: of all operations so far, as plans compare it; counted while ``counts_cost``.
+    ``cost``: of all operations so far, as plans compare it; counted while ``counts_cost``. ``watches``: whether
+    recomputations are to count their own backward.
     """
 
     bytes: int
@@ -73,7 +73,7 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.bound: int | None = None
         self.exceeded: Callable[[int], None] | None = None
-        self.counts_cost = False
+        self.counts_cost = self.watches = False
         self.cost = 0.0
         self.in_forward = False
         self._ended = ended
@@ -264,7 +264,8 @@ class LiveBytes(Counter):
         start = torch.autograd._get_sequence_nr()
         with self:
             outputs = call(*args, **kwargs)
-        self._watch(outputs, start)
+        if self.watches:
+            self._watch(outputs, start)
         return outputs
 
     def _watch(self, outputs: Any, start: int) -> None:
@@ -287,12 +288,17 @@ class LiveBytes(Counter):
         if name in _PRODUCT_NODES and (other := node._saved_other) is not None and other.dim() == 0:
             self._add(other)
         is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
-        in_mode = not is_python and not name.startswith(_OUT_OF_PLACE)
         if is_python:  # a hook for its results would keep its gradients until it ends
-            apply = vars(node).get("apply")
-            node.apply = partial(_counted_apply, self, weakref.ref(node), apply, targets, name == _COMPILED)
+            forward: Any = type(node)._forward_cls
+            apply = "apply_boxed" if getattr(forward, "boxed_grads_call", False) else "apply"  # of compiled modules
+            own_apply = vars(node).get(apply), getattr(type(node), apply)
+            setattr(node, apply, partial(_counted_apply, self, weakref.ref(node), own_apply, targets))
+        is_composed = not name.startswith(_OUT_OF_PLACE)
+        start = 0
+        ends: Callable[[], Any] | None = None
 
         def before(gradients):
+            nonlocal start, ends
             backward = self._of_thread() or Backward(0)
             for number, gradient in enumerate(gradients):
                 with self._lock:
@@ -301,12 +307,20 @@ class LiveBytes(Counter):
                 if gradient is not None:
                     self._add(gradient)
             self._reached(self.bytes, name)
-            if in_mode:
+            if is_python:
+                return
+            start = self.bytes
+            if is_composed or _profiler_enabled():
                 _push_mode(self)
+                ends = _pop_mode
+            else:
+                begin_counting()
+                ends = end_counting
 
         def after(results, gradients):
-            if in_mode:
-                _pop_mode()
+            assert ends is not None
+            if isinstance(counted := ends(), tuple):
+                self._reached(start + counted[1], name)
             self._arrives(results, targets)
 
         node.register_prehook(before)
@@ -331,9 +345,20 @@ class LiveBytes(Counter):
                     self.bytes += result.nbytes
         self._reached(self.bytes, "a sum of gradients")
 
+    def sums_of_thread(self) -> set[Any]:
+        """The keys of the sums of gradients that exist in the backward of this thread."""
+        backward = self._of_thread()
+        return set() if backward is None else set(backward.sums)
+
+    def end_sums(self, earlier: Collection[Any] = ()) -> None:
+        """Count the sums of the backward of this thread no longer, apart from the `earlier` ones."""
+        if (backward := self._of_thread()) is not None:
+            with self._lock:
+                for key in backward.sums.keys() - earlier:
+                    self.bytes -= backward.sums.pop(key)
+
     def _end(self, task: int) -> None:
-        with self._lock:
-            self.bytes -= sum(self._backwards[task].sums.values())
+        self.end_sums()
         super()._end(task)
 
 
@@ -394,7 +419,8 @@ class AllocatedBytes(Counter):
         """Do nothing: the allocator counts."""
 
     def recomputed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+        with self:
+            return call(*args, **kwargs)
 
     def _end(self, task: int) -> None:
         self._backwards[task].most = self._risen(), ""
@@ -426,18 +452,30 @@ def _signature(func, args, kwargs) -> Any:
     return func, spec, tuple(described)
 
 
-def _counted_apply(live: LiveBytes, reference, earlier, targets, in_mode: bool, *gradients: torch.Tensor | None) -> Any:
-    """Run the backward of a node in Python, which has no hooks; that of a compiled module under the mode."""
-    node = reference()
-    with live if in_mode else contextlib.nullcontext():
-        results = type(node).apply(node, *gradients) if earlier is None else earlier(*gradients)
+def _counted_apply(live: LiveBytes, reference, own_apply, targets, *gradients) -> Any:
+    """Run the backward of a node in Python, which has no hooks; ``own_apply``: that of a block, and of its class."""
+    node, (of_block, of_class) = reference(), own_apply
+    if of_block is not None:  # which counts itself; the sums of its own backward end with it
+        earlier = live.sums_of_thread()
+        results = of_block(*gradients)
+        live.end_sums(earlier)
+    elif _profiler_enabled():
+        with live:
+            results = of_class(node, *gradients)
+    else:
+        start = live.bytes
+        results, _, peak = run_counted(lambda: of_class(node, *gradients))
+        live._reached(start + peak, node.name())
     live._arrives(results if isinstance(results, tuple) else (results,), targets)
     return results
 
 
 def _is_summed_in_place(first: torch.Tensor | None) -> bool:
     """Whether the engine adds a further gradient to this one in place: if nothing else refers to it."""
-    return first is not None and is_dense(first) and _references(first) == _references_of_one()
+    if first is None or not is_dense(first):
+        return False
+    # A result in Python that arrives together with another one has no reference from the engine yet.
+    return all(count <= most for count, most in zip(_references(first), _references_of_one()))
 
 
 def _references(tensor: Any) -> tuple[int, int]:

@@ -49,6 +49,10 @@ _CUDA_BLOCK = 512
 _REGION = "_RecomputeBackward"  # the autograd node of a region
 _RNG_STATE = torch.get_rng_state().nbytes
 _FIX = "Use smaller batches or give a larger budget; on_exceed='warn' lets such steps run."
+_DROP = (
+    "drop outputs of the model before backward, and call optimizer.zero_grad(), or give accumulation=True if you "
+    "accumulate gradients."
+)
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -56,15 +60,18 @@ _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright
 class _Planned:
     """What runs calls with sizes up to ``sizes``.
 
-    ``record``: of the first step, while it runs. ``saved``: the blocks to save, None before the plan is made.
-    ``room_bytes``: by path and number of a call of a block, the most live bytes at its begin with which it is saved.
-    ``backwards``: by the sizes in a forward, what was live when its backward began, and the most in it.
+    ``step_bytes``: that the optimizer's step takes in addition to gradients. ``start_bytes``: what earlier steps had
+    left allocated before the first. ``record``: of the first step, while it runs. ``saved``: the blocks to save, None
+    before the plan is made. ``room_bytes``: by path and number of a call of a block, the most live bytes at its begin
+    with which it is saved. ``backwards``: by the sizes in a forward, what was live when its backward began, and the
+    most in it.
     """
 
     regions: PlannedRegions
     sizes: Sizes
     plan: RegionsPlan
     step_bytes: int
+    start_bytes: int = 0
     record: Record | None = None
     saved: set[str] | None = None
     room_bytes: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -288,7 +295,9 @@ class PlannedRegions:
 class _Forward:
     """One forward of the model, which lives as long as its graph.
 
-    ``is_counted``: whether its backward is counted, too. ``key``: what its backward depends on.
+    ``is_counted``: whether its backward is counted, too. ``is_in_mode``: whether it ran under a dispatch mode, as its
+    recomputations then do, because torch's operations are composed in another way there. ``key``: what its backward
+    depends on. ``start_bytes``: what was live before it.
     """
 
     def __init__(self, regions: PlannedRegions, planned: _Planned, record: Record | None):
@@ -297,7 +306,8 @@ class _Forward:
         self.is_first = record is not None
         self.is_counted = self.is_first
         self.is_reached = self.is_reported = False
-        self.begin_bytes = 0
+        self.is_in_mode = False
+        self.start_bytes = self.begin_bytes = 0
         self.key: Any = None
         self._numbers: Counter[str] = Counter()
         self._fates: list[tuple[str, bool]] = []
@@ -314,10 +324,14 @@ class _Forward:
             return
         if (record := self._open_record()) is not None:
             record.forwards.append(weakref.ref(self))
+        self.is_in_mode = self.regions.on_cpu or self.is_first
         cost = live.cost
         with live.forward():
             # With accumulation=True, gradients of earlier steps are resident.
             live.gradients(self.regions.gradients(), counts=not self.regions.loop.accumulation)
+            self.start_bytes = live.bytes
+            if record is not None:
+                self.planned.start_bytes = max(self.planned.start_bytes, live.bytes)
             yield
         if record is not None:
             record.cost += live.cost - cost
@@ -390,11 +404,15 @@ class _Forward:
     def _backward_of(self, block: Block, run: Run, reference, *gradients) -> Any:
         """The backward of a block that ran as a region."""
         node, record = reference(), self._open_record()
+        if self.is_counted:  # AccumulateGrad copies some gradients
+            for gradient in self.regions.gradients():
+                self.live.follow(gradient)
         if record is not None and not run.is_over:
             run.backward_begins()
             record.segments.append((self.live.segment_peak(), run, BEGINS))
             _body.recomputed = lambda: record.segments.append((self.live.segment_peak(), run, RECOMPUTED))
-        before, _body.live = _body.live, self.live if self.is_counted else None
+        before, _body.live = _body.live, self.live if self.is_in_mode else None
+        self.live.watches = self.is_counted
         try:
             with self.live.more(sum(state.nbytes for _, state in node.region.streams if is_tensor(state))):
                 return type(node).apply(node, *gradients)
@@ -437,11 +455,8 @@ class _Forward:
             begin, most = self.planned.backwards.get(self.key, (0, 0))
             if (size := most + self.begin_bytes - begin) > limit:
                 more = memory_format(self.begin_bytes - begin)
-                self.report(
-                    self.regions._exceeds(size, self.planned, "in backward")
-                    + f" It begins with {more} more than the same step before: drop outputs of the model before "
-                    "backward, and call optimizer.zero_grad() or give accumulation=True."
-                )
+                message = self.regions._exceeds(size, self.planned, "in backward")
+                self.report(f"{message} It begins with {more} more than the same step before: {_DROP}")
 
     def _exceeded(self, size: int) -> None:
         regions, planned = self.regions, self.planned
@@ -452,6 +467,8 @@ class _Forward:
             message += f" The smallest feasible budget is larger than {readable(least)}."
         elif planned.plan.least_peak_bytes is not None:
             least = planned.plan.least_peak_bytes
+        if self.start_bytes > planned.start_bytes:
+            message += f" Before this step, {memory_format(self.start_bytes)} of earlier ones were allocated: {_DROP}"
         self.report(message, least)
 
     def report(self, message: str, least_bytes: int | None = None) -> None:
