@@ -100,7 +100,8 @@ def compile(
         regions: whether to plan the model in parts, for models that branch on values or contain a scripted or compiled
             module. None plans in parts if there is a budget and the model cannot be captured as one graph, and always
             if it contains such a module, with policy ``"auto"``, ``"none"`` or ``"full"``. True always does, False
-            never. The plan is then a `RegionsPlan`, whose peak is measured: the example inputs run several times.
+            never. The plan is then a `RegionsPlan`: the first training step checkpoints all blocks, and from the second
+            one on those are saved that fit. A fraction is relative to the baseline that follows from the first step.
         on_exceed: with regions, what happens if a step needs more memory than its budget allows: ``"raise"`` a
             `BudgetError`, in the forward at once and in backward at its end, or ``"warn"``.
 

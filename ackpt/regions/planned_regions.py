@@ -347,8 +347,8 @@ class _Forward:
         self._numbers[block.path] += 1
         if self._in_block or block.refused or self.planned.is_saved(block, number):
             return block.own(*args, **kwargs)
-        if _top_hooks(True) != self._hooks:
-            block.refused = "it is called within torch.utils.checkpoint or saved_tensors_hooks"
+        if phase.dropping or phase.recomputing or _top_hooks(True) != self._hooks:
+            block.refused = "it is called within a checkpoint of the model's own or saved_tensors_hooks"
             return block.own(*args, **kwargs)
         self._fates.append((block.path, False))
         undo = None if block.has_run else Undo(block, args, kwargs)

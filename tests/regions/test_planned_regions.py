@@ -196,6 +196,21 @@ def test_errors_of_the_model_itself():
         ackpt.compile(model.to("meta"), torch.ones(64, 16), budget=0.7)
 
 
+class Adds(nn.Module):
+    """Three residual blocks, made by `block`, around a branch on values."""
+
+    def __init__(self, block=lambda: nn.Sequential(nn.LayerNorm(16), feed_forward()), is_residual: bool = True):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(16, 16), nn.ModuleList(block() for _ in range(3))
+        self.is_residual = is_residual
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x) if self.is_residual else block(x)
+        return x.square().mean() if x.sum().item() < 1e9 else x.sum()
+
+
 LEAST_SKIPPED = 5  # a seed with which the most blocks run
 
 
@@ -252,6 +267,47 @@ def test_smaller_batches_use_the_plan_of_the_largest():
     assert list(step.plan.fates.values()).count("saved") == 2
 
 
+class Grows(Adds):
+    """Repeats its input as often as the largest element says."""
+
+    def forward(self, x):
+        return super().forward(x.repeat(int(x.max()), 1))
+
+
+def values(largest: int) -> torch.Tensor:
+    return torch.rand(64, 16).clamp(max=0.9).index_fill(0, torch.tensor([0]), largest)
+
+
+def test_a_step_with_less_room_checkpoints_more_blocks():
+    torch.manual_seed(0)
+    model, x = Grows(), values(3)
+    step = ackpt.compile(model, x=values(2), budget="100%")
+    for _ in range(2):
+        results(model, step, {"x": values(2)})
+    plan = step.plan
+    assert set(plan.fates.values()) == {"saved"}
+    assert_equal(results(model, step, {"x": x}), results(model, model, {"x": x}), "results")
+    assert measured(model, model, {"x": x}).dynamic_peak_bytes > plan.limit_bytes
+    assert measured(model, step, {"x": x}).dynamic_peak_bytes <= plan.limit_bytes
+
+
+def test_a_step_that_is_too_large_raises_in_the_forward_or_warns():
+    torch.manual_seed(0)
+    model, x = Grows(), values(6)
+    step, warns = (ackpt.compile(model, x=values(2), budget=0.7, on_exceed=each) for each in ("raise", "warn"))
+    for each in (step, warns):
+        results(model, each, {"x": values(2)})
+    model.zero_grad()
+    with pytest.raises(BudgetError, match="allocates .* reaches module 'blocks.*at most .* keep the budget 0.7.*warn"):
+        step(x=x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.warns(UserWarning, match="keep the budget 0.7") as warned:
+        found = results(model, warns, {"x": x})
+    assert len(warned) == 1
+    assert_equal(found, results(model, model, {"x": x}), "warned")
+    results(model, step, {"x": values(2)})  # the next step is as ever
+
+
 def test_training_is_bit_equal():
     model, batch = built("Mixtral")
     other = copy.deepcopy(model)
@@ -290,21 +346,6 @@ def test_the_optimizer_counts():
     results(model, with_state, batch)
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     assert with_state.plan.dynamic_peak_bytes >= max(gradients, plain.plan.dynamic_peak_bytes)
-
-
-class Adds(nn.Module):
-    """Three residual blocks, made by `block`, around a branch on values."""
-
-    def __init__(self, block=lambda: nn.Sequential(nn.LayerNorm(16), feed_forward()), is_residual: bool = True):
-        super().__init__()
-        self.first, self.blocks = nn.Linear(16, 16), nn.ModuleList(block() for _ in range(3))
-        self.is_residual = is_residual
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x) if self.is_residual else block(x)
-        return x.square().mean() if x.sum().item() < 1e9 else x.sum()
 
 
 def trains_equally(make, budgets=("1GiB", 0.8), steps: int = 3, reset=lambda model: None):
@@ -566,7 +607,7 @@ def test_the_user_s_own_checkpoints():
             return super().forward(x)
 
     plan = trains_equally(Own)
-    assert "torch.utils.checkpoint" in plan.reasons["blocks.0"]
+    assert "checkpoint of the model's own" in plan.reasons["blocks.0"]
 
 
 def test_blocks_that_are_shared_or_called_several_times():

@@ -62,7 +62,6 @@ def _put(rules) -> None:
 
 def _corrected(correct):
     """A rule for operations on a CPU: ``correct(results, *args)`` of the results of torch's own rule."""
-
     def rule(fake_mode, operation, *args, **kwargs):
         with _rules([{operation: table[operation]} for table in _TORCHS]), fake_mode:
             results = operation(*args, **kwargs)
