@@ -289,7 +289,7 @@ class LiveBytes(Counter):
             self._add(other)
         is_python = isinstance(node, torch.autograd.function.BackwardCFunction)
         if is_python:  # a hook for its results would keep its gradients until it ends
-            forward: Any = type(node)._forward_cls
+            forward = getattr(type(node), "_forward_cls", None)
             apply = "apply_boxed" if getattr(forward, "boxed_grads_call", False) else "apply"  # of compiled modules
             own_apply = vars(node).get(apply), getattr(type(node), apply)
             setattr(node, apply, partial(_counted_apply, self, weakref.ref(node), own_apply, targets))

@@ -361,7 +361,7 @@ class _Forward:
             del result
             if (record := self._open_record()) is not None:
                 record.segments[-1] = record.segments[-1][0], None, ""
-            raise CheckpointError("it stores a tensor that it computes, such as a state or an output, in an object")
+            raise _Stores("it stores a tensor that it computes, such as a state or an output, in an object")
         except (BudgetError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -419,7 +419,7 @@ class _Forward:
         except CheckpointError as error:
             raise self._left_out(block, error) from error
         finally:
-            if _body.recomputed is not None:
+            if record is not None and _body.recomputed is not None:
                 record.segments.append((self.live.segment_peak(), run, ENDS))
             _body.live, _body.recomputed = before, None
 
@@ -486,6 +486,10 @@ class _Forward:
                 return f"module {name!r} ({type(frame.f_locals['self']).__name__})"
             frame = frame.f_back
         return "the model's own forward"
+
+
+class _Stores(Exception):
+    """A block cannot be a region, because a tensor of its graph is still alive after its forward."""
 
 
 class _Body(threading.local):

@@ -280,10 +280,10 @@ def values(largest: int) -> torch.Tensor:
 
 def test_a_step_with_less_room_checkpoints_more_blocks():
     torch.manual_seed(0)
-    model, x = Grows(), values(3)
-    step = ackpt.compile(model, x=values(2), budget="100%")
+    model, x = Grows(), values(5)
+    step = ackpt.compile(model, x=values(4), budget="100%")
     for _ in range(2):
-        results(model, step, {"x": values(2)})
+        results(model, step, {"x": values(4)})
     plan = step.plan
     assert set(plan.fates.values()) == {"saved"}
     assert_equal(results(model, step, {"x": x}), results(model, model, {"x": x}), "results")
