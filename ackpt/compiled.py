@@ -29,7 +29,7 @@ from ackpt.running.variants import Variants
 from .budget import dynamic_limit
 from .dynamic_plans import DynamicPlans
 from .errors import TraceError, did_you_mean, warn
-from .planner import MEASURED, check_runs, default_profile, device_of_costs, options_of
+from .planner import check_runs, default_profile, device_of_costs, options_of
 from .planner import plan as make_plan
 from .policies import POLICIES
 from .saved_plan import SavedPlan, saved_dimensions
@@ -98,7 +98,8 @@ def compile(
         regions: whether to plan the model in parts, for models that branch on values or contain a scripted or compiled
             module. None plans in parts if there is a budget and the model cannot be captured as one graph, and always
             if it contains such a module, with policy ``"auto"``, ``"none"`` or ``"full"``. True always does, False
-            never. The plan is then a `RegionsPlan`, whose peak is measured: the example inputs run several times.
+            never. The plan is then a `RegionsPlan`: the first training step checkpoints all blocks, and from the second
+            one on those are saved that fit. A fraction is relative to the baseline that follows from the first step.
         on_exceed: with regions, what happens if a step needs more memory than its budget allows: ``"raise"`` a
             `BudgetError`, in the forward at once and in backward at its end, or ``"warn"``.
 
@@ -297,16 +298,4 @@ class _Planner(Planner):
             return None
         reason = error.reason if error is not None else refused or "regions=True"
 
-        def part(module: nn.Module, share: float) -> PlannedStep:
-            return planned_step(
-                module,
-                share,
-                "auto",
-                differentiate="all",
-                outputs="keep",
-                device_profile=None if self.device == MEASURED else self.device,
-                costs=MEASURED if self.device == MEASURED else "rates",
-                regions=False,
-            )
-
-        return PlannedRegions(variants, self.budget, self.policy, part, self.on_exceed == "warn", error, str(reason))
+        return PlannedRegions(variants, self.budget, self.policy, self.on_exceed == "warn", error, str(reason))

@@ -1,9 +1,9 @@
 """Compute the grid of the memory calculator, ``results/calculator/grid.json``, and the sample of settings beside it.
 
-    python tools/calculator.py                        all models, and then the sample
-    python tools/calculator.py --only gpt2 vit-l16    these models again; the others stay as they are
-    python tools/calculator.py --sample 60            only the sample: so many random settings, planned as a whole
-    python tools/calculator.py --only gpt2 --sample 5 so many settings of these models, beside the rest of the sample
+python tools/calculator.py                        all models, and then the sample
+python tools/calculator.py --only gpt2 vit-l16    these models again; the others stay as they are
+python tools/calculator.py --sample 60            only the sample: so many random settings, planned as a whole
+python tools/calculator.py --only gpt2 --sample 5 so many settings of these models, beside the rest of the sample
 """
 
 from __future__ import annotations

@@ -134,14 +134,17 @@ def _planned(fresh: Build, expected: Results, baseline: int, cache: str) -> dict
     start = time.process_time()
     try:
         step = ackpt.apply_budget(model, kwargs or args, SHARE, cache=cache)
+        seconds = time.process_time() - start
+        found = _results(model, args, kwargs)  # the first step of a plan in parts may find the budget infeasible
     except ackpt.BudgetError as error:
         if error.least_bytes is None:
             raise
         model, args, kwargs = fresh()
         budget = max(error.least_bytes, (error.least_bytes + baseline) // 2)
         step = ackpt.apply_budget(model, kwargs or args, budget, cache=cache)
-    seconds = time.process_time() - start
-    difference = expected.difference(_results(model, args, kwargs))
+        seconds = time.process_time() - start
+        found = _results(model, args, kwargs)
+    difference = expected.difference(found)
     model.zero_grad()
     _step(model, args, kwargs)  # plans again if the first step has set attributes that the model reads
     model.zero_grad()

@@ -267,6 +267,24 @@ class MutableState:
         self._before = []
         return {id(tensor) for tensor, _ in self._changed}
 
+    def undo(self) -> None:
+        """Give everything the value from before the forward that `after_forward` has not seen."""
+        bindings = [binding for binding in self._bindings if binding[0].get(binding[1]) is not binding[2]]
+        for namespace, size in self._namespaces:
+            if len(namespace) > size:
+                bindings += self._made_names(namespace)
+        _bind(bindings)
+        _fill([*(each for each in self._contents if not _is_filled_with(*each)), *self._added_hooks()])
+        with torch.no_grad():
+            for tensor, _, mark, copy in self._before:
+                if copy is None or (version(tensor) == mark and _is_equal(tensor, copy)):
+                    continue
+                with torch.autograd._unsafe_preserve_version_counter(tensor):
+                    if tensor.shape == copy.shape:
+                        tensor.copy_(copy)
+                    else:
+                        tensor.data = copy
+
     @contextlib.contextmanager
     def restored(self):
         """Restore the values from before the forward in the body, and the present ones after it; keep versions.

@@ -202,6 +202,10 @@ class Recorder(TorchFunctionMode):
             if (tensor := result()) is not None and tensor.requires_grad:
                 refuse_gradient_of(tensor)
 
+    def leaves_results(self) -> bool:
+        """Whether a result with a graph is still alive, though the run's graph should be gone."""
+        return any((tensor := result()) is not None and tensor.requires_grad for result in self.results)
+
     def _record(self, func, args, kwargs, result, started) -> None:
         if (effect := _EFFECTS.get(func)) is not None:
             self._note(effect, args, kwargs)

@@ -95,11 +95,14 @@ class Region:
         # The graph of the first forward starts at these aliases and should be freed by now.
         for start in starts:
             if (alias := start()) is not None:
+                phase.leaves_behind = None if phase.leaves_behind is None else True
                 refusals.refuse_gradient_of(alias)
         leaves = [leaf for leaf in map(_resolved, leaves) if leaf is not None]
         if self.recorder is not None:
             if any(leaf.grad_fn is not None for leaf in leaves):  # it has a history, in which backward could reach them
                 self.recorder.refuse_gradients_of_live_results()
+            if phase.leaves_behind is False:
+                phase.leaves_behind = self.recorder.leaves_results()
             self.recorder.forget()
         if self.node_outputs:
             self._record_state(inputs, versions, leaves, reachable)

@@ -174,7 +174,7 @@ def _require_module(model):
 def _choose(model, check_fn) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
     if check_fn is None:
-        chosen = _repeated_blocks(model)
+        chosen = repeated_blocks(model)
         hint = "no block is repeated in an nn.ModuleList or nn.Sequential; pass check_fn: a predicate, classes or names"
     elif isinstance(check_fn, type) or _is_collection_of(check_fn, type):
         classes = (check_fn,) if isinstance(check_fn, type) else tuple(check_fn)
@@ -208,14 +208,14 @@ def _examples(modules) -> str:
     return ", ".join(repr(name) for name in list(modules)[1:4]) or "'' (the model itself)"
 
 
-def _repeated_blocks(model) -> dict[str, nn.Module]:
+def repeated_blocks(model) -> dict[str, nn.Module]:
     chosen: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or _is_scripted(module):
             continue
         if any(name == block or name.startswith(block + ".") for block in chosen):
             continue
-        members = {path: child for path, child in _callable_members(module, name) if not _is_scripted(child)}
+        members = {path: child for path, child in callable_members(module, name) if not _is_scripted(child)}
         siblings = collections.Counter(map(type, members.values()))
         for path, child in members.items():
             # A module without children is one operation, whose region would save the same tensors as the operation.
@@ -224,12 +224,12 @@ def _repeated_blocks(model) -> dict[str, nn.Module]:
     return chosen
 
 
-def _callable_members(module, name):
+def callable_members(module, name):
     """The callable members of a module, ``(path, module)``; members of a container without a forward replace it."""
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key
         if _is_container(child):
-            yield from _callable_members(child, path)
+            yield from callable_members(child, path)
         else:
             yield path, child
 
@@ -290,7 +290,7 @@ def _check_regions_ran(model, args, result) -> None:
 def _not_run(names, regions) -> str:
     first = regions[names[0]]
     inside = sorted(
-        {type(child).__name__ for _, child in _callable_members(first, "") if _is_not_empty(child.parameters())}
+        {type(child).__name__ for _, child in callable_members(first, "") if _is_not_empty(child.parameters())}
     )
     better = (
         f"check_fn=lambda module: type(module).__name__ in {inside!r}" if inside else "check_fn= with other modules"

@@ -141,4 +141,3 @@ def to_json(sweep: Sweep, rows: Rows) -> dict:
         for value, row in rows.items()
     ]
     return {"sweep": sweep.option, "plans": plans, "largest": _largest(sweep, rows)}
-

@@ -58,7 +58,7 @@ def in_own_thread(function: Callable[[], Any], devices=()) -> Any:
 
 def count_allocations(function: Callable[[], Any], on_cuda: bool = False) -> tuple[Any, Allocations]:
     """The result of `function`, and what it allocated: in this thread on the CPU, or on the current CUDA device."""
-    result, live, peak = (_on_cuda if on_cuda else _on_cpu)(function)
+    result, live, peak = (_on_cuda if on_cuda else run_counted)(function)
     return result, Allocations(peak - live, live, _results(result))
 
 
@@ -129,20 +129,30 @@ def described(leaf):
     return type(leaf), leaf
 
 
-def _on_cpu(function) -> tuple[Any, int, int]:
-    # The older of torch's profilers belongs to one thread: it also works while the user's profiler runs in another.
-    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-    _enable_profiler_legacy(config)
+def run_counted(function: Callable[[], Any]) -> tuple[Any, int, int]:
+    """The result of `function`, the bytes that it left allocated on the CPU, and their peak."""
+    begin_counting()
     try:
         result = function()
     finally:
-        records = _disable_profiler_legacy()
+        live, peak = end_counting()
+    return result, live, peak
+
+
+def begin_counting() -> None:
+    """Count what torch's CPU allocator hands out in this thread, which must not have a profiler."""
+    # The older of torch's profilers belongs to one thread: it also works while the user's profiler runs in another.
+    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
+
+
+def end_counting() -> tuple[int, int]:
+    """The bytes that were allocated since `begin_counting` and are left, and their peak."""
     live = peak = 0
-    for record in (record for thread in records for record in thread):
+    for record in (record for thread in _disable_profiler_legacy() for record in thread):
         if record.kind() == "memory_alloc":
             live += record.cpu_memory_usage()
             peak = max(peak, live)
-    return result, live, peak
+    return live, peak
 
 
 def _on_cuda(function) -> tuple[Any, int, int]:

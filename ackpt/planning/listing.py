@@ -64,9 +64,7 @@ class Listing:
     def output(self) -> Line:
         return self.lines[-1]
 
-    def add(
-        self, op: str, target: Any, args: Any = (), kwargs: Any = None, name: str = "", meta: Any = None
-    ) -> Line:
+    def add(self, op: str, target: Any, args: Any = (), kwargs: Any = None, name: str = "", meta: Any = None) -> Line:
         line = Line(op, target, args, kwargs, name, meta)
         self.lines.append(line)
         return line

@@ -1,8 +1,8 @@
-"""Planned regions: a model that cannot become one graph trains within a budget, module by module.
+"""Planned regions: a model that cannot become one graph trains within a budget, block by block.
 
-A model that branches on values, or that contains a scripted module, runs in eager mode. Its modules run in one of three
-ways: as they are, as a region (`ackpt.checkpoint`), or as a planned step of their own, if they can be captured alone.
-`PlannedRegions` chooses among measured combinations; read it first. `step_profile` finds the modules, and the savings
-and cost of each way, `ladder` orders the combinations, `measured_step` runs and undoes real steps, and `saved_bytes`
-checks every training step against the bound that follows from the measurement.
+Every block of the model is either saved (it runs as it is) or checkpointed (`ackpt.checkpoint`). Nothing runs before
+training: the first step checkpoints all blocks, and is recorded while it runs. From the second step on, as many blocks
+as fit into the budget are saved, and every step is checked. `planned_regions` runs and checks the steps; read it first.
+`blocks` chooses the blocks and replaces their forward, `records` predicts the peak of every choice from the first step,
+`live_bytes` counts, and `regions_plan` is what the user sees.
 """

@@ -1,6 +1,8 @@
-"""`PlannedRegions`: choose regions and planned modules by measuring real steps, and check every step against a bound.
+"""Run and check the steps of a model that is planned in regions.
 
-It replaces `Variants` in a `PlannedStep` whose model cannot be captured as one graph.
+Nothing runs before training. The first step of a call checkpoints all blocks and is recorded while it runs; when its
+backward has ended, `Record` gives the blocks to save from then on. Every step is counted: a forward that exceeds the
+budget raises at once, a backward at its end, when all gradients are complete.
 """
 
 from __future__ import annotations
@@ -9,61 +11,96 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from ackpt.autograd_state import phase
 from ackpt.budget import dynamic_limit, is_share, readable
 from ackpt.capture.inspection.calls import described
 from ackpt.capture.inspection.model_checks import own_call
 from ackpt.capture.inspection.tensors import has_data, is_tensor
 from ackpt.capture.inspection.transformers_caches import flatten_outputs
 from ackpt.capture.optimizer_state import loop_bytes, scaled_loss_bytes
-from ackpt.capture.outputs import dropped_before_backward, gradients_before_backward, without_gradient
-from ackpt.errors import BudgetError, TraceError, warn
+from ackpt.checkpointing.reentrant import checkpoint
+from ackpt.checkpointing.tree import strip_result
+from ackpt.errors import BudgetError, CheckpointError, TraceError, warn
 from ackpt.metering.meter import memory_format
-from ackpt.metering.resident import storages_of
+from ackpt.metering.resident import Resident
 from ackpt.running.call_facts import Call, Sizes
-from ackpt.running.planned_step import PlannedStep
 from ackpt.running.variants import Variants
 
-from .calls import GuardedCall, PlannedCall, RegionCall, installed
-from .ladder import Choices, Combination, needed_bytes
-from .live_bytes import LiveBytes
-from .measured_step import MeasuredStep, backward, first_difference
-from .parts import Parts
-from .regions_plan import RegionsPlan
-from .saved_bytes import SavedBytes
-from .search import Measured, Search, choices_of, seeds, unless_out_of_memory
-from .step_profile import StepProfile, sums_differently
+from .blocks import Block, Undo, blocks_of, called_by, present_caller, replaced
+from .live_bytes import NUMBER_BYTES, AllocatedBytes, Backward, LiveBytes
+from .records import BEGINS, ENDS, HELD, RECOMPUTED, Record, Run, SavedStorages
+from .regions_plan import CHECKPOINTED, SAVED, RegionsPlan
 
-_LARGER = "Plan with the batch that needs the most, or give a larger budget; on_exceed='warn' lets such steps run."
-_MOST_SIZES = 10_000  # of steps that need not be counted again
+_MOST_SIZES = 10_000  # of steps whose backward need not be counted again
 _CALL = nn.Module._call_impl.__code__
+_CUDA_BLOCK = 512
+_REGION = "_RecomputeBackward"  # the autograd node of a region
+_RNG_STATE = torch.get_rng_state().nbytes
+_FIX = "Use smaller batches or give a larger budget; on_exceed='warn' lets such steps run."
+_DROP = (
+    "drop outputs of the model before backward, and call optimizer.zero_grad(), or give accumulation=True if you "
+    "accumulate gradients."
+)
+_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Served(NamedTuple):
-    """What runs calls with sizes up to ``sizes``: ``run`` and ``outputs`` are the same function of a call."""
+@dataclass(eq=False)
+class _Planned:
+    """What runs calls with sizes up to ``sizes``.
 
+    ``step_bytes``: that the optimizer's step takes in addition to gradients. ``start_bytes``: what earlier steps had
+    left allocated before the first. ``record``: of the first step, while it runs. ``saved``: the blocks to save, None
+    before the plan is made. ``room_bytes``: by path and number of a call of a block, the most live bytes at its begin
+    with which it is saved. ``backwards``: by the sizes in a forward, what was live when its backward began, and the
+    most in it.
+    """
+
+    regions: PlannedRegions
     sizes: Sizes
     plan: RegionsPlan
-    outputs: Callable[[Call], Any]
+    step_bytes: int
+    start_bytes: int = 0
+    record: Record | None = None
+    saved: set[str] | None = None
+    room_bytes: dict[tuple[str, int], int] = field(default_factory=dict)
+    backwards: dict[Any, tuple[int, int]] = field(default_factory=dict)
 
-    @property
-    def run(self) -> Callable[[Call], Any]:
-        return self.outputs
+    def run(self, call: Call) -> Any:
+        return self.regions.run(self, call)
+
+    outputs = run
+
+    def is_saved(self, block: Block, number: int) -> bool:
+        """Whether a call of `block` is to save its activations; `number` calls came before in this forward."""
+        if self.regions.saves_all:
+            return True
+        if self.saved is None or block.path not in self.saved:
+            return False
+        if self.plan.limit_bytes is None:
+            return True
+        room = self.room_bytes.get((block.path, number))
+        return room is not None and self.regions.live.bytes <= room
 
 
 class PlannedRegions:
-    """The plans of a step in parts, and what runs each call.
+    """The plans of a step in regions, and what runs each call.
 
     Args:
         variants: of the step, whose capture as one graph was refused.
-        budget, policy: as in `ackpt.compile`; ``"full"`` is the combination with the lowest peak.
-        part: makes the planned step of a module, from the module and its budget as a fraction.
-        warns: whether a step that exceeds its bound gives a warning instead of an error.
+        budget, policy: as in `ackpt.compile`; ``"full"`` checkpoints all blocks, ``"none"`` saves all.
+        warns: whether a step that exceeds the budget gives a warning instead of an error.
         error: of the capture; None if the user asked for regions or the model contains a scripted module.
         reason: why the model is not one graph.
     """
@@ -73,7 +110,6 @@ class PlannedRegions:
         variants: Variants,
         budget: float | str | None,
         policy: str,
-        part: Callable[[nn.Module, float], PlannedStep],
         warns: bool,
         error: TraceError | None,
         reason: str,
@@ -82,11 +118,15 @@ class PlannedRegions:
         self.differentiate, self.outputs, self.dynamic = variants.differentiate, variants.outputs, variants.dynamic
         self.history, self.call, self.on_plan = variants.history, variants.call, variants.on_plan
         self.budget, self.policy, self.warns, self.reason = budget, policy, warns, reason
-        self._part, self._error = part, error
-        self._served: dict[Any, list[_Served]] = {}
-        self._last: _Served | None = None
-        self._steps: dict[tuple[str, float], PlannedStep] = {}
-        self._lock = threading.RLock()  # the calls of modules are replaced while a forward runs
+        self.saves_all = policy == "none" or (budget is None and policy != "full")
+        self.blocks = blocks_of(self.model)
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        self.on_cpu = not any(tensor.is_cuda for tensor in tensors)
+        self.live: Any = (LiveBytes if self.on_cpu else AllocatedBytes)(self._backward_ended)
+        self._error = error
+        self._planned: dict[Any, list[_Planned]] = {}
+        self._last: _Planned | None = None
+        self._lock = threading.RLock()  # the blocks are replaced while a forward runs
 
     @property
     def plan(self) -> RegionsPlan:
@@ -95,245 +135,351 @@ class PlannedRegions:
             raise AttributeError("this step has not been planned yet")
         return self._last.plan
 
-    def of(self, call: Call) -> _Served:
-        """What runs `call`; plans if it is larger than all calls so far, or differs in other ways than its sizes."""
+    def of(self, call: Call) -> _Planned:
+        """What runs `call`; calls that are larger than earlier ones, or differ otherwise, get a plan of their own."""
         facts = call.facts
         tensors = tuple(leaf if isinstance(leaf, tuple) else type(leaf) for leaf in facts.leaves)
         key = facts.spec, tensors, tuple(facts.model.tensors), tuple(facts.model.training), facts.autocast
-        plans = self._served.setdefault(key, [])
-        served = next((each for each in plans if _is_within(call.sizes, each.sizes)), None)
-        if served is None:
-            start = time.perf_counter()
-            with self._lock:
-                served = self._planned(call)
-            cause = f"{self.reason}; {served.plan!r}"
-            self.history.add("regions", cause, time.perf_counter() - start)
-            plans.append(served)
-            self._last = served
-            if self.on_plan is not None:
-                self.on_plan(served.plan)
-        self._last = served
-        return served
+        plans = self._planned.setdefault(key, [])
+        planned = next((each for each in plans if _is_within(call.sizes, each.sizes)), None)
+        if planned is None:
+            planned = self._new(call)
+            plans.append(planned)
+        self._last = planned
+        return planned
 
-    def _planned(self, call: Call) -> _Served:
-        """Measure the step of `call` in several combinations, and choose the cheapest one within the budget."""
+    def _new(self, call: Call) -> _Planned:
         if not has_data(self.model, call.leaves):
             raise self._error or TraceError(
-                f"{self.reason}, so its parts are planned by measuring real steps, which fake and meta tensors do not "
+                f"{self.reason}, so it is planned from its first training step, which fake and meta tensors do not "
                 "allow: give a model and a batch with data"
             )
-        step = MeasuredStep(self.model, call.args, call.kwargs, self.differentiate, self.outputs)
-        choices, whole_cost = self._profiled(step)
-        baseline = unless_out_of_memory(
-            lambda: max((step.measured(seed=seed) for seed in seeds(step)), key=lambda run: run.dynamic_peak_bytes)
-        )
-        if baseline is None and self.budget is not None and is_share(self.budget):
-            raise BudgetError(
-                f"the budget {self.budget!r} is a fraction of the peak of the model's own step, which runs out of "
-                "memory: give bytes, such as '6GiB'",
-                None,
-                self.budget,
-            )
         gradient_bytes = sum(each.nbytes for each in self.model.parameters() if each.requires_grad)
-        state_bytes, step_bytes, accumulated_bytes = loop_bytes(self.model, self.loop, gradient_bytes, step.on_cpu)
-        search = Search(step, choices, self.calls, step_bytes, self.budget is not None and step.on_cpu)
-        baseline_bytes = 0 if baseline is None else search.dynamic_bytes(baseline)
-        own = baseline or search.measured(Combination(0, 0.0, {})).measurement
-        resident = own.resident_bytes + state_bytes + accumulated_bytes + scaled_loss_bytes(self.loop, step.on_cpu)
-        limit = dynamic_limit(self.budget, baseline_bytes, resident)
-        chosen = search.cheapest({"none": None, "full": 0}.get(self.policy, limit))
-        if limit is not None and chosen.dynamic_bytes > limit:
-            raise self._infeasible(chosen, limit, resident)
-        calls = self.calls(chosen.combination)
-        self._check_bits(step, calls)
-        sizes, kernel_bytes = self._counted(step, calls, chosen) if limit is not None else (set(), None)
+        state_bytes, step_bytes, accumulated_bytes = loop_bytes(self.model, self.loop, gradient_bytes, self.on_cpu)
+        resident = Resident((self.model, *filter(is_tensor, call.leaves)))
+        resident_bytes = sum(resident.bytes(lambda _: True, 1 if self.on_cpu else _CUDA_BLOCK).values())
+        resident_bytes += state_bytes + accumulated_bytes + scaled_loss_bytes(self.loop, self.on_cpu)
+        is_known = self.budget is not None and not is_share(self.budget)
         plan = RegionsPlan(
-            limit_bytes=limit,
-            peak_bytes=resident + chosen.dynamic_bytes,
-            resident_bytes=resident,
-            baseline_peak_bytes=None if baseline is None else resident + baseline_bytes,
-            fates={path: option.fate for path, option in chosen.combination.options.items()},
-            saved_bytes=chosen.saved_bytes,
-            bound_bytes=None if limit is None else chosen.saved_bytes + limit - chosen.dynamic_bytes,
-            kernel_bytes=kernel_bytes,
-            cost=chosen.combination.cost / (whole_cost or 1.0),
-            timeline=chosen.measurement.timeline,
+            fates=self._fates(()),
+            reasons={},
+            resident_bytes=resident_bytes,
             note=self.reason,
             made_for=described(self.model, call.args, call.kwargs, self.differentiate),
+            limit_bytes=dynamic_limit(self.budget, 0, resident_bytes) if is_known else None,
         )
-        if limit is not None:
-            for each, needed in needed_bytes(choices, chosen.combination.options):
-                module = self.model.get_submodule(each.path)
-                calls[module] = GuardedCall(module, needed, each.argument_bytes)
-        return _Served(call.sizes, plan, lambda call: self._outputs(call, plan, calls, sizes))
+        return _Planned(self, call.sizes, plan, step_bytes)
 
-    def _counted(self, step: MeasuredStep, calls, chosen: Measured) -> tuple[set[Any], int | None]:
-        """The sizes of the example's steps, and the part of the measured peak that `LiveBytes` does not count.
+    def _fates(self, saved) -> dict[str, str]:
+        is_saved = {each.path: self.saves_all or each.path in saved or bool(each.refused) for each in self.blocks}
+        return {path: SAVED if saves else CHECKPOINTED for path, saves in is_saved.items()}
 
-        None if the step is not on a CPU, where later steps are not counted.
-        """
-        if not step.on_cpu:
-            return set(), None
-        sizes, most = set(), 0
-        for seed in seeds(step):
-            live, saved = LiveBytes(), SavedBytes(step.tensors)
-            with step.undone(seed):
-                step.run(lambda: _counting(calls, saved, live))  # noqa: B023
-            sizes.add((live.sizes, saved.most_bytes))
-            most = max(most, live.most_bytes)
-        return sizes, max(0, chosen.measurement.dynamic_peak_bytes - most)
-
-    def _profiled(self, step: MeasuredStep) -> tuple[Choices, float]:
-        """The options of every module, and the cost of the whole step."""
-        parts = Parts(self.model, self._error)
-        profile = StepProfile(self.model, step.tensors, parts)
-        try:
-            self._saved_bytes(step, None)
-        except TraceError:
-            raise
-        except Exception as error:  # the model fails in eager mode too
-            raise self._error or error from error
-        seed = max(seeds(step), key=lambda seed: self._saved_bytes(step, seed)) if step.draws else None
-        with step.undone(seed):
-            outputs, roots = step.forward(profile.watching)
-            differing = sums_differently(profile.root, roots)
-            del outputs
-            with profile.counting_backward():
-                backward(roots)
-        return choices_of(profile.root, parts, differing), profile.cost
-
-    def _saved_bytes(self, step: MeasuredStep, seed: int | None) -> int:
-        """What autograd saves in a forward with these random numbers."""
-        counter = SavedBytes(step.tensors)
-        with step.undone(seed):
-            step.forward(counter.counting)
-        return counter.most_bytes
-
-    def calls(self, combination: Combination) -> dict[nn.Module, Callable]:
-        """What the modules of a combination run instead of themselves."""
-        calls: dict[nn.Module, Callable] = {}
-        for path, option in combination.options.items():
-            module = self.model.get_submodule(path)
-            if option.share is None:
-                calls[module] = RegionCall(module)
-            else:
-                key = path, option.share
-                if key not in self._steps:
-                    self._steps[key] = self._part(module, option.share)
-                calls[module] = PlannedCall(self._steps[key], module, lambda why, path=path: self._refused(path, why))
-        return calls
-
-    def _refused(self, path: str, why: str) -> None:
-        self.history.add("refused", f"a plan of module {path!r} for other arguments; it runs as a region: {why}", 0.0)
-
-    def _check_bits(self, step: MeasuredStep, calls: dict[nn.Module, Callable]) -> None:
-        """Raise if a result of the step in parts differs from the model's own in a bit."""
-        if not step.on_cpu:
-            return
-        expected = step.results()
-        name = first_difference(expected, step.results(lambda: _counting(calls, SavedBytes(step.tensors), LiveBytes())))
-        if name is None:
-            return
-        if first_difference(expected, step.results()) is not None:
-            raise TraceError(
-                f"{self.reason}, and two steps of the model with the same random numbers give different results "
-                f"({name}), so that its parts cannot be checked. Make the step reproducible, or use ackpt.checkpoint "
-                "on its blocks."
-            )
-        raise TraceError(
-            f"{self.reason}, and planned in parts, {name} differs from the model's own. Use "
-            "ackpt.apply_activation_checkpointing with blocks of your choice, and please report this model."
-        )
-
-    def _infeasible(self, lowest: Measured, limit: int, resident: int) -> BudgetError:
-        least = lowest.dynamic_bytes + resident
-        return BudgetError(
-            f"planned regions cannot keep the budget {self.budget!r}: it leaves {memory_format(max(0, limit))} for "
-            f"what the step allocates, in addition to {memory_format(resident)} of parameters, buffers, inputs and "
-            f"optimizer state. The smallest measured peak of the step in parts is {readable(least)} ({least} bytes). "
-            f"The model is not one graph: {self.reason}.",
-            least,
-            self.budget,
-        )
-
-    def _outputs(self, call: Call, plan: RegionsPlan, calls: dict[nn.Module, Callable], sizes: set[Any]) -> Any:
-        """The model's outputs, computed as planned; ``sizes``: of steps that were measured or counted.
+    def run(self, planned: _Planned, call: Call) -> Any:
+        """The model's outputs, with blocks saved and checkpointed as planned.
 
         Raises:
-            BudgetError: if autograd saves more bytes than the bound, or the forward allocates more than the budget.
+            BudgetError: if the forward allocates more than the budget.
+            CheckpointError: if a block that ran as a region before cannot do so now.
         """
-        is_reported = False
-
-        def report(message: Callable[[], str]) -> None:
-            nonlocal is_reported
-            if not self.warns:
-                raise BudgetError(message(), None, self.budget)
-            if not is_reported:
-                warn(message())
-            is_reported = True
-
-        live = None
-        if plan.limit_bytes is not None and plan.kernel_bytes is not None:
-            live = LiveBytes(
-                plan.limit_bytes - plan.kernel_bytes,
-                lambda size, node: report(lambda: self._allocates(size, node, plan)),
-                lambda: _add(sizes, key),
-            )
-        resident = (*self.model.parameters(), *self.model.buffers(), *filter(is_tensor, call.leaves))
-        counter = SavedBytes(resident, plan.bound_bytes, lambda size: report(lambda: self._saves(size, plan)))
-        with self._lock, _counting(calls, counter, live):
-            outputs = own_call(self.model)(*call.args, **call.kwargs)
-        if live is not None and (key := (live.sizes, counter.most_bytes)) not in sizes:
-            live.count_backward(flatten_outputs(outputs)[0])
-        if plan.limit_bytes is not None:
-            self._check_before_backward(outputs, counter, plan)
+        if (caller := present_caller()) is not None and caller.regions is self:  # the model calls itself
+            return own_call(self.model)(*call.args, **call.kwargs)
+        with self._lock:
+            record = self._record(planned)
+            if record is not None and not record.forwards:
+                first = self._new(call)  # a smaller call may come first
+                planned.sizes, planned.plan, planned.step_bytes = call.sizes, first.plan, first.step_bytes
+            forward = _Forward(self, planned, record)
+            with replaced(self.blocks), called_by(forward), forward.counted():
+                outputs = own_call(self.model)(*call.args, **call.kwargs)
+            forward.watch(flatten_outputs(outputs)[0])
         return outputs
 
-    def _check_before_backward(self, outputs, counter: SavedBytes, plan: RegionsPlan) -> None:
-        """Raise in backward if there are gradients, or outputs that the caller holds, which the plan does not count."""
-        leaves, _ = flatten_outputs(outputs)
-        without = without_gradient(leaves, self.differentiate)
-        tensors = [(at, leaf) for at, leaf in enumerate(leaves) if is_tensor(leaf)]
-        root = next((leaf for at, leaf in tensors if leaf.grad_fn is not None and at not in without), None)
-        live, limit = plan.timeline.live, plan.limit_bytes
-        if root is None or limit is None:
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients of parameters that exist now."""
+        return [each.grad for each in self.model.parameters() if each.is_leaf and each.grad is not None]
+
+    def _record(self, planned: _Planned) -> Record | None:
+        """The record of the first step, which this forward continues or begins; None for later steps."""
+        record = planned.record
+        if record is not None and record.is_reached:
+            self._finish(planned)
+        if planned.saved is not None:
+            return None
+        if record is None or all(forward() is None for forward in record.forwards):
+            self.live.segment_peak()
+            planned.record = Record()
+        return planned.record
+
+    def _backward_ended(self, backward: Backward) -> None:
+        """Plan after the first step; raise if this backward exceeded the budget."""
+        if self.on_cpu:
+            self.live.gradients(self.gradients())
+        forwards: list[_Forward] = backward.forwards
+        for planned in dict.fromkeys(each.planned for each in forwards):
+            record = planned.record
+            if record is not None and all(each() is None or each().is_reached for each in record.forwards):  # type: ignore[union-attr]
+                self._finish(planned)
+        size, node = backward.most
+        first = forwards[0]
+        if len(forwards) == 1 and first.is_counted:
+            if len(first.planned.backwards) >= _MOST_SIZES:
+                first.planned.backwards.clear()
+            first.planned.backwards[first.key] = first.begin_bytes, size
+        limit = first.planned.plan.limit_bytes
+        if limit is not None and size > limit:
+            place = f"in backward, at {node}," if node else "in backward"
+            first.report(self._exceeds(size, first.planned, place) + " All gradients of this step are complete.")
+
+    def _finish(self, planned: _Planned) -> None:
+        """Make the plan from the record of the first step.
+
+        Raises:
+            BudgetError: if the step exceeds the budget with all blocks checkpointed.
+        """
+        start = time.perf_counter()
+        record, planned.record = planned.record, None
+        assert record is not None
+        record.segments.append((self.live.segment_peak(), None, ""))
+        after = self.live.bytes + planned.step_bytes if planned.step_bytes else 0
+        held, costs = record.held_bytes(), record.costs()
+        least, baseline = (max(record.peak_bytes(saved), after) for saved in ((), held))
+        resident = planned.plan.resident_bytes
+        limit = dynamic_limit(self.budget, baseline, resident)
+        saved = set() if self.policy == "full" else set(held) if limit is None else record.chosen(limit)
+        peak = record.peak_bytes(saved)
+        if limit is not None:
+            entries = record.entry_bytes(saved)
+            planned.room_bytes = {key: live + max(0, limit - peak) for key, live in entries.items()}
+        planned.saved = saved
+        planned.plan = replace(
+            planned.plan,
+            fates=self._fates(saved),
+            reasons={block.path: block.refused for block in self.blocks if block.refused},
+            limit_bytes=limit,
+            peak_bytes=resident + max(peak, after),
+            least_peak_bytes=resident + least,
+            baseline_peak_bytes=resident + baseline,
+            saved_bytes=sum(held[path] for path in saved),
+            cost=sum(costs[path] for path in costs if path not in saved) / (3 * record.cost or 1.0),
+        )
+        self.history.add("regions", f"{self.reason}; {planned.plan!r}", time.perf_counter() - start)
+        if self.on_plan is not None:
+            self.on_plan(planned.plan)
+        if limit is not None and least > limit:
+            self.report(
+                f"the first step shows that planned regions cannot keep the budget {self.budget!r}: it leaves "
+                f"{memory_format(max(0, limit))} for what the step allocates, in addition to {memory_format(resident)} "
+                "of parameters, buffers, inputs and optimizer state. With all blocks checkpointed, the peak of this "
+                f"step is {readable(resident + least)} ({resident + least} bytes), which is the smallest feasible "
+                f"budget. The model is not one graph: {self.reason}.",
+                resident + least,
+            )
+
+    def report(self, message: str, least_bytes: int | None = None) -> None:
+        if not self.warns:
+            raise BudgetError(message, least_bytes, self.budget)
+        warn(message)
+
+    def _exceeds(self, size: int, planned: _Planned, place: str) -> str:
+        plan = planned.plan
+        limit = plan.limit_bytes or 0
+        earlier = "all blocks are checkpointed" if plan.peak_bytes is None else (
+            f"its plan has a peak of {memory_format(plan.dynamic_peak_bytes or 0)}"
+        )  # fmt: skip
+        return (
+            f"this step allocates {memory_format(size)} ({size} bytes) {place} and at most {memory_format(limit)} "
+            f"({limit} bytes) keep the budget {self.budget!r}: {earlier}. {_FIX}"
+        )
+
+
+class _Forward:
+    """One forward of the model, which lives as long as its graph.
+
+    ``is_counted``: whether its backward is counted, too. ``is_in_mode``: whether it ran under a dispatch mode, as its
+    recomputations then do, because torch's operations are composed in another way there. ``key``: what its backward
+    depends on. ``start_bytes``: what was live before it.
+    """
+
+    def __init__(self, regions: PlannedRegions, planned: _Planned, record: Record | None):
+        self.regions, self.planned, self.live = regions, planned, regions.live
+        self.record = None if record is None else weakref.ref(record)
+        self.is_first = record is not None
+        self.is_counted = self.is_first
+        self.is_reached = self.is_reported = False
+        self.is_in_mode = False
+        self.start_bytes = self.begin_bytes = 0
+        self.key: Any = None
+        self._numbers: Counter[str] = Counter()
+        self._fates: list[tuple[str, bool]] = []
+        self._in_block = False
+        self._hooks = _top_hooks(True)
+
+    @contextlib.contextmanager
+    def counted(self):
+        """Count the forward that runs inside, if there is a budget or the step is recorded."""
+        live, limit = self.live, self.planned.plan.limit_bytes
+        live.counts_cost, live.bound, live.exceeded = self.is_first, limit, self._exceeded
+        if limit is None and not self.is_first:
+            yield
             return
-        if self.outputs == "drop":
-            places = [
-                at
-                for at, leaf in tensors
-                if (at in without or not leaf.requires_grad)
-                and leaf.layout is torch.strided
-                and not any(map(counter.counts, storages_of(leaf)))
-            ]
-            room = limit - max(live[plan.timeline.boundary or 0 :])
-            dropped_before_backward(leaves, places, lambda: room, root.grad_fn)
-        if not self.loop.accumulation:
-            gradients_before_backward([root.grad_fn], list(self.model.parameters()), lambda: limit - max(live))
+        if (record := self._open_record()) is not None:
+            record.forwards.append(weakref.ref(self))
+        self.is_in_mode = self.regions.on_cpu or self.is_first
+        cost = live.cost
+        with live.forward():
+            # With accumulation=True, gradients of earlier steps are resident.
+            live.gradients(self.regions.gradients(), counts=not self.regions.loop.accumulation)
+            self.start_bytes = live.bytes
+            if record is not None:
+                self.planned.start_bytes = max(self.planned.start_bytes, live.bytes)
+            yield
+        if record is not None:
+            record.cost += live.cost - cost
+        self.key = live.sizes, tuple(self._fates)
+        self.is_counted = self.is_first or self.key not in self.planned.backwards
 
-    def _saves(self, size: int, plan: RegionsPlan) -> str:
-        bound = plan.bound_bytes or 0
-        return (
-            f"this step saves {memory_format(size)} for backward ({size} bytes) when it reaches {self._running()}, and "
-            f"at most {memory_format(bound)} ({bound} bytes) keep the budget {self.budget!r}: the step was measured "
-            f"with an example batch, in which autograd saved {memory_format(plan.saved_bytes)}. {_LARGER}"
-        )
+    def _open_record(self) -> Record | None:
+        return None if self.record is None else self.record()
 
-    def _allocates(self, size: int, node: str | None, plan: RegionsPlan) -> str:
-        """`node`: of autograd, where the most is live; None in the forward."""
-        limit, kernels = plan.limit_bytes or 0, plan.kernel_bytes or 0
-        place = f"in backward, at {node}" if node is not None else f"when it reaches {self._running()}"
-        inside = f", {kernels} of them inside of kernels, as measured" if kernels else ""
-        return (
-            f"this step allocates {memory_format(size + kernels)} ({size + kernels} bytes{inside}) {place}, and at "
-            f"most {memory_format(limit)} ({limit} bytes) keep the budget {self.budget!r}: the example batch took "
-            f"{memory_format(plan.dynamic_peak_bytes)}. {_LARGER}"
-            + (" All gradients of this step are complete." if node is not None else "")
+    def run(self, block: Block, args: tuple, kwargs: dict) -> Any:
+        """Run `block` as planned."""
+        number = self._numbers[block.path]
+        self._numbers[block.path] += 1
+        if self._in_block or block.refused or self.planned.is_saved(block, number):
+            return block.own(*args, **kwargs)
+        if phase.dropping or phase.recomputing or _top_hooks(True) != self._hooks:
+            block.refused = "it is called within a checkpoint of the model's own or saved_tensors_hooks"
+            return block.own(*args, **kwargs)
+        self._fates.append((block.path, False))
+        undo = None if block.has_run else Undo(block, args, kwargs)
+        self._in_block = True
+        try:
+            result = self._region(block, Run(block.path, number, self.live.bytes), args, kwargs)
+            if undo is None or not phase.leaves_behind:
+                block.has_run = True
+                return result
+            del result
+            if (record := self._open_record()) is not None:
+                record.segments[-1] = record.segments[-1][0], None, ""
+            raise _Stores("it stores a tensor that it computes, such as a state or an output, in an object")
+        except (BudgetError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if undo is None:
+                if isinstance(error, CheckpointError):
+                    raise self._left_out(block, error) from error
+                raise
+            reason = _first_sentence(error)
+            if not undo.undo():
+                raise self._left_out(block, error) from error
+            _free(error)
+        finally:
+            self._in_block, phase.leaves_behind = False, None
+        result = block.own(*args, **kwargs)  # raises again what is not about regions
+        block.refused = reason
+        return result
+
+    def _region(self, block: Block, run: Run, args: tuple, kwargs: dict) -> Any:
+        live, record, storages = self.live, self._open_record(), SavedStorages()
+        _body.first = _first_forward(live) if record is None else _recorded(live, run, storages)
+        phase.leaves_behind = False if not block.has_run else None
+        try:
+            with live.more(_RNG_STATE):  # a region keeps the states from before its forward
+                result = checkpoint(partial(_run_body, block.own), *args, **kwargs)
+                run.held_bytes -= live.bytes
+        finally:
+            _body.first = None
+        outputs = strip_result(result)[0]
+        if record is not None:
+            run.add_outputs(outputs, storages, (args, kwargs))
+            record.segments.append((live.segment_peak(), run, HELD))
+        node: Any = next((each.grad_fn for each in outputs if type(each.grad_fn).__name__ == _REGION), None)
+        if node is not None:
+            node.apply = partial(self._backward_of, block, run, weakref.ref(node))
+            for _, state in node.region.streams:
+                if is_tensor(state):
+                    live.follow(state)
+        return result
+
+    def _backward_of(self, block: Block, run: Run, reference, *gradients) -> Any:
+        """The backward of a block that ran as a region."""
+        node, record = reference(), self._open_record()
+        if self.is_counted:  # AccumulateGrad copies some gradients
+            for gradient in self.regions.gradients():
+                self.live.follow(gradient)
+        if record is not None and not run.is_over:
+            run.backward_begins()
+            record.segments.append((self.live.segment_peak(), run, BEGINS))
+            _body.recomputed = lambda: record.segments.append((self.live.segment_peak(), run, RECOMPUTED))
+        before, _body.live = _body.live, self.live if self.is_in_mode else None
+        self.live.watches = self.is_counted
+        try:
+            with self.live.more(sum(state.nbytes for _, state in node.region.streams if is_tensor(state))):
+                return type(node).apply(node, *gradients)
+        except CheckpointError as error:
+            raise self._left_out(block, error) from error
+        finally:
+            if record is not None and _body.recomputed is not None:
+                record.segments.append((self.live.segment_peak(), run, ENDS))
+            _body.live, _body.recomputed = before, None
+
+    def _left_out(self, block: Block, error: Exception) -> CheckpointError:
+        block.refused = _first_sentence(error)
+        self.planned.plan = replace(
+            self.planned.plan,
+            fates={**self.planned.plan.fates, block.path: SAVED},
+            reasons={**self.planned.plan.reasons, block.path: block.refused},
         )
+        return CheckpointError(f"{block!r} cannot be checkpointed, and is saved from the next step on: {error}")
+
+    def watch(self, leaves: Sequence[Any]) -> None:
+        """Check the backward that follows; ``leaves``: the model's outputs."""
+        if self.key is None:
+            return
+        nodes = dict.fromkeys(leaf.grad_fn for leaf in leaves if is_tensor(leaf) and leaf.grad_fn is not None)
+        for node in nodes:
+            node.register_prehook(self._begins)
+        if self.is_counted:
+            self.live.count_backward(leaves)
+
+    def _begins(self, gradients) -> None:
+        is_first = self.live.begin(self)
+        if self.is_reached:
+            return
+        self.is_reached = True
+        if (record := self._open_record()) is not None:
+            record.is_reached = True
+        self.begin_bytes = self.live.bytes
+        limit = self.planned.plan.limit_bytes
+        if is_first and not self.is_counted and limit is not None:
+            begin, most = self.planned.backwards.get(self.key, (0, 0))
+            if (size := most + self.begin_bytes - begin) > limit:
+                more = memory_format(self.begin_bytes - begin)
+                message = self.regions._exceeds(size, self.planned, "in backward")
+                self.report(f"{message} It begins with {more} more than the same step before: {_DROP}")
+
+    def _exceeded(self, size: int) -> None:
+        regions, planned = self.regions, self.planned
+        message = regions._exceeds(size, planned, f"when it reaches {self._running()},")
+        least = None
+        if planned.plan.peak_bytes is None and not regions.saves_all:
+            least = planned.plan.resident_bytes + size
+            message += f" The smallest feasible budget is larger than {readable(least)}."
+        elif planned.plan.least_peak_bytes is not None:
+            least = planned.plan.least_peak_bytes
+        if self.start_bytes > planned.start_bytes:
+            message += f" Before this step, {memory_format(self.start_bytes)} of earlier ones were allocated: {_DROP}"
+        self.report(message, least)
+
+    def report(self, message: str, least_bytes: int | None = None) -> None:
+        """Raise, or warn once in this step."""
+        if not (self.regions.warns and self.is_reported):
+            self.is_reported = True
+            self.regions.report(message, least_bytes)
 
     def _running(self) -> str:
         """The innermost module of the model that is running."""
-        names = {id(module): name for name, module in self.model.named_modules() if name}
+        names = {id(module): name for name, module in self.regions.model.named_modules() if name}
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code is _CALL and (name := names.get(id(frame.f_locals["self"]))):
@@ -342,17 +488,64 @@ class PlannedRegions:
         return "the model's own forward"
 
 
+class _Stores(Exception):
+    """A block cannot be a region, because a tensor of its graph is still alive after its forward."""
+
+
+class _Body(threading.local):
+    """What the body of a region does in this thread.
+
+    ``first``: what surrounds the first forward that begins; None for recomputations. ``live``: what counts these;
+    ``recomputed``: called when one ends.
+    """
+
+    first: AbstractContextManager | None = None
+    live: Any = None
+    recomputed: Callable[[], None] | None = None
+
+
+_body = _Body()
+
+
+def _run_body(own, *args, **kwargs) -> Any:
+    first, _body.first = _body.first, None
+    if first is None:
+        live, recomputed = _body.live, _body.recomputed
+        result = own(*args, **kwargs) if live is None else live.recomputed(own, *args, **kwargs)
+        if recomputed is not None:
+            recomputed()
+        return result
+    with first:
+        return own(*args, **kwargs)
+
+
 @contextlib.contextmanager
-def _counting(calls: dict[nn.Module, Callable], counter: SavedBytes, live: LiveBytes | None) -> Iterator[Any]:
-    """Inside, a forward runs in parts and is counted; yields `live`."""
-    with installed(calls), counter.counting(), contextlib.nullcontext() if live is None else live.counting():
-        yield live
+def _first_forward(live):
+    """Count what a region allocates for random numbers: it reads the state of torch's generator twice."""
+    yield
+    with live.more(_RNG_STATE):
+        pass
 
 
-def _add(sizes: set[Any], key: Any) -> None:
-    if len(sizes) >= _MOST_SIZES:
-        sizes.clear()
-    sizes.add(key)
+@contextlib.contextmanager
+def _recorded(live, run: Run, storages: SavedStorages):
+    """Record what a block costs, saves and holds at its end."""
+    cost = live.cost
+    with _first_forward(live), torch.autograd.graph.saved_tensors_hooks(storages.pack, lambda tensor: tensor):
+        yield
+    run.cost, run.held_bytes = live.cost - cost, live.bytes + NUMBER_BYTES * storages.numbers
+
+
+def _first_sentence(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.partition(". ")[0].rstrip(".")
+
+
+def _free(error: BaseException | None) -> None:
+    """Free what the frames of an error and its causes refer to."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _is_within(sizes: Sizes, largest: Sizes) -> bool:

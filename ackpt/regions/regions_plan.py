@@ -1,4 +1,4 @@
-"""`RegionsPlan`: how the modules of a step run, its measured peak, and the bound that every step is checked against."""
+"""`RegionsPlan`: which blocks of a model are saved and which are checkpointed, and the peak of its steps."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ackpt.metering.meter import memory_format
-from ackpt.metering.timeline import Timeline
 from ackpt.planning.plan import PlanError
+
+SAVED, CHECKPOINTED = "saved", "checkpointed"
 
 
 @dataclass(frozen=True)
 class RegionsPlan:
     """The plan of a step that cannot be one graph.
 
-    ``peak_bytes``: measured with the example batch, resident and dynamic bytes together; ``resident_bytes``:
-    parameters, buffers, inputs and optimizer state; ``baseline_peak_bytes``: the same of the model's own step, None if
-    it runs out of memory. ``limit_bytes``: the bound on dynamic bytes that follows from the budget, None without one.
-    ``fates``: by the paths of modules, ``"region"`` (saves its inputs, recomputes everything) or ``"planned"`` (a
-    plan of its own); all other modules run as they are. ``saved_bytes``: the most that autograd saved at one time
-    in the example, the recomputation of one region included; ``bound_bytes``: a later step that saves more raises a
-    `BudgetError`. ``kernel_bytes``: the part of the measured peak that kernels allocate internally, which
-    later steps are assumed not to exceed; None where later steps are not counted: on a GPU, and without a budget.
-    ``cost``: of recomputation, as a fraction of the baseline's, in FLOPs and traffic weighed against each other.
-    ``note``: why the model is not one graph. ``made_for``: the example call, in words.
+    Before the first step with gradients has ended, all bytes but ``resident_bytes`` are None: the plan is made from
+    what that step allocates, while all blocks are checkpointed.
+
+    ``fates``: by the paths of blocks, ``"saved"`` (runs as it is) or ``"checkpointed"`` (saves its inputs, recomputes
+    everything). ``reasons``: why blocks that cannot be checkpointed are saved. ``resident_bytes``: parameters, buffers,
+    inputs and optimizer state. ``peak_bytes``: an upper bound on the peak, resident bytes included, of steps that need
+    no more memory than the first one. ``least_peak_bytes``: that with all blocks checkpointed, the smallest
+    feasible budget; ``baseline_peak_bytes``: that with all blocks saved. ``limit_bytes``: the bound on dynamic bytes
+    that follows from the budget, None without one. A fraction is relative to the baseline's dynamic peak. No step
+    exceeds the limit without an error. ``saved_bytes``: what the saved blocks hold for backward. ``cost``: of
+    recomputation, as a fraction of the baseline step, in FLOPs and traffic weighed against each other; backward counts
+    as twice the forward. ``note``: why the model is not one graph. ``made_for``: the call, in words.
 
     Example:
         >>> import torch, ackpt
@@ -36,37 +39,41 @@ class RegionsPlan:
         >>> def block():
         ...     return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
         >>> model = torch.nn.Sequential(block(), Positive(), block(), block())
-        >>> plan = ackpt.compile(model, torch.ones(64, 8), budget=0.8).plan
-        >>> set(plan.fates) <= {"0", "2", "3"}, plan.dynamic_peak_bytes <= plan.limit_bytes
-        (True, True)
+        >>> step = ackpt.compile(model, torch.ones(64, 8), budget=0.8)
+        >>> set(step.plan.fates.values()), step.plan.peak_bytes
+        ({'checkpointed'}, None)
+        >>> step(torch.ones(64, 8)).sum().backward()
+        >>> step.plan.fates["0"], step.plan.fates["3"], step.plan.dynamic_peak_bytes <= step.plan.limit_bytes
+        ('checkpointed', 'saved', True)
     """
 
     policy = "regions"
 
-    limit_bytes: int | None
-    peak_bytes: int
-    resident_bytes: int
-    baseline_peak_bytes: int | None
     fates: Mapping[str, str]
-    saved_bytes: int
-    bound_bytes: int | None
-    kernel_bytes: int | None
-    cost: float
-    timeline: Timeline
+    reasons: Mapping[str, str]
+    resident_bytes: int
     note: str
     made_for: Mapping[str, str] = field(compare=False)
+    limit_bytes: int | None = None
+    peak_bytes: int | None = None
+    least_peak_bytes: int | None = None
+    baseline_peak_bytes: int | None = None
+    saved_bytes: int | None = None
+    cost: float | None = None
 
     def __repr__(self) -> str:
-        return f"<RegionsPlan: measured peak {memory_format(self.peak_bytes)}, {self._fates()}; table() says more>"
+        if self.peak_bytes is None:
+            return f"<RegionsPlan: {self._fates()}; the first training step is recorded, and then planned>"
+        return f"<RegionsPlan: peak {memory_format(self.peak_bytes)}, {self._fates()}; table() says more>"
 
     @property
-    def dynamic_peak_bytes(self) -> int:
-        """The peak without resident bytes."""
-        return self.peak_bytes - self.resident_bytes
+    def dynamic_peak_bytes(self) -> int | None:
+        """The peak without resident bytes; None before the first step."""
+        return None if self.peak_bytes is None else self.peak_bytes - self.resident_bytes
 
     @property
     def baseline_dynamic_peak_bytes(self) -> int | None:
-        """The dynamic peak of the model's own step; None if it is unknown."""
+        """The dynamic peak of the step with all blocks saved; None before the first step."""
         return None if self.baseline_peak_bytes is None else self.baseline_peak_bytes - self.resident_bytes
 
     def save(self, path: str | os.PathLike[str]) -> NoReturn:
@@ -76,43 +83,31 @@ class RegionsPlan:
             PlanError: always, before anything is written.
         """
         raise PlanError(
-            f"a plan in parts cannot be saved to {os.fspath(path)!r}: it holds for what this machine measured with one "
-            "batch. Give the budget in every run instead."
+            f"a plan in parts cannot be saved to {os.fspath(path)!r}: it is made in every run from what the first step "
+            "allocates. Give the budget in every run instead."
         )
 
     def table(self) -> str:
-        """Peak, cost, bound, and how each module runs, as aligned text."""
-        baseline = self.baseline_dynamic_peak_bytes
-        relative = "" if not baseline else f" = {self.dynamic_peak_bytes / baseline:.3f} of the baseline's"
-        unbounded = self.bound_bytes is None
-        lines = [
-            "policy            regions: measured for the example batch, checked in every step",
-            f"peak              {memory_format(self.peak_bytes)}, of it {memory_format(self.resident_bytes)} resident",
-            f"dynamic peak      {memory_format(self.dynamic_peak_bytes)}{relative}",
-            f"saved             {memory_format(self.saved_bytes)}; "
-            + (
-                "no bound"
-                if unbounded
-                else f"a step that saves more than {memory_format(self.bound_bytes or 0)} raises"
-            ),
-            f"later steps       {self._later()}",
-            f"cost              {self.cost:.1%} of the step",
-            f"not one graph     {self.note}",
-            f"modules           {self._fates()}",
-        ]
-        return "\n".join([*lines, *(f"  {fate:<15} {path}" for path, fate in self.fates.items())])
-
-    def _later(self) -> str:
-        if self.limit_bytes is None:
-            return "not checked: there is no budget"
-        if self.kernel_bytes is None:
-            return "checked by what they save; their temporaries are assumed not to exceed those of the example"
-        return (
-            "counted where sizes are new; inside of kernels, they are assumed not to exceed "
-            f"{memory_format(self.kernel_bytes)}"
-        )
+        """Peak, cost, and how each block runs, as aligned text."""
+        lines = ["policy            regions: made from the first training step, checked in every step"]
+        if self.peak_bytes is None:
+            lines.append("peak              not known before the first step, which checkpoints all blocks")
+        else:
+            baseline, peak = self.baseline_dynamic_peak_bytes, self.dynamic_peak_bytes or 0
+            relative = "" if not baseline else f" = {peak / baseline:.3f} of the baseline's"
+            resident = memory_format(self.resident_bytes)
+            lines.append(f"peak              {memory_format(self.peak_bytes)}, of it {resident} resident")
+            lines.append(f"dynamic peak      {memory_format(peak)}{relative} (all blocks saved, from the first step)")
+            lines.append(f"saved             {memory_format(self.saved_bytes or 0)} by the saved blocks")
+            lines.append(f"cost              {self.cost or 0.0:.1%} of the step")
+        if self.limit_bytes is not None:
+            lines.append(
+                f"limit             {memory_format(self.limit_bytes)} of dynamic memory; a step above it raises"
+            )
+        lines += [f"not one graph     {self.note}", f"blocks            {self._fates()}"]
+        reasons = {path: f": {reason}" for path, reason in self.reasons.items()}
+        return "\n".join([*lines, *(f"  {fate:<15} {at}{reasons.get(at, '')}" for at, fate in self.fates.items())])
 
     def _fates(self) -> str:
         counts = Counter(self.fates.values())
-        said = [f"{counts['region']} regions", f"{counts['planned']} planned modules"]
-        return " and ".join(said)
+        return f"{counts[SAVED]} blocks saved and {counts[CHECKPOINTED]} checkpointed"

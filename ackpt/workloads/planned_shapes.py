@@ -116,7 +116,6 @@ class Planned:
         parts = {"forward": live[: boundary + 1], "backward": live[boundary:end], "optimizer": live[end:]}
         return {name: self.plan.resident_bytes + max(part) for name, part in parts.items() if part}
 
-
     def that_fits(self) -> Planned:
         """The plan of policy auto that fits the device.
 

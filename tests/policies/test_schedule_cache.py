@@ -148,9 +148,7 @@ def test_a_folder_that_cannot_be_written_is_one_error(tmp_path):
     file = tmp_path / "file"
     file.touch()
     for cache in (file, file / "below"):
-        with pytest.raises(
-            ackpt.RecordError, match=r"cache='.*file.*' is not a writable folder.*leave cache out"
-        ):
+        with pytest.raises(ackpt.RecordError, match=r"cache='.*file.*' is not a writable folder.*leave cache out"):
             ackpt.compile(model(), X, budget=0.75, cache=cache)
         net = model()
         with pytest.raises(ackpt.RecordError, match="cache="):

@@ -35,6 +35,8 @@ class Steps:
         self.model, self.example = model, example
         self.step = ackpt.compile(model, *example, budget=budget)
         self.warns = ackpt.compile(model, *example, budget=budget, on_exceed="warn")
+        for each in (self.step, self.warns):
+            results(model, each, example)
 
     def exceeds(self, *args) -> bool:
         """Whether a step exceeds the budget as measured, which must be what ackpt says, with the model's own bits."""
@@ -47,7 +49,7 @@ class Steps:
             exceeds = dynamic_peak(self.model, self.warns, args) > self.step.plan.limit_bytes
         assert exceeds == bool(said) and len(said) <= 1
         if exceeds:
-            with pytest.raises(ackpt.BudgetError, match="this step (saves|allocates) .*on_exceed='warn'"):
+            with pytest.raises(ackpt.BudgetError, match="this step allocates .*on_exceed='warn'"):
                 results(self.model, self.step, args)
         else:
             assert all(map(torch.equal, results(self.model, self.step, args), own))
@@ -64,7 +66,7 @@ def test_experts_with_other_tokens(budget):
         hooks = routed(model, tokens, expert)
         found.append(steps.exceeds(x))
         without(hooks)
-    assert not all(found) and any(found) or budget == "100%"
+    assert not all(found)
 
 
 @pytest.mark.parametrize("budget", [0.6, 0.9])
@@ -80,14 +82,18 @@ def test_packed_sequences_with_other_lengths(budget):
 def test_a_step_that_exceeds_the_budget_in_backward_has_complete_gradients():
     torch.manual_seed(0)
     x, model = torch.randn(TOKENS, WIDTH), Model()
-    step = ackpt.compile(model, x, budget="100%")
-    *_, other = (x + offset * torch.randn(WIDTH) for offset in (0.3, 0.5, 1, 2, 4))
-    expected = results(model, model, (other,))[1:]
+    probe = ackpt.compile(model, x, budget="1GiB")
+    results(model, probe, (x,))
+    step = ackpt.compile(model, x, budget=probe.plan.least_peak_bytes)
+    results(model, step, (x,))
+    hooks = routed(model, 300)
+    expected = results(model, model, (x,))[1:]
     model.zero_grad()
-    loss = step(other)
+    loss = step(x)
     with pytest.raises(ackpt.BudgetError, match=r"allocates .* in backward, at \w+Backward0, .* gradients .* complete"):
         loss.backward()
     assert all(map(torch.equal, (parameter.grad for parameter in model.parameters()), expected))
+    without(hooks)
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "drop path", "packed LSTM", "matcher", "early exit"])
@@ -103,14 +109,14 @@ def test_counted_bytes_are_measured_bytes(name):
     measured = ackpt.measure(step, resident=(model, *batch.values()), warmup=0, repeats=0).dynamic_peak_bytes
     seed()
     model.zero_grad()
-    live = LiveBytes()
-    with live.counting():
+    live = LiveBytes(lambda backward: None)
+    with live.forward():
         outputs = model(**batch)
     loss = outputs if torch.is_tensor(outputs) else outputs["loss"]
-    del outputs
+    loss.grad_fn.register_prehook(lambda gradients: live.begin(None) and None)
     live.count_backward([loss])
     loss.backward()
-    assert 0.97 * measured < live.most_bytes <= measured
+    assert live.segment_peak() == measured
 
 
 def test_regions_of_the_user_stay_regions():

@@ -66,9 +66,7 @@ def another_plan(was, now, cause: str) -> str:
     if _left_training(was, now):
         return f"It matched the previous call. {_EVALUATE}."
     if not differences(was, now):
-        return (
-            f"It matched the previous call. Since then, {cause}: change it back, or give a budget, which replans."
-        )
+        return f"It matched the previous call. Since then, {cause}: change it back, or give a budget, which replans."
     return (
         "It matched the previous call. Make a second step with a plan for this call, leave out a last batch that "
         "differs, as a DataLoader with drop_last=True does, or give a budget instead, which replans."

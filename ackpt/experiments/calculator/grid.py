@@ -45,6 +45,8 @@ ALIKE = 2e-4  # of all bytes that a step allocates
 LARGEST = {MIXED: 4 * 10**9, SINGLE: 4 * 10**8}  # parameters of models on one GPU; larger models fit no GPU in 32 bits
 LARGEST_OLD = 2 * 10**9  # and on T4 and V100, whose kernels may need other memory
 WIDEST = 192  # heads, for which all GPUs from compute capability 8.0 on use the same kernels
+
+
 def entry_of(preset: Preset, known: dict[tuple[str, str], list[Measured]]) -> dict:
     """The data of one model; formulas that several ways of training or kinds of GPUs share are stored once.
 
