@@ -60,7 +60,7 @@ model, batch = Model(), (torch.randn(1024, 64), torch.randint(10, (1024,)))
 baseline = copy.deepcopy(model)
 
 step = ackpt.apply_budget(model, batch, budget=0.6)
-print(step.plan)  # all blocks are checkpointed in the first step, from which the plan is made
+print(step.plan)  # made from the first step, which checkpoints all blocks
 
 assert train(model, batch) == train(baseline, batch), (
     "the losses equal the baseline's to the last bit"

@@ -385,6 +385,7 @@ class AllocatedBytes(Counter):
         self._base = torch.cuda.memory_allocated()
         self._earlier = torch.cuda.max_memory_allocated()
         if self.counts_cost:
+            torch.cuda.reset_peak_memory_stats()
             with super().forward():
                 yield
         else:

@@ -12,7 +12,7 @@ from test_experts import TOKENS, WIDTH, Model, routed, without
 from torch import nn
 
 import ackpt
-from ackpt.regions.live_bytes import LiveBytes
+from ackpt.regions.live_bytes import AllocatedBytes, LiveBytes
 
 
 def results(model, call, args):
@@ -139,3 +139,36 @@ def test_regions_of_the_user_stay_regions():
     step = ackpt.compile(model, x, budget="100%")
     for each in (x, -x, x.roll(1, 1)):
         assert all(map(torch.equal, results(model, step, (each - 0.1,)), results(model, model, (each - 0.1,))))
+
+
+def test_the_allocator_of_a_gpu_counts(monkeypatch):
+    live, most = [1000], [9000]
+
+    def allocate(size: int, peak: int = 0) -> None:
+        live[0] += size
+        most[0] = max(most[0], live[0] + peak)
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: live[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: most[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: most.__setitem__(0, live[0]))
+    counter, sizes, ended = AllocatedBytes(lambda backward: ended.append(backward.most[0])), [], []
+    counter.exceeded = sizes.append
+    counter.counts_cost, counter.bound = True, 700  # the first step resets the peak
+    with counter.forward():
+        counter.gradients([torch.zeros(10)])  # existed before the step
+        allocate(300, peak=50)
+        assert (counter.bytes, counter.segment_peak()) == (340, 390)
+        allocate(-100)
+        assert counter.segment_peak() == 340
+    assert sizes == []
+    loss = torch.ones((), requires_grad=True) * 2
+    loss.grad_fn.register_prehook(lambda gradients: counter.begin(None) and allocate(50))
+    loss.backward()
+    assert ended == [290]
+    counter.counts_cost, most[0] = False, 5000  # later steps do not
+    with counter.forward():
+        allocate(600, peak=150)
+    assert sizes == [] and counter.segment_peak() == 0 and most[0] == 5000
+    with counter.forward():
+        allocate(600, peak=6000)
+    assert sizes == [6600]
