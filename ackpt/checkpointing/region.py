@@ -291,7 +291,8 @@ class Region:
         received += closed_over_starts
         for tensor in received:  # the hooks of the forward run for the tensors that it was called with
             if tensor._backward_hooks:
-                tensor._backward_hooks.clear()
+                for key in [key for key, hook in tensor._backward_hooks.items() if not _is_of_torch(hook)]:
+                    del tensor._backward_hooks[key]
         if detached is not None or self.path is not None:
             ends, node, nodes, _ = graph_inputs(computed, [], closed_over, before_inputs)
             if node is not None or any(tensor.grad_fn is not None for tensor in ends):
@@ -384,10 +385,15 @@ def _detached(outputs):
 
 
 def _run_hooks(hooks, gradient):
-    for hook in tuple(hooks.values()):
+    for hook in [hook for hook in hooks.values() if not _is_of_torch(hook)]:
         result = hook(gradient)
         gradient = gradient if result is None else result
     return gradient
+
+
+def _is_of_torch(hook) -> bool:
+    """Whether a hook is torch's own, such as those of FlopCounterMode, which follow the recomputation."""
+    return getattr(hook, "__module__", None) in ("torch.autograd.graph", "torch.utils.module_tracker")
 
 
 def _set_gradient(reference, gradient) -> None:
