@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ackpt.capture.inspection.calls import call_arguments
+from ackpt.capture.inspection.trainer_calls import as_trainer_calls
 from ackpt.capture.optimizer_state import loop_with
 from ackpt.costs.devices import Device
-from ackpt.integrations.trainer import as_trainer_calls
 from ackpt.policies.search.schedule_cache import Cache
 from ackpt.running.dynamic_dimensions import DynamicArgument
 from ackpt.running.planned_step import PlannedStep, in_place_of, put_in_place, take_away, without_budget

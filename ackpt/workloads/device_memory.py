@@ -74,7 +74,8 @@ def rank_memory(
 ) -> DeviceMemory:
     """As `device_memory`, for a step of which the bytes after every event are known, such as that of one rank.
 
-    An event that frees bytes ends the latest block of its category and size. `shards`: sizes of the parameters' blocks.
+    An event that frees bytes ends the latest block of that size, and of its category if there is one. `shards`: sizes
+    of the blocks of the parameters.
     """
     allocator = CachingAllocator(AllocatorSettings.parsed())
     for name, size in resident.items():
@@ -93,7 +94,7 @@ def rank_memory(
 
 def _events(allocator: CachingAllocator, timeline: Timeline, workspaces: list[int]) -> None:
     """The blocks of one step; those that it does not free remain. `workspaces`: for each of forward and backward."""
-    blocks: dict[tuple[str, int], list[int]] = {}
+    blocks: dict[int, list[tuple[int, str]]] = {}  # by size
     for event in range(1, len(timeline.live)):
         for size in workspaces * (event in (1, (timeline.boundary or 0) + 1)):
             allocator.allocate(("workspace", event), size)
@@ -101,9 +102,11 @@ def _events(allocator: CachingAllocator, timeline: Timeline, workspaces: list[in
             size = live[event] - live[event - 1]
             if size > 0:
                 allocator.allocate(("block", event), size)
-                blocks.setdefault((category, size), []).append(event)
+                blocks.setdefault(size, []).append((event, category))
             elif size:
-                allocator.free(("block", blocks[category, -size].pop()))
+                latest = max(blocks[-size], key=lambda block: (block[1] == category, block))  # noqa: B023
+                blocks[-size].remove(latest)
+                allocator.free(("block", latest[0]))
 
 
 def _memory(allocator: CachingAllocator, where: Device, on: Gpu, context_bytes: int | None) -> DeviceMemory:
