@@ -338,10 +338,12 @@ def is_data(cls) -> bool:
         return True
     if issubclass(cls, (torch.Tensor, nn.Module, type, enum.Enum, BaseException, *_CONTAINERS, *_FUNCTIONS)):
         return False
+    if hasattr(cls, "__enter__"):  # an engine, such as one of saved-tensor hooks, counts on as it is called
+        return False
     return cls.__dictoffset__ != 0 and cls.__module__.partition(".")[0] not in _NOT_DATA
 
 
-_NOT_DATA = frozenset((*sys.stdlib_module_names, "torch", "numpy"))
+_NOT_DATA = frozenset((*sys.stdlib_module_names, "torch", "numpy", "ackpt"))
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 PLAIN = _ATOMS | {
     torch.dtype,
