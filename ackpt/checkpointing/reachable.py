@@ -338,8 +338,6 @@ def is_data(cls) -> bool:
         return True
     if issubclass(cls, (torch.Tensor, nn.Module, type, enum.Enum, BaseException, *_CONTAINERS, *_FUNCTIONS)):
         return False
-    if hasattr(cls, "__enter__"):  # an engine, such as one of saved-tensor hooks, counts on as it is called
-        return False
     return cls.__dictoffset__ != 0 and cls.__module__.partition(".")[0] not in _NOT_DATA
 
 

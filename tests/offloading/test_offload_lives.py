@@ -406,37 +406,3 @@ def test_backward_in_another_thread_than_the_forward(mode):
     del loss, thread
     assert_equal(expected, gradients(model), "gradient")
     assert_empty(context().engine)
-
-
-def test_the_state_of_an_engine_that_a_region_closes_over_is_left_alone():
-    """Its hooks count tensors while the region is recomputed, too."""
-
-    class Engine:
-        def __init__(self):
-            self.number, self.stored = 0, {}
-
-        def __enter__(self):
-            self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-            self.hooks.__enter__()
-
-        def __exit__(self, *error):
-            self.hooks.__exit__(*error)
-
-        def pack(self, tensor):
-            self.number += 1
-            self.stored[self.number] = tensor.clone()
-            return self.number
-
-        def unpack(self, number):
-            return self.stored.pop(number)
-
-    engine, x = Engine(), matrix().requires_grad_()
-
-    def region(x):
-        with engine:
-            return x.sin().sin()
-
-    sum(ackpt.checkpoint(region, x * scale).sum() for scale in (1, 2)).backward()
-    wanted = x.detach().clone().requires_grad_()
-    sum((wanted * scale).sin().sin().sum() for scale in (1, 2)).backward()
-    assert torch.equal(x.grad, wanted.grad)
